@@ -15,6 +15,7 @@ from mha_spec import AttentionSpec, Refusal, WrongType
 from parity import pretrained
 from parity.core.arrays import to_numpy_by_name
 from parity.core.cases import DTYPES, Case, case_named
+from parity.core.sample import Sample
 from parity.core.weights import Weights, dtype_named, load_tensors, random_weights, weight_shapes
 
 # torch.manual_seed(123), then nn.Linear(3, 4, bias=False) three times: the weights of query, key and value.
@@ -66,12 +67,14 @@ class Problem:
         weights: canonical weights.
         inputs: `query` (B, T, d_in); `key` (B, S, d_kv), which is also the value, for cross-attention; `bias`
             (B, N, T, S) and `mask` (B, N, T, S) where the case has them; `cotangent`, in the shape of the output.
+        sample: the part of it that the reference computes; all of it when absent.
     """
 
     case: Case
     dtype: str
     weights: Weights = field(repr=False)
     inputs: dict[str, np.ndarray] = field(repr=False)
+    sample: Sample | None = None
 
     @property
     def spec(self) -> AttentionSpec:
@@ -86,6 +89,21 @@ class Problem:
             sha256.update(f"{name} {array.dtype} {array.shape}".encode())
             sha256.update(np.ascontiguousarray(array).tobytes())
         return sha256.hexdigest()
+
+    @property
+    def bias(self) -> np.ndarray | None:
+        """The bias of the scores of all rows that are computed, if there is one."""
+        bias = self.inputs.get("bias")
+        return bias if bias is None or self.sample is None else bias[:, :, self.sample.rows, : self.sample.keys]
+
+    @property
+    def residual(self) -> np.ndarray:
+        """The query (B, T, d_in), of the rows and features that are computed of the output."""
+        query = self.inputs["query"]
+        if self.sample is None:
+            return query
+        rows = slice(None) if self.sample.rows_out is not None else self.sample.rows_of("output")
+        return query[:, rows][..., self.sample.features]
 
     def step_input(self, step: int) -> np.ndarray:
         """The tokens that the call of that index appends, (B, chunk, d_in)."""

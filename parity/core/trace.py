@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import numpy as np
 from parity.core import reference
 from parity.core.compare import SAME_PRECISION, Comparison, compare, failure, kept_dtype, unit_of_rounding
 from parity.core.problem import Problem
+from parity.core.sample import of_paths
 from parity.core.stages import FUSED_PATHS, PATHS, run_steps, stage_named
-from parity.core.weights import is_floating
+from parity.core.weights import dtype_named, is_floating
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,22 @@ class Trace:
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference's own stages for a problem, in float64 and in the same precision."""
+    """The reference's own stages for a problem, in float64 and in the same precision, each computed once.
+
+    Attributes:
+        problem: the problem.
+        with_gradients: whether gradients are computed, too.
+        stages: names of the stages that are asked for; all when absent. Of others those are left out that take long.
+    """
 
     problem: Problem
     with_gradients: bool = False
+    stages: frozenset[str] | None = None
+
+    @cached_property
+    def remembered(self) -> reference.Remembered:
+        """Projections of the inputs, for other layers of the problem, too."""
+        return reference.Remembered()
 
     @cached_property
     def accumulated(self) -> dict[str, np.ndarray]:
@@ -129,13 +143,46 @@ class Reference:
     def _stages(
         self, dtype: str, given: Mapping[str, np.ndarray] | None, arithmetic: str = "ieee"
     ) -> dict[str, np.ndarray]:
+        arithmetic_in = reference.Arithmetic(dtype_named(dtype), arithmetic)
+        layer = self.remembered.serve(reference.Layer(self.problem, arithmetic_in))
         with np.errstate(over="ignore", invalid="ignore"):  # float16 may overflow; that is then part of the verdict
-            values = run_steps(reference.steps(self.problem, dtype, arithmetic), given)
+            if given is not None or self.problem.case.is_cached or self.problem.sample is not None:
+                values = run_steps(layer.steps(), given)
+            else:
+                values = layer.forward() if self._has_scores else reference.without_scores(layer)
+                values |= of_paths(values)
             if self.with_gradients and given is None:
                 values |= reference.gradients(self.problem, dtype)
                 fused = reference.gradients(self.problem, dtype, fused=True)
                 values |= {f"{path}.{name}": of for path in FUSED_PATHS for name, of in fused.items()}
         return values
+
+    def by_step(self, dtype: str, arithmetic: str = "ieee") -> list[dict[str, np.ndarray]]:
+        """What each step gave, in float64 or in the same precision; nothing where some stages are not kept."""
+        if not self._has_scores or self.problem.sample is not None:
+            return []
+        values = self.accumulated if dtype == "float64" else self.same_precision(local=False, arithmetic=arithmetic)
+        kept = {name: x for name, x in values.items() if not stage_named(name).is_gradient}
+        return [{name: kept[name] for name in names} for _, names in groupby(kept, _step_of)]
+
+    @property
+    def _has_scores(self) -> bool:
+        """Whether scores or attention weights are asked for, or take no time."""
+        case, of_scores = self.problem.case, ("scores", "attn_weights")
+        is_small = case.batch * case.spec.num_heads * case.seq_len * case.key_len <= reference.BLOCK
+        return is_small or self.stages is None or any(stage_named(name).quantity in of_scores for name in self.stages)
+
+
+OF_A_STEP = {"q": "qkv", "latents": "qkv", "k": "qkv", "v": "qkv", "gate": "qkv"} | {
+    f"cache.{name}": "cache" for name in ("latents", "keys", "values", "lengths")
+}
+"""The stages that one step gives with others."""
+
+
+def _step_of(name: str) -> tuple[int | None, str]:
+    """The step that gives a stage: the call that it is of, and what the step is."""
+    stage = stage_named(name)
+    return stage.step, "whole" if stage.path else OF_A_STEP.get(stage.quantity, stage.quantity)
 
 
 RECOUNTS = 4

@@ -22,18 +22,22 @@ import numpy as np
 from mha_spec import Refusal
 from parity.backends import FRAMEWORKS, load_backend
 from parity.core.arrays import arithmetic_of, stages_of
-from parity.core.compare import FACTOR, SAME_PRECISION, norms_of
+from parity.core.blas import single_threaded
+from parity.core.compare import FACTOR, SAME_PRECISION, Comparison, compare, norms_of
 from parity.core.problem import Problem
 from parity.core.reference import ARITHMETICS, UNFUSED
 from parity.core.stages import STAGES, stage_named
-from parity.core.trace import Trace
+from parity.core.trace import Reference, Trace
 from parity.core.weights import is_floating
-from parity.diagnosis.choices import Choice, choices_for
+from parity.diagnosis.at_size import diagnosed_by_samples
+from parity.diagnosis.choices import AS_THE_REFERENCE, Choice, choices_for
 from parity.diagnosis.exactness import told_by_dtype
 from parity.diagnosis.mistakes import FIDELITIES, PRECISIONS, Mistake
 from parity.diagnosis.readings import Read, Right, read
 from parity.diagnosis.remembered import remembering
 from parity.diagnosis.replay import Replay, Verdict
+from parity.diagnosis.sampling import Part, in_order, is_large
+from parity.diagnosis.scope import Scope
 from parity.diagnosis.search import Clock, Found, search
 from parity.diagnosis.verdicts import Diagnosis, Explanation, Unknown
 
@@ -81,9 +85,70 @@ def diagnose(
         raise Refusal("arithmetic", f"be one of {known}", arithmetic=arithmetic)
     arithmetic = arithmetic or arithmetic_of(observed)
     stages = stages_of("observed", observed, "output")
-    return replace(
-        _diagnosed(stages, problem, arithmetic, seconds), dtypes=_other_dtypes(stages, problem), dtype=problem.dtype
-    )
+    return diagnose_stages(stages, Reference(problem, stages=frozenset(stages)), arithmetic, seconds)
+
+
+def diagnose_stages(
+    stages: Mapping[str, np.ndarray],
+    reference: Reference,
+    arithmetic: str,
+    seconds: float = SECONDS,
+    difference: Comparison | None = None,
+) -> Diagnosis:
+    """Find the mistakes in stages that were compared already, or may be.
+
+    Args:
+        stages: the stages by name, in NumPy's arrays.
+        reference: of their problem; what it computed is not computed again.
+        arithmetic: of the hardware.
+        seconds: how long the search may take.
+        difference: the first stage that differs; found by comparing, if need be, when absent.
+
+    Raises:
+        ValueError: if no stage is one of the problem's.
+    """
+    problem = reference.problem
+
+    def judge(part: Part, scope: Scope, left: float) -> tuple[Diagnosis, float]:
+        if not part.observed:
+            return Diagnosis("none"), 0.0
+        base = remembering(part.remembered)
+        taken = _taken(part.observed, Right(part.problem, arithmetic, AS_THE_REFERENCE, base, scope))
+        if isinstance(taken, Diagnosis):
+            return taken, 0.0
+        clock = Clock(left)
+        with single_threaded():
+            return _explained(*taken, left), clock.spent
+
+    if is_large(problem):
+        ordered = {name: in_order(problem, name, x) for name, x in stages.items()}
+
+        def first(conventions: Mapping[str, str]) -> Comparison | None:
+            if difference is not None and math.isfinite(difference.max_abs):
+                return difference
+            return _first_difference({**ordered, **dict.fromkeys(conventions)}, reference, arithmetic)
+
+        found = diagnosed_by_samples(problem, stages, reference.remembered, judge, first, seconds)
+        turned = {name: ordered[name] for name in found.taken if ordered[name].shape != stages[name].shape}
+        found = replace(found, taken=turned)
+    else:
+        base = remembering(reference.remembered)
+        taken = _taken(stages, Right(problem, arithmetic, AS_THE_REFERENCE, base, reference=reference))
+        found = taken if isinstance(taken, Diagnosis) else _explained(*taken, seconds)
+    return replace(found, dtypes=_other_dtypes(stages, problem), dtype=problem.dtype)
+
+
+def _first_difference(
+    stages: Mapping[str, np.ndarray | None], reference: Reference, arithmetic: str
+) -> Comparison | None:
+    """The first stage that differs, of those that are recorded as the reference's are."""
+    expected, same = reference.accumulated, reference.same_precision(local=False, arithmetic=arithmetic)
+    about: dict[str, Any] = {"case": "", "backend": "", "dtype": reference.problem.dtype, "arithmetic": arithmetic}
+    given = {name: x for name, x in stages.items() if x is not None and name in expected}
+    given = {name: given[name] for name in expected if name in given and given[name].shape == expected[name].shape}
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = (compare(x, expected[name], same[name], stage=name, **about) for name, x in given.items())
+        return next((comparison for comparison in found if not comparison.passed), None)
 
 
 def _other_dtypes(stages: Mapping[str, np.ndarray], problem: Problem) -> dict[str, str]:
@@ -99,12 +164,12 @@ def _other_dtypes(stages: Mapping[str, np.ndarray], problem: Problem) -> dict[st
     }
 
 
-def _diagnosed(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: str, seconds: float) -> Diagnosis:
-    """Where they agree in one way of several, nothing is wrong; else what a search finds."""
+def _taken(stages: Mapping[str, np.ndarray], first: Right) -> Diagnosis | tuple[list[_View], _View | None]:
+    """Take stages in each way that they may be; where they agree in one, nothing is wrong."""
     views: list[_View] = []
     right, reference = None, None
-    for choice in choices_for(problem.dtype, stages):
-        reference = reference.with_choice(choice) if reference else Right(problem, arithmetic, choice, remembering())
+    for choice in choices_for(first.problem.dtype, stages):
+        reference = (reference or first).with_choice(choice)
         views += _views(stages, reference, views)
         right = right or next((view for view in views if not (view.wrong or view.malformed)), None)
         if right is not None and (not right.is_weak or right is views[0]):
@@ -114,6 +179,11 @@ def _diagnosed(stages: Mapping[str, np.ndarray], problem: Problem, arithmetic: s
     lacking = next((view for view in views if not view.wrong), None)
     if right is None and lacking is not None:  # what is there agrees, and a stage cannot be taken at all
         return lacking.diagnosis("unknown")
+    return views, right
+
+
+def _explained(views: Sequence[_View], right: _View | None, seconds: float) -> Diagnosis:
+    """What a search finds."""
     plain = views[0]
     others = sorted((view for view in views if len(view.wrong) < len(plain.wrong)), key=lambda view: len(view.wrong))
     searched = [plain, *([] if right is not None else others[: MOST_VIEWS - 1])]
@@ -157,7 +227,8 @@ def _told(view: _View, found: Found, untried: str) -> Diagnosis:
     if unknowns and are_losses and (explanation := _precision(view.replay, view.before, view.wrong)):
         return view.diagnosis("precision", explanations=[explanation])
     if unknowns and not explanations:
-        if view.agrees_in_the_end and not any(_is_serious(unknown) for unknown in unknowns):
+        has_wrong_zeros = any(view.replay.has_wrong_zeros(unknown.stage) for unknown in unknowns)
+        if view.agrees_in_the_end and not (has_wrong_zeros or any(_is_serious(unknown) for unknown in unknowns)):
             words = {each.stage: _in_a_way(each) for each in unknowns}
             conventions = {**view.conventions, **words}
             return replace(view.diagnosis("convention"), conventions=conventions, unknowns=unknowns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -18,11 +18,13 @@ import numpy as np
 from parity.core.compare import SAME_PRECISION, budget, share_of
 from parity.core.problem import Problem
 from parity.core.stages import STAGES, Stage, Step, stage_named
+from parity.core.trace import Reference
 from parity.core.weights import is_floating
 from parity.diagnosis.choices import Choice
 from parity.diagnosis.masked import masked_cells
 from parity.diagnosis.mistakes import wrong_layer
 from parity.diagnosis.mistakes.record import Changed, instead
+from parity.diagnosis.scope import EVERYTHING, Scope
 
 PENALTY = -100.0
 """What an additive mask takes from hidden scores at least."""
@@ -69,11 +71,16 @@ Form = Callable[[np.ndarray], np.ndarray]
 
 
 class _Run:
-    """The stages of a layer, each from its own stages before; what comes after those asked for is not computed."""
+    """The stages of a layer, each from its own stages before; what comes after those asked for is not computed.
 
-    def __init__(self, steps: Iterable[Step]) -> None:
-        self._left, self._values = iter(steps), dict[str, np.ndarray]()
-        self._by_step: list[dict[str, np.ndarray]] = []
+    Args:
+        steps: the stages as functions.
+        known: what the first of them give, if that is known.
+    """
+
+    def __init__(self, steps: Sequence[Step], known: Sequence[dict[str, np.ndarray]]) -> None:
+        self._left, self._by_step = iter(steps[len(known) :]), [*known]
+        self._values = {name: x for found in known for name, x in found.items()}
 
     def _next(self) -> bool:
         """Run another step, if there is one."""
@@ -106,16 +113,27 @@ class Right:
         arithmetic: of the hardware.
         choice: what is allowed in the same precision.
         base: what every layer is made of, see `parity.diagnosis.remembered`.
+        scope: which stages are judged, and by which mistakes.
+        reference: of the problem, whose stages are not computed again.
     """
 
-    def __init__(self, problem: Problem, arithmetic: str, choice: Choice, base: Changed) -> None:
-        self.problem, self.arithmetic, self.choice, self.base = problem, arithmetic, choice, base
+    def __init__(
+        self,
+        problem: Problem,
+        arithmetic: str,
+        choice: Choice,
+        base: Changed,
+        scope: Scope = EVERYTHING,
+        reference: Reference | None = None,
+    ) -> None:
+        self.problem, self.arithmetic, self.choice, self.base, self.scope = problem, arithmetic, choice, base, scope
+        self._reference = reference
         self._runs: dict[tuple[str, Changed], _Run] = {}
         self._budgets: dict[tuple[str, Changed, Form], dict[str, float]] = {}
 
     def with_choice(self, choice: Choice) -> Right:
         """The same where something else is allowed: float64 is what it was."""
-        other = Right(self.problem, self.arithmetic, choice, self.base)
+        other = Right(self.problem, self.arithmetic, choice, self.base, self.scope, self._reference)
         other._runs = {key: run for key, run in self._runs.items() if key[0] == "float64"}
         return other
 
@@ -140,8 +158,15 @@ class Right:
             if dtype != "float64":
                 arithmetic = self.choice.arithmetic or self.arithmetic
                 layer = wrong_layer(self.problem, dtype, (shown, self.choice, self.base), arithmetic)
-            self._runs[key] = _Run(layer.steps())
+            self._runs[key] = _Run(layer.steps(), self._known(dtype) if shown is AS_OURS else [])
         return self._runs[key]
+
+    def _known(self, dtype: str) -> list[dict[str, np.ndarray]]:
+        """What the reference computed already, step by step."""
+        is_same = not (self.choice.in_reference or self.choice.arithmetic)
+        if self._reference is None or not (is_same or dtype == "float64"):
+            return []
+        return self._reference.by_step(dtype, self.arithmetic)
 
     def agrees(
         self,
@@ -163,7 +188,8 @@ class Right:
         if key not in self._budgets:
             same = form(self.stage(stage, SAME_PRECISION[self.problem.dtype], shown))
             with np.errstate(all="ignore"):
-                allowed = budget(expected.astype(np.float64), same, self.problem.dtype, arithmetic=self.arithmetic)
+                about: dict[str, Any] = {"arithmetic": self.arithmetic, "stage": stage}
+                allowed = budget(expected.astype(np.float64), same, self.problem.dtype, **about)
             self._budgets[key] = allowed
         return share_of(actual, expected, self._budgets[key], stage)[1] <= 1.0
 
@@ -431,7 +457,7 @@ def _in_axes(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """An array with the axes of `letters` in their order, in every way that its shape allows, and which they were."""
     count = len(target)
-    for order in _orders(letters):
+    for order in orders(letters):
         shape, names = [target[axis] for axis in order], [letters[axis] for axis in order]
         back = np.argsort(order)
         if x.shape == tuple(shape):
@@ -454,7 +480,7 @@ def _in_axes(
 
 
 @cache
-def _orders(letters: tuple[str, ...]) -> list[tuple[int, ...]]:
+def orders(letters: tuple[str, ...]) -> list[tuple[int, ...]]:
     """The orders of axes, the more usual first."""
     return sorted(itertools.permutations(range(len(letters))), key=lambda order: _unusual(order, letters))
 

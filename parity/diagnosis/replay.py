@@ -12,11 +12,21 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.core.compare import NOTHING, SAME_PRECISION, budget, errors_of, share_of, unit_of_rounding
+from parity.core.compare import (
+    NOTHING,
+    SAME_PRECISION,
+    budget,
+    errors_of,
+    measured_in,
+    share,
+    share_of,
+    unit_of_rounding,
+)
 from parity.core.problem import Problem
 from parity.core.stages import Stage, Step, stage_named
 from parity.core.trace import MOST_OVER, RECOUNTS, nudged, nudged_values
 from parity.diagnosis.choices import AS_THE_REFERENCE, Choice
+from parity.diagnosis.flow import Flow, flow_of
 from parity.diagnosis.laws import Findings, describe
 from parity.diagnosis.mistakes import Mistake, low_products, mistakes_for, permuted_heads, wrong_layer
 from parity.diagnosis.mistakes.record import Change
@@ -28,7 +38,8 @@ Mistakes = tuple[Mistake, ...]
 ALL = "qkv"
 """What a step that projects makes, where no more is said."""
 
-MOST_KEPT = 256  # results of wrong layers, which may be large
+MOST_KEPT = 256  # results of wrong layers
+MOST_BYTES = 2**29  # of all of them
 
 
 @dataclass(frozen=True)
@@ -68,17 +79,23 @@ class Replay:
     ) -> None:
         self.problem, self.arithmetic, self.choice = problem, arithmetic, choice
         right = right or Right(problem, arithmetic, choice, remembering())
-        self._base, values = right.base, right.values
+        self._base, self._right, values = right.base, right.by_step, right.values
+        self.scope = scope = right.scope
         self.steps = [list(found) for found in right.by_step]
         self.step_of = {name: index for index, names in enumerate(self.steps) for name in names}
         self.observed = {name: x for name, x in observed.items() if name in values}  # gradients are not explained
         self._masked = masked or {}
-        self.stages = [name for name in values if name in self.observed]
+        is_judged = (lambda name: True) if scope.judged is None else scope.judged.__contains__
+        self.stages = [name for name in values if name in self.observed and is_judged(name)]
         known = [*mistakes_for(problem.case), *permuted_heads(values, self.observed)]
+        if scope.only is not None:
+            known = [each for each in known if each.name in scope.only or each.about in scope.only]
         known += low_products() if len(self.stages) == 1 else []  # of more the size of the noise tells
         may_lose = problem.dtype in ("float32", "float64")  # what is narrow may be rounded to itself
         self.known = [each for each in known if may_lose or not each.is_loss or each.shows_in_narrow]
         self._forget()
+
+    _is_nudged = False
 
     def with_choice(self, choice: Choice) -> Replay:
         """The same where something else is allowed: what was computed in float64 it has, too."""
@@ -93,6 +110,7 @@ class Replay:
         """Begin with nothing that was computed."""
         self._layers: dict[tuple[Any, ...], Sequence[Step]] = {}
         self._found: dict[tuple[Any, ...], dict[str, np.ndarray]] = {}
+        self._bytes = 0
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
         self._verdicts: dict[tuple[Any, ...], Verdict] = {}
 
@@ -107,15 +125,22 @@ class Replay:
         key = (*whole[:-1], quantity if quantity in ("q", "k", "v") else ALL)
         if key in self._found:
             return self._found[key]
-        if len(self._found) > MOST_KEPT:
-            self._found.clear()
-            self._layers.clear()
         try:
-            self._found[key] = self._run(*key)
+            found = self._run(*key)
         except KeyError:  # a mistake takes one of them for another
             key = whole
-            self._found[key] = self._run(*key)
-        return self._found[key]
+            found = self._run(*key)
+        self._keep(key, found)
+        return found
+
+    def _keep(self, key: tuple[Any, ...], found: dict[str, np.ndarray]) -> None:
+        """Remember a result, and forget those of wrong layers where they become too many."""
+        self._bytes += sum(x.nbytes for x in found.values())
+        if len(self._found) > MOST_KEPT or self._bytes > MOST_BYTES:
+            self._found = {key: kept for key, kept in self._found.items() if not key[1]}
+            self._layers.clear()
+            self._bytes = sum(x.nbytes for kept in (found, *self._found.values()) for x in kept.values())
+        self._found[key] = found
 
     def _run(self, index: int, mistakes: Mistakes, dtype: str, kind: str, asked: str) -> dict[str, np.ndarray]:
         """A step, with mistakes in it, that makes q, k and v or one of these."""
@@ -125,6 +150,8 @@ class Replay:
         steps = self._layers[layer]
         try:
             with np.errstate(all="ignore"):
+                if dtype == "float64" and not kind:
+                    return self._again(index, steps, mistakes)
                 return steps[index](self._values_before(index, steps))
         except ValueError:  # two mistakes that do not fit together
             return {name: np.empty(0) for name in self.steps[index]}
@@ -143,6 +170,32 @@ class Replay:
         for before in self._unseen_before[index]:
             values |= {name: x for name, x in steps[before](values).items() if name not in self.observed}
         return values
+
+    def _again(self, index: int, steps: Sequence[Step], mistakes: Mistakes) -> dict[str, np.ndarray]:
+        """A step with mistakes in it; of it, and of those before it, what no mistake touches is the right layer's."""
+        if not self._flow:
+            return steps[index](self._values_before(index, steps))
+        overridden = {method for mistake in mistakes for method in mistake.in_reference}
+        values, other, found = dict(self.observed), set(self.observed), dict[str, np.ndarray]()
+        for before in (*self._unseen_before[index], index):
+            flow = self._flow[before]
+            if flow.methods & overridden or flow.reads & other:
+                found = steps[before](values)
+                other |= found.keys()
+            else:
+                found = self._right[before]
+            values |= {name: x for name, x in found.items() if name not in self.observed}
+        return found
+
+    def cost(self, index: int, mistake: Mistake) -> int:
+        """How much of a layer is computed again with a mistake in it: the fewer steps, the less."""
+        touched = (not flow.methods.isdisjoint(mistake.in_reference) for flow in self._flow[: index + 1])
+        return next((index - step for step, is_touched in enumerate(touched) if is_touched and step > 0), 0)
+
+    @cached_property
+    def _flow(self) -> list[Flow]:
+        """What each step of the right layer depends on; nothing where there is a cache, or numbers are nudged."""
+        return [] if self.problem.case.is_cached or self._is_nudged else flow_of(self.problem)
 
     @cached_property
     def _unseen_before(self) -> list[list[int]]:
@@ -196,6 +249,15 @@ class Replay:
             return Verdict(*share_of(actual, expected, allowed, stage))
         return found
 
+    def has_wrong_zeros(self, stage: str) -> bool:
+        """Whether attention weights are 0 where a key is seen, or not 0 where it is hidden."""
+        expected, actual = self.computed(self.step_of[stage], (), stage=stage)[stage], self.observed[stage]
+        if not stage_named(stage).is_attn_weights or expected.shape != actual.shape:
+            return False
+        allowed = self.allowed(stage, ())
+        _, measured = measured_in(actual.astype(np.float64), expected, allowed)
+        return share(measured.get("zeros", 0.0), allowed.get("zeros", 1.0)) > 1.0
+
     @cached_property
     def _recounts(self) -> list[Replay]:
         """The same of numbers that are off by a unit of rounding, at random: one run is one sample of the noise.
@@ -207,7 +269,8 @@ class Replay:
             other = copy(self)
             other.problem = nudged(self.problem, rng)
             other.observed = nudged_values(self.observed, unit_of_rounding(dtype), rng)
-            other._base = remembering()
+            other._base, other._is_nudged = remembering(), True
+            vars(other).pop("_flow", None)
             other._forget()
             found.append(other)
         return found
@@ -230,7 +293,7 @@ class Replay:
             expected = self.computed(index, mistakes, stage=stage)[stage].astype(np.float64)
             same = self.computed(index, mistakes, SAME_PRECISION[dtype], kind, stage)[stage]
             with np.errstate(all="ignore"):
-                self._budgets[key] = budget(expected, same, dtype, arithmetic=self.arithmetic)
+                self._budgets[key] = budget(expected, same, dtype, arithmetic=self.arithmetic, stage=stage)
         return self._budgets[key]
 
     def findings(self, stage: str, mistakes: Mistakes, is_over: Callable[[], bool] = lambda: False) -> Findings | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from parity.core.compare import norms_of
+from parity.core.reference import pausing
 from parity.core.stages import stage_named
 from parity.diagnosis.assumptions import assumption
 from parity.diagnosis.mistakes import Mistake
@@ -33,12 +35,22 @@ SMALL = 0.25  # the share of a stage up to which its error may be lost precision
 FOR_MISTAKES = 0.7  # of the time; the rest is for what can be said of stages that none explains
 
 
+BUSY = 0.1
+"""The share of its time for which a search must have had a processor: a busy machine makes it later, not less."""
+
+
 class Clock:
-    """How long a search may take: seconds of the processor, so that other work beside it changes no verdict."""
+    """How long a search may take: seconds on the wall, of which `BUSY` at least are spent on a processor."""
 
     def __init__(self, seconds: float) -> None:
-        self._begin, self._seconds = time.thread_time(), seconds
+        self._begin, self._seconds = (time.perf_counter(), time.thread_time()), seconds
         self._untried: dict[str, None] = {}
+
+    @property
+    def spent(self) -> float:
+        """Seconds on the wall; fewer if other work on the machine left it a processor for less than `BUSY` of them."""
+        wall, processor = self._begin
+        return min(time.perf_counter() - wall, (time.thread_time() - processor) / BUSY)
 
     @property
     def untried(self) -> str:
@@ -47,10 +59,22 @@ class Clock:
 
     def is_over(self, what: str, share: float = 1.0) -> bool:
         """Whether no time is left for something, or its share of the time is spent; which is kept in mind."""
-        if time.thread_time() < self._begin + share * self._seconds:
+        if self.spent < share * self._seconds:
             return False
         self._untried[what] = None
         return True
+
+    @contextmanager
+    def inside(self, what: str, share: float = 1.0) -> Iterator[None]:
+        """Raise a TimeoutError between the parts of a large product, too, where no time is left for something."""
+
+        def check() -> None:
+            if self.is_over(what, share):
+                raise TimeoutError
+
+        check()
+        with pausing(check):
+            yield
 
 
 @dataclass(frozen=True)
@@ -151,6 +175,8 @@ class _Path:
 def _path(replay: Replay, stages: Sequence[str], found: Mistakes, clock: Clock) -> _Path:
     """The shortest way to explain all stages, or one that goes far: single mistakes first, then two at once, too."""
     best = _walk(replay, stages, found, clock, most=1)
+    if replay.scope.is_quick:
+        return best
     if best.unexplained and not clock.is_over("two mistakes at once", FOR_MISTAKES):
         other = _walk(replay, stages, found, clock, most=2)
         if not other.unexplained or stages.index(other.unexplained) > stages.index(best.unexplained):
@@ -206,18 +232,14 @@ def _explain(
         return []
     expected, before = replay.computed(index, found)[stage], replay.verdict(stage, found)
     words = "single mistakes" if at_once == 1 else "two mistakes at once"
+    most = 1.0 if replay.scope.is_quick else FOR_MISTAKES
 
     def changes(mistake: Mistake) -> bool:
-        if clock.is_over(words, FOR_MISTAKES):
-            return False
-        return not np.array_equal(
-            expected, replay.computed(index, (*found, mistake), stage=stage)[stage], equal_nan=True
-        )
+        found_there = replay.computed(index, (*found, mistake), stage=stage)[stage]
+        return not np.array_equal(expected, found_there, equal_nan=True)
 
     def explains(added: Mistakes) -> bool:
         mistakes = (*found, *added)
-        if clock.is_over(words, FOR_MISTAKES):
-            return False
         # The budget of each wrong layer takes long; that of the right one is near it. Of lost precision it is not, but
         # what explains so much less than nearly all may be the loss of another part.
         if replay.verdict(stage, mistakes, quick=True).ratio > 100.0:
@@ -230,14 +252,24 @@ def _explain(
         return all(_is_same(replay, replay.step_of[each], found, added, [each]) for each in earlier)
 
     may_lose = at_once == 1 and _is_small(replay, stage, found)
-    may_be = (mistake for mistake in replay.known if may_lose or not mistake.is_loss)
-    known = [
-        mistake
-        for mistake in may_be
-        if mistake not in found and (changes(mistake) or (at_once > 1 and not mistake.shows_alone))
-        if at_once == 1 or _is_made_in_sight(replay, index, found, mistake)
-    ]
-    fitting = list(filter(explains, _orders(known, at_once)))
+    known = [each for each in replay.known if each not in found and (may_lose or not each.is_loss)]
+    fitting = list[Mistakes]()
+    with suppress(TimeoutError):
+        if at_once == 1:
+            for mistake in sorted(known, key=lambda each: replay.cost(index, each)):
+                with clock.inside(words, most):
+                    if changes(mistake) and explains((mistake,)):
+                        fitting.append((mistake,))
+        else:
+            with clock.inside(words, most):
+                known = [each for each in known if changes(each) or not each.shows_alone]
+                known = [each for each in known if _is_made_in_sight(replay, index, found, each)]
+            for added in _orders(known, at_once):
+                with clock.inside(words, most):
+                    if explains(added):
+                        fitting.append(added)
+    place = {mistake: number for number, mistake in enumerate(known)}
+    fitting = sorted(fitting, key=lambda added: place[added[0]]) if at_once == 1 else fitting
     fitting = list({frozenset(mistake.name for mistake in added): added for added in reversed(fitting)}.values())[::-1]
     return sorted(fitting, key=lambda added: len(replay.wrong(stages, (*found, *added)))) if fitting[1:] else fitting
 
@@ -287,7 +319,11 @@ def _is_small(replay: Replay, stage: str, found: Mistakes) -> bool:
 def _unknown(replay: Replay, stage: str, found: Mistakes, clock: Clock) -> Unknown:
     """A stage that nothing explains: where it differs and by what law, and what lessens its error most."""
     verdict, may_lose = replay.verdict(stage, found), _is_small(replay, stage, found)
-    findings = replay.findings(stage, found, lambda: clock.is_over("numbers and parts of the layer"))
+    if replay.scope.is_quick:
+        return Unknown(stage, verdict.error, verdict.ratio)
+    findings = None  # of a sample, laws of whole rows and columns cannot be told
+    if replay.problem.sample is None:
+        findings = replay.findings(stage, found, lambda: clock.is_over("numbers and parts of the layer"))
     nearest = []
     for mistake in replay.known:
         if clock.is_over("the nearest mistakes"):

@@ -35,6 +35,11 @@ class TappedCase(Case):
 
     places: np.ndarray | None = field(default=None, compare=False)
 
+    def first_tokens(self, count: int) -> Case:
+        """Return the case that has only so many of the first tokens."""
+        places = None if self.places is None else self.places[..., :count]
+        return replace(super().first_tokens(count), places=places)
+
     def positions(self, step: int | None = None) -> np.ndarray:
         """The positions of all tokens, or of those of the call of that index."""
         if self.places is None:

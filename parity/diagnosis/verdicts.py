@@ -151,6 +151,7 @@ class Diagnosis:
         dtype: the problem's.
         taken: the stages that are recorded otherwise and can be brought into the reference's form, in that form. JSON
             leaves them out.
+        sample: the part of a large layer that was searched, in words.
     """
 
     kind: str
@@ -168,6 +169,7 @@ class Diagnosis:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     dtype: str = ""
     taken: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
+    sample: str = ""
 
     @property
     def is_wrong(self) -> bool:
@@ -248,6 +250,8 @@ class Diagnosis:
                 lines.append("  next      pass its stages, too (q, k, v, scores, …): they show more")
         if self.agrees:
             lines.append("the output agrees all the same: this cancels in it")
+        if self.sample:
+            lines.append(f"searched in a sample: {self.sample}")
         if self.untried:
             lines.append(f"not tried for want of time: {self.untried}")
         return "\n".join(lines)

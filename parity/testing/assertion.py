@@ -28,8 +28,7 @@ from parity.core.problem import Problem
 from parity.core.reference import ARITHMETICS
 from parity.core.stages import STAGES, stage_named
 from parity.core.trace import Reference
-from parity.diagnosis.diagnose import Diagnosis
-from parity.diagnosis.diagnose import diagnose as find_mistakes
+from parity.diagnosis.diagnose import Diagnosis, diagnose_stages
 from parity.testing.recorded import as_recorded
 
 Stages = Mapping[str, np.ndarray]
@@ -105,12 +104,23 @@ def assert_parity(
     """
     __tracebackhide__ = True
     about: dict[str, Any] = {"stage": stage, "arithmetic": arithmetic, "problem": problem}
+    about["reference"] = reference_for(actual, problem, stage)
     comparisons = compare_arrays(actual, expected, same_precision=same_precision, dtype=dtype, name=name, **about)
     diagnosis = None
     if diagnose and problem is not None and first_difference(comparisons) is not None:
         comparisons, diagnosis = explained(comparisons, actual, **about)
     if text := message(comparisons, diagnosis, next_step="" if problem else NEXT):
         raise AssertionError(text)
+
+
+def reference_for(actual: Any, problem: Problem | None, stage: str = "output") -> Reference | None:
+    """Return the reference of arrays that are compared with it and diagnosed if they differ, so that it runs once."""
+    if not isinstance(problem, Problem):
+        return None
+    stages = [stage_named(name) for name in (actual if isinstance(actual, Mapping) else [stage])]
+    with_gradients = any(each.is_gradient for each in stages) and problem.case.has_gradients
+    is_known = all(each.kind in STAGES for each in stages)  # else all are listed
+    return Reference(problem, with_gradients, frozenset(map(str, stages)) if is_known else None)
 
 
 def compare_arrays(
@@ -123,8 +133,12 @@ def compare_arrays(
     name: str = "parity",
     stage: str = "output",
     arithmetic: str | None = None,
+    reference: Reference | None = None,
 ) -> list[Comparison]:
-    """The comparisons that `assert_parity` judges by, one for each stage, in the order of the data flow."""
+    """The comparisons that `assert_parity` judges by, one for each stage, in the order of the data flow.
+
+    `reference` is that of the problem, see `reference_for`, to be used again.
+    """
     if dtype is not None and dtype not in DTYPES:
         raise Refusal("dtype", f"be one of {list(DTYPES)}", dtype=dtype)
     if arithmetic not in (None, *ARITHMETICS):
@@ -151,7 +165,8 @@ def compare_arrays(
     arithmetic = arithmetic or arithmetic_of(actual)
     with np.errstate(over="ignore", invalid="ignore"):  # what is infinite is part of the verdict
         if problem is not None:
-            return _compare_with_reference(arrays["actual"], problem, name, arithmetic)
+            reference = reference or reference_for(arrays["actual"], problem) or Reference(problem)
+            return _compare_with_reference(arrays["actual"], reference, name, arithmetic)
         return _compare_with_expected(arrays, dtype, name, arithmetic)
 
 
@@ -191,8 +206,9 @@ def explained(
     problem: Problem,
     stage: str = "output",
     arithmetic: str | None = None,
+    reference: Reference | None = None,
 ) -> tuple[list[Comparison], Diagnosis | None]:
-    """Diagnose arrays that differ from a problem's reference.
+    """Diagnose arrays that differ from a problem's reference, which is computed by default.
 
     Returns:
         The comparisons, of which those that a convention explains pass, with a warning if nothing is wrong; and the
@@ -202,12 +218,13 @@ def explained(
     if not any(stage_named(name).kind in STAGES for name in stages):
         return list(comparisons), None
     arithmetic = arithmetic or arithmetic_of(actual)
-    diagnosis = find_mistakes(stages, problem, arithmetic=arithmetic)
+    own = reference or reference_for(stages, problem) or Reference(problem)
+    diagnosis = diagnose_stages(stages, own, arithmetic, difference=first_difference(comparisons))
     name = comparisons[0].case
 
     def again(taken: Stages) -> list[Comparison]:
         with np.errstate(over="ignore", invalid="ignore"):
-            return _compare_with_reference(taken, problem, name, arithmetic)
+            return _compare_with_reference(taken, own, name, arithmetic)
 
     judged = as_recorded(comparisons, diagnosis, again)
     if not diagnosis.is_wrong and judged != list(comparisons):
@@ -215,11 +232,9 @@ def explained(
     return judged, diagnosis
 
 
-def _compare_with_reference(actual: Stages, problem: Problem, name: str, arithmetic: str) -> list[Comparison]:
-    _check_has(arithmetic, problem.dtype)
-    about: dict[str, Any] = {"case": name, "backend": "actual", "dtype": problem.dtype}
-    with_gradients = any(stage_named(stage).is_gradient for stage in actual) and problem.case.has_gradients
-    reference = Reference(problem, with_gradients)
+def _compare_with_reference(actual: Stages, reference: Reference, name: str, arithmetic: str) -> list[Comparison]:
+    _check_has(arithmetic, reference.problem.dtype)
+    about: dict[str, Any] = {"case": name, "backend": "actual", "dtype": reference.problem.dtype}
     expected, same_precision = reference.accumulated, reference.same_precision(local=False, arithmetic=arithmetic)
     comparisons = []
     for stage in (stage for stage in expected if stage in actual):

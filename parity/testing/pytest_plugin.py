@@ -59,13 +59,14 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
     ) -> None:
         __tracebackhide__ = True
         from parity.core.compare import first_difference
-        from parity.testing.assertion import NEXT, compare_arrays, explained, message
+        from parity.testing.assertion import NEXT, compare_arrays, explained, message, reference_for
 
         title, diagnosis = f"{request.node.nodeid} {name}".rstrip(), None
-        comparisons = compare_arrays(actual, expected, name=title, **options)
-        problem = options.get("problem")
+        problem, stage = options.get("problem"), options.get("stage", "output")
+        reference = reference_for(actual, problem, stage)
+        comparisons = compare_arrays(actual, expected, name=title, reference=reference, **options)
         if diagnose and problem is not None and first_difference(comparisons) is not None:
-            about = problem, options.get("stage", "output"), options.get("arithmetic")
+            about = problem, stage, options.get("arithmetic"), reference
             comparisons, diagnosis = explained(comparisons, actual, *about)
         if recorder is not None:
             test = _test_of(request.node, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -120,6 +120,13 @@ class Case:
             return self.first_position + tokens
         frame, row, column = tokens // 6, tokens % 6 // 3, tokens % 3
         return self.first_position + np.stack([frame, frame + row, frame + column])
+
+    def first_tokens(self, count: int) -> Case:
+        """Return the case without a cache that has only so many of the first tokens."""
+        lengths = self.key_padding_lengths
+        if lengths is not None:
+            lengths = None if min(lengths) >= count else tuple(min(length, count) for length in lengths)
+        return replace(self, seq_len=count, key_padding_lengths=lengths)
 
     def lengths_before(self, step: int) -> tuple[int, ...]:
         """Number of tokens each sequence has cached before the call of that index."""

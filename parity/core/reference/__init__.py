@@ -12,13 +12,28 @@ from collections.abc import Sequence
 import numpy as np
 
 from parity.core.problem import Problem
-from parity.core.reference.arithmetic import ARITHMETICS, MANTISSA, UNFUSED, Arithmetic
+from parity.core.reference.arithmetic import ARITHMETICS, MANTISSA, UNFUSED, Arithmetic, pausing
 from parity.core.reference.backward import Backward
+from parity.core.reference.blocks import BLOCK, without_scores
 from parity.core.reference.layer import Layer
+from parity.core.reference.remembered import Remembered
 from parity.core.stages import Step
 from parity.core.weights import dtype_named
 
-__all__ = ["ARITHMETICS", "MANTISSA", "UNFUSED", "Arithmetic", "Layer", "gradient_magnitudes", "gradients", "steps"]
+__all__ = [
+    "ARITHMETICS",
+    "BLOCK",
+    "MANTISSA",
+    "UNFUSED",
+    "Arithmetic",
+    "Layer",
+    "Remembered",
+    "gradient_magnitudes",
+    "gradients",
+    "pausing",
+    "steps",
+    "without_scores",
+]
 
 
 def steps(problem: Problem, dtype: str, arithmetic: str = "ieee") -> Sequence[Step]:

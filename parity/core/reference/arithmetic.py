@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -73,11 +78,11 @@ class Arithmetic:
 
     def widen(self, x: np.ndarray) -> np.ndarray:
         """x for a sum, after it was kept in memory."""
-        return x.astype(self.dtype).astype(self.wide)
+        return x.astype(self.dtype, copy=False).astype(self.wide, copy=False)
 
     def keep(self, x: np.ndarray) -> np.ndarray:
         """x, rounded as it is kept in memory."""
-        return x.astype(self.dtype)
+        return x.astype(self.dtype, copy=False)
 
     def between(self, x: np.ndarray) -> np.ndarray:
         """x as one operation on heads leaves it to the next: wide, or rounded to what is kept in memory."""
@@ -113,19 +118,96 @@ class Arithmetic:
 
         An implementation may sum in any order. This is the plainest, and of the common ones the one with the largest
         error (matrix libraries begin with the bias, too): a cleverer order here would ask every implementation to be as
-        clever. float64 may take any.
+        clever. float64 may take any. Of large products BLAS's order is taken, and what it loses less is added.
         """
         if self.wide == np.float64:
-            return a @ b + start
+            return _in_parts(a, b) + start
         a, b = self._operands(a, b)
-        b = np.ascontiguousarray(b)  # its rows are read one by one
-        total = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), self.wide)
-        total += start
-        term = np.empty_like(total)
-        for k in range(a.shape[-1]):
-            np.multiply(a[..., :, k, None], b[..., None, k, :], out=term)
-            total += _cut(term, PRODUCT_MANTISSA.get(self.kind, 23))
-        return total
+        mantissa = PRODUCT_MANTISSA.get(self.kind, 23)
+        if mantissa < 23 or multiplications(a, b) <= LARGE:
+            return _plainly(a, b, start, mantissa)
+        fast = _in_parts(a, b)
+        fast += _more_noise(a, b, fast)
+        return fast + start
+
+
+LARGE = 2**25
+"""Multiplications in a float32 product above which the plainest order takes too long, and is only sampled."""
+
+PART = 2**28
+"""Multiplications that are done before the time is looked at again: a few hundredths of a second."""
+
+SAMPLED = 32
+"""Rows and columns of a large product that are summed in the plainest order, to measure what that loses."""
+
+_pause: ContextVar[Callable[[], None] | None] = ContextVar("_pause", default=None)
+
+
+@contextmanager
+def pausing(check: Callable[[], None]) -> Iterator[None]:
+    """Call `check` between the parts of large products; it may raise an error to end them."""
+    token = _pause.set(check)
+    try:
+        yield
+    finally:
+        _pause.reset(token)
+
+
+def multiplications(a: np.ndarray, b: np.ndarray) -> int:
+    """Multiplications in the product of matrices (…, m, k) and (…, k, n)."""
+    return math.prod(np.broadcast_shapes(a.shape[:-2], b.shape[:-2])) * a.shape[-2] * a.shape[-1] * b.shape[-1]
+
+
+def _in_parts(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The product by BLAS; of a large one group after group of columns, with a pause between them."""
+    check, count = _pause.get(), min(-(-multiplications(a, b) // PART), b.shape[-1])
+    if check is None or count < 2:
+        return a @ b
+    total = np.empty((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), a.dtype)
+    bounds = np.linspace(0, b.shape[-1], count + 1, dtype=int)
+    for begin, end in pairwise(bounds):
+        check()
+        np.matmul(a, b[..., begin:end], out=total[..., begin:end])
+    return total
+
+
+def _plainly(a: np.ndarray, b: np.ndarray, start: np.ndarray | float, mantissa: int) -> np.ndarray:
+    """The float32 product, one term after the other; of each term `mantissa` bits enter the sum."""
+    b = np.ascontiguousarray(b)  # its rows are read one by one
+    total = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), a.dtype)
+    total += start
+    term = np.empty_like(total)
+    for k in range(a.shape[-1]):
+        np.multiply(a[..., :, k, None], b[..., None, k, :], out=term)
+        total += _cut(term, mantissa)
+    return total
+
+
+def _more_noise(a: np.ndarray, b: np.ndarray, fast: np.ndarray) -> np.ndarray:
+    """The rounding errors of the plainest order beyond those of BLAS, drawn at random: they are too many to compute.
+
+    The error of an element grows with its terms: with the root of the sum of their squares, and with that of their
+    number. A sample of elements, summed in both orders, says how fast.
+    """
+    rows, columns = (np.unique(np.linspace(0, n - 1, SAMPLED, dtype=int)) for n in (a.shape[-2], b.shape[-1]))
+    some_a, some_b, some = a[..., rows, :], b[..., columns], fast[..., rows[:, None], columns]
+    exact = some_a.astype(np.float64) @ some_b.astype(np.float64)
+    size = _size_of_errors(some_a, some_b)
+    known = np.isfinite(exact) & (size > 0.0)
+    plain = _plainly(some_a, some_b, 0.0, 23)
+    squares = [np.mean(((x - exact)[known] / size[known]) ** 2) if known.any() else 0.0 for x in (plain, some)]
+    noise = np.random.default_rng(0).standard_normal(fast.shape, np.float32)
+    noise *= _size_of_errors(a, b)
+    noise *= np.float32(math.sqrt(max(squares[0] - squares[1], 0.0)))
+    return noise
+
+
+def _size_of_errors(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The errors that each element of a float32 product makes, up to a factor."""
+    number = np.sqrt(np.count_nonzero(a, axis=-1, keepdims=True), dtype=np.float32)
+    if b.ndim == 2:  # a weight, whose terms are all of one size
+        return number * np.linalg.norm(a, axis=-1, keepdims=True) * np.linalg.norm(b, axis=-2, keepdims=True)
+    return number * np.sqrt(np.square(a) @ np.square(b))
 
 
 def _sharing(x: np.ndarray, axis: int) -> np.ndarray:

@@ -12,8 +12,9 @@ from mha_spec import Alibi, Latent, Norm, RelativeBias, Rope, Temperature, YarnS
 from parity.core.problem import Problem
 from parity.core.reference import norms
 from parity.core.reference.arithmetic import Arithmetic
-from parity.core.reference.rope import amplitude, axes, frequencies, pairs
-from parity.core.stages import PATHS, Step, Values, steps_of
+from parity.core.reference.rope import amplitude, axes, frequencies, pair_slices
+from parity.core.sample import of_paths, steps_of_sample
+from parity.core.stages import Step, Values, steps_of
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,16 @@ class Layer:
 
     def steps(self) -> Sequence[Step]:
         """The stages as functions: see `parity.core.stages`."""
-        return steps_of(self, self.problem.case)
+        case, sample = self.problem.case, self.problem.sample
+        return steps_of(self, case) if sample is None else steps_of_sample(self, sample, case)
 
     # ---- One stage each ----------------------------------------------------------------------------------------------
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         case = self.problem.case
         t, s = np.arange(case.seq_len)[:, None], np.arange(case.key_len)[None, :]
-        masked = np.zeros((case.batch, case.spec.num_heads, case.seq_len, case.key_len), bool)
+        shape = (case.batch, case.spec.num_heads, case.seq_len, case.key_len)
+        masked = np.zeros(shape if case.random_mask else (case.batch, 1, *shape[2:]), bool)
         if case.is_causal:
             masked |= self.is_later(t, s)
         if case.window_size is not None:
@@ -43,7 +46,7 @@ class Layer:
             masked |= self.is_padding(s, np.array(case.key_padding_lengths)[:, None, None, None])
         if case.random_mask:
             masked |= self.problem.inputs["mask"]
-        return {"mask": self.hidden(masked)}
+        return {"mask": np.broadcast_to(self.hidden(masked), shape)}
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
         inputs = self.problem.inputs
@@ -107,13 +110,10 @@ class Layer:
         return {"output": self.linear("out_proj", combined) if self.problem.spec.out_proj else combined}
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
-        """What the module gives for the inputs, whichever path it takes."""
-        values = self.forward()
-        outputs = {f"{path}.output": values["output"] for path in PATHS}
-        return {"module.attn_weights": values["attn_weights"], **outputs}
+        return of_paths(self.forward())
 
     def forward(self) -> dict[str, np.ndarray]:
-        values: dict[str, np.ndarray] = {}
+        values = dict[str, np.ndarray]()
         for stage in (self.mask, self.qkv, self.scores, self.attn_weights, self.context, self.output):
             values |= stage(values)
         return values
@@ -175,7 +175,7 @@ class Layer:
 
     def score_bias(self) -> np.ndarray | None:
         """What is added to the scores, or None."""
-        return self.problem.inputs.get("bias")
+        return self.problem.bias
 
     def distances(self, places: np.ndarray, key_len: int) -> np.ndarray:
         """Between queries and keys, (B or 1, 1, T, S)."""
@@ -270,9 +270,10 @@ class Layer:
         return self.problem.weights[name]
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-        a = self.arithmetic
-        bias = a.widen(self.parameter(f"{name}.bias")) if self.has_bias(name) else 0.0
-        return a.keep(a.matmul(a.widen(x), a.weight(a.widen(self.parameter(f"{name}.weight"))).T, bias))
+        a, sample = self.arithmetic, self.problem.sample
+        made = slice(None) if sample is None or name != "out_proj" else sample.features
+        bias = a.widen(self.parameter(f"{name}.bias")[made]) if self.has_bias(name) else 0.0
+        return a.keep(a.matmul(a.widen(x), a.weight(a.widen(self.parameter(f"{name}.weight")[made])).T, bias))
 
     def project(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> dict[str, np.ndarray]:
         if self.problem.spec.latent is not None:
@@ -403,10 +404,9 @@ class Layer:
 
     def rotate(self, x: np.ndarray, positions: np.ndarray, direction: int = 1) -> np.ndarray:
         """Turn the pairs of x by their positions; direction -1 is the transpose, which turns them back."""
-        first, second = pairs(self.rope(), x.shape[-1])
+        first, second = pair_slices(self.rope(), x.shape[-1])
         (cos, sin), keep, x = self.tables(positions), self.arithmetic.between, self.arithmetic.widen(x)
-        sin = direction * sin
-        rotated = x.copy()  # what is in no pair passes through
+        rotated, sin = x.copy(), direction * sin  # what is in no pair passes through
         rotated[..., first] = keep(x[..., first] * cos) - keep(x[..., second] * sin)
         rotated[..., second] = keep(x[..., second] * cos) + keep(x[..., first] * sin)
         return self.arithmetic.keep(rotated)
@@ -442,8 +442,8 @@ class Layer:
 
     def per_query_head(self, x: np.ndarray) -> np.ndarray:
         """Key/value heads (B, K, S, H), each repeated for its query heads: head n // (N // K) for head n."""
-        spec = self.problem.spec
-        return x[:, np.arange(spec.num_heads) // (spec.num_heads // spec.num_kv_heads)]
+        group = self.problem.spec.num_heads // self.problem.spec.num_kv_heads
+        return x if group == 1 else x.repeat(group, axis=1)
 
 
 @dataclass(frozen=True)

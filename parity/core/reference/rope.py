@@ -30,12 +30,18 @@ def count_rotated(rope: Rope, head_dim: int) -> int:
 
 def pairs(rope: Rope, head_dim: int) -> tuple[list[int], list[int]]:
     """The first and the second feature of each pair."""
+    first, second = pair_slices(rope, head_dim)
+    return list(range(head_dim)[first]), list(range(head_dim)[second])
+
+
+def pair_slices(rope: Rope, head_dim: int) -> tuple[slice, slice]:
+    """The first and the second features of all pairs."""
     count = count_rotated(rope, head_dim)
     start = head_dim - count if rope.rotated == "last" else 0
     if rope.pairs == "interleaved":
-        return list(range(start, start + count, 2)), list(range(start + 1, start + count, 2))
+        return slice(start, start + count, 2), slice(start + 1, start + count, 2)
     middle = start + count // 2
-    return list(range(start, middle)), list(range(middle, start + count))
+    return slice(start, middle), slice(middle, start + count)
 
 
 def axes(rope: Rope, head_dim: int) -> list[int]:

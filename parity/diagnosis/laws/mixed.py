@@ -26,6 +26,9 @@ DEVIATIONS = 5.0
 MOST_ROWS = 4096
 """Rows whose weights are solved for."""
 
+MOST_WIDE = 512
+"""The width of an out_proj that is inverted; of a wider one that takes seconds."""
+
 MOST_HEADS = 16
 """Heads whose parts of an output are told apart."""
 
@@ -113,7 +116,7 @@ def _undone(seen: Seen) -> np.ndarray | None:
     if (projection := _out_proj(seen)) is None:
         return None
     weight, bias = projection
-    if weight.shape[0] != weight.shape[1] or np.linalg.cond(weight) > WORST:
+    if weight.shape[0] != weight.shape[1] or len(weight) > MOST_WIDE or np.linalg.cond(weight) > WORST:
         return None
     combined = np.linalg.solve(weight, (seen.actual - bias).reshape(-1, weight.shape[0]).T).T
     heads = seen.problem.spec.num_heads if seen.problem is not None else 1

@@ -34,11 +34,11 @@ def _mistake(name: str, about: str, context: Any, attend: Any) -> Mistake:
     return Mistake(name, about, FIX, "batch-axis", stages, {"context": context}, breaking(attend=attend))
 
 
-def _attending(entered: Callable[[np.ndarray], np.ndarray], left: Callable[..., np.ndarray], mask: Any) -> Any:
+def _attending(entered: Callable[[Layer, np.ndarray], np.ndarray], left: Callable[..., np.ndarray], mask: Any) -> Any:
     """The reference that attends in other axes: `entered` puts heads into them, `left` puts the context back."""
 
     def context(layer: Layer, _: Any, values: Values) -> dict[str, np.ndarray]:
-        found = {name: entered(values[name]) for name in "qkv"}
+        found = {name: entered(layer, values[name]) for name in "qkv"}
         found |= layer.scores(found)
         found["mask"] = np.zeros(found["scores"].shape, bool) | mask(layer, values["mask"])
         found |= layer.attn_weights(found)
@@ -48,6 +48,11 @@ def _attending(entered: Callable[[np.ndarray], np.ndarray], left: Callable[..., 
 
 
 def _exchanged(case: Case) -> Mistake:
+    def entered(layer: Layer, x: np.ndarray) -> np.ndarray:
+        """The tokens that attend, as sequences."""
+        rows = slice(None) if layer.problem.sample is None else layer.problem.sample.rows
+        return (x[:, :, rows] if x.shape[2] == layer.problem.case.seq_len else x).swapaxes(0, 2)
+
     def mask(layer: Layer, _: np.ndarray) -> np.ndarray:
         b = np.arange(case.batch)
         return layer.is_later(b[:, None], b) if case.is_causal else np.zeros(1, bool)
@@ -61,7 +66,7 @@ def _exchanged(case: Case) -> Mistake:
     return _mistake(
         "batch-as-tokens",
         "batch and tokens are exchanged: each token attends to those at its place in the other sequences",
-        _attending(lambda x: x.swapaxes(0, 2), lambda x, _: x.swapaxes(0, 2), mask),
+        _attending(entered, lambda x, _: x.swapaxes(0, 2), mask),
         attend,
     )
 
@@ -79,7 +84,9 @@ def _flattened(case: Case) -> Mistake:
         places, hidden = np.arange(count), np.zeros((1, count), bool)
         if lengths is not None:
             hidden = layer.is_padding(places % case.key_len, np.repeat(lengths, case.key_len))[None]
-        return hidden | layer.is_later(places[:, None], places) if case.is_causal else hidden
+        sample = layer.problem.sample
+        rows = places if sample is None else (np.arange(case.batch)[:, None] * case.seq_len + sample.rows).ravel()
+        return hidden | layer.is_later(rows[:, None], places) if case.is_causal else hidden
 
     def attend(plan: Plan, original: Any, q: Any, k: Any, v: Any, masking: Any, *rest: Any, **options: Any) -> Any:
         _, attn_weights = original(q, k, v, masking, *rest, **options)
@@ -96,6 +103,6 @@ def _flattened(case: Case) -> Mistake:
     return _mistake(
         "sequences-flattened",
         "the sequences of a batch are one: tokens attend to those of other sequences",
-        _attending(in_a_row, in_sequences, mask),
+        _attending(lambda _, x: in_a_row(x), in_sequences, mask),
         attend,
     )

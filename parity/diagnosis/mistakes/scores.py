@@ -129,7 +129,7 @@ def soft_cap(case: Case) -> Iterator[Mistake]:
 def _capped_after_bias(fix: str, capped: Any) -> Mistake:
     def scores(layer: Layer, original: Any, values: Values, *places: Any) -> dict[str, np.ndarray]:
         a = layer.arithmetic
-        biased = layer.products(values) + a.widen(layer.problem.inputs["bias"])
+        biased = layer.products(values) + a.widen(np.asarray(layer.problem.bias))
         return {"scores": capped(biased, np, layer.soft_cap())}
 
     def in_sibling(plan: Plan, attention_scores: Any, q: Any, k: Any, bias: Any, spec: Any, *offsets: Any) -> Any:
@@ -215,7 +215,7 @@ def _bias_scaled(size: int) -> Mistake:
 def _bias_after_softmax() -> Mistake:
     def attn_weights(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
         found, a = original(values)["attn_weights"], layer.arithmetic
-        return {"attn_weights": a.keep(a.widen(found) + a.widen(layer.problem.inputs["bias"]))}
+        return {"attn_weights": a.keep(a.widen(found) + a.widen(np.asarray(layer.problem.bias)))}
 
     def softmax(plan: Plan, masked_softmax: Any, *inputs: Any) -> Any:
         return masked_softmax(*inputs) + plan.backend.from_numpy(plan.problem.inputs["bias"])

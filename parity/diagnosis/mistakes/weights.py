@@ -424,7 +424,7 @@ def residual(case: Case) -> Iterator[Mistake]:
 
     def output(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
         a = layer.arithmetic
-        return {"output": a.keep(a.widen(original(values)["output"]) + a.widen(layer.problem.inputs["query"]))}
+        return {"output": a.keep(a.widen(original(values)["output"]) + a.widen(layer.problem.residual))}
 
     def project_with(plan: Plan, original: Any, *held: Any) -> Any:
         def project(which: str, x: Any) -> Any:

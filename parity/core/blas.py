@@ -1,0 +1,46 @@
+"""How many threads NumPy's matrix products take."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Let NumPy's own OpenBLAS take one thread: on a busy machine several wait for each other longer than they compute.
+
+    Where NumPy was built with another library, its threads stay as they are.
+    """
+    if (found := _threads()) is None:
+        yield
+        return
+    count, set_count = found
+    before = int(count())
+    set_count(1)
+    try:
+        yield
+    finally:
+        set_count(before)
+
+
+@cache
+def _threads() -> tuple[Any, Any] | None:
+    """Functions of the library that NumPy's wheel brings along: how many threads there are, and to set that."""
+    folder = Path(np.__file__).parent
+    for path in sorted(
+        [*(folder.parent / "numpy.libs").glob("lib*openblas*"), *(folder / ".dylibs").glob("*openblas*")]
+    ):
+        library = ctypes.CDLL(str(path))
+        for prefix, suffix in itertools.product(("scipy_openblas", "openblas"), ("64_", "")):
+            names = [f"{prefix}_{verb}_num_threads{suffix}" for verb in ("get", "set")]
+            if all(hasattr(library, name) for name in names):
+                return getattr(library, names[0]), getattr(library, names[1])
+    return None

@@ -1,0 +1,38 @@
+"""The stages of a layer where no scores are kept: block by block of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from parity.core.problem import Problem
+from parity.core.reference.layer import Layer
+from parity.core.sample import Sample
+
+BLOCK = 2**21
+"""Scores that are computed at once where none are kept."""
+
+
+def without_scores(layer: Layer) -> dict[str, np.ndarray]:
+    """All stages but scores and attention weights, which are computed for a block of rows at a time and dropped."""
+    values: dict[str, np.ndarray] = layer.mask({})
+    values |= layer.qkv(values)
+    found: list[np.ndarray] = []
+    for rows in _blocks(layer.problem):
+        sample = Sample(rows, np.arange(layer.problem.spec.output_width))
+        part = Layer(replace(layer.problem, sample=sample), layer.arithmetic)
+        some = {**values, "mask": values["mask"][:, :, rows], "q": values["q"][:, :, rows]}
+        some |= part.scores(some, rows[None])
+        some |= part.attn_weights(some)
+        found.append(part.context(some)["context"])
+    values["context"] = np.concatenate(found, axis=2)
+    return values | layer.output(values)
+
+
+def _blocks(problem: Problem) -> Iterator[np.ndarray]:
+    """The query tokens in blocks of about one size."""
+    case = problem.case
+    count = -(-case.batch * case.spec.num_heads * case.seq_len * case.key_len // BLOCK)
+    yield from np.array_split(np.arange(case.seq_len), min(count, case.seq_len))

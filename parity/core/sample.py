@@ -1,0 +1,101 @@
+"""A part of a problem that stands for all of it: some rows of queries, attending to all keys, and some features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from parity.core.cases import Case
+from parity.core.stages import PATHS, Step, Values
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """The part of a problem that is computed, where all of it takes too long.
+
+    Attributes:
+        rows: the query tokens that attend, in their order.
+        features: the features of the output, in their order.
+        keys: how many of the first keys they attend to; all when absent.
+        kept: how many of the first rows go on after the softmax; all when absent. The others are there for a softmax
+            that takes them, too.
+        rows_out: the rows of the output, of a context that has its place among all tokens. Heads that are combined
+            wrongly take what they need from there; when absent the context has the rows alone.
+    """
+
+    rows: np.ndarray
+    features: np.ndarray
+    keys: int | None = None
+    kept: int | None = None
+    rows_out: np.ndarray | None = None
+
+    def rows_of(self, quantity: str) -> np.ndarray:
+        """The query tokens of a stage."""
+        if quantity == "output" and self.rows_out is not None:
+            return self.rows_out
+        return self.rows[: self.kept] if quantity in ("attn_weights", "context", "output", "gate") else self.rows
+
+
+def steps_of_sample(layer: Any, sample: Sample, case: Case) -> Sequence[Step]:
+    """The stages of a layer without a cache as functions, of the rows and features of a sample.
+
+    Args:
+        layer: the layer, one of `parity.core.reference`.
+        sample: the part of it.
+        case: the whole of it.
+    """
+    width, seq_len = case.spec.output_width, case.seq_len
+    rows, keys = sample.rows, slice(sample.keys)
+
+    def mask(values: Values) -> dict[str, np.ndarray]:
+        return {"mask": layer.mask(values)["mask"][:, :, rows, keys]}
+
+    def qkv(values: Values) -> dict[str, np.ndarray]:
+        found = {name: x if name in ("q", "gate") else x[:, :, keys] for name, x in layer.qkv(values).items()}
+        found["q"] = found["q"][:, :, rows]
+        return found if "gate" not in found else {**found, "gate": found["gate"][:, sample.rows_of("gate")]}
+
+    def scores(values: Values) -> dict[str, np.ndarray]:
+        return layer.scores(values, rows[None])
+
+    def attn_weights(values: Values) -> dict[str, np.ndarray]:
+        return {"attn_weights": layer.attn_weights(values)["attn_weights"][:, :, : sample.kept]}
+
+    def context(values: Values) -> dict[str, np.ndarray]:
+        return layer.context({**values, "mask": values["mask"][:, :, : sample.kept]})
+
+    def output(values: Values) -> dict[str, np.ndarray]:
+        if sample.rows_out is not None:
+            values = {**values, **_in_place(values, sample.rows_of("context"), seq_len)}
+        found = layer.output(values)["output"]
+        found = found[:, sample.rows_out] if sample.rows_out is not None else found
+        return {"output": found[..., sample.features] if found.shape[-1] == width else found}
+
+    def whole(_: Values) -> dict[str, np.ndarray]:
+        values: dict[str, np.ndarray] = {}
+        for step in steps[:-1]:
+            values |= step(values)
+        return of_paths(values)
+
+    steps = [mask, qkv, scores, attn_weights, context, output, whole]
+    return steps
+
+
+def _in_place(values: Values, rows: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:
+    """A context, and a gate, in their places among all query tokens; 0 elsewhere."""
+    found = {}
+    for name, axis in (("context", 2), ("gate", 1)):
+        if name in values:
+            x = values[name]
+            found[name] = np.zeros((*x.shape[:axis], seq_len, *x.shape[axis + 1 :]), x.dtype)
+            found[name][(slice(None),) * axis + (rows,)] = x
+    return found
+
+
+def of_paths(values: Values) -> dict[str, np.ndarray]:
+    """What a module gives on each of its paths, from what its stages are: the same."""
+    outputs = {f"{path}.output": values["output"] for path in PATHS}
+    return {"module.attn_weights": values["attn_weights"], **outputs} if "attn_weights" in values else outputs

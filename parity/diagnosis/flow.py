@@ -1,0 +1,90 @@
+"""What each step of the reference depends on, so that a mistake that does not touch it need not compute it again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from parity.core.problem import Problem
+from parity.core.reference import Arithmetic, Layer
+
+TOKENS = 2
+"""Tokens of the layer that is watched: what a step depends on does not depend on their number."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What a step depends on.
+
+    Attributes:
+        methods: those of the layer that it calls.
+        reads: the stages before it that it takes.
+    """
+
+    methods: frozenset[str]
+    reads: frozenset[str]
+
+
+class _Values(dict[str, np.ndarray]):
+    """Stages by name that know which of them were read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def keys(self) -> Any:
+        """All of them: whoever copies them reads them."""
+        self.read.update(self)
+        return super().keys()
+
+    def __iter__(self) -> Iterator[str]:
+        self.read.update(self)
+        return super().__iter__()
+
+
+def flow_of(problem: Problem) -> list[Flow]:
+    """What each step of a problem without a cache depends on, in the reference."""
+    called: set[str] = set()
+    methods = {name for name in dir(Layer) if not name.startswith("_") and callable(getattr(Layer, name))}
+
+    class Watched(Layer):
+        def __getattribute__(self, name: str) -> Any:
+            if name in methods:
+                called.add(name)
+            return super().__getattribute__(name)
+
+        def linear(self, name: str, x: np.ndarray) -> np.ndarray:
+            """Zeros: the product takes long, and nothing depends on its values."""
+            self.has_bias(name)
+            return np.zeros((*x.shape[:-1], len(self.parameter(f"{name}.weight"))))
+
+    found, values = [], _Values()
+    names = ("mask", "qkv", "scores", "attn_weights", "context", "output", "whole")
+    for name, step in zip(names, Watched(_small(problem), Arithmetic(np.dtype(np.float64))).steps(), strict=True):
+        called.clear()
+        called.add(name)
+        values.read.clear()
+        with np.errstate(all="ignore"):
+            given = step(values)
+        found.append(Flow(frozenset(called), frozenset(values.read)))
+        values.update(given)
+    return found
+
+
+def _small(problem: Problem) -> Problem:
+    """A problem of the same layer and of few tokens."""
+    case = problem.case
+    lengths = None if case.key_padding_lengths is None else (TOKENS,) * case.batch
+    keys = None if case.seq_len_k is None else TOKENS
+    small = replace(case.first_tokens(TOKENS), seq_len_k=keys, key_padding_lengths=lengths)
+    inputs = {name: np.zeros((*x.shape[:1], TOKENS, *x.shape[2:]), x.dtype) for name, x in problem.inputs.items()}
+    of_scores = (case.batch, case.spec.num_heads, TOKENS, TOKENS)
+    inputs |= {name: np.zeros(of_scores, x.dtype) for name, x in problem.inputs.items() if name in ("bias", "mask")}
+    return replace(problem, case=small, inputs=inputs, sample=None)
