@@ -296,7 +296,15 @@ def linen_with(params, x, mistake=None):
     return jax.jit(apply)(params, x)
 
 
-@pytest.mark.parametrize("name", ["k-v-swapped", "q-heads-reversed", "q_proj-bias-missing", "scale-missing"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "k-v-swapped",
+        "scale-missing",
+        # Packed projections of torch are changed likewise.
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("q-heads-reversed", "q_proj-bias-missing")),
+    ],
+)
 def test_a_packed_layer_of_linen_is_changed_while_it_is_traced(name):
     x = jax.random.normal(jax.random.key(0), (BATCH, TOKENS, WIDTH))
     params = Linen().init(jax.random.key(1), x)["params"]
