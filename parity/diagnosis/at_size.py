@@ -105,7 +105,9 @@ def _confirmed(
         return None
     refused = []
     for other in confirming(problem, observed, remembered):
-        again = search.judged(other, Scope(other.judged, search.names), CONFIRMS)
+        again = search.judged(other, Scope(other.judged, search.names, is_quick=True), CONFIRMS)
+        if again.untried:
+            return _merged(search, diagnosis, diagnosis, "not confirmed for want of time")
         if not (again.unknowns or (again.is_wrong and not again.explanations)):
             words = ", ".join([f"confirmed by {other.words}", *(f"not by {words}" for words in refused)])
             return _merged(search, diagnosis, again, words)

@@ -256,7 +256,9 @@ def _explain(
     fitting = list[Mistakes]()
     with suppress(TimeoutError):
         if at_once == 1:
-            for mistake in sorted(known, key=lambda each: replay.cost(index, each)):
+            for mistake in sorted(known, key=lambda each: (each.is_loss, replay.cost(index, each))):
+                if fitting and mistake.is_loss and replay.scope.is_quick:
+                    break  # what is explained in full is not lost precision
                 with clock.inside(words, most):
                     if changes(mistake) and explains((mistake,)):
                         fitting.append((mistake,))
