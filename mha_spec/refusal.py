@@ -53,7 +53,7 @@ class Refusal(ValueError):
             where: as the attribute.
             values: values by name, after those of `got`.
         """
-        super().__init__(str(argument), rule)
+        self.args = (str(argument), rule)
         self.argument = str(argument)
         self.rule = rule
         self.got: dict[str, Any] | str = values or got if isinstance(got, str) else {**got, **values}

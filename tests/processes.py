@@ -156,7 +156,7 @@ def error_of(call):
     try:
         call()
     except (TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{'TypeError' if isinstance(error, TypeError) else 'ValueError'}: {error}"
     return ""
 
 

@@ -92,7 +92,7 @@ def test_a_case_fails_without_its_feature(case, spec):
         ({"new_lengths": ((1, 2),)}, "new_lengths must come with chunks"),
         ({"key_padding_lengths": (1,)}, "key_padding_lengths must have batch=2 numbers"),
         ({"seq_len": 4, "chunks": (3, 1), "new_lengths": ((3, 1),)}, "new_lengths must be of each of chunks"),
-        ({"dtype": "f32"}, "dtype must be one of float32, bfloat16, float16, float64, or None, got dtype=f32"),
+        ({"dtype": "f32"}, "dtype must be one of float32, bfloat16, float16, float64, or None, got dtype='f32'"),
     ],
 )
 def test_a_case_whose_lengths_do_not_fit_is_refused(fields, message):

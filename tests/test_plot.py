@@ -120,10 +120,10 @@ def test_nothing_global_changes(attn_weights, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"path": "a.jpg"}, ValueError, "path must end in .png or .svg, got a.jpg"),
+        ({"path": "a.jpg"}, ValueError, "path must end in .png or .svg, got path='a.jpg'"),
         ({"path": "/no/such/folder/a.png"}, ValueError, "path must be that of a file in a folder that exists"),
-        ({"attn_weights": np.ones(3)}, ValueError, r"attn_weights must have shape .*, got \(3,\)"),
-        ({"attn_weights": np.ones((0, 3))}, ValueError, r"attn_weights must have shape .*, got \(0, 3\)"),
+        ({"attn_weights": np.ones(3)}, ValueError, r"attn_weights must have shape .*, got attn_weights=\(3,\)"),
+        ({"attn_weights": np.ones((0, 3))}, ValueError, r"attn_weights must have shape .*, got attn_weights=\(0, 3\)"),
         ({"attn_weights": np.array([["a"]])}, TypeError, "attn_weights must be an array of real numbers"),
         ({"attn_weights": np.ones((2, 2), complex)}, TypeError, "attn_weights must be an array of real numbers"),
         ({"tokens": ["a"]}, ValueError, "tokens must have 5 labels, as attn_weights have, got 1"),

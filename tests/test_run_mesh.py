@@ -96,9 +96,9 @@ def test_more_devices_than_there_are_is_refused_by_name():
         (["--devices", "8"], "--devices must come with --mesh"),
         (["--axes", "explicit", "--devices", "2"], "--devices and --axes must come with --mesh"),
         (["--mesh", "heads=2"], "mesh must be of data, tensor, sequence, each once with the number of its devices"),
-        (["--mesh", "data=2,data=2"], "such as data=2,tensor=4, got data=2,data=2"),
-        (["--mesh", "data=0"], "got data=0"),
-        (["--mesh", "data"], "got data"),
+        (["--mesh", "data=2,data=2"], "such as data=2,tensor=4, got mesh='data=2,data=2'"),
+        (["--mesh", "data=0"], "got mesh='data=0'"),
+        (["--mesh", "data"], "got mesh='data'"),
     ],
 )
 def test_what_is_not_a_mesh_is_refused(arguments, message, capsys):

@@ -205,7 +205,7 @@ def test_the_command_fails_where_a_mistake_survives(capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["--cases", "nothing"], "--cases must match one of"),
-        (["--backends", "tt"], "--backends must be of jax, torch, got tt"),
+        (["--backends", "tt"], "--backends must be of jax, torch, got --backends tt"),
     ],
 )
 def test_bad_usage_of_the_command_is_told_in_a_line(capsys, arguments, message):

@@ -318,7 +318,7 @@ def test_bad_input():
         with pytest.raises(error, match=r"^context must be"):
             ShardPlan(2, value)
     with pytest.raises(
-        ValueError, match=r"^rank must be below the number of ranks, got rank=6 and tensor=2 and context=3"
+        ValueError, match=r"^rank must be below the number of ranks, got rank=6 and plan=tensor=2 and context=3"
     ):
         shard(weights, spec, ShardPlan(2, 3), 6)
     for rank in (2, -1):

@@ -223,8 +223,13 @@ def test_joined_traces_are_judged(tt_traces):
 
 def test_joined_traces_share_the_reference_of_the_run(tt_traces, monkeypatch):
     made = []
-    steps = parity.core.trace.reference.steps
-    monkeypatch.setattr(parity.core.trace.reference, "steps", lambda *given: made.append(given[1]) or steps(*given))
+    stages = parity.core.trace.Reference._stages
+
+    def note(self, dtype, *given):
+        made.append(dtype)
+        return stages(self, dtype, *given)
+
+    monkeypatch.setattr(parity.core.trace.Reference, "_stages", note)
     joined(tt_traces)
     assert sorted(made) == ["float32", "float32", "float64", "float64"]  # accumulated and local, once
 

@@ -103,7 +103,8 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> Weights:
     weights, shapes = to_numpy_by_name(weights), weight_shapes(spec)
     missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
     if missing or unexpected:
-        raise ValueError(f"weights must have exactly the names of the spec, missing {missing}, unexpected {unexpected}")
+        rule = f"have exactly the names of the spec, missing {missing}, unexpected {unexpected}"
+        raise Refusal("weights", rule)
     dtypes = set()
     for name, shape in shapes.items():
         weight = weights[name]

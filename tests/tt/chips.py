@@ -138,8 +138,10 @@ def told(call):
     """What a call says that is refused; nothing if it is not."""
     try:
         call()
-    except (TypeError, ValueError, NotImplementedError) as error:
-        return f"{type(error).__name__}: {error}"
+    except NotImplementedError as error:
+        return f"NotImplementedError: {error}"
+    except (TypeError, ValueError) as error:
+        return f"{'TypeError' if isinstance(error, TypeError) else 'ValueError'}: {error}"
     return ""
 
 

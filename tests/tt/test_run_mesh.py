@@ -58,8 +58,8 @@ def test_a_run_on_two_chips_says_what_it_judged_and_what_they_sent(tmp_path):
 def test_what_a_mesh_of_chips_does_not_divide_is_skipped_by_name():
     plan = MeshPlan(tensor=2)
     width = replace(CASES["gqa"], spec=AttentionSpec(32, 8, qk_norm=Norm(over="width")))
-    assert tt_mesh.why_skipped(width, "float32", plan) == "q_norm must be over='head' to be divided"
-    assert tt_mesh.why_skipped(CASES["alibi"], "float32", plan) == "alibi must be None to be divided"
+    assert tt_mesh.why_skipped(width, "float32", plan).startswith("q_norm must be over='head' to be divided")
+    assert tt_mesh.why_skipped(CASES["alibi"], "float32", plan).startswith("alibi must be None to be divided")
     assert tt_mesh.why_skipped(CASES["gqa"], "float32", MeshPlan(tensor=3)) == "tensor=3 does not divide 8 query heads"
     assert tt_mesh.why_skipped(CASES["random-mask"], "float32", plan).startswith("a mask of each head is another one")
     assert tt_mesh.why_skipped(CASES["fused-qkv"], "float32", plan) is None
