@@ -268,7 +268,7 @@ def refused(mesh, make):
         try:
             call()
         except (TypeError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
+            return f"{'TypeError' if isinstance(error, TypeError) else 'ValueError'}: {error}"
         return ""
 
     name = mesh.mesh_dim_names[0]

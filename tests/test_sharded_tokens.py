@@ -168,10 +168,9 @@ def test_collectives_of_a_program_are_counted_with_their_loops():
 
 
 def test_tokens_that_cannot_be_divided_are_refused_by_name(found):
+    along = "tokens must be divided along one dimension of the mesh that queries lie on, got axis="
     assert found["refused"] == {
-        "uneven": "keys must be a multiple of the devices along sequence",
-        "unknown": "tokens must be divided along one dimension of the mesh that queries lie on, "
-        "got 'tokens' and ('sequence',)",
-        "undivided": "tokens must be divided along one dimension of the mesh that queries lie on, "
-        "got 'sequence' and ()",
+        "uneven": "keys must be a multiple of the devices along sequence, got 30 and 4",
+        "unknown": f"{along}'tokens' and mesh.axis_names=('sequence',)",
+        "undivided": f"{along}'sequence' and mesh.axis_names=()",
     }
