@@ -275,7 +275,7 @@ BY_STYLE: dict[str, dict[str, str]] = {
         "theta-default": "rope-theta-10000",
         "scaling-ignored": "rope-scaling-missing",
         "linear-inverted": "",
-        "llama3-smooth": "",
+        "llama3-smooth": "rope-llama3-inverted",
         "llama3-factors": "",
         "frequency-exponent": "",
         "full-dim": "rope-whole-head",
