@@ -6,6 +6,7 @@ from functools import partial
 import rings
 import torch
 import torch.distributed as dist
+from rings import error_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -149,15 +150,6 @@ def usual_plan(spec, **options):
     """As every tutorial has it."""
     found = {name: ColwiseParallel(**options) for name in ("q_proj", "k_proj", "v_proj")}
     return found | ({"out_proj": RowwiseParallel()} if spec.out_proj else {})
-
-
-def error_of(call):
-    """What a call says that is refused; nothing if it is not."""
-    try:
-        call()
-    except (TypeError, ValueError) as error:
-        return f"{'TypeError' if isinstance(error, TypeError) else 'ValueError'}: {error}"
-    return ""
 
 
 # ---- What is asked ---------------------------------------------------------------------------------------------------

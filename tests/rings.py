@@ -261,16 +261,17 @@ def by_torch(mesh, make):
     return found, refused
 
 
+def error_of(call):
+    """Return the kind and the text of the error that a call raises; nothing if it raises none."""
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        return f"{'TypeError' if isinstance(error, TypeError) else 'ValueError'}: {error}"
+    return ""
+
+
 def refused(mesh, make):
     """What is said of layers whose tokens cannot be divided so."""
-
-    def told(call):
-        try:
-            call()
-        except (TypeError, ValueError) as error:
-            return f"{'TypeError' if isinstance(error, TypeError) else 'ValueError'}: {error}"
-        return ""
-
     name = mesh.mesh_dim_names[0]
     x = torch.zeros(1, 2, 32)
 
@@ -279,16 +280,16 @@ def refused(mesh, make):
 
     hidden = torch.zeros(1, 1, 2, 2 * mesh.size(), dtype=torch.bool)
     return {
-        "no such dimension": told(
+        "no such dimension": error_of(
             lambda: parallel.shard(make(mha_torch.MultiHeadAttention, WINDOW), mesh, tokens="sequence")
         ),
-        "neither": told(lambda: parallel.shard(make(mha_torch.MultiHeadAttention, WINDOW), mesh)),
-        "no layer": told(lambda: parallel.shard(torch.nn.Linear(2, 2), mesh, tokens=name)),
-        "cache": told(lambda: made(kind=mha_torch.MultiHeadAttentionWithCache)),
-        "rope": told(lambda: made(replace(WINDOW, rope=Rope(scaling=DynamicScaling(2.0, 8))))),
-        "weights": told(lambda: made()(x, need_weights=True)),
-        "mask": told(lambda: made()(x, mask=hidden)),
-        "dropout": told(lambda: made(AttentionSpec(32, 8, dropout=0.5))(x)),
-        "uneven": told(lambda: made()(x[:, : 1 + (mesh.get_local_rank() == 0)])),
-        "lengths": told(lambda: made()(x, key_padding_lengths=[2 * mesh.size() + 1])),
+        "neither": error_of(lambda: parallel.shard(make(mha_torch.MultiHeadAttention, WINDOW), mesh)),
+        "no layer": error_of(lambda: parallel.shard(torch.nn.Linear(2, 2), mesh, tokens=name)),
+        "cache": error_of(lambda: made(kind=mha_torch.MultiHeadAttentionWithCache)),
+        "rope": error_of(lambda: made(replace(WINDOW, rope=Rope(scaling=DynamicScaling(2.0, 8))))),
+        "weights": error_of(lambda: made()(x, need_weights=True)),
+        "mask": error_of(lambda: made()(x, mask=hidden)),
+        "dropout": error_of(lambda: made(AttentionSpec(32, 8, dropout=0.5))(x)),
+        "uneven": error_of(lambda: made()(x[:, : 1 + (mesh.get_local_rank() == 0)])),
+        "lengths": error_of(lambda: made()(x, key_padding_lengths=[2 * mesh.size() + 1])),
     }

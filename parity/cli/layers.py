@@ -135,7 +135,7 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[Pairs]:
             for words in by_reason(of_files(options.files, opened)):
                 warn(f"not compared: {words}")
             counts = " and ".join(f"{len(layers)} ({layers[0].label}, …)" for layers in (one, other))
-            raise refusal("both files", "have layers of the same numbers to be compared", str(counts))
+            raise refusal("both files", "have layers of the same numbers to be compared", counts)
         pairs = list(zip(one, other, strict=True))
         left_out = find_not_compared(pairs, options.files, opened)
         for words in by_reason(left_out):

@@ -431,4 +431,4 @@ def _with_axes(subject: Subject) -> Subject:
         return as_given
     if changed[:, 2].sum() > 1 and not np.delete(changed, 2, axis=1).any():
         return replace(subject, axes="BTNH")
-    raise Refusal("axes", "be declared where they cannot be seen", str(subject.name))
+    raise Refusal("axes", "be declared where they cannot be seen", subject.name)

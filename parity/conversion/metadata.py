@@ -211,7 +211,7 @@ def _contradicted(spec: AttentionSpec, said: Heads) -> list[str]:
 def _check_counts(spec: AttentionSpec, said: Heads, label: str) -> None:
     if wrong := _contradicted(spec, said):
         got, told = (", ".join(f"{name}={of[name]}" for name in wrong) for of in (said, vars(spec)))
-        raise Refusal(wrong[0], f"be what the file's metadata say of {label}, {told}", str(got))
+        raise Refusal(wrong[0], f"be what the file's metadata say of {label}, {told}", got)
 
 
 def _with_rope(spec: AttentionSpec, rope: Rope | None, label: str, *, may_have_none: bool = False) -> AttentionSpec:

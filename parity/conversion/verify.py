@@ -94,7 +94,7 @@ def check_alike(spec: AttentionSpec, other_spec: AttentionSpec) -> AttentionSpec
         words = ", ".join(f"{name}={told[name]} and {others[name]}" for name in differ)
         if differ == ["rope"] and None in (spec.rope, other_spec.rope):
             words += _said_of_the_other(spec.rope or other_spec.rope)
-        raise Refusal("the layers", "be of one specification to be compared", str(words))
+        raise Refusal("the layers", "be of one specification to be compared", words)
     return spec
 
 

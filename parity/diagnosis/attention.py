@@ -51,7 +51,7 @@ def attention_in(trace: Trace, stage: str | None = None) -> tuple[str, np.ndarra
     stages.sort(key=lambda name: stage_named(name).kind != "attn_weights", reverse=True)  # the module's own come before
     if not stages:
         why = trace.error or trace.skipped or "no stage attn_weights"
-        raise Refusal("the trace", "have attention weights", str(why))
+        raise Refusal("the trace", "have attention weights", why)
     chosen = stages[-1] if stage is None else stage
     if chosen not in stages:
         raise Refusal("stage", f"be one of {', '.join(stages)}", stage=chosen)

@@ -92,7 +92,7 @@ def run_cases(
     for name in here if backends else ():
         reasons = dict.fromkeys(_why_skipped(name, case, dtype, mesh) for case, dtype in chosen)
         if None not in reasons:
-            raise Refusal(name, "be able to run one of the cases", str(some_of(map(str, reasons))))
+            raise Refusal(name, "be able to run one of the cases", some_of(map(str, reasons)))
     if jobs > 1 and (alone := [name for name in here if BACKENDS[name].has_own_device]):
         raise Refusal("jobs", f"be 1 with {', '.join(alone)}, whose device is one process's", jobs=jobs)
     if jobs > 1 and mesh is not None:

@@ -74,7 +74,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
     for name, value in tensors.items():
         part, _, stage = name.partition("/")
         if part not in parts:
-            raise Refusal(path, "hold accumulated and local stages", str(name))
+            raise Refusal(path, "hold accumulated and local stages", name)
         parts[part][stage] = value
     try:
         trace = Trace(
