@@ -25,7 +25,7 @@ from mha_jax.rope import at_least_float32
 from mha_jax.sharding import automatically, is_automatic, of_heads
 from mha_jax.stages import Dropout, check_attention, score_scale
 from mha_jax.tokens import attend_to_tokens, passes_keys, token_axis
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from mha_spec.reach import Reach
 from mha_spec.rules import as_rate
 
@@ -74,7 +74,7 @@ def scaled_dot_product_attention(
         ValueError: if the shapes do not fit, or the weights or a given dropout are asked for.
     """
     if need_weights or dropout_keep is not None:
-        raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
+        raise Refusal("need_weights and dropout_keep", "be left out on the fused path, which stores no weights")
     masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks, relative_bias=relative_bias)
     masking = masking.of_layer(spec)
     return attend(

@@ -79,7 +79,7 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
     }
     missing, unexpected = sorted(shapes.keys() - held.keys()), sorted(held.keys() - shapes.keys())
     if missing or unexpected:
-        raise ValueError(f"weights must have exactly the names of the spec, missing {missing}, unexpected {unexpected}")
+        raise Refusal("weights", "have exactly the names of the spec", missing=missing, unexpected=unexpected)
     first = next(iter(shapes))
     for name, shape in shapes.items():
         array = held[name]

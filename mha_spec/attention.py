@@ -488,7 +488,7 @@ def _from_fields(what: str, kind: type[Record], values: object) -> Record:
     known = {field.name for field in fields(kind) if field.init}
     required = {field.name for field in fields(kind) if field.default is MISSING}
     if unexpected := sorted(values.keys() - known):
-        raise ValueError(f"{what} must have the fields of {kind.__name__}, unexpected {unexpected}")
+        raise Refusal(what, f"have the fields of {kind.__name__}", unexpected=unexpected)
     if missing := sorted(required - values.keys()):
-        raise ValueError(f"{what} must have the fields of {kind.__name__}, missing {missing}")
+        raise Refusal(what, f"have the fields of {kind.__name__}", missing=missing)
     return kind(**values)

@@ -5,12 +5,20 @@ from __future__ import annotations
 import os
 import pickle
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any, Self
 
 MOST = 500
 """Characters of a message. Long parts of a longer one lose their middle."""
+
+
+MOST_REMEDIES = 3
+"""Alternatives of a message."""
+
+
+Remedy = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""Settings by name, or alternatives of them."""
 
 
 class Refusal(ValueError):
@@ -25,7 +33,7 @@ class Refusal(ValueError):
         argument: name of the argument that breaks the rule, as callers know it; or a path.
         rule: what it must do or be; follows "must".
         got: values by name, or text if no name fits.
-        remedy: settings by name that would help.
+        remedy: settings by name that would help together; each of the list is an alternative.
         hint: advice; follows the remedy.
         where: place of the bad input, such as a path; precedes the argument.
     """
@@ -37,7 +45,7 @@ class Refusal(ValueError):
         got: Mapping[str, Any] | str = "",
         /,
         *,
-        remedy: Mapping[str, Any] | None = None,
+        remedy: Remedy = (),
         hint: str = "",
         where: str = "",
         **values: Any,
@@ -57,18 +65,17 @@ class Refusal(ValueError):
         self.argument = str(argument)
         self.rule = rule
         self.got: dict[str, Any] | str = values or got if isinstance(got, str) else {**got, **values}
-        self.remedy = dict(remedy or {})
+        self.remedy = remedy
         self.hint = hint
         self.where = where
 
     def __str__(self) -> str:
         got = [self.got] if isinstance(self.got, str) else [_setting(*item) for item in self.got.items()]
-        advice = [*(_setting(*item) for item in self.remedy.items()), self.hint]
+        advice = [_alternatives(_each(self.remedy)), self.hint]
+        parts = [_escape(part) for part in (self.where, self.argument, self.rule, *got, *advice)]
         text = ""
         for most in range(MOST, 0, -20):
-            where, argument, rule, *rest = (
-                _cut(part, most) for part in (self.where, self.argument, self.rule, *got, *advice)
-            )
+            where, argument, rule, *rest = (_cut(part, most) for part in parts)
             values, advised = _listed(rest[: len(got)]), " ".join(filter(None, rest[len(got) :]))
             text = f"{where}{': ' * bool(where)}{argument} must {rule}"
             text += f"{', got ' * bool(values)}{values}{'; ' * bool(advised)}{advised}"
@@ -80,7 +87,7 @@ class Refusal(ValueError):
         fields = dict(vars(self))
         if isinstance(self.got, dict):
             fields["got"] = {name: _pickled(value) for name, value in self.got.items()}
-        return type(self), self.args, fields
+        return type(self), (self.argument, self.rule), fields
 
     def renamed(self, rename: Callable[[str, Any], tuple[str, Any]]) -> Self:
         """Copy of the refusal with other names, such as those of a command line.
@@ -88,13 +95,14 @@ class Refusal(ValueError):
         Names that begin with "-" are printed as flags: `--num-heads 4`, and `--fill-bias` for True.
 
         Args:
-            rename: from a name and its value to those that are shown; the argument comes with the value None.
+            rename: from a name and its value to those that are shown; the value of the argument is None if unknown.
         """
         other = copy(self)
-        other.argument, _ = rename(self.argument, None)
-        if isinstance(self.got, dict):
-            other.got = dict(rename(*item) for item in self.got.items())
-        other.remedy = dict(rename(*item) for item in self.remedy.items())
+        got = self.got if isinstance(self.got, dict) else {}
+        other.argument, _ = rename(self.argument, got.get(self.argument))
+        if got:
+            other.got = dict(rename(*item) for item in got.items())
+        other.remedy = [dict(rename(*item) for item in each.items()) for each in _each(self.remedy)]
         return other
 
     def within(self, where: str) -> Self:
@@ -138,8 +146,27 @@ def _setting(name: str, value: object) -> str:
     return f"{name} {shlex.quote(value) if isinstance(value, str) else _shown(value)}"
 
 
+def _each(remedy: Remedy) -> Sequence[Mapping[str, Any]]:
+    return [remedy] if isinstance(remedy, Mapping) else remedy
+
+
+def _alternatives(remedies: Sequence[Mapping[str, Any]]) -> str:
+    shown = [" with ".join(_setting(*item) for item in each.items()) for each in remedies[:MOST_REMEDIES]]
+    more = len(remedies) - len(shown)
+    return " or ".join(shown) + (f" (or {more} more)" if more else "")
+
+
 def _listed(values: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(values[:-1]), values[-1]])) if values else ""
+
+
+def _escape(text: str) -> str:
+    """Text on one line, without characters that a terminal obeys."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode() for each in text
+    )
 
 
 def _cut(text: str, most: int) -> str:

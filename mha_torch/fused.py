@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from mha_spec import AttentionSpec, RelativeBias
+from mha_spec import AttentionSpec, Refusal, RelativeBias
 from mha_spec.attention import check_spec
 from mha_spec.reach import Reach
 from mha_spec.rules import as_rate
@@ -78,7 +78,7 @@ def scaled_dot_product_attention(
     Source: torch.nn.functional.scaled_dot_product_attention.
     """
     if need_weights or dropout_keep is not None:
-        raise ValueError("need_weights and dropout_keep must be left out on the fused path, which stores no weights")
+        raise Refusal("need_weights and dropout_keep", "be left out on the fused path, which stores no weights")
     masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks, relative_bias=relative_bias)
     masking = masking.of_layer(spec)
     return attend(query, key, value, masking, Dropout(dropout), spec=spec), None

@@ -478,11 +478,8 @@ def check_context_parallel(masking: Masking, positions: Tensor | None, spec: Att
     if kernel is _KERNEL or "_context_parallel" not in getattr(kernel, "__module__", ""):
         return
     if positions is None and spec.has_positions:
-        raise Refusal(
-            "positions",
-            "be given under context_parallel, among its buffers, for a process has a part of the tokens",
-            positions=None,
-        )
+        rule = "be given under context_parallel, among its buffers: a process has a part of the tokens"
+        raise Refusal("positions", rule, positions=None)
     named = {
         "mask": masking.mask,
         "bias": masking.bias,
@@ -494,7 +491,9 @@ def check_context_parallel(masking: Masking, positions: Tensor | None, spec: Att
         "soft_cap": spec.soft_cap,
     }
     if given := [name for name, value in named.items() if value is not None]:
-        raise ValueError(
-            f"{given[0]} must be None under context_parallel, whose ring knows causality only; "
-            "mha_torch.parallel.shard(layer, mesh, tokens=…) takes lengths, windows, chunks, sinks and relative biases"
+        raise Refusal(
+            given[0],
+            "be None under context_parallel, whose ring knows causality only",
+            hint="mha_torch.parallel.shard(layer, mesh, tokens=…) takes lengths, windows, chunks, sinks and "
+            "relative biases",
         )

@@ -186,11 +186,9 @@ def check_whole_heads(spec: AttentionSpec, q: Tensor) -> None:
         )
     got = f"got {q.shape[-1] // spec.head_dim} of {spec.num_heads} heads"
     if spec.alibi is not None:
-        raise ValueError(f"alibi must be divided by mha_torch.parallel.plan, for each head has its slope, {got}")
+        raise Refusal("alibi", f"be divided by mha_torch.parallel.plan, for each head has its slope, {got}")
     for name in spec.wide_norms:
-        raise ValueError(
-            f"{name} must be divided by mha_torch.parallel.plan, for its mean square is that of all heads, {got}"
-        )
+        raise Refusal(name, f"be divided by mha_torch.parallel.plan, for its mean square is that of all heads, {got}")
 
 
 def check_heads_together(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -44,7 +44,7 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
     shapes = spec.held_shapes
     missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
     if missing or unexpected:
-        raise ValueError(f"weights must have exactly the names of the spec, missing {missing}, unexpected {unexpected}")
+        raise Refusal("weights", "have exactly the names of the spec", missing=missing, unexpected=unexpected)
     first = next(iter(shapes))
     for name, shape in shapes.items():
         weight = weights[name]

@@ -91,7 +91,7 @@ def scaled_dot_product_attention(
     Source: ttnn.transformer.scaled_dot_product_attention.
     """
     if need_weights:
-        raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")
+        raise Refusal("need_weights and dropout", "be left out on the fused path, which stores no weights")
     masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks, relative_bias=relative_bias)
     masking = masking.of_layer(spec)
     dropped = Dropout(dropout, dropout_keep)
@@ -112,7 +112,7 @@ def attend(
     check_attention(query, key, value, masking, spec)
     _check_kernel_takes(query)
     if as_rate("dropout", dropout.rate) or dropout.keep is not None:
-        raise ValueError("need_weights and dropout must be left out on the fused path, which stores no weights")
+        raise Refusal("need_weights and dropout", "be left out on the fused path, which stores no weights")
     scale = score_scale(query, spec)
     if not kernel_takes(spec) or value.shape[3] != key.shape[3]:
         return stages.attend(

@@ -305,7 +305,7 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
     shapes |= {name: _parameter_shape(name, spec) for name in spec.parameters}
     missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
     if missing or unexpected:
-        raise ValueError(f"weights must have exactly the names of the spec, missing {missing}, unexpected {unexpected}")
+        raise Refusal("weights", "have exactly the names of the spec", missing=missing, unexpected=unexpected)
     for name, shape in shapes.items():
         check_floating(name, weights[name], rank=len(shape))
         if tuple(weights[name].shape) != shape:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from parity.models.families import FAMILIES
+from parity.models.rules import Stack
 
 
 def rest_thorough(values: Iterable[Any], kept: Collection[Any] | Callable[[Any], bool]) -> list[Any]:
@@ -19,24 +20,23 @@ def rest_thorough(values: Iterable[Any], kept: Collection[Any] | Callable[[Any],
     ]
 
 
-def first_families(families: Iterable[str]) -> set[str]:
-    """The first family of each signature: the same fields by the same kinds of rules, from the same layout.
+def rules_signature(stack: Stack) -> Hashable:
+    """The layout of a stack of layers, and its fields with the kinds of their rules."""
+    return stack_signature(stack), frozenset((name, _kind(rule)) for name, rule in stack.fields.items())
 
-    test_models_whole computes a layer of every family.
-    """
+
+def stack_signature(stack: Stack) -> Hashable:
+    """The layout of a stack of layers, for tests that read specifications without deriving them."""
+    return stack.layout, bool(stack.shared), stack.keys_are_values, stack.part
+
+
+def first_families(families: Iterable[str], by: Callable[[Stack], Hashable] = rules_signature) -> set[str]:
+    """The first family of each signature of its stacks; test_models_whole computes a layer of every family."""
     first: dict[Hashable, str] = {}
     for family in families:
-        first.setdefault(_signature(family), family)
+        known = FAMILIES.get(family)
+        first.setdefault(tuple(map(by, known.stacks)) if known else family, family)
     return set(first.values())
-
-
-def _signature(family: str) -> Hashable:
-    if family not in FAMILIES:
-        return family
-    return tuple(
-        (stack.layout, bool(stack.shared), frozenset((name, _kind(rule)) for name, rule in stack.fields.items()))
-        for stack in FAMILIES[family].stacks
-    )
 
 
 def _kind(rule: object) -> str:

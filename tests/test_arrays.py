@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from refusals import refuses, refuses_type
 
 import parity
 from parity.core.arrays import FOREIGN, to_numpy_by_name
@@ -84,12 +85,12 @@ def test_a_variable_of_flax_is_an_array():
     ids=["none", "number", "list", "text", "meta", "sparse"],
 )
 def test_what_is_no_array_with_values_is_refused(wrong):
-    with pytest.raises(TypeError, match="must be"):
+    with refuses_type("a…"):
         parity.to_numpy(wrong)
 
 
 def test_a_tracer_is_refused():
-    with pytest.raises(TypeError, match=r"that has values, got \w*Tracer"):
+    with refuses_type("an array", "DynamicJaxprTracer"):
         jax.jit(parity.to_numpy)(jnp.ones(2))
 
 
@@ -102,11 +103,11 @@ def test_nested_mappings_are_read_by_names_with_dots():
             "q_proj.kernel": (2, 3),
             "v_proj.bias": (2,),
         }
-    with pytest.raises(ValueError, match=r"got a\.b twice"):
+    with refuses("names", "a.b twice"):
         to_numpy_by_name({"a": {"b": np.ones(1)}, "a.b": np.ones(1)})
-    with pytest.raises(TypeError, match=r"a\.b must be an array .*, got list"):
+    with refuses_type("a.b", "list"):
         to_numpy_by_name({"a": {"b": [1.0]}})
-    with pytest.raises(TypeError, match="weights must be a mapping of arrays by name, got list"):
+    with refuses_type("weights", "list"):
         to_numpy_by_name([np.ones(1)])
 
 

@@ -11,6 +11,7 @@ import torch
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from refusals import refuses, refuses_type
 
 import mha_jax
 import parity
@@ -269,7 +270,7 @@ def test_static_functional_form_equals_the_module(sibling, spec):
 def test_growing_cache_takes_both_or_none(sibling, given):
     weights = framework_weights(sibling, cached_layer(sibling, GQA_ROPE))
     cached = {given: sibling.array(np.zeros((3, 2, 5, 6), np.float32))}
-    with pytest.raises(ValueError, match="cache_k and cache_v must be given together"):
+    with refuses("cache_k and cache_v", "only one of them"):
         sibling.package.multi_head_attention_with_cache(
             sibling.array(random_tokens(GQA_ROPE)), weights, GQA_ROPE, **cached
         )
@@ -279,7 +280,7 @@ def test_growing_cache_takes_both_or_none(sibling, given):
 def test_growing_cache_refuses_other_shapes(sibling, shape):
     weights = framework_weights(sibling, cached_layer(sibling, GQA_ROPE))
     cache = sibling.array(np.zeros(shape, np.float32))
-    with pytest.raises(ValueError, match="cache_k must have"):
+    with refuses("cache_k", {"cache_k.shape": shape}):
         sibling.package.multi_head_attention_with_cache(
             sibling.array(random_tokens(GQA_ROPE)), weights, GQA_ROPE, cache, cache
         )
@@ -520,20 +521,26 @@ def test_mask_of_all_slots_may_be_wider_than_what_is_filled(sibling):
 
 
 REFUSED_OPTIONS = {
-    "mask-keys": ({"mask": np.zeros((2, 5), bool)}, ValueError, r"mask must broadcast to .* \(3, 4, 2, 6\)"),
-    "float-mask": ({"mask": np.zeros((2, 6), np.float32)}, TypeError, "mask must be boolean"),
-    "bias-keys": ({"bias": np.zeros((2, 5), np.float32)}, ValueError, r"bias must broadcast to .* \(3, 4, 2, 6\)"),
-    "bias-dtype": ({"bias": np.zeros((2, 6), np.float16)}, TypeError, "bias must have the dtype of query"),
-    "positions": ({"positions": np.zeros((3, 3), np.int32)}, ValueError, "positions must have shape"),
+    "mask-keys": ({"mask": np.zeros((2, 5), bool)}, refuses("mask", {"mask.shape": (2, 5)})),
+    "float-mask": ({"mask": np.zeros((2, 6), np.float32)}, refuses_type("mask", {"mask.dtype": ...})),
+    "bias-keys": ({"bias": np.zeros((2, 5), np.float32)}, refuses("bias", {"bias.shape": (2, 5)})),
+    "bias-dtype": (
+        {"bias": np.zeros((2, 6), np.float16)},
+        refuses_type("bias", {"bias.dtype": ..., "query.dtype": ...}),
+    ),
+    "positions": (
+        {"positions": np.zeros((3, 3), np.int32)},
+        refuses("positions", {"positions.shape": (3, 3)}),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED_OPTIONS)
 def test_what_does_not_fit_the_cache_is_refused_and_leaves_it(sibling, name):
-    options, error, message = REFUSED_OPTIONS[name]
+    options, refusal = REFUSED_OPTIONS[name]
     module = cached_layer(sibling, GQA_ROPE)
     cache = module.init_cache(3, NUM_TOKENS)
-    with pytest.raises(error, match=message):
+    with refusal:
         module(
             sibling.array(random_tokens(GQA_ROPE, num_tokens=2)),
             cache,
@@ -545,7 +552,7 @@ def test_what_does_not_fit_the_cache_is_refused_and_leaves_it(sibling, name):
 def test_cache_refuses_positions_without_rope(sibling):
     module = cached_layer(sibling, SPECS["mha"])
     x, positions = random_tokens(SPECS["mha"], num_tokens=2), np.zeros((1, 2), np.int32)
-    with pytest.raises(ValueError, match="positions must come with RoPE"):
+    with refuses("positions", "positions, rope=None and temperature=None"):
         module(sibling.array(x), module.init_cache(3, NUM_TOKENS), positions=sibling.array(positions))
 
 
@@ -666,30 +673,29 @@ def test_cropped_cache_goes_on_as_its_first_tokens(sibling, lengths, kind):
 
 
 REFUSED_MAKING = {
-    "index": (lambda cache: cache.reorder([0, 3]), ValueError, r"indices must lie in 0..2, got indices=\[0, 3\]"),
-    "negative-index": (lambda cache: cache.reorder([-1]), ValueError, "indices must lie in 0..2"),
-    "float-index": (lambda cache: cache.reorder([0.0]), TypeError, "indices must be integers"),
-    "index-of-2-axes": (lambda cache: cache.reorder([[0]]), ValueError, "indices must have shape"),
-    "no-repeats": (lambda cache: cache.repeat(0), ValueError, "repeats must be at least 1, got repeats=0"),
-    "half-a-repeat": (lambda cache: cache.repeat(1.5), TypeError, "repeats must be an integer"),
-    "fewer-slots": (lambda cache: cache.grow(5), ValueError, "capacity must be at least 6, got capacity=5"),
-    "float-slots": (lambda cache: cache.grow(7.0), TypeError, "capacity must be an integer"),
+    "index": (lambda cache: cache.reorder([0, 3]), refuses("indices", indices=[0, 3])),
+    "negative-index": (lambda cache: cache.reorder([-1]), refuses("indices", indices=[-1])),
+    "float-index": (lambda cache: cache.reorder([0.0]), refuses_type("indices", {"indices.dtype": ...})),
+    "index-of-2-axes": (lambda cache: cache.reorder([[0]]), refuses("indices", {"indices.shape": (1, 1)})),
+    "no-repeats": (lambda cache: cache.repeat(0), refuses("repeats", repeats=0)),
+    "half-a-repeat": (lambda cache: cache.repeat(1.5), refuses_type("repeats", repeats=1.5)),
+    "fewer-slots": (lambda cache: cache.grow(5), refuses("capacity", capacity=5)),
+    "float-slots": (lambda cache: cache.grow(7.0), refuses_type("capacity", capacity=7.0)),
     "longer": (
         lambda cache: cache.crop([2, 4, 1]),
-        ValueError,
-        r"lengths must not exceed .*\[2, 4, 1\] and \[2, 4, 0\]",
+        refuses("lengths", "lengths=[2, 4, 1] and [2, 4, 0]"),
     ),
-    "longer-than-one": (lambda cache: cache.crop(1), ValueError, "lengths must not exceed"),
-    "negative-length": (lambda cache: cache.crop(-1), ValueError, "lengths must lie in 0..6"),
-    "too-few-lengths": (lambda cache: cache.crop([1]), ValueError, "lengths must have shape"),
-    "float-lengths": (lambda cache: cache.crop([1.0, 1.0, 0.0]), TypeError, "lengths must be integers"),
+    "longer-than-one": (lambda cache: cache.crop(1), refuses("lengths", "lengths=[1, 1, 1] and [2, 4, 0]")),
+    "negative-length": (lambda cache: cache.crop(-1), refuses("lengths", lengths=[-1, -1, -1])),
+    "too-few-lengths": (lambda cache: cache.crop([1]), refuses("lengths", {"lengths.shape": (1,)})),
+    "float-lengths": (lambda cache: cache.crop([1.0, 1.0, 0.0]), refuses_type("lengths", {"lengths.dtype": ...})),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED_MAKING)
 def test_cache_refuses_to_be_made_into(sibling, name):
-    make, error, message = REFUSED_MAKING[name]
-    with pytest.raises(error, match=message):
+    make, refusal = REFUSED_MAKING[name]
+    with refusal:
         make(cache_and_tokens(sibling)[0])
 
 
@@ -724,7 +730,7 @@ def test_overflow_is_refused(sibling, filled, num_new, new_lengths):
     module = cached_layer(sibling, GQA_ROPE)
     cache = filled_cache(sibling, module, filled, capacity=6)
     x = sibling.array(random_tokens(GQA_ROPE, num_tokens=num_new))
-    with pytest.raises(ValueError, match="must not exceed the 6 slots of the cache"):
+    with refuses("lengths + new tokens", lengths=filled, new_lengths=...):
         module(x, cache, new_lengths=new_lengths)
 
 
@@ -734,7 +740,7 @@ def test_overflow_leaves_the_cache_as_it_was(sibling, filled, num_new, new_lengt
     cache = filled_cache(sibling, module, filled, capacity=6)
     before = contents(sibling, cache)
     x = sibling.array(random_tokens(GQA_ROPE, num_tokens=num_new))
-    with pytest.raises(ValueError, match="must not exceed"):
+    with refuses("lengths + new tokens", lengths=filled, new_lengths=...):
         module(x, cache, new_lengths=new_lengths)
     assert [held.tobytes() for held in contents(sibling, cache)] == [held.tobytes() for held in before]
 
@@ -762,7 +768,7 @@ def test_padding_may_reach_past_the_capacity(sibling):
 def test_new_lengths_must_be_an_integer_within_the_new_tokens_for_each_sequence(sibling, new_lengths, error):
     module = cached_layer(sibling, GQA_ROPE)
     x = sibling.array(random_tokens(GQA_ROPE, num_tokens=4))
-    with pytest.raises(error, match="new_lengths must"):
+    with refuses("new_lengths").of(error):
         module(x, module.init_cache(3, NUM_TOKENS), new_lengths=new_lengths)
 
 
@@ -771,7 +777,7 @@ def test_append_refuses_another_dtype_before_any_work(sibling, part):
     cache = sibling.package.init_cache(1, 1, 4, 2)
     x = np.ones((1, 1, 3, 2), np.float32)
     arrays = {"key": sibling.array(x), "value": sibling.array(x), part: sibling.array(x.astype(np.float16))}
-    with pytest.raises(TypeError, match="must have the dtype"):
+    with refuses_type("cache.keys" if part == "key" else "value"):
         sibling.package.append_to_cache(cache, **arrays)
     np.testing.assert_array_equal(sibling.numpy(cache.keys), 0)
 
@@ -1017,14 +1023,18 @@ def test_init_cache_of_a_module_takes_a_dtype(sibling, dtype):
     assert {sibling.numpy(cache.keys).dtype, sibling.numpy(cache.values).dtype} == {np.dtype(dtype)}
 
 
+NAMES_OF_SIZES = ("batch_size", "num_kv_heads", "capacity", "head_dim")
+
+
 @pytest.mark.parametrize("sizes", [(-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)], ids=str)
 def test_init_cache_refuses_sizes_below_one(sibling, sizes):
-    with pytest.raises(ValueError, match=r"must be at least [01]"):
+    argument, size = next(item for item in zip(NAMES_OF_SIZES, sizes, strict=True) if item[1] != 1)
+    with refuses(argument, {argument: size}):
         sibling.package.init_cache(*sizes)
 
 
 def test_init_cache_refuses_integer_dtypes(sibling):
-    with pytest.raises(TypeError, match="dtype must be floating point"):
+    with refuses_type("dtype", dtype=...):
         sibling.package.init_cache(1, 1, 1, 1, framework_dtype(sibling, np.int32))
 
 
@@ -1048,7 +1058,7 @@ def test_a_cache_holds_values_of_another_width(sibling, rng):
         assert np.array_equal(keys[:, :, :2], k)
         assert np.array_equal(values[:, :, :2], v)
         assert not values[:, :, 2:].any()
-    with pytest.raises(ValueError, match=r"cache.values must have shape .* = \(2, 3, 5, 4\), got .*\(2, 3, 5, 6\)"):
+    with refuses("cache.values", {"cache.values.shape": (2, 3, 5, 6)}):
         sibling.package.append_to_cache(grown, sibling.array(k), sibling.array(k))
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from refusals import refuses
 from selection import rest_thorough
 
 import parity
@@ -547,7 +548,7 @@ def test_tensors_of_torch_are_taken_as_they_are():
 
 
 def test_stages_of_nothing_known_are_refused():
-    with pytest.raises(ValueError, match="observed must have stages of the problem, got"):
+    with refuses("observed", "['logits']"):
         diagnose({"logits": np.ones(3)}, make_problem(CASES["full"], "float32"))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 from mha_spec import AttentionSpec
 from parity import CASES, Case
@@ -86,15 +87,15 @@ def test_a_case_fails_without_its_feature(case, spec):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "refusal"),
     [
-        ({"chunks": (3, 1)}, r"seq_len must be the sum of chunks=\(3, 1\), got seq_len=5"),
-        ({"new_lengths": ((1, 2),)}, "new_lengths must come with chunks"),
-        ({"key_padding_lengths": (1,)}, "key_padding_lengths must have batch=2 numbers"),
-        ({"seq_len": 4, "chunks": (3, 1), "new_lengths": ((3, 1),)}, "new_lengths must be of each of chunks"),
-        ({"dtype": "f32"}, "dtype must be one of float32, bfloat16, float16, float64, or None, got dtype='f32'"),
+        ({"chunks": (3, 1)}, refuses("seq_len", seq_len=5)),
+        ({"new_lengths": ((1, 2),)}, refuses("new_lengths")),
+        ({"key_padding_lengths": (1,)}, refuses("key_padding_lengths")),
+        ({"seq_len": 4, "chunks": (3, 1), "new_lengths": ((3, 1),)}, refuses("new_lengths")),
+        ({"dtype": "f32"}, refuses("dtype", dtype="f32")),
     ],
 )
-def test_a_case_whose_lengths_do_not_fit_is_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_case_whose_lengths_do_not_fit_is_refused(fields, refusal):
+    with refusal:
         Case("own", AttentionSpec(8, 2), "", **fields)

@@ -14,10 +14,11 @@ import torch
 import transformers
 from conftest import SIBLINGS
 from flax import nnx
+from refusals import refuses, refuses_type
 from released import check_near
 from released_models import AXES, SMALL, Model, draw, run_released
 from safetensors.numpy import load_file, save_file
-from selection import first_families, rest_thorough
+from selection import first_families, rest_thorough, stack_signature
 from test_models import older
 from test_models_whole import MODELS
 
@@ -98,7 +99,7 @@ def same_bits(one, other):
     )
 
 
-@pytest.fixture(scope="module", params=rest_thorough(HERE, first_families(HERE)))
+@pytest.fixture(scope="module", params=rest_thorough(HERE, first_families(HERE, by=stack_signature)))
 def folder(request, tmp_path_factory):
     """A model in a folder; its name, and what made it."""
     path = tmp_path_factory.mktemp("model")
@@ -199,11 +200,11 @@ def test_keys_are_values_only_where_the_configuration_says_so(tmp_path):
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)
     save_file({name: x for name, x in tensors.items() if name != "layers.0.self_attn.v_proj.weight"}, path)
-    with pytest.raises(ValueError, match=r"^layers\.0\.self_attn: values must have a projection of their own"):
+    with refuses("values", where="layers.0.self_attn"):
         layers_in(tmp_path / "model")
     more = {"layers.1.self_attn.v_proj.weight": tensors["layers.1.self_attn.k_proj.weight"] * 2}
     save_file(tensors | more, path)
-    with pytest.raises(ValueError, match=r"^layers\.1\.self_attn: values must be made as keys are"):
+    with refuses("values", where="layers.1.self_attn"):
         layers_in(tmp_path / "model")
 
 
@@ -280,7 +281,7 @@ def test_a_live_module_is_its_layer(name, tmp_path):
         assert found == spec
         assert same_bits(held, weights)
         assert from_transformers(module, tmp_path, layer.index)[0] == spec
-        with pytest.raises(TypeError, match=r"parity.from_transformers takes it, with the configuration of its model"):
+        with refuses_type("module", "parity.from_transformers"):
             weights_of(module)
 
 
@@ -352,15 +353,15 @@ def test_a_mistake_in_a_layer_of_a_model_is_found(gemma, capsys, tmp_path):
 def test_what_a_target_does_not_carry_is_refused_or_dropped(gemma, llama, capsys, tmp_path):
     target = tmp_path / "a.safetensors"
     out = said(capsys, "convert", llama, target, "--to", "flax.nnx", status=2)
-    assert "flax.nnx cannot hold this layer" in out
-    assert "say nothing of rope=Rope(theta=10000.0); --drop rope leaves it out" in out
+    assert "weights in flax.nnx" in out
+    assert "got rope=Rope(theta=10000.0); --drop rope " in out
     assert not target.exists()
     said(capsys, "convert", llama, target, "--to", "flax.nnx", "--drop", "rope")
     out = said(capsys, "verify", llama, target, status=2)
     assert "hold the same weights in all 2 layers: 2 the same, bit for bit" in out
     assert f"not compared: rope (left out when {target} was written)" in out
     out = said(capsys, "convert", gemma, tmp_path / "b.npz", "--to", "meta.LLaMA", status=2)
-    assert "it has no names for ['k_norm.weight', 'q_norm.weight']" in out
+    assert "['k_norm.weight', 'q_norm.weight']" in out
     out = said(capsys, "convert", gemma, tmp_path / "b.npz", "--to", "canonical", "--drop", "ropes", status=2)
     assert "--drop must name some of rope, rope.scaling, " in out
 
@@ -369,7 +370,8 @@ def test_norms_that_a_target_has_no_room_for_are_refused_or_dropped(capsys, tmp_
     saved("qwen3", tmp_path / "model")
     target = tmp_path / "m.safetensors"
     out = said(capsys, "convert", tmp_path / "model", target, "--to", "meta.LLaMA", status=2)
-    assert "it has no names for ['k_norm.weight', 'q_norm.weight']; --drop qk_norm leaves it out" in out
+    assert "['k_norm.weight', 'q_norm.weight']" in out
+    assert "; --drop qk_norm " in out
     said(capsys, "convert", tmp_path / "model", target, "--to", "meta.LLaMA", "--drop", "qk_norm")
     with open_layers(tmp_path / "model") as before, open_layers(target) as after:
         for one, other in zip(before, after, strict=True):
@@ -382,7 +384,7 @@ def test_norms_that_a_target_has_no_room_for_are_refused_or_dropped(capsys, tmp_
     assert "must be of one specification to be compared, got qk_norm=Norm(" in out
     saved("deepseek_v3", tmp_path / "latents")
     out = said(capsys, "convert", tmp_path / "latents", tmp_path / "l.npz", "--to", "transformers.Phi", status=2)
-    assert "it has no names for ['kv_a_norm.weight', " in out
+    assert "['kv_a_norm.weight', " in out
     assert "--drop" not in out
 
 
@@ -394,11 +396,11 @@ def test_latents_go_to_maxtext_and_their_factors_do_not(capsys, tmp_path):
     out = said(capsys, "verify", tmp_path / "deepseek_v3", tmp_path / "m.npz")
     assert "in all 2 layers: 2 the same, bit for bit" in " ".join(out.split())
     out = said(capsys, "convert", tmp_path / "longcat_flash", tmp_path / "l.npz", *to, status=2)
-    assert "say nothing of latent.factors=(" in out
+    assert "got latent.factors=(" in out
     out = said(
         capsys, "convert", tmp_path / "longcat_flash", tmp_path / "l.npz", "--to", "transformers.DeepSeek", status=2
     )
-    assert "say nothing of latent.factors=(" in out
+    assert "got latent.factors=(" in out
 
 
 def test_scaling_of_rope_is_not_lost_on_the_way(llama, capsys, tmp_path):
@@ -410,7 +412,7 @@ def test_scaling_of_rope_is_not_lost_on_the_way(llama, capsys, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     target = tmp_path / "m.safetensors"
     out = said(capsys, "convert", folder, target, "--to", "meta.LLaMA", status=2)
-    assert "say nothing of rope.scaling=LinearScaling(factor=4.0); --drop rope.scaling leaves it out" in out
+    assert "got rope.scaling=LinearScaling(factor=4.0); --drop rope.scaling " in out
     said(capsys, "convert", folder, target, "--to", "meta.LLaMA", "--drop", "rope.scaling")
     with open_layers(target) as layers:
         assert layers[0].spec.rope == replace(specs_of(folder)[0].spec.rope, scaling=None)
@@ -433,7 +435,7 @@ def test_biases_are_filled_only_when_asked(llama, capsys, tmp_path):
     target = tmp_path / "g.safetensors"
     told = ("convert", folder / "model.npz", target, "--to", "transformers.GPT2", "--drop", "rope")
     assert "all projections must have a bias" in said(capsys, *told, status=2)
-    assert "say nothing of rope=" in said(capsys, *told[:-2], "--fill-bias", status=2)
+    assert "got rope=" in said(capsys, *told[:-2], "--fill-bias", status=2)
     said(capsys, *told, "--fill-bias")
     written = load_file(target)
     assert not written["layers.0.self_attn.c_attn.bias"].any()
@@ -443,9 +445,9 @@ def test_biases_are_filled_only_when_asked(llama, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("target", "why"),
     [
-        ("qkv_proj", "qkv_proj.bias must be of projections that all have a bias, got none of k_proj.bias; --fill-bias"),
-        ("transformers.GPT2", "all projections must have a bias, got qkv_bias=(True, False, True)"),
-        ("ttnn", "qkv_proj.bias must be of projections that all have a bias, got none of k_proj.bias; --fill-bias"),
+        ("qkv_proj", "got none of k_proj.bias; --fill-bias"),
+        ("transformers.GPT2", "got qkv_bias=(True, False, True)"),
+        ("ttnn", "got none of k_proj.bias; --fill-bias"),
     ],
 )
 def test_keys_without_a_bias_are_packed_only_with_one_of_zeros(target, why, capsys, tmp_path):
@@ -464,7 +466,7 @@ def test_keys_without_a_bias_are_packed_only_with_one_of_zeros(target, why, caps
 
 def test_biases_are_not_offered_where_they_do_not_help(gemma, capsys, tmp_path):
     out = said(capsys, "convert", gemma, tmp_path / "g.npz", "--to", "transformers.GPT2", status=2)
-    assert "cannot hold this layer" in out
+    assert "got num_heads=4, num_kv_heads=2, " in out
     assert "--fill-bias" not in out
 
 
@@ -505,8 +507,8 @@ def test_weights_that_are_quantised_are_refused_as_such(llama, capsys, tmp_path,
     more = {f"layers.{i}.self_attn.{each}_proj.{name}": np.ones((1, 1), np.float32) for i in (0, 1) for each in "qkvo"}
     folder = with_tensors(llama, tmp_path / "quantised", more)
     for command in (("convert", folder, tmp_path / "c.npz", "--to", "canonical"), ("run", "--model", folder)):
-        assert "it is quantised, and only GGUF is read so" in said(capsys, *command, status=2)
-    assert "quantised, and only GGUF" in " ".join(said(capsys, "inspect", folder).split())
+        assert "quantized" in said(capsys, *command, status=2)
+    assert "quantized, and only GGUF" in " ".join(said(capsys, "inspect", folder).split())
 
 
 def test_why_a_configuration_tells_nothing_is_said_where_flags_are_asked_for(llama, capsys, tmp_path):
@@ -514,7 +516,7 @@ def test_why_a_configuration_tells_nothing_is_said_where_flags_are_asked_for(lla
     shutil.copytree(llama, tmp_path / "m")
     told = json.loads((llama / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps(told | {"model_type": "unseen", "rope_parameters": None}))
-    assert "fits; its config.json does not tell: model_type must be that of" in said(capsys, *command, status=2)
+    assert "model_type 'unseen'" in said(capsys, *command, status=2)
     (tmp_path / "m" / "config.json").unlink()
     assert "fits; no config.json lies beside it" in said(capsys, *command, status=2)
     assert "must have a config.json, and" in said(capsys, "spec", tmp_path / "m", status=2)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from refusals import refuses, refuses_type
 
 import mha_torch
 import parity
@@ -195,34 +196,32 @@ def test_a_layer_is_saved_with_its_specification(tmp_path):
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"rope": Rope(10000.0)}, r"must have no rope, got rope=Rope\(theta=10000\.0\)"),
-        ({"output_dropout": 0.1}, r"must have no output_dropout, got output_dropout=0\.1"),
-    ],
-)
+@pytest.mark.parametrize("changed", [{"rope": Rope(10000.0)}, {"output_dropout": 0.1}], ids=["rope", "output_dropout"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_what_no_library_computes_is_not_made(name, changed, message):
-    with pytest.raises(ValueError, match=f"the spec of a {name} {message}"):
+def test_what_no_library_computes_is_not_made(name, changed):
+    with refuses("the spec of a …Attention", changed):
         made(name, replace(SQUARE, **changed))
 
 
 @pytest.mark.parametrize(
     ("name", "spec", "message"),
     [
-        ("torch.nn.MultiheadAttention", GROUPED, "num_kv_heads must equal num_heads"),
-        ("torch.nn.MultiheadAttention", CROSS, r"d_in, d_model and num_heads \* head_dim must be equal"),
-        ("torch.nn.MultiheadAttention", replace(SQUARE, out_bias=False), "all projections must have a bias, or none"),
-        ("flax.nnx.MultiHeadAttention", replace(SQUARE, out_proj=False), "must be an out_proj"),
-        ("flax.linen.MultiHeadDotProductAttention", GROUPED, "num_kv_heads must equal num_heads"),
-        ("keras.layers.MultiHeadAttention", GROUPED, "num_kv_heads must equal num_heads"),
-        ("keras.layers.GroupQueryAttention", CROSS, "must have d_model equal to d_in"),
-        ("equinox.nn.MultiheadAttention", GROUPED, "num_kv_heads must equal num_heads"),
+        ("torch.nn.MultiheadAttention", GROUPED, refuses("the layer")),
+        ("torch.nn.MultiheadAttention", CROSS, refuses("the layer")),
+        ("torch.nn.MultiheadAttention", replace(SQUARE, out_bias=False), refuses("the layer")),
+        ("flax.nnx.MultiHeadAttention", replace(SQUARE, out_proj=False), refuses("the layer")),
+        ("flax.linen.MultiHeadDotProductAttention", GROUPED, refuses("the layer")),
+        ("keras.layers.MultiHeadAttention", GROUPED, refuses("the layer")),
+        (
+            "keras.layers.GroupQueryAttention",
+            CROSS,
+            refuses("a keras.layers.GroupQueryAttention", {"spec.d_model": 10, "spec.d_in": 18}),
+        ),
+        ("equinox.nn.MultiheadAttention", GROUPED, refuses("the layer")),
     ],
 )
 def test_what_a_library_cannot_compute_is_not_made(name, spec, message):
-    with pytest.raises(ValueError, match=message):
+    with message:
         made(name, spec)
 
 
@@ -243,19 +242,19 @@ def spoiled(weights):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "refusal"),
     [
-        (doubled, ValueError, "k_proj.weight must have shape"),
-        (halved, TypeError, r"must have the shape and dtype of the module's, float32\[.*\], got float16\[.*\]"),
-        (lacking, ValueError, r"missing \['v_proj.bias'\]"),
-        (spoiled, ValueError, "q_proj.bias must be finite"),
+        (doubled, refuses("k_proj.weight")),
+        (halved, refuses_type("…bias")),
+        (lacking, refuses("weights")),
+        (spoiled, refuses("q_proj.bias")),
     ],
 )
 @every_library
-def test_weights_that_do_not_fit_are_refused_and_nothing_changes(name, spec, change, error, message):
+def test_weights_that_do_not_fit_are_refused_and_nothing_changes(name, spec, change, refusal):
     layer = made(name, spec)
     before = bits(parity.weights_of(layer))
-    with pytest.raises(error, match=message):
+    with refusal:
         parity.load_into(layer, change(random_weights(spec, seed=1)))
     assert bits(parity.weights_of(layer)) == before
 
@@ -264,7 +263,7 @@ def test_weights_that_do_not_fit_are_refused_and_nothing_changes(name, spec, cha
 def test_a_layer_of_other_heads_is_refused_and_nothing_changes(name, spec):
     layer, other = made(name, spec), replace(spec, num_heads=2, num_kv_heads=2, head_dim=2 * spec.head_dim)
     before = bits(parity.weights_of(layer))
-    with pytest.raises(ValueError, match=r"must be of one specification with the weights, got num_heads=4"):
+    with refuses("the module", "num_heads=4"):
         parity.load_into(layer, random_weights(other), other)
     assert bits(parity.weights_of(layer)) == before
 
@@ -277,41 +276,65 @@ def built(layer):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: torch.nn.MultiheadAttention(24, 4, add_bias_kv=True), "neither add_bias_kv nor add_zero_attn"),
-        (lambda: torch.nn.MultiheadAttention(24, 4, kdim=8, vdim=9), "kdim equal to vdim, got kdim=8 and vdim=9"),
-        (lambda: made("flax.nnx.MultiHeadAttention", SQUARE, normalize_qk=True), "no normalize_qk, got"),
-        (lambda: made("flax.linen.MultiHeadDotProductAttention", SQUARE, normalize_qk=True), "no normalize_qk, got"),
-        (lambda: flax.linen.MultiHeadDotProductAttention(4), r"must be bound to its variables, as module.bind"),
-        (lambda: keras.layers.MultiHeadAttention(4, 6), "must be built"),
-        (lambda: built(keras.layers.MultiHeadAttention(4, 6, sliding_window=3)), "no sliding_window, got .*=3"),
-        (lambda: built(keras.layers.MultiHeadAttention(4, 6, value_dim=5)), "no value_dim, got value_dim=5"),
-        (lambda: built(keras.layers.GroupQueryAttention(6, 4, 2, use_gate=True)), "no use_gate, got use_gate=True"),
-        (lambda: made("equinox.nn.MultiheadAttention", SQUARE, vo_size=5), "qk_size equal to vo_size, got qk_size=6"),
-        (lambda: made("equinox.nn.MultiheadAttention", SQUARE, use_key_bias=False), "must all have a bias, or none"),
+        (
+            lambda: torch.nn.MultiheadAttention(24, 4, add_bias_kv=True),
+            refuses("module", add_bias_kv=True, add_zero_attn=False),
+        ),
+        (lambda: torch.nn.MultiheadAttention(24, 4, kdim=8, vdim=9), refuses("module", kdim=8, vdim=9)),
+        (
+            lambda: made("flax.nnx.MultiHeadAttention", SQUARE, normalize_qk=True),
+            refuses("…Attention", normalize_qk=True),
+        ),
+        (
+            lambda: made("flax.linen.MultiHeadDotProductAttention", SQUARE, normalize_qk=True),
+            refuses("…Attention", normalize_qk=True),
+        ),
+        (
+            lambda: flax.linen.MultiHeadDotProductAttention(4),
+            refuses("a module of flax.linen", "an unbound MultiHeadDotProductAttention"),
+        ),
+        (lambda: keras.layers.MultiHeadAttention(4, 6), refuses("a keras.layers.MultiHeadAttention")),
+        (
+            lambda: built(keras.layers.MultiHeadAttention(4, 6, sliding_window=3)),
+            refuses("a keras.layers.MultiHeadAttention", sliding_window=3),
+        ),
+        (
+            lambda: built(keras.layers.MultiHeadAttention(4, 6, value_dim=5)),
+            refuses("a keras.layers.MultiHeadAttention", value_dim=5),
+        ),
+        (
+            lambda: built(keras.layers.GroupQueryAttention(6, 4, 2, use_gate=True)),
+            refuses("a keras.layers.GroupQueryAttention", use_gate=True),
+        ),
+        (lambda: made("equinox.nn.MultiheadAttention", SQUARE, vo_size=5), refuses("module", qk_size=6, vo_size=5)),
+        (
+            lambda: made("equinox.nn.MultiheadAttention", SQUARE, use_key_bias=False),
+            refuses("q_proj, k_proj and v_proj", "['q_proj.bias', 'v_proj.bias']"),
+        ),
     ],
 )
 def test_a_layer_that_no_specification_describes_is_refused(make, message):
     layer = make()
     for function in (parity.spec_of, parity.weights_of, lambda layer: parity.load_into(layer, random_weights(SQUARE))):
-        with pytest.raises(ValueError, match=message):
+        with message:
             function(layer)
 
 
 def test_a_projection_of_flax_that_is_wrapped_is_named():
     module = made("flax.nnx.MultiHeadAttention", SQUARE)
     module.query = nnx.LoRA(24, 2, 24, base_module=module.query, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"missing \['query\.kernel'\]"):
+    with refuses("tensors", "query.kernel"):
         parity.load_into(module, random_weights(SQUARE))
 
 
 @pytest.mark.parametrize("module", [torch.nn.Linear(3, 3), equinox.nn.Linear(3, 3, key=jax.random.key(0)), 3])
 def test_other_modules_are_refused_with_those_that_are_known(module):
-    with pytest.raises(TypeError, match=r"or of torch\.nn\.MultiheadAttention, flax\.nnx\..*, got (Linear|int)"):
+    with refuses_type("module"):
         parity.weights_of(module)
 
 
 def test_an_unknown_layer_has_no_adapter():
-    with pytest.raises(ValueError, match=r"a layer must be one of torch\.nn\.MultiheadAttention, .*"):
+    with refuses("a layer", "'nope'"):
         load_adapter("nope")
 
 

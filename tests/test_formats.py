@@ -26,6 +26,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 from flax import nnx
+from refusals import refuses
 from selection import rest_thorough
 
 from parity import to_numpy
@@ -101,7 +102,7 @@ def refusal(path):
     return None
 
 
-def refuses(path, match=""):
+def refuses_to_open(path, match=""):
     """Opening and reading all raises one line that can be shown."""
     error = str(refusal(path))
     assert error != "None"
@@ -217,7 +218,7 @@ def test_what_was_read_is_writable_and_outlives_the_file(tmp_path):
 
 def test_a_name_that_is_not_there_is_told(tmp_path):
     write(tmp_path / "w.npz", {"a": np.ones(3)})
-    with open_tensors(tmp_path / "w.npz") as file, pytest.raises(ValueError, match=r"name must be .* got name='b'"):
+    with open_tensors(tmp_path / "w.npz") as file, refuses("name", name="b"):
         file.read("b")
 
 
@@ -573,7 +574,7 @@ def test_a_folder_of_shards_is_read_without_an_index(tmp_path):
     write(tmp_path / "w.safetensors", tensors, max_shard_bytes=100).unlink()
     assert same_tensors(read_all(tmp_path), tensors)
     next(tmp_path.glob("*-00002-*")).unlink()
-    refuses(tmp_path, r"must have all \d shards, and lacks 'w-00002-of-\d+\.safetensors")
+    refuses_to_open(tmp_path, r"must have all \d shards, and lacks 'w-00002-of-\d+\.safetensors")
 
 
 def test_torch_shards_are_read_from_their_folder(tmp_path):
@@ -624,26 +625,26 @@ def point_at(shard):
     ],
 )
 def test_a_hostile_index_is_refused(tmp_path, change, match):
-    refuses(with_index(tmp_path, change), match)
+    refuses_to_open(with_index(tmp_path, change), match)
 
 
 @pytest.mark.parametrize("text", ["", "[", "[" * 100_000, '{"weight_map": {"a": "b", "a": "c"}}', "\x00\xff", "7"])
 def test_a_damaged_index_is_refused(tmp_path, text):
     (tmp_path / "w.safetensors.index.json").write_text(text)
-    refuses(tmp_path / "w.safetensors.index.json")
-    refuses(tmp_path)
+    refuses_to_open(tmp_path / "w.safetensors.index.json")
+    refuses_to_open(tmp_path)
 
 
 def test_a_tensor_in_two_shards_is_refused(tmp_path):
     for i in (1, 2):
         write(tmp_path / f"w-0000{i}-of-00002.safetensors", {"a": np.ones(1)})
-    refuses(tmp_path, "must have each tensor once, but a is in two")
+    refuses_to_open(tmp_path, "must have each tensor once, but a is in two")
 
 
 def test_a_folder_of_two_checkpoints_is_refused(tmp_path):
     write(tmp_path / "w.safetensors", some_tensors(), max_shard_bytes=100)
     write(tmp_path / "w.safetensors", some_tensors())
-    refuses(tmp_path, "must hold one checkpoint")
+    refuses_to_open(tmp_path, "must hold one checkpoint")
 
 
 # ---- Whole or not at all ---------------------------------------------------------------------------------------------
@@ -830,7 +831,7 @@ def test_a_changed_byte_is_found(tmp_path, suffix):
 
 def test_a_file_without_a_hash_cannot_be_verified(tmp_path):
     np.savez(tmp_path / "w.npz", a=np.ones(1))
-    with open_tensors(tmp_path / "w.npz") as file, pytest.raises(ValueError, match="must have a sha256"):
+    with open_tensors(tmp_path / "w.npz") as file, refuses("…/w.npz", "[]"):
         file.verify()
 
 
@@ -868,7 +869,7 @@ def checkpoint_with(name):
 def test_a_folder_is_not_replaced_unless_it_is_a_checkpoint_and_nothing_else(tmp_path, make, named):
     make(tmp_path / "run.orbax")
     old = contents(tmp_path)
-    with pytest.raises(ValueError, match=rf"run\.orbax must be an orbax checkpoint and nothing else .*{named}"):
+    with refuses("…/run.orbax"):
         write(tmp_path / "run.orbax", {"new": np.ones(1)})
     assert contents(tmp_path) == old
 
@@ -895,7 +896,7 @@ def test_what_comes_into_a_folder_during_the_write_is_not_removed(tmp_path):
         (tmp_path / "w.orbax" / "NOTES.md").write_text("precious")
         return np.ones(1)
 
-    with pytest.raises(ValueError, match=r"NOTES\.md"):
+    with refuses("…/w.orbax", "['NOTES.md'] there"):
         write_tensors(tmp_path / "w.orbax", {"new": ((1,), float)}, read)
     assert (tmp_path / "w.orbax" / "NOTES.md").read_text() == "precious"
     assert "old" in str(refusal(tmp_path / "w.orbax")) or list(read_all(tmp_path / "w.orbax")) == ["old"]
@@ -904,7 +905,7 @@ def test_what_comes_into_a_folder_during_the_write_is_not_removed(tmp_path):
 @pytest.mark.parametrize("suffix", FILES)
 def test_a_file_of_another_format_is_not_replaced(tmp_path, suffix):
     (tmp_path / f"w{suffix}").write_text("Dear diary")
-    with pytest.raises(ValueError, match=r"w\.\w+ must be a \w+ file to be replaced, got one that begins with b'Dear"):
+    with refuses(f"…/w{suffix}", "begins with b'Dear"):
         write(tmp_path / f"w{suffix}", some_tensors())
     assert contents(tmp_path) == {Path(f"w{suffix}"): b"Dear diary"}
 
@@ -949,9 +950,7 @@ def test_shards_of_another_count_go_with_their_index(tmp_path):
 def test_shards_of_which_no_index_tells_are_not_replaced(tmp_path):
     write(tmp_path / "w-00001-of-00002.safetensors", {"precious": np.ones(1)})
     old = contents(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"w-00001-of-00002\.safetensors must be named by .*index\.json to be replaced"
-    ):
+    with refuses("…/w-00001-of-00002.safetensors"):
         write(tmp_path / "w.safetensors", {"a": np.ones(1), "b": np.ones(1)}, max_shard_bytes=9)
     (tmp_path / "w.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match="must have a weight_map"):
@@ -973,7 +972,7 @@ def test_the_source_is_no_target(tmp_path, monkeypatch, same):
     else:
         target.hardlink_to(source)
     old = contents(tmp_path)
-    with pytest.raises(ValueError, match="the target must be a file other than the source, got"):
+    with refuses("the target", path=target, source=source):
         write(target, some_tensors(), source=source)
     assert contents(tmp_path) == old
 
@@ -981,9 +980,9 @@ def test_the_source_is_no_target(tmp_path, monkeypatch, same):
 def test_a_shard_that_is_read_is_no_target(tmp_path):
     index = write(tmp_path / "w.safetensors", {"a": np.ones(1), "b": np.ones(1)}, max_shard_bytes=9)
     for source in (index, tmp_path / "w-00002-of-00002.safetensors"):
-        with pytest.raises(ValueError, match="a file other than the source"):
+        with refuses("the target", path=..., source=source):
             write(tmp_path / "w.safetensors", {"c": np.ones(1), "d": np.ones(1)}, max_shard_bytes=9, source=source)
-    with pytest.raises(ValueError, match="a file other than the source"):
+    with refuses("the target", path=..., source=index):
         write(tmp_path / "w-00001-of-00002.safetensors", {"c": np.ones(1)}, source=index)
     write(tmp_path / "v.safetensors", {"c": np.ones(1)}, source=index)
 
@@ -991,9 +990,9 @@ def test_a_shard_that_is_read_is_no_target(tmp_path):
 def test_a_folder_that_is_read_is_no_target_and_holds_none(tmp_path):
     write(tmp_path / "w.orbax", {"a": np.ones(1)})
     for target in ("w.orbax", "w.orbax/b.npz", "w.orbax/d/b.npz"):
-        with pytest.raises(ValueError, match="the target must lie outside the folder that is read"):
+        with refuses("the target", path=..., source=...):
             write(tmp_path / target, {"a": np.ones(1)}, source=tmp_path / "w.orbax")
-    with pytest.raises(ValueError, match="a file other than the source"):
+    with refuses("the target", path=..., source=...):
         write(tmp_path / "w.orbax", {"a": np.ones(1)}, source=tmp_path / "w.orbax" / "_METADATA")
     assert list(read_all(tmp_path / "w.orbax")) == ["a"]
 
@@ -1057,7 +1056,7 @@ def test_the_scratch_folder_of_a_process_that_still_writes_stays(tmp_path):
 
 @pytest.mark.parametrize("name", ["w", "w.gguf", "w.h5", "w.safetensors.index.json"])
 def test_a_suffix_that_is_not_known_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=r"must end in one of .*" + ("only read" if name == "w.gguf" else "")):
+    with refuses(str(tmp_path / name)):
         write(tmp_path / name, some_tensors())
     assert os.listdir(tmp_path) == []
 
@@ -1075,14 +1074,14 @@ def test_a_suffix_that_is_not_known_is_refused(tmp_path, name):
     ],
 )
 def test_what_a_format_cannot_hold_is_refused(tmp_path, suffix, array):
-    with pytest.raises(ValueError, match="must"):
+    with refuses("tensors" if suffix == ".orbax" else f"…/w{suffix}"):
         write(tmp_path / f"w{suffix}", {"a": array})
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("array", [np.ones(3), np.ones((1, 2)), np.ones(2, np.float32), [1.0], "text"])
 def test_another_tensor_than_was_announced_is_refused(tmp_path, array):
-    with pytest.raises(ValueError, match=r"a must be read as it was announced, float64\(2,\), got"):
+    with refuses("a"):
         write_tensors(tmp_path / "w.npz", {"a": ((2,), float)}, lambda name: array)
     assert os.listdir(tmp_path) == []
 
@@ -1102,7 +1101,7 @@ def test_metadata_that_is_no_text_is_refused(tmp_path, metadata, error):
 
 
 def test_metadata_that_a_zip_archive_cannot_hold_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="metadata must have at most 65535 bytes"):
+    with refuses("metadata", "more"):
         write(tmp_path / "w.npz", some_tensors(), {"a": "b" * 70_000})
 
 
@@ -1110,18 +1109,18 @@ def test_metadata_that_a_zip_archive_cannot_hold_are_refused(tmp_path):
 def test_a_shape_that_is_none_is_refused(tmp_path, shape):
     with pytest.raises(TypeError):
         write_tensors(tmp_path / "w.npz", {"a": (shape, float)}, lambda name: np.ones(2))
-    with pytest.raises(ValueError, match=">= 0"):
+    with refuses("a shape", "(-2,)"):
         write_tensors(tmp_path / "w.npz", {"a": ((-2,), float)}, lambda name: np.ones(2))
 
 
 @pytest.mark.parametrize("bad", [{"max_shard_bytes": 0}, {"max_shard_bytes": -1}])
 def test_a_shard_must_have_some_bytes(tmp_path, bad):
-    with pytest.raises(ValueError, match="max_shard_bytes must be > 0"):
+    with refuses("max_shard_bytes", max_shard_bytes=...):
         write(tmp_path / "w.safetensors", some_tensors(), **bad)
 
 
 def test_only_some_formats_have_shards(tmp_path):
-    with pytest.raises(ValueError, match="max_shard_bytes must be left out"):
+    with refuses("max_shard_bytes"):
         write(tmp_path / "w.npz", some_tensors(), max_shard_bytes=100)
 
 
@@ -1216,14 +1215,14 @@ def test_memory_holds_about_one_tensor_of_a_file_of_ten(tmp_path):
 )
 def test_a_file_of_another_kind_is_refused(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
-    assert name in refuses(tmp_path / name)
+    assert name in refuses_to_open(tmp_path / name)
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "loop", "device"])
 @pytest.mark.parametrize("name", ["w.safetensors", "w.npz", "w.pt", "w.gguf", "w.safetensors.index.json"])
 def test_what_is_no_file_is_refused_at_once(tmp_path, name, kind):
     something_else(tmp_path / name, kind)
-    refuses(tmp_path / name)
+    refuses_to_open(tmp_path / name)
 
 
 def test_a_path_that_is_not_there_is_an_os_error(tmp_path):
@@ -1241,7 +1240,7 @@ def test_a_file_cut_off_anywhere_is_refused(tmp_path, suffix):
     whole = path.read_bytes()
     for length in range(0, len(whole), max(1, len(whole) // 60)):
         path.write_bytes(whole[:length])
-        refuses(path)
+        refuses_to_open(path)
 
 
 # safetensors
@@ -1296,7 +1295,7 @@ def entry(shape=(2,), dtype="F32", offsets=(0, 8)):
 )  # fmt: skip
 def test_a_hostile_safetensors_file_is_refused(tmp_path, data):
     (tmp_path / "w.safetensors").write_bytes(data)
-    refuses(tmp_path / "w.safetensors")
+    refuses_to_open(tmp_path / "w.safetensors")
 
 
 # npz
@@ -1344,20 +1343,20 @@ def npz(*members, compression=zipfile.ZIP_STORED):
 )
 def test_a_hostile_npz_is_refused(tmp_path, data):
     (tmp_path / "w.npz").write_bytes(data)
-    refuses(tmp_path / "w.npz")
+    refuses_to_open(tmp_path / "w.npz")
 
 
 def test_the_same_member_twice_is_refused(tmp_path):
     with pytest.warns(UserWarning, match="Duplicate name"):
         data = npz(("a.npy", npy((0,))), ("a.npy", npy((0,))))
     (tmp_path / "w.npz").write_bytes(data)
-    refuses(tmp_path / "w.npz", "names must differ, got a.npy twice")
+    refuses_to_open(tmp_path / "w.npz", "names must differ, got a.npy twice")
 
 
 def test_a_zip_bomb_is_refused(tmp_path):
     np.savez_compressed(tmp_path / "w.npz", a=np.zeros(10**7))
     assert (tmp_path / "w.npz").stat().st_size < 10**5
-    refuses(tmp_path / "w.npz", "100 times")
+    refuses_to_open(tmp_path / "w.npz", "100 times")
 
 
 def test_zeros_among_weights_are_no_bomb(tmp_path):
@@ -1400,7 +1399,9 @@ def test_nothing_in_a_file_of_torch_is_executed(tmp_path, name, how):
         (tmp_path / name).write_bytes(pickle.dumps(content, protocol=2))
     else:
         torch.save(content, tmp_path / name, _use_new_zipfile_serialization=how == "archive")
-    refuses(tmp_path / name, "must hold tensors and nothing that is executed: .*open" if how == "archive" else "")
+    refuses_to_open(
+        tmp_path / name, "must hold tensors and nothing that is executed: .*open" if how == "archive" else ""
+    )
     assert os.listdir(tmp_path) == [name]
 
 
@@ -1414,13 +1415,13 @@ def test_a_file_of_torch_from_before_archives_is_read(tmp_path):
     whole = (tmp_path / "old.bin").read_bytes()
     for cut in (1, len(whole) // 2, len(whole) - 1):
         (tmp_path / "old.bin").write_bytes(whole[:cut])
-        refuses(tmp_path / "old.bin")
+        refuses_to_open(tmp_path / "old.bin")
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_nothing_in_an_npz_is_executed(tmp_path, save):
     save(tmp_path / "w.npz", a=np.array([Payload(tmp_path / "harm")], dtype=object))
-    refuses(tmp_path / "w.npz")
+    refuses_to_open(tmp_path / "w.npz")
     assert os.listdir(tmp_path) == ["w.npz"]
 
 
@@ -1475,13 +1476,13 @@ def deep():
 )
 def test_a_hostile_file_of_torch_is_refused(tmp_path, data):
     (tmp_path / "w.pt").write_bytes(data())
-    refuses(tmp_path / "w.pt")
+    refuses_to_open(tmp_path / "w.pt")
 
 
 def test_a_compressed_file_of_torch_is_refused(tmp_path):
     members = [("archive/data.pkl", b""), ("archive/version", b"3\n")]
     (tmp_path / "w.pt").write_bytes(npz(*members, compression=zipfile.ZIP_DEFLATED))
-    refuses(tmp_path / "w.pt", "must not be compressed")
+    refuses_to_open(tmp_path / "w.pt", "must not be compressed")
 
 
 # msgpack and gguf
@@ -1512,7 +1513,7 @@ def test_a_compressed_file_of_torch_is_refused(tmp_path):
 )
 def test_a_hostile_msgpack_file_is_refused(tmp_path, data):
     (tmp_path / "w.msgpack").write_bytes(data)
-    refuses(tmp_path / "w.msgpack")
+    refuses_to_open(tmp_path / "w.msgpack")
 
 
 def gguf_text(text):
@@ -1565,7 +1566,7 @@ def gguf_value(kind, data, key=b"k"):
 )
 def test_a_hostile_gguf_file_is_refused(tmp_path, data):
     (tmp_path / "w.gguf").write_bytes(data)
-    refuses(tmp_path / "w.gguf")
+    refuses_to_open(tmp_path / "w.gguf")
 
 
 # ---- Any damage ------------------------------------------------------------------------------------------------------

@@ -70,9 +70,8 @@ def of_torch(weights, x):
 
 @pytest.mark.parametrize("target", [fused, apart, jax.jit(apart), LINEN, LINEN.apply, of_torch])
 def test_missing_weights_are_refused(target):
-    with pytest.raises(ValueError, match="params") as caught:
+    with pytest.raises(Refusal) as caught:
         examine(target, framework="torch" if target is of_torch else "jax")
-    assert isinstance(caught.value, Refusal)
     assert (caught.value.argument, caught.value.remedy.keys()) == ("params", {"params"})
 
 
@@ -98,7 +97,7 @@ def test_a_function_is_examined_with_its_weights(target, params, mask):
     [(fused, {}), (fused, {"name": "none"}), (lambda x: x, FUSED), (Linen, FUSED), (torch.nn.Linear(2, 2), FUSED)],
 )
 def test_weights_that_nothing_takes_are_refused(target, params):
-    with pytest.raises(ValueError, match="params") as caught:
+    with pytest.raises(Refusal) as caught:
         with_params(target, params, "mine")
     assert caught.value.argument == "params"
 

@@ -1,6 +1,5 @@
 """Multi-head latent attention: both its forms, its cache, and what is refused; released layers elsewhere."""
 
-import re
 from dataclasses import replace
 
 import jax
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.nn.utils.prune
 from conftest import SIBLINGS
+from refusals import refuses, refuses_type
 
 import mha_torch
 import parity
@@ -148,68 +148,58 @@ def test_an_implementation_without_a_norm_is_not_equal(sibling):
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("call", "refusal"),
     {
         "no latents": (
             lambda sibling, _: sibling.module("MultiHeadLatentAttention", PLAIN),
-            ValueError,
-            "spec must have latents, got spec=AttentionSpec",
+            refuses("spec", spec=...),
         ),
         "cache of keys": (
             lambda sibling, layer: layer(
                 sibling.array(X), sibling.module("MultiHeadAttentionWithCache", SPEC).init_cache(2, 4)
             ),
-            TypeError,
-            "cache must be a LatentCache, got KVCache",
+            refuses_type("cache", "KVCache"),
         ),
         "cache of latents": (
             lambda sibling, layer: sibling.module("MultiHeadAttentionWithCache", SPEC)(
                 sibling.array(X), layer.init_cache(2, 20)
             ),
-            TypeError,
-            "cache must be a KVCache, got LatentCache",
+            refuses_type("cache", "LatentCache"),
         ),
         "cache of another layer": (
             lambda sibling, layer: layer(sibling.array(X), sibling.package.init_latent_cache(2, 20, 16, 8)),
-            ValueError,
-            "cache.latents must have shape (B, K, S, H) = (2, 1, 20, 40), got cache.latents.shape=(2, 1, 20, 24)",
+            refuses("cache.latents", {"cache.latents.shape": (2, 1, 20, 24)}),
         ),
         "no array": (
             lambda sibling, layer: layer([1.0, 2.0], layer.init_cache(2, 12)),
-            TypeError,
-            "x must be",
+            refuses_type("x", "list"),
         ),
         "one axis": (
             lambda sibling, layer: layer(sibling.array(X[0, 0]), layer.init_cache(2, 12)),
-            ValueError,
-            "x must have 3 axes",
+            refuses("x", {"x.shape": (32,)}),
         ),
         "too many tokens": (
             lambda sibling, layer: layer(sibling.array(X), layer.init_cache(2, 12)),
-            ValueError,
-            "lengths + new tokens must not exceed the 12 slots of the cache, got lengths=[0, 0]",
+            refuses("lengths + new tokens", lengths=[0, 0], new_lengths=...),
         ),
         "a key": (
             lambda sibling, _: sibling.module("MultiHeadAttention", AttentionSpec(32, 4, latent=Latent(8, 4)))(
                 sibling.array(X), sibling.array(X)
             ),
-            ValueError,
-            "key must be None (self-attention) with latents, got a key and latent=Latent(kv_rank=8",
+            refuses("key"),
         ),
         "widths of latents": (
             lambda sibling, layer: sibling.package.expand_latents(layer.project, sibling.array(X[:, None]), SPEC),
-            ValueError,
-            "latents must have shape (B, 1, S, 40), got latents.shape=(2, 1, 13, 32)",
+            refuses("latents", {"latents.shape": (2, 1, 13, 32)}),
         ),
         "size of a cache": (
             lambda sibling, _: sibling.package.init_latent_cache(2, 4, 0, 8),
-            ValueError,
-            "kv_rank must be at least 1, got kv_rank=0",
+            refuses("kv_rank", kv_rank=0),
         ),
     }.values(),
 )
-def test_what_does_not_fit_is_refused(sibling, call, error, message):
-    with pytest.raises(error, match=re.escape(message)):
+def test_what_does_not_fit_is_refused(sibling, call, refusal):
+    with refusal:
         call(sibling, module(sibling))
 
 

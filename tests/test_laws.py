@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from refusals import refuses
 from selection import rest_thorough
 
 from mha_spec import (
@@ -721,7 +722,7 @@ def test_what_is_rightly_nan_disturbs_no_law():
 
 
 def test_arrays_of_two_shapes_are_refused():
-    with pytest.raises(ValueError, match=r"actual must have the shape of expected, \(2,\), got actual=\(3,\)"):
+    with refuses("actual", actual=(3,)):
         describe("q", np.zeros(3), np.zeros(2), ALLOWED)
 
 

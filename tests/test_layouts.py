@@ -1,7 +1,6 @@
 """Layouts: conversion there and back is exact; what could be read in two ways is refused, in words that decide it."""
 
 import contextlib
-import re
 from dataclasses import replace
 
 import ml_dtypes
@@ -9,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from refusals import refuses, refuses_type
 
-from mha_spec import Alibi, Gate, Latent, LinearScaling, Norm, RelativeBias, Rope, Temperature
+from mha_spec import Alibi, Gate, Latent, LinearScaling, Norm, Refusal, RelativeBias, Rope, Temperature
 from parity import AttentionSpec, random_weights
 from parity.conversion.layouts.detection import tensors_for
 from parity.conversion.layouts.layout import RULES, Layout, Tensor, check_carried, with_dropped, without
@@ -131,7 +131,7 @@ def packed_layout(holds, *, grouped, **options):
 
 
 @every_layout
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data(), dtype=dtypes, seed=seeds, order=orders, tell=st.sets(st.sampled_from(HEADS)))
 def test_weights_and_tensors_come_back_bit_for_bit_and_are_never_read_otherwise(layout, data, dtype, seed, order, tell):
     """To draw a layer takes longer than to convert it: whatever is asked of it is asked here."""
@@ -208,12 +208,12 @@ def test_heads_that_do_not_fit_are_refused_by_what_is_packed(holds, rule):
 
 @pytest.mark.parametrize("holds", ["", "x", "qo", "qq", "outq"])
 def test_a_tensor_of_no_projections_is_refused(holds):
-    with pytest.raises(ValueError, match=f"^holds must be 'out' or different letters of 'qkvg', got holds='{holds}'"):
+    with refuses("holds", holds=holds):
         Tensor("x", holds, "weight", "(n h) d")
 
 
 def test_a_tensor_of_one_head_holds_one_projection():
-    with pytest.raises(ValueError, match=r"^a tensor of one head must hold one projection, got holds='kv'"):
+    with refuses("a tensor of one head", holds="kv"):
         Tensor("heads.{n}.kv", "kv", "weight", "h d")
 
 
@@ -388,7 +388,7 @@ CHANGES = {
 )
 def test_a_layer_that_a_layout_cannot_hold_is_refused_with_the_rule(name, rule):
     spec = replace(example(LAYOUTS[name]), **CHANGES[rule])
-    with pytest.raises(ValueError, match=rule) as refusal:
+    with pytest.raises(Refusal, match=rule) as refusal:
         from_canonical(random_weights(spec), spec, LAYOUTS[name])
     assert name in str(refusal.value)
     assert "\n" not in str(refusal.value)
@@ -426,7 +426,7 @@ def check_held_or_refused(name, weight):
     spec = replace(spec, **NAMELESS[weight], num_kv_heads=groups)
     if any(part.startswith(weight) for tensor in (*layout.tensors, *layout.others) for part in tensor.parts):
         return  # it holds it, as the tests of released layers show
-    with pytest.raises(ValueError, match=f"^{re.escape(name)} cannot hold this layer: it has no names for .*{weight}"):
+    with refuses("the layer"):
         from_canonical(random_weights(spec), spec, layout)
 
 
@@ -449,11 +449,10 @@ def check_carried_or_refused(name, field):
         return
     if field == "rope":  # which may be applied outside, and is refused where a configuration says it
         check_carried(spec, layout)
-        with pytest.raises(ValueError, match=r"say nothing of rope=Rope.*; drop=rope leaves it out"):
+        with refuses("the layer", rope=...):
             check_carried(spec, layout, ())
         return
-    message = f"^{re.escape(name)} cannot hold this layer: weights there, .* say nothing of {field}=.*; drop={field} "
-    with pytest.raises(ValueError, match=message):
+    with refuses("the layer", {field: ...}):
         from_canonical(weights, spec, layout)
     from_canonical(weights, without(spec, [field]), layout)
 
@@ -466,7 +465,7 @@ def test_factors_of_latents_are_carried_or_refused(name):
         back, _ = to_canonical(from_canonical(weights, spec, layout), layout, spec=spec)
         assert bits(back) == bits(weights)
         return
-    with pytest.raises(ValueError, match=r"say nothing of latent\.factors=\(2\.0, 1\.549.*\); drop=latent\.factors "):
+    with refuses("the layer", {"latent.factors": (2.0, 1.5491933384829668)}):
         from_canonical(weights, spec, layout)
     dropped = without(spec, ["latent.factors"])
     assert dropped == replace(LATENTS, qkv_bias=False)
@@ -476,7 +475,7 @@ def test_factors_of_latents_are_carried_or_refused(name):
 
 def test_the_scaling_of_rope_is_dropped_by_itself():
     spec = replace(GQA, d_kv=7, rope=Rope(500.0, scaling=LinearScaling(2.0)))
-    with pytest.raises(ValueError, match=r"say nothing of rope.scaling=LinearScaling.*; drop=rope.scaling leaves it"):
+    with refuses("the layer", {"rope.scaling": ...}):
         from_canonical(random_weights(spec), spec, LAYOUTS["meta.LLaMA"])
     assert without(spec, ["rope.scaling"]).rope == Rope(500.0)
     assert without(spec, ["rope", "rope.scaling"]).rope is None
@@ -562,11 +561,11 @@ def test_layers_that_are_told_come_back_bit_for_bit(case):
     assert bits(back) == bits(weights)
     assert sum(x.size for x in laid_out.values()) == sum(x.size for x in weights.values())
     for gone in laid_out:
-        with pytest.raises(ValueError, match=r"must be those of .*, got missing"):
+        with refuses("tensors", "missing"):
             to_canonical({each: x for each, x in laid_out.items() if each != gone}, LAYOUTS[name], spec=spec)
-    with pytest.raises(ValueError, match=r"unknown names \['extra'\]"):
+    with refuses("tensors", "unknown names ['extra']"):
         to_canonical({**laid_out, "extra": np.zeros(3, np.float32)}, LAYOUTS[name], spec=spec)
-    with pytest.raises(ValueError, match=r"\.shape=.* where the layer has"):
+    with refuses("tensors"):
         to_canonical({each: np.concatenate([x, x]) for each, x in laid_out.items()}, LAYOUTS[name], spec=spec)
 
 
@@ -574,7 +573,7 @@ def test_layers_that_are_told_come_back_bit_for_bit(case):
 def test_what_shapes_do_not_show_must_be_told(case):
     name, spec = TOLD[case]
     laid_out = from_canonical(random_weights(spec), spec, LAYOUTS[name])
-    with pytest.raises(ValueError, match=r"must be told by a specification|must be those of|must all have a bias"):
+    with pytest.raises(Refusal):
         to_canonical(laid_out, LAYOUTS[name], num_heads=spec.num_heads)
 
 
@@ -590,7 +589,7 @@ def test_a_gate_lies_beside_the_queries_of_its_head():
 @pytest.mark.parametrize("name", ["transformers.Qwen3-Next", "megatron.gate"])
 def test_a_gate_of_one_number_for_each_head_does_not_lie_beside_queries(name):
     spec = replace(PLAIN, gate=Gate(per_head=True))
-    with pytest.raises(ValueError, match=f"^{name} cannot hold this layer: it packs what is not of one size here"):
+    with refuses("the layer"):
         from_canonical(random_weights(spec), spec, LAYOUTS[name])
 
 
@@ -603,7 +602,7 @@ def test_layouts_of_four_linears_hold_any_layer(name, spec):
 
 
 def test_all_rules_that_a_layer_breaks_are_told():
-    with pytest.raises(ValueError, match=f"{GROUPS}.*{SQUARE}"):
+    with pytest.raises(Refusal, match=f"{GROUPS}.*{SQUARE}"):
         from_canonical(random_weights(GQA), GQA, LAYOUTS["torch.nn.MultiheadAttention"])
 
 
@@ -625,14 +624,14 @@ NOT_SEEN = {"heads.W_query", "maxtext.GPT-3"}  # which must be told
 def test_tensors_of_a_layer_that_a_layout_cannot_hold_are_refused_with_the_rule(name, rule):
     spec = replace(example(LAYOUTS[name]), **CHANGES[rule])
     tensors, _ = tensors_of(replace(LAYOUTS[name], rules=()), spec)
-    with pytest.raises(ValueError, match=rule):
+    with pytest.raises(Refusal, match=rule):
         to_canonical(tensors, LAYOUTS[name], **told(spec))
 
 
 @pytest.mark.parametrize("name", ["meta.LLaMA", "gguf.LLaMA", "torchtitan.LLaMA"])
 def test_an_odd_head_dim_cannot_be_interleaved_pairs(name):
     tensors, spec = tensors_of(LAYOUTS[name], replace(GQA, head_dim=6, value_head_dim=6))
-    with pytest.raises(ValueError, match="head_dim must be even"):
+    with refuses("shapes"):
         to_canonical(tensors, LAYOUTS[name], num_heads=12, num_kv_heads=4, head_dim=3)
     to_canonical(tensors, LAYOUTS[name], **told(spec))
 
@@ -655,13 +654,13 @@ def test_a_missing_weight_is_told(layout, name):
     tensors, spec = tensors_of(layout)
     del tensors[name]
     layer = name.rpartition(".")[0] or name  # without out_proj.weight it is out_proj.bias that cannot be
-    with pytest.raises(ValueError, match=rf"{layout.name}.*{layer}"):
+    with refuses("tensors", layer):
         to_canonical(tensors, layout, **told(spec))
 
 
 @every_layout
 def test_nothing_at_all_is_refused(layout):
-    with pytest.raises(ValueError, match=f"tensors must be those of {layout.name}, got missing"):
+    with refuses("tensors"):
         to_canonical({}, layout)
 
 
@@ -669,7 +668,7 @@ def test_nothing_at_all_is_refused(layout):
 @pytest.mark.parametrize("name", ["qk_norm.weight", "extra", "query.weight.more"])
 def test_an_unknown_name_is_refused(layout, name):
     tensors, spec = tensors_of(layout)
-    with pytest.raises(ValueError, match=rf"unknown names \['{name}'\]"):
+    with refuses("tensors"):
         to_canonical({**tensors, name: np.zeros(4, np.float32)}, layout, **told(spec))
 
 
@@ -700,14 +699,14 @@ def test_packed_and_split_weights_of_torch_at_once_are_refused():
     layout = LAYOUTS["torch.nn.MultiheadAttention"]
     packed, _ = tensors_of(layout, MHA)
     split, _ = tensors_of(layout, replace(MHA, d_kv=5))
-    with pytest.raises(ValueError, match=r"more than one of its forms.*in_proj_weight.*q_proj_weight"):
+    with refuses("tensors"):
         to_canonical(packed | split, layout, num_heads=4)
 
 
 def test_a_packed_and_one_split_weight_of_torch_are_refused():
     layout = LAYOUTS["torch.nn.MultiheadAttention"]
     packed, _ = tensors_of(layout, MHA)
-    with pytest.raises(ValueError, match=r"unknown names \['q_proj_weight'\]"):
+    with refuses("tensors", "unknown names ['q_proj_weight']"):
         to_canonical({**packed, "q_proj_weight": np.zeros((12, 12), np.float32)}, layout, num_heads=4)
 
 
@@ -715,7 +714,7 @@ def test_neither_packed_nor_split_weights_of_torch_are_refused():
     layout = LAYOUTS["torch.nn.MultiheadAttention"]
     packed, _ = tensors_of(layout, MHA)
     del packed["in_proj_weight"]
-    with pytest.raises(ValueError, match=r"missing \['in_proj_weight'\]"):
+    with refuses("tensors", "in_proj_weight"):
         to_canonical(packed, layout, num_heads=4)
 
 
@@ -723,7 +722,7 @@ def test_some_of_the_split_weights_of_torch_are_refused():
     layout = LAYOUTS["torch.nn.MultiheadAttention"]
     split, _ = tensors_of(layout, replace(MHA, d_kv=5))
     del split["k_proj_weight"]
-    with pytest.raises(ValueError, match="k_proj_weight"):
+    with refuses("tensors", "k_proj_weight"):
         to_canonical(split, layout, num_heads=4)
 
 
@@ -731,7 +730,7 @@ def test_some_of_the_split_weights_of_torch_are_refused():
 def test_a_bias_of_some_of_queries_keys_and_values_is_refused(layout, name):
     tensors, spec = tensors_of(layout)
     del tensors[name]
-    with pytest.raises(ValueError, match="q_proj, k_proj and v_proj must all have a bias, or none"):
+    with refuses("q_proj, k_proj and v_proj"):
         to_canonical(tensors, layout, **told(spec))
 
 
@@ -754,35 +753,35 @@ STACKED = AttentionSpec(6, 3, d_in=5, qkv_bias=False, out_proj=False)
 def test_a_head_that_is_there_twice_is_refused():
     tensors, _ = tensors_of(STACK, STACKED)
     twice = {name.replace("heads.0.", "heads.00."): x for name, x in tensors.items() if name.startswith("heads.0.")}
-    with pytest.raises(ValueError, match=r"unknown names \['heads.00.W_key.weight'"):
+    with refuses("tensors", "heads.00.W_key.weight"):
         to_canonical(tensors | twice, STACK)
 
 
 def test_a_head_that_is_left_out_is_told():
     tensors, _ = tensors_of(STACK, STACKED)
     tensors = {name: x for name, x in tensors.items() if not name.startswith("heads.1.")}
-    with pytest.raises(ValueError, match=r"missing .*heads\.1\.W_query\.weight"):
+    with refuses("tensors", "heads.1.W_query.weight"):
         to_canonical(tensors, STACK)
 
 
 def test_a_head_of_another_width_is_refused():
     tensors, _ = tensors_of(STACK, STACKED)
     tensors["heads.1.W_key.weight"] = np.zeros((3, 5), np.float32)
-    with pytest.raises(ValueError, match=r"shapes must be those of a layer in heads.W_query"):
+    with refuses("shapes"):
         to_canonical(tensors, STACK)
 
 
 def test_a_bias_of_one_head_alone_is_refused():
     tensors, _ = tensors_of(STACK, STACKED)
     biases = {f"heads.0.W_{name}.bias": np.zeros(2, np.float32) for name in ("query", "key", "value")}
-    with pytest.raises(ValueError, match=r"heads\.1\.W_query\.bias"):
+    with refuses("tensors", "heads.1.W_query.bias"):
         to_canonical(tensors | biases, STACK)
 
 
 def test_biases_of_the_queries_of_all_heads_alone_are_refused():
     tensors, _ = tensors_of(STACK, STACKED)
     biases = {f"heads.{n}.W_query.bias": np.zeros(2, np.float32) for n in range(3)}
-    with pytest.raises(ValueError, match="q_proj, k_proj and v_proj must all have a bias, or none"):
+    with refuses("q_proj, k_proj and v_proj", "['q_proj.bias']"):
         to_canonical(tensors | biases, STACK)
 
 
@@ -811,7 +810,7 @@ def test_a_stack_of_heads_tells_how_many_there_are():
 )
 def test_heads_that_the_shapes_do_not_tell_are_asked_for(name):
     tensors, _ = tensors_of(LAYOUTS[name])
-    with pytest.raises(ValueError, match=rf"heads must be given for {name}, whose shapes fit .*; --.* decides?$"):
+    with refuses("the heads"):
         to_canonical(tensors, LAYOUTS[name])
 
 
@@ -828,7 +827,7 @@ def test_kernels_whose_heads_are_an_axis_tell_them(name):
 
 def refusal_of(tensors, layout, **said):
     """The words in which tensors are refused."""
-    with pytest.raises(ValueError, match=layout.name) as refusal:
+    with pytest.raises(Refusal) as refusal:
         to_canonical(tensors, layout, **said)
     return str(refusal.value)
 
@@ -880,19 +879,14 @@ def test_padded_heads_do_not_tell_their_features():
 def test_a_number_that_does_not_fit_is_refused_and_told(field, value):
     tensors, spec = tensors_of(LAYOUTS["canonical"])
     said = {**told(spec), field: value}
-    rule = (
-        "num_heads \\* head_dim must be 16, and num_kv_heads \\* head_dim 8"
-        if value > 0
-        else f"{field} must be at least 1"
-    )
-    with pytest.raises(ValueError, match=rf"{rule}.*{field}={value}"):
+    with refuses("num_heads * head_dim" if value > 0 else field, {field: value}):
         to_canonical(tensors, LAYOUTS["canonical"], **said)
 
 
 @pytest.mark.parametrize("value", [True, 4.0, "4"])
 def test_a_number_of_heads_that_is_no_integer_is_refused(value):
     tensors, _ = tensors_of(LAYOUTS["canonical"])
-    with pytest.raises(TypeError, match=r"num_heads must be an integer, got num_heads="):
+    with refuses_type("num_heads", num_heads=value):
         to_canonical(tensors, LAYOUTS["canonical"], num_heads=value)
 
 
@@ -912,13 +906,13 @@ def test_a_refusal_is_one_line(layout):
 
 def test_rope_of_a_number_is_refused_with_the_rule():
     tensors, spec = tensors_of(LAYOUTS["canonical"])
-    with pytest.raises(TypeError, match="rope must be a Rope or None"):
+    with refuses_type("rope", rope=500.0):
         to_canonical(tensors, LAYOUTS["canonical"], **{**told(spec), "rope": 500.0})
 
 
 def test_rope_over_an_odd_head_dim_is_refused_with_the_rule():
     tensors, spec = tensors_of(LAYOUTS["canonical"], MHA)
-    with pytest.raises(ValueError, match="head_dim must be even"):
+    with refuses("shapes"):
         to_canonical(tensors, LAYOUTS["canonical"], **{**told(spec), "rope": Rope(500.0)})
 
 
@@ -930,7 +924,7 @@ def test_rope_over_an_odd_head_dim_is_refused_with_the_rule():
 def test_a_value_that_is_not_finite_is_refused(layout, value):
     tensors, spec = tensors_of(layout)
     min(tensors.values(), key=np.size).flat[0] = value
-    with pytest.raises(ValueError, match="must be finite"):
+    with refuses("…_proj.…"):
         to_canonical(tensors, layout, **told(spec))
 
 
@@ -939,7 +933,7 @@ def test_weights_that_are_not_finite_are_not_laid_out(layout):
     spec = example(layout)
     weights = random_weights(spec)
     weights["k_proj.weight"][0, 0] = np.nan
-    with pytest.raises(ValueError, match=r"k_proj\.weight must be finite"):
+    with refuses("k_proj.weight", "1 NaN or infinities"):
         from_canonical(weights, spec, layout)
 
 
@@ -948,7 +942,7 @@ def test_mixed_dtypes_are_refused(layout):
     tensors, spec = tensors_of(layout)
     first = next(iter(tensors))
     tensors[first] = tensors[first].astype(ml_dtypes.bfloat16)
-    with pytest.raises(TypeError, match=r"one dtype, got \['bfloat16', 'float32'\]"):
+    with refuses_type("weights", "['bfloat16', 'float32']"):
         to_canonical(tensors, layout, **told(spec))
 
 
@@ -958,7 +952,7 @@ def test_an_entry_that_is_no_floating_point_array_is_refused(layout, wrong):
     tensors, spec = tensors_of(layout)
     first = next(iter(tensors))
     tensors[first] = tensors[first].tolist() if wrong is None else tensors[first].astype(wrong)
-    with pytest.raises(TypeError, match=r"must be (a floating-point|an) array"):
+    with refuses_type(first):
         to_canonical(tensors, layout, **told(spec))
 
 
@@ -968,7 +962,7 @@ def test_a_weight_of_another_number_of_axes_is_refused(layout, change):
     tensors, spec = tensors_of(layout)
     first = next(iter(tensors))
     tensors[first] = np.asarray(change(tensors[first]))
-    with pytest.raises(ValueError, match=f"shapes must be those of a layer in {layout.name}"):
+    with refuses("shapes"):
         to_canonical(tensors, layout, **told(spec))
 
 
@@ -987,7 +981,7 @@ def test_a_weight_of_another_number_of_axes_is_refused(layout, change):
 def test_a_transposed_weight_that_is_not_square_is_refused(name, weight):
     tensors, spec = tensors_of(LAYOUTS[name])
     tensors[weight] = tensors[weight].T
-    with pytest.raises(ValueError, match=f"shapes must be those of a layer in {name}"):
+    with refuses("shapes"):
         to_canonical(tensors, LAYOUTS[name], **told(spec))
 
 
@@ -1009,14 +1003,14 @@ def test_padding_of_ttnn_that_is_not_zero_is_refused(name, rope, value):
     tensors, spec = tensors_of(LAYOUTS["ttnn"], replace(example(LAYOUTS["ttnn"]), rope=rope))
     padded = tensors[name].T if name == "out_proj.weight" else tensors[name]
     padded[-1, 31] = value
-    with pytest.raises(ValueError, match=r"features that pad the heads of .* must be 0"):
+    with refuses("features that pad the heads of …", "others"):
         to_canonical(tensors, LAYOUTS["ttnn"], **told(spec))
 
 
 def test_heads_of_ttnn_padded_for_rope_are_not_read_as_if_without():
     spec = AttentionSpec(10, 2, head_dim=40, rope=Rope(500.0))  # 64 features either way
     tensors, _ = tensors_of(LAYOUTS["ttnn"], spec)
-    with pytest.raises(ValueError, match=r"features that pad the heads of .* must be 0"):
+    with refuses("features that pad the heads of q_proj.weight", "others"):
         to_canonical(tensors, LAYOUTS["ttnn"], num_heads=2, num_kv_heads=2, head_dim=40)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from refusals import refuses
 from released_models import draw
 from safetensors.numpy import load_file
 
@@ -76,7 +77,7 @@ def test_a_bias_of_relative_positions_is_not_lost_without_a_word(family, tmp_pat
     command += ["--from", "transformers.BERT", "--prefix", BLOCKS, "--head-dim", "8"]
     assert main(command) == 2
     words = capsys.readouterr().err
-    assert "a layer in transformers.BERT adds to its scores what no specification says, got [" in words
+    assert "a layer in transformers.BERT must " in words
     assert "'self.relative_position_bias_table'" in words
     assert "]; --drop relative_position_bias leaves it out" in words
     assert not (tmp_path / "c.npz").exists()
@@ -96,7 +97,7 @@ def test_nothing_is_said_to_be_dropped_where_nothing_is(tmp_path):
 
 def test_the_cosines_of_swin_2_are_refused_by_name(tmp_path):
     saved(transformers.Swinv2Model, tmp_path / "model")
-    with pytest.raises(ValueError, match=r"unknown names \['self\.continuous_position_bias.*logit_scale'\]"):
+    with refuses("tensors"):
         convert_file(
             tmp_path / "model", tmp_path / "c.npz", target="canonical", drop=["relative_position_bias"], **TOLD
         )
@@ -121,7 +122,7 @@ def under(prefix, tensors):
 @pytest.mark.parametrize(("layout", "made"), [("transformers.ViT", of_beit), ("transformers.ViT-5", of_module)])
 def test_such_a_bias_is_refused_by_name_in_memory(layout, made, tmp_path):
     layer = made(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"adds to its scores what no specification says, got \[.*_bias_table'"):
+    with refuses("a layer in transformers.ViT…"):
         convert(layer, source=layout, target="canonical", num_heads=2)
     layer = {name: x for name, x in layer.items() if "relative_position" not in name}
     if layout == "transformers.ViT-5":

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from refusals import refuses
 
 import parity
 from parity.core.trace import Reference
@@ -115,18 +116,14 @@ def test_a_mistake_is_named_in_the_arithmetic():
 
 @pytest.mark.parametrize("arithmetic", ["TENSIX", "tf32"])
 def test_another_arithmetic_is_refused(arithmetic):
-    with pytest.raises(
-        ValueError, match=r"^arithmetic must be one of \['ieee', 'tensix', 'tensix-.*'\], got arithmetic="
-    ):
+    with refuses("arithmetic", arithmetic=arithmetic):
         parity.assert_parity(EXPECTED, EXPECTED.copy(), arithmetic=arithmetic)
-    with pytest.raises(
-        ValueError, match=r"^arithmetic must be one of \['ieee', 'tensix', .*'unfused', .*got arithmetic="
-    ):
+    with refuses("arithmetic", arithmetic=arithmetic):
         parity.diagnose({"output": right()}, PROBLEM, arithmetic=arithmetic)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_a_dtype_that_the_hardware_has_not_is_refused(dtype):
     x = EXPECTED.astype(dtype)
-    with pytest.raises(ValueError, match=r"^dtype must be one of \['float32', 'bfloat16'\] with arithmetic='tensix'"):
+    with refuses("dtype", dtype=dtype):
         parity.assert_parity(x, x.copy(), arithmetic="tensix")

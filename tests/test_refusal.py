@@ -27,6 +27,10 @@ def test_the_message_says_argument_rule_and_values():
             "a must be b, got a.dtype=int8, c=None and d=0",
         ),
         (Refusal("a", "be b", remedy={"drop": True}, hint="helps"), "a must be b; drop=True helps"),
+        (
+            Refusal("a", "be b", remedy=[{"c": 1, "d": 2}, {"c": 2}, {"c": 3}, {"c": 4}], hint="fits"),
+            "a must be b; c=1 with d=2 or c=2 or c=3 (or 1 more) fits",
+        ),
         (Refusal("a", "be b", where="w").within("v"), "v: w: a must be b"),
         (Refusal("a", "be b", a=10**5000), "a must be b, got a=a int"),
     ],
@@ -52,7 +56,7 @@ def test_flags_replace_names_in_each_field():
 
     refusal = WrongType("prefix", "match", prefix="a b", n=3, d=4, remedy={"fill_bias": True, "keep_rest": False})
     shown = refusal.renamed(rename)
-    assert str(shown) == "--prefix must match, got --prefix 'a b', --n 3 and d=4; --fill-bias --rest drop"
+    assert str(shown) == "--prefix must match, got --prefix 'a b', --n 3 and d=4; --fill-bias with --rest drop"
     assert type(shown) is WrongType
     assert refusal.argument == "prefix"
     assert "prefix" in refusal.got

@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from refusals import refuses
 from selection import rest_thorough
 
 import mha_torch
@@ -180,7 +181,7 @@ def test_what_was_planted_is_taken_out_again():
 
 
 def test_what_cannot_be_planted_is_refused():
-    with pytest.raises(ValueError, match="hypothesis must be one that can be planted in full"):
+    with refuses("hypothesis", hypothesis="no-such"):
         plant("no-such", CASES["full"], "torch")
 
 

@@ -1,6 +1,7 @@
 """Attention of mha_jax whose tokens are divided over virtual devices: what it gives, and what these send and hold."""
 
 import pytest
+from refusals import refuses
 from shell import found_by
 
 from mha_spec import AttentionSpec
@@ -121,15 +122,15 @@ def test_a_ring_sends_more_than_heads_for_tokens_where_there_are_many_devices():
 @pytest.mark.parametrize(
     ("plan", "devices", "message"),
     [
-        ("tensor", 128, "devices must divide what tensor shares out, got 64 query heads and devices=128"),
-        ("heads for tokens", 16, "got 8 key/value heads and devices=16"),
-        ("data", 3, "got 64 sequences and devices=3"),
-        ("pipeline", 2, "plan must be one of data, fully sharded, tensor"),
-        ("data", 0, "devices must be"),
+        ("tensor", 128, refuses("devices", "64 query heads and devices=128")),
+        ("heads for tokens", 16, refuses("devices", "8 key/value heads and devices=16")),
+        ("data", 3, refuses("devices", "64 sequences and devices=3")),
+        ("pipeline", 2, refuses("plan", plan="pipeline")),
+        ("data", 0, refuses("devices", devices=0)),
     ],
 )
 def test_what_cannot_be_divided_has_no_cost(plan, devices, message):
-    with pytest.raises(ValueError, match=message):
+    with message:
         cost_of(LLAMA_70B, plan, devices, batch=64, tokens=8192)
 
 

@@ -23,6 +23,7 @@ from processes import (
     stepped,
     trained,
 )
+from refusals import refuses
 
 import mha_torch
 import parity
@@ -243,14 +244,14 @@ def test_functions_refuse_shards_with_the_specification_of_all_heads():
     held, own = parity.shard(weights, spec, ShardPlan(2), 0)
     held = {name: parity.to_torch(weight) for name, weight in held.items()}
     x = processes.random(1, 4, 32)
-    with pytest.raises(ValueError, match=r"q_proj.weight must have shape \(64, 32\), got .*\(32, 32\)"):
+    with refuses("q_proj.weight", {"q_proj.weight.shape": (32, 32)}):
         mha_torch.multi_head_attention(x, held, spec)
     project = mha_torch.project_with(held, own)
     expected = mha_torch.project_qkv(project, x, x, x, own)
     for computed, right in zip(mha_torch.project_qkv(project, x, x, x, spec), expected, strict=True):
         assert torch.equal(computed, right)  # heads are whole by their width, whatever the layer has of them
     narrow = {name: weight[:12] if name.startswith("q_proj") else weight for name, weight in held.items()}
-    with pytest.raises(ValueError, match="q_proj must give whole heads of 8 features"):
+    with refuses("q_proj", "12 features and num_heads=8"):
         mha_torch.project_qkv(mha_torch.project_with(narrow, spec), x, x, x, spec)
 
 

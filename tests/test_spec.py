@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from refusals import refuses, refuses_type
 
 from mha_spec import (
     Alibi,
@@ -68,113 +69,120 @@ LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
 
 
 @pytest.mark.parametrize(
-    ("keywords", "error", "message"),
+    ("keywords", "refusal"),
     [
-        ({"d_model": 10, "num_heads": 4}, ValueError, "d_model must be a multiple of num_heads, got d_model=10"),
-        ({"d_model": 0, "num_heads": 4}, ValueError, "d_model must be at least 1"),
-        ({"d_model": 8.0, "num_heads": 4}, TypeError, "d_model must be an integer"),
-        ({"d_model": 8, "num_heads": True}, TypeError, "num_heads must be an integer"),
-        ({"d_model": 8, "num_heads": 4, "num_kv_heads": 3}, ValueError, "num_heads must be a multiple"),
-        ({"d_model": 8, "num_heads": 4, "head_dim": -1}, ValueError, "head_dim must be at least 1"),
-        ({"d_model": 8, "num_heads": 4, "value_head_dim": 0}, ValueError, "value_head_dim must be at least 1"),
-        ({"d_model": 8, "num_heads": 4, "value_head_dim": 2.0}, TypeError, "value_head_dim must be an integer"),
-        ({"d_model": 6, "num_heads": 2, "rope": Rope()}, ValueError, "head_dim must be even for RoPE"),
-        ({"d_model": 8, "num_heads": 2, "rope": 1e4}, TypeError, "rope must be a Rope or None"),
-        ({"d_model": 8, "num_heads": 2, "dropout": math.nan}, ValueError, "dropout must be at least 0 and below 1"),
-        ({"d_model": 8, "num_heads": 2, "dropout": "0.5"}, TypeError, "dropout must be a number, got dropout='0.5'"),
-        ({"d_model": 8, "num_heads": 2, "output_dropout": False}, TypeError, "output_dropout must be a number"),
+        (
+            {"d_model": 10, "num_heads": 4},
+            refuses("d_model", "d_model=10 and num_heads=4 without head_dim"),
+        ),
+        ({"d_model": 0, "num_heads": 4}, refuses("d_model", d_model=0)),
+        ({"d_model": 8.0, "num_heads": 4}, refuses_type("d_model", d_model=8.0)),
+        ({"d_model": 8, "num_heads": True}, refuses_type("num_heads", num_heads=True)),
+        (
+            {"d_model": 8, "num_heads": 4, "num_kv_heads": 3},
+            refuses("num_heads", num_heads=4, num_kv_heads=3),
+        ),
+        ({"d_model": 8, "num_heads": 4, "head_dim": -1}, refuses("head_dim", head_dim=-1)),
+        ({"d_model": 8, "num_heads": 4, "value_head_dim": 0}, refuses("value_head_dim", value_head_dim=0)),
+        (
+            {"d_model": 8, "num_heads": 4, "value_head_dim": 2.0},
+            refuses_type("value_head_dim", value_head_dim=2.0),
+        ),
+        ({"d_model": 6, "num_heads": 2, "rope": Rope()}, refuses("head_dim", head_dim=3)),
+        ({"d_model": 8, "num_heads": 2, "rope": 1e4}, refuses_type("rope", rope=10000.0)),
+        ({"d_model": 8, "num_heads": 2, "dropout": math.nan}, refuses("dropout", dropout=math.nan)),
+        ({"d_model": 8, "num_heads": 2, "dropout": "0.5"}, refuses_type("dropout", dropout="0.5")),
+        (
+            {"d_model": 8, "num_heads": 2, "output_dropout": False},
+            refuses_type("output_dropout", output_dropout=False),
+        ),
         (
             {"d_model": 8, "num_heads": 2, "qkv_bias": (True, False)},
-            ValueError,
-            "qkv_bias must be one boolean, or three",
+            refuses("qkv_bias", qkv_bias=(True, False)),
         ),
         (
             {"d_model": 8, "num_heads": 2, "qkv_bias": (1, 0, 1)},
-            TypeError,
-            "qkv_bias must be a boolean, got qkv_bias=1",
+            refuses_type("qkv_bias", qkv_bias=1),
         ),
         (
             {"d_model": 8, "num_heads": 2, "qkv_bias": (True, False, True), "fused_qkv": True},
-            ValueError,
-            "qkv_bias must be one boolean with fused_qkv",
+            refuses("qkv_bias", qkv_bias=(True, False, True)),
         ),
-        ({"d_model": 8, "num_heads": 2, "qkv_bias": "no"}, TypeError, "qkv_bias must be a boolean, got qkv_bias='no'"),
-        ({"d_model": 8, "num_heads": 2, "out_bias": 1}, TypeError, "out_bias must be a boolean, got out_bias=1"),
-        ({"d_model": 8, "num_heads": 2, "out_proj": None}, TypeError, "out_proj must be a boolean"),
-        ({"d_model": 8, "num_heads": 2, "fused_qkv": "x"}, TypeError, "fused_qkv must be a boolean"),
-        ({"d_model": 8, "num_heads": 2, "d_kv": 4, "rope": Rope()}, ValueError, "d_kv must equal d_in with RoPE"),
-        ({"d_model": 8, "num_heads": 2, "dropout": 1.0}, ValueError, "dropout must be at least 0 and below 1"),
-        ({"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True}, ValueError, "d_kv must equal d_in"),
-        ({"d_model": 8, "num_heads": 2, "qk_norm": "rms"}, TypeError, "qk_norm must be a Norm or None"),
-        ({"d_model": 8, "num_heads": 2, "gate": True}, TypeError, "gate must be a Gate or None, got gate=True"),
-        ({"d_model": 8, "num_heads": 2, "temperature": 8192}, TypeError, "temperature must be a Temperature"),
+        ({"d_model": 8, "num_heads": 2, "qkv_bias": "no"}, refuses_type("qkv_bias", qkv_bias="no")),
+        ({"d_model": 8, "num_heads": 2, "out_bias": 1}, refuses_type("out_bias", out_bias=1)),
+        ({"d_model": 8, "num_heads": 2, "out_proj": None}, refuses_type("out_proj", out_proj=None)),
+        ({"d_model": 8, "num_heads": 2, "fused_qkv": "x"}, refuses_type("fused_qkv", fused_qkv="x")),
+        ({"d_model": 8, "num_heads": 2, "d_kv": 4, "rope": Rope()}, refuses("d_kv", d_kv=4, d_in=8)),
+        ({"d_model": 8, "num_heads": 2, "dropout": 1.0}, refuses("dropout", dropout=1.0)),
+        ({"d_model": 8, "num_heads": 2, "d_kv": 4, "fused_qkv": True}, refuses("d_kv", d_kv=4, d_in=8)),
+        ({"d_model": 8, "num_heads": 2, "qk_norm": "rms"}, refuses_type("qk_norm", qk_norm="rms")),
+        ({"d_model": 8, "num_heads": 2, "gate": True}, refuses_type("gate", gate=True)),
+        ({"d_model": 8, "num_heads": 2, "temperature": 8192}, refuses_type("temperature", temperature=8192)),
         (
             {"d_model": 8, "num_heads": 1, "temperature": Temperature(4), "rope": Rope(sections=(2, 1, 1))},
-            ValueError,
-            "temperature must be None with positions on several axes",
+            refuses("temperature", temperature=..., sections=(2, 1, 1)),
         ),
-        (LATENT | {"latent": 16}, TypeError, "latent must be a Latent or None, got latent=16"),
+        (LATENT | {"latent": 16}, refuses_type("latent", latent=16)),
         (
             LATENT | {"num_kv_heads": 1},
-            ValueError,
-            "num_kv_heads must be 2 with latent, got num_kv_heads=1 and latent=",
+            refuses("num_kv_heads", num_kv_heads=1, latent=...),
         ),
-        (LATENT | {"d_kv": 4}, ValueError, "d_kv must be 8 with latent, got d_kv=4"),
-        (LATENT | {"fused_qkv": True}, ValueError, "fused_qkv must be False with latent, got fused_qkv=True"),
-        (LATENT | {"qk_norm": Norm()}, ValueError, "qk_norm must be None with latent, got qk_norm=Norm"),
-        (LATENT | {"v_norm": Norm()}, ValueError, "v_norm must be None with latent, got v_norm=Norm"),
-        (LATENT | {"clip_qkv": 1.0}, ValueError, "clip_qkv must be None with latent, got clip_qkv=1.0"),
-        (LATENT | {"head_dim": 2}, ValueError, "rope_dim must be less than head_dim, got rope_dim=2 and head_dim=2"),
-        (LATENT | {"qkv_bias": (True, True, False)}, ValueError, "qkv_bias must be the same for k and v with latent"),
-        (LATENT | {"rope": Rope()}, ValueError, "rope must rotate the last rope_dim features with latent"),
-        (LATENT | {"rope": Rope(rotary_dim=2)}, ValueError, r"rotary_dim=2, rotated='last'\), got rope=Rope\("),
-        ({"d_model": 8, "num_heads": 2, "alibi": True}, TypeError, "alibi must be an Alibi or None, got alibi=True"),
+        (LATENT | {"d_kv": 4}, refuses("d_kv", d_kv=4, latent=...)),
+        (LATENT | {"fused_qkv": True}, refuses("fused_qkv", fused_qkv=True, latent=...)),
+        (LATENT | {"qk_norm": Norm()}, refuses("qk_norm", qk_norm=..., latent=...)),
+        (LATENT | {"v_norm": Norm()}, refuses("v_norm", v_norm=..., latent=...)),
+        (LATENT | {"clip_qkv": 1.0}, refuses("clip_qkv", clip_qkv=1.0, latent=...)),
+        (LATENT | {"head_dim": 2}, refuses("rope_dim", rope_dim=2, head_dim=2)),
+        (LATENT | {"qkv_bias": (True, True, False)}, refuses("qkv_bias", qkv_bias=(True, True, False))),
+        (LATENT | {"rope": Rope()}, refuses("rope", rope=..., latent=...)),
+        (LATENT | {"rope": Rope(rotary_dim=2)}, refuses("rope", rope=..., latent=...)),
+        ({"d_model": 8, "num_heads": 2, "alibi": True}, refuses_type("alibi", alibi=True)),
         (
             {"d_model": 8, "num_heads": 2, "relative_bias": 32},
-            TypeError,
-            "relative_bias must be a RelativeBias or None",
+            refuses_type("relative_bias", relative_bias=32),
         ),
         (
             {"d_model": 8, "num_heads": 2, "alibi": Alibi(), "relative_bias": RelativeBias()},
-            ValueError,
-            r"alibi must be None with a relative_bias, got alibi=Alibi\(.*\) and relative_bias=RelativeBias\(",
+            refuses("alibi", alibi=..., relative_bias=...),
         ),
-        ({"d_model": 8, "num_heads": 2, "sinks": 1}, TypeError, "sinks must be a boolean, got sinks=1"),
-        ({"d_model": 8, "num_heads": 2, "clip_qkv": 0.0}, ValueError, "clip_qkv must be positive and finite"),
-        ({"d_model": 8, "num_heads": 2, "clip_qkv": math.nan}, ValueError, "clip_qkv must be positive and finite"),
-        ({"d_model": 8, "num_heads": 2, "clip_qkv": True}, TypeError, "clip_qkv must be a number"),
-        ({"d_model": 8, "num_heads": 2, "v_norm": True}, TypeError, "v_norm must be a Norm or None"),
-        ({"d_model": 8, "num_heads": 2, "qk_norm": Norm(after_rope=True)}, ValueError, "qk_norm must come with RoPE"),
+        ({"d_model": 8, "num_heads": 2, "sinks": 1}, refuses_type("sinks", sinks=1)),
+        ({"d_model": 8, "num_heads": 2, "clip_qkv": 0.0}, refuses("clip_qkv", clip_qkv=0.0)),
+        ({"d_model": 8, "num_heads": 2, "clip_qkv": math.nan}, refuses("clip_qkv", clip_qkv=math.nan)),
+        ({"d_model": 8, "num_heads": 2, "clip_qkv": True}, refuses_type("clip_qkv", clip_qkv=True)),
+        ({"d_model": 8, "num_heads": 2, "v_norm": True}, refuses_type("v_norm", v_norm=True)),
+        (
+            {"d_model": 8, "num_heads": 2, "qk_norm": Norm(after_rope=True)},
+            refuses("qk_norm", after_rope=True, rope=None),
+        ),
         (
             {"d_model": 8, "num_heads": 2, "v_norm": Norm(after_rope=True)},
-            ValueError,
-            "v_norm must not come after RoPE",
+            refuses("v_norm", after_rope=True),
         ),
     ],
 )
-def test_spec_refuses_what_does_not_fit(keywords, error, message):
-    with pytest.raises(error, match=message):
+def test_spec_refuses_what_does_not_fit(keywords, refusal):
+    with refusal:
         AttentionSpec(**keywords)
 
 
 @pytest.mark.parametrize(
-    ("keywords", "error", "message"),
+    ("keywords", "refusal"),
     [
-        ({"kind": "batch"}, ValueError, "kind must be one of"),
-        ({"over": "tokens"}, ValueError, "over must be one of"),
-        ({"weight": True}, ValueError, "weight must be one of"),
-        ({"kind": np.array(["rms", "layer"])}, ValueError, "kind must be one of"),
-        ({"eps": 0}, ValueError, "eps must be positive and finite, got eps=0.0"),
-        ({"eps": "small"}, TypeError, "eps must be a number"),
-        ({"bias": 1}, TypeError, "bias must be a boolean"),
-        ({"bias": True, "weight": None}, ValueError, "bias must come with a weight, got bias=True and weight=None"),
-        ({"per_head": True, "weight": None}, ValueError, "per_head must come with a weight"),
-        ({"per_head": True, "over": "width"}, ValueError, "per_head must come with over='head'"),
-        ({"after_rope": True, "over": "width"}, ValueError, "after_rope must come with over='head'"),
+        ({"kind": "batch"}, refuses("kind", kind="batch")),
+        ({"over": "tokens"}, refuses("over", over="tokens")),
+        ({"weight": True}, refuses("weight", weight=True)),
+        ({"kind": np.array(["rms", "layer"])}, refuses("kind", kind=...)),
+        ({"eps": 0}, refuses("eps", eps=0.0)),
+        ({"eps": "small"}, refuses_type("eps", eps="small")),
+        ({"bias": 1}, refuses_type("bias", bias=1)),
+        ({"bias": True, "weight": None}, refuses("bias", bias=True, weight=None)),
+        ({"per_head": True, "weight": None}, refuses("per_head", per_head=True, weight=None)),
+        ({"per_head": True, "over": "width"}, refuses("per_head", per_head=True, over="width")),
+        ({"after_rope": True, "over": "width"}, refuses("after_rope", after_rope=True, over="width")),
     ],
 )
-def test_a_norm_refuses_what_contradicts_itself(keywords, error, message):
-    with pytest.raises(error, match=message):
+def test_a_norm_refuses_what_contradicts_itself(keywords, refusal):
+    with refusal:
         Norm(**keywords)
 
 
@@ -193,16 +201,16 @@ def test_norms_have_the_parameters_that_they_ask_for():
 
 
 @pytest.mark.parametrize(
-    ("keywords", "error", "message"),
+    ("keywords", "refusal"),
     [
-        ({"length": 0}, ValueError, "length must be at least 1"),
-        ({"length": 8192.0}, TypeError, "length must be an integer"),
-        ({"length": 4, "scale": 0.0}, ValueError, "scale must be positive and finite"),
-        ({"length": 4, "first_position": -1}, ValueError, "first_position must be at least 0"),
+        ({"length": 0}, refuses("length", length=0)),
+        ({"length": 8192.0}, refuses_type("length", length=8192.0)),
+        ({"length": 4, "scale": 0.0}, refuses("scale", scale=0.0)),
+        ({"length": 4, "first_position": -1}, refuses("first_position", first_position=-1)),
     ],
 )
-def test_a_temperature_refuses_what_is_none(keywords, error, message):
-    with pytest.raises(error, match=message):
+def test_a_temperature_refuses_what_is_none(keywords, refusal):
+    with refusal:
         Temperature(**keywords)
 
 
@@ -219,7 +227,7 @@ def test_a_gate_adds_a_projection():
     assert weight_shapes(spec)["gate_proj.bias"] == (8,)
     assert weight_shapes(AttentionSpec(8, 2, gate=Gate(per_head=True)))["gate_proj.weight"] == (2, 8)
     assert AttentionSpec.from_json(spec.to_json()) == spec
-    with pytest.raises(TypeError, match="per_head must be a boolean, got per_head=1"):
+    with refuses_type("per_head", per_head=1):
         Gate(per_head=1)
 
 
@@ -258,16 +266,16 @@ def test_latents_have_projections_and_norms_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("keywords", "error", "message"),
+    ("keywords", "refusal"),
     [
-        ({"q_rank": 3, "q_factor": 0.0}, ValueError, "q_factor must be positive and finite, got q_factor=0.0"),
-        ({"kv_factor": math.inf}, ValueError, "kv_factor must be positive and finite, got kv_factor=inf"),
-        ({"kv_factor": "2"}, TypeError, "kv_factor must be a number, got kv_factor='2'"),
-        ({"q_factor": 2.0}, ValueError, "q_factor must be 1 without q_rank, got q_factor=2.0"),
+        ({"q_rank": 3, "q_factor": 0.0}, refuses("q_factor", q_factor=0.0)),
+        ({"kv_factor": math.inf}, refuses("kv_factor", kv_factor=math.inf)),
+        ({"kv_factor": "2"}, refuses_type("kv_factor", kv_factor="2")),
+        ({"q_factor": 2.0}, refuses("q_factor", q_factor=2.0)),
     ],
 )
-def test_factors_of_latents_that_are_none_are_refused(keywords, error, message):
-    with pytest.raises(error, match=message):
+def test_factors_of_latents_that_are_none_are_refused(keywords, refusal):
+    with refusal:
         Latent(6, 2, **keywords)
 
 
@@ -275,7 +283,7 @@ def test_absorbed_is_attention_over_latents():
     spec = AttentionSpec(16, 2, head_dim=6, value_head_dim=5, latent=Latent(7, 2), sinks=True, window_size=4)
     widths = {"num_kv_heads": 1, "head_dim": 9, "value_head_dim": 7}
     assert spec.absorbed == replace(spec, latent=None, scale=spec.score_scale, **widths)
-    with pytest.raises(ValueError, match="spec must have latents, got spec=AttentionSpec"):
+    with refuses("spec", spec=...):
         AttentionSpec(16, 2).absorbed  # noqa: B018
 
 
@@ -300,15 +308,15 @@ def test_slopes_of_alibi_are_those_of_the_paper():
 
 
 @pytest.mark.parametrize(
-    ("keywords", "error", "message"),
+    ("keywords", "refusal"),
     [
-        ({"max_bias": 0.0}, ValueError, "max_bias must be positive and finite"),
-        ({"max_bias": "8"}, TypeError, "max_bias must be a number"),
-        ({"scaled": 1}, TypeError, "scaled must be a boolean, got scaled=1"),
+        ({"max_bias": 0.0}, refuses("max_bias", max_bias=0.0)),
+        ({"max_bias": "8"}, refuses_type("max_bias", max_bias="8")),
+        ({"scaled": 1}, refuses_type("scaled", scaled=1)),
     ],
 )
-def test_alibi_refuses_what_does_not_fit(keywords, error, message):
-    with pytest.raises(error, match=message):
+def test_alibi_refuses_what_does_not_fit(keywords, refusal):
+    with refusal:
         Alibi(**keywords)
 
 
@@ -330,23 +338,22 @@ def test_buckets_grow_with_the_logarithm_of_the_distance():
 
 
 @pytest.mark.parametrize(
-    ("keywords", "error", "message"),
+    ("keywords", "refusal"),
     [
-        ({"num_buckets": 31}, ValueError, "num_buckets must be even if bidirectional, got num_buckets=31"),
-        ({"num_buckets": 2}, ValueError, "num_buckets must be at least 4, got num_buckets=2"),
-        ({"num_buckets": 1, "bidirectional": False}, ValueError, "num_buckets must be at least 2, got num_buckets=1"),
-        ({"num_buckets": 32.0}, TypeError, "num_buckets must be an integer"),
-        ({"max_distance": 8}, ValueError, "max_distance must be above the 8 distances .*, got max_distance=8"),
+        ({"num_buckets": 31}, refuses("num_buckets", num_buckets=31)),
+        ({"num_buckets": 2}, refuses("num_buckets", num_buckets=2)),
+        ({"num_buckets": 1, "bidirectional": False}, refuses("num_buckets", num_buckets=1)),
+        ({"num_buckets": 32.0}, refuses_type("num_buckets", num_buckets=32.0)),
+        ({"max_distance": 8}, refuses("max_distance", max_distance=8, num_buckets=32)),
         (
             {"max_distance": 16, "bidirectional": False},
-            ValueError,
-            "max_distance must be above the 16 distances .*, got max_distance=16 and num_buckets=32",
+            refuses("max_distance", max_distance=16, num_buckets=32),
         ),
-        ({"bidirectional": 1}, TypeError, "bidirectional must be a boolean, got bidirectional=1"),
+        ({"bidirectional": 1}, refuses_type("bidirectional", bidirectional=1)),
     ],
 )
-def test_a_relative_bias_refuses_what_does_not_fit(keywords, error, message):
-    with pytest.raises(error, match=message):
+def test_a_relative_bias_refuses_what_does_not_fit(keywords, refusal):
+    with refusal:
         RelativeBias(**keywords)
 
 
@@ -443,74 +450,81 @@ def test_every_kind_of_scaling_survives_json():
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ('{"kind": "ntk", "factor": 2}', "scaling must be a JSON object whose kind is one of"),
-        ('{"factor": 2}', "scaling must be a JSON object whose kind is one of"),
-        ("2", "scaling must be a JSON object whose kind is one of"),
-        ('{"kind": "linear"}', "scaling must have the fields of LinearScaling, missing"),
-        ('{"kind": "linear", "factor": 2, "beta": 1}', "scaling must have the fields of LinearScaling, unexpected"),
+        ('{"kind": "ntk", "factor": 2}', refuses("scaling", scaling=...)),
+        ('{"factor": 2}', refuses("scaling", scaling=...)),
+        ("2", refuses("scaling", scaling=2)),
+        ('{"kind": "linear"}', refuses("scaling", missing=...)),
+        ('{"kind": "linear", "factor": 2, "beta": 1}', refuses("scaling", unexpected=...)),
     ],
 )
 def test_spec_refuses_json_of_no_scaling(scaling, message):
-    with pytest.raises(ValueError, match=message):
+    with message:
         AttentionSpec.from_json(f'{{"d_model": 8, "num_heads": 2, "rope": {{"theta": 1e4, "scaling": {scaling}}}}}')
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("make", "refusal"),
     [
-        (lambda: Rope(scaling=8.0), TypeError, r"scaling must be a scaling of mha_spec or None, got scaling=8\.0"),
-        (lambda: Rope(rotary_dim=3), ValueError, "rotary_dim must be even, got rotary_dim=3"),
-        (lambda: Rope(rotary_dim=4.0), TypeError, "rotary_dim must be an integer"),
-        (lambda: Rope(rotated="middle"), ValueError, "rotated must be one of .*, got rotated='middle'"),
-        (lambda: Rope(pairs="odd"), ValueError, "pairs must be one of .*, got pairs='odd'"),
-        (lambda: Rope(section_order="x"), ValueError, "section_order must be one of .*, got section_order='x'"),
-        (lambda: Rope(pairs=np.array([1, 2])), ValueError, "pairs must be one of .*, got pairs="),
-        (lambda: Rope(10**400), ValueError, "theta must be at most 1.8e.308, got theta=1000"),
-        (lambda: Rope(sections=3), TypeError, "sections must be integers, one for each axis, got sections=3"),
-        (lambda: Rope(sections=(4,)), ValueError, r"sections must be two or more, got sections=\(4,\)"),
-        (lambda: Rope(sections=(2, 0)), ValueError, "sections must be at least 1"),
+        (lambda: Rope(scaling=8.0), refuses_type("scaling", scaling=8.0)),
+        (lambda: Rope(rotary_dim=3), refuses("rotary_dim", rotary_dim=3)),
+        (lambda: Rope(rotary_dim=4.0), refuses_type("rotary_dim", rotary_dim=4.0)),
+        (lambda: Rope(rotated="middle"), refuses("rotated", rotated="middle")),
+        (lambda: Rope(pairs="odd"), refuses("pairs", pairs="odd")),
+        (lambda: Rope(section_order="x"), refuses("section_order", section_order="x")),
+        (lambda: Rope(pairs=np.array([1, 2])), refuses("pairs", pairs=...)),
+        (lambda: Rope(10**400), refuses("theta", theta=...)),
+        (lambda: Rope(sections=3), refuses_type("sections", sections=3)),
+        (lambda: Rope(sections=(4,)), refuses("sections", sections=(4,))),
+        (lambda: Rope(sections=(2, 0)), refuses("sections", sections=0)),
         (
             lambda: Rope(rotary_dim=4, scaling=ProportionalScaling(0.5)),
-            ValueError,
-            "rotary_dim must be left out with ProportionalScaling",
+            refuses("rotary_dim", rotary_dim=4),
         ),
-        (lambda: LinearScaling(0.0), ValueError, r"factor must be positive and finite, got factor=0\.0"),
-        (lambda: LinearScaling("2"), TypeError, "factor must be a number"),
-        (lambda: DynamicScaling(2.0, 8.0), TypeError, "original_length must be an integer"),
-        (lambda: Llama3Scaling(8.0, 64, 4.0, 4.0), ValueError, "high_freq_factor must be above low_freq_factor"),
-        (lambda: YarnScaling(4.0, 64, 1.0, 1.0), ValueError, "beta_fast must be above beta_slow"),
-        (lambda: YarnScaling(4.0, 64, mscale=1.0), ValueError, "mscale and mscale_all_dim must be given together"),
+        (lambda: LinearScaling(0.0), refuses("factor", factor=0.0)),
+        (lambda: LinearScaling("2"), refuses_type("factor", factor="2")),
+        (lambda: DynamicScaling(2.0, 8.0), refuses_type("original_length", original_length=8.0)),
+        (
+            lambda: Llama3Scaling(8.0, 64, 4.0, 4.0),
+            refuses("high_freq_factor", high_freq_factor=4.0, low_freq_factor=4.0),
+        ),
+        (lambda: YarnScaling(4.0, 64, 1.0, 1.0), refuses("beta_fast", beta_fast=1.0, beta_slow=1.0)),
+        (
+            lambda: YarnScaling(4.0, 64, mscale=1.0),
+            refuses("mscale and mscale_all_dim", mscale=1.0, mscale_all_dim=None),
+        ),
         (
             lambda: YarnScaling(4.0, 64, attention_factor=1.0, mscale=1.0, mscale_all_dim=1.0),
-            ValueError,
-            "attention_factor must be left out with mscale",
+            refuses("attention_factor", attention_factor=1.0, mscale=1.0),
         ),
-        (lambda: YarnScaling(4.0, 64, truncate=1), TypeError, "truncate must be a boolean"),
-        (lambda: LongRopeScaling(4.0, 8, (1.0,), (1.0, 2.0)), ValueError, "short_factors must be as many as"),
-        (lambda: LongRopeScaling(4.0, 8, 1.0, (1.0,)), TypeError, "short_factors must be numbers"),
-        (lambda: LongRopeScaling(4.0, 8, (-1.0,), (1.0,)), ValueError, "short_factors must be positive"),
-        (lambda: LongRopeScaling(4.0, 1, (1.0,), (1.0,)), ValueError, "original_length must be at least 2"),
-        (lambda: ProportionalScaling(1.5), ValueError, r"fraction must be at most 1, got fraction=1\.5"),
+        (lambda: YarnScaling(4.0, 64, truncate=1), refuses_type("truncate", truncate=1)),
+        (lambda: LongRopeScaling(4.0, 8, (1.0,), (1.0, 2.0)), refuses("short_factors", "1 and 2")),
+        (lambda: LongRopeScaling(4.0, 8, 1.0, (1.0,)), refuses_type("short_factors", short_factors=1.0)),
+        (lambda: LongRopeScaling(4.0, 8, (-1.0,), (1.0,)), refuses("short_factors", short_factors=-1.0)),
+        (lambda: LongRopeScaling(4.0, 1, (1.0,), (1.0,)), refuses("original_length", original_length=1)),
+        (lambda: ProportionalScaling(1.5), refuses("fraction", fraction=1.5)),
     ],
 )
-def test_a_kind_of_rope_refuses_what_does_not_fit(make, error, message):
-    with pytest.raises(error, match=message):
+def test_a_kind_of_rope_refuses_what_does_not_fit(make, refusal):
+    with refusal:
         make()
 
 
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        (Rope(rotary_dim=10), "rotary_dim must be at most head_dim, got rotary_dim=10 and head_dim=8"),
-        (Rope(rotary_dim=2, scaling=DynamicScaling(2.0, 8)), "rotated features must be at least 4 with DynamicScaling"),
-        (Rope(0.5, scaling=YarnScaling(4.0, 64)), r"theta must be above 1 with YarnScaling, got theta=0\.5"),
-        (Rope(scaling=LONGROPE), "must be one for each of 4 rotated pairs, got 2"),
-        (Rope(sections=(2, 1)), r"sections must be 4 rotated pairs in all, got sections=\(2, 1\)"),
-        (Rope(sections=(1, 1, 2), section_order="interleaved"), "interleaved sections must find their pairs among 4"),
+        (Rope(rotary_dim=10), refuses("rotary_dim", rotary_dim=10, head_dim=8)),
+        (Rope(rotary_dim=2, scaling=DynamicScaling(2.0, 8)), refuses("rotated features", "2")),
+        (Rope(0.5, scaling=YarnScaling(4.0, 64)), refuses("theta", theta=0.5)),
+        (Rope(scaling=LONGROPE), refuses("short_factors and long_factors", "2")),
+        (Rope(sections=(2, 1)), refuses("sections", sections=(2, 1))),
+        (
+            Rope(sections=(1, 1, 2), section_order="interleaved"),
+            refuses("interleaved sections", "sections=(1, 1, 2), which would have (2, 1, 1)"),
+        ),
     ],
 )
 def test_spec_refuses_a_rope_that_its_heads_do_not_fit(rope, message):
-    with pytest.raises(ValueError, match=message):
+    with message:
         AttentionSpec(16, 2, rope=rope)
 
 
@@ -558,7 +572,7 @@ def test_a_case_is_found_by_its_name():
 
 
 def test_an_unknown_case_is_refused_with_the_nearest_names():
-    with pytest.raises(ValueError, match=r"got case='ropegqa'; the nearest are rope-gqa, "):
+    with refuses("case", case="ropegqa"):
         case_named("ropegqa")
 
 

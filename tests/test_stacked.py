@@ -7,6 +7,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
+from refusals import refuses
 from selection import rest_thorough
 
 import mha_jax
@@ -147,11 +148,11 @@ def test_one_layer_of_a_stack_is_loaded_and_all_of_them_in_order(tmp_path):
         with open_layers(path, layout, prefix=prefix, num_heads=4) as layers:
             assert len(layers) == 12
             assert all(same_bits(layer.load()[0], random_weights(SPEC, seed=i)) for i, layer in enumerate(layers))
-    with pytest.raises(ValueError, match=r"got one of 12 in .*: a\[0\] to a\[11\]"):
+    with refuses("prefix"):
         load(tmp_path / "b.npz")
-    with pytest.raises(ValueError, match=r"got prefix='a\[12\]' of a stack of 12"):
+    with refuses("prefix", "prefix='a[12]' of a stack of 12"):
         load(tmp_path / "b.npz", prefix="a[12]")
-    with pytest.raises(ValueError, match=r"got prefix='layers\.0\.self_attn\[0\]' of no stack"):
+    with refuses("prefix", "prefix='layers.0.self_attn[0]' of no stack"):
         load(source, "canonical", prefix="layers.0.self_attn[0]", num_heads=4)
 
 
@@ -160,7 +161,7 @@ def test_one_layer_of_a_stack_is_written_only_where_the_others_are_not_lost(tmp_
     convert_file(
         source, tmp_path / "b.npz", source="canonical", target="mha_jax", prefix=PREFIX, to_prefix="a", num_heads=4
     )
-    with pytest.raises(ValueError, match="prefix must be that of a whole stack where the rest is kept"):
+    with refuses("prefix", prefix="a[1]"):
         convert_file(tmp_path / "b.npz", tmp_path / "c.npz", target="canonical", prefix="a[1]")
     convert_file(tmp_path / "b.npz", tmp_path / "c.npz", target="canonical", prefix="a[1]", keep_rest=False)
     assert same_bits(load(tmp_path / "c.npz")[0], random_weights(SPEC, seed=1))
@@ -169,17 +170,20 @@ def test_one_layer_of_a_stack_is_written_only_where_the_others_are_not_lost(tmp_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.update(numbered(6)) or [tensors.pop(n) for n in list(tensors) if ".4." in n], "gaps"),
+        (
+            lambda tensors: tensors.update(numbered(6)) or [tensors.pop(n) for n in list(tensors) if ".4." in n],
+            refuses("layers", layers=[0, 1, 2, 3, 5]),
+        ),
         (
             lambda tensors: tensors.update({n: x.astype(np.float16) for n, x in tensors.items() if ".1." in n}),
-            "one shape and dtype",
+            refuses("layers"),
         ),
     ],
 )
 def test_layers_that_make_no_stack_are_refused(tmp_path, change, message):
     tensors = numbered()
     change(tensors)
-    with pytest.raises(ValueError, match=message):
+    with message:
         convert_file(
             write(tmp_path / "a.npz", tensors),
             tmp_path / "b.npz",
@@ -196,14 +200,14 @@ def test_a_value_that_is_not_finite_is_found_in_a_stack(tmp_path):
     tensors["v_proj.weight"][1, 2, 3] = np.nan
     for suffix in ("safetensors", "npz"):
         source = write(tmp_path / f"a.{suffix}", tensors)
-        with pytest.raises(ValueError, match=r"v_proj\.weight must be finite"):
+        with refuses("v_proj.weight", "NaN or infinities"):
             convert_file(source, tmp_path / "b.npz", source="canonical", target="mha_jax", num_heads=4)
 
 
 def test_tensors_of_stacks_that_differ_are_refused(tmp_path):
     tensors = {name: np.stack([x, x]) for name, x in random_weights(SPEC).items()}
     tensors["q_proj.bias"] = np.zeros((3, 16), np.float32)
-    with pytest.raises(ValueError, match=r"equally many layers, from 1 to 10000, got \[2, 3\]"):
+    with refuses("stacked tensors", "[2, 3]"):
         convert_file(
             write(tmp_path / "a.npz", tensors), tmp_path / "b.npz", source="canonical", target="W_q", num_heads=4
         )

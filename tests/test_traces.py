@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 import parity.core.trace
 import parity.running.run
@@ -90,30 +91,44 @@ def test_traces_made_under_one_lock_are_not_warned_of(traces):
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"digest": "0" * 64}, "its digest differs"),
-        ({"case": "nowhere"}, "must be of a known case"),
-        ({"backend": "\x1b[31mred"}, "must be of a known case, dtype and backend"),
-        ({"environment": "[]"}, "must have its environment"),
-        ({"environment": '{"backends": {"torch": null}}'}, "must have its environment"),
-        ({"environment": "[" * 100_000}, "must have its environment"),
-        ({"kind": "weights"}, "must be a trace"),
-        ({"format": "9"}, "must be a trace in format 1"),
-        ({"environment": "{"}, "must have its environment as JSON"),
-        ({"environment": '{"backends": {"torch": {"numerics": {"arithmetic": "abacus"}}}}'}, "got arithmetic='abacus'"),
-        ({"environment": '{"backends": {"torch": {"numerics": []}}}'}, "must have its environment"),
+        ({"digest": "0" * 64}, refuses("…/causal-float32-torch.safetensors")),
+        (
+            {"case": "nowhere"},
+            refuses(
+                "…/causal-float32-torch.safetensors", "{'case': 'nowhere', 'dtype': 'float32', 'backend': 'torch'}"
+            ),
+        ),
+        ({"backend": "\x1b[31mred"}, refuses("…/causal-float32-torch.safetensors")),
+        ({"environment": "[]"}, refuses("…/traces/causal-float32-torch.safetensors", "'[]'")),
+        (
+            {"environment": '{"backends": {"torch": null}}'},
+            refuses("…/traces/causal-float32-torch.safetensors", '\'{"backends": {"torch": null}}\''),
+        ),
+        ({"environment": "[" * 100_000}, refuses("…/traces/causal-float32-torch.safetensors")),
+        ({"kind": "weights"}, refuses("…/causal-float32-torch.safetensors")),
+        ({"format": "9"}, refuses("…/causal-float32-torch.safetensors")),
+        ({"environment": "{"}, refuses("…/causal-float32-torch.safetensors", "'{'")),
+        (
+            {"environment": '{"backends": {"torch": {"numerics": {"arithmetic": "abacus"}}}}'},
+            refuses("…/causal-float32-torch.safetensors", arithmetic="abacus"),
+        ),
+        (
+            {"environment": '{"backends": {"torch": {"numerics": []}}}'},
+            refuses("…/traces/causal-float32-torch.safetensors", '\'{"backends": {"torch": {"numerics": []}}}\''),
+        ),
     ],
 )
 def test_a_trace_that_cannot_be_judged_is_refused(traces, metadata, message):
     path = traces / "causal-float32-torch.safetensors"
     change(path, metadata=metadata)
-    with pytest.raises(ValueError, match=message):
+    with message:
         compare_traces([path])
 
 
 def test_a_trace_with_a_part_of_another_name_is_refused(traces):
     path = traces / "causal-float32-torch.safetensors"
     change(path, {"scores": np.zeros(1)})
-    with pytest.raises(ValueError, match="must hold accumulated and local stages"):
+    with refuses("…/causal-float32-torch.safetensors", "scores"):
         compare_traces([path])
 
 
@@ -176,7 +191,7 @@ def test_traces_in_sub_folders_are_found(traces, tmp_path):
 
 
 def test_a_folder_without_a_name_is_refused():
-    with pytest.raises(ValueError, match="a folder of traces must have a name, got ''"):
+    with refuses("a folder of traces", "''"):
         compare_traces([""])
 
 
@@ -186,7 +201,7 @@ def test_traces_of_random_cases_are_judged(tmp_path):
 
 
 def test_a_folder_without_traces_is_an_error_and_no_success(tmp_path):
-    with pytest.raises(ValueError, match="must be a trace or a folder of traces"):
+    with refuses("…/test_a_folder_without_traces_i0", "no *.safetensors there or in its sub-folders"):
         compare_traces([tmp_path])
 
 
@@ -294,19 +309,19 @@ def test_traces_of_nothing_but_skipped_cases_are_no_success(tmp_path, monkeypatc
     monkeypatch.setattr(torch_backend, "why_skipped", lambda case, dtype: "not today")
     run_cases([CASES["textbook"]], traces=tmp_path)
     (tmp_path / "textbook-float32-jax.safetensors").unlink()
-    with pytest.raises(ValueError, match="there must be something to judge"):
+    with refuses("there", "1 skipped cases and no other"):
         compare_traces([tmp_path])
 
 
 def test_a_joined_trace_of_other_weights_is_refused_before_the_work(tt_traces, monkeypatch):
     monkeypatch.setattr(parity.running.run, "record", None)
     change(tt_traces / "textbook-float32-tt.safetensors", metadata={"digest": "0" * 64})
-    with pytest.raises(ValueError, match="its digest differs"):
+    with refuses("\u2026/textbook-float32-tt.safetensors"):
         joined(tt_traces)
 
 
 def test_traces_cannot_be_joined_to_a_run_with_other_weights(tt_traces):
-    with pytest.raises(ValueError, match="traces to join must be of the cases' own weights"):
+    with refuses("traces to join", "weights"):
         joined(tt_traces, weights=random_weights(AttentionSpec(4, 2, d_in=3)))
 
 

@@ -12,6 +12,7 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from refusals import refuses, refuses_type
 
 import mha_jax
 import mha_torch
@@ -42,27 +43,27 @@ def test_weights_of_the_spec_are_accepted(weights):
 
 def test_a_missing_and_an_unexpected_name_are_both_told(weights):
     weights["o_proj.bias"] = weights.pop("out_proj.bias")
-    with pytest.raises(ValueError, match=r"missing \['out_proj.bias'\], unexpected \['o_proj.bias'\]"):
+    with refuses("weights"):
         check_weights(weights, SPEC)
 
 
 def test_a_transposed_weight_is_refused_and_said_to_look_so(weights):
     weights["q_proj.weight"] = weights["q_proj.weight"].T
-    with pytest.raises(ValueError, match=r"q_proj.weight must have shape \(24, 7\), got .*\(7, 24\); it looks transp"):
+    with refuses("q_proj.weight", "q_proj.weight.shape=(7, 24); it looks transposed"):
         check_weights(weights, SPEC)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_value_that_is_not_finite_is_refused(weights, value):
     weights["k_proj.weight"][1, 2] = value
-    with pytest.raises(ValueError, match=r"k_proj.weight must be finite, got 1 NaN or infinities"):
+    with refuses("k_proj.weight", "1 NaN or infinities"):
         check_weights(weights, SPEC)
 
 
 @pytest.mark.parametrize("wrong", [np.zeros((8, 7), np.int32), [[0.0]], None])
 def test_an_entry_that_is_no_floating_point_array_is_refused(weights, wrong):
     weights["k_proj.weight"] = wrong
-    with pytest.raises(TypeError, match=r"k_proj.weight must be (a floating-point|an) array"):
+    with refuses_type("k_proj.weight"):
         check_weights(weights, SPEC)
 
 
@@ -75,7 +76,7 @@ def test_weights_of_any_framework_become_numpys(weights):
 
 def test_mixed_dtypes_are_refused(weights):
     weights["k_proj.weight"] = weights["k_proj.weight"].astype(np.float16)
-    with pytest.raises(TypeError, match=r"one dtype, got \['float16', 'float32'\]"):
+    with refuses_type("weights", "['float16', 'float32']"):
         check_weights(weights, SPEC)
 
 
@@ -151,16 +152,16 @@ def test_a_module_is_filled_from_another_one_bit_for_bit():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (AttentionSpec(10, 4, head_dim=6, num_kv_heads=2, d_in=7), r"got num_heads=6, .* and num_heads=4, "),
-        (replace(SPEC, rope=Rope(10000.0)), r"got rope=None and rope=Rope\(theta=10000\.0\)"),
+        (AttentionSpec(10, 4, head_dim=6, num_kv_heads=2, d_in=7), "num_heads=6"),
+        (replace(SPEC, rope=Rope(10000.0)), "rope=Rope(theta=10000.0)"),
     ],
 )
 def test_weights_of_a_layer_that_computes_something_else_are_refused(sibling, weights, other, message):
     module = parity.load_into(new_module(sibling, "MultiHeadAttention", SPEC, "float32"), weights)
     layer = mha_torch.MultiHeadAttention(other)
-    with pytest.raises(ValueError, match=f"module must be of one specification with the weights, {message}"):
+    with refuses("the module", message):
         parity.load_into(module, layer)
-    with pytest.raises(ValueError, match="of one specification"):
+    with refuses("the module", message):
         parity.load_into(module, random_weights(other), other)
     assert all(same_bits(x, weights[name]) for name, x in parity.weights_of(module).items())
 
@@ -168,9 +169,9 @@ def test_weights_of_a_layer_that_computes_something_else_are_refused(sibling, we
 def test_four_heads_do_not_pass_for_eight_of_the_same_width(sibling):
     four, eight = AttentionSpec(16, 4), AttentionSpec(16, 8)
     module = new_module(sibling, "MultiHeadAttention", eight, "float32")
-    with pytest.raises(ValueError, match=r"num_heads=8, num_kv_heads=8, head_dim=2, .* and num_heads=4, "):
+    with refuses("the module"):
         parity.load_into(module, random_weights(four), four)
-    with pytest.raises(ValueError, match="of one specification"):
+    with refuses("the module"):
         parity.load_into(module, torch.nn.MultiheadAttention(16, 4))
 
 
@@ -195,15 +196,16 @@ def test_a_wrapped_projection_is_named(sibling, weights):
     else:
         module.q_proj = nnx.LoRA(7, 2, 24, base_module=module.q_proj, rngs=nnx.Rngs(0))
         missing, unexpected = "q_proj.weight", "q_proj.base_module.weight"
-    message = rf"missing \[.*'{missing}'\], unexpected \[.*'{unexpected}'.*\]; .* wrapped, as by LoRA, must be merged"
-    with pytest.raises(ValueError, match=message):
-        parity.weights_of(module)
-    with pytest.raises(ValueError, match=message):
-        parity.load_into(module, weights)
+    for call in (lambda: parity.weights_of(module), lambda: parity.load_into(module, weights)):
+        refusal = refuses("module", missing=..., unexpected=...)
+        with refusal:
+            call()
+        assert missing in refusal.value.got["missing"]
+        assert unexpected in refusal.value.got["unexpected"]
 
 
 def test_a_module_of_somebody_else_is_refused():
-    with pytest.raises(TypeError, match=r"module must be one of mha_jax, mha_torch or mha_tt, .*"):
+    with refuses_type("module", "dict"):
         parity.load_into({}, {})
 
 
@@ -273,10 +275,10 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
 
 
 def test_a_file_of_another_format_is_neither_written_nor_replaced(tmp_path, weights):
-    with pytest.raises(ValueError, match=r"must end in \.safetensors, the only format written here, got that of npz"):
+    with refuses("…/w.npz", "that of npz"):
         save_weights(tmp_path / "w.npz", weights, SPEC)
     (tmp_path / "w.safetensors").write_text("Dear diary")
-    with pytest.raises(ValueError, match="must be a safetensors file to be replaced, got one that begins with b'Dear"):
+    with refuses("…/w.safetensors", "one that begins with b'Dear dia'"):
         save_weights(tmp_path / "w.safetensors", weights, SPEC)
     assert (tmp_path / "w.safetensors").read_text() == "Dear diary"
     assert os.listdir(tmp_path) == ["w.safetensors"]
@@ -294,7 +296,7 @@ def test_a_write_that_does_not_read_back_is_an_error(tmp_path, monkeypatch, weig
 
 def test_weights_that_do_not_fit_are_not_written(tmp_path, weights):
     del weights["out_proj.bias"]
-    with pytest.raises(ValueError, match="missing"):
+    with refuses("weights"):
         save_weights(tmp_path / "w.safetensors", weights, SPEC)
     assert os.listdir(tmp_path) == []
 
@@ -325,13 +327,13 @@ def test_a_damaged_header_never_raises_anything_but_a_refusal(tmp_path, position
 @pytest.mark.parametrize("spec", ["[" * 100_000, "7", '{"d_model": "8", "num_heads": 2}'])
 def test_a_hostile_spec_is_refused(tmp_path, weights, spec):
     save_tensors(tmp_path / "w", weights, {"format": "1", "spec": spec})
-    with pytest.raises(ValueError, match=r"must hold a valid spec"):
+    with refuses("…/w"):
         load_weights(tmp_path / "w")
 
 
 def test_weights_of_another_dtype_are_refused_and_not_narrowed(sibling, weights):
     module = new_module(sibling, "MultiHeadAttention", SPEC, "float32")
-    with pytest.raises(TypeError, match="weights must have the dtype of the module"):
+    with refuses_type("weights"):
         parity.load_into(module, {name: weight.astype(np.float64) for name, weight in weights.items()})
 
 
@@ -344,13 +346,13 @@ def test_a_file_of_another_kind_is_refused(tmp_path, data):
 
 def test_a_safetensors_file_without_a_spec_is_refused(tmp_path, weights):
     save_tensors(tmp_path / "w", weights, {"format": "1"})
-    with pytest.raises(ValueError, match="must hold a spec"):
+    with refuses("…/w", format="1", metadata=["format"]):
         load_weights(tmp_path / "w")
 
 
 def test_a_file_of_a_later_format_is_refused(tmp_path, weights):
     save_tensors(tmp_path / "w", weights, {"format": "2", "spec": SPEC.to_json()})
-    with pytest.raises(ValueError, match="format 1"):
+    with refuses("…/w", format="2", metadata=["format", "spec"]):
         load_weights(tmp_path / "w")
 
 

@@ -76,6 +76,6 @@ def _check_model_options(options: argparse.Namespace) -> None:
     """Refuse what says something of a model that is not there, or of other work where there is one."""
     if options.model is None:
         if needless := [*(["--layers"] if options.layers is not None else []), *said_of_layers(options)]:
-            raise ValueError(f"{', '.join(needless)} must come with --model")
+            raise refusal(", ".join(needless), "come with --model")
     elif options.what is not None or options.plot is not None:
-        raise ValueError("--model must not be combined with --what or --plot")
+        raise refusal("--model", "not be combined with --what or --plot")

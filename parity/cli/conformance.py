@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     from parity.reporting.json import write_json
 
     if options.peers == (options.target is not None):
-        raise ValueError("either a subject must be given as pkg.module:callable, or --peers")
+        raise refusal("either a subject", "be given as pkg.module:callable, or --peers")
     heads, mask = ("d_model", "num_heads", "num_kv_heads"), ("mask_name", "mask_true", "causal_name", "causal")
     declared = {
         name: value
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     check_names("--dtypes", options.dtypes, DTYPES)
     if options.peers:
         if flags:
-            raise ValueError(f"--peers must not be combined with {', '.join(flags)}")
+            raise refusal("--peers", f"not be combined with {', '.join(flags)}")
         names = fnmatch.filter(PEERS, options.only)
         if not names:
             raise refusal("--only", "match a peer", {"--only": options.only}, hint=f"there are {', '.join(PEERS)}")

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
             raise refusal("--framework", "come with PKG.MODULE:CALLABLE", " ".join(options.files))
         return ranks.diagnose(options)
     if options.case is not None:
-        raise ValueError("--case must come with --ranks")
+        raise refusal("--case", "come with --ranks")
     if taps.are_taps(options.files):
         if options.framework or options.not_causal or options.layouts:
             raise refusal("recordings", "come with --weights alone", f"{' '.join(options.files)} with more")
@@ -198,7 +198,7 @@ def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
     from parity.core.problem import make_problem
 
     if options.weights is None:
-        raise ValueError(f"--weights must name a file of the weights that {options.files[0]} should have")
+        raise refusal("--weights", f"name a file of the weights that {options.files[0]} should have")
     function = load_callable(options.files[0])
     if isinstance(function, type):
         raise refusal(options.files[0], "be a function or a layer that was made", "the class")
@@ -207,7 +207,7 @@ def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
         check_has_weights(function, options.files[0])
     framework = options.framework or framework_of(function)
     if framework is None:
-        raise ValueError(f"--framework must say whose arrays {options.files[0]} takes, one of {list(FRAMEWORKS)}")
+        raise refusal("--framework", f"say whose arrays {options.files[0]} takes, one of {list(FRAMEWORKS)}")
     if reason := why_missing(FRAMEWORKS[framework]):
         raise ModuleNotFoundError(reason)
     layouts, prefixes = options.layouts or [None], options.prefix or [None]

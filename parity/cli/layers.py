@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -18,6 +17,14 @@ if TYPE_CHECKING:
     from parity.conversion.not_compared import NotCompared
 
 HEADS = ("num_heads", "num_kv_heads", "head_dim")
+
+FLAGS = {
+    "source": "--from",
+    "layout": "--from",
+    "target": "--to",
+    **{name: flag_of(name) for name in ("prefix", "to_prefix", "drop", "fill_bias", "ranks", "against", "layers")},
+}
+"""Flags of the arguments that the functions behind the commands refuse."""
 
 
 def add_layer_options(parser: argparse.ArgumentParser, what: str = "", *, many: bool = False) -> None:
@@ -74,20 +81,20 @@ def warn_of_parts(path: str) -> None:
 
 @contextmanager
 def in_flags(options: argparse.Namespace) -> Iterator[None]:
-    """What is refused is said in the words of the command line: `--to-prefix a` and not `to_prefix='a'`."""
-    flags = {"source": "--from", "layout": "--from", "target": "--to", "prefix": "--prefix", "to_prefix": "--to-prefix"}
-    flags |= {"drop": "--drop", "ranks": "--ranks", "against": "--against", "layers": "--layers"}
-    heads = {name: flag_of(name) for name in HEADS if getattr(options, name) is not None}
+    """Show refusals with flags instead of arguments: `--to-prefix a` instead of `to_prefix='a'`."""
+    from mha_spec import Refusal
+
+    def rename(name: str, value: Any) -> tuple[str, Any]:
+        if name == "keep_rest":
+            return "--rest", "drop"
+        if name in HEADS:  # layouts have rules about numbers of heads that nobody passed
+            return (name if value is None or value != getattr(options, name) else flag_of(name)), value
+        return FLAGS.get(name, name), value
+
     try:
         yield
-    except (ValueError, TypeError) as error:
-        text = str(error).replace("as many {i} as prefix", "as many {i} as --prefix")
-        text = text.replace("fill_bias=True", "--fill-bias").replace("keep_rest=False", "--rest drop")
-        for name, flag in (flags | heads).items():
-            of_layer = "be (?:at least|an integer)" if name in heads else ""  # layouts have rules for layers
-            text = re.sub(rf"(^|: |\(){name}(?= must {of_layer})", rf"\1{flag}", text)
-            text = re.sub(rf"(?<![\w-]){name}=", f"{flag} ", text)
-        raise (TypeError if isinstance(error, TypeError) else ValueError)(text) from None
+    except Refusal as refused:
+        raise refused.renamed(rename) from None
 
 
 class Pairs(NamedTuple):

@@ -41,7 +41,7 @@ from parity.cli import (
     verify,
 )
 from parity.cli.help import EXIT_STATUS
-from parity.cli.messages import is_writable, say, warn
+from parity.cli.messages import is_writable, refusal, say, warn
 from parity.cli.paths import REPORTS, STANDARD_OUTPUT, check_destinations
 from parity.conversion.not_carried import NotCarriedWarning
 from parity.text import in_line
@@ -197,7 +197,7 @@ def _run_command(options: argparse.Namespace) -> int:
     if not to_stdout:
         return run(options)
     if len(to_stdout) > 1:
-        raise ValueError(f"--{' and --'.join(to_stdout)} must not both be standard output")
+        raise refusal(f"--{' and --'.join(to_stdout)}", "not both be standard output")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report"
         setattr(options, to_stdout[0], str(path))

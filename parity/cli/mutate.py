@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import fnmatch
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from parity.cli.help import Page
 from parity.cli.messages import refusal
 from parity.cli.options import add_json_option, add_params_option, name_list, named_by_flags
+
+if TYPE_CHECKING:
+    from mha_spec import Refusal
 
 PAGE = Page(
     "would your tests notice? plant known mistakes in your own attention",
@@ -64,14 +68,14 @@ def run(options: argparse.Namespace) -> int:
     names = [name for name in fit if name in wanted]
     left_out = {name: reason for name, reason in reasons.items() if name in wanted}
     if not names:
-        raise ValueError(_nothing(options, left_out))
+        raise _nothing(options, left_out)
     tests = Suite(options.subject, view, options.tests, options.timeout)
     with progress_bar(1 + len(names)) as on_mistake:
         outcomes = list(mutate(tests, names, jobs=options.jobs, on_mistake=on_mistake))
     left_out |= {outcome.mistake: outcome.by for outcome in outcomes if outcome.status is Status.NOT_PLANTED}
     outcomes = [outcome for outcome in outcomes if outcome.status is not Status.NOT_PLANTED]
     if not outcomes:
-        raise ValueError(_nothing(options, left_out))
+        raise _nothing(options, left_out)
     print_mutations(options.subject, outcomes, left_out, console(), view.note)
     if options.json is not None:
         found = {"outcomes": [outcome.to_dict() for outcome in outcomes], "not_planted": left_out}
@@ -79,13 +83,13 @@ def run(options: argparse.Namespace) -> int:
     return 0 if all(outcome.is_caught for outcome in outcomes) else 1
 
 
-def _nothing(options: argparse.Namespace, left_out: Mapping[str, str]) -> str:
-    """What is said where none of the mistakes that were asked for can be planted."""
+def _nothing(options: argparse.Namespace, left_out: Mapping[str, str]) -> Refusal:
+    """The refusal if none of the requested mistakes can be planted."""
     flags = [f"--{name}" for name in ("only", "skip") if getattr(options, name)]
-    rule = f"must leave a mistake that can be planted in {options.subject}"
-    rule = f"{' and '.join(flags)} {rule}" if flags else f"{options.subject} must take a mistake that is known"
     reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
-    return f"{rule}, got none: {reasons}"
+    if flags:
+        return refusal(" and ".join(flags), f"leave a mistake that can be planted in {options.subject}", reasons)
+    return refusal(options.subject, "take a known mistake", reasons)
 
 
 def _wanted(only: list[str] | None, skip: list[str] | None) -> set[str]:

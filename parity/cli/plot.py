@@ -96,9 +96,9 @@ def _attention(options: argparse.Namespace) -> tuple[str, Any]:
     if options.stage is not None:
         raise refusal("--stage", "be left out for a file of weights", {"--stage": options.stage})
     if options.input is None and (needless := [flag for flag, value in of_input.items() if value]):
-        raise ValueError(f"{', '.join(needless)} must come with --input")
+        raise refusal(", ".join(needless), "come with --input")
     if options.input is None and case is None:
-        raise ValueError("--input or --case must say what the layer is applied to")
+        raise refusal("--input or --case", "say what the layer is applied to")
     with in_flags(options):
         weights, spec = load(options.source, options.layout, prefix=options.prefix, **layer_options(options))
     if case is not None:

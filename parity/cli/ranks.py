@@ -35,7 +35,7 @@ def diagnose(options: argparse.Namespace) -> int:
     size, paths = max(divided.values()), options.files
     if len(paths) != size:
         told = f"got {len(paths)}: {' '.join(paths)}"
-        raise ValueError(f"--ranks {options.ranks} must come with a file of each rank, {size} in order, {told}")
+        raise refusal(f"--ranks {options.ranks}", f"come with a file of each rank, {size} in order, {told}")
     if twice := next((path for path in paths if paths.count(path) > 1), ""):
         raise refusal("ranks", "have a file each", f"{twice} twice")
     _check_order(paths)
@@ -81,7 +81,7 @@ def _problem_of_case(options: argparse.Namespace, files: Mapping[str, Stages]) -
         raise refusal("--weights or --case", "say what the ranks share", "--ranks alone")
     said = {"from": options.layouts, "prefix": options.prefix, "not-causal": options.not_causal}
     if needless := [flag_of(name) for name, value in (said | layer_options(options)).items() if value]:
-        raise ValueError(f"{', '.join(needless)} must come with --weights")
+        raise refusal(", ".join(needless), "come with --weights")
     if (case := find_case(options.case)) is None:
         raise refusal("--case", "be one of `mha-parity cases`, or random-N", {"--case": options.case})
     _check_names(options, files, ())
@@ -99,7 +99,7 @@ def _problem_of_layer(options: argparse.Namespace, files: Mapping[str, Stages]) 
     from parity.reporting.console import console
 
     if options.case is not None:
-        raise ValueError("--case must not be combined with --weights, which has a layer of its own")
+        raise refusal("--case", "not be combined with --weights, which has a layer of its own")
     with in_flags(options):
         layout, prefix = (options.layouts or [None])[0], (options.prefix or [None])[0]
         weights, spec = load(options.weights, layout, prefix=prefix, **layer_options(options))

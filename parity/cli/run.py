@@ -157,7 +157,7 @@ def _mesh(options: argparse.Namespace, backends: Sequence[str]) -> MeshPlan | No
 
     if options.mesh is None:
         if needless := [flag for flag in ("devices", "axes") if getattr(options, flag) is not None]:
-            raise ValueError(f"--{' and --'.join(needless)} must come with --mesh")
+            raise refusal(f"--{' and --'.join(needless)}", "come with --mesh")
         return None
     mesh = parse_mesh(options.mesh, options.axes or "automatic")
     if options.devices is not None:
@@ -176,11 +176,11 @@ def _check_weight_options(options: argparse.Namespace) -> None:
     source = "--model" if options.model is not None else "--weights"
     if getattr(options, source[2:]) is None:
         if needless := said_of_layers(options):
-            raise ValueError(f"{', '.join(needless)} must come with --weights or --model")
+            raise refusal(", ".join(needless), "come with --weights or --model")
     elif options.cases is not None or options.random or options.save_traces or options.join or options.python:
-        raise ValueError(f"{source} must not be combined with --cases, --random, --save-traces, --join or --python")
+        raise refusal(source, "not be combined with --cases, --random, --save-traces, --join or --python")
     if options.model is None and (given := [flag for flag in ("layers", "against") if getattr(options, flag)]):
-        raise ValueError(f"--{' and --'.join(given)} must come with --model")
+        raise refusal(f"--{' and --'.join(given)}", "come with --model")
 
 
 def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:

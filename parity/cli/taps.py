@@ -71,7 +71,7 @@ def _compare_two(paths: Sequence[str], options: argparse.Namespace, *, with_tabl
     from parity.tapping.record import load_tap
 
     if len(paths) < 2:
-        raise ValueError(f"--weights must name the folder of the model that {paths[0]} should be of, or give two")
+        raise refusal("--weights", f"name the folder of the model that {paths[0]} should be of, or give two")
     difference: TapDifference = judge_taps(*map(load_tap, paths))
     print_difference(difference, console(), with_table=with_table)
     if options.json is not None:

@@ -271,7 +271,7 @@ def _file_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
         ValueError: if other weights are there already: the folder could not be opened afterwards.
     """
     if not Path(path).suffix and not os.path.exists(path):
-        raise ValueError(f"{path} must end in the suffix of a file, such as .safetensors, or be a folder that is there")
+        raise Refusal(path, "end in the suffix of a file, such as .safetensors, or be a folder that is there")
     if not os.path.isdir(path) or Path(path).suffix in SUFFIXES:
         return path
     name = "model.safetensors"
@@ -420,7 +420,8 @@ def _written(layer: Layer, target: Layout, drop: Collection[str], *, fill_bias: 
         except DoesNotFit:
             raise error from None  # biases would not help
         if not fill_bias:
-            raise DoesNotFit(f"{error}; fill_bias=True adds biases of zeros") from None
+            error.remedy, error.hint = {"fill_bias": True}, "adds biases of zeros"
+            raise
         spec = filled
     unread = {name: value for name, value in layer.unread.items() if name not in drop}
     check_carried(spec, target, () if layer.heads_from == "config.json" else ("rope",), unread)
@@ -436,7 +437,7 @@ def _targets(layers: list[Layer], prefix: str, to_prefix: str) -> tuple[dict[str
     if len(kinds) > 1 or not (to_places == places or takes_apart or stacks_up):
         raise Refusal(
             "to_prefix",
-            "have as many {i} as prefix, or one more to take a stack apart, or none to stack what is numbered",
+            "have as many {i} as the source, or one more to take a stack apart, or none to stack what is numbered",
             to_prefix=to_prefix,
             prefix=prefix,
         )
@@ -454,7 +455,7 @@ def _targets(layers: list[Layer], prefix: str, to_prefix: str) -> tuple[dict[str
         if numbers != list(range(len(group))):
             raise Refusal("layers", "be numbered from 0 without gaps to be stacked", layers=numbers)
         if len({(*layer.to_spec.weight_shapes.items(), layer.dtype) for layer in group}) > 1:
-            raise ValueError(f"layers must be of one shape and dtype to be stacked, those of {prefix} are not")
+            raise Refusal("layers", f"be of one shape and dtype to be stacked, those of {prefix} are not")
     return targets, stacks_up or (is_stack and not takes_apart)
 
 

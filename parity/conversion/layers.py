@@ -20,7 +20,7 @@ from parity.conversion.layouts.views import lay_out, read_out
 from parity.conversion.metadata import ENTRY, Known, concrete_prefix, sources, what_is_known
 from parity.conversion.model_config import is_of_rope
 from parity.conversion.not_carried import NotCarriedWarning
-from parity.conversion.prefixes import either, fitting_prefixes, numbered
+from parity.conversion.prefixes import fitting_prefixes, numbered
 from parity.conversion.ranks import open_checkpoint
 from parity.core.weights import Weights, is_finite, is_floating, weight_shapes
 from parity.core.words import some_of
@@ -271,23 +271,20 @@ def layers_under(
         attention = {concrete: held for concrete, held in found.items() if not known.is_other(concrete)}
         found = attention or found
     if not found:
-        raise ValueError(_no_layer(file, prefix, layout, path))
+        raise _no_layer(Refusal, file, prefix, layout, path)
     layers = []
     for concrete, (numbers, held) in found.items():
         held = _of_model(file, concrete, held, known)
         infos = {short: file.infos[name] for name, short in held.items()}
         try:
             each, axis = _identify({short: info.shape for short, info in infos.items()}, concrete, layout, known)
-        except ValueError as error:
-            why = f"{concrete or path}: {error}"
+        except Refusal as error:
             if isinstance(error, DoesNotFit):
                 if not concrete and any(fitting_prefixes({name: x.shape for name, x in file.infos.items()}, layout)):
-                    raise DoesNotFit(_no_layer(file, prefix, layout, path)) from None
+                    raise _no_layer(DoesNotFit, file, prefix, layout, path) from None
                 if any(map(QUANTISED.search, held.values())):
-                    why += "; it is quantised, and only GGUF is read so"
-            if isinstance(error, Refusal):
-                raise error.within(concrete or str(path)) from None
-            raise type(error)(why) from None
+                    error.hint = "; ".join(filter(None, [error.hint, "it is quantized, and only GGUF is read so"]))
+            raise error.within(concrete or str(path)) from None
         dtypes = sorted({info.dtype.name for info in infos.values()})
         if len(dtypes) > 1 or not is_floating(next(iter(infos.values())).dtype):
             raise Refusal(concrete or path, "have one floating-point dtype", str(dtypes))
@@ -367,7 +364,7 @@ def _check_values(layer: Layer) -> None:
     is_shared = any(tensor.is_shared for tensor in layer.form)
     if is_shared != layer.model.keys_are_values:
         rule = "be made as keys are" if layer.model.keys_are_values else "have a projection of their own"
-        raise DoesNotFit(f"{layer.label}: values must {rule}, by config.json, got {shorten(layer.sources.values())}")
+        raise DoesNotFit("values", f"{rule}, by config.json", str(shorten(layer.sources.values())), where=layer.label)
 
 
 def _of_model(file: TensorCache, prefix: str, held: Mapping[str, str], known: Known) -> dict[str, str]:
@@ -404,7 +401,7 @@ def _identify(
             except DoesNotFit as error:
                 wrong = wrong or error
     if len(stacks) > 1:
-        raise DoesNotFit(f"the axis of a stack must be plain, got shapes that fit on {[axis for _, axis in stacks]}")
+        raise DoesNotFit("the axis of a stack", "be plain", f"shapes that fit on {[axis for _, axis in stacks]}")
     if stacks:
         return stacks[0]
     if wrong is not None:
@@ -430,7 +427,7 @@ def _entries(
         DoesNotFit: if nothing is known of them, they are not all of the model's, or these are not their shapes.
     """
     if known.layer_at(f"{prefix}[{size}]") is not None:
-        raise DoesNotFit(f"a stack must be of all layers that config.json tells of, got {size} of them")
+        raise DoesNotFit("a stack", "be of all layers that config.json tells of", f"{size} of them")
     return [(index, *_entry(shapes, f"{prefix}[{index}]", layout, known)) for index in range(size)]
 
 
@@ -444,16 +441,16 @@ def _entry(
     """
     told = known.spec_at(label)
     if told is None:
-        raise DoesNotFit(f"the model must have a layer {label}, and its configuration has none")
+        raise DoesNotFit("the model", f"have a layer {label}, and its configuration has none")
     find_tensors(shapes, told[0], layout)
     return told
 
 
-def _no_layer(file: TensorCache, prefix: str, layout: Layout, path: str | os.PathLike[str]) -> str:
-    """That there is no layer of a prefix, and the prefixes that there are layers of."""
+def _no_layer(
+    kind: type[Refusal], file: TensorCache, prefix: str, layout: Layout, path: str | os.PathLike[str]
+) -> Refusal:
+    """The refusal of a prefix without a layer, which names the prefixes of layers."""
     fitting = fitting_prefixes({name: info.shape for name, info in file.infos.items()}, layout)
-    if fitting:
-        hint = f"for {layout.name} {either([f'prefix={each!r}' for each in fitting])} fits"
-    else:
-        hint = f"none in it fits {layout.name}; `mha-parity inspect` lists what fits"
-    return f"prefix must be that of a layer in {path}, got prefix={prefix!r}; {hint}"
+    hint = f"fits {layout.name}" if fitting else f"none fits {layout.name}; `mha-parity inspect` lists what fits"
+    remedy = [{"prefix": each} for each in fitting]
+    return kind("prefix", f"be that of a layer in {path}", prefix=prefix, remedy=remedy, hint=hint)

@@ -17,7 +17,7 @@ from mha_spec import AttentionSpec, Refusal, Rope
 from parity.conversion.layouts import LAYOUTS, Layout, find_layout, find_spec
 from parity.conversion.layouts.layout import DROPPABLE, UNSAID
 from parity.conversion.model_config import HEADS, Beside, beside, is_of_rope
-from parity.conversion.prefixes import either, fitting_prefixes, numbered
+from parity.conversion.prefixes import fitting_prefixes, numbered
 from parity.conversion.ranks import NORMS, SAID, open_checkpoint
 from parity.core.weights import FORMAT, read_spec
 from parity.files import TensorFile
@@ -176,7 +176,7 @@ def what_is_known(file: TensorFile, said: Heads) -> Known:
     said = dict(said)
     spec, counts = said.pop("spec", None), [said.get(name) for name in HEADS[:3]]
     if spec is not None and (given := [name for name, value in said.items() if value is not None]):
-        raise ValueError(f"{', '.join(given)} must not be said beside a spec")
+        raise Refusal(", ".join(given), "not be said beside a spec")
     own = _own_specs(file) if _is_ours(file.metadata) else {}
     saved = own.get("")
     told = {name: getattr(saved, name) for name in HEADS} if saved is not None else {}
@@ -305,15 +305,13 @@ def sources(
     shapes = {name: info.shape for name, info in file.infos.items()}
     found = [(each, p) for each in LAYOUTS.values() for p in fitting_prefixes(shapes, each)]
     packings = {each.packing for each, _ in found}
-    fitting = [
-        f"{what}={each.name!r} with prefix={p!r}{f' ({each.packing})' if each.packing else ''}" for each, p in found
-    ]
-    why = known.beside.why_unknown
-    raise ValueError(
-        f"{what} must be given for {path}, whose metadata do not have it; "
-        f"{f'{either(fitting)} fits' if fitting else '`mha-parity inspect` lists what is in it'}"
-        f"{'; no shape shows the order of packed heads' if len(packings) > 1 else ''}{f'; {why}' if why else ''}"
-    )
+    fitting = [{what: each.name, "prefix": p} for each, p in found]
+    packed = [f"{each.name} is {each.packing}" for each, _ in found if each.packing]
+    hint = ["fits" if fitting else "`mha-parity inspect` lists what is in it"]
+    if len(packings) > 1:
+        hint += ["no shape shows the order of packed heads", *dict.fromkeys(packed)]
+    hint += filter(None, [known.beside.why_unknown])
+    raise Refusal(what, f"be given for {path}, whose metadata do not have it", remedy=fitting, hint="; ".join(hint))
 
 
 def _of_model(file: TensorFile, known: Known) -> dict[str, str]:
@@ -330,8 +328,8 @@ def _of_model(file: TensorFile, known: Known) -> dict[str, str]:
             continue
         found.setdefault(numbered(prefix), layer.layout)
         if (first := places.setdefault(id(layer), prefix)) != prefix:
-            both = either([f"prefix={numbered(each)!r}" for each in (first, prefix)])
-            raise ValueError(f"prefix must tell which layers of {file.path} are those of config.json: {both}")
+            remedy = [{"prefix": numbered(each)} for each in (first, prefix)]
+            raise Refusal("prefix", f"tell which layers of {file.path} are those of config.json", remedy=remedy)
     return found
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mha_spec import Rope
+from mha_spec import Refusal, Rope
 from parity.files import TensorFile
 from parity.models.config import Config, read_config
 from parity.models.specs import ModelLayer, known_parts, read_layers, sections_of, specs_of, why_unknown
@@ -66,7 +66,7 @@ def beside(file: TensorFile, *, is_told: bool = False) -> Beside:
     except OSError:
         return Beside(why_unknown="no config.json lies beside it")
     except ValueError as error:  # cut off, or something else: nobody says what of the model is in it
-        raise ValueError(f"{path} must be a configuration, or not be there: {error}") from None
+        raise Refusal(path, f"be a configuration, or not be there: {error}") from None
     layers: dict[str, Sequence[ModelLayer]] = {}
     unread: dict[str, Any] = {}
     why = ""
@@ -76,7 +76,7 @@ def beside(file: TensorFile, *, is_told: bool = False) -> Beside:
             unread |= {f"{name}.{key}" if name else key: value for key, value in others.items()}
         except ValueError as error:
             if not is_told:
-                raise ValueError(f"config.json beside {file.path} must be understood: {error}") from None
+                raise Refusal(f"config.json beside {file.path}", f"be understood: {error}") from None
             why = f"it is not understood: {error}"
     plain = _in_config(config, known=layers)
     if not layers:
@@ -146,7 +146,7 @@ def _layers_of_gguf(file: TensorFile) -> tuple[ModelLayer, ...]:
     try:
         found = specs_of({"model_type": family, **config})
     except ValueError as error:
-        raise ValueError(f"the values of {file.path} must be understood: {error}") from None
+        raise Refusal(f"the values of {file.path}", f"be understood: {error}") from None
     return tuple(replace(layer, path=f"blk.{layer.index}", layout=layout) for layer in found)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from parity.conversion.layouts import Layout, find_spec
 from parity.conversion.layouts.detection import HeadsUnknown, stack_size
@@ -72,8 +72,3 @@ def possible_prefixes(names: Iterable[str], layout: Layout) -> dict[str, str]:
             elif name.endswith(f".{ending}"):
                 found.setdefault(name.removesuffix(f".{ending}"), name)
     return found
-
-
-def either(words: Sequence[str], most: int = 3) -> str:
-    """What fits, in words, of which no more than some are shown."""
-    return " or ".join(words[:most]) + (f" (or {len(words) - most} more)" if len(words) > most else "")

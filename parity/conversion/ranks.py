@@ -120,7 +120,7 @@ def _joined(folder: Path, layout: Layout, ranks: Ranks, paths: list[Path]) -> Te
     """The files of all ranks as one, whose tensors are joined as they are read: memory holds one, and a rank's part."""
     numbers = [_rank_of(path, ranks) for path in paths]
     if missing := sorted({*range(numbers[-1])} - {*numbers}):
-        raise ValueError(f"{folder} must have the files of all ranks, missing rank {missing[0]} of {numbers[-1] + 1}")
+        raise Refusal(folder, f"have the files of all ranks, missing rank {missing[0]} of {numbers[-1] + 1}")
     with ExitStack() as stack:
         files = [stack.enter_context(open_tensors(path)) for path in paths]
         first = files[0]
@@ -162,21 +162,20 @@ def _join(
 ) -> np.ndarray:
     """A tensor of the parts that ranks have."""
     if division is None:
-        raise ValueError(
-            f"{folder} must be read without its other tensors, as with keep_rest=False: "
-            f"how ranks divide {name} is not known"
-        )
+        hint = f"leaves out {name}, whose division over ranks is unknown"
+        raise Refusal(folder, "be read without its other tensors", remedy={"keep_rest": False}, hint=hint)
     whole = np.empty(info.shape, info.dtype)
     places = _parts(whole, division, len(reads))
     before = b""
     for rank, read in enumerate(reads):
         part = read()
         if division.axis is None and rank and part.tobytes() != before:
-            raise ValueError(f"{folder} must have the same {name} on all ranks, rank {rank} has other values")
+            raise Refusal(folder, f"have the same {name} on all ranks, rank {rank} has other values")
         if division.axis is not None and part.tobytes() == before and (part != part.flat[0]).any():
-            raise ValueError(
-                f"{folder} must have each head on one rank, ranks {rank - 1} and {rank} have the same {name}; "
-                f"key/value heads that ranks share are not joined"
+            raise Refusal(
+                folder,
+                f"have each head on one rank, ranks {rank - 1} and {rank} have the same {name}",
+                hint="key/value heads that ranks share are not joined",
             )
         places[rank][...] = part.reshape(places[rank].shape)
         before = part.tobytes()
@@ -258,10 +257,8 @@ def _known_division(
     """How a whole tensor is divided over so many ranks."""
     division = _division(name, shapes, layout, ranks, norms)
     if division is None:
-        raise ValueError(
-            f"{name} must be left out of the files of ranks, as with keep_rest=False, since it is not known how they "
-            f"divide it"
-        )
+        hint = "leaves it out, because its division over ranks is unknown"
+        raise Refusal(name, "be left out of the files of ranks", remedy={"keep_rest": False}, hint=hint)
     if division.axis is not None and shapes[name][division.axis] % (division.blocks * count):
         raise Refusal(name, "divide over the ranks", {f"{name}.shape": shapes[name], "ranks": count})
     return division

@@ -130,10 +130,9 @@ def check_held(names: Iterable[str], spec: AttentionSpec) -> None:
     wanted, held = set(spec.held_shapes), set(names)
     missing, unexpected = sorted(wanted - held), sorted(held - wanted)
     if missing or unexpected:
-        wrapped = "; a projection that is wrapped, as by LoRA, must be merged first" if missing and unexpected else ""
-        raise ValueError(
-            f"module must hold exactly the weights of its spec, missing {missing}, unexpected {unexpected}{wrapped}"
-        )
+        wrapped = "a projection that is wrapped, as by LoRA, must be merged first" if missing and unexpected else ""
+        rule = "hold exactly the weights of its spec"
+        raise Refusal("module", rule, missing=missing, unexpected=unexpected, hint=wrapped)
 
 
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
@@ -222,7 +221,7 @@ def read_spec(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Atte
     try:
         return AttentionSpec.from_json(metadata["spec"])
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must hold a valid spec: {error}") from None
+        raise Refusal(path, f"hold a valid spec: {error}") from None
 
 
 def pack_qkv(weights: Mapping[str, np.ndarray]) -> Weights:

@@ -113,7 +113,7 @@ def read_array(path: str | os.PathLike[str]) -> np.ndarray:
         with open(path, "rb") as file:
             return np.lib.format.read_array(file, allow_pickle=False)
     except (ValueError, EOFError):
-        raise ValueError(f"{path} must hold one array as numpy.save writes it") from None
+        raise Refusal(path, "hold one array as numpy.save writes it") from None
 
 
 def _input(name: str, x: np.ndarray, width: int) -> np.ndarray:

@@ -225,7 +225,7 @@ def _runs(layer: TappedLayer) -> list[list[TappedCall]]:
     runs: list[list[TappedCall]] = []
     for call in layer.calls:
         if call.past is None:
-            raise ValueError(f"{layer.name} must say how many tokens its cache holds, and that cannot be told")
+            raise Refusal(layer.name, "say how many tokens its cache holds, and that cannot be told")
         if not call.past:
             runs.append([])
         elif not runs:

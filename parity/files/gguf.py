@@ -105,7 +105,7 @@ class _Entry(NamedTuple):
             nbytes = max(0, end - self.offset)
             info = TensorInfo(self.shape, np.dtype([(self.kind, "V1")]), nbytes)
         if self.offset + nbytes > end:
-            raise ValueError(f"tensors must lie in the file, one after the other, but {name} does not")
+            raise Refusal("tensors", f"lie in the file, one after the other, but {name} does not")
         return info
 
 
@@ -163,7 +163,7 @@ def _entries(cursor: Cursor, count: int) -> dict[str, _Entry]:
     for _ in range(count):
         name, num_dims = _text(cursor), cursor.unpack("<I")
         if name in entries or num_dims > MAX_DIMS:
-            raise ValueError(f"each tensor must be there once, with at most {MAX_DIMS} axes, but {name} is not")
+            raise Refusal("each tensor", f"be there once, with at most {MAX_DIMS} axes, but {name} is not")
         shape = tuple(cursor.unpack("<Q") for _ in range(num_dims))[::-1]
         kind, offset = cursor.unpack("<I"), cursor.unpack("<Q")
         entries[name] = _Entry(shape, (TYPES[kind] if kind < len(TYPES) else None) or f"type {kind}", offset)

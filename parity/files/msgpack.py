@@ -118,7 +118,7 @@ def open_msgpack(path: Path, file: BinaryIO) -> TensorFile:
     cursor = Cursor(file)
     tree = _Walker(cursor).node()
     if not isinstance(tree, dict) or cursor.tell() != cursor.size:
-        raise ValueError(f"{path} must be one dict in msgpack and nothing more, but it is not")
+        raise Refusal(path, "be one dict in msgpack and nothing more, but it is not")
     metadata = text_by_name(tree.pop(METADATA, None))
     leaves = flatten(tree)
     arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, _Array)}
@@ -181,7 +181,7 @@ class _Walker:
                 return bool(length)
             case "none":
                 return None
-        raise ValueError(f"a value must be of a kind that msgpack has, but one at {self.cursor.tell() - 1} is not")
+        raise Refusal("a value", f"be of a kind that msgpack has, but one at {self.cursor.tell() - 1} is not")
 
     def entries(self, length: int, depth: int) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
@@ -199,7 +199,7 @@ class _Walker:
             self.cursor.skip(length)
             return None
         if self.head() != ("list", 3):
-            raise ValueError("an array must be a shape, a dtype and bytes, but one is not")
+            raise Refusal("an array", "be a shape, a dtype and bytes, but one is not")
         shape, dtype = self.node(depth), self.node(depth)
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise Refusal("an array", f"hold one of {sorted(DTYPES)}", str(dtype))
@@ -207,7 +207,7 @@ class _Walker:
         kind, size = self.head()
         begin = self.cursor.tell()
         if kind != "bytes" or info.nbytes != size or begin + size != end:
-            raise ValueError(f"an array must have {info.nbytes} bytes, as its shape says, but one does not")
+            raise Refusal("an array", f"have {info.nbytes} bytes, as its shape says, but one does not")
         self.cursor.skip(size)
         return _Array(info, [Piece(self.cursor.file, begin, size)])
 
@@ -219,7 +219,7 @@ def _joined(entries: dict[Any, Any]) -> Any:
     shape, chunks = ([part[str(i)] for i in range(len(part))] for part in (entries["shape"], entries["chunks"]))
     info = TensorInfo.of(shape, chunks[0].info.dtype)
     if any(chunk.info.dtype != info.dtype for chunk in chunks):
-        raise ValueError("the chunks of an array must have one dtype, but they do not")
+        raise Refusal("the chunks of an array", "have one dtype, but they do not")
     if sum(chunk.info.nbytes for chunk in chunks) != info.nbytes:
-        raise ValueError(f"the chunks of an array must have {info.nbytes} bytes together, but they do not")
+        raise Refusal("the chunks of an array", f"have {info.nbytes} bytes together, but they do not")
     return _Array(info, [piece for chunk in chunks for piece in chunk.pieces])

@@ -135,11 +135,11 @@ def shards_in(path: Path) -> list[str]:
 
 def _read_index(path: Path) -> dict[str, Any]:
     if not stat.S_ISREG(path.stat().st_mode) or path.stat().st_size > MAX_INDEX:
-        raise ValueError(f"{path} must be a file of at most {MAX_INDEX} bytes, but it is not")
+        raise Refusal(path, f"be a file of at most {MAX_INDEX} bytes, but it is not")
     index = parse_json(path.read_bytes())
     shard_of = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shard_of, dict) or not shard_of or shard_of != text_by_name(shard_of):
-        raise ValueError(f"{path} must have a weight_map from the names of tensors to those of files, but it has none")
+        raise Refusal(path, "have a weight_map from the names of tensors to those of files, but it has none")
     for shard in shard_of.values():
         if shard in ("", ".", "..") or any(character in shard for character in "/\\\0"):
             raise Refusal(path, "name shards in its own folder", repr(shard))
@@ -156,9 +156,7 @@ def _open_index(path: Path) -> TensorFile:
         try:
             lost = sorted(file.infos.keys() ^ shard_of.keys())
             if lost:
-                raise ValueError(
-                    f"{path} must list just the tensors of its shards, but {lost[0]} is in one of them only"
-                )
+                raise Refusal(path, f"list just the tensors of its shards, but {lost[0]} is in one of them only")
             told = index.get("metadata")
             for name, value in (told if isinstance(told, dict) else {}).items():
                 if name != "total_size":  # which `infos` tell
@@ -177,7 +175,7 @@ def _open_shards(path: Path, folder: Path, names: list[str]) -> TensorFile:
         numbers = range(1, int(match[3]) + 1) if match else ()
         all_of = (f"{match[1]}-{i:05}-of-{match[3]}{match[4]}" for i in numbers if match)
         if missing := next((each for each in all_of if each not in names), None):
-            raise ValueError(f"{path} must have all {len(numbers)} shards, and lacks {missing!r}")
+            raise Refusal(path, f"have all {len(numbers)} shards, and lacks {missing!r}")
     infos: dict[str, TensorInfo] = {}
     places: dict[str, list[Piece]] = {}
     shard_of: dict[str, TensorFile] = {}
@@ -189,7 +187,7 @@ def _open_shards(path: Path, folder: Path, names: list[str]) -> TensorFile:
             shard = stack.enter_context(open_file(folder / name))
             for tensor, info in shard.infos.items():
                 if tensor in infos:
-                    raise ValueError(f"{path} must have each tensor once, but {tensor} is in two of {names}")
+                    raise Refusal(path, f"have each tensor once, but {tensor} is in two of {names}")
                 infos[tensor], shard_of[tensor] = info, shard
             places |= shard.places
             ignored += shard.ignored

@@ -85,7 +85,7 @@ def check_target(
     stale = {name for name in shards if own.fullmatch(name) and _exists(folder / name)}
     for place in there:
         if place != index and place.name not in stale:
-            raise ValueError(f"{place} must be named by {index} to be replaced, but it is not")
+            raise Refusal(place, f"be named by {index} to be replaced, but it is not")
     for name in sorted(stale):
         _refuse_others(folder / name, folder / name, kind)
     return sorted(stale - set(names))
@@ -121,13 +121,13 @@ def _refuse_others(path: Path, place: Path, kind: str) -> None:
         return
     if kind == "orbax":
         if not stat.S_ISDIR(mode):
-            raise ValueError(f"{path} must be a folder or not exist yet, but it is something else")
+            raise Refusal(path, "be a folder or not exist yet, but it is something else")
         others = _others_in(place)
         if others:
             raise Refusal(path, "be an orbax checkpoint and nothing else to be replaced", f"{others} there")
         return
     if not stat.S_ISREG(mode):
-        raise ValueError(f"{path} must be a file or not exist yet, but it is something else")
+        raise Refusal(path, "be a file or not exist yet, but it is something else")
     with place.open("rb") as file:
         begin = file.read(16)
     if begin and not _begins(kind, begin):
@@ -170,7 +170,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         ValueError: if it is not a path.
     """
     if not os.fspath(path):
-        raise ValueError("a path must not be empty")
+        raise Refusal("a path", "not be empty")
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:

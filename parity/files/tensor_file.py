@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 
 
 def _closed(name: str) -> NoReturn:
-    raise ValueError(f"{name} must be read before the file is closed")
+    raise Refusal(name, "be read before the file is closed")
 
 
 @dataclass
@@ -387,7 +387,7 @@ def nest(names: Iterable[str]) -> dict[str, Any]:
 
 @contextmanager
 def in_one_line(path: Path, kind: str) -> Iterator[None]:
-    """Whatever readers raise becomes an OSError or a ValueError of one line that names the file.
+    """Whatever readers raise becomes an OSError or a refusal of one line that names the file.
 
     A damaged file can make them raise nearly anything. What is missing on the machine is reported as it is.
     """
@@ -395,11 +395,13 @@ def in_one_line(path: Path, kind: str) -> Iterator[None]:
         yield
     except (ImportError, FileNotFoundError, PermissionError):
         raise
+    except Refusal as error:
+        raise (error if str(path) in str(error) else error.within(str(path))) from None
     except Exception as error:
-        text = str(error).strip().partition("\n")[0] or type(error).__name__
-        if not text.startswith(str(path)):
-            text = f"{path} must be a whole {kind} file: {text}"
-        raise (OSError if isinstance(error, OSError) else ValueError)(in_line(text)) from None
+        text = in_line(str(error).strip().partition("\n")[0] or type(error).__name__)
+        if isinstance(error, OSError):
+            raise OSError(text if str(path) in text else f"{path}: {text}") from None
+        raise Refusal(path, f"be a whole {kind} file", text) from None
 
 
 def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:

@@ -60,7 +60,7 @@ def open_zip(file: BinaryIO) -> zipfile.ZipFile:
     file.seek(-22 - len(archive.comment), 2)
     end = file.read(22)
     if end[:4] != b"PK\5\6" or int.from_bytes(end[20:], "little") != len(archive.comment):
-        raise ValueError("an archive must end where it says, but it does not")  # the library is silent
+        raise Refusal("an archive", "end where it says, but it does not")  # the library is silent
     members = archive.infolist()
     twice = [name for name, count in Counter(member.filename for member in members).items() if count > 1]
     if twice:
@@ -68,9 +68,9 @@ def open_zip(file: BinaryIO) -> zipfile.ZipFile:
     size = file.seek(0, 2)
     for member in members:
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or member.flag_bits & 1:
-            raise ValueError(f"members must be stored or deflated, and not encrypted, but {member.filename} is not")
+            raise Refusal("members", f"be stored or deflated, and not encrypted, but {member.filename} is not")
     if sum(member.compress_size for member in members) > size:
-        raise ValueError("members must not overlap, but they do")
+        raise Refusal("members", "not overlap, but they do")
     check_inflation(sum(member.file_size for member in members), size)
     return archive
 
@@ -141,7 +141,7 @@ def open_npz(path: Path, file: BinaryIO) -> TensorFile:
         with archive.open(member) as stream:
             info = _read_header(stream)[0]
             if stream.tell() + info.nbytes != member.file_size:
-                raise ValueError(f"{member.filename} must have {info.nbytes} bytes after its header, as that says")
+                raise Refusal(member.filename, f"have {info.nbytes} bytes after its header, as that says")
         infos[member.filename.removesuffix(".npy")] = info
     metadata = _metadata(archive)
     members = {_dotted(name): name for name in infos} if "sha256" not in metadata else {name: name for name in infos}
@@ -185,7 +185,7 @@ def _read_header(stream: IO[bytes]) -> tuple[TensorInfo, np.dtype, bool]:
         text = text.replace(old, new)
     header = parse_json(re.sub(r",\s*([]}])", r"\1", text).encode())
     if not isinstance(header, dict) or header.keys() != {"descr", "fortran_order", "shape"}:
-        raise ValueError("an array must have a descr, a fortran_order and a shape in its header, but one does not")
+        raise Refusal("an array", "have a descr, a fortran_order and a shape in its header, but one does not")
     descr, is_fortran = header["descr"], header["fortran_order"]
     plain = isinstance(descr, str) and re.fullmatch(r"[<>|=]?[A-Za-z]\d{1,2}", descr) is not None
     stored = np.dtype(descr) if plain else np.dtype(object)
@@ -280,10 +280,10 @@ def open_torch(path: Path, file: BinaryIO) -> TensorFile:
         file.seek(0)
         if file.read(len(LEGACY)) == LEGACY:
             return _tensors_in(path, _load(path, mmap=False), file.seek(0, 2), None)
-        raise ValueError(f"{path} must be a file that torch.save wrote, but it is something else or cut off")
+        raise Refusal(path, "be a file that torch.save wrote, but it is something else or cut off")
     archive = open_zip(file)
     if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-        raise ValueError("members of an archive of torch's must not be compressed, but they are")
+        raise Refusal("members of an archive of torch's", "not be compressed, but they are")
     byteorder = ""
     if _checksums(archive):
         for member in archive.infolist():
@@ -311,7 +311,7 @@ def _load(path: Path, *, mmap: bool) -> Any:
     except pickle.UnpicklingError as error:  # its text tells how to load it nevertheless
         reason = re.search(r"WeightsUnpickler error: (.*)", str(error))
         what = reason[1] if reason else "what is in it cannot be determined"
-        raise ValueError(f"{path} must hold tensors and nothing that is executed: {what}") from None
+        raise Refusal(path, f"hold tensors and nothing that is executed: {what}") from None
 
 
 def _tensors_in(path: Path, tree: Any, size: int, archive: zipfile.ZipFile | None) -> TensorFile:
@@ -322,7 +322,7 @@ def _tensors_in(path: Path, tree: Any, size: int, archive: zipfile.ZipFile | Non
     # A storage that is said to be longer than it is goes on in the next one.
     sizes = set() if archive is None else {member.file_size for member in archive.infolist()}
     if archive is not None and not {tensor.untyped_storage().nbytes() for tensor in found.values()} <= sizes | {0}:
-        raise ValueError("each storage must be as long as the member that holds it, but one is not")
+        raise Refusal("each storage", "be as long as the member that holds it, but one is not")
     check_inflation(sum(info.nbytes for info in infos.values()), size)  # a tensor may repeat a number, or another one
     checksums, whole = _checksums(archive), set()
 

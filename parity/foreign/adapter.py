@@ -136,8 +136,7 @@ class Adapter(ABC):
             if field.name not in HELD and getattr(spec, field.name) != field.default
         }
         if others:
-            got = ", ".join(f"{name}={value}" for name, value in others.items())
-            raise Refusal(f"the spec of a {self.name}", f"have no {' or '.join(others)}", str(got))
+            raise Refusal(f"the spec of a {self.name}", f"have no {' or '.join(others)}", others)
 
 
 def _shape_and_dtype(tensor: Any) -> str:
@@ -157,5 +156,4 @@ def refuse_where(computes: Mapping[str, Any], what: str) -> None:
     """
     others = {name: value for name, value in computes.items() if value is not None and value is not False}
     if others:
-        got = ", ".join(f"{name}={value}" for name, value in others.items())
-        raise Refusal(f"a {what}", f"have no {' or '.join(others)}", str(got))
+        raise Refusal(f"a {what}", f"have no {' or '.join(others)}", others)

@@ -57,8 +57,8 @@ class _KerasAttention(Adapter):
 
     def tensors(self, module: Any) -> Mapping[str, Any]:
         if not module.built:
-            raise ValueError(
-                f"a {self.name} must be built, as layer.build(query_shape, value_shape) does, before it has weights"
+            raise Refusal(
+                f"a {self.name}", "be built, as layer.build(query_shape, value_shape) does, before it has weights"
             )
         # A path ends with the projection and its kernel or bias; it begins with the names of what the layer is in.
         return {".".join(variable.path.split("/")[-2:]): variable.value for variable in module.weights}

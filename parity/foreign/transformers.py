@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mha_spec import Refusal
 from parity.conversion.layouts import LAYOUTS
 from parity.models.specs import ModelLayer
 
@@ -61,7 +62,7 @@ class Skeleton:
         except ValueError as error:  # which lists all that there are
             if "Unrecognized configuration class" not in str(error):
                 raise
-            raise ValueError(f"transformers must have a model of {type(config).__name__}, and has none") from None
+            raise Refusal("transformers", f"have a model of {type(config).__name__}, and has none") from None
 
     def run(
         self,

@@ -73,7 +73,7 @@ def values_of(config: Any) -> Mapping[str, Any]:
     raise WrongType("config", "be that of a model, its values or a path", type(config).__name__)
 
 
-class MissingKey(ValueError):
+class MissingKey(Refusal):
     """A key that must be there is not."""
 
 
@@ -129,7 +129,7 @@ class Config:
         if found is not None:
             return found
         if default is None:
-            raise MissingKey(f"the configuration must have {self.where}{' or '.join(names)}, and it is not there")
+            raise MissingKey("the configuration", f"have {self.where}{' or '.join(names)}, and it is not there")
         return _default(names[0], default)
 
     def pass_over(self, kind: type) -> bool:

@@ -97,10 +97,8 @@ def specs_of(config: Any, *, part: str | None = None) -> list[ModelLayer]:
     layers, unread = read_layers(values_of(config), part)
     if unread:
         family = part_of(values_of(config), part)["model_type"]
-        raise ValueError(
-            f"every key about attention must be understood, and of model_type={family!r} these are not: "
-            f"{', '.join(f'{name}={value!r}' for name, value in unread.items())}"
-        )
+        names = ", ".join(f"{name}={value!r}" for name, value in unread.items())
+        raise Refusal("every key about attention", f"be understood in model_type={family!r}", names)
     return layers
 
 
@@ -184,7 +182,7 @@ def _part(config: Mapping[str, Any], name: str, where: str = "") -> Mapping[str,
     """
     if name not in sections_of(config):
         parts = _in_words(config, where) or f"none, for {where.removesuffix('.') or 'the model'} is one"
-        raise ValueError(f"part must be a part of the model: {parts}; got part={where + name!r}")
+        raise Refusal("part", f"be a part of the model: {parts}", part=where + name)
     part, whole = config[name], config.get("model_type")
     own = part.get("model_type")
     return part if own and own != whole else {**part, "model_type": f"{whole}_{name.removesuffix('_config')}"}
@@ -254,10 +252,11 @@ def _family(values: Mapping[str, Any], where: str) -> Family:
     if sections_of(values) and str(values.get("model_type")) not in NOT_COVERED:
         if not any(map(_is_known, (_part(values, name) for name in sections_of(values)))):
             why = "; ".join(f"{where}{name}: {why_unknown(_part(values, name))}" for name in sections_of(values))
-            raise ValueError(f"a part of the model must be of a family that is known, and none is: {why}")
+            raise Refusal("a part of the model", f"be of a family that is known, and none is: {why}")
         part = where.removesuffix(".") or None
-        raise ValueError(f"part must tell which part of the model: {_in_words(values, where)}; got part={part!r}")
-    raise ValueError(why_unknown(values))
+        raise Refusal("part", f"tell which part of the model: {_in_words(values, where)}", part=part)
+    rule = f"be one of the {len(FAMILIES)} families that docs/configurations.md lists"
+    raise Refusal("model_type", rule, model_type=values.get("model_type"), hint=why_unknown(values))
 
 
 def why_unknown(values: Mapping[str, Any]) -> str:
@@ -272,9 +271,8 @@ def why_unknown(values: Mapping[str, Any]) -> str:
     near = " or ".join(get_close_matches(str(name), FAMILIES, 3))
     read = [key for key in values if ABOUT_ATTENTION.search(key) and not SAYS_NOTHING.fullmatch(key)]
     return (
-        f"model_type must be that of one of the {len(FAMILIES)} families that docs/configurations.md lists, "
-        f"got model_type={name!r}{f', near {near}' if near else ''}; a family would have to say what these keys mean: "
-        f"{', '.join(sorted(read)) or 'none, for nothing here is about attention'}"
+        f"model_type {name!r} is unknown{f' (near: {near})' if near else ''}, and so is the meaning of "
+        f"{', '.join(sorted(read)) or 'its keys, none of which is about attention'}"
     )
 
 
@@ -298,7 +296,7 @@ def _layer(stack: Stack, place: Place) -> ModelLayer:
     except MissingKey:
         raise
     except (TypeError, ValueError) as error:
-        raise ValueError(f"layer {place.layer} must be one that AttentionSpec has: {error}") from error
+        raise Refusal(f"layer {place.layer}", f"be one that AttentionSpec has: {error}") from error
     needed = KINDS[place.kind]
     if needed is not None and getattr(spec, needed) is None:
         raise Refusal(f"layer {place.layer}", f"have a {needed} to be of kind {place.kind!r}", "none in this family")

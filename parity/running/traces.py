@@ -67,9 +67,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         raise Refusal(path, "be of a known case, dtype and backend", str(got))
     problem = make_problem(case, metadata["dtype"])
     if problem.digest != metadata["digest"]:
-        raise ValueError(
-            f"{path} must come from the weights and inputs of case {problem.case.name}, its digest differs"
-        )
+        raise Refusal(path, f"come from the weights and inputs of case {problem.case.name}, its digest differs")
     parts: dict[str, dict[str, np.ndarray]] = {"accumulated": {}, "local": {}}
     for name, value in tensors.items():
         part, _, stage = name.partition("/")

@@ -219,7 +219,7 @@ def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None, inside:
             )
         found = [name for name in modules if any(name in names for names in fits.values())]
     if not found:
-        raise ValueError("model must have modules whose class is named …Attention…, or layers must name some")
+        raise Refusal("model", "have modules whose class is named …Attention…, or layers must name some")
     return found
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mha_spec import Refusal
 from parity.core.arrays import to_numpy
 from parity.tapping.record import Tapped, TappedCall, TappedLayer, chosen, is_hidden, kinds_of
 
@@ -35,7 +36,7 @@ def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None) -> Iterator[Ta
     """Record the attention layers of a torch model: see `parity.tap`."""
     modules = dict(model.named_modules())
     if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl for each in modules.values()):
-        raise ValueError("model must not be compiled, for hooks do not see what a compiled one computes")
+        raise Refusal("model", "not be compiled, for hooks do not see what a compiled one computes")
     inside = {name: [each for each in modules if each != name and _is_inside(each, name)] for name in modules}
     names = chosen(modules, patterns, inside)
     config: Any = getattr(model, "config", None)

@@ -146,7 +146,7 @@ def compare_arrays(
     if (expected is None) == (problem is None):
         raise WrongType("one of expected and problem", "be given", str("neither" if problem is None else "both"))
     if problem is not None and not (same_precision is None and dtype is None):
-        raise TypeError("problem must not be combined with same_precision or dtype: it gives both")
+        raise WrongType("problem", "not be combined with same_precision or dtype: it gives both")
     if problem is not None and not isinstance(problem, Problem):
         raise WrongType("problem", "be a Problem, see parity.make_problem", type(problem).__name__)
     if actual is None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import ttnn
+from refusals import refuses
 
 import mha_tt
 from mha_tt import mock
@@ -86,7 +87,7 @@ def test_boards_open_and_multiply_and_may_be_opened_again(run_python, tmp_path):
 
 
 def test_unknown_board_is_refused():
-    with pytest.raises(ValueError, match=r"board must be one of \['n150', .*\], got board='n151'"):
+    with refuses("board", board="n151"):
         mock.use("n151")
 
 
@@ -99,7 +100,7 @@ def test_second_board_is_refused(opened_device):
 
 def test_cache_folder_with_a_blank_in_its_path_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "my cache"))
-    with pytest.raises(ValueError, match=r"the cache folder must have no blanks in its path, .*my cache"):
+    with refuses("the cache folder"):
         mock.use(USED)
     assert list(tmp_path.iterdir()) == []
 

@@ -32,7 +32,7 @@ USUAL = (64, 128, 32, 80, 96, 256)  # sizes of heads, told first where more than
 TOLD_BY = "that of a config.json beside the file, or spec=… from Python"
 
 
-class DoesNotFit(ValueError):
+class DoesNotFit(Refusal):
     """Tensors are not those of a layout, or of no layer with these heads."""
 
 
@@ -40,7 +40,7 @@ class HeadsDoNotFit(DoesNotFit):
     """Tensors are those of a layout, with other heads than those that were given."""
 
 
-class HeadsUnknown(ValueError):
+class HeadsUnknown(Refusal):
     """Shapes fit more than one number of heads."""
 
 
@@ -71,7 +71,7 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
     if len(found) != 1:
         likeliest = max(range(len(missing)), key=lambda i: len(required[i]) - len(missing[i]))
         what = "more than one of its forms" if found else f"missing {missing[likeliest]}"
-        raise DoesNotFit(f"tensors must be those of {layout.name}, got {what} in {shorten(sorted(names))}")
+        raise DoesNotFit("tensors", f"be those of {layout.name}", f"{what} in {shorten(sorted(names))}")
     stacks = [(tensor.name, matches(tensor.name, names)) for tensor in found[0] if tensor.is_per_head]
     count = max((len(heads) for _, heads in stacks), default=0)
     gaps = [
@@ -79,13 +79,13 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
     ]
     if gaps:
         raise DoesNotFit(
-            f"tensors must be those of {layout.name}, got missing {shorten(gaps)} in {shorten(sorted(names))}"
+            "tensors", f"be those of {layout.name}", f"missing {shorten(gaps)} in {shorten(sorted(names))}"
         )
     known = set().union(*(matches(tensor.name, names) for tensor in (*found[0], *layout.others)))
     unknown = sorted(name for name in names - known if not layout.ignores(name))
     others = [name for name in unknown if not layout.leaves_unsaid(name)]
     if others:
-        raise DoesNotFit(f"tensors must be those of {layout.name}, got unknown names {shorten(others)}")
+        raise DoesNotFit("tensors", f"be those of {layout.name}", f"unknown names {shorten(others)}")
     _check_said(unknown, layout)
     return found[0]
 
@@ -94,8 +94,11 @@ def _check_said(names: Iterable[str], layout: Layout) -> None:
     """Refuse tensors that no specification says."""
     if unsaid := sorted(name for name in names if layout.leaves_unsaid(name)):
         raise SpecUnknown(
-            f"a layer in {layout.name} adds to its scores what no specification says, got {shorten(unsaid)}; "
-            f"drop={UNSAID} leaves it out"
+            f"a layer in {layout.name}",
+            "add nothing to its scores that no specification says",
+            shorten(unsaid),
+            remedy={"drop": UNSAID},
+            hint="leaves it out",
         )
 
 
@@ -106,7 +109,7 @@ def tensors_for(spec: AttentionSpec, layout: Layout) -> list[tuple[Tensor, ...]]
         DoesNotFit: if none can.
     """
     if broken := broken_rules(spec, layout):
-        raise DoesNotFit(f"{layout.name} cannot hold this layer: {broken}")
+        raise DoesNotFit("the layer", f"be one that {layout.name} can hold: {broken}")
     wanted = spec.weight_shapes.keys()
     found, nameless = [], set(wanted)
     for form in layout.forms:
@@ -116,21 +119,29 @@ def tensors_for(spec: AttentionSpec, layout: Layout) -> list[tuple[Tensor, ...]]
         if held == wanted and not any(_packs_two_sizes(tensor, spec) for tensor in tensors):
             found.append(tensors)
     if not found:
-        raise DoesNotFit(f"{layout.name} cannot hold this layer: {_why_not(layout, wanted, nameless)}")
+        raise _has_no_form(layout, wanted, nameless)
     return found
 
 
-def _why_not(layout: Layout, wanted: Collection[str], nameless: Collection[str]) -> str:
-    """Why no form of a layout can hold a layer, by the names of its weights and of those for which no form has any."""
+def _has_no_form(layout: Layout, wanted: Collection[str], nameless: Collection[str]) -> DoesNotFit:
+    """The refusal of a layer that no form of a layout can hold.
+
+    Args:
+        layout: the layout.
+        wanted: names of the layer's weights.
+        nameless: those that no form has a name for.
+    """
     if nameless:
         norms = [name for name in ("qk_norm", "v_norm") if weights_of_norm(name) & {*nameless}]
-        hint = f"; drop={','.join(norms)} leaves it out" if norms else ""
-        return f"it has no names for {shorten(sorted(nameless))}{hint}"
+        remedy, hint = ({"drop": ",".join(norms)}, "leaves it out") if norms else ((), "")
+        rule = f"have only weights for which {layout.name} has names"
+        return DoesNotFit("the layer", rule, shorten(sorted(nameless)), remedy=remedy, hint=hint)
     for tensor in (tensor for tensor in layout.tensors if tensor.kind == "bias"):
         without = [part for part in tensor.parts if part not in wanted]
         if 0 < len(without) < len(tensor.parts):
-            return f"{tensor.name} must be of projections that all have a bias, got none of {', '.join(without)}"
-    return "it packs what is not of one size here"
+            rule = f"have a bias in all projections that {tensor.name} of {layout.name} packs"
+            return DoesNotFit("the layer", rule, f"none of {', '.join(without)}")
+    return DoesNotFit("the layer", f"have equal sizes where {layout.name} packs projections")
 
 
 def _packs_two_sizes(tensor: Tensor, spec: AttentionSpec) -> bool:
@@ -162,8 +173,8 @@ def find_tensors(shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, lay
             return tensors
     nearest = min(wanted, key=lambda each: len(each.keys() ^ given.keys()))
     if any(count := _scanned(given, each) for each in wanted):
-        raise DoesNotFit(f"layers must be stacked on the first axis, got {count} on the second in {layout.name}")
-    raise DoesNotFit(f"tensors must be those of {layout.name}, got {_difference(given, nearest)}")
+        raise DoesNotFit("layers", "be stacked on the first axis", f"{count} on the second in {layout.name}")
+    raise DoesNotFit("tensors", f"be those of {layout.name}", str(_difference(given, nearest)))
 
 
 def _scanned(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> int:
@@ -220,10 +231,10 @@ def find_spec(
     said = _counts(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     form = find_form(shapes, layout)
     if layout.needs_spec:
-        raise DoesNotFit(f"a layer in {layout.name} must be told by a specification, {TOLD_BY}")
+        raise DoesNotFit(f"a layer in {layout.name}", f"be told by a specification, {TOLD_BY}")
     if beside := names_of(layout.others, shapes):
         raise SpecUnknown(
-            f"what {shorten(sorted(beside))} do in {layout.name} must be told by a specification, {TOLD_BY}"
+            f"what {shorten(sorted(beside))} do in {layout.name}", f"be told by a specification, {TOLD_BY}"
         )
     present = [tensor for tensor in form if matches(tensor.name, shapes)]
     biases = {part for tensor in present if tensor.kind == "bias" for part in tensor.parts}
@@ -261,10 +272,9 @@ def find_spec(
             fitting.append(spec)
     if not fitting:
         if said and not reasons and (rule := _head_rule(present, shapes, layout)):
-            got = " and ".join(f"{name}={value}" for name, value in said.items())
-            raise HeadsDoNotFit(f"{rule} in {layout.name}, got {got}")
+            raise HeadsDoNotFit(rule[0], f"{rule[1]} in {layout.name}", said)
         raise DoesNotFit(
-            f"shapes must be those of a layer in {layout.name}{f' ({reasons[0]})' if reasons else ''}, got {told}"
+            "shapes", f"be those of a layer in {layout.name}{(f' ({reasons[0]})' if reasons else '')}", str(told)
         )
     if layout.ranks is not None and head_dim is None:
         _check_whole(fitting, layout)
@@ -272,8 +282,9 @@ def find_spec(
         fitting.sort(key=lambda s: (USUAL.index(s.head_dim) if s.head_dim in USUAL else len(USUAL), -s.head_dim))
         options = ", ".join(f"{s.num_heads} x {s.head_dim} (key/value {s.num_kv_heads})" for s in fitting[:4])
         raise HeadsUnknown(
-            f"the heads must be given for {layout.name}, whose shapes fit {options}"
-            f"{', …' if len(fitting) > 4 else ''}; {_deciding(fitting)} decides"
+            "the heads",
+            f"be given for {layout.name}, whose shapes fit {options}{(', …' if len(fitting) > 4 else '')}",
+            hint=f"{_deciding(fitting)} decides",
         )
     return fitting[0]
 
@@ -285,9 +296,12 @@ def _check_whole(fitting: list[AttentionSpec], layout: Layout) -> None:
     """
     if all(spec.q_width != spec.d_model for spec in fitting):
         raise DoesNotFit(
-            f"head_dim must be said in {layout.name} where num_heads * head_dim is not d_model, as in the file of one "
-            f"rank of several, got num_heads={fitting[0].num_heads}, head_dim={fitting[0].head_dim} and "
-            f"d_model={fitting[0].d_model}"
+            "head_dim",
+            f"be said in {layout.name} where num_heads * head_dim is not d_model, as in the file of one "
+            "rank of several",
+            num_heads=fitting[0].num_heads,
+            head_dim=fitting[0].head_dim,
+            d_model=fitting[0].d_model,
         )
 
 
@@ -307,8 +321,8 @@ def _counts(**said: int | None) -> dict[str, int]:
     return found
 
 
-def _head_rule(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> str:
-    """What the heads must be for a layer of these shapes, or nothing if no heads would do."""
+def _head_rule(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> tuple[str, str] | None:
+    """A product of heads and its rule for a layer of these shapes, or None if no heads would do."""
     size = "head_dim in whole tiles" if layout.padded else "head_dim"
     rows: dict[str, int] = {}
     for tensor in present:
@@ -319,9 +333,9 @@ def _head_rule(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], lay
     except HeadsUnknown:
         pass
     except ValueError:
-        return ""
+        return None
     (first, count), *others = rows.items()
-    return f"{first} * {size} must be {count}" + "".join(f", and {heads} * {size} {n}" for heads, n in others)
+    return f"{first} * {size}", f"be {count}" + "".join(f", and {heads} * {size} {n}" for heads, n in others)
 
 
 def _head_count(tensor: Tensor) -> str:
@@ -384,11 +398,11 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], present: Collection[Ten
     """
     axes = {name: len(tensor.groups()) for tensor in present for name in matches(tensor.name, shapes)}
     if any(len(shape) != axes[name] for name, shape in shapes.items()):
-        raise DoesNotFit(f"shapes must be those of a layer in {layout.name}, got {dict(shapes)}")
-    rule = f"shapes must be those of a layer in {layout.name}, of sizes from 1 to {MAX_SIZE}"
+        raise DoesNotFit("shapes", f"be those of a layer in {layout.name}", str(dict(shapes)))
+    rule = f"be those of a layer in {layout.name}, of sizes from 1 to {MAX_SIZE}"
     for name, shape in shapes.items():
         if not all(1 <= size <= MAX_SIZE for size in shape):
-            raise DoesNotFit(f"{rule}, got {name}.shape={shape}")
+            raise DoesNotFit("shapes", rule, {f"{name}.shape": shape})
 
 
 def _widths(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

@@ -363,11 +363,8 @@ def check_carried(
     """
     lost = lost_in(layout, spec) | ({} if {*CARRIED} <= {*layout.carries} else dict(unread or {}))
     if set(lost) - set(but_for):
-        got = ", ".join(f"{name}={value}" for name, value in lost.items())
-        raise ValueError(
-            f"{layout.name} cannot hold this layer: weights there, and what takes them, say nothing of {got}; "
-            f"drop={','.join(lost)} leaves it out"
-        )
+        rule = f"be one that weights in {layout.name}, and what takes them, can express"
+        raise Refusal("the layer", rule, lost, remedy={"drop": ",".join(lost)}, hint="leaves it out")
 
 
 def without(spec: AttentionSpec, names: Iterable[str]) -> AttentionSpec:

@@ -73,7 +73,8 @@ def _kind_of_kimi_linear(config: Config, index: int) -> str:
         return "full_attention" if index and index % 4 == 0 else "linear_attention"
     full, linear = (config.section("linear_attn_config").find(f"{name}_layers") for name in ("full_attn", "kda"))
     if full is None or linear is None or (index + 1 in full.value) == (index + 1 in linear.value):
-        raise Refusal("linear_attn_config", "say one kind of each layer", full_attn_layers=full, kda_layers=linear)
+        got = {f"{name}_layers": each and each.value for name, each in (("full_attn", full), ("kda", linear))}
+        raise Refusal("linear_attn_config", "say one kind of each layer", got)
     return "full_attention" if index + 1 in full.value else "linear_attention"
 
 
