@@ -1,5 +1,7 @@
 """The diagnosis of large layers: named by samples, the same each time, with little work and within its time."""
 
+import itertools
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -9,16 +11,20 @@ import parity
 from mha_spec import AttentionSpec, Rope
 from parity import Case, make_problem
 from parity.core import reference
+from parity.core.absorbed import Unmade, rows_of_query
 from parity.core.compare import kept_dtype
 from parity.core.reference import Arithmetic, Layer, arithmetic
+from parity.core.sample import Sample
 from parity.core.stages import run_steps
 from parity.core.trace import Reference
 from parity.core.weights import dtype_named
+from parity.core.work import Work, uncounted
 from parity.diagnosis.diagnose import diagnose
 from parity.diagnosis.flow import flow_of
 from parity.diagnosis.mistakes import mistakes_for, wrong_layer
 from parity.diagnosis.mistakes.record import Changed
-from parity.diagnosis.sampling import confirming, in_order, multiplications, parts
+from parity.diagnosis.remembered import remembering
+from parity.diagnosis.sampling import Whole, in_order, multiplications
 
 LLAMA = Case(
     "llama",
@@ -29,6 +35,8 @@ LLAMA = Case(
     is_causal=True,
 )
 BERT = Case("bert", AttentionSpec(256, 4), "", batch=1, seq_len=160)
+CROSS = replace(BERT, name="cross", seq_len_k=200, key_padding_lengths=(190,))
+DECODE = replace(LLAMA, name="decode", seq_len=161, is_causal=False, chunks=(160, 1), capacity=164)
 
 ENOUGH = 120.0
 """Seconds for a search, so that no load of the machine that runs the tests decides."""
@@ -36,7 +44,7 @@ ENOUGH = 120.0
 
 @pytest.fixture(scope="module")
 def problems():
-    return {case.name: make_problem(case, "float32") for case in (LLAMA, BERT)}
+    return {case.name: make_problem(case, "float32") for case in (LLAMA, BERT, CROSS)}
 
 
 def given_by(problem, name=None):
@@ -50,6 +58,11 @@ def given_by(problem, name=None):
 
 def names_of(diagnosis):
     return [name for explanation in diagnosis.explanations for name in explanation.hypotheses]
+
+
+def laws_of(diagnosis):
+    """The simplest law of each stage that no mistake explains, and its numbers."""
+    return {law.name: law.numbers for unknown in diagnosis.unknowns if (law := unknown.law) is not None}
 
 
 @pytest.fixture
@@ -72,8 +85,13 @@ SHOWN_BY = {
     "rows that see later keys": ("llama", "mask-ignored"),
     "all queries of the first keys": ("llama", "softmax-over-queries"),
     "the first tokens of the first head": ("llama", "heads-not-moved-back"),
-    "rows and all keys": ("bert", "k_proj-transposed"),
+    "rows and all keys": ("bert", "scale-missing"),
     "rows of other sequences": ("bert", "batch-as-tokens"),
+    "the other queries as one row": ("bert", "softmax-over-queries"),
+    "that of cross-attention": ("cross", "softmax-over-queries"),
+    "values much larger than they should be": ("bert", "softmax-log"),
+    "keys that are not made": ("bert", "k_proj-transposed"),
+    "rows of the weights of others": ("bert", "fused-qkv-read-per-head"),
 }
 """A mistake for each way in which a sample shows one."""
 
@@ -90,7 +108,13 @@ def test_a_mistake_is_named_by_the_output_alone_with_little_work(problems, work,
 
 
 @pytest.mark.parametrize(
-    ("layer", "name"), [("llama", "rope-off-by-one-q"), ("llama", "causal-off-by-one"), ("bert", "v-heads-rolled")]
+    ("layer", "name"),
+    [
+        ("llama", "rope-off-by-one-q"),
+        ("llama", "causal-off-by-one"),
+        ("bert", "v-heads-rolled"),
+        ("bert", "softmax-over-queries"),
+    ],
 )
 def test_a_mistake_is_named_by_all_stages(problems, layer, name):
     given = given_by(problems[layer], name)
@@ -98,6 +122,18 @@ def test_a_mistake_is_named_by_all_stages(problems, layer, name):
     diagnosis = diagnose(given, problems[layer], seconds=ENOUGH)
     assert names_of(diagnosis) == [name]
     assert "q" in diagnosis.conventions
+
+
+@pytest.mark.parametrize("name", ["q_proj-transposed", "causal-off-by-one", "cache-slot-late"])
+def test_a_mistake_of_a_layer_with_a_cache_is_named(name):
+    problem = make_problem(DECODE, "float32")
+    made = [each for each in mistakes_for(DECODE) if each.name == name][:1]
+    values = run_steps(wrong_layer(problem, "float64", made).steps())
+    outputs = {stage: values[stage].astype(np.float32) for stage in ("step0.output", "step1.output")}
+    diagnosis = diagnose(outputs, problem, seconds=ENOUGH if name.startswith("cache") else 5.0)
+    assert names_of(diagnosis) == [name]
+    assert ("first call" in diagnosis.sample) == (not name.startswith("cache"))
+    assert {*outputs} >= {*diagnosis.explanations[0].stages} >= {"step1.output"}
 
 
 def test_mistakes_in_two_stages_are_both_named(problems):
@@ -129,26 +165,60 @@ def test_a_wrong_place_that_no_sample_has_is_found(problems):
         parity.assert_parity(output, problem=problems["llama"])
 
 
-# ---- Its time --------------------------------------------------------------------------------------------------------
+def test_a_law_of_a_sample_is_that_of_another_one_too(problems):
+    output = given_by(problems["bert"])["output"]
+    diagnosis = diagnose({"output": 1.01 * output}, problems["bert"])
+    assert laws_of(diagnosis) == {"factor": {"axes": [], "factors": [pytest.approx(1.01)]}}
+    output[..., :128] *= 1.01  # the features of one sample
+    assert diagnose({"output": output}, problems["bert"]).kind == "unknown"
 
 
-def test_the_time_limit_holds_inside_a_product(problems, monkeypatch):
-    """The clock stands still but in the parts of products: in one of them the time ends, and the search with it."""
-    output = given_by(problems["llama"], "q_proj-transposed")["output"]
-    now, multiply, late = [0.0], np.matmul, []
+def test_a_number_of_the_specification_is_found_in_a_sample(problems):
+    problem = problems["bert"]
+    other = replace(problem, case=replace(BERT, spec=replace(BERT.spec, scale=0.1)))
+    diagnosis = diagnose({"output": given_by(other)["output"]}, problem)
+    assert laws_of(diagnosis) == {"scale": {"value": pytest.approx(0.1), "expected": 0.125}}
 
-    def slow(*inputs, **options):
-        late.append(now[0] > 3.0)
-        now[0] += 1.0
-        return multiply(*inputs, **options)
 
-    for clock in ("perf_counter", "thread_time"):
-        monkeypatch.setattr(f"parity.diagnosis.search.time.{clock}", lambda: now[0])
-    monkeypatch.setattr(arithmetic, "PART", 2**16)
-    monkeypatch.setattr(arithmetic.np, "matmul", slow)
-    diagnosis = diagnose({"output": output}, problems["llama"], seconds=3.0)
+# ---- Its work --------------------------------------------------------------------------------------------------------
+
+
+def test_no_clock_changes_a_verdict(problems, monkeypatch):
+    """Hours pass each time that somebody looks at a clock."""
+    output, hours = given_by(problems["llama"], "q_proj-transposed")["output"], itertools.count(0.0, 3600.0)
+    for clock in ("perf_counter", "monotonic", "process_time", "thread_time"):
+        monkeypatch.setattr(time, clock, lambda: next(hours))
+    assert names_of(diagnose({"output": output}, problems["llama"])) == ["q_proj-transposed"]
+
+
+def test_the_limit_of_a_search_holds(problems, work):
+    """A search with little work computes little: the samples without mistakes in them."""
+    problem = problems["bert"]
+    output = given_by(problem, "k_proj-transposed")["output"]
+    work.clear()
+    diagnosis = diagnose({"output": output}, problem, seconds=0.01)
     assert "single mistakes" in diagnosis.untried
-    assert len(late) < 20  # of the thousands of parts of all mistakes
+    assert sum(work) < 4 * multiplications(problem)
+
+
+def test_a_product_beyond_the_limit_is_not_computed(rng):
+    a, search, float64 = rng.standard_normal((512, 512)), Work(2e-3), Arithmetic(dtype_named("float64"))
+    with search.counted(), pytest.raises(TimeoutError), search.inside("a product"):
+        float64.matmul(a, a)
+    assert (search.spent, search.untried) == (0.0, "a product")
+    with search.counted(), pytest.raises(TimeoutError), search.inside("another", most=1e-4):
+        float64.matmul(a[:64], a)
+    assert search.untried == "a product"  # whoever put the other one off comes back to it
+
+
+def test_work_within_other_work_counts_for_both(rng):
+    a, outer, inner = rng.standard_normal((64, 64)), Work(1.0), Work(0.5)
+    with outer.counted():
+        with inner.counted():
+            Arithmetic(dtype_named("float64")).matmul(a, a)
+        with uncounted():
+            Arithmetic(dtype_named("float64")).matmul(a, a)
+    assert 0.0 < inner.spent == outer.spent
 
 
 def test_a_failing_assertion_computes_the_reference_once(monkeypatch):
@@ -180,11 +250,54 @@ def test_a_passing_assertion_takes_little_more_than_the_layer(problems, work):
 def test_the_right_layer_is_right_in_every_sample(case):
     problem = make_problem(case, "float32")
     given = wrong_layer(problem, "float64", ()).forward()
-    for part in (*parts(problem, given, reference.Remembered()), *confirming(problem, given, reference.Remembered())):
+    whole = Whole(problem, given, reference.Remembered())
+    for part in (*whole.parts(), *whole.confirming()):
         values = run_steps(Layer(part.problem, Arithmetic(dtype_named("float64"))).steps())
         for stage, x in part.observed.items():
             if part.judged is None or stage in part.judged:
                 np.testing.assert_allclose(values[stage], x, rtol=1e-9, atol=1e-12, err_msg=f"{stage}: {part.words}")
+
+
+GROUPS = replace(BERT.spec, num_kv_heads=2, qkv_bias=False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (LLAMA.spec, "q_proj-transposed"),
+        (BERT.spec, "k_proj-transposed"),
+        (BERT.spec, "v_proj-transposed"),
+        (GROUPS, "q_proj-weights-bfloat16"),
+        (GROUPS, "k_proj-weights-bfloat16"),
+        (GROUPS, "v_proj-weights-bfloat16"),
+    ],
+)
+def test_keys_and_values_that_are_not_made_give_the_same(spec, name):
+    problem, rows = make_problem(replace(BERT, spec=spec, seq_len=24), "float32"), np.array([1, 9])
+    made = [each for each in mistakes_for(problem.case) if each.name == name][:1]
+    some = {rows_of_query(rows): problem.inputs["query"][:, rows]}
+    plain = replace(problem, sample=Sample(rows, np.arange(16)))
+    short = replace(problem, inputs=problem.inputs | some, sample=Sample(rows, np.arange(16), absorbs=True))
+    expected, found = (run_steps(wrong_layer(each, "float64", made).steps()) for each in (plain, short))
+    assert [each for each in "kv" if isinstance(found[each], Unmade)] == [
+        each for each in "kv" if f"{each}_proj" in name
+    ]
+    for stage in ("q", "scores", "attn_weights", "context", "output"):
+        np.testing.assert_allclose(found[stage], expected[stage], rtol=1e-9, atol=1e-12, err_msg=stage)
+
+
+def test_packed_weights_in_another_order_need_no_product(problems, work):
+    problem, remembered = problems["bert"], reference.Remembered()
+    made = next(each for each in mistakes_for(problem.case) if each.name == "fused-qkv-read-per-head")
+    base = remembering(remembered)
+    right, wrong = (wrong_layer(problem, "float64", changes) for changes in ([base], [made, base]))
+    right.qkv({})
+    work.clear()
+    found = wrong.qkv({})
+    assert not work
+    expected = wrong_layer(problem, "float64", [made]).qkv({})
+    for name in "qkv":
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-9, atol=1e-12)
 
 
 def test_stages_are_brought_into_the_order_of_the_reference(problems, rng):

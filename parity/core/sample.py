@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from parity.core import absorbed
 from parity.core.cases import Case
 from parity.core.stages import PATHS, Step, Values
 
@@ -22,6 +23,10 @@ class Sample:
         keys: how many of the first keys they attend to; all when absent.
         kept: how many of the first rows go on after the softmax; all when absent. The others are there for a softmax
             that takes them, too.
+        others: all other query tokens as one more row of scores, (B, N, 1, S): the logarithms of the sums of their
+            exponentials, so that a softmax over the queries has its sums. It does not go on after the softmax.
+        absorbs: whether keys and values of a wrong weight need not be made, see `parity.core.absorbed`; nobody asks for
+            them then.
         rows_out: the rows of the output, of a context that has its place among all tokens. Heads that are combined
             wrongly take what they need from there; when absent the context has the rows alone.
     """
@@ -31,6 +36,8 @@ class Sample:
     keys: int | None = None
     kept: int | None = None
     rows_out: np.ndarray | None = None
+    others: np.ndarray | None = None
+    absorbs: bool = False
 
     def rows_of(self, quantity: str) -> np.ndarray:
         """The query tokens of a stage."""
@@ -51,20 +58,38 @@ def steps_of_sample(layer: Any, sample: Sample, case: Case) -> Sequence[Step]:
     rows, keys = sample.rows, slice(sample.keys)
 
     def mask(values: Values) -> dict[str, np.ndarray]:
-        return {"mask": layer.mask(values)["mask"][:, :, rows, keys]}
+        masked = layer.mask(values)["mask"][:, :, rows, keys]
+        if sample.others is not None:
+            masked = np.concatenate([masked, np.isneginf(sample.others)], axis=2)
+        return {"mask": masked}
 
     def qkv(values: Values) -> dict[str, np.ndarray]:
-        found = {name: x if name in ("q", "gate") else x[:, :, keys] for name, x in layer.qkv(values).items()}
-        found["q"] = found["q"][:, :, rows]
+        wrong, inputs = absorbed.wrong_weights(layer) if sample.absorbs else {}, layer.problem.inputs
+        q = absorbed.queries(layer, rows)
+        left_out = [*wrong, *(["q"] if q is not None else [])]
+        made = absorbed.without(layer, left_out) if left_out else layer
+        found = {name: x if name in ("q", "gate") else x[:, :, keys] for name, x in made.qkv(values).items()}
+        found |= {"q": q if q is not None else found["q"][:, :, rows]} if "q" in layer.asked else {}
+        of = inputs.get("key", inputs["query"])
+        found |= {name: absorbed.unmade(layer, name, x, of, len(rows)) for name, x in wrong.items()}
         return found if "gate" not in found else {**found, "gate": found["gate"][:, sample.rows_of("gate")]}
 
     def scores(values: Values) -> dict[str, np.ndarray]:
-        return layer.scores(values, rows[None])
+        k: Any = values["k"]
+        products = absorbed.products(layer, values, k) if isinstance(k, absorbed.Unmade) else None
+        found = layer.scores(values, rows[None], products)["scores"]
+        if sample.others is not None:
+            others = np.where(np.isneginf(sample.others), 0.0, sample.others)  # which the mask hides
+            found = np.concatenate([found, others.astype(found.dtype)], axis=2)
+        return {"scores": found}
 
     def attn_weights(values: Values) -> dict[str, np.ndarray]:
         return {"attn_weights": layer.attn_weights(values)["attn_weights"][:, :, : sample.kept]}
 
     def context(values: Values) -> dict[str, np.ndarray]:
+        v: Any = values["v"]
+        if isinstance(v, absorbed.Unmade):
+            return {"context": absorbed.context(layer, values, v)}
         return layer.context({**values, "mask": values["mask"][:, :, : sample.kept]})
 
     def output(values: Values) -> dict[str, np.ndarray]:

@@ -1,171 +1,221 @@
 """The diagnosis of a large layer, by samples: each mistake is tried in one, and what is found is confirmed in another.
 
-The samples and their order follow from the problem alone, and so does the verdict, as long as there is time.
+The samples, their order and the work in them follow from the problem alone, and so does the verdict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
-import numpy as np
-
+from parity.core.blas import single_threaded
 from parity.core.compare import Comparison
-from parity.core.problem import Problem
-from parity.core.reference import Remembered
-from parity.diagnosis.sampling import Part, complete, confirming, mixing, parts
-from parity.diagnosis.scope import Scope
+from parity.core.work import Work
+from parity.diagnosis.sampling import FIRST_CALL, Part, Whole
+from parity.diagnosis.scope import EVERYTHING, Scope
 from parity.diagnosis.verdicts import Diagnosis, Explanation, Unknown
 
-Judge = Callable[[Part, Scope, float], tuple[Diagnosis, float]]
-"""Diagnose a sample, within a scope and some seconds; it says how many the search took."""
+Judge = Callable[[Part, Scope, Work], Diagnosis]
+"""Diagnose a sample, within a scope and some work."""
+
+JudgeAll = Callable[[Scope, Work], Diagnosis]
+"""Diagnose all of a problem, within a scope and some work."""
+
+Difference = Callable[[Mapping[str, str]], Comparison | None]
+"""Compare all of a problem but stages that are recorded otherwise, and find the first that differs."""
 
 MIXING = frozenset({"softmax-over-queries", "heads-not-moved-back"})
 """Mistakes that take other rows into each, which no sample of some rows shows as the whole layer does."""
 
+SEARCHES = 0.8
+"""The share of the work left that the search in a sample may do; the rest confirms, or looks for other mistakes."""
+
 CONFIRMS = 0.5
-"""The share of the time left that a confirmation may take."""
+"""The share of the work left that a confirmation may do."""
+
+UNCONFIRMED = "not confirmed within the limit of the search"
 
 ALMOST = 3.0
 """A ratio up to which an error that no sample shows is called rounding."""
 
 
+def diagnosed_by_samples(whole: Whole, judge: Judge, difference: Difference, seconds: float) -> Diagnosis:
+    """What explains the stages of a large problem.
+
+    Args:
+        whole: the problem, without a cache, and its stages in any order of axes.
+        judge: diagnoses a sample.
+        difference: compares all of it; called where no sample differs.
+        seconds: work of the search, see `parity.core.work`.
+    """
+    search = _Search(whole, judge, Work(seconds))
+    if confirmed := search.over(whole.parts()):
+        return confirmed
+    if search.first is not None:
+        return search.mixed() or search.thorough()
+    agreed = search.agreed
+    worst = difference({} if agreed is None else agreed.conventions)
+    if worst is None and agreed is not None:
+        return agreed
+    return search.of_worst(worst)
+
+
+def diagnosed_by_first_call(first: Whole | None, judge: Judge, judge_all: JudgeAll, seconds: float) -> Diagnosis:
+    """What explains the calls of a large layer with a cache: what explains the first one, or anything else.
+
+    Args:
+        first: the first call, if it is a layer by itself.
+        judge: diagnoses a sample of it.
+        judge_all: diagnoses all calls.
+        seconds: work of the search, see `parity.core.work`.
+    """
+    work = Work(seconds)
+    with work.counted(), single_threaded():
+        if first is not None:
+            search = _Search(first, judge, Work(CONFIRMS * seconds))
+            found = search.over(first.parts()) or (search.mixed() if search.first is not None else None)
+            if found is not None and found.explanations:
+                names = {name for each in found.explanations for name in (*each.hypotheses, *each.others)}
+                again = judge_all(Scope(only=frozenset(names), is_quick=True), Work(work.left))
+                if again.explanations and not again.unknowns:
+                    return replace(again, sample=f"the first call ({found.sample}), confirmed by all calls")
+                if again.untried:
+                    return _of_first_call(found)
+        return judge_all(EVERYTHING, Work(work.left))
+
+
+def _of_first_call(found: Diagnosis) -> Diagnosis:
+    """What explains the first call, in the names of its stages."""
+    explanations = [
+        replace(each, stage=FIRST_CALL + each.stage, stages=tuple(FIRST_CALL + stage for stage in each.stages))
+        for each in found.explanations
+    ]
+    sample = f"the first call ({found.sample}), {UNCONFIRMED}"
+    return replace(found, stage=FIRST_CALL + found.stage, explanations=explanations, sample=sample, taken={})
+
+
 @dataclass
 class _Search:
-    """A search in samples: what is left of its time, and what was found so far."""
+    """A search in samples of a problem.
 
+    Attributes:
+        whole: the problem.
+        judge: diagnoses a sample.
+        work: how much it may do.
+        found: explanations of samples, by the names of their mistakes.
+        first: the first sample that differs, and its diagnosis.
+        agreed: the diagnosis of the last sample that does not.
+    """
+
+    whole: Whole
     judge: Judge
-    left: float
-    found: dict[str, Explanation]
+    work: Work
+    found: dict[str, Explanation] = field(default_factory=dict)
     first: tuple[Part, Diagnosis] | None = None
+    agreed: Diagnosis | None = None
 
     def judged(self, part: Part, scope: Scope, share: float = 1.0) -> Diagnosis:
-        """A sample, diagnosed in the time that is left."""
-        diagnosis, spent = self.judge(part, scope, share * self.left)
-        self.left -= spent
-        return diagnosis
+        """A sample, diagnosed with a share of the work that is left."""
+        if not part.observed:
+            return Diagnosis("none")
+        with self.work.counted(), single_threaded():
+            return self.judge(part, scope, Work(share * self.work.left))
+
+    def over(self, parts: Iterable[Part]) -> Diagnosis | None:
+        """What the first sample shows that another one confirms."""
+        for part in parts:
+            diagnosis = self.judged(part, Scope(part.judged, is_quick=True), SEARCHES)
+            if not diagnosis.is_wrong:
+                self.agreed = diagnosis
+                continue
+            self.first = self.first or (part, diagnosis)
+            if confirmed := self.confirmed(diagnosis):
+                return confirmed
+        return None
+
+    def confirmed(self, diagnosis: Diagnosis) -> Diagnosis | None:
+        """What a sample shows, if all that another one shows is explained by it, too."""
+        self.found |= {"\n".join(each.hypotheses): each for each in diagnosis.explanations}
+        if not diagnosis.explanations:
+            return None
+        refused = []
+        for other in self.whole.confirming():
+            again = self.judged(other, Scope(other.judged, self._names, is_quick=True), CONFIRMS)
+            if again.untried:
+                return self._merged(diagnosis, diagnosis, UNCONFIRMED)
+            if not (again.unknowns or (again.is_wrong and not again.explanations)):
+                words = ", ".join([f"confirmed by {other.words}", *(f"not by {words}" for words in refused)])
+                return self._merged(diagnosis, again, words)
+            refused.append(other.words)
+        return None
 
     @property
-    def names(self) -> frozenset[str]:
+    def _names(self) -> frozenset[str]:
         """The mistakes found so far, and what explains as much, in words."""
         names = {name for each in self.found.values() for name in each.hypotheses}
         return frozenset(names | {words for each in self.found.values() for words in each.others})
 
+    def _merged(self, diagnosis: Diagnosis, again: Diagnosis, words: str) -> Diagnosis:
+        """What samples show together: of alternatives what the confirming one says, which is the larger."""
+        by_name = self.found | {"\n".join(each.hypotheses): each for each in again.explanations}
+        told = {each.hypotheses for each in again.explanations}
+        explanations = [each for each in by_name.values() if each.hypotheses in told or not _is_other(each, again)]
+        kind = "precision" if diagnosis.kind == again.kind == "precision" else "structure"
+        first, shown = self.first if self.first is not None else (None, diagnosis)
+        words = f"{first.words}, {words}" if first is not None else words
+        return replace(shown, kind=kind, explanations=explanations, unknowns=[], untried="", sample=words)
 
-def diagnosed_by_samples(
-    problem: Problem,
-    observed: Mapping[str, np.ndarray],
-    remembered: Remembered,
-    judge: Judge,
-    difference: Callable[[Mapping[str, str]], Comparison | None],
-    seconds: float,
-) -> Diagnosis:
-    """What explains the stages of a large problem.
-
-    Args:
-        problem: the problem, without a cache.
-        observed: its stages, in any order of axes.
-        remembered: projections of its inputs.
-        judge: diagnoses a sample.
-        difference: compares all of it but stages that are recorded otherwise, and finds the first that differs; called
-            where no sample does.
-        seconds: how long the search may take.
-    """
-    search, agreed = _Search(judge, seconds, {}), None
-    for part in parts(problem, observed, remembered):
-        diagnosis = search.judged(part, Scope(part.judged, is_quick=True))
-        if not diagnosis.is_wrong:
-            agreed = diagnosis
-        elif confirmed := _confirmed(search, part, diagnosis, problem, observed, remembered):
-            return confirmed
-    if search.first is not None and (part := mixing(problem, observed, remembered)):
-        diagnosis = search.judged(part, Scope(part.judged, MIXING, is_quick=True))
-        if diagnosis.explanations and not diagnosis.unknowns:
-            return replace(diagnosis, sample=part.words)
-    if search.first is None:
-        worst = difference({} if agreed is None else agreed.conventions)
-        if worst is None and agreed is not None:
-            return agreed
-        return _of_worst(search, worst, problem, observed, remembered)
-    return _thorough(search, problem, observed, remembered)
-
-
-def _confirmed(
-    search: _Search,
-    part: Part,
-    diagnosis: Diagnosis,
-    problem: Problem,
-    observed: Mapping[str, np.ndarray],
-    remembered: Remembered,
-) -> Diagnosis | None:
-    """What a sample shows, if all that another one shows is explained by it, too."""
-    search.first = search.first or (part, diagnosis)
-    search.found |= {"\n".join(each.hypotheses): each for each in diagnosis.explanations}
-    if not diagnosis.explanations:
+    def mixed(self) -> Diagnosis | None:
+        """What explains it, if that takes other rows into each."""
+        with suppress(TimeoutError), self.work.counted(), self.work.inside("mistakes that mix rows"):
+            for part in self.whole.mixing():
+                diagnosis = self.judged(part, Scope(part.judged, MIXING, is_quick=True))
+                if diagnosis.explanations and not diagnosis.unknowns:
+                    return replace(diagnosis, sample=part.words)
         return None
-    refused = []
-    for other in confirming(problem, observed, remembered):
-        again = search.judged(other, Scope(other.judged, search.names, is_quick=True), CONFIRMS)
-        if again.untried:
-            return _merged(search, diagnosis, diagnosis, "not confirmed for want of time")
-        if not (again.unknowns or (again.is_wrong and not again.explanations)):
-            words = ", ".join([f"confirmed by {other.words}", *(f"not by {words}" for words in refused)])
-            return _merged(search, diagnosis, again, words)
-        refused.append(other.words)
-    return None
 
+    def thorough(self) -> Diagnosis:
+        """Pairs and laws in the first sample that is wrong, or in the one that did not confirm what was found there."""
+        if self.first is None:
+            return Diagnosis("none")
+        part = self.first[0] if self.first[0].problem.case.seq_len == self.whole.problem.case.seq_len else None
+        part = part or self.whole.complete() or self.first[0]
+        if self.found:
+            part = self.whole.confirming()[0]
+        diagnosis = self.judged(part, Scope(part.judged))
+        if not diagnosis.unknowns and diagnosis.explanations and not self.found:
+            self.first = (part, diagnosis)
+            if confirmed := self.confirmed(diagnosis):
+                return confirmed
+        is_law = diagnosis.kind == "law" and part.problem.sample is not None
+        return self._law(part, diagnosis) if is_law else replace(diagnosis, sample=part.words)
 
-def _merged(search: _Search, diagnosis: Diagnosis, again: Diagnosis, words: str) -> Diagnosis:
-    """What samples show together: of alternatives what the confirming one says, which is the larger."""
-    by_name = search.found | {"\n".join(each.hypotheses): each for each in again.explanations}
-    told = {each.hypotheses for each in again.explanations}
-    explanations = [each for each in by_name.values() if each.hypotheses in told or not _is_other(each, again)]
-    kind = "precision" if diagnosis.kind == again.kind == "precision" else "structure"
-    first, shown = search.first if search.first is not None else (None, diagnosis)
-    words = f"{first.words}, {words}" if first is not None else words
-    return replace(shown, kind=kind, explanations=explanations, unknowns=[], untried="", sample=words)
+    def _law(self, part: Part, diagnosis: Diagnosis) -> Diagnosis:
+        """What a sample shows to follow a law, if another one shows the same law; else what nothing explains."""
+        other = self.whole.confirming()[0]
+        again = self.judged(other, Scope(other.judged, frozenset()))
+        laws = [[(each.stage, each.law and each.law.name) for each in found.unknowns] for found in (diagnosis, again)]
+        if laws[0] == laws[1]:
+            return replace(diagnosis, sample=f"{part.words}, confirmed by {other.words}")
+        unknowns = [replace(each, findings=None) for each in diagnosis.unknowns]
+        return replace(diagnosis, kind="unknown", unknowns=unknowns, sample=part.words)
+
+    def of_worst(self, worst: Comparison | None) -> Diagnosis:
+        """What explains a difference that the samples do not show: samples with the worst place in them."""
+        if confirmed := self.over(self.whole.parts({} if worst is None else worst.worst_index)):
+            return confirmed
+        if self.first is not None:
+            part = self.first[0]
+            return replace(self.judged(part, Scope(part.judged)), sample=part.words)
+        if worst is None:
+            return Diagnosis("none")
+        kind = "rounding" if worst.ratio <= ALMOST else "unknown"
+        unknowns = [Unknown(worst.stage, worst.error, worst.ratio)]
+        has_stages = len(self.whole.observed) > 1
+        return Diagnosis(kind, worst.stage, worst.error, worst.ratio, unknowns=unknowns, has_stages=has_stages)
 
 
 def _is_other(explanation: Explanation, confirmed: Diagnosis) -> bool:
-    """Whether a confirmed diagnosis explains the stages of an explanation by another mistake."""
+    """Return whether a confirmed diagnosis explains the stages of an explanation by another mistake."""
     return any({*explanation.stages} & {*each.stages} for each in confirmed.explanations)
-
-
-def _thorough(
-    search: _Search, problem: Problem, observed: Mapping[str, np.ndarray], remembered: Remembered
-) -> Diagnosis:
-    """Pairs and laws in the first sample that is wrong, or in the one that did not confirm what was found there."""
-    if search.first is None:
-        return Diagnosis("none")
-    part = search.first[0] if search.first[0].problem.case.seq_len == problem.case.seq_len else None
-    part = part or complete(problem, observed, remembered) or search.first[0]
-    if search.found:
-        part = confirming(problem, observed, remembered)[0]
-    diagnosis = search.judged(part, Scope(part.judged))
-    if not diagnosis.unknowns and diagnosis.explanations and not search.found:
-        search.first = None
-        if confirmed := _confirmed(search, part, diagnosis, problem, observed, remembered):
-            return confirmed
-    return replace(diagnosis, sample=part.words)
-
-
-def _of_worst(
-    search: _Search,
-    worst: Comparison | None,
-    problem: Problem,
-    observed: Mapping[str, np.ndarray],
-    remembered: Remembered,
-) -> Diagnosis:
-    """What explains a difference that the samples do not show: samples with the worst place in them."""
-    place = {} if worst is None else worst.worst_index
-    for part in parts(problem, observed, remembered, place):
-        diagnosis = search.judged(part, Scope(part.judged, is_quick=True))
-        if diagnosis.is_wrong:
-            if confirmed := _confirmed(search, part, diagnosis, problem, observed, remembered):
-                return confirmed
-            return replace(search.judged(part, Scope(part.judged)), sample=part.words)
-    if worst is None:
-        return Diagnosis("none")
-    kind = "rounding" if worst.ratio <= ALMOST else "unknown"
-    unknowns = [Unknown(worst.stage, worst.error, worst.ratio)]
-    return Diagnosis(kind, worst.stage, worst.error, worst.ratio, unknowns=unknowns, has_stages=len(observed) > 1)

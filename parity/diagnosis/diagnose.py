@@ -29,16 +29,17 @@ from parity.core.reference import ARITHMETICS, UNFUSED
 from parity.core.stages import STAGES, stage_named
 from parity.core.trace import Reference, Trace
 from parity.core.weights import is_floating
-from parity.diagnosis.at_size import diagnosed_by_samples
+from parity.core.work import Work
+from parity.diagnosis.at_size import diagnosed_by_first_call, diagnosed_by_samples
 from parity.diagnosis.choices import AS_THE_REFERENCE, Choice, choices_for
 from parity.diagnosis.exactness import told_by_dtype
 from parity.diagnosis.mistakes import FIDELITIES, PRECISIONS, Mistake
 from parity.diagnosis.readings import Read, Right, read
 from parity.diagnosis.remembered import remembering
 from parity.diagnosis.replay import Replay, Verdict
-from parity.diagnosis.sampling import Part, in_order, is_large
-from parity.diagnosis.scope import Scope
-from parity.diagnosis.search import Clock, Found, search
+from parity.diagnosis.sampling import Part, Whole, first_call, in_order, is_large
+from parity.diagnosis.scope import EVERYTHING, Scope
+from parity.diagnosis.search import Found, search
 from parity.diagnosis.verdicts import Diagnosis, Explanation, Unknown
 
 __all__ = ["Diagnosis", "Explanation", "Unknown", "diagnose", "diagnose_trace", "observe"]
@@ -58,7 +59,7 @@ ALMOST = 3.0
 """A ratio up to which an error that nothing explains is called rounding."""
 
 SECONDS = 5.0
-"""How long the search for mistakes may take."""
+"""Work of the search for mistakes, see `diagnose`."""
 
 MOST_VIEWS = 3
 """Ways to take what was observed that are searched for mistakes."""
@@ -75,7 +76,9 @@ def diagnose(
         problem: what it was given.
         arithmetic: of its hardware, one of `reference.ARITHMETICS`, or its rounding, one of `reference.UNFUSED`. When
             absent it is `tensix` if an array is TTNN's, and its device a card or a simulator, else `ieee`.
-        seconds: how long the search may take, about; what was not tried is told. Infinity tries everything.
+        seconds: work of the search, in seconds of one core of a usual machine. It is counted by the sizes of what is
+            computed, so that no load changes the verdict. The report lists what was not tried. Infinity tries
+            everything.
 
     Raises:
         ValueError: if there is no stage of the problem among the names, or no such arithmetic.
@@ -101,7 +104,7 @@ def diagnose_stages(
         stages: the stages by name, in NumPy's arrays.
         reference: of their problem; what it computed is not computed again.
         arithmetic: of the hardware.
-        seconds: how long the search may take.
+        seconds: work of the search, see `diagnose`.
         difference: the first stage that differs; found by comparing, if need be, when absent.
 
     Raises:
@@ -109,18 +112,25 @@ def diagnose_stages(
     """
     problem = reference.problem
 
-    def judge(part: Part, scope: Scope, left: float) -> tuple[Diagnosis, float]:
-        if not part.observed:
-            return Diagnosis("none"), 0.0
-        base = remembering(part.remembered)
-        taken = _taken(part.observed, Right(part.problem, arithmetic, AS_THE_REFERENCE, base, scope))
-        if isinstance(taken, Diagnosis):
-            return taken, 0.0
-        clock = Clock(left)
-        with single_threaded():
-            return _explained(*taken, left), clock.spent
+    def explained(stages: Mapping[str, np.ndarray], right: Right, work: Work) -> Diagnosis:
+        with work.counted():
+            taken = _taken(stages, right)
+            return taken if isinstance(taken, Diagnosis) else _explained(*taken, work.left)
 
-    if is_large(problem):
+    def judge(part: Part, scope: Scope, work: Work) -> Diagnosis:
+        base = remembering(part.remembered)
+        return explained(part.observed, Right(part.problem, arithmetic, AS_THE_REFERENCE, base, scope), work)
+
+    def judge_all(scope: Scope, work: Work) -> Diagnosis:
+        base = remembering(reference.remembered)
+        return explained(stages, Right(problem, arithmetic, AS_THE_REFERENCE, base, scope, reference), work)
+
+    if not is_large(problem):
+        with single_threaded():
+            found = judge_all(EVERYTHING, Work(seconds))
+    elif problem.case.is_cached:
+        found = diagnosed_by_first_call(first_call(problem, stages), judge, judge_all, seconds)
+    else:
         ordered = {name: in_order(problem, name, x) for name, x in stages.items()}
 
         def first(conventions: Mapping[str, str]) -> Comparison | None:
@@ -128,13 +138,9 @@ def diagnose_stages(
                 return difference
             return _first_difference({**ordered, **dict.fromkeys(conventions)}, reference, arithmetic)
 
-        found = diagnosed_by_samples(problem, stages, reference.remembered, judge, first, seconds)
+        found = diagnosed_by_samples(Whole(problem, stages, reference.remembered), judge, first, seconds)
         turned = {name: ordered[name] for name in found.taken if ordered[name].shape != stages[name].shape}
         found = replace(found, taken=turned)
-    else:
-        base = remembering(reference.remembered)
-        taken = _taken(stages, Right(problem, arithmetic, AS_THE_REFERENCE, base, reference=reference))
-        found = taken if isinstance(taken, Diagnosis) else _explained(*taken, seconds)
     return replace(found, dtypes=_other_dtypes(stages, problem), dtype=problem.dtype)
 
 
@@ -190,22 +196,25 @@ def _explained(views: Sequence[_View], right: _View | None, seconds: float) -> D
     untried, found = "", []
     for view in searched:
         if not found or found[0].unknowns or found[0].count > 1:
-            clock = Clock(seconds / len(searched))
-            found.append(_searched(view.replay, clock, seconds / len(searched)))
-            untried = untried or clock.untried
+            work = Work(seconds / len(searched))
+            found.append(_searched(view.replay, work))
+            untried = untried or work.untried
     if right is not None and found[0].unknowns:
         return right.diagnosis("convention")
     best = min(range(len(found)), key=lambda index: found[index].cost)
     return _told(searched[best], found[best], untried)
 
 
-def _searched(replay: Replay, clock: Clock, seconds: float) -> Found:
+def _searched(replay: Replay, work: Work) -> Found:
     """What a search finds; where a stage has NaN of its own, that of rows without a key is a mistake beside others."""
-    found = search(replay, clock)
+    with work.counted():
+        found = search(replay, work)
     begin = tuple(mistake for mistake in replay.known if mistake.name == "empty-row-nan")
     if not found.unknowns or not begin or not any(_has_nan_of_its_own(replay, stage) for stage in replay.stages):
         return found
-    return min(found, search(replay, Clock(seconds / 2), begin), key=lambda found: found.cost)
+    again = Work(work.seconds / 2)
+    with again.counted():
+        return min(found, search(replay, again, begin), key=lambda found: found.cost)
 
 
 def _has_nan_of_its_own(replay: Replay, stage: str) -> bool:

@@ -20,6 +20,7 @@ from parity.core.problem import Problem
 from parity.core.stages import STAGES, Stage, Step, stage_named
 from parity.core.trace import Reference
 from parity.core.weights import is_floating
+from parity.core.work import run, spend_on
 from parity.diagnosis.choices import Choice
 from parity.diagnosis.masked import masked_cells
 from parity.diagnosis.mistakes import wrong_layer
@@ -87,7 +88,7 @@ class _Run:
         if (step := next(self._left, None)) is None:
             return False
         with np.errstate(all="ignore"):
-            found = step(self._values)
+            found = run(step, self._values)
         self._by_step.append(found)
         self._values |= found
         return True
@@ -181,6 +182,7 @@ class Right:
         expected = form(self.stage(stage, "float64", shown))
         if actual.shape != expected.shape:
             return False
+        spend_on(expected)
         actual = actual if free is None else np.where(free & np.isfinite(actual), expected, actual)
         if stage_named(stage).is_exact:
             return bool(np.array_equal(actual, expected))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +19,7 @@ from parity.core.compare import (
     budget,
     errors_of,
     measured_in,
+    norms_of,
     share,
     share_of,
     unit_of_rounding,
@@ -25,6 +27,7 @@ from parity.core.compare import (
 from parity.core.problem import Problem
 from parity.core.stages import Stage, Step, stage_named
 from parity.core.trace import MOST_OVER, RECOUNTS, nudged, nudged_values
+from parity.core.work import run, spend_on
 from parity.diagnosis.choices import AS_THE_REFERENCE, Choice
 from parity.diagnosis.flow import Flow, flow_of
 from parity.diagnosis.laws import Findings, describe
@@ -88,9 +91,9 @@ class Replay:
         is_judged = (lambda name: True) if scope.judged is None else scope.judged.__contains__
         self.stages = [name for name in values if name in self.observed and is_judged(name)]
         known = [*mistakes_for(problem.case), *permuted_heads(values, self.observed)]
+        known += low_products() if len(self.stages) == 1 else []  # of more the size of the noise tells
         if scope.only is not None:
             known = [each for each in known if each.name in scope.only or each.about in scope.only]
-        known += low_products() if len(self.stages) == 1 else []  # of more the size of the noise tells
         may_lose = problem.dtype in ("float32", "float64")  # what is narrow may be rounded to itself
         self.known = [each for each in known if may_lose or not each.is_loss or each.shows_in_narrow]
         self._forget()
@@ -152,7 +155,7 @@ class Replay:
             with np.errstate(all="ignore"):
                 if dtype == "float64" and not kind:
                     return self._again(index, steps, mistakes)
-                return steps[index](self._values_before(index, steps))
+                return run(steps[index], self._values_before(index, steps))
         except ValueError:  # two mistakes that do not fit together
             return {name: np.empty(0) for name in self.steps[index]}
 
@@ -168,19 +171,19 @@ class Replay:
         """What was observed, and what was not of all that others are made of, up to one of the steps."""
         values = dict(self.observed)
         for before in self._unseen_before[index]:
-            values |= {name: x for name, x in steps[before](values).items() if name not in self.observed}
+            values |= {name: x for name, x in run(steps[before], values).items() if name not in self.observed}
         return values
 
     def _again(self, index: int, steps: Sequence[Step], mistakes: Mistakes) -> dict[str, np.ndarray]:
         """A step with mistakes in it; of it, and of those before it, what no mistake touches is the right layer's."""
         if not self._flow:
-            return steps[index](self._values_before(index, steps))
+            return run(steps[index], self._values_before(index, steps))
         overridden = {method for mistake in mistakes for method in mistake.in_reference}
         values, other, found = dict(self.observed), set(self.observed), dict[str, np.ndarray]()
         for before in (*self._unseen_before[index], index):
             flow = self._flow[before]
             if flow.methods & overridden or flow.reads & other:
-                found = steps[before](values)
+                found = run(steps[before], values)
                 other |= found.keys()
             else:
                 found = self._right[before]
@@ -218,7 +221,7 @@ class Replay:
         Args:
             stage: the stage.
             mistakes: in what it is compared with.
-            quick: take the budget of the layer without mistakes.
+            quick: take about the budget of the layer without mistakes.
             kind: of the arithmetic that gives the budget.
         """
         key = (stage, mistakes, quick, kind)
@@ -238,16 +241,24 @@ class Replay:
         actual = self._actual(stage, expected)
         if actual.shape != expected.shape:
             return Verdict(math.inf, math.inf)
+        spend_on(expected)
         if stage_named(stage).is_exact:
             errors = errors_of(actual, expected)
             return Verdict(float(errors.mean()), math.inf if errors.any() else 0.0)
-        allowed = self.allowed(stage, () if quick else mistakes, kind)
+        allowed = self._about_allowed(stage, expected) if quick else self.allowed(stage, mistakes, kind)
         found = Verdict(*share_of(actual, expected, allowed, stage))
         if 1.0 < found.ratio <= MOST_OVER and not quick and not any(each.is_loss for each in mistakes):
             budgets = [allowed, *(other.allowed(stage, mistakes, kind) for other in self._recounts)]
             allowed = {norm: max(each[norm] for each in budgets) for norm in allowed}
             return Verdict(*share_of(actual, expected, allowed, stage))
         return found
+
+    def _about_allowed(self, stage: str, expected: np.ndarray) -> dict[str, float]:
+        """The budget of the layer without mistakes, for values of another size: noise grows with them."""
+        right = self.computed(self.step_of[stage], (), stage=stage)[stage]
+        sizes = [norms_of(x, np.isfinite(x))["rms"] for x in (expected, right)]
+        growth = max(sizes[0] / sizes[1], 1.0) if sizes[1] > 0.0 else 1.0
+        return {norm: growth * limit for norm, limit in self.allowed(stage, ()).items()}
 
     def has_wrong_zeros(self, stage: str) -> bool:
         """Whether attention weights are 0 where a key is seen, or not 0 where it is hidden."""
@@ -292,17 +303,21 @@ class Replay:
             index, dtype = self.step_of[stage], self.problem.dtype
             expected = self.computed(index, mistakes, stage=stage)[stage].astype(np.float64)
             same = self.computed(index, mistakes, SAME_PRECISION[dtype], kind, stage)[stage]
+            spend_on(expected)
             with np.errstate(all="ignore"):
                 self._budgets[key] = budget(expected, same, dtype, arithmetic=self.arithmetic, stage=stage)
         return self._budgets[key]
 
-    def findings(self, stage: str, mistakes: Mistakes, is_over: Callable[[], bool] = lambda: False) -> Findings | None:
+    def findings(
+        self, stage: str, mistakes: Mistakes, limited: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> Findings | None:
         """Where a stage differs from the one with mistakes in it, and by what law; None if it has another shape.
 
         Args:
             stage: the stage.
             mistakes: in what it is compared with.
-            is_over: whether no time is left to try numbers of the specification, and parts of the layer.
+            limited: a context that raises a TimeoutError where numbers of the specification, or parts of the layer,
+                take too much work.
         """
         index = self.step_of[stage]
         with np.errstate(all="ignore"):
@@ -313,11 +328,9 @@ class Replay:
             return None
 
         def again(problem: Problem, changes: tuple[Change, ...]) -> np.ndarray:
-            if is_over():
-                raise TimeoutError
             steps = self._steps(problem, changes)
-            with np.errstate(all="ignore"):
-                return steps[index](self._values_before(index, steps))[stage]
+            with limited(), np.errstate(all="ignore"):
+                return run(steps[index], self._values_before(index, steps))[stage]
 
         def recompute(spec: AttentionSpec) -> np.ndarray:
             return again(replace(self.problem, case=replace(self.problem.case, spec=spec)), mistakes)

@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mha_spec import DynamicScaling, LongRopeScaling
+from parity.core.absorbed import rows_of_query
 from parity.core.problem import Problem
-from parity.core.reference import Remembered
+from parity.core.reference import BLOCK, Arithmetic, Layer, Remembered
 from parity.core.sample import Sample
 from parity.core.stages import STAGES, stage_named
+from parity.core.work import spend_on
 from parity.diagnosis.readings import orders
 
 LARGE = 2**25
@@ -57,6 +59,9 @@ class Part:
 OF_TOKENS = frozenset({"q", "k", "v", "gate", "latents"})
 """The stages that are made of each token by itself."""
 
+FIRST_CALL = "step0."
+"""What the names of stages of the first call with a cache begin with."""
+
 OF_PAIRS = OF_TOKENS | {"mask", "scores"}
 """The stages that are made of each query and each key by itself."""
 
@@ -71,75 +76,182 @@ def multiplications(problem: Problem) -> int:
 
 
 def is_large(problem: Problem) -> bool:
-    """Whether samples are searched and not the whole layer; one with a cache has no samples."""
-    return not problem.case.is_cached and problem.sample is None and multiplications(problem) > LARGE
+    """Whether samples are searched and not the whole layer."""
+    return problem.sample is None and multiplications(problem) > LARGE
 
 
-def parts(
-    problem: Problem, observed: Mapping[str, np.ndarray], remembered: Remembered, worst: Mapping[str, int] | None = None
-) -> Iterator[Part]:
-    """Samples to search, the cheaper first.
+@dataclass(frozen=True)
+class Whole:
+    """A large problem, and the samples of it.
 
-    Args:
-        problem: the whole problem.
+    Attributes:
+        problem: the problem.
         observed: its stages.
         remembered: projections of its inputs, which samples of rows share.
-        worst: a row "T", a feature "E" that a sample must have.
+        unlike: how many of the last rows are left out of samples: they see more than the problem has.
     """
-    case, worst = problem.case, worst or {}
-    tokens = max(TOKENS // case.batch, 8)
-    features = _features(problem, 0, worst.get("E"))
-    if tokens < case.seq_len and not is_by_length(problem) and (is_causal(problem) or OF_TOKENS & observed.keys()):
-        yield _of_tokens(problem, observed, remembered, tokens, np.arange(tokens), features)
-    yield _of_rows(problem, observed, remembered, _rows(case.seq_len, ROWS, worst.get("T")), features)
+
+    problem: Problem
+    observed: Mapping[str, np.ndarray]
+    remembered: Remembered
+    unlike: int = 0
+
+    def parts(self, worst: Mapping[str, int] | None = None) -> Iterator[Part]:
+        """Samples to search, the cheaper first.
+
+        Args:
+            worst: a row "T", a feature "E" that a sample must have.
+        """
+        case, worst = self.problem.case, worst or {}
+        features = self._features(0, worst.get("E"))
+        is_alone = self._tokens < case.seq_len and not is_by_length(self.problem)
+        if is_alone and (is_causal(self.problem) or OF_TOKENS & self.observed.keys()):
+            yield self._of_tokens(self._tokens, features)
+        yield self._of_rows(_rows(case.seq_len - self.unlike, ROWS, worst.get("T")), features)
+
+    def confirming(self) -> list[Part]:
+        """Independent samples, of other features, each of which may confirm what was found in the others.
+
+        Rows from everywhere, if their keys do not take too long; and more of the first tokens of a causal layer.
+        """
+        case, spec = self.problem.case, self.problem.spec
+        features, tokens, found = self._features(1, None), CONFIRMED * self._tokens, list[Part]()
+        of_keys = case.batch * case.key_len * spec.d_kv * max(spec.k_width, spec.v_width)
+        is_alone = is_causal(self.problem) and not is_by_length(self.problem) and tokens < case.seq_len
+        if not is_alone or of_keys <= AFFORDABLE:
+            found.append(self._of_rows(_rows(case.seq_len - self.unlike, 2 * ROWS + 1, None)[1:], features))
+        if is_alone:
+            found.append(self._of_tokens(tokens, features))
+        return found
+
+    def mixing(self) -> Iterator[Part]:
+        """Samples for mistakes that take other rows into each.
+
+        In the first rows of a context whose heads were not moved back are the first tokens of its first head. Where the
+        first rows see the first keys alone, or attention weights were recorded, a softmax over the queries shows in all
+        queries of these keys. Else the other queries are one row for it.
+        """
+        case, heads = self.problem.case, self.problem.spec.num_heads
+        first, features = max(TOKENS, heads), self._features(0, None)
+        if first >= case.seq_len or case.not_finite is not None:
+            return
+        rows_out, words = np.arange(first // heads), f"the first {first} of {case.seq_len} keys"
+        of_first_keys = Sample(np.arange(case.seq_len), features, first, first, rows_out)
+        if is_causal(self.problem) and not is_by_length(self.problem):
+            judged = frozenset({"attn_weights"} & self.observed.keys() or {"output"})
+            yield self._mixing(of_first_keys, judged | {"output"}, words)
+            return
+        yield self._mixing(Sample(np.arange(first), features, None, None, rows_out), frozenset({"output"}), words)
+        if "attn_weights" in self.observed:
+            yield self._mixing(replace(of_first_keys, kept=None), frozenset({"attn_weights"}), words)
+            return
+        if "bias" in self.problem.inputs:  # that of the other queries is no row
+            return
+        rows = _rows(case.seq_len - self.unlike, ROWS, None)
+        sample = Sample(rows, features, kept=len(rows), others=self._others(rows))
+        words = f"{len(rows)} of {case.seq_len} query tokens, and the sum of the others"
+        yield self._mixing(sample, frozenset(self.observed.keys() & {"context", "output"}), words)
+
+    def complete(self) -> Part | None:
+        """The first tokens as a small problem, with every row and feature; None of a layer that is not causal."""
+        if not is_causal(self.problem) or is_by_length(self.problem) or self._tokens >= self.problem.case.seq_len:
+            return None
+        part = self._of_tokens(self._tokens, np.arange(self.problem.spec.output_width))
+        return replace(part, problem=replace(part.problem, sample=None))
+
+    @property
+    def _tokens(self) -> int:
+        """How many of the first tokens of each sequence are in a sample of them."""
+        return max(TOKENS // self.problem.case.batch, 8)
+
+    def _features(self, turn: int, worst: int | None) -> np.ndarray:
+        """Some features of the output: the first ones, or those after them, and the worst."""
+        width = self.problem.spec.output_width
+        found = np.arange(min(FEATURES, width)) + turn * min(FEATURES, max(width - FEATURES, 0))
+        return found if worst is None else np.union1d(found, [worst])
+
+    def _of_rows(self, rows: np.ndarray, features: np.ndarray) -> Part:
+        absorbs = not {"k", "v"} & self.observed.keys()
+        some = {rows_of_query(rows): np.ascontiguousarray(self.problem.inputs["query"][:, rows])}
+        part = replace(self.problem, inputs=self.problem.inputs | some, sample=Sample(rows, features, absorbs=absorbs))
+        words = f"{len(rows)} of {self.problem.case.seq_len} query tokens"
+        cut = self._cut(part)
+        by_tokens = not is_by_length(self.problem) and OF_TOKENS & self.observed.keys()  # which the first tokens judge
+        return Part(part, cut, self.remembered, words, frozenset(cut.keys() - OF_TOKENS) if by_tokens else None)
+
+    def _of_tokens(self, tokens: int, features: np.ndarray) -> Part:
+        problem, case, first = self.problem, self.problem.case, slice(tokens)
+        inputs = {"query": np.ascontiguousarray(problem.inputs["query"][:, first])}
+        inputs |= {
+            name: problem.inputs[name][:, :, first, first] for name in ("bias", "mask") if name in problem.inputs
+        }
+        sample = Sample(np.arange(tokens), features)
+        part = Problem(case.first_tokens(tokens), problem.dtype, problem.weights, inputs, sample)
+        words = f"the first {tokens} of {case.seq_len} tokens"
+        judged = None if is_causal(problem) else OF_PAIRS
+        return Part(part, self._cut(part), Remembered(self.remembered, tokens), words, judged)
+
+    def _mixing(self, sample: Sample, judged: frozenset[str], words: str) -> Part:
+        part = replace(self.problem, sample=sample)
+        cut = self._cut(part)
+        if sample.others is not None:
+            cut = {name: x for name, x in cut.items() if stage_named(name).quantity not in ("mask", "scores")}
+        return Part(part, cut, self.remembered, words, judged)
+
+    def _others(self, rows: np.ndarray) -> np.ndarray:
+        """The logarithms of the sums, over all queries but some, of the exponentials of their scores, (B, N, 1, S)."""
+        case, spec = self.problem.case, self.problem.spec
+        layer = self.remembered.serve(Layer(self.problem, Arithmetic(np.dtype(np.float64))))
+        values = {**layer.mask({}), **layer.qkv({})}
+        values |= {
+            name: in_order(self.problem, name, self.observed[name]) for name in {"q", "k"} & self.observed.keys()
+        }
+        found = np.full((case.batch, spec.num_heads, 1, case.key_len), -np.inf)
+        others = np.setdiff1d(np.arange(case.seq_len), rows)
+        for some in np.array_split(others, -(-found.size * len(others) // BLOCK)):
+            scores = layer.scores({**values, "q": values["q"][:, :, some]}, some[None])["scores"]
+            shown = np.where(values["mask"][:, :, some], -np.inf, scores)
+            spend_on(shown)
+            highest = np.maximum(found, shown.max(axis=2, keepdims=True))
+            highest = np.where(np.isfinite(highest), highest, 0.0)
+            total = np.exp(found - highest) + np.exp(shown - highest).sum(axis=2, keepdims=True)
+            with np.errstate(divide="ignore"):  # a key that nobody sees
+                found = highest + np.log(total)
+        return found
+
+    def _cut(self, part: Problem) -> dict[str, np.ndarray]:
+        """The stages of a sample, in whatever order of axes they were recorded."""
+        found, sample = {}, part.sample
+        for name, x in self.observed.items():
+            stage = stage_named(name)
+            if sample is None or stage.kind not in STAGES or stage.is_gradient:
+                continue
+            if axes := _axes_of(self.problem, name, x.shape):
+                keys = np.arange(part.case.key_len)[: sample.keys]
+                picked = {"T": sample.rows_of(stage.quantity), "S": keys, "E": sample.features}
+                found[name] = _taken(x, axes, picked)
+        return found
 
 
-def confirming(problem: Problem, observed: Mapping[str, np.ndarray], remembered: Remembered) -> list[Part]:
-    """Independent samples, of other features, each of which may confirm what was found in the others.
+def first_call(problem: Problem, observed: Mapping[str, np.ndarray]) -> Whole | None:
+    """The first call with a cache as a layer without one; None if it is short, or another one than that.
 
-    Rows from everywhere, if their keys do not take too long; and more of the first tokens of a causal layer.
+    Scores and attention weights are left out, because others have slots where this has keys; so is the last row, after
+    which there is an empty slot.
     """
     case, spec = problem.case, problem.spec
-    features = _features(problem, 1, None)
-    of_keys = case.batch * case.key_len * spec.d_kv * max(spec.k_width, spec.v_width)
-    tokens, found = CONFIRMED * max(TOKENS // case.batch, 8), []
-    is_alone = is_causal(problem) and not is_by_length(problem) and tokens < case.seq_len
-    if not is_alone or of_keys <= AFFORDABLE:
-        rows = _rows(case.seq_len, 2 * ROWS + 1, None)[1:]
-        found.append(_of_rows(problem, observed, remembered, rows, features))
-    if is_alone:
-        found.append(_of_tokens(problem, observed, remembered, tokens, np.arange(tokens), features))
-    return found
-
-
-def mixing(problem: Problem, observed: Mapping[str, np.ndarray], remembered: Remembered) -> Part | None:
-    """A sample for mistakes that take other rows into each: all queries of a causal layer, and its first keys.
-
-    In the first rows a softmax over the queries takes all of them, and each key that they see is there. In the first
-    rows of a context whose heads were not moved back there are the first tokens of its first head.
-    """
-    case, heads = problem.case, problem.spec.num_heads
-    first, features = max(TOKENS, heads), _features(problem, 0, None)
-    if is_by_length(problem) or first >= case.seq_len:
+    tokens = case.chunks[0]
+    is_by_length = spec.rope is not None and spec.rope.depends_on_length
+    is_other = is_by_length or case.not_finite is not None or {*case.added(0)} != {tokens}
+    if tokens <= TOKENS or is_other or problem.inputs.keys() - {"query", "cotangent"}:
         return None
-    rows_out = np.arange(first // heads)
-    if is_causal(problem):
-        sample = Sample(np.arange(case.seq_len), features, first, first, rows_out)
-    else:
-        sample = Sample(np.arange(first), features, None, None, rows_out)
-    part = replace(problem, sample=sample)
-    judged = frozenset({"attn_weights"} if "attn_weights" in observed and is_causal(problem) else {"output"})
-    words = f"the first {first} of {case.seq_len} keys"
-    return Part(part, _cut(problem, part, observed), remembered, words, judged | {"output"})
-
-
-def complete(problem: Problem, observed: Mapping[str, np.ndarray], remembered: Remembered) -> Part | None:
-    """The first tokens as a small problem, with every row and feature; None of a layer that is not causal."""
-    tokens = max(TOKENS // problem.case.batch, 8)
-    if not is_causal(problem) or is_by_length(problem) or tokens >= problem.case.seq_len:
-        return None
-    part = _of_tokens(problem, observed, remembered, tokens, np.arange(tokens), np.arange(problem.spec.output_width))
-    return replace(part, problem=replace(part.problem, sample=None))
+    own = replace(case, seq_len=tokens, chunks=(), new_lengths=(), capacity=0, is_causal=True)
+    inputs = {"query": np.ascontiguousarray(problem.inputs["query"][:, :tokens])}
+    kept = {f"{FIRST_CALL}{name}": name for name in OF_TOKENS | {"context", "output"}}
+    stages = {kept[name]: x for name, x in observed.items() if name in kept}
+    return (
+        Whole(Problem(own, problem.dtype, problem.weights, inputs), stages, Remembered(), unlike=1) if stages else None
+    )
 
 
 def is_causal(problem: Problem) -> bool:
@@ -154,72 +266,13 @@ def is_by_length(problem: Problem) -> bool:
     return is_stretched or problem.case.seq_len_k is not None or problem.case.not_finite is not None
 
 
-def _features(problem: Problem, turn: int, worst: int | None) -> np.ndarray:
-    """Some features of the output: the first ones, or those after them, and the worst."""
-    width = problem.spec.output_width
-    found = np.arange(min(FEATURES, width)) + turn * min(FEATURES, max(width - FEATURES, 0))
-    return found if worst is None else np.union1d(found, [worst])
-
-
 def _rows(seq_len: int, count: int, worst: int | None) -> np.ndarray:
     """Some rows of so many, evenly, the first and the last among them, and the worst."""
     found = np.unique(np.linspace(min(1, seq_len - 1), seq_len - 1, count, dtype=int))
     return found if worst is None else np.union1d(found, [worst])
 
 
-def _of_rows(
-    problem: Problem,
-    observed: Mapping[str, np.ndarray],
-    remembered: Remembered,
-    rows: np.ndarray,
-    features: np.ndarray,
-) -> Part:
-    part = replace(problem, sample=Sample(rows, features))
-    words = f"{len(rows)} of {problem.case.seq_len} query tokens"
-    cut = _cut(problem, part, observed)
-    by_tokens = not is_by_length(problem) and OF_TOKENS & observed.keys()  # which the first tokens judge
-    return Part(part, cut, remembered, words, frozenset(cut.keys() - OF_TOKENS) if by_tokens else None)
-
-
-def _of_tokens(
-    problem: Problem,
-    observed: Mapping[str, np.ndarray],
-    remembered: Remembered,
-    tokens: int,
-    rows: np.ndarray,
-    features: np.ndarray,
-) -> Part:
-    case, first = problem.case, slice(tokens)
-    inputs = {"query": np.ascontiguousarray(problem.inputs["query"][:, first])}
-    inputs |= {name: problem.inputs[name][:, :, first, first] for name in ("bias", "mask") if name in problem.inputs}
-    part = Problem(
-        case.first_tokens(tokens),
-        problem.dtype,
-        problem.weights,
-        inputs,
-        Sample(rows, features),
-    )
-    cut = _cut(problem, part, observed)
-    words = f"the first {tokens} of {case.seq_len} tokens"
-    judged = None if is_causal(problem) else OF_PAIRS
-    return Part(part, cut, Remembered(remembered, tokens), words, judged)
-
-
 # ---- What was observed of it -----------------------------------------------------------------------------------------
-
-
-def _cut(problem: Problem, part: Problem, observed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The stages of a sample, in whatever order of axes they were recorded."""
-    found, sample = {}, part.sample
-    for name, x in observed.items():
-        stage = stage_named(name)
-        if sample is None or stage.kind not in STAGES or stage.is_gradient:
-            continue
-        if axes := _axes_of(problem, name, x.shape):
-            keys = np.arange(part.case.key_len)[: sample.keys]
-            picked = {"T": sample.rows_of(stage.quantity), "S": keys, "E": sample.features}
-            found[name] = _taken(x, axes, picked)
-    return found
 
 
 def in_order(problem: Problem, name: str, x: np.ndarray) -> np.ndarray:

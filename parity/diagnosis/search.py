@@ -1,19 +1,20 @@
-"""The search for the mistakes that explain stages: one alone first, then two at once, as long as there is time."""
+"""The search for the mistakes that explain stages: one alone first, then two at once, until its work is done."""
 
 from __future__ import annotations
 
 import itertools
-import time
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from parity.core.compare import norms_of
-from parity.core.reference import pausing
 from parity.core.stages import stage_named
+from parity.core.work import Work
 from parity.diagnosis.assumptions import assumption
+from parity.diagnosis.laws import Findings
 from parity.diagnosis.mistakes import Mistake
 from parity.diagnosis.replay import Mistakes, Replay, Verdict
 from parity.diagnosis.verdicts import Explanation, Unknown
@@ -31,50 +32,10 @@ MOST_MISTAKES = 4  # that are looked for at the same time
 MOST_BRANCHES = 6  # ways to explain a stage that are followed
 NEARLY = 10.0  # what one mistake leaves of the error, over what is allowed, beside which another is but noise
 CHANCE = 0.5  # the share of an error that a mistake leaves, above which it does not explain it
+EVERYWHERE = "everywhere"  # the words of a place that is all of a stage
 SMALL = 0.25  # the share of a stage up to which its error may be lost precision
-FOR_MISTAKES = 0.7  # of the time; the rest is for what can be said of stages that none explains
-
-
-BUSY = 0.1
-"""The share of its time for which a search must have had a processor: a busy machine makes it later, not less."""
-
-
-class Clock:
-    """How long a search may take: seconds on the wall, of which `BUSY` at least are spent on a processor."""
-
-    def __init__(self, seconds: float) -> None:
-        self._begin, self._seconds = (time.perf_counter(), time.thread_time()), seconds
-        self._untried: dict[str, None] = {}
-
-    @property
-    def spent(self) -> float:
-        """Seconds on the wall; fewer if other work on the machine left it a processor for less than `BUSY` of them."""
-        wall, processor = self._begin
-        return min(time.perf_counter() - wall, (time.thread_time() - processor) / BUSY)
-
-    @property
-    def untried(self) -> str:
-        """What there was no time for, in words; nothing if there was time for all."""
-        return ", ".join(self._untried)
-
-    def is_over(self, what: str, share: float = 1.0) -> bool:
-        """Whether no time is left for something, or its share of the time is spent; which is kept in mind."""
-        if self.spent < share * self._seconds:
-            return False
-        self._untried[what] = None
-        return True
-
-    @contextmanager
-    def inside(self, what: str, share: float = 1.0) -> Iterator[None]:
-        """Raise a TimeoutError between the parts of a large product, too, where no time is left for something."""
-
-        def check() -> None:
-            if self.is_over(what, share):
-                raise TimeoutError
-
-        check()
-        with pausing(check):
-            yield
+CHEAP = 0.1  # the share of the work that a mistake may do before it is put off until the others were tried
+FOR_MISTAKES = 0.7  # of the work; the rest is for what can be said of stages that none explains
 
 
 @dataclass(frozen=True)
@@ -97,12 +58,12 @@ class Found:
         return len(self.unknowns), self.count
 
 
-def search(replay: Replay, clock: Clock, begin: Mistakes = ()) -> Found:
+def search(replay: Replay, work: Work, begin: Mistakes = ()) -> Found:
     """The mistakes that explain all stages that differ, as far as there are some.
 
     Args:
         replay: the reference, and what was observed.
-        clock: how long it may take.
+        work: how much it may do.
         begin: mistakes that are there, whatever else is.
     """
     explanations: list[Explanation] = []
@@ -116,7 +77,7 @@ def search(replay: Replay, clock: Clock, begin: Mistakes = ()) -> Found:
         shared: list[Mistakes] = [some for number in counts for some in itertools.combinations(of_stages, number)]
         found: Mistakes = min(shared, key=lambda mistakes: len(replay.wrong(of_part, mistakes)))
         while True:
-            path = _path(replay, of_part, found, clock)
+            path = _path(replay, of_part, found, work)
             for choice in path.choices:
                 explanations.append(_explanation(replay, of_part, found, choice, words))
                 found = (*found, *choice.mistakes)
@@ -124,7 +85,7 @@ def search(replay: Replay, clock: Clock, begin: Mistakes = ()) -> Found:
                 count += len(choice.mistakes)
             if not path.unexplained:
                 break
-            unknown = _unknown(replay, path.unexplained, found, clock)
+            unknown = _unknown(replay, path.unexplained, found, work)
             assumed = assumption(replay, unknown, found)
             unknowns.append(
                 unknown.explaining(replay.explained(of_part, found, assumed), [law.about for law in assumed])
@@ -172,19 +133,19 @@ class _Path:
         return sum(len(choice.mistakes) for choice in self.choices)
 
 
-def _path(replay: Replay, stages: Sequence[str], found: Mistakes, clock: Clock) -> _Path:
+def _path(replay: Replay, stages: Sequence[str], found: Mistakes, work: Work) -> _Path:
     """The shortest way to explain all stages, or one that goes far: single mistakes first, then two at once, too."""
-    best = _walk(replay, stages, found, clock, most=1)
+    best = _walk(replay, stages, found, work, most=1)
     if replay.scope.is_quick:
         return best
-    if best.unexplained and not clock.is_over("two mistakes at once", FOR_MISTAKES):
-        other = _walk(replay, stages, found, clock, most=2)
+    if best.unexplained and not work.is_over("two mistakes at once", FOR_MISTAKES):
+        other = _walk(replay, stages, found, work, most=2)
         if not other.unexplained or stages.index(other.unexplained) > stages.index(best.unexplained):
             return other
     return best
 
 
-def _walk(replay: Replay, stages: Sequence[str], found: Mistakes, clock: Clock, *, most: int) -> _Path:
+def _walk(replay: Replay, stages: Sequence[str], found: Mistakes, work: Work, *, most: int) -> _Path:
     left = replay.wrong(stages, found)
     if not left:
         return _Path()
@@ -193,8 +154,8 @@ def _walk(replay: Replay, stages: Sequence[str], found: Mistakes, clock: Clock, 
         if len(found) + at_once > MOST_MISTAKES:
             break
         ways = {
-            added: _walk(replay, stages, (*found, *added), clock, most=most)
-            for added in _explain(replay, stages, left[0], found, clock, at_once=at_once)[:MOST_BRANCHES]
+            added: _walk(replay, stages, (*found, *added), work, most=most)
+            for added in _explain(replay, stages, left[0], found, work, at_once=at_once)[:MOST_BRANCHES]
         }
         whole = {added: way for added, way in ways.items() if not way.unexplained}
         if whole:
@@ -208,7 +169,7 @@ def _walk(replay: Replay, stages: Sequence[str], found: Mistakes, clock: Clock, 
 
 
 def _explain(
-    replay: Replay, stages: Sequence[str], stage: str, found: Mistakes, clock: Clock, *, at_once: int
+    replay: Replay, stages: Sequence[str], stage: str, found: Mistakes, work: Work, *, at_once: int
 ) -> list[Mistakes]:
     """What explains a stage beside what was found, and spoils none that is right; the best first.
 
@@ -220,7 +181,7 @@ def _explain(
         stages: those to explain.
         stage: the first of them that differs.
         found: the mistakes before it.
-        clock: how long it may take.
+        work: how much it may do.
         at_once: how many mistakes to add.
     """
     index = replay.step_of[stage]
@@ -254,20 +215,29 @@ def _explain(
     may_lose = at_once == 1 and _is_small(replay, stage, found)
     known = [each for each in replay.known if each not in found and (may_lose or not each.is_loss)]
     fitting = list[Mistakes]()
-    with suppress(TimeoutError):
-        if at_once == 1:
-            for mistake in sorted(known, key=lambda each: (each.is_loss, replay.cost(index, each))):
-                if fitting and mistake.is_loss and replay.scope.is_quick:
-                    break  # what is explained in full is not lost precision
-                with clock.inside(words, most):
-                    if changes(mistake) and explains((mistake,)):
-                        fitting.append((mistake,))
-        else:
-            with clock.inside(words, most):
+    if at_once == 1:
+        in_order = sorted(known, key=lambda each: replay.cost(index, each))
+        for is_loss in (False, True):
+            if is_loss and fitting and replay.scope.is_quick:
+                break  # what is explained in full is not lost precision
+            tried = [mistake for mistake in in_order if mistake.is_loss == is_loss]
+            for limit in (CHEAP * work.seconds, math.inf):  # what takes long is put off
+                put_off = list[Mistake]()
+                for mistake in tried:
+                    try:
+                        with work.inside(words, most, limit):
+                            if changes(mistake) and explains((mistake,)):
+                                fitting.append((mistake,))
+                    except TimeoutError:
+                        put_off.append(mistake)
+                tried = put_off
+    else:
+        with suppress(TimeoutError):
+            with work.inside(words, most):
                 known = [each for each in known if changes(each) or not each.shows_alone]
                 known = [each for each in known if _is_made_in_sight(replay, index, found, each)]
             for added in _orders(known, at_once):
-                with clock.inside(words, most):
+                with work.inside(words, most):
                     if explains(added):
                         fitting.append(added)
     place = {mistake: number for number, mistake in enumerate(known)}
@@ -318,22 +288,28 @@ def _is_small(replay: Replay, stage: str, found: Mistakes) -> bool:
     return replay.verdict(stage, found).error <= SMALL * norms_of(expected, np.isfinite(expected))["rms"]
 
 
-def _unknown(replay: Replay, stage: str, found: Mistakes, clock: Clock) -> Unknown:
+def _unknown(replay: Replay, stage: str, found: Mistakes, work: Work) -> Unknown:
     """A stage that nothing explains: where it differs and by what law, and what lessens its error most."""
     verdict, may_lose = replay.verdict(stage, found), _is_small(replay, stage, found)
     if replay.scope.is_quick:
         return Unknown(stage, verdict.error, verdict.ratio)
-    findings = None  # of a sample, laws of whole rows and columns cannot be told
-    if replay.problem.sample is None:
-        findings = replay.findings(stage, found, lambda: clock.is_over("numbers and parts of the layer"))
+    findings = replay.findings(stage, found, lambda: work.inside("numbers and parts of the layer"))
+    if replay.problem.sample is not None and findings is not None:
+        findings = _of_sample(findings)
     nearest = []
-    for mistake in replay.known:
-        if clock.is_over("the nearest mistakes"):
-            break
-        if mistake not in found and (may_lose or not mistake.is_loss):
-            nearest.append((mistake.about, replay.verdict(stage, (*found, mistake), quick=True).error))
+    with suppress(TimeoutError):
+        for mistake in replay.known:
+            if mistake not in found and (may_lose or not mistake.is_loss):
+                with work.inside("the nearest mistakes"):
+                    nearest.append((mistake.about, replay.verdict(stage, (*found, mistake), quick=True).error))
     nearest = sorted((each for each in nearest if each[1] < 0.5 * verdict.error), key=lambda each: each[1])
     return Unknown(stage, verdict.error, verdict.ratio, findings, tuple(nearest[:3]))
+
+
+def _of_sample(findings: Findings) -> Findings | None:
+    """Laws of the whole sample, of one number at most: those of places, rows and columns need all of the layer."""
+    laws = tuple(law for law in findings.found if law.parameters <= 1)
+    return Findings(findings.place, laws) if laws and findings.place.words == EVERYWHERE else None
 
 
 def _explanation(replay: Replay, stages: Sequence[str], found: Mistakes, choice: _Choice, words: str) -> Explanation:

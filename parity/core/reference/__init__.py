@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from parity.core.problem import Problem
-from parity.core.reference.arithmetic import ARITHMETICS, MANTISSA, UNFUSED, Arithmetic, pausing
+from parity.core.reference.arithmetic import ARITHMETICS, MANTISSA, UNFUSED, Arithmetic
 from parity.core.reference.backward import Backward
 from parity.core.reference.blocks import BLOCK, without_scores
 from parity.core.reference.layer import Layer
@@ -30,7 +30,6 @@ __all__ = [
     "Remembered",
     "gradient_magnitudes",
     "gradients",
-    "pausing",
     "steps",
     "without_scores",
 ]

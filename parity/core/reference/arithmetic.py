@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from mha_spec import Refusal
+from parity.core.work import PER_FACTOR, PER_MULTIPLICATION, PER_NOISE, PER_SUM, PER_TERM, begin, spend
 
 UNFUSED = ("unfused", "unfused-scores")
 """IEEE 754, where each operation of a norm, of RoPE and of a gate gives numbers of the dtype of the inputs, as those of
@@ -121,12 +118,12 @@ class Arithmetic:
         clever. float64 may take any. Of large products BLAS's order is taken, and what it loses less is added.
         """
         if self.wide == np.float64:
-            return _in_parts(a, b) + start
+            return _by_blas(a, b) + start
         a, b = self._operands(a, b)
         mantissa = PRODUCT_MANTISSA.get(self.kind, 23)
         if mantissa < 23 or multiplications(a, b) <= LARGE:
             return _plainly(a, b, start, mantissa)
-        fast = _in_parts(a, b)
+        fast = _by_blas(a, b)
         fast += _more_noise(a, b, fast)
         return fast + start
 
@@ -134,23 +131,8 @@ class Arithmetic:
 LARGE = 2**25
 """Multiplications in a float32 product above which the plainest order takes too long, and is only sampled."""
 
-PART = 2**28
-"""Multiplications that are done before the time is looked at again: a few hundredths of a second."""
-
 SAMPLED = 32
 """Rows and columns of a large product that are summed in the plainest order, to measure what that loses."""
-
-_pause: ContextVar[Callable[[], None] | None] = ContextVar("_pause", default=None)
-
-
-@contextmanager
-def pausing(check: Callable[[], None]) -> Iterator[None]:
-    """Call `check` between the parts of large products; it may raise an error to end them."""
-    token = _pause.set(check)
-    try:
-        yield
-    finally:
-        _pause.reset(token)
 
 
 def multiplications(a: np.ndarray, b: np.ndarray) -> int:
@@ -158,21 +140,15 @@ def multiplications(a: np.ndarray, b: np.ndarray) -> int:
     return math.prod(np.broadcast_shapes(a.shape[:-2], b.shape[:-2])) * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-def _in_parts(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The product by BLAS; of a large one group after group of columns, with a pause between them."""
-    check, count = _pause.get(), min(-(-multiplications(a, b) // PART), b.shape[-1])
-    if check is None or count < 2:
-        return a @ b
-    total = np.empty((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), a.dtype)
-    bounds = np.linspace(0, b.shape[-1], count + 1, dtype=int)
-    for begin, end in pairwise(bounds):
-        check()
-        np.matmul(a, b[..., begin:end], out=total[..., begin:end])
-    return total
+def _by_blas(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The product in whatever order BLAS takes."""
+    begin(PER_MULTIPLICATION * multiplications(a, b) * a.itemsize / 8 + PER_FACTOR * (a.size + b.size))
+    return a @ b
 
 
 def _plainly(a: np.ndarray, b: np.ndarray, start: np.ndarray | float, mantissa: int) -> np.ndarray:
     """The float32 product, one term after the other; of each term `mantissa` bits enter the sum."""
+    begin(PER_TERM * multiplications(a, b) + PER_SUM * a.shape[-1])
     b = np.ascontiguousarray(b)  # its rows are read one by one
     total = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), a.dtype)
     total += start
@@ -189,6 +165,7 @@ def _more_noise(a: np.ndarray, b: np.ndarray, fast: np.ndarray) -> np.ndarray:
     The error of an element grows with its terms: with the root of the sum of their squares, and with that of their
     number. A sample of elements, summed in both orders, says how fast.
     """
+    spend(PER_NOISE * fast.size + PER_FACTOR * (a.size + b.size))
     rows, columns = (np.unique(np.linspace(0, n - 1, SAMPLED, dtype=int)) for n in (a.shape[-2], b.shape[-1]))
     some_a, some_b, some = a[..., rows, :], b[..., columns], fast[..., rows[:, None], columns]
     exact = some_a.astype(np.float64) @ some_b.astype(np.float64)

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from parity.core.absorbed import BEGINNING
 from parity.core.reference.arithmetic import LARGE, multiplications
 from parity.core.reference.layer import Layer
+from parity.core.work import PER_FACTOR, PER_NUMBER, begin, spend, uncounted
 
 MADE_OF = frozenset({"angles", "lengths"})
 """The methods, beside its own, that a table depends on."""
@@ -25,7 +27,9 @@ class Remembered:
     def __init__(self, longer: Remembered | None = None, tokens: int = 0) -> None:
         self._longer, self._tokens = longer, tokens
         self._products: dict[tuple[Any, ...], np.ndarray] = {}
+        self._projected: dict[tuple[Any, ...], np.ndarray] = {}
         self._tables: dict[tuple[Any, ...], tuple[np.ndarray, np.ndarray]] = {}
+        self._rows: dict[bytes, tuple[str, int]] = {}
 
     def serve(self, layer: Layer) -> Layer:
         """A layer that takes its projections and tables from here."""
@@ -34,34 +38,82 @@ class Remembered:
         return layer
 
     def linear(self, layer: Layer, original: Any, name: str, x: np.ndarray) -> np.ndarray:
-        """A projection of an input of the problem by one of its weights, or by rows of them."""
+        """A projection of an input of the problem by one of its weights, or by rows of them; nobody may write to it."""
         given = next((key for key, array in layer.problem.inputs.items() if array is x), None)
-        weight = layer.parameter(f"{name}.weight")
-        source = _name_of(layer, weight)
-        if given is None or source is None:
+        if given is None:
             return original(name, x)
-        a, has_bias = layer.arithmetic, layer.has_bias(name)
-        bias = layer.parameter(f"{name}.bias") if has_bias else None
-        if a.wide == np.float64 or multiplications(x, weight.T) > LARGE:
-            product = self._product((source, given, a), layer, weight, x)
-            return a.keep(product.copy() if bias is None else product + a.widen(bias))  # a mistake may be made in place
-        key = (source, None if bias is None else _name_of(layer, bias), given, a)  # the sum begins with the bias
-        if bias is not None and key[1] is None:
+        a, weight = layer.arithmetic, layer.parameter(f"{name}.weight")
+        bias = layer.parameter(f"{name}.bias") if layer.has_bias(name) else None
+        source, added = _name_of(layer, weight), None if bias is None else _name_of(layer, bias)
+        is_fast = a.wide == np.float64 or multiplications(x, weight.T) > LARGE
+        if not is_fast and source is None:
             return original(name, x)
-        if key not in self._products:
-            self._products[key] = original(name, x)
-        return self._products[key].copy()
+        key, is_known = (source, added, given, a), source is not None and (bias is None or added is not None)
+        if is_known and key in self._projected:
+            return self._projected[key]
+        product = self._made(source, given, layer, x, weight) if is_fast else None
+        if product is not None and bias is not None:
+            product = product + a.widen(bias)
+        found = original(name, x) if product is None else a.keep(product)
+        if is_known:
+            self._projected[key] = found
+        found.flags.writeable = False
+        return found
 
-    def _product(self, key: tuple[Any, ...], layer: Layer, weight: np.ndarray, x: np.ndarray) -> np.ndarray:
-        """An input times a weight, without a bias."""
+    def _made(
+        self, source: str | None, given: str, layer: Layer, x: np.ndarray, weight: np.ndarray
+    ) -> np.ndarray | None:
+        """An input times a weight, from products that are known or can be; None if its rows are no weight's."""
+        if source is not None:
+            return self._product(source, given, layer, x)
+        if (made_of := self._made_of(layer, weight)) is None:
+            return None
+        begin(PER_NUMBER / 2 * multiplications(x, weight.T) / weight.shape[1])
+        product = np.empty((*x.shape[:-1], len(weight)), layer.arithmetic.wide)
+        for each, (rows, places) in made_of.items():
+            known = self._product(each, given, layer, x)
+            breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(places) != 1)) + 1
+            for some, where in zip(np.split(rows, breaks), np.split(places, breaks), strict=True):  # heads, most often
+                product[..., where[0] : where[-1] + 1] = known[..., some[0] : some[-1] + 1]
+        return product
+
+    def _product(self, source: str, given: str, layer: Layer, x: np.ndarray) -> np.ndarray:
+        """An input times a weight, without a bias. Right layers need it, too: its work is not counted."""
+        a, key = layer.arithmetic, (source, given, layer.arithmetic)
         if key not in self._products:
             longer = None if self._longer is None else self._longer._products.get(key)
             if longer is not None:
                 self._products[key] = longer[: len(x), : self._tokens]
             else:
-                a = layer.arithmetic
-                self._products[key] = a.matmul(a.widen(x), a.weight(a.widen(weight)).T)
+                with uncounted():
+                    weight = layer.problem.weights[source]
+                    self._products[key] = a.matmul(a.widen(x), a.weight(a.widen(weight)).T)
         return self._products[key]
+
+    def _made_of(self, layer: Layer, weight: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]] | None:
+        """The projections of inputs whose rows a weight has: of each which rows, and their places; None if of others.
+
+        Packed weights that were read in another order have them.
+        """
+        if not self._rows:
+            known = [(name, x) for name, x in layer.problem.weights.items() if name.endswith("_proj.weight")]
+            self._rows = {row[:BEGINNING].tobytes(): (name, i) for name, x in known for i, row in enumerate(x)}
+        found: dict[str, tuple[list[int], list[int]]] = {}
+        for place, row in enumerate(weight):
+            if (source := self._rows.get(row[:BEGINNING].tobytes())) is None:
+                return None
+            rows, places = found.setdefault(source[0], ([], []))
+            rows.append(source[1])
+            places.append(place)
+        made_of = {name: (np.array(rows), np.array(places)) for name, (rows, places) in found.items()}
+        spend(PER_FACTOR * weight.size)
+        weights = layer.problem.weights
+        is_made = (
+            np.array_equal(weights[name][rows], weight[places])
+            for name, (rows, places) in made_of.items()
+            if weights[name].shape[1] == weight.shape[1]
+        )
+        return made_of if len(made_of) == sum(is_made) else None
 
     def tables(self, layer: Layer, original: Any, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The cosines and sines of some positions."""

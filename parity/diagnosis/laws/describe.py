@@ -44,6 +44,9 @@ GROUPS: tuple[Callable[[Seen], Iterator[Law]], ...] = (
 )
 """The laws, of those with as many fitted numbers the more usual ones first."""
 
+OF_SAMPLES = (constants, factors, rounded, narrow, offsets)
+"""Those that a sample of rows and features can show: the others need all of a stage."""
+
 IMPLIED_BY = {
     "factor": {"zeros"},
     "narrow": {"rounded"},
@@ -130,12 +133,13 @@ def describe(
         known, letters, actual, expected, allowed, errors, bad, box, part, place, hidden, problem, others or {}, kept
     )
     with np.errstate(all="ignore"):
-        found = [law for group in GROUPS for law in group(seen)]
+        is_sample = problem is not None and problem.sample is not None
+        found = [law for group in (OF_SAMPLES if is_sample else GROUPS) for law in group(seen)]
         if problem is not None and recompute is not None:
             found += fits(seen, recompute)
-        if not found:
+        if not found and not is_sample:
             found += turned(seen)
-        if recomputed is not None and all(law.parameters > PLAIN for law in found):
+        if recomputed is not None and not is_sample and all(law.parameters > PLAIN for law in found):
             found += parts(seen, recomputed)
         signs = [*_nan(seen), *weights_signs(seen), *([] if seen.stage.is_exact else rounding_signs(seen))]
     found = sorted(_unlike(_not_by_chance(found)), key=lambda law: law.parameters)

@@ -18,6 +18,7 @@ from parity.core.reference import Layer
 from parity.core.reference.arithmetic import MANTISSA
 from parity.core.stages import Values
 from parity.core.weights import dtype_named, is_floating
+from parity.core.work import PER_ROUNDED, begin
 from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking
 from parity.diagnosis.mistakes.rope import pairs_of
 
@@ -114,7 +115,12 @@ def _by_lines(xp: Any, weights: Any) -> Any:
 
 def _to(dtype: str) -> Cut:
     """Rounds to a dtype, and back to the array's own."""
-    return lambda x: x.astype(dtype_named(dtype)).astype(x.dtype) if is_floating(x.dtype) else x
+
+    def cut(x: np.ndarray) -> np.ndarray:
+        begin(PER_ROUNDED * x.size)
+        return x.astype(dtype_named(dtype)).astype(x.dtype) if is_floating(x.dtype) else x
+
+    return cut
 
 
 def _rounded(layer: Layer, x: np.ndarray, cut: Cut) -> np.ndarray:

@@ -147,9 +147,9 @@ def fused_qkv(case: Case) -> Iterator[Mistake]:
             if projection not in QKV or leaf not in leaves:
                 return original(name)
             parts = [original(f"{each}_proj.{leaf}") for each in "qkv"]
-            heads = np.concatenate([part.reshape(-1, spec.head_dim, *part.shape[1:]) for part in parts])
-            mixed = np.split(heads[order], np.cumsum(sizes)[:-1])["qkv".index(projection[0])]
-            return mixed.reshape(-1, *mixed.shape[2:])
+            heads = [head for part in parts for head in part.reshape(-1, spec.head_dim, *part.shape[1:])]
+            mixed = np.split(order, np.cumsum(sizes)[:-1])["qkv".index(projection[0])]
+            return np.concatenate([heads[place] for place in mixed])
 
         return parameter
 

@@ -1,0 +1,132 @@
+"""Keys and values that are not made: a few rows of queries attend to the inputs that they would be made of.
+
+Each query goes back through the projection of the keys instead, and what it takes of the inputs goes on through that of
+the values: for R rows R / S of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from copy import copy
+from dataclasses import dataclass
+from inspect import ismethod
+from typing import Any
+
+import numpy as np
+
+from parity.core.stages import Values
+from parity.core.work import PER_FACTOR, PER_MULTIPLICATION, ask, begin
+
+KEPT = frozenset({"problem", "arithmetic", "asked", "linear", "tables", "parameter", "has_bias"})
+"""Attributes and overrides of a layer whose keys and values need not be made."""
+
+
+BEGINNING = 16
+"""Numbers at the beginning of a row of a weight, by which it is found."""
+
+
+@dataclass(frozen=True, eq=False)
+class Unmade:
+    """Keys, or values, as their inputs and their projection.
+
+    Attributes:
+        x: the inputs, (B, S, d_kv).
+        weight: the projection of each head, (K, H, d_kv).
+        bias: its bias, (K, H).
+    """
+
+    x: np.ndarray
+    weight: np.ndarray
+    bias: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return self.x.nbytes + self.weight.nbytes + self.bias.nbytes
+
+
+def rows_of_query(rows: np.ndarray) -> str:
+    """Return the name of the input of a sample that has some rows of the query, (B, rows, d_in)."""
+    return f"query.{','.join(map(str, rows))}"
+
+
+def is_plain(layer: Any) -> bool:
+    """Return whether nothing but weights is wrong in what makes q, k and v of a layer without latents."""
+    linear = vars(layer).get("linear")
+    is_right = vars(layer).keys() <= KEPT and (linear is None or ismethod(linear.func))  # a method only remembers
+    return is_right and layer.problem.spec.latent is None
+
+
+def queries(layer: Any, rows: np.ndarray) -> np.ndarray | None:
+    """Return the queries of some rows alone, (B, N, rows, H); None where they take all tokens, or nobody asks for q."""
+    spec, some = layer.problem.spec, layer.problem.inputs.get(rows_of_query(rows))
+    is_by_length = spec.rope is not None and spec.rope.depends_on_length
+    if some is None or "q" not in layer.asked or is_by_length or not is_plain(layer):
+        return None
+    return layer.entering("q", layer.linear("q_proj", some), layer.problem.case.positions()[..., rows])
+
+
+def wrong_weights(layer: Any) -> dict[str, np.ndarray]:
+    """Return the weights of those of k and v that are projections alone, by a weight of which nothing is known.
+
+    Of the layer's own weights, and of their rows in another order, `parity.core.reference.Remembered` has products.
+    """
+    spec, held = layer.problem.spec, layer.problem.weights
+    if not is_plain(layer) or spec.clip_qkv is not None:
+        return {}
+    turned = "qk" if spec.rope is not None else "q"  # queries are of some rows in any case
+    names = (name for name in layer.asked if name not in turned and spec.norms.get(f"{name}_norm") is None)
+    found = {name: layer.parameter(f"{name}_proj.weight") for name in names}
+    known = [x for name, x in held.items() if name.endswith("_proj.weight")]
+    return {name: x for name, x in found.items() if not any(x is own or _is_row_of(x[0], own) for own in known)}
+
+
+def _is_row_of(row: np.ndarray, weight: np.ndarray) -> bool:
+    """Return whether a weight has a row, by its first numbers."""
+    return len(row) == weight.shape[1] and bool((weight[:, :BEGINNING] == row[:BEGINNING]).all(axis=1).any())
+
+
+def without(layer: Any, names: Collection[str]) -> Any:
+    """Return the layer without some of q, k and v."""
+    other = copy(layer)
+    vars(other)["asked"] = "".join(name for name in layer.asked if name not in names)
+    return other
+
+
+def unmade(layer: Any, name: str, weight: np.ndarray, x: np.ndarray, rows: int) -> Unmade:
+    """Return keys "k" or values "v" of a layer, by a weight (K * H, d_kv), that are not made of their inputs x.
+
+    They are for some rows of queries; where their products will take too much work nothing is done.
+    """
+    projection, heads, a = f"{name}_proj", layer.num_heads(name), layer.arithmetic
+    ask(PER_MULTIPLICATION * rows * layer.num_heads("q") * x.size)
+    begin(2 * PER_FACTOR * (weight.size + x.size))
+    weight, bias = a.widen(weight), np.zeros(len(weight), a.wide)
+    bias = a.widen(layer.parameter(f"{projection}.bias")) if layer.has_bias(projection) else bias
+    return Unmade(a.widen(x), weight.reshape(heads, -1, weight.shape[-1]), bias.reshape(heads, -1))
+
+
+def products(layer: Any, values: Values, k: Unmade) -> np.ndarray:
+    """Return the products of queries and keys, scaled, (B, N, T, S)."""
+    a = layer.arithmetic
+    q = _by_kv_head(a.widen(values["q"]), len(k.weight))
+    back = a.matmul(q, k.weight)
+    found = a.matmul(back.reshape(len(back), -1, back.shape[-1]), k.x.swapaxes(1, 2)).reshape(*q.shape[:3], -1)
+    found = found + (q * k.bias[:, None]).sum(axis=-1, keepdims=True)
+    keep = a.between_scores
+    return keep(keep(found.reshape(*values["q"].shape[:3], -1)) / a.wide.type(layer.scale()))
+
+
+def context(layer: Any, values: Values, v: Unmade) -> np.ndarray:
+    """Return the weighed values, (B, N, T, H)."""
+    a = layer.arithmetic
+    attn_weights = _by_kv_head(a.widen(values["attn_weights"]), len(v.weight))
+    taken = a.matmul(attn_weights.reshape(len(attn_weights), -1, attn_weights.shape[-1]), v.x)
+    found = a.matmul(taken.reshape(*attn_weights.shape[:3], -1), v.weight.swapaxes(1, 2))
+    found = found + attn_weights.sum(axis=-1, keepdims=True) * v.bias[:, None]
+    return a.keep(found.reshape(*values["attn_weights"].shape[:3], -1))
+
+
+def _by_kv_head(x: np.ndarray, heads: int) -> np.ndarray:
+    """What query heads have, (B, N, T, …), as (B, K, N / K * T, …)."""
+    return x.reshape(len(x), heads, -1, x.shape[-1])
