@@ -85,8 +85,9 @@ def test_right_ports_raise_no_alarm(style):
 
 @pytest.mark.parametrize("which", ["known", "apart"])
 def test_mistakes_are_caught_by_their_stages_and_most_of_them_named_or_placed(which):
-    """Of the half `apart` the numbers alone are told."""
-    verdicts = [judge(job) for job in jobs([which]) if job.id in MISTAKES and not job.output_only]
+    """Judge a fair half of all; `tools/diagnosis-rates` judges all. Of the half `apart` the numbers alone are told."""
+    of_stages = [job for job in jobs([which]) if job.id in MISTAKES and not job.output_only]
+    verdicts = list(map(judge, of_stages[: len(of_stages) // 2]))
     missed, placed = [verdict for verdict in verdicts if not is_caught(verdict)], sum(map(is_placed, verdicts))
     assert [verdict["id"] for verdict in missed if which == "known"] == []
     assert len(missed) == 0
