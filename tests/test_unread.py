@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import refuses
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -87,6 +88,15 @@ def test_what_is_written_of_unread_keys_is_not_that_they_are_absent(model, tmp_p
         parity.load(target, prefix=PREFIX.format(i=0))
     assert compared(capsys, source, target, *FLAGS)[0] == 0
     assert compared(capsys, model("known"), target, *FLAGS)[0] == 2
+
+
+def test_canonical_weights_whose_source_said_more_are_refused(tmp_path):
+    path, spec = tmp_path / "w.safetensors", parity.AttentionSpec(16, 4)
+    parity.save_weights(path, parity.random_weights(spec), spec)
+    tensors, metadata = parity.load_tensors(path)
+    parity.save_tensors(path, tensors, metadata | {"unread": json.dumps(UNREAD)})
+    with refuses("…/w.safetensors", unread=json.dumps(UNREAD)):
+        parity.load_weights(path)
 
 
 def test_a_target_that_cannot_hold_unread_keys_asks_to_drop_them(model, tmp_path, capsys):

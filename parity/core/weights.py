@@ -196,10 +196,14 @@ def load_weights(path: str | os.PathLike[str]) -> tuple[Weights, AttentionSpec]:
 
     Raises:
         OSError: if the file cannot be read.
-        TypeError, ValueError: if it is not a whole file of canonical weights that fit their specification.
+        TypeError, ValueError: if it is not a whole file of canonical weights that fit their specification, or its source
+            said more of attention than a specification holds.
     """
     tensors, metadata = load_tensors(path)
     spec = read_spec(path, metadata)
+    if (unread := metadata.get("unread", "{}")) != "{}":
+        hint = "parity.load reads the rest, and names this"
+        raise Refusal(path, "say all of its layer in its spec", unread=unread, hint=hint)
     check_weights(tensors, spec)
     return tensors, spec
 
