@@ -309,7 +309,8 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
             raise Refusal(
                 name,
                 "not be per_head where processes share key/value heads",
-                f"num_kv_heads={spec.num_kv_heads} and {size} processes",
+                num_kv_heads=spec.num_kv_heads,
+                size=size,
             )
     if spec.output_dropout and spec.out_proj:
         raise Refusal(

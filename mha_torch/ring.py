@@ -467,7 +467,7 @@ def check_tokens(need_weights: bool, dropout: Dropout, masking: Masking) -> None
     """Refuse what is not done where tokens are divided."""
     check_masking(masking)
     if need_weights:
-        raise Refusal("need_weights", "be False where tokens are divided, which stores no weights", "True")
+        raise Refusal("need_weights", "be False where tokens are divided, which stores no weights", need_weights=True)
     if dropout.rate or dropout.keep is not None:
         raise Refusal("dropout", "be 0 where tokens are divided (eval() switches it off)", dropout=dropout.rate)
 

@@ -268,7 +268,7 @@ def test_the_other_framework_is_shown_and_does_not_count():
 
 
 def test_what_ours_cannot_do_is_an_error_that_names_it():
-    with pytest.raises(RuntimeError, match=r"ours must do core full forward \[1, 2, 2, 8\] in float32 on jax, got Ty"):
+    with pytest.raises(RuntimeError, match=r"core full forward \[1, 2, 2, 8\] .*TypeError: no"):
         bench_work(Work("cores", "core", 1, 2, **TINY), {"jax": Side(**{OURS: TypeError("no")})}, **ONCE)
 
 
@@ -463,26 +463,22 @@ def test_one_framework_may_be_measured_alone(tiny_plan, as_users_have_it):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "refusal"),
     [
-        (
-            ["--what", "cores,speed"],
-            "--what must be of cores, scores, layers, decode, memory, import, convert, growth",
-        ),
-        (["--frameworks", "tt"], "--frameworks must be of jax, torch"),
-        (["--dtypes", "float64"], "--dtypes must be of float32, bfloat16, float16"),
-        (["--device", "tpu"], "--device must be of cpu, cuda"),
-        (["--plot", "a.png", "--what", "cores"], "--plot must come with growth among --what, got --what cores"),
-        (["--layers", "0", "--num-heads", "2"], "--layers, --num-heads must come with --model"),
-        (["--model", "x", "--what", "cores"], "--model must not be combined with --what or --plot"),
-        (["--model", "/nowhere"], "/nowhere"),
-        (["--plot", "a.pdf"], "--plot must end in .png or .svg"),
-        (["--json", "/nowhere/a.json"], "--json must name a file in a folder that exists"),
+        (["--what", "cores,speed"], refuses("--what", {"--what": "speed"})),
+        (["--frameworks", "tt"], refuses("--frameworks", {"--frameworks": "tt"})),
+        (["--dtypes", "float64"], refuses("--dtypes", {"--dtypes": "float64"})),
+        (["--device", "tpu"], refuses("--device", {"--device": "tpu"})),
+        (["--plot", "a.png", "--what", "cores"], refuses("--plot", {"--what": "cores"})),
+        (["--layers", "0", "--num-heads", "2"], refuses("--layers, --num-heads")),
+        (["--model", "x", "--what", "cores"], refuses("--model")),
+        (["--plot", "a.pdf"], refuses("--plot", {"--plot": "a.pdf"})),
+        (["--json", "/nowhere/a.json"], refuses("--json", {"--json": "/nowhere/a.json"})),
     ],
 )
-def test_bad_usage_is_refused_before_the_work(capsys, arguments, message):
+def test_bad_usage_is_refused_before_the_work(capsys, arguments, refusal):
     assert main(["bench", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    assert refusal.is_printed_in(capsys.readouterr().err)
 
 
 def test_a_framework_that_is_not_there_is_refused_by_name_and_left_out_otherwise(monkeypatch, capsys):
@@ -497,7 +493,7 @@ def test_a_framework_that_is_not_there_is_refused_by_name_and_left_out_otherwise
 def test_a_device_that_is_not_there_is_refused(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["bench", "--device", "cuda"]) == 2
-    assert "a GPU must be there for cuda, got torch" in capsys.readouterr().err
+    assert refuses("a GPU", "torch").is_printed_in(capsys.readouterr().err)
 
 
 def test_help_of_the_command_needs_no_framework():

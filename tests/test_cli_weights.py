@@ -1,6 +1,7 @@
 """The commands for weights, convert, layouts, inspect and verify: exit status, files, and what a person reads."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from refusals import refuses
 
 import parity
 from mha_spec import Llama3Scaling, Rope
@@ -110,7 +112,7 @@ def test_convert_replaces_only_when_it_is_forced_to(source, tmp_path, capsys):
 def test_convert_does_not_even_force_what_is_no_checkpoint(source, tmp_path, capsys):
     (tmp_path / "run.orbax" / "1000").mkdir(parents=True)
     assert main(convert(source, tmp_path / "run.orbax", "--to", "W_q", "--force")) == 2
-    assert "must be an orbax checkpoint and nothing else to be replaced, got ['1000'] there" in capsys.readouterr().err
+    assert refuses("…/run.orbax", "['1000']").is_printed_in(capsys.readouterr().err)
     assert os.listdir(tmp_path / "run.orbax") == ["1000"]
 
 
@@ -124,7 +126,8 @@ def test_convert_does_not_write_onto_its_source(source, tmp_path, capsys, same):
         target = tmp_path / "link.safetensors"
         target.symlink_to("source.safetensors")
     assert main(convert(source, target, "--to", "W_q", "--force")) == 2
-    assert "the target must be a file other than the source" in capsys.readouterr().err
+    source = {"--from": tmp_path / "source.safetensors"}
+    assert refuses("the target", {"path": ...} | source).is_printed_in(capsys.readouterr().err)
     assert (tmp_path / "source.safetensors").read_bytes() == old
 
 
@@ -132,7 +135,7 @@ def test_convert_does_not_write_onto_its_source(source, tmp_path, capsys, same):
 def test_a_report_is_not_written_onto_what_is_converted(source, tmp_path, capsys, other):
     path = source if other == "SRC" else tmp_path / "b.npz"
     assert main(convert(source, tmp_path / "b.npz", "--to", "W_q", "--json", str(path))) == 2
-    assert f"--json must name a file other than {other}" in capsys.readouterr().err
+    assert refuses("--json", {"--json": str(path), other: ...}).is_printed_in(capsys.readouterr().err)
     assert os.listdir(tmp_path) == ["source.safetensors"]
 
 
@@ -165,37 +168,42 @@ def test_convert_asks_for_heads_by_the_flags_that_decide(source, tmp_path, capsy
     assert main([*arguments, "--to", "W_q"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("mha-parity: model.layers.0.self_attn: the heads must be given")
+    assert refuses("the heads", where="model.layers.0.self_attn").is_printed_in(captured.err)
     assert captured.err.endswith("; --num-heads or --num-kv-heads or --head-dim decides\n")
     assert "4 x 6 (key/value 2)" in captured.err
     assert captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("others", "message"),
+    ("others", "refusal"),
     [
-        (["--to", "meta"], "--to must be one of canonical, "),
-        (["--to", "flax.linen"], "num_kv_heads must equal num_heads"),
-        (["--to", "W_q", "--to-prefix", "{i}.{i}"], "--to-prefix must have as many {i} as the source"),
-        (["--to", "W_q", "--prefix", "encoder.{i}"], "--prefix must be that of a layer in"),
-        (["--to", "W_q", "--from", "transformers.GPT2"], "tensors must be those of transformers.GPT2"),
-        (["--to", "W_q", "--num-heads", "5"], "num_heads * head_dim must be 24, "),
-        (["--to", "W_q", "--max-shard-gib", "0"], "--max-shard-gib must be a number > 0 and <= 1048576"),
-        (["--to", "W_q", "--max-shard-gib", "-1"], "--max-shard-gib must be a number > 0"),
-        (["--to", "W_q", "--max-shard-gib", "inf"], "--max-shard-gib must be a number > 0"),
-        (["--to", "W_q", "--max-shard-gib", "nan"], "--max-shard-gib must be a number > 0"),
-        (["--to", "W_q", "--max-shard-gib", "1e300"], "--max-shard-gib must be a number > 0"),
-        (["--to", "W_q", "--rope-theta", "inf"], "--rope-theta must be positive and finite"),
-        (["--to", "W_q", "--rope-theta", "-1"], "--rope-theta must be positive"),
-        (["--to", "W_q", "--json", "/no/such/folder/r.json"], "--json must name a file in a folder that exists"),
+        (["--to", "meta"], refuses("--to", {"--to": "meta"})),
+        (["--to", "flax.linen"], refuses("the layer", {"--num-heads": 4, "--num-kv-heads": 2})),
+        (["--to", "W_q", "--to-prefix", "{i}.{i}"], refuses("--to-prefix", {"--to-prefix": "{i}.{i}"})),
+        (
+            ["--to", "W_q", "--prefix", "encoder.{i}"],
+            refuses("--prefix", {"--prefix": "encoder.{i}"}, remedy={"--prefix": "model.layers.{i}.self_attn"}),
+        ),
+        (["--to", "W_q", "--from", "transformers.GPT2"], refuses("tensors", "['c_attn.weight', 'c_proj.weight']")),
+        (["--to", "W_q", "--num-heads", "5"], refuses("num_heads * head_dim", {"--num-heads": 5})),
+        *(
+            (["--to", "W_q", "--max-shard-gib", size], refuses("--max-shard-gib", {"--max-shard-gib": float(size)}))
+            for size in ("0", "-1", "inf", "nan", "1e300")
+        ),
+        (["--to", "W_q", "--rope-theta", "inf"], refuses("--rope-theta", {"--rope-theta": math.inf})),
+        (["--to", "W_q", "--rope-theta", "-1"], refuses("--rope-theta", {"--rope-theta": -1.0})),
+        (
+            ["--to", "W_q", "--json", "/no/such/folder/r.json"],
+            refuses("--json", {"--json": "/no/such/folder/r.json"}),
+        ),
     ],
 )
-def test_convert_refuses_in_one_line_and_writes_nothing(source, tmp_path, capsys, others, message):
+def test_convert_refuses_in_one_line_and_writes_nothing(source, tmp_path, capsys, others, refusal):
     assert main(convert(source, tmp_path / "b.safetensors", *others)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("mha-parity: ")
-    assert message in captured.err
+    assert refusal.is_printed_in(captured.err)
     assert captured.err.count("\n") == 1
     assert os.listdir(tmp_path) == ["source.safetensors"]
 
@@ -216,8 +224,8 @@ def test_convert_of_a_file_that_is_not_there_is_one_line(tmp_path, capsys):
 def test_convert_of_a_file_that_does_not_tell_its_layout_says_where_to_look(source, tmp_path, capsys):
     assert main(["convert", source, str(tmp_path / "b.npz"), "--to", "W_q"]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("mha-parity: --from must ")
-    assert "; --from transformers.LLaMA with --prefix 'model.layers.{i}.self_attn' " in message
+    remedy = {"--from": "transformers.LLaMA", "--prefix": "model.layers.{i}.self_attn"}
+    assert refuses("--from", remedy=remedy).is_printed_in(message)
 
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
@@ -273,9 +281,10 @@ def test_layouts_writes_all_or_one_as_json(tmp_path):
 
 def test_an_unknown_layout_exits_2_and_lists_those_there_are(capsys):
     assert main(["layouts", "llama"]) == 2
-    assert re.fullmatch(
-        r"mha-parity: layout must be one of canonical, .*, got layout='llama'\n", capsys.readouterr().err
-    )
+    message = capsys.readouterr().err
+    assert refuses("layout", layout="llama").is_printed_in(message)
+    assert "canonical, " in message
+    assert message.count("\n") == 1
 
 
 # ---- inspect ---------------------------------------------------------------------------------------------------------
@@ -337,7 +346,8 @@ def test_inspect_of_a_damaged_file_is_one_line(source, tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "cut.safetensors")]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert re.fullmatch(r"mha-parity: .*cut\.safetensors must be a whole safetensors file.*\n", captured.err)
+    assert refuses("…/cut.safetensors").is_printed_in(captured.err)
+    assert captured.err.count("\n") == 1
 
 
 # ---- verify ----------------------------------------------------------------------------------------------------------
@@ -406,7 +416,9 @@ def test_verify_of_layers_that_are_not_alike_exits_2(tmp_path, capsys):
         saved(tmp_path / "b.npz", random_weights(other), spec=other),
     ]
     assert main(["verify", *files]) == 2
-    assert re.fullmatch(r"mha-parity: the layers must be of one .*num_heads=4 and 2.*\n", capsys.readouterr().err)
+    message = capsys.readouterr().err
+    assert refuses("the layers", "num_heads=4 and 2").is_printed_in(message)
+    assert message.count("\n") == 1
 
 
 def test_verify_takes_all_layers_at_once_numbered_or_stacked(source, tmp_path, capsys):
@@ -442,7 +454,7 @@ def test_verify_of_other_numbers_of_layers_exits_2(source, tmp_path, capsys):
     other = saved(tmp_path / "b.npz", weights, "transformers.LLaMA", "model.layers.7.self_attn")
     arguments = ["verify", source, other, "--from", "transformers.LLaMA", "--prefix", PREFIX, *HEADS]
     assert main(arguments) == 2
-    assert "both files must have layers of the same numbers" in capsys.readouterr().err
+    assert refuses("both files", "model.layers.7.self_attn").is_printed_in(capsys.readouterr().err)
 
 
 # ---- run, with the layer of a file -----------------------------------------------------------------------------------
@@ -458,9 +470,9 @@ def test_run_takes_any_layer_of_any_file(source, tmp_path, capsys, suffix):
     assert main([*run, *arguments]) == 0
     capsys.readouterr()
     assert main([*run, target]) == 2
-    assert "got one of 2 in" in capsys.readouterr().err
+    assert refuses("--prefix", f"2 in {target}").is_printed_in(capsys.readouterr().err)
     assert main(["run", "--prefix", "a", "--num-heads", "3"]) == 2
-    assert "--prefix, --num-heads must come with --weights" in capsys.readouterr().err
+    assert refuses("--prefix, --num-heads").is_printed_in(capsys.readouterr().err)
 
 
 # ---- What is said ----------------------------------------------------------------------------------------------------
@@ -546,7 +558,7 @@ def test_a_config_that_does_not_fit_tells_nothing(source, tmp_path, capsys, othe
     config_beside(tmp_path / "source.safetensors", **others)
     arguments = [source, str(tmp_path / "b.npz"), "--from", "transformers.LLaMA", "--prefix", PREFIX]
     assert main(["convert", *arguments, "--to", "meta.LLaMA"]) == 2
-    assert "the heads must be given" in capsys.readouterr().err
+    assert refuses("the heads").is_printed_in(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -626,7 +638,7 @@ def test_flags_win_over_a_config(source, tmp_path, capsys):
 @pytest.mark.parametrize("flag", ["--from", "--prefix"])
 def test_verify_takes_no_third_layout_or_prefix(source, capsys, flag):
     assert main(["verify", source, source, flag, "a", flag, "b", flag, "c"]) == 2
-    assert f"{flag} must be given once or twice" in capsys.readouterr().err
+    assert refuses(flag, {flag: ["a", "b", "c"]}).is_printed_in(capsys.readouterr().err)
 
 
 # ---- All of them -----------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def check_names(tensors: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     found = {name: tuple(x.shape) for name, x in tensors.items()}
     wanted = {name: tuple(x.shape) for name, x in own.items()}
     if found != wanted:
-        raise ValueError(f"tensors must be those of the module, {wanted}, got {found}")
+        raise ValueError(f"tensors of {found}, expected {wanted}")
 
 
 def renamed(names: Mapping[str, str]) -> Library:

@@ -1350,7 +1350,7 @@ def test_the_same_member_twice_is_refused(tmp_path):
     with pytest.warns(UserWarning, match="Duplicate name"):
         data = npz(("a.npy", npy((0,))), ("a.npy", npy((0,))))
     (tmp_path / "w.npz").write_bytes(data)
-    refuses_to_open(tmp_path / "w.npz", "names must differ, got a.npy twice")
+    refuses_to_open(tmp_path / "w.npz", "a.npy twice")
 
 
 def test_a_zip_bomb_is_refused(tmp_path):

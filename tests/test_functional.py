@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from refusals import refuses
 
 import parity
 from mha_spec import AttentionSpec, Refusal
@@ -208,7 +209,7 @@ def test_a_framework_is_known_by_the_weights():
 def test_conformance_takes_weights(own, capsys):
     arguments = ["conformance", "mine_functional:named", "--questions", "attends", "--dtypes", "float32"]
     assert main(arguments) == 2
-    assert "--params must be given" in capsys.readouterr().err
+    assert refuses("--params", remedy={"--params": ...}).is_printed_in(capsys.readouterr().err)
     assert main([*arguments, "--params", "mine_functional:params", "--json", "found.json"]) == 0
     (subject,) = json.loads((own / "found.json").read_text())["subjects"]
     assert [answer["words"] for answer in subject["answers"]] == ["to all tokens"]
@@ -224,7 +225,7 @@ def test_diagnose_takes_weights(own, capsys):
     parity.save("w.safetensors", {name: np.array(x, np.float32, order="C") for name, x in weights.items()}, spec)
     arguments = ["diagnose", "mine_functional:named", "--weights", "w.safetensors", "--not-causal"]
     assert main(arguments) == 2
-    assert "--params must be given" in capsys.readouterr().err
+    assert refuses("--params", remedy={"--params": ...}).is_printed_in(capsys.readouterr().err)
     assert main([*arguments, "--params", "mine_functional:NAMED"]) == 0
     assert main(["diagnose", "w.safetensors", "w.safetensors", "--params", "mine_functional:NAMED"]) == 2
-    assert "--params must come with PKG.MODULE:CALLABLE" in capsys.readouterr().err
+    assert refuses("--params", "w.safetensors w.safetensors").is_printed_in(capsys.readouterr().err)

@@ -104,15 +104,12 @@ def test_who_is_killed_leaves_no_process(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--jobs", "0"], "--jobs must be at least 1"),
-        (["--jobs", "2", "--model", "x"], "--jobs must be 1 with --model, whose layers are read one at a time"),
-    ],
+    ("arguments", "jobs"),
+    [(["--jobs", "0"], 0), (["--jobs", "2", "--model", "x"], 2)],
 )
-def test_jobs_that_cannot_be_are_refused(arguments, message, capsys):
+def test_jobs_that_cannot_be_are_refused(arguments, jobs, capsys):
     assert main(["run", "--cases", "textbook", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    assert refuses("--jobs", {"--jobs": jobs}).is_printed_in(capsys.readouterr().err)
 
 
 def test_of_python_too():
@@ -154,19 +151,17 @@ def test_what_another_python_refuses_is_said_in_a_line(tmp_path, capsys):
     python.chmod(0o755)
     assert main(["run", "--backends", "jax", "--python", f"torch={python}", "--cases", "textbook"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said == f"mha-parity: {python} must run its cases, got exit status 2: torch needs torch, not installed here"
+    assert said.startswith("mha-parity: ")
+    assert refuses(str(python), "exit status 2: torch needs torch, not installed here").is_printed_in(said)
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
-    [
-        (["torch=nowhere"], "--python must name an interpreter that can be run"),
-        (["caffe=python"], "--python must be of jax, torch, tt"),
-    ],
+    ("told", "got"),
+    [("torch=nowhere", "nowhere"), ("caffe=python", "caffe")],
 )
-def test_another_python_must_be_one(capsys, told, message):
-    assert main(["run", "--python", *told]) == 2
-    assert message in capsys.readouterr().err
+def test_another_python_must_be_one(capsys, told, got):
+    assert main(["run", "--python", told]) == 2
+    assert refuses("--python", {"--python": got}).is_printed_in(capsys.readouterr().err)
 
 
 def test_another_python_ends_with_the_run_and_leaves_nothing(tmp_path, monkeypatch):

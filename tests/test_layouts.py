@@ -192,18 +192,20 @@ def test_keys_and_values_of_grouped_heads_lie_as_the_layout_says(grouped, expect
 
 
 @pytest.mark.parametrize(
-    ("holds", "rule"),
+    ("holds", "argument", "sizes"),
     [
-        ("q k v", "num_heads * head_dim must be 12, and num_kv_heads * head_dim 6 in"),
-        ("q kv", "num_heads * head_dim must be 12, and 2 * num_kv_heads * head_dim 12 in"),
-        ("qk v", "(num_heads + num_kv_heads) * head_dim must be 18, and num_kv_heads * head_dim 6 in"),
-        ("qkv", "(num_heads + 2 * num_kv_heads) * head_dim must be 24 in"),
+        ("q k v", "num_heads * head_dim", ["12", "num_kv_heads * head_dim 6"]),
+        ("q kv", "num_heads * head_dim", ["12", "2 * num_kv_heads * head_dim 12"]),
+        ("qk v", "(num_heads + num_kv_heads) * head_dim", ["18", "num_kv_heads * head_dim 6"]),
+        ("qkv", "(num_heads + 2 * num_kv_heads) * head_dim", ["24"]),
     ],
 )
-def test_heads_that_do_not_fit_are_refused_by_what_is_packed(holds, rule):
+def test_heads_that_do_not_fit_are_refused_by_what_is_packed(holds, argument, sizes):
     layout = packed_layout(holds, grouped=False)
     tensors, _ = tensors_of(layout, AttentionSpec(12, 4, num_kv_heads=2))
-    assert refusal_of(tensors, layout, num_heads=5).startswith(rule)
+    with refuses(argument, num_heads=5) as refusal:
+        to_canonical(tensors, layout, num_heads=5)
+    assert [size for size in sizes if size not in refusal.value.rule] == []
 
 
 @pytest.mark.parametrize("holds", ["", "x", "qo", "qq", "outq"])
@@ -307,19 +309,13 @@ def features(x):
 
 # ---- Layers that a layout cannot hold --------------------------------------------------------------------------------
 
-GROUPS, OUT, NO_OUT = "num_kv_heads must equal num_heads", "there must be an out_proj", "there must be no out_proj"
-WIDTHS, BIASES = "d_kv must equal d_in", "all projections must have a bias, or none"
-ALL_BIASES, OUT_BIAS = "all projections must have a bias, got", "out_proj must have a bias"
-SQUARE = "d_in, d_model and num_heads \\* head_dim must be equal"
-HALVES = r"RoPE must rotate the pairs \(i, i \+ H/2\) of whole heads, got rope=.*interleaved"
-HALVES_OF_WHOLE = r"RoPE must rotate the pairs \(i, i \+ H/2\) of whole heads, got rope=.*rotary_dim=2"
-NO_BIASES, NO_OUT_BIAS = "no projection may have a bias", "out_proj must have no bias"
-VALUES, SCALE = "value_head_dim must equal head_dim", "scale must be told, 1.0 where the weights of queries hold it"
-NORMS, NORMS_1W = (
-    f"norms must be of kind 'rms' with weight='{weight}', got .*qk_norm=Norm" for weight in ("w", "1\\+w")
-)
-NO_LAYER_NORMS = "norms must be of kind 'rms' with weight='w', got .*kind='layer'"
-FACTORS = r"latents must have the factors sqrt\(d_model / q_rank\) and .*, got d_model=10, latent=.*q_factor=1\.0"
+# Names of rules; after the colon, how a layer breaks them.
+GROUPS, OUT, NO_OUT, WIDTHS, SQUARE = "no groups", "out_proj", "no out_proj", "one width", "square"
+BIASES, ALL_BIASES, OUT_BIAS = "biases or none", "biases", "out bias"
+NO_BIASES, NO_OUT_BIAS = "no biases", "no out bias"
+VALUES, SCALE, EVEN, FACTORS = "one head_dim", "scale told", "even", "factors of widths"
+HALVES, HALVES_OF_WHOLE = "whole halves: interleaved", "whole halves: a part"
+NORMS, NORMS_1W, NO_LAYER_NORMS = "rms norms, w: 1+w", "rms norms, 1+w: w", "rms norms, w: layer"
 NOT_HELD = {
     "torch.nn.MultiheadAttention": [GROUPS, OUT, SQUARE, BIASES],
     "qkv_proj": [WIDTHS],
@@ -337,28 +333,28 @@ NOT_HELD = {
     "transformers.Falcon": [OUT, WIDTHS, SQUARE, BIASES],
     "transformers.LLaMA": [OUT],
     "transformers.LongCat": [FACTORS],
-    "meta.LLaMA": [OUT, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
-    "gguf.LLaMA": [OUT, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
+    "meta.LLaMA": [OUT, EVEN, HALVES, HALVES_OF_WHOLE],
+    "gguf.LLaMA": [OUT, EVEN, HALVES, HALVES_OF_WHOLE],
     "gguf.Qwen2": [OUT, NORMS, NO_LAYER_NORMS],
     "maxtext": [OUT, VALUES, NORMS, NO_LAYER_NORMS, SCALE],
     "maxtext.qkv_proj": [OUT, WIDTHS, VALUES, NORMS, NO_LAYER_NORMS, SCALE],
-    **{f"maxtext.qkv_proj.{parts}": [WIDTHS, f"num_kv_heads must be divisible by {parts}"] for parts in (2, 4, 8)},
+    **{f"maxtext.qkv_proj.{parts}": [WIDTHS, f"{parts} parts"] for parts in (2, 4, 8)},
     "maxtext.GPT-3": [GROUPS, OUT, WIDTHS, VALUES, ALL_BIASES],
     "maxtext.MLA": [OUT],
-    "maxtext.LLaMA-3.1": [OUT, VALUES, NORMS, SCALE, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
+    "maxtext.LLaMA-3.1": [OUT, VALUES, NORMS, SCALE, EVEN, HALVES, HALVES_OF_WHOLE],
     "tunix.LLaMA": [OUT, VALUES, NORMS, NO_OUT_BIAS],
     "tunix.Gemma": [OUT, VALUES, NORMS_1W, WIDTHS, NO_BIASES],
     "keras_hub.LLaMA": [OUT, VALUES, NORMS, NO_LAYER_NORMS],
     "keras_hub.Gemma": [OUT, VALUES, NORMS_1W, NO_BIASES],
     "keras_hub.BLOOM": [GROUPS, OUT, VALUES, ALL_BIASES],
-    "torchtitan.LLaMA": [OUT, "head_dim must be even", HALVES, HALVES_OF_WHOLE],
+    "torchtitan.LLaMA": [OUT, EVEN, HALVES, HALVES_OF_WHOLE],
     "torchtitan.Qwen3": [OUT, NORMS, NO_LAYER_NORMS],
     "megatron": [OUT, WIDTHS, VALUES],
     "megatron.gate": [OUT, WIDTHS, VALUES],
     "ttnn": [WIDTHS, HALVES, HALVES_OF_WHOLE],
 }
 CHANGES = {
-    **{f"num_kv_heads must be divisible by {parts}": {"num_kv_heads": 1} for parts in (2, 4, 8)},
+    **{f"{parts} parts": {"num_kv_heads": 1} for parts in (2, 4, 8)},
     GROUPS: {"num_kv_heads": 2},
     OUT: {"out_proj": False},
     NO_OUT: {"out_proj": True},
@@ -375,22 +371,27 @@ CHANGES = {
     NORMS: {"qk_norm": Norm(weight="1+w")},
     NORMS_1W: {"qk_norm": Norm()},
     NO_LAYER_NORMS: {"qk_norm": Norm("layer")},
-    "head_dim must be even": {"head_dim": 3},
+    EVEN: {"head_dim": 3},
     HALVES: {"rope": Rope(pairs="interleaved"), "head_dim": 4},
     HALVES_OF_WHOLE: {"rope": Rope(rotary_dim=2), "head_dim": 4},
 }
 
 
+def words_of(rule):
+    return RULES[rule.partition(":")[0]].words
+
+
 @pytest.mark.parametrize(
     ("name", "rule"),
     [(name, rule) for name, rules in NOT_HELD.items() for rule in rules],
-    ids=lambda value: value.replace("\\", ""),
 )
 def test_a_layer_that_a_layout_cannot_hold_is_refused_with_the_rule(name, rule):
     spec = replace(example(LAYOUTS[name]), **CHANGES[rule])
-    with pytest.raises(Refusal, match=rule) as refusal:
+    field = next(iter(CHANGES[rule]))
+    with refuses("the layer", {field: getattr(spec, field)}) as refusal:
         from_canonical(random_weights(spec), spec, LAYOUTS[name])
-    assert name in str(refusal.value)
+    assert name in refusal.value.rule
+    assert words_of(rule) in refusal.value.rule
     assert "\n" not in str(refusal.value)
 
 
@@ -602,7 +603,7 @@ def test_layouts_of_four_linears_hold_any_layer(name, spec):
 
 
 def test_all_rules_that_a_layer_breaks_are_told():
-    with pytest.raises(Refusal, match=f"{GROUPS}.*{SQUARE}"):
+    with refuses("the layer", num_heads=GQA.num_heads, num_kv_heads=GQA.num_kv_heads, d_model=GQA.d_model):
         from_canonical(random_weights(GQA), GQA, LAYOUTS["torch.nn.MultiheadAttention"])
 
 
@@ -619,13 +620,13 @@ NOT_SEEN = {"heads.W_query", "maxtext.GPT-3"}  # which must be told
 @pytest.mark.parametrize(
     ("name", "rule"),
     [(name, rule) for name, rules in NOT_HELD.items() for rule in rules if rule in SEEN and name not in NOT_SEEN],
-    ids=lambda value: value.replace("\\", ""),
 )
 def test_tensors_of_a_layer_that_a_layout_cannot_hold_are_refused_with_the_rule(name, rule):
     spec = replace(example(LAYOUTS[name]), **CHANGES[rule])
     tensors, _ = tensors_of(replace(LAYOUTS[name], rules=()), spec)
-    with pytest.raises(Refusal, match=rule):
+    with refuses("shapes") as refusal:
         to_canonical(tensors, LAYOUTS[name], **told(spec))
+    assert words_of(rule) in refusal.value.rule
 
 
 @pytest.mark.parametrize("name", ["meta.LLaMA", "gguf.LLaMA", "torchtitan.LLaMA"])

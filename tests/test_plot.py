@@ -127,7 +127,7 @@ def test_nothing_global_changes(attn_weights, tmp_path):
         ({"attn_weights": np.ones((0, 3))}, refuses("attn_weights", attn_weights=(0, 3))),
         ({"attn_weights": np.array([["a"]])}, refuses_type("attn_weights", "dtype <U1")),
         ({"attn_weights": np.ones((2, 2), complex)}, refuses_type("attn_weights", "dtype complex128")),
-        ({"tokens": ["a"]}, refuses("tokens", "1")),
+        ({"tokens": ["a"]}, refuses("tokens", {"len(tokens)": 1})),
         ({"query_tokens": ["a"]}, refuses("query_tokens", "1")),
         ({"heads": [4]}, refuses("heads", heads=[4])),
         ({"heads": []}, refuses("heads", heads=[])),
@@ -238,25 +238,27 @@ def test_plot_draws_a_layer_for_a_case_in_any_layout(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "refusal"),
     [
-        (["W", "a.jpg", "--input", "X"], "DST must end in .png or .svg"),
-        (["W", "a.png"], "--input or --case must say what the layer is applied to"),
-        (["W", "a.png", "--case", "no-such-case"], "--case must name a case, got 'no-such-case'; near it: no-bias"),
-        (["W", "a.png", "--case", "full", "--causal"], "--causal must come with --input"),
-        (["W", "a.png", "--input", "X", "--stage", "attn_weights"], "--stage must be left out for a file of weights"),
-        (["W", "a.png", "--input", "W"], "must hold one array as numpy.save writes it"),
-        (["W", "a.png", "--input", "/no/such/file"], "No such file"),
-        (["W", "a.png", "--input", "X", "--tokens", "a,b"], "tokens must have 4 labels"),
-        (["W", "a.png", "--input", "X", "--key-input", "NARROW"], "key must have shape (B, tokens, 8)"),
-        (["W", "a.png", "--input", "NARROW"], "query must have shape (B, tokens, 8)"),
-        (["W", "a.png", "--input", "INTEGERS"], "query must be an array of floating-point numbers"),
-        (["W", "a.png", "--input", "NAN"], "query must be finite, got 1 NaN or infinities"),
-        (["T", "a.png", "--causal"], "--causal must be left out for a trace"),
-        (["T", "a.png", "--stage", "q"], "stage must be one of"),
+        (["W", "a.jpg", "--input", "X"], refuses("DST", DST="a.jpg")),
+        (["W", "a.png"], refuses("--input or --case")),
+        (
+            ["W", "a.png", "--case", "no-such-case"],
+            refuses("--case", {"--case": "no-such-case"}, hint="near it: no-bias"),
+        ),
+        (["W", "a.png", "--case", "full", "--causal"], refuses("--causal")),
+        (["W", "a.png", "--input", "X", "--stage", "attn_weights"], refuses("--stage", {"--stage": "attn_weights"})),
+        (["W", "a.png", "--input", "W"], refuses("…w.safetensors")),
+        (["W", "a.png", "--input", "X", "--tokens", "a,b"], refuses("tokens", {"len(tokens)": 2})),
+        (["W", "a.png", "--input", "X", "--key-input", "NARROW"], refuses("key", key=(2, 7))),
+        (["W", "a.png", "--input", "NARROW"], refuses("query", query=(2, 7))),
+        (["W", "a.png", "--input", "INTEGERS"], refuses("query", {"query.dtype": np.dtype(int)})),
+        (["W", "a.png", "--input", "NAN"], refuses("query", "1 NaN")),
+        (["T", "a.png", "--causal"], refuses("--causal", "decode-float32-torch")),
+        (["T", "a.png", "--stage", "q"], refuses("stage", stage="q")),
     ],
 )
-def test_bad_usage_is_one_line_and_nothing_is_written(capsys, tmp_path, layer, trace, arguments, message):
+def test_bad_usage_is_one_line_and_nothing_is_written(capsys, tmp_path, layer, trace, arguments, refusal):
     files = {"W": layer[0], "X": layer[1], "T": trace, "a.png": str(tmp_path / "a.png"), "a.jpg": "a.jpg"}
     spoilt = np.ones((2, 8))
     spoilt[0, 0] = np.nan
@@ -268,9 +270,16 @@ def test_bad_usage_is_one_line_and_nothing_is_written(capsys, tmp_path, layer, t
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("mha-parity: ")
-    assert message in captured.err
+    assert refusal.is_printed_in(captured.err)
     assert captured.err.count("\n") == 1
     assert not (tmp_path / "a.png").exists()
+
+
+def test_an_input_that_is_not_there_is_named_in_one_line(capsys, layer):
+    assert main(["plot", layer[0], "a.png", "--input", "/no/such/file"]) == 2
+    error = capsys.readouterr().err
+    assert "/no/such/file" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"\x80\x04N."])

@@ -168,15 +168,15 @@ FAILURES = {
     "complex": (
         ONE.astype(np.complex64),
         ONE.astype(np.complex64),
-        "dtype complex64, must be bool, an integer or one of",
+        "complex64",
     ),
-    "objects": (ONE.astype(object), ONE, "dtype object, must be bool"),
-    "masks": (ONE > 0, ONE < 0, "these must be equal"),
-    "lengths": (np.array([3, 4]), np.array([3, 5], np.int32), "these must be equal"),
+    "objects": (ONE.astype(object), ONE, "dtype object"),
+    "masks": (ONE > 0, ONE < 0, "mismatched +6 / 6"),
+    "lengths": (np.array([3, 4]), np.array([3, 5], np.int32), "mismatched +1 / 2"),
     "large integers": (np.array([2**53 + 1]), np.array([2**53]), "integers beyond 9007199254740992 cannot be compared"),
     "no stages": ({}, {}, "there are no stages to compare"),
-    "a missing stage": ({"q": ONE}, {"q": ONE, "k": ONE}, r"(?s)/k: .*actual must have this stage, too"),
-    "an additional stage": ({"q": ONE, "k": ONE}, {"q": ONE}, r"(?s)/k: .*expected must have this stage, too"),
+    "a missing stage": ({"q": ONE}, {"q": ONE, "k": ONE}, r"(?s)/k: .*reason +actual "),
+    "an additional stage": ({"q": ONE, "k": ONE}, {"q": ONE}, r"(?s)/k: .*reason +expected "),
 }
 
 
@@ -201,7 +201,7 @@ def test_a_same_precision_that_tells_no_noise_fails(same_precision, words):
 def test_a_stage_that_same_precision_lacks_is_a_failure():
     text = why({"q": ONE, "k": ONE}, {"q": ONE, "k": ONE}, same_precision={"q": ONE.copy()})
     assert "/k: " in text
-    assert "same_precision must have this stage, too" in text
+    assert re.search("reason +same_precision ", text)
 
 
 @pytest.mark.parametrize("equal", [ONE > 0, np.array([1, 2]), np.zeros((2, 2), np.float32), np.float32(3.0)], ids=repr)
@@ -479,20 +479,18 @@ def test_the_report_may_be_a_page(run_two_tests, pytester, name):
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "refusal"),
     [
-        ("report.txt", "its suffix must be one of .json, .xml, .html"),
-        ("nowhere/report.json", "it must name a file in a folder that exists"),
-        (
-            "/proc/report.json",
-            "it must name a file that can be written, got /proc/report.json: No such file or directory",
-        ),
+        ("report.txt", refuses("its suffix", "/report.txt")),
+        ("nowhere/report.json", refuses("it", "/nowhere/report.json")),
+        ("/proc/report.json", refuses("it", "/proc/report.json: No such file or directory")),
     ],
 )
-def test_a_report_that_cannot_be_written_is_told_before_any_test_runs(run_two_tests, path, words):
+def test_a_report_that_cannot_be_written_is_told_before_any_test_runs(run_two_tests, path, refusal):
     result = run_two_tests("--parity-report", path)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"ERROR: --parity-report cannot be written: {words}*"])
+    assert refusal.is_printed_in(result.stderr.str())
+    result.stderr.fnmatch_lines(["ERROR: --parity-report *"])
     result.stdout.no_fnmatch_line("*collected*")
 
 

@@ -1,7 +1,6 @@
 """Quantised tensors of GGUF files: read as what the gguf package says that their blocks stand for, bit for bit."""
 
 import json
-import re
 import sys
 import tracemalloc
 from types import SimpleNamespace
@@ -119,9 +118,9 @@ def test_a_type_that_is_not_read_is_named_when_it_is_read(tmp_path):
         assert file.infos["x"].shape == (4, 32)
         assert file.quantised == {}
         assert file.read("plain").tolist() == [1.0, 1.0, 1.0]
-        told = re.escape(str(sorted([*PLAIN, *BLOCKS])))
-        with pytest.raises(ValueError, match=f"x must be of one of {told} to be read"):
+        with refuses("x", x="IQ4_NL") as refusal:
             file.read("x")
+        assert str(sorted([*PLAIN, *BLOCKS])) in refusal.value.rule
         with refuses("…/w.safetensors", "[('IQ4_NL', 'V1')] for x"):
             write_tensors(tmp_path / "w.safetensors", {"x": file.infos["x"]}, file.read)
 
@@ -135,7 +134,7 @@ def test_blocks_that_are_cut_off_are_refused(tmp_path, kind):
     with open_tensors(path) as file:
         file.read("x")
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="tensors must lie in the file, one after the other, but x does not"):
+    with refuses("tensors", tensor="x"):
         open_tensors(path)
 
 
@@ -144,7 +143,7 @@ def test_a_row_of_half_a_block_is_refused(tmp_path):
     data = path.read_bytes()
     assert data.count((32).to_bytes(8, "little")) == 1
     path.write_bytes(data.replace((32).to_bytes(8, "little"), (16).to_bytes(8, "little")))
-    with pytest.raises(ValueError, match=r"rows of Q8_0 must be whole blocks of 32, got x.shape=\(4, 16\)"):
+    with refuses("rows of Q8_0", {"x.shape": (4, 16)}):
         open_tensors(path)
 
 

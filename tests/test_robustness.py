@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from refusals import refuses
 from selection import rest_thorough
 
 import parity.cli.doctor
@@ -34,43 +35,53 @@ def refused(capsys, *arguments):
 
 @pytest.mark.parametrize("flag", ["--json", "--junit", "--html"])
 @pytest.mark.parametrize(
-    ("path", "reason"),
+    ("path", "got"),
     [
-        ("/proc/x", "that can be written, got /proc/x: No such file or directory"),
-        ("loop", "that can be written, got loop: Too many levels of symbolic links"),
+        ("/proc/x", "/proc/x: No such file or directory"),
+        ("loop", "loop: Too many levels of symbolic links"),
         ("x" * 300, "File name too long"),
-        (".", "in a folder that exists"),
-        ("none/x", "in a folder that exists"),
-        ("", "got an empty name"),
+        (".", None),
+        ("none/x", None),
+        ("", "empty"),
     ],
 )
-def test_a_report_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path, monkeypatch, flag, path, reason):
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path, monkeypatch, flag, path, got):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("parity.running.run.run_cases", lambda *_, **__: pytest.fail("it began to work"))
     os.symlink("loop", "loop")
     said = refused(capsys, "run", "--cases", "textbook", flag, path)
-    assert said.startswith(f"mha-parity: {flag} must name a file")
-    assert reason in said
+    assert refuses(flag, got or {flag: path}).is_printed_in(said)
     assert os.listdir() == ["loop"]
 
 
-@pytest.mark.parametrize("path", ["", "/proc/x/y", "file", "file/x"])
-def test_traces_that_cannot_be_saved_are_refused_before_the_work(capsys, tmp_path, monkeypatch, path):
+@pytest.mark.parametrize(
+    ("path", "got"),
+    [
+        ("", "empty"),
+        ("/proc/x/y", "/proc/x/y: No such file"),
+        ("file", "file: Not a directory"),
+        ("file/x", "file/x: Not a directory"),
+    ],
+)
+def test_traces_that_cannot_be_saved_are_refused_before_the_work(capsys, tmp_path, monkeypatch, path, got):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    assert "--save-traces must name a" in refused(capsys, "run", "--cases", "textbook", "--save-traces", path)
+    said = refused(capsys, "run", "--cases", "textbook", "--save-traces", path)
+    assert refuses("--save-traces", got).is_printed_in(said)
 
 
 @pytest.mark.parametrize("command", ["plot", "bench"])
 def test_a_picture_that_cannot_be_written_is_refused_before_the_work(capsys, command):
     arguments = ["no.npz", "/proc/x.png"] if command == "plot" else ["--what", "growth", "--plot", "/proc/x.png"]
-    assert "must name a file that can be written" in refused(capsys, command, *arguments)
+    assert refuses("DST" if command == "plot" else "--plot", "/proc/x.png: ").is_printed_in(
+        refused(capsys, command, *arguments)
+    )
 
 
 @pytest.mark.parametrize("arguments", [["compare", ""], ["inspect", ""], ["verify", "", "a"], ["convert", "a", ""]])
 def test_an_empty_name_is_not_the_folder_one_is_in(capsys, arguments):
     to = ["--to", "ttnn"] if arguments[0] == "convert" else []
-    assert "must name a file or a folder, got an empty name" in refused(capsys, *arguments, *to)
+    assert refuses("…", "empty").is_printed_in(refused(capsys, *arguments, *to))
 
 
 @pytest.mark.parametrize("path", ["-", "/dev/stdout"])
@@ -90,26 +101,26 @@ def test_a_report_can_go_into_a_pipe():
 
 
 def test_two_reports_do_not_both_go_to_standard_output(capsys):
-    assert "--json and --html must not both be standard output" in refused(
-        capsys, "run", "--cases", "textbook", "--json", "-", "--html", "-"
-    )
+    said = refused(capsys, "run", "--cases", "textbook", "--json", "-", "--html", "-")
+    assert refuses("--json and --html").is_printed_in(said)
 
 
 def test_a_function_is_no_place(capsys):
     for target in ([], ["torch.nn.functional:nothing"]):
-        assert "must name a file" not in refused(capsys, "conformance", *target)
+        assert not refuses("TARGET").is_printed_in(refused(capsys, "conformance", *target))
 
 
 # ---- Numbers ---------------------------------------------------------------------------------------------------------
 
 
 def test_cases_drawn_at_random_are_not_drawn_for_ever(capsys):
-    assert "--random must be at most 10000" in refused(capsys, "run", "--random", "9" * 20)
+    assert refuses("--random", {"--random": 10**20 - 1}).is_printed_in(refused(capsys, "run", "--random", "9" * 20))
 
 
 @pytest.mark.parametrize("flag", ["--batch-size", "--num-kv-heads", "--head-dim", "--capacity", "--num-layers"])
 def test_a_size_that_no_array_has_is_refused(capsys, flag):
-    assert f"{flag} must be at most {2**63 - 1}" in refused(capsys, *CACHE_SIZE, flag, "9" * 400)
+    assert refuses(flag, {flag: 2**63}).is_printed_in(refused(capsys, *CACHE_SIZE, flag, str(2**63)))
+    assert refuses(flag).is_printed_in(refused(capsys, *CACHE_SIZE, flag, "9" * 400))
     assert main([*CACHE_SIZE, flag, str(2**63 - 1)]) == 0
 
 

@@ -201,12 +201,9 @@ def test_the_command_fails_where_a_mistake_survives(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--cases", "nothing"], "--cases must match one of"),
-        (["--backends", "tt"], "--backends must be of jax, torch, got --backends tt"),
-    ],
+    ("flag", "value"),
+    [("--cases", "nothing"), ("--backends", "tt")],
 )
-def test_bad_usage_of_the_command_is_told_in_a_line(capsys, arguments, message):
-    assert main(["selftest", *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_bad_usage_of_the_command_is_told_in_a_line(capsys, flag, value):
+    assert main(["selftest", flag, value]) == 2
+    assert refuses(flag, {flag: value}).is_printed_in(capsys.readouterr().err)

@@ -11,6 +11,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from refusals import refuses
 
 TOOL = Path(__file__).parents[1] / "tools" / "tt-simulator"
 ELF = b"\x7fELF and so on"
@@ -59,34 +60,38 @@ def refused(capsys, tool, *arguments):
 
 def test_another_name_is_refused(capsys, tool, tmp_path):
     (tmp_path / "libttsim.so").write_bytes(ELF)
-    assert "must be named libttsim_bh.so or libttsim_wh.so" in refused(capsys, tool, tmp_path / "libttsim.so")
+    message = refused(capsys, tool, tmp_path / "libttsim.so")
+    assert refuses("the simulator", "libttsim.so'").is_printed_in(message)
+    assert [name for name in ("libttsim_bh.so", "libttsim_wh.so", "wolfpine") if name not in message] == []
 
 
 def test_a_file_that_is_not_there_is_refused(capsys, tool, tmp_path):
-    assert "must be a file, got" in refused(capsys, tool, tmp_path / "libttsim_wh.so")
+    assert refuses("the simulator", "libttsim_wh.so'").is_printed_in(refused(capsys, tool, tmp_path / "libttsim_wh.so"))
 
 
 def test_what_is_no_library_is_refused(capsys, tool, library):
     library.write_text("<html>not found</html>")
-    assert "must be a shared library" in refused(capsys, tool, library)
+    assert refuses("the simulator", str(library)).is_printed_in(refused(capsys, tool, library))
 
 
 def test_another_sha256_is_refused(capsys, tool, library):
     found = hashlib.sha256(ELF).hexdigest()
     message = refused(capsys, tool, library, "--sha256", "0" * 64)
-    assert message == f"tt-simulator: the simulator must have sha256 {'0' * 64}, got {found}"
+    assert refuses("the simulator", found, where="tt-simulator").is_printed_in(message)
+    assert "0" * 64 in message
 
 
 def test_options_of_the_other_simulator_are_refused(capsys, tool, library):
-    assert "--arch must be left out with a library" in refused(capsys, tool, library, "--arch", "wh")
-    assert "--sha256 must be that of a library" in refused(capsys, tool, "wolfpine", "--sha256", "0" * 64)
+    assert refuses("--arch", "wh").is_printed_in(refused(capsys, tool, library, "--arch", "wh"))
+    assert refuses("--sha256", "wolfpine").is_printed_in(refused(capsys, tool, "wolfpine", "--sha256", "0" * 64))
 
 
 def test_an_environment_without_ttnn_is_refused(capsys, tool, library, tmp_path):
     (tmp_path / "python").write_text("#!/bin/sh\necho\n")
     (tmp_path / "python").chmod(0o755)
-    assert "--python must have ttnn" in refused(capsys, tool, library, "--python", tmp_path / "python")
-    assert "--python must run" in refused(capsys, tool, library, "--python", tmp_path / "none")
+    for name in ("python", "none"):
+        message = refused(capsys, tool, library, "--python", tmp_path / name)
+        assert refuses("--python", str(tmp_path / name)).is_printed_in(message)
 
 
 @pytest.mark.parametrize(("chip", "arch"), [("bh", "blackhole"), ("wh", "wormhole")])
@@ -111,7 +116,7 @@ def test_a_library_gets_a_place_and_an_environment(capsys, tool, library, python
 
 def test_a_wheel_with_another_sha256_is_refused(tool, tmp_path):
     (tmp_path / "a.whl").write_bytes(b"another")
-    with pytest.raises(tool.Refused, match=r"a\.whl must have sha256 1f25.*, got "):
+    with pytest.raises(tool.Refused, match=r"a\.whl.*1f25.*"):
         tool.check_sha256(tmp_path / "a.whl", tool.WOLFPINE[2])
 
 
@@ -140,7 +145,7 @@ def test_the_compiler_is_found_behind_other_frames(tool, tmp_path):
 
 @needs_zstd
 def test_a_library_without_the_compiler_is_refused(tool, tmp_path):
-    with pytest.raises(tool.Refused, match="must hold the compiler, found none"):
+    with pytest.raises(tool.Refused, match="compiler"):
         tool.unpack(compressed(archive(runtime__other=b"1")), tmp_path)
 
 
@@ -155,7 +160,7 @@ def test_division_is_that_of_risc_v(tool):
 
 def test_a_module_that_divides_otherwise_is_refused(tool):
     assert "_divided" in tool.with_division("\n".join(tool.REPLACED))
-    with pytest.raises(tool.Refused, match="wolfpine must divide by"):
+    with pytest.raises(tool.Refused, match="wolfpine"):
         tool.with_division("result = rs1_val // rs2_val")
 
 

@@ -1083,17 +1083,17 @@ def test_tokens_after_another_one_are_left_out(recordings):
 def test_what_the_commands_refuse(recordings, tmp_path, capsys):
     model, right, wrong = recordings
     parity.save(tmp_path / "layer.safetensors", parity.random_weights(FULL), FULL)
-    refused = {
-        "--weights must name the folder of the model that": ["compare", right],
-        "recordings must be one or two, and nothing else": ["diagnose", right, str(tmp_path / "layer.safetensors")],
-        "recordings must be one or two, and nothing else with them, got": ["compare", right, right],
-        "--html must come with --weights": ["compare", right, wrong, "--html", str(tmp_path / "page.html")],
-        "--weights must come with recordings": ["compare", str(tmp_path), "--weights", model],
-        "recordings must come with --weights alone": ["diagnose", right, "--not-causal"],
-    }
-    for message, arguments in refused.items():
+    layer, page = str(tmp_path / "layer.safetensors"), str(tmp_path / "page.html")
+    for refusal, arguments in (
+        (refuses("--weights"), ["compare", right]),
+        (refuses("recordings", f"{right} {layer}"), ["diagnose", right, layer]),
+        (refuses("recordings", f"{right} {right}"), ["compare", right, right]),
+        (refuses("--html", "recordings"), ["compare", right, wrong, "--html", page]),
+        (refuses("--weights", str(tmp_path)), ["compare", str(tmp_path), "--weights", model]),
+        (refuses("recordings", right), ["diagnose", right, "--not-causal"]),
+    ):
         assert main(arguments) == 2
-        assert message in capsys.readouterr().err
+        assert refusal.is_printed_in(capsys.readouterr().err)
 
 
 def test_steps_of_an_nnx_module_with_its_cache(rng):

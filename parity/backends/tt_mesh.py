@@ -55,8 +55,8 @@ def check_devices(plan: MeshPlan) -> None:
         raise Refusal("mesh", "be of tensor alone with tt, whose chips share heads and nothing else", str(plan))
     if (count := port.num_chips()) % plan.tensor:
         others = ", ".join(f"{board} has {math.prod(shape)}" for board, shape in MESHES.items())
-        hint = f"; MHA_TT_MOCK names another: {others}" if mha_tt.target() == "mock" else ""
-        raise Refusal("mesh", "divide the chips of the board", f"{plan} and {count}{hint}")
+        hint = f"MHA_TT_MOCK names another: {others}" if mha_tt.target() == "mock" else ""
+        raise Refusal("mesh", "divide the chips of the board", f"{plan} and {count} chips", hint=hint)
     port.open_device((count // plan.tensor, plan.tensor))
 
 

@@ -44,9 +44,9 @@ def run(options: argparse.Namespace) -> int:
         raise refusal("--dtype", f"be one of {', '.join(DTYPES)}", {"--dtype": options.dtype})
     for name in ("batch_size", "num_kv_heads", "head_dim", "capacity", "num_layers"):
         if getattr(options, name) < 1:
-            raise refusal(flag_of(name), "be at least 1", str(getattr(options, name)))
+            raise refusal(flag_of(name), "be at least 1", {flag_of(name): getattr(options, name)})
         if getattr(options, name) > MOST_SIZE:
-            raise refusal(flag_of(name), f"be at most {MOST_SIZE}", str(getattr(options, name)))
+            raise refusal(flag_of(name), f"be at most {MOST_SIZE}", {flag_of(name): getattr(options, name)})
     spec = AttentionSpec(options.num_kv_heads * options.head_dim, options.num_kv_heads)
     nbytes = spec.cache_nbytes(
         options.batch_size, options.capacity, dtype_named(options.dtype), num_layers=options.num_layers

@@ -52,5 +52,5 @@ def cases_named(flag: str, pattern: str, may_be_none: bool = False) -> list[Case
     if not cases and (case := find_case(pattern)):
         cases = [case]
     if not (cases or may_be_none):
-        raise refusal(flag, "match a case", f"{pattern!r}{near(pattern, CASES)}", hint="see `mha-parity cases`")
+        raise refusal(flag, "match a case", {flag: pattern}, hint=near(pattern, CASES) + "see `mha-parity cases`")
     return cases

@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
             found = examine_peers(names, options.questions, options.dtypes, on_subject=on_subject)
     else:
         if options.only != "*":
-            raise refusal("--only", "come with --peers", f"--only {options.only}")
+            raise refusal("--only", "come with --peers", {"--only": options.only})
         with named_by_flags(("framework", "params", "axes", *heads, *mask)):
             if options.params is not None:
                 declared["params"] = load_params(options.params)

@@ -55,9 +55,9 @@ def refusal(argument: str, rule: str, got: Mapping[str, Any] | str = "", /, **va
 
 
 def near(name: str, known: Collection[str]) -> str:
-    """The names that are nearest to one that is not known, as the end of a message."""
+    """The names that are nearest to one that is not known, as the beginning of a hint."""
     found = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
-    return f"; near it: {', '.join(found)}" if found else ""
+    return f"near it: {', '.join(found)}; " if found else ""
 
 
 def no_framework() -> str:

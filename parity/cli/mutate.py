@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     if options.jobs < 1:
         raise refusal("--jobs", "be at least 1", {"--jobs": options.jobs})
     if options.timeout is not None and not options.timeout > 0:
-        raise refusal("--timeout", "be above 0", f"{options.timeout:g}")
+        raise refusal("--timeout", "be above 0", {"--timeout": options.timeout})
     wanted = _wanted(options.only, options.skip)
     claims = ("framework", "axes", "mask_name", "mask_true", "padding_true", "causal_name", "causal")
     with named_by_flags((*claims, "params")):

@@ -40,7 +40,9 @@ def check_destinations(options: argparse.Namespace) -> None:
         for other in others:
             values = given.get(other)
             if any(_is_same(path, value) for value in (values if isinstance(values, list) else [values]) if value):
-                raise refusal(_flag(name), f"name a file other than {_flag(other)}", f"{path} for both")
+                raise refusal(
+                    _flag(name), f"name a file other than {_flag(other)}", {_flag(name): path, _flag(other): path}
+                )
 
 
 def _flag(name: str) -> str:

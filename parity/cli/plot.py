@@ -85,7 +85,7 @@ def _attention(options: argparse.Namespace) -> tuple[str, Any]:
     case = None if options.case is None else find_case(options.case)
     if options.case is not None and case is None:
         nearest = near(options.case, CASES)
-        raise refusal("--case", "name a case", f"{options.case!r}{nearest}", hint="see `mha-parity cases`")
+        raise refusal("--case", "name a case", {"--case": options.case}, hint=f"{nearest}see `mha-parity cases`")
     of_input = {"--causal": options.causal, "--key-input": options.key_input}
     of_layer = {"--input": options.input, "--case": options.case, **of_input, "--from": options.layout}
     of_layer |= {"--prefix": options.prefix}

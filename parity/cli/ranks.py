@@ -34,8 +34,8 @@ def diagnose(options: argparse.Namespace) -> int:
     divided = _divided(options.ranks)
     size, paths = max(divided.values()), options.files
     if len(paths) != size:
-        told = f"got {len(paths)}: {' '.join(paths)}"
-        raise refusal(f"--ranks {options.ranks}", f"come with a file of each rank, {size} in order, {told}")
+        told = f"{len(paths)}: {' '.join(paths)}"
+        raise refusal(f"--ranks {options.ranks}", f"come with a file of each rank, {size} in order", told)
     if twice := next((path for path in paths if paths.count(path) > 1), ""):
         raise refusal("ranks", "have a file each", f"{twice} twice")
     _check_order(paths)

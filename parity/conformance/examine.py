@@ -43,8 +43,8 @@ def examine(
     for question in questions:
         if question not in QUESTIONS:
             meant = get_close_matches(question, QUESTIONS, 1)
-            hint = f"; did you mean {meant[0]!r}?" if meant else ""
-            raise Refusal("a question", f"be one of {', '.join(QUESTIONS)}", f"{question!r}{hint}")
+            hint = f"did you mean {meant[0]!r}?" if meant else ""
+            raise Refusal("a question", f"be one of {', '.join(QUESTIONS)}", question=question, hint=hint)
     framework = target.framework if isinstance(target, Subject) else declared.get("framework")
     if not isinstance(target, Subject):
         declared["name"] = declared.get("name") or name_of(target)

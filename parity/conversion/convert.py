@@ -193,7 +193,7 @@ def convert_file(
     with open_checkpoint(source_path) as file:
         known, cache = what_is_known(file, heads), TensorCache(file)
         if unknown := sorted(set(drop) - {*DROPPABLE} - known.attention_keys):
-            raise Refusal("drop", f"name some of {', '.join(DROPPABLE)}", ", ".join(unknown))
+            raise Refusal("drop", f"name some of {', '.join(DROPPABLE)}", drop=", ".join(unknown))
         found = sources(file, known, prefix, source, source_path, "source")
         known = known.without_unsaid(file.infos, [layout for _, layout in found]) if UNSAID in drop else known
         if to_prefix is not None and len(found) > 1:

@@ -118,7 +118,7 @@ def read_array(path: str | os.PathLike[str]) -> np.ndarray:
 
 def _input(name: str, x: np.ndarray, width: int) -> np.ndarray:
     if not is_floating(x.dtype):
-        raise WrongType(name, "be an array of floating-point numbers", f"dtype {x.dtype}")
+        raise WrongType(name, "be an array of floating-point numbers", {f"{name}.dtype": x.dtype})
     if x.ndim not in (2, 3) or x.shape[-1] != width or not x.size:
         raise Refusal(name, f"have shape (B, tokens, {width}) or (tokens, {width})", {name: x.shape})
     if not is_finite(x):

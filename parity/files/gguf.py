@@ -105,7 +105,7 @@ class _Entry(NamedTuple):
             nbytes = max(0, end - self.offset)
             info = TensorInfo(self.shape, np.dtype([(self.kind, "V1")]), nbytes)
         if self.offset + nbytes > end:
-            raise Refusal("tensors", f"lie in the file, one after the other, but {name} does not")
+            raise Refusal("tensors", "lie in the file, one after the other", tensor=name)
         return info
 
 

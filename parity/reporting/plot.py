@@ -87,7 +87,7 @@ def plot_attention(
         query_tokens = tokens
     for name, labels, count in (("tokens", tokens, num_keys), ("query_tokens", query_tokens, num_queries)):
         if labels is not None and len(labels) != count:
-            raise Refusal(name, f"have {count} labels, as attn_weights have", str(len(labels)))
+            raise Refusal(name, f"have {count} labels, as attn_weights have", {f"len({name})": len(labels)})
     shown = weights[sequence, heads].astype(np.float64)
     write_whole(path, _draw(shown, heads, tokens, query_tokens, title, Path(path).suffix.lower()[1:]))
     return heads

@@ -100,5 +100,5 @@ def reference_stages(*names):
 
 def test_values_of_a_mock_board_without_a_shadow_are_refused(opened_device, only_mock):
     found = ttnn.zeros((1, 32), dtype=ttnn.bfloat16, layout=ttnn.TILE_LAYOUT, device=opened_device)
-    with pytest.raises(RuntimeError, match=r"values must come from a device that computes"):
+    with pytest.raises(RuntimeError, match="a mock one"):
         parity.assert_parity(found, np.zeros((1, 32)))

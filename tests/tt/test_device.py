@@ -87,24 +87,25 @@ OPEN = """
 
 def test_opening_nothing_says_what_was_looked_for(only_mock, run_python):
     result = run_python(OPEN.format(before="", number=""))
-    assert result.stdout.startswith("a device must be there to be opened, found nothing")
+    assert refuses("a device").is_printed_in(result.stdout)
     assert [word for word in ("/dev/tenstorrent", SIMULATOR, "mha_tt.mock.board()") if word not in result.stdout] == []
 
 
 def test_opening_what_does_not_open_says_what_was_looked_for(only_mock, run_python, tmp_path):
     (tmp_path / "empty.yaml").write_text("chips: {}\n")
     result = run_python(OPEN.format(before="", number=""), **{MOCK: str(tmp_path / "empty.yaml")})
-    assert result.stdout.startswith("device 0 must open, looked for mock empty")
+    assert refuses("device 0").is_printed_in(result.stdout)
+    assert "mock empty" in result.stdout
     assert len(result.stdout.splitlines()) == 1  # ttnn's own message is followed by a backtrace
 
 
 LACKING = {
     # name: (what is there, what is said)
-    "the simulator": ([], "must be a simulator's library or folder, got .*libttsim_bh.so, which is not there"),
-    "the description of its chip": (["libttsim_bh.so"], "soc_descriptor.yaml, which describes the chip, must lie in"),
+    "the simulator": ([], "libttsim_bh.so"),
+    "the description of its chip": (["libttsim_bh.so"], "soc_descriptor.yaml"),
     "the compiler": (
         ["libttsim_bh.so", "soc_descriptor.yaml"],
-        "Tenstorrent's compiler, SFPI, must lie in .*/runtime/sfpi",
+        "/runtime/sfpi",
     ),
 }
 
@@ -121,7 +122,9 @@ def test_a_simulator_that_lacks_something_is_refused_before_ttnn_is_asked(only_m
 
 def test_opening_a_card_that_is_not_there_says_its_number(only_mock, run_python):
     program = OPEN.format(before="mha_tt.mock.use('n150')", number="7")
-    assert run_python(program).stdout.startswith("device 7 must open, looked for mock n150")
+    said = run_python(program).stdout
+    assert refuses("device 7").is_printed_in(said)
+    assert "mock n150" in said
 
 
 # ---- Arithmetic ------------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def test_no_recording_is_stale_and_each_is_within_the_budget(path):
     reference = Reference(make_problem(CASES[name], dtype))
     trace = record("tt", reference)
     assert trace.numerics["values"].startswith("a recording made on"), (
-        f"tools/record-tt --cases {name} must be run again: {trace.numerics['not_as_recorded']}"
+        f"tools/record-tt --cases {name} again: {trace.numerics['not_as_recorded']}"
     )
     assert trace.arithmetic == "tensix"
     assert not [str(comparison) for comparison in judge(trace, reference) if not comparison.passed]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from refusals import refuses
 
 from mha_spec import AttentionSpec, Norm
 from parity import CASES
@@ -58,27 +59,24 @@ def test_a_run_on_two_chips_says_what_it_judged_and_what_they_sent(tmp_path):
 def test_what_a_mesh_of_chips_does_not_divide_is_skipped_by_name():
     plan = MeshPlan(tensor=2)
     width = replace(CASES["gqa"], spec=AttentionSpec(32, 8, qk_norm=Norm(over="width")))
-    assert tt_mesh.why_skipped(width, "float32", plan).startswith("q_norm must be over='head' to be divided")
-    assert tt_mesh.why_skipped(CASES["alibi"], "float32", plan).startswith("alibi must be None to be divided")
+    assert refuses("q_norm").is_printed_in(tt_mesh.why_skipped(width, "float32", plan))
+    assert refuses("alibi").is_printed_in(tt_mesh.why_skipped(CASES["alibi"], "float32", plan))
     assert tt_mesh.why_skipped(CASES["gqa"], "float32", MeshPlan(tensor=3)) == "tensor=3 does not divide 8 query heads"
     assert tt_mesh.why_skipped(CASES["random-mask"], "float32", plan).startswith("a mask of each head is another one")
     assert tt_mesh.why_skipped(CASES["fused-qkv"], "float32", plan) is None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "refusal"),
     [
-        (
-            ["--mesh", "data=2"],
-            "mesh must be of tensor alone with tt, whose chips share heads and nothing else, got data",
-        ),
-        (["--mesh", "sequence=2,tensor=2"], "mesh must be of tensor alone with tt"),
-        (["--mesh", "tensor=16"], "mesh must divide the chips of the board, got tensor=16 and "),
-        (["--mesh", "tensor=2", "--devices", "2"], "--devices must come with a backend on this CPU, got tt alone"),
+        (["--mesh", "data=2"], refuses("mesh", "data=2")),
+        (["--mesh", "sequence=2,tensor=2"], refuses("mesh", "tensor=2,sequence=2")),
+        (["--mesh", "tensor=16"], refuses("mesh", "tensor=16")),
+        (["--mesh", "tensor=2", "--devices", "2"], refuses("--devices", "tt")),
     ],
 )
-def test_what_chips_cannot_be_is_refused_in_one_line(arguments, message, capsys):
+def test_what_chips_cannot_be_is_refused_in_one_line(arguments, refusal, capsys):
     assert main(["run", "--backends", "tt", "--cases", "causal", *arguments]) == 2
     said = capsys.readouterr().err
-    assert message in said
+    assert refusal.is_printed_in(said)
     assert said.count("\n") == 1

@@ -382,5 +382,5 @@ def test_a_step_that_is_replayed_is_a_step():
 
 
 def test_a_trace_on_a_mock_board_is_refused(device, only_mock):
-    with pytest.raises(RuntimeError, match="begin_trace_capture must have a device that computes, got a mock"):
+    with pytest.raises(RuntimeError, match="begin_trace_capture"):
         ttnn.begin_trace_capture(device, cq_id=0)

@@ -24,8 +24,8 @@ def find_layout(name: str, what: str = "layout") -> Layout:
     name = ALIASES.get(name, name)
     if name not in LAYOUTS:
         nearest = _nearest(str(name))
-        hint = f"; {nearest} is the nearest" if nearest else ""
-        raise Refusal(what, f"be one of {', '.join(LAYOUTS)}", f"{what}={name!r}{hint}")
+        hint = f"{nearest} is the nearest" if nearest else ""
+        raise Refusal(what, f"be one of {', '.join(LAYOUTS)}", {what: name}, hint=hint)
     return LAYOUTS[name]
 
 

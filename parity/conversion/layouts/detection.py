@@ -108,8 +108,9 @@ def tensors_for(spec: AttentionSpec, layout: Layout) -> list[tuple[Tensor, ...]]
     Raises:
         DoesNotFit: if none can.
     """
-    if broken := broken_rules(spec, layout):
-        raise DoesNotFit("the layer", f"be one that {layout.name} can hold: {broken}")
+    broken, got = broken_rules(spec, layout)
+    if broken:
+        raise DoesNotFit("the layer", f"be one that {layout.name} can hold: {broken}", got)
     wanted = spec.weight_shapes.keys()
     found, nameless = [], set(wanted)
     for form in layout.forms:
@@ -266,8 +267,9 @@ def find_spec(
             continue
         if shapes_of(present, spec, layout) != told:
             continue
-        if broken := broken_rules(spec, layout):
-            reasons.append(broken)
+        broken, got = broken_rules(spec, layout)
+        if broken:
+            reasons.append(f"{broken}, got {', '.join(f'{name}={value}' for name, value in got.items())}")
         else:
             fitting.append(spec)
     if not fitting:

@@ -294,12 +294,11 @@ def _has_rms_norms(spec: AttentionSpec, weight: str) -> bool:
     return all(norm.kind == "rms" and norm.weight in (weight, None) for norm in norms)
 
 
-def broken_rules(spec: AttentionSpec, layout: Layout) -> str:
-    """Which rules of a layout a layer breaks, or nothing."""
+def broken_rules(spec: AttentionSpec, layout: Layout) -> tuple[str, dict[str, Any]]:
+    """The rules of a layout that a layer breaks, or "", and the fields of the layer that break them."""
     broken = [rule for rule in map(RULES.__getitem__, layout.rules) if not rule.holds(spec)]
-    fields = dict.fromkeys(field for rule in broken for field in rule.fields)
-    got = ", ".join(f"{field}={getattr(spec, field)}" for field in fields)
-    return f"{'; '.join(rule.words for rule in broken)}, got {got}" if broken else ""
+    got = {field: getattr(spec, field) for rule in broken for field in rule.fields}
+    return "; ".join(rule.words for rule in broken), got
 
 
 CARRIED = ("rope", "rope.scaling", "scale", "soft_cap", "window_size", "chunk_size", "alibi", "clip_qkv", "temperature")
