@@ -327,10 +327,12 @@ def test_a_projection_of_flax_that_is_wrapped_is_named():
         parity.load_into(module, random_weights(SQUARE))
 
 
-@pytest.mark.parametrize("module", [torch.nn.Linear(3, 3), equinox.nn.Linear(3, 3, key=jax.random.key(0)), 3])
-def test_other_modules_are_refused_with_those_that_are_known(module):
+@pytest.mark.parametrize(
+    "make", [lambda: torch.nn.Linear(3, 3), lambda: equinox.nn.Linear(3, 3, key=jax.random.key(0)), lambda: 3]
+)
+def test_other_modules_are_refused_with_those_that_are_known(make):
     with refuses_type("module"):
-        parity.weights_of(module)
+        parity.weights_of(make())
 
 
 def test_an_unknown_layer_has_no_adapter():

@@ -1,0 +1,156 @@
+"""For pytest, of `tools/mutants`: notes which lines each test runs, or runs chosen tests under each mutant.
+
+A server collects all tests once. For each request it forks; the child gives functions the code of the mutant, runs the
+tests, and answers with the first that fails. What runs as a module is imported cannot be changed so: that is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import json
+import os
+import select
+import signal
+from collections import defaultdict
+from contextlib import suppress
+from types import CodeType, FunctionType
+
+import pytest
+
+FOLDER = os.environ["MUTANTS_FOLDER"]
+
+# ---- The map ---------------------------------------------------------------------------------------------------------
+
+if "MUTANTS_MAP" in os.environ:
+    import coverage
+
+    measured = coverage.Coverage(
+        data_file=os.path.join(FOLDER, f"lines-{os.getpid()}"),
+        source_pkgs=os.environ["MUTANTS_MAP"].split(),
+        config_file=False,
+        messages=False,
+    )
+    measured.start()
+
+    def _processor() -> tuple[float, float]:
+        times = os.times()
+        return times.user + times.system, times.children_user + times.children_system
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(item, nextitem):
+        measured.switch_context(item.nodeid)
+        own, others = _processor()
+        yield
+        now = _processor()
+        measured.switch_context("")
+        row = [item.nodeid, now[0] - own, now[1] - others, item.get_closest_marker("thorough") is not None]
+        with open(os.path.join(FOLDER, f"times-{os.getpid()}"), "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def pytest_unconfigure(config):
+        measured.stop()
+        measured.save()
+
+
+# ---- The server ------------------------------------------------------------------------------------------------------
+
+else:
+    first_failure = ""
+
+    def pytest_runtest_logreport(report):
+        global first_failure
+        if report.failed and not first_failure:
+            first_failure = report.nodeid
+
+    def pytest_runtestloop(session):
+        """Answer requests, a line of JSON each, until there are no more."""
+        items = {item.nodeid: item for item in session.items}
+        requests, answers = (int(number) for number in os.environ["MUTANTS_PIPES"].split())
+        with os.fdopen(requests) as lines, os.fdopen(answers, "w") as out:
+            print(json.dumps({"collected": len(items)}), file=out, flush=True)
+            for line in lines:
+                print(json.dumps(_answer(session, items, json.loads(line))), file=out, flush=True)
+        return True
+
+    def _answer(session, items, request):
+        """Run the tests of a request in a child: the first that fails, "" if none, "no end", or why it cannot be."""
+        unknown = [test for test in request["tests"] if test not in items]
+        if unknown:
+            return {"cannot": f"no such tests: {unknown[:3]}"}
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            os.setpgid(0, 0)
+            os.close(read)
+            answer = {"failed": "pytest ended"}
+            try:
+                answer = _run(session, [items[test] for test in request["tests"]], request)
+            finally:
+                os.write(write, json.dumps(answer).encode())
+                os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as result:
+            ended, _, _ = select.select([result], [], [], request["seconds"])
+            text = result.read() if ended else '{"failed": "no end"}'
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # also what its tests left behind
+        os.waitpid(child, 0)
+        return json.loads(text or '{"failed": "the process ended"}')
+
+    def _run(session, items, request):
+        if request["path"]:
+            try:
+                _change(os.path.realpath(request["path"]), request["before"], request["after"])
+            except ValueError as error:
+                return {"cannot": str(error)}
+        for place, item in enumerate(items):
+            following = items[place + 1] if place + 1 < len(items) else None
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if first_failure:
+                break
+        return {"failed": first_failure}
+
+    def _functions(code, found=None):
+        """Code objects of all functions in code, by qualified name, in the order of the source."""
+        found = defaultdict(list) if found is None else found
+        for each in code.co_consts:
+            if isinstance(each, CodeType):
+                found[each.co_qualname].append(each)
+                _functions(each, found)
+        return found
+
+    def _change(path, before, after):
+        """Give all functions of a module the code that they have in a changed source."""
+        old, new = (_functions(compile(source, path, "exec")) for source in (before, after))
+        if _outside(before) != _outside(after):
+            raise ValueError("the change is outside of functions")
+        changed = {}
+        for name, codes in old.items():
+            for one, other in zip(codes, new[name], strict=True):
+                if _shape(one) != _shape(other):
+                    changed[name, one.co_firstlineno] = other
+        done = 0
+        for function in gc.get_objects():
+            if isinstance(function, FunctionType) and os.path.realpath(function.__code__.co_filename) == path:
+                code = changed.get((function.__code__.co_qualname, function.__code__.co_firstlineno))
+                if code is not None:
+                    function.__code__ = code  # ValueError if it closes over other variables
+                    done += 1
+        if not done:
+            raise ValueError("no function has this code")
+
+    def _shape(code):
+        """Code without its places in the source."""
+        constants = [_shape(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+        return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
+
+    def _outside(source):
+        """What of a source runs as it is imported."""
+        tree = ast.parse(source)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                node.body = []
+            elif isinstance(node, ast.Lambda):
+                node.body = ast.Constant(None)
+        return ast.dump(tree)
