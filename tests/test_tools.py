@@ -282,3 +282,43 @@ def test_mutants_of_a_seed_are_always_those(mutants, monkeypatch):
     monkeypatch.setattr(mutants, "COUNTS", {"mha_spec": 25})
     assert mutants.drawn(0) == mutants.drawn(0) != mutants.drawn(1)
     assert {each.package for each in mutants.drawn(0)} == {"mha_spec"}
+
+
+TESTED = """
+import m
+
+
+def test_is_small():
+    assert m.f(0) == 2
+
+
+def test_is_large():
+    assert m.f(5) == 6
+"""
+
+
+@pytest.fixture
+def server(mutants, tmp_path, monkeypatch):
+    """A server of the tests above, for the module m; a request runs them with a change of it."""
+    (tmp_path / "m.py").write_text(
+        "ONE = 1\n\n\ndef f(a):\n    if a < 2:\n        return a + ONE + 1\n    return a + ONE\n"
+    )
+    (tmp_path / "test_m.py").write_text(TESTED)
+    monkeypatch.setattr(mutants, "BUILD", tmp_path)
+    suite = mutants.Suite("main", (sys.executable, "-m", "pytest", "--rootdir", str(tmp_path)), str(tmp_path), ())
+    process = mutants.Server(suite, tmp_path)
+    source = (tmp_path / "m.py").read_text()
+
+    def first_failure(*edit):
+        tests = ["test_m.py::test_is_small", "test_m.py::test_is_large"]
+        return process.first_failure(tests, 60.0, "m.py", source, source.replace(*edit))
+
+    yield first_failure
+    process.close()
+
+
+def test_forks_run_tests_with_the_code_of_a_mutant(server):
+    assert server("return a + ONE\n", "return a - ONE\n") == "test_m.py::test_is_large"
+    assert server("a < 2", "a <= 2") == ""  # the change before is gone
+    assert server("a < 2", "not (a < 2)") == "test_m.py::test_is_small"
+    assert server("ONE = 1", "ONE = (2)") is None  # runs as the module is imported
