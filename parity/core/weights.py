@@ -196,8 +196,8 @@ def load_weights(path: str | os.PathLike[str]) -> tuple[Weights, AttentionSpec]:
 
     Raises:
         OSError: if the file cannot be read.
-        TypeError, ValueError: if it is not a whole file of canonical weights that fit their specification, or its source
-            said more of attention than a specification holds.
+        TypeError, ValueError: if it is not a whole file of canonical weights that fit their specification, or its
+            metadata name keys about attention that no specification has.
     """
     tensors, metadata = load_tensors(path)
     spec = read_spec(path, metadata)
