@@ -58,7 +58,7 @@ class Refuses:
             return False
         assert isinstance(error, WrongType) == (self.kind is TypeError), f"{type(error).__name__}: {error}"
         self.check(error)
-        self.value = error
+        self.value = error.with_traceback(None)  # whose frames hold tensors, as long as a table lasts
         return True
 
     def check(self, refusal: Refusal) -> None:

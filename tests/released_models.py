@@ -199,7 +199,7 @@ def _of_layer(tensors: Mapping[str, Tensor], layer: ModelLayer) -> tuple[str, di
         before, path, after = name.rpartition(f"{layer.path}.")
         if path and (not before or before.endswith(".")):
             found.setdefault(before, {})[after] = tensor
-    assert len(found) == 1, f"{layer.path} must begin the names of a layer's tensors, got {sorted(tensors)}"
+    assert len(found) == 1, f"no tensors of {layer.path} in {sorted(tensors)}"
     return next(iter(found.items()))
 
 

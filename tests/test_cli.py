@@ -70,7 +70,7 @@ def test_an_empty_list_is_refused_and_not_taken_for_all(capsys, option):
     with pytest.raises(SystemExit) as exit_:
         main(["run", option, ","])
     assert exit_.value.code == 2
-    assert "must name at least one" in capsys.readouterr().err
+    assert option in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_wrong_backend_exits_1_and_names_stage_and_place(monkeypatch, capsys):

@@ -208,12 +208,10 @@ def test_convert_refuses_in_one_line_and_writes_nothing(source, tmp_path, capsys
     assert os.listdir(tmp_path) == ["source.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("b.gguf", "GGUF files are only read"), ("b.txt", "must end in one of"), ("b", "must end in")]
-)
-def test_convert_refuses_a_target_of_no_format_that_is_written(source, tmp_path, capsys, name, message):
+@pytest.mark.parametrize(("name", "got"), [("b.gguf", "'.gguf'"), ("b.txt", "'.txt'"), ("b", "")])
+def test_convert_refuses_a_target_of_no_format_that_is_written(source, tmp_path, capsys, name, got):
     assert main(convert(source, tmp_path / name, "--to", "W_q")) == 2
-    assert message in capsys.readouterr().err
+    assert refuses(str(tmp_path / name), got).is_printed_in(capsys.readouterr().err)
 
 
 def test_convert_of_a_file_that_is_not_there_is_one_line(tmp_path, capsys):

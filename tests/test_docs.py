@@ -43,7 +43,7 @@ def sections_of(page):
 def block_of(text, language):
     """The first fenced block of a language in a text."""
     found = re.search(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    assert found, f"there must be a block of {language}"
+    assert found, f"no block of {language}"
     return found[1]
 
 
@@ -123,7 +123,7 @@ def test_the_numbers_of_planted_mistakes_are_those_of_the_cases():
     of_layers = [page for page in PAGES if page != ranks.PAGE]  # tests/test_rank_mistakes.py plants those of ranks
     expected = [(page, *counted(page)) for page in ("(nothing planted)", *of_layers, "all")]
     wrong = sorted(set(expected) - set(re.findall(row, text, flags=re.MULTILINE)))
-    assert not wrong, f"docs/diagnosis.md must have (class, mistakes, planted in torch, in JAX), got others for {wrong}"
+    assert not wrong, f"docs/diagnosis.md lacks these (class, mistakes, planted in torch, in JAX): {wrong}"
 
 
 # ---- Code and commands -----------------------------------------------------------------------------------------------

@@ -269,7 +269,7 @@ def canonical(tmp_path):
 def test_what_nothing_can_drop_is_refused_in_metadata(canonical, name, tmp_path, capsys):
     rewritten(canonical, lambda metadata: {"dropped": json.dumps([name])})
     assert main(["verify", str(tmp_path / "model"), str(canonical)]) == 2
-    assert f"as dropped, got {name}" in capsys.readouterr().err
+    assert refuses("…/c.safetensors", name).is_printed_in(capsys.readouterr().err)
 
 
 def test_another_base_is_seen_where_the_scaling_was_dropped(canonical, tmp_path, capsys):
@@ -280,7 +280,8 @@ def test_another_base_is_seen_where_the_scaling_was_dropped(canonical, tmp_path,
 
     rewritten(canonical, other)
     assert main(["verify", str(tmp_path / "model"), str(canonical)]) == 2
-    assert "got rope=Rope(theta=10000.0) and Rope(theta=500.0)" in capsys.readouterr().err
+    differ = "rope=Rope(theta=10000.0) and Rope(theta=500.0)"
+    assert refuses("the layers", differ).is_printed_in(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +297,7 @@ def test_another_base_is_seen_where_the_scaling_was_dropped(canonical, tmp_path,
 )
 def test_configurations_of_no_model_are_refused(family, changes):
     config = json.loads(transformers.AutoConfig.for_model(family).to_json_string(use_diff=False))
-    with pytest.raises(ValueError, match="must"):
+    with refuses("…"):
         specs_of(config | changes)
 
 

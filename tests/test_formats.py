@@ -102,12 +102,12 @@ def refusal(path):
     return None
 
 
-def refuses_to_open(path, match=""):
+def refuses_to_open(path, expected=""):
     """Opening and reading all raises one line that can be shown."""
     error = str(refusal(path))
     assert error != "None"
     assert error.isprintable()
-    assert re.search(match, error), error
+    assert re.search(expected, error) if isinstance(expected, str) else expected.is_printed_in(error), error
     return error
 
 
@@ -469,7 +469,7 @@ def test_the_level_that_nnx_adds_is_left_out(tmp_path):
 
 def test_names_that_cannot_be_nested_are_refused(tmp_path):
     for names in (["a", "a.b"], ["a.b", "a"], ["a.value"]):
-        with pytest.raises(ValueError, match="where names are nested, got a"):
+        with pytest.raises(ValueError, match="got a"):
             write(tmp_path / "w.msgpack", {name: np.ones(1) for name in names})
     assert os.listdir(tmp_path) == []
 
@@ -574,7 +574,7 @@ def test_a_folder_of_shards_is_read_without_an_index(tmp_path):
     write(tmp_path / "w.safetensors", tensors, max_shard_bytes=100).unlink()
     assert same_tensors(read_all(tmp_path), tensors)
     next(tmp_path.glob("*-00002-*")).unlink()
-    refuses_to_open(tmp_path, r"must have all \d shards, and lacks 'w-00002-of-\d+\.safetensors")
+    refuses_to_open(tmp_path, r"'w-00002-of-\d+\.safetensors")
 
 
 def test_torch_shards_are_read_from_their_folder(tmp_path):
@@ -607,25 +607,26 @@ def point_at(shard):
     return lambda index: index["weight_map"].update(one=shard)
 
 
+INDEX = "…/w.safetensors.index.json"
+
+
 @pytest.mark.parametrize(
-    ("change", "match"),
+    ("change", "refusal"),
     [
-        (point_at("../w-00001-of-00003.safetensors"), "must name shards in its own folder"),
-        (point_at("/etc/passwd"), "must name shards in its own folder"),
-        (point_at(".."), "must name shards in its own folder"),
-        (point_at(""), "must name shards in its own folder"),
-        (point_at("w\0"), "must name shards in its own folder"),
-        (point_at("nowhere.safetensors"), "must name shards that are there, got 'nowhere.safetensors'"),
-        (point_at("w.safetensors.index.json"), "must be"),
-        (point_at(3), "must have a weight_map"),
-        (lambda index: index.update(weight_map=[]), "must have a weight_map"),
-        (lambda index: index.clear(), "must have a weight_map"),
-        (lambda index: index["weight_map"].pop("one"), "must list just the tensors of its shards, but one is"),
-        (lambda index: index["weight_map"].update(two="w-00001-of-00003.safetensors"), "two is in one of them only"),
+        *(
+            (point_at(shard), refuses(INDEX, repr(shard)))
+            for shard in ("../w-00001-of-00003.safetensors", "/etc/passwd", "..", "", "w\0", "nowhere.safetensors")
+        ),
+        (point_at("w.safetensors.index.json"), refuses(INDEX)),
+        (point_at(3), refuses(INDEX)),
+        (lambda index: index.update(weight_map=[]), refuses(INDEX)),
+        (lambda index: index.clear(), refuses(INDEX)),
+        (lambda index: index["weight_map"].pop("one"), refuses(INDEX, tensor="one")),
+        (lambda index: index["weight_map"].update(two="w-00001-of-00003.safetensors"), refuses(INDEX, tensor="two")),
     ],
 )
-def test_a_hostile_index_is_refused(tmp_path, change, match):
-    refuses_to_open(with_index(tmp_path, change), match)
+def test_a_hostile_index_is_refused(tmp_path, change, refusal):
+    refuses_to_open(with_index(tmp_path, change), refusal)
 
 
 @pytest.mark.parametrize("text", ["", "[", "[" * 100_000, '{"weight_map": {"a": "b", "a": "c"}}', "\x00\xff", "7"])
@@ -638,13 +639,14 @@ def test_a_damaged_index_is_refused(tmp_path, text):
 def test_a_tensor_in_two_shards_is_refused(tmp_path):
     for i in (1, 2):
         write(tmp_path / f"w-0000{i}-of-00002.safetensors", {"a": np.ones(1)})
-    refuses_to_open(tmp_path, "must have each tensor once, but a is in two")
+    shards = [f"w-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    refuses_to_open(tmp_path, refuses(str(tmp_path), tensor="a", shards=shards))
 
 
 def test_a_folder_of_two_checkpoints_is_refused(tmp_path):
     write(tmp_path / "w.safetensors", some_tensors(), max_shard_bytes=100)
     write(tmp_path / "w.safetensors", some_tensors())
-    refuses_to_open(tmp_path, "must hold one checkpoint")
+    refuses_to_open(tmp_path, refuses(str(tmp_path), "w.safetensors.index.json"))
 
 
 # ---- Whole or not at all ---------------------------------------------------------------------------------------------
@@ -775,7 +777,7 @@ def test_a_write_that_does_not_read_back_is_an_error(tmp_path, monkeypatch, suff
         return open_tensors(path)
 
     monkeypatch.setattr("parity.files.writing.open_tensors", open_damaged)
-    with pytest.raises(OSError, match="must read back as it was written") as caught:
+    with pytest.raises(OSError, match=re.escape(f"/w{suffix}")) as caught:
         write(tmp_path / f"w{suffix}", tensors)
     assert len(str(caught.value).splitlines()) == 1
     assert contents(tmp_path) == old
@@ -825,7 +827,7 @@ def test_a_changed_byte_is_found(tmp_path, suffix):
     data = bytearray(path.read_bytes())
     data[data.index(np.float64(500.0).tobytes())] ^= 1
     path.write_bytes(data)
-    with open_tensors(path) as file, pytest.raises(ValueError, match=r"must hold what was written|CRC-32"):
+    with open_tensors(path) as file, pytest.raises(ValueError, match=r"sha256|CRC-32"):
         file.verify()
 
 
@@ -953,7 +955,7 @@ def test_shards_of_which_no_index_tells_are_not_replaced(tmp_path):
     with refuses("…/w-00001-of-00002.safetensors"):
         write(tmp_path / "w.safetensors", {"a": np.ones(1), "b": np.ones(1)}, max_shard_bytes=9)
     (tmp_path / "w.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match="must have a weight_map"):
+    with refuses("…/w.safetensors.index.json"):
         write(tmp_path / "w.safetensors", {"a": np.ones(1), "b": np.ones(1)}, max_shard_bytes=9)
     assert contents(tmp_path) == {**old, Path("w.safetensors.index.json"): b"{}"}
 
@@ -1088,7 +1090,7 @@ def test_another_tensor_than_was_announced_is_refused(tmp_path, array):
 
 @pytest.mark.parametrize("name", ["__metadata__", "__metadata__.a", "a\nb", "a\0", "\ud800", "\x1b[2J"])
 def test_names_that_no_tensor_may_have_are_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=r"must be printable|like metadata") as caught:
+    with pytest.raises(ValueError, match=r"names|metadata") as caught:
         write(tmp_path / "w.safetensors", {name: np.ones(1)})
     assert str(caught.value).isprintable()
 
@@ -1399,9 +1401,7 @@ def test_nothing_in_a_file_of_torch_is_executed(tmp_path, name, how):
         (tmp_path / name).write_bytes(pickle.dumps(content, protocol=2))
     else:
         torch.save(content, tmp_path / name, _use_new_zipfile_serialization=how == "archive")
-    refuses_to_open(
-        tmp_path / name, "must hold tensors and nothing that is executed: .*open" if how == "archive" else ""
-    )
+    refuses_to_open(tmp_path / name, f"{name} .*open" if how == "archive" else "")
     assert os.listdir(tmp_path) == [name]
 
 
@@ -1482,7 +1482,7 @@ def test_a_hostile_file_of_torch_is_refused(tmp_path, data):
 def test_a_compressed_file_of_torch_is_refused(tmp_path):
     members = [("archive/data.pkl", b""), ("archive/version", b"3\n")]
     (tmp_path / "w.pt").write_bytes(npz(*members, compression=zipfile.ZIP_DEFLATED))
-    refuses_to_open(tmp_path / "w.pt", "must not be compressed")
+    refuses_to_open(tmp_path / "w.pt", refuses("members of an archive of torch's"))
 
 
 # msgpack and gguf

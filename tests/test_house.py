@@ -5,6 +5,7 @@ or as a module's whole name in a string, for `importlib`.
 """
 
 import ast
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -410,3 +411,39 @@ def test_an_excuse_that_is_no_longer_needed_is_seen(tmp_path):
     assert complaints("not too long", house, ["mha_jax.a"]) == []
     stale = "mha_jax.b is excused, and breaks nothing"
     assert complaints("not too long", house, ["mha_jax.a", "mha_jax.b"]) == [stale]
+
+
+# ---- Tests pin no prose ----------------------------------------------------------------------------------------------
+
+EXCEPT = {"refusals.py", "test_refusal.py", "test_refusals.py", "test_house.py"}
+"""They print refusals, or rules."""
+
+
+def sentences(source: str) -> list[str]:
+    """Strings of a test with the word that begins a rule. Docstrings do not count."""
+    if "must" not in source:
+        return []
+    nodes = list(ast.walk(ast.parse(source)))
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    strings = (node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return [node.value for node in strings if id(node) not in docstrings and re.search(r"\bmust\b", node.value)]
+
+
+def test_no_test_pins_the_words_of_a_refusal():
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in EXCEPT]
+    assert len(paths) > 100
+    found = [(str(path.relative_to(ROOT)), sentences(path.read_text(encoding="utf-8"))) for path in paths]
+    assert [(path, strings) for path, strings in found if strings] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ('match = "--heads must be odd"', 1),
+        ('words = f"{name} must be {rule}"', 1),
+        ('"""A docstring must not count."""', 0),
+        ('name = "mustard"  # must', 0),
+    ],
+)
+def test_strings_with_rules_are_counted(source, count):
+    assert len(sentences(source)) == count

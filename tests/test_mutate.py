@@ -475,12 +475,12 @@ def test_a_compiled_function_is_compared_when_it_runs(project, tmp_path):
     [
         (
             "def test_it():\n    assert False",
-            "must pass before a mistake is planted, got exit status 1, also by themselves",
+            "got exit status 1",
         ),
-        ("def test_it():\n    pass", "must import mine.attention .* got no import"),
+        ("def test_it():\n    pass", "got no import"),
         (
             "import mine.attention\ndef test_it():\n    pass",
-            "must call mine.attention:attention by its name, got no call",
+            "got no call",
         ),
         (
             "from mine.attention import attention as f\ndef test_it():\n    assert f.__code__.co_name == 'attention'",

@@ -289,7 +289,7 @@ def test_a_write_that_does_not_read_back_is_an_error(tmp_path, monkeypatch, weig
         return {name: weight * 2 for name, weight in weights.items()}, {}
 
     monkeypatch.setattr("parity.core.weights.load_tensors", misread)
-    with pytest.raises(OSError, match="must read back as it was written"):
+    with pytest.raises(OSError, match=r"w\.safetensors"):
         save_weights(tmp_path / "w.safetensors", weights, SPEC)
     assert os.listdir(tmp_path) == []
 
@@ -307,7 +307,7 @@ def test_a_file_cut_off_anywhere_is_refused(tmp_path, part):
     save_weights(tmp_path / "w", random_weights(SPEC), SPEC)
     whole = (tmp_path / "w").read_bytes()
     (tmp_path / "cut").write_bytes(whole[: int(part * len(whole))])
-    with pytest.raises(ValueError, match="must be a whole safetensors file"):
+    with refuses("…/cut"):
         load_weights(tmp_path / "cut")
 
 
@@ -340,7 +340,7 @@ def test_weights_of_another_dtype_are_refused_and_not_narrowed(sibling, weights)
 @pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\xff" * 64, b"PK\x03\x04" + bytes(100), bytes(4096)])
 def test_a_file_of_another_kind_is_refused(tmp_path, data):
     (tmp_path / "w").write_bytes(data)
-    with pytest.raises(ValueError, match="must be a whole safetensors file"):
+    with refuses("…/w"):
         load_weights(tmp_path / "w")
 
 

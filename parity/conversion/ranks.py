@@ -170,11 +170,13 @@ def _join(
     for rank, read in enumerate(reads):
         part = read()
         if division.axis is None and rank and part.tobytes() != before:
-            raise Refusal(folder, f"have the same {name} on all ranks, rank {rank} has other values")
+            raise Refusal(folder, "have the same values on all ranks", tensor=name, rank=rank)
         if division.axis is not None and part.tobytes() == before and (part != part.flat[0]).any():
             raise Refusal(
                 folder,
-                f"have each head on one rank, ranks {rank - 1} and {rank} have the same {name}",
+                "have each head on one rank",
+                tensor=name,
+                ranks=[rank - 1, rank],
                 hint="key/value heads that ranks share are not joined",
             )
         places[rank][...] = part.reshape(places[rank].shape)

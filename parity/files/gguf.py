@@ -163,7 +163,7 @@ def _entries(cursor: Cursor, count: int) -> dict[str, _Entry]:
     for _ in range(count):
         name, num_dims = _text(cursor), cursor.unpack("<I")
         if name in entries or num_dims > MAX_DIMS:
-            raise Refusal("each tensor", f"be there once, with at most {MAX_DIMS} axes, but {name} is not")
+            raise Refusal("each tensor", f"be there once, with at most {MAX_DIMS} axes", tensor=name)
         shape = tuple(cursor.unpack("<Q") for _ in range(num_dims))[::-1]
         kind, offset = cursor.unpack("<I"), cursor.unpack("<Q")
         entries[name] = _Entry(shape, (TYPES[kind] if kind < len(TYPES) else None) or f"type {kind}", offset)

@@ -156,7 +156,7 @@ def _open_index(path: Path) -> TensorFile:
         try:
             lost = sorted(file.infos.keys() ^ shard_of.keys())
             if lost:
-                raise Refusal(path, f"list just the tensors of its shards, but {lost[0]} is in one of them only")
+                raise Refusal(path, "list just the tensors of its shards", tensor=lost[0])
             told = index.get("metadata")
             for name, value in (told if isinstance(told, dict) else {}).items():
                 if name != "total_size":  # which `infos` tell
@@ -175,7 +175,7 @@ def _open_shards(path: Path, folder: Path, names: list[str]) -> TensorFile:
         numbers = range(1, int(match[3]) + 1) if match else ()
         all_of = (f"{match[1]}-{i:05}-of-{match[3]}{match[4]}" for i in numbers if match)
         if missing := next((each for each in all_of if each not in names), None):
-            raise Refusal(path, f"have all {len(numbers)} shards, and lacks {missing!r}")
+            raise Refusal(path, f"have all {len(numbers)} shards", missing=missing)
     infos: dict[str, TensorInfo] = {}
     places: dict[str, list[Piece]] = {}
     shard_of: dict[str, TensorFile] = {}
@@ -187,7 +187,7 @@ def _open_shards(path: Path, folder: Path, names: list[str]) -> TensorFile:
             shard = stack.enter_context(open_file(folder / name))
             for tensor, info in shard.infos.items():
                 if tensor in infos:
-                    raise Refusal(path, f"have each tensor once, but {tensor} is in two of {names}")
+                    raise Refusal(path, "have each tensor once", tensor=tensor, shards=names)
                 infos[tensor], shard_of[tensor] = info, shard
             places |= shard.places
             ignored += shard.ignored

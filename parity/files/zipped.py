@@ -68,7 +68,7 @@ def open_zip(file: BinaryIO) -> zipfile.ZipFile:
     size = file.seek(0, 2)
     for member in members:
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or member.flag_bits & 1:
-            raise Refusal("members", f"be stored or deflated, and not encrypted, but {member.filename} is not")
+            raise Refusal("members", "be stored or deflated, and not encrypted", member=member.filename)
     if sum(member.compress_size for member in members) > size:
         raise Refusal("members", "not overlap, but they do")
     check_inflation(sum(member.file_size for member in members), size)

@@ -354,7 +354,7 @@ def test_download_gives_float32(device, dtype):
 
 def test_download_without_values_says_how_to_get_them(only_mock, opened_device):
     tensor = mha_tt.upload(np.ones((3, 5)), device=opened_device)
-    with pytest.raises(RuntimeError, match=r"must come from a device that computes, got a mock one; .*shadow\(\)"):
+    with pytest.raises(RuntimeError, match=r"a mock one; .*shadow\(\)"):
         mha_tt.download(tensor)
 
 

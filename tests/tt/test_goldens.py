@@ -89,7 +89,7 @@ def test_each_sequence_of_a_step_is_rotated_by_its_own_row(device, rng, kernel):
 @pytest.mark.parametrize("kernel", ["rotary_embedding", "rotary_embedding_hf"])
 def test_halves_of_a_part_of_a_tile_are_refused(device, kernel):
     x, table = (mha_tt.upload(np.ones((1, heads, 32, 16)), device=device) for heads in (2, 1))
-    with pytest.raises(AssertionError, match="heads must have whole tiles of 32 features to be rotated"):
+    with pytest.raises(AssertionError, match=r"^heads "):
         getattr(EXPERIMENTAL, kernel)(x, table, table)
 
 
@@ -103,7 +103,7 @@ def test_heads_are_put_side_by_side(device, rng):
 
 
 def test_parts_of_tiles_are_not_put_side_by_side(device):
-    with pytest.raises(AssertionError, match="head_dim must be a multiple of 32 for nlp_concat_heads, got 16"):
+    with pytest.raises(AssertionError, match=r"head_dim .*nlp_concat_heads, got 16"):
         EXPERIMENTAL.nlp_concat_heads(mha_tt.upload(np.ones((1, 2, 32, 16)), device=device))
 
 
@@ -200,8 +200,8 @@ def test_two_caches_are_written_at_once(device, rng, table):
 @pytest.mark.parametrize(
     ("slot", "pages", "message"),
     [
-        (96, PAGES, "paged_update_cache must stay within 96 slots, got 96"),
-        (33, PAGES + 5, "paged_update_cache must stay within 6 pages, got 10 for sequence 1"),
+        (96, PAGES, "paged_update_cache .* 96 slots, got 96"),
+        (33, PAGES + 5, "paged_update_cache .* 6 pages, got 10 for sequence 1"),
     ],
 )
 def test_a_write_outside_of_a_paged_cache_is_refused(device, slot, pages, message):

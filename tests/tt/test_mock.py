@@ -94,7 +94,7 @@ def test_unknown_board_is_refused():
 @pytest.mark.board
 def test_second_board_is_refused(opened_device):
     other = next(name for name in BOARDS if name != USED)
-    with pytest.raises(RuntimeError, match=f"must stay the same for the whole process, got '{other}' after '{USED}'"):
+    with pytest.raises(RuntimeError, match=f"'{other}' after '{USED}'"):
         mock.use(other)
 
 
@@ -121,7 +121,7 @@ def test_four_processes_may_begin_at_once_with_an_empty_folder_and_leave_one_of_
     for result in results:  # without values a layer runs, and has nothing to read
         shapes, refusal = result.stdout.splitlines()
         assert shapes == "(2, 1, 32) [6, 6]"
-        assert refusal.startswith("values must come from a device that computes, got a mock one")
+        assert "a mock one" in refusal
     assert files_below(tmp_path / "home") == [".cache", ".cache/mha_tt"]  # and no .cache/tt-metal-cache
     assert files_below(tmp_path / "work") == []
 
@@ -207,7 +207,7 @@ def test_value_of_a_deallocated_tensor_is_let_go(opened_device):
 
 def test_tensor_from_before_the_shadow_has_no_value(opened_device):
     x = mha_tt.upload(np.ones((2, 3)), device=opened_device)
-    with mock.shadow(), pytest.raises(KeyError, match=r"must have been made while the shadow is on, .* \(2, 3\)"):
+    with mock.shadow(), pytest.raises(KeyError, match=r"\(2, 3\)"):
         ttnn.multiply(x, 2.0)
 
 
@@ -246,7 +246,7 @@ def test_shadow_leaves_everything_as_it_was(opened_device):
     ttnn.multiply(x, 2.0)
     assert ttnn.CONFIG.enable_fast_runtime_mode == fast
     assert vars(ttnn.graph) == graph
-    with pytest.raises(RuntimeError, match="values must come from a device that computes"):
+    with pytest.raises(RuntimeError, match="a mock one"):
         mha_tt.download(x)
 
 
@@ -353,7 +353,7 @@ def attend_under(mask, device):
 @pytest.mark.board
 @pytest.mark.parametrize("name", FILLED_WITH_ZERO)
 def test_mask_whose_last_tiles_hide_nothing_is_caught(device, name):
-    with pytest.raises(AssertionError, match="the mask's last tiles must hide the keys beyond the last one, got 0"):
+    with pytest.raises(AssertionError, match=r"mask.* got 0"):
         attend_under(FILLED_WITH_ZERO[name](device), device)
 
 
@@ -364,7 +364,7 @@ def attend_within(window_size, seq_len, device, **told):
 
 @pytest.mark.board
 def test_window_both_ways_over_keys_that_are_not_whole_tiles_is_caught(device):
-    with pytest.raises(AssertionError, match="keys must be whole tiles with a window that is not causal"):
+    with pytest.raises(AssertionError, match=r"keys .*window"):
         attend_within(3, 40, device, is_causal=False)
     for seq_len, told in ((64, {"is_causal": False}), (40, {}), (40, {"is_causal": True})):
         assert mha_tt.download(attend_within(3, seq_len, device, **told)).max() == 1.0
@@ -382,7 +382,7 @@ def test_step_of_heads_that_its_kernel_gets_wrong_is_caught(device, width, sums,
     config = ttnn.init_device_compute_kernel_config(
         device.arch(), math_fidelity=ttnn.MathFidelity.HiFi4, fp32_dest_acc_en=sums
     )
-    with pytest.raises(AssertionError, match="heads must have at most") if is_caught else nullcontext():
+    with pytest.raises(AssertionError, match=r"^heads ") if is_caught else nullcontext():
         ttnn.transformer.scaled_dot_product_attention_decode(
             query, slots, slots, cur_pos=[3], compute_kernel_config=config
         )
@@ -405,7 +405,7 @@ def test_mask_of_whole_tiles_needs_no_filling(device):
 def test_rows_of_more_heads_than_are_read_are_caught(device):
     cache, new = (mha_tt.upload(np.ones(shape), device=device) for shape in ((2, 33, 32, 32), (1, 2, 33, 32)))
     held = mha_tt.KVCache(cache, cache, np.zeros(2, np.int32), 32)
-    with pytest.raises(AssertionError, match="paged_update_cache must have at most 32 heads, got 33"):
+    with pytest.raises(AssertionError, match=r"paged_update_cache .* got 33"):
         write_rows(held, [new, new], np.array([0, 0]))
 
 
@@ -414,14 +414,14 @@ def test_rows_of_more_heads_than_are_read_are_caught(device):
 def test_row_beyond_the_cache_is_caught(device, slots):
     cache = mha_tt.init_cache(2, 1, 32, 32, device=device)
     new = mha_tt.upload(np.ones((1, 2, 1, 32)), device=device)
-    with pytest.raises(AssertionError, match=f"paged_update_cache must stay within 32 slots, got {max(slots)}"):
+    with pytest.raises(AssertionError, match=f"paged_update_cache .* got {max(slots)}"):
         write_rows(cache, [new, new], np.array(slots))
 
 
 @pytest.mark.board
 def test_row_of_all_sequences_beyond_the_cache_is_caught(device):
     cache, new = (mha_tt.upload(np.ones(shape), device=device) for shape in ((2, 1, 32, 32), (1, 1, 2, 32)))
-    with pytest.raises(AssertionError, match="update_cache must stay within 32 slots, got 32"):
+    with pytest.raises(AssertionError, match=r"update_cache .* got 32"):
         ttnn.update_cache(cache, new, 32)
 
 
@@ -429,12 +429,12 @@ def test_row_of_all_sequences_beyond_the_cache_is_caught(device):
 def test_tiles_beyond_the_slots_of_a_cache_are_caught(device):
     # The tile itself is there, and its last 24 rows are beyond the 40 slots.
     cache, new = (mha_tt.upload(np.ones(shape), device=device) for shape in ((2, 1, 40, 32), (1, 1, 32, 32)))
-    with pytest.raises(AssertionError, match="fill_cache must stay within 40 slots, got 32 at 32"):
+    with pytest.raises(AssertionError, match=r"fill_cache .* got 32 at 32"):
         ttnn.fill_cache(cache, new, 0, update_idx=32)
 
 
 @pytest.mark.board
 def test_heads_that_ttnn_would_widen_are_caught(device):
     x = mha_tt.upload(np.ones((1, 1, 5, 64)), device=device)
-    with pytest.raises(AssertionError, match="head_dim must be a multiple of 32 for nlp_create_qkv_heads, got 16"):
+    with pytest.raises(AssertionError, match=r"head_dim .*nlp_create_qkv_heads, got 16"):
         ttnn.experimental.nlp_create_qkv_heads(x, num_heads=4, num_kv_heads=0, transpose_k_heads=False)

@@ -64,7 +64,7 @@ def measured(mistake: Mistake) -> Measured:
         if (bad := differs(wrong[name], right[name], mistake.dtype)).any():
             found[name] = bad
     if not found:
-        raise AssertionError(f"{mistake.id} must change a stage, got none")
+        raise AssertionError(f"{mistake.id} changes no stage")
     stage = next(iter(found))
     letters, bad, limited = STAGES[stage_named(stage).kind], found[stage], {}
     for axis, letter in enumerate(letters):

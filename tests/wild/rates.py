@@ -70,7 +70,7 @@ def judge(job: Job) -> Verdict:
         observed, problem = record.observed(output_only=job.output_only), record.problem
     else:
         if not is_right(record):
-            raise AssertionError(f"{job.id} must agree with the reference at its output")
+            raise AssertionError(f"{job.id} differs from the reference at its output")
         observed, problem = record.observed(), record.problem
     began = time.process_time()
     try:

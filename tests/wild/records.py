@@ -137,7 +137,7 @@ def port_of(style: str, edit: tuple[str, str] | None = None) -> Callable[[Proble
     source = path.read_text()
     if edit is not None:
         if (count := source.count(edit[0])) != 1:
-            raise ValueError(f"edit must replace what stands once in {path.name}, got count={count}: {edit[0]!r}")
+            raise ValueError(f"{path.name} does not have the text of an edit once, got count={count}: {edit[0]!r}")
         source = source.replace(*edit)
     module = ModuleType(f"wild.ports.{style}")
     exec(compile(source, str(path), "exec"), module.__dict__)
