@@ -106,8 +106,8 @@ def test_two_reports_do_not_both_go_to_standard_output(capsys):
 
 
 def test_a_function_is_no_place(capsys):
-    for target in ([], ["torch.nn.functional:nothing"]):
-        assert not refuses("TARGET").is_printed_in(refused(capsys, "conformance", *target))
+    for target in ([], ["torch.nn.functional:nothing"], ["none/x:nothing"]):
+        assert not refuses("DST").is_printed_in(refused(capsys, "conformance", *target))
 
 
 # ---- Numbers ---------------------------------------------------------------------------------------------------------
