@@ -19,11 +19,12 @@ from parity.core.stages import run_steps
 from parity.core.trace import Reference
 from parity.core.weights import dtype_named
 from parity.core.work import Work, uncounted
-from parity.diagnosis.diagnose import diagnose
+from parity.diagnosis.diagnose import diagnose, diagnose_stages
 from parity.diagnosis.flow import flow_of
 from parity.diagnosis.mistakes import mistakes_for, wrong_layer
 from parity.diagnosis.mistakes.record import Changed
 from parity.diagnosis.remembered import remembering
+from parity.diagnosis.replay import Replay
 from parity.diagnosis.sampling import Whole, in_order, multiplications
 
 LLAMA = Case(
@@ -89,7 +90,6 @@ SHOWN_BY = {
     "rows of other sequences": ("bert", "batch-as-tokens"),
     "the other queries as one row": ("bert", "softmax-over-queries"),
     "that of cross-attention": ("cross", "softmax-over-queries"),
-    "values much larger than they should be": ("bert", "softmax-log"),
     "keys that are not made": ("bert", "k_proj-transposed"),
     "rows of the weights of others": ("bert", "fused-qkv-read-per-head"),
 }
@@ -221,6 +221,20 @@ def test_work_within_other_work_counts_for_both(rng):
     assert 0.0 < inner.spent == outer.spent
 
 
+def test_a_search_does_as_much_where_the_reference_was_computed_before():
+    problem = make_problem(replace(BERT, seq_len=24, name="small"), "float32")
+    output, spent = given_by(problem)["output"] + 1.0, []
+    fresh, known = Reference(problem), Reference(problem)
+    assert known.accumulated
+    assert known.same_precision(local=False)
+    for of_problem in (fresh, known):
+        work = Work(1.0)
+        with work.counted():
+            diagnose_stages({"output": output}, of_problem, "ieee", 0.02)
+        spent.append(work.spent)
+    assert spent[0] == spent[1] > 0.0
+
+
 def test_a_failing_assertion_computes_the_reference_once(monkeypatch):
     problem = make_problem(replace(BERT, seq_len=24, name="small"), "float32")
     output, computed, stages = given_by(problem)["output"], [], Reference._stages
@@ -327,6 +341,14 @@ def test_the_noise_of_a_large_product_is_that_of_the_plainest_order(rng, monkeyp
     monkeypatch.setattr(arithmetic, "LARGE", 0)
     drawn = float32.matmul(a, b) - exact
     assert 0.8 < drawn.std() / plain.std() < 1.25
+
+
+def test_noise_is_taken_to_grow_with_the_values(problems):
+    """Logarithms of weights are thousands of times the weights: so is their noise, before any budget is computed."""
+    made = next(each for each in mistakes_for(BERT) if each.name == "softmax-log")
+    replay = Replay(problems["bert"], {"output": given_by(problems["bert"], "softmax-log")["output"]}, "ieee")
+    ratios = [replay.verdict("output", (made,), quick=is_quick).ratio for is_quick in (True, False)]
+    assert 0.2 < ratios[0] / ratios[1] < 5.0
 
 
 # ---- Zeros -----------------------------------------------------------------------------------------------------------

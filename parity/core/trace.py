@@ -16,6 +16,7 @@ from parity.core.problem import Problem
 from parity.core.sample import of_paths
 from parity.core.stages import FUSED_PATHS, PATHS, run_steps, stage_named
 from parity.core.weights import dtype_named, is_floating
+from parity.core.work import uncounted
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ class Reference:
     ) -> dict[str, np.ndarray]:
         arithmetic_in = reference.Arithmetic(dtype_named(dtype), arithmetic)
         layer = self.remembered.serve(reference.Layer(self.problem, arithmetic_in))
-        with np.errstate(over="ignore", invalid="ignore"):  # float16 may overflow; that is then part of the verdict
+        # float16 may overflow; that is then part of the verdict
+        with uncounted(), np.errstate(over="ignore", invalid="ignore"):
             if given is not None or self.problem.case.is_cached or self.problem.sample is not None:
                 values = run_steps(layer.steps(), given)
             else:

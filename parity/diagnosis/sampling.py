@@ -33,8 +33,8 @@ TOKENS, ROWS, FEATURES = 32, 4, 128
 CONFIRMED = 4
 """How many times as many tokens a sample has that confirms what was found."""
 
-AFFORDABLE = 2**34
-"""Multiplications that a sample may take beyond the projections of the right layer: a second, about."""
+AFFORDABLE = 2**32
+"""Multiplications that a projection of all keys may take in a sample that confirms what another one shows."""
 
 
 @dataclass(frozen=True)
