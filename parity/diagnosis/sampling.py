@@ -21,7 +21,7 @@ from parity.core.problem import Problem
 from parity.core.reference import BLOCK, Arithmetic, Layer, Remembered
 from parity.core.sample import Sample
 from parity.core.stages import STAGES, stage_named
-from parity.core.work import spend_on
+from parity.core.work import uncounted
 from parity.diagnosis.readings import orders
 
 LARGE = 2**25
@@ -141,16 +141,15 @@ class Whole:
             judged = frozenset({"attn_weights"} & self.observed.keys() or {"output"})
             yield self._mixing(of_first_keys, judged | {"output"}, words)
             return
-        yield self._mixing(Sample(np.arange(first), features, None, None, rows_out), frozenset({"output"}), words)
         if "attn_weights" in self.observed:
             yield self._mixing(replace(of_first_keys, kept=None), frozenset({"attn_weights"}), words)
-            return
-        if "bias" in self.problem.inputs:  # that of the other queries is no row
-            return
-        rows = _rows(case.seq_len - self.unlike, ROWS, None)
-        sample = Sample(rows, features, kept=len(rows), others=self._others(rows))
-        words = f"{len(rows)} of {case.seq_len} query tokens, and the sum of the others"
-        yield self._mixing(sample, frozenset(self.observed.keys() & {"context", "output"}), words)
+        elif "bias" not in self.problem.inputs:  # that of the other queries is no row
+            rows = _rows(case.seq_len - self.unlike, ROWS, None)
+            sample = Sample(rows, features, kept=len(rows), others=self._others(rows))
+            judged = frozenset(self.observed.keys() & {"context", "output"})
+            yield self._mixing(sample, judged, f"{len(rows)} of {case.seq_len} query tokens, and the sum of the others")
+        words = f"the first {first} of {case.seq_len} query tokens"
+        yield self._mixing(Sample(np.arange(first), features, None, None, rows_out), frozenset({"output"}), words)
 
     def complete(self) -> Part | None:
         """The first tokens as a small problem, with every row and feature; None of a layer that is not causal."""
@@ -201,6 +200,7 @@ class Whole:
     def _others(self, rows: np.ndarray) -> np.ndarray:
         """The logarithms of the sums, over all queries but some, of the exponentials of their scores, (B, N, 1, S)."""
         case, spec = self.problem.case, self.problem.spec
+        # Right layers compute all scores, too: their work is not counted.
         layer = self.remembered.serve(Layer(self.problem, Arithmetic(np.dtype(np.float64))))
         values = {**layer.mask({}), **layer.qkv({})}
         values |= {
@@ -209,9 +209,9 @@ class Whole:
         found = np.full((case.batch, spec.num_heads, 1, case.key_len), -np.inf)
         others = np.setdiff1d(np.arange(case.seq_len), rows)
         for some in np.array_split(others, -(-found.size * len(others) // BLOCK)):
-            scores = layer.scores({**values, "q": values["q"][:, :, some]}, some[None])["scores"]
+            with uncounted():
+                scores = layer.scores({**values, "q": values["q"][:, :, some]}, some[None])["scores"]
             shown = np.where(values["mask"][:, :, some], -np.inf, scores)
-            spend_on(shown)
             highest = np.maximum(found, shown.max(axis=2, keepdims=True))
             highest = np.where(np.isfinite(highest), highest, 0.0)
             total = np.exp(found - highest) + np.exp(shown - highest).sum(axis=2, keepdims=True)

@@ -35,6 +35,7 @@ CHANCE = 0.5  # the share of an error that a mistake leaves, above which it does
 EVERYWHERE = "everywhere"  # the words of a place that is all of a stage
 SMALL = 0.25  # the share of a stage up to which its error may be lost precision
 CHEAP = 0.1  # the share of the work that a mistake may do before it is put off until the others were tried
+FOR_LOSSES = 0.6  # of the work in a sample, with what others did before: other samples may show more
 FOR_MISTAKES = 0.7  # of the work; the rest is for what can be said of stages that none explains
 
 
@@ -221,11 +222,12 @@ def _explain(
             if is_loss and fitting and replay.scope.is_quick:
                 break  # what is explained in full is not lost precision
             tried = [mistake for mistake in in_order if mistake.is_loss == is_loss]
+            share = most * FOR_LOSSES if is_loss and replay.scope.is_quick else most
             for limit in (CHEAP * work.seconds, math.inf):  # what takes long is put off
                 put_off = list[Mistake]()
                 for mistake in tried:
                     try:
-                        with work.inside(words, most, limit):
+                        with work.inside(words, share, limit):
                             if changes(mistake) and explains((mistake,)):
                                 fitting.append((mistake,))
                     except TimeoutError:
