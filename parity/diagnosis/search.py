@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -193,7 +193,7 @@ def _explain(
     if at_once > 1 and not _has_numbers(replay, stage):
         return []
     expected, before = replay.computed(index, found)[stage], replay.verdict(stage, found)
-    words = "single mistakes" if at_once == 1 else "two mistakes at once"
+    words = "two mistakes at once"
     most = 1.0 if replay.scope.is_quick else FOR_MISTAKES
 
     def changes(mistake: Mistake) -> bool:
@@ -218,21 +218,8 @@ def _explain(
     fitting = list[Mistakes]()
     if at_once == 1:
         in_order = sorted(known, key=lambda each: replay.cost(index, each))
-        for is_loss in (False, True):
-            if is_loss and fitting and replay.scope.is_quick:
-                break  # what is explained in full is not lost precision
-            tried = [mistake for mistake in in_order if mistake.is_loss == is_loss]
-            share = most * FOR_LOSSES if is_loss and replay.scope.is_quick else most
-            for limit in (CHEAP * work.seconds, math.inf):  # what takes long is put off
-                put_off = list[Mistake]()
-                for mistake in tried:
-                    try:
-                        with work.inside(words, share, limit):
-                            if changes(mistake) and explains((mistake,)):
-                                fitting.append((mistake,))
-                    except TimeoutError:
-                        put_off.append(mistake)
-                tried = put_off
+        is_quick = replay.scope.is_quick
+        fitting = _alone(in_order, work, lambda each: changes(each) and explains((each,)), most, is_quick=is_quick)
     else:
         with suppress(TimeoutError):
             with work.inside(words, most):
@@ -246,6 +233,29 @@ def _explain(
     fitting = sorted(fitting, key=lambda added: place[added[0]]) if at_once == 1 else fitting
     fitting = list({frozenset(mistake.name for mistake in added): added for added in reversed(fitting)}.values())[::-1]
     return sorted(fitting, key=lambda added: len(replay.wrong(stages, (*found, *added)))) if fitting[1:] else fitting
+
+
+def _alone(
+    known: Sequence[Mistake], work: Work, fits: Callable[[Mistake], bool], most: float, *, is_quick: bool
+) -> list[Mistakes]:
+    """The mistakes that fit, each alone, as far as a share of the work allows: those that lose precision last."""
+    fitting = list[Mistakes]()
+    for is_loss in (False, True):
+        if is_loss and fitting and is_quick:
+            break  # what is explained in full is not lost precision
+        tried = [mistake for mistake in known if mistake.is_loss == is_loss]
+        share = most * FOR_LOSSES if is_loss and is_quick else most
+        for limit in (CHEAP * work.seconds, math.inf):  # what takes long is put off
+            put_off = list[Mistake]()
+            for mistake in tried:
+                try:
+                    with work.inside("single mistakes", share, limit):
+                        if fits(mistake):
+                            fitting.append((mistake,))
+                except TimeoutError:
+                    put_off.append(mistake)
+            tried = put_off
+    return fitting
 
 
 def _orders(known: Sequence[Mistake], at_once: int) -> Iterator[Mistakes]:
