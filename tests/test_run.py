@@ -52,7 +52,7 @@ NAN_CASES = [name for name in CASES if name not in FINITE]
 
 
 # JAX compiles a case for each thing that a layer may have, and gradients of those that say most. The others are forms
-# of the same; `make parity`, which CI runs as well, computes every case.
+# of the same; `make parity`, which CI runs as well, computes the quick ones.
 IN_JAX = {
     *("causal-padding-empty", "cross", "value-head-dim", "no-out-proj", "fused-qkv", "soft-cap", "sinks", "alibi"),
     *("window", "chunk", "relative-bias", "temperature", "clip-qkv", "norm-width", "rope-yarn", "latent", "gate"),
@@ -76,6 +76,17 @@ def has_own_gradients(name):
 @pytest.mark.parametrize("name", [name for name in FINITE if has_own_gradients(name) and name not in DIFFERENTIATED])
 def test_jax_agrees_with_the_reference_in_gradients(name):
     assert failures(CASES[name], "jax", "float32", with_gradients=True) == []
+
+
+def is_computed_elsewhere(name):
+    """Whether a case is trained, has gradients of its own, or is computed by `make test` or `make parity`."""
+    return CASES[name].trained is not None or has_own_gradients(name) or name in IN_JAX | DIFFERENTIATED | QUICK.keys()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [name for name in FINITE if not is_computed_elsewhere(name)])
+def test_jax_agrees_with_the_reference_in_further_cases(name):
+    assert failures(CASES[name], "jax", "float32", with_gradients=False) == []
 
 
 # Of the widest also the gradients.
