@@ -28,7 +28,7 @@ test: .venv/installed
 test-tt: .venv-tt/installed
 	rm -f build/tt-*.xml
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m 'not thorough' tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-n150.xml
-	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest tests/tt/test_recording.py --confcutdir tests/tt --junit-xml build/tt-recorded.xml
+	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest tests/tt/test_recording.py --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-recorded.xml
 
 # Of tt also those that depend on the board, on a second one, which accepts other things; what was recorded has been there.
 test-thorough: .venv/installed .venv-tt/installed
