@@ -217,6 +217,7 @@ def test_bugs_prints_the_page_that_a_diagnosis_names(capsys):
     assert "\n# Grouped heads: tile in place of repeat\n" in out
 
 
+@pytest.mark.thorough
 def test_bugs_finds_the_page_of_every_mistake(capsys):
     for name, page in {(mistake.name, mistake.page) for case in SELFTEST_CASES for mistake in mistakes_for(case)}:
         assert main(["bugs", name]) == 0

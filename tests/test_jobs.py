@@ -59,6 +59,7 @@ def test_the_report_is_that_of_one_process():
     assert alone["summary"]["passed"] > 150
 
 
+@pytest.mark.thorough
 def test_results_are_in_order():
     assert list(by_processes(math.isqrt, [9, 4, 1, 0], 2, cost=abs)) == [3, 2, 1, 0]
 

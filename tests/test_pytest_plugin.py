@@ -583,6 +583,7 @@ def python_with_the_wheel(tmp_path):
     return python
 
 
+@pytest.mark.thorough
 def test_the_plugin_of_an_installed_wheel_works_in_a_fresh_environment(python_with_the_wheel, tmp_path):
     port = """
 import numpy as np

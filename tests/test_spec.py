@@ -556,6 +556,7 @@ def test_random_case_is_the_same_every_time():
     assert random_case(3) != random_case(4)
 
 
+@pytest.mark.thorough
 def test_every_random_case_is_one():
     """As many as `run --random` takes: what a draw puts together must fit."""
     assert len({random_case(seed).name for seed in range(MOST_RANDOM)}) == MOST_RANDOM
