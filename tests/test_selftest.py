@@ -62,7 +62,9 @@ WHOLE_IN_JAX += [pair for pair in IN_JAX if pair[1] in OF_MODULE]
 PLANTED = {"torch": IN_TORCH, "jax": WHOLE_IN_JAX}
 ONE_A_PAGE = {page_by_mistake()[name]: (case, name) for case, name in reversed(once(EVERY, RICH)) if name}
 FIRST = {("torch", *pair) for pair in ONE_A_PAGE.values()} | {("torch", RICH, ""), ("jax", RICH, "kv-heads-tiled")}
-"""What is planted in make test: a mistake of each page. test_diagnose diagnoses all, made in the reference."""
+FIRST |= {("torch", case, name) for case, name in IN_TORCH if name.startswith("cache-")}
+"""What is planted in make test: a mistake of each page, and those of a cache, which change what later calls are given.
+test_diagnose diagnoses all, made in the reference."""
 PRECISIONS_CONFUSED = {
     # The scores of trained layers are so large that what products lose is not told from what a finer product loses.
     ("trained-anarcii-causal", "precision-lofi"),
