@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mha_spec import Refusal, WrongType
-from mha_spec.refusal import _setting
+from mha_spec.refusal import _each, _setting
 
 
 class Refuses:
@@ -70,8 +70,9 @@ class Refuses:
         assert re.fullmatch(self._pattern(), refusal.argument), str(refusal)
         assert self.where in refusal.where, str(refusal)
         assert self.hint in refusal.hint, str(refusal)
-        alternatives = [refusal.remedy] if isinstance(refusal.remedy, Mapping) else refusal.remedy
-        assert not self.remedy or any(self.remedy.items() <= each.items() for each in alternatives), str(refusal)
+        assert not self.remedy or any(self.remedy.items() <= each.items() for each in _each(refusal.remedy)), str(
+            refusal
+        )
         if isinstance(self.got, str):
             shown = refusal.got if isinstance(refusal.got, str) else str(refusal.got)
             assert self.got in shown, str(refusal)

@@ -69,7 +69,7 @@ def test_float64_is_not_narrowed_in_silence(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "refusal"),
     [
         ({"lengths": np.array([3, 6], np.int32)}, refuses("…/c", "[3, 6]")),
         ({"lengths": np.array([3, -1], np.int32)}, refuses("…/c", "[3, -1]")),
@@ -83,10 +83,10 @@ def test_float64_is_not_narrowed_in_silence(tmp_path):
         ({"more": np.zeros(1)}, refuses("…/c")),
     ],
 )
-def test_a_file_that_is_no_cache_is_refused(changes, message, sibling, rng, tmp_path):
+def test_a_file_that_is_no_cache_is_refused(changes, refusal, sibling, rng, tmp_path):
     tensors = parts(sibling, filled(sibling, rng)) | changes
     save_tensors(tmp_path / "c", tensors, {"format": "1", "kind": "cache"})
-    with message:
+    with refusal:
         load_cache(tmp_path / "c", sibling.name)
 
 
@@ -104,14 +104,14 @@ def test_what_is_no_cache_is_refused_and_nothing_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("framework", "message"),
+    ("framework", "refusal"),
     [
         ("tt", refuses("framework", "framework='tt': its caches are padded to device tiles")),
         ("numpy", refuses("framework", framework="numpy")),
     ],
 )
-def test_frameworks_without_such_a_cache_are_refused_by_name(framework, message, tmp_path):
-    with message:
+def test_frameworks_without_such_a_cache_are_refused_by_name(framework, refusal, tmp_path):
+    with refusal:
         load_cache(tmp_path / "c", framework)
 
 

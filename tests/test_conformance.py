@@ -594,7 +594,7 @@ def misspelt(query, key, value):
 
 
 @pytest.mark.parametrize(
-    ("target", "message"),
+    ("target", "refusal"),
     [
         (transposed, refuses("transposed", "the output is of shape (2, 4, 8, 5), not (2, 4, 5, 8)")),
         (rounded, refuses("rounded", "the output is of dtype int32, which is not floating point")),
@@ -602,8 +602,8 @@ def misspelt(query, key, value):
         (misspelt, refuses("misspelt", "NameError: name 'scaled_dot_product_atention' is not defined")),
     ],
 )
-def test_what_gives_no_output_of_attention_is_refused(target, message):
-    with message:
+def test_what_gives_no_output_of_attention_is_refused(target, refusal):
+    with refusal:
         examine(target, framework="torch", axes="BNTH")
 
 

@@ -204,7 +204,7 @@ def test_what_no_library_computes_is_not_made(name, changed):
 
 
 @pytest.mark.parametrize(
-    ("name", "spec", "message"),
+    ("name", "spec", "refusal"),
     [
         ("torch.nn.MultiheadAttention", GROUPED, refuses("the layer")),
         ("torch.nn.MultiheadAttention", CROSS, refuses("the layer")),
@@ -220,8 +220,8 @@ def test_what_no_library_computes_is_not_made(name, changed):
         ("equinox.nn.MultiheadAttention", GROUPED, refuses("the layer")),
     ],
 )
-def test_what_a_library_cannot_compute_is_not_made(name, spec, message):
-    with message:
+def test_what_a_library_cannot_compute_is_not_made(name, spec, refusal):
+    with refusal:
         made(name, spec)
 
 
@@ -274,7 +274,7 @@ def built(layer):
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "refusal"),
     [
         (
             lambda: torch.nn.MultiheadAttention(24, 4, add_bias_kv=True),
@@ -313,10 +313,10 @@ def built(layer):
         ),
     ],
 )
-def test_a_layer_that_no_specification_describes_is_refused(make, message):
+def test_a_layer_that_no_specification_describes_is_refused(make, refusal):
     layer = make()
     for function in (parity.spec_of, parity.weights_of, lambda layer: parity.load_into(layer, random_weights(SQUARE))):
-        with message:
+        with refusal:
             function(layer)
 
 

@@ -590,7 +590,7 @@ def test_keys_and_values_of_two_widths_of_torch_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "options", "refusal"),
     [
         (
             "flax.nnx.MultiHeadAttention",
@@ -614,10 +614,10 @@ def test_keys_and_values_of_two_widths_of_torch_are_refused():
         ),
     ],
 )
-def test_what_a_library_offers_beyond_is_refused(name, options, message):
+def test_what_a_library_offers_beyond_is_refused(name, options, refusal):
     adapter = load_adapter(name)
     tensors = adapter.read(adapter.make(SQUARE, **options))
-    with message:
+    with refusal:
         to_canonical(tensors, LAYOUTS[adapter.layout], num_heads=4)
 
 

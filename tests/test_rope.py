@@ -248,15 +248,15 @@ def test_a_pair_is_rotated_by_the_position_of_its_axis(sibling, rng, order):
 
 
 @pytest.mark.parametrize(
-    ("shape", "message"),
+    ("shape", "refusal"),
     [
         ((2, 1, 3), refuses("positions", {"positions.shape": (2, 1, 3)})),
         ((3, 3), refuses("positions", {"positions.shape": (3, 3)})),
     ],
 )
-def test_positions_of_other_axes_are_refused(sibling, shape, message):
+def test_positions_of_other_axes_are_refused(sibling, shape, refusal):
     x = np.ones((1, 1, 3, 8), np.float32)
-    with message:
+    with refusal:
         rotated_by(sibling, x, np.zeros(shape, np.int32), Rope(sections=(2, 1, 1)))
 
 

@@ -322,7 +322,7 @@ def test_a_backend_that_raises_fails_its_case_and_no_other(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "refusal"),
     [
         ({"cases": []}, refuses("there", "0 cases on ['jax', 'torch'] in ['float32']")),
         ({"dtypes": ["int8"]}, refuses("dtype", dtype="int8")),
@@ -330,8 +330,8 @@ def test_a_backend_that_raises_fails_its_case_and_no_other(monkeypatch):
         ({"backends": ["numpy"]}, refuses("backend", backend="numpy")),
     ],
 )
-def test_nothing_to_run_is_an_error_and_no_success(arguments, message):
-    with message:
+def test_nothing_to_run_is_an_error_and_no_success(arguments, refusal):
+    with refusal:
         run_cases(**arguments)
 
 

@@ -194,15 +194,15 @@ def test_a_module_keeps_its_placement_when_weights_are_loaded():
 
 
 @pytest.mark.parametrize(
-    ("spec", "size", "message"),
+    ("spec", "size", "refusal"),
     [
         (AttentionSpec(64, 8), 3, refuses("num_heads", num_heads=8, size=3)),
         (AttentionSpec(64, 8, fused_qkv=True), 4, refuses("fused_qkv", fused_qkv=True)),
     ],
 )
-def test_what_cannot_be_divided_is_refused_by_name(spec, size, message):
+def test_what_cannot_be_divided_is_refused_by_name(spec, size, refusal):
     layer = abstract(spec)
-    with message:
+    with refusal:
         parallel.shard(layer, mesh_of(size), heads="heads")
     assert not any(x.get_metadata("out_sharding", None) for x in jax.tree.leaves(nnx.state(layer), is_leaf=is_held))
 

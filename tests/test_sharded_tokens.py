@@ -120,7 +120,7 @@ def test_a_ring_sends_more_than_heads_for_tokens_where_there_are_many_devices():
 
 
 @pytest.mark.parametrize(
-    ("plan", "devices", "message"),
+    ("plan", "devices", "refusal"),
     [
         ("tensor", 128, refuses("devices", "64 query heads and devices=128")),
         ("heads for tokens", 16, refuses("devices", "8 key/value heads and devices=16")),
@@ -129,8 +129,8 @@ def test_a_ring_sends_more_than_heads_for_tokens_where_there_are_many_devices():
         ("data", 0, refuses("devices", devices=0)),
     ],
 )
-def test_what_cannot_be_divided_has_no_cost(plan, devices, message):
-    with message:
+def test_what_cannot_be_divided_has_no_cost(plan, devices, refusal):
+    with refusal:
         cost_of(LLAMA_70B, plan, devices, batch=64, tokens=8192)
 
 

@@ -252,13 +252,13 @@ def test_stages_of_parts_of_the_tokens_are_joined():
 
 def test_heads_that_ranks_do_not_divide_are_refused():
     spec = AttentionSpec(12, 6)
-    message = refuses("num_heads", num_heads=6, tensor=4)
+    refusal = refuses("num_heads", num_heads=6, tensor=4)
     for alone in (True, False):
-        with message:
+        with refusal:
             shard(random_weights(spec), spec, ShardPlan(4), 0, alone=alone)
-    with message:
+    with refusal:
         unshard([random_weights(spec)] * 4, spec, ShardPlan(4))
-    with message:
+    with refusal:
         parity.unshard_stages([{}] * 4, spec, ShardPlan(4))
 
 
@@ -267,7 +267,7 @@ OF_WIDTH = Norm("layer", over="width", bias=True)
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "refusal"),
     [
         (replace(GROUPED, qk_norm=OF_WIDTH), refuses("qk_norm")),
         (replace(GROUPED, v_norm=OF_WIDTH), refuses("v_norm")),
@@ -275,9 +275,9 @@ OF_WIDTH = Norm("layer", over="width", bias=True)
         (replace(GROUPED, output_dropout=0.1), refuses("output_dropout")),
     ],
 )
-def test_what_no_rank_computes_alone_is_refused_and_held(spec, message):
+def test_what_no_rank_computes_alone_is_refused_and_held(spec, refusal):
     weights = random_weights(spec)
-    with message:
+    with refusal:
         shard(weights, spec, ShardPlan(4), 0)
     held, own = shard(weights, spec, ShardPlan(1), 0)
     assert own == spec

@@ -452,7 +452,7 @@ def test_every_kind_of_scaling_survives_json():
 
 
 @pytest.mark.parametrize(
-    ("scaling", "message"),
+    ("scaling", "refusal"),
     [
         ('{"kind": "ntk", "factor": 2}', refuses("scaling", scaling=...)),
         ('{"factor": 2}', refuses("scaling", scaling=...)),
@@ -461,8 +461,8 @@ def test_every_kind_of_scaling_survives_json():
         ('{"kind": "linear", "factor": 2, "beta": 1}', refuses("scaling", unexpected=...)),
     ],
 )
-def test_spec_refuses_json_of_no_scaling(scaling, message):
-    with message:
+def test_spec_refuses_json_of_no_scaling(scaling, refusal):
+    with refusal:
         AttentionSpec.from_json(f'{{"d_model": 8, "num_heads": 2, "rope": {{"theta": 1e4, "scaling": {scaling}}}}}')
 
 
@@ -514,7 +514,7 @@ def test_a_kind_of_rope_refuses_what_does_not_fit(make, refusal):
 
 
 @pytest.mark.parametrize(
-    ("rope", "message"),
+    ("rope", "refusal"),
     [
         (Rope(rotary_dim=10), refuses("rotary_dim", rotary_dim=10, head_dim=8)),
         (Rope(rotary_dim=2, scaling=DynamicScaling(2.0, 8)), refuses("rotated features", "2")),
@@ -527,8 +527,8 @@ def test_a_kind_of_rope_refuses_what_does_not_fit(make, refusal):
         ),
     ],
 )
-def test_spec_refuses_a_rope_that_its_heads_do_not_fit(rope, message):
-    with message:
+def test_spec_refuses_a_rope_that_its_heads_do_not_fit(rope, refusal):
+    with refusal:
         AttentionSpec(16, 2, rope=rope)
 
 

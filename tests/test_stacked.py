@@ -168,7 +168,7 @@ def test_one_layer_of_a_stack_is_written_only_where_the_others_are_not_lost(tmp_
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "refusal"),
     [
         (
             lambda tensors: tensors.update(numbered(6)) or [tensors.pop(n) for n in list(tensors) if ".4." in n],
@@ -180,10 +180,10 @@ def test_one_layer_of_a_stack_is_written_only_where_the_others_are_not_lost(tmp_
         ),
     ],
 )
-def test_layers_that_make_no_stack_are_refused(tmp_path, change, message):
+def test_layers_that_make_no_stack_are_refused(tmp_path, change, refusal):
     tensors = numbered()
     change(tensors)
-    with message:
+    with refusal:
         convert_file(
             write(tmp_path / "a.npz", tensors),
             tmp_path / "b.npz",

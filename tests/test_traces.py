@@ -89,7 +89,7 @@ def test_traces_made_under_one_lock_are_not_warned_of(traces):
 
 
 @pytest.mark.parametrize(
-    ("metadata", "message"),
+    ("metadata", "refusal"),
     [
         ({"digest": "0" * 64}, refuses("…/causal-float32-torch.safetensors")),
         (
@@ -118,10 +118,10 @@ def test_traces_made_under_one_lock_are_not_warned_of(traces):
         ),
     ],
 )
-def test_a_trace_that_cannot_be_judged_is_refused(traces, metadata, message):
+def test_a_trace_that_cannot_be_judged_is_refused(traces, metadata, refusal):
     path = traces / "causal-float32-torch.safetensors"
     change(path, metadata=metadata)
-    with message:
+    with refusal:
         compare_traces([path])
 
 

@@ -308,7 +308,7 @@ def test_upload_weights_refuses(device, name):
 
 
 OTHER_SPECS = {
-    # name: (what is not the specification of the layer, error, words of the refusal)
+    # name: (what is not the specification of the layer, its refusal)
     "number": (2, refuses_type("spec", spec=2)),
     "heads": (
         parity.AttentionSpec(9, 3, d_in=6),
@@ -351,7 +351,7 @@ def test_download_weights_refuses_the_spec_of_another_layer(device, name):
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "refusal"),
     [
         ({"q_proj.weight": np.ones((6, 8))}, refuses("weights")),
         ({"o_proj.weight": np.ones((8, 8))}, refuses("weights")),
@@ -360,10 +360,10 @@ def test_download_weights_refuses_the_spec_of_another_layer(device, name):
     ],
     ids=["transposed", "other name", "bias", "NaN"],
 )
-def test_module_refuses_weights_and_keeps_its_own(device, changed, message):
+def test_module_refuses_weights_and_keeps_its_own(device, changed, refusal):
     layer = mha_tt.MultiHeadAttention(LAYER_SPEC, device=device)
     before = layer.weights
-    with message:
+    with refusal:
         layer.load_weights({**WEIGHTS, **changed})
     assert layer.weights is before
 
@@ -1255,7 +1255,7 @@ LATENTS = {
     ),
 }
 BESIDE_LATENTS = {
-    # name: (function, keywords, error, words of the refusal)
+    # name: (function, keywords, its refusal)
     "spec without latents": (
         "multi_head_latent_attention",
         {"x": ones(2, 3, 8), "cache": latent_cache(2, 4, 5, 2), "weights": weights(SPEC), "spec": SPEC},

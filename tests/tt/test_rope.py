@@ -287,11 +287,11 @@ def test_rotation_refuses_a_number_for_a_rope(device):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "message"),
+    ("head_dim", "refusal"),
     [(10, refuses("head_dim", head_dim=10)), (0, refuses("head_dim", head_dim=0))],
 )
-def test_rotation_refuses_heads_of_other_features(device, head_dim, message):
-    with message:
+def test_rotation_refuses_heads_of_other_features(device, head_dim, refusal):
+    with refusal:
         rotated(device, np.ones((1, 1, 1, 8), np.float32), [[0]], head_dim=head_dim)
 
 
@@ -302,9 +302,9 @@ def test_rotation_refuses_heads_padded_in_another_way(device):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "theta", "message"),
+    ("head_dim", "theta", "refusal"),
     [(3, 1e4, refuses("head_dim", head_dim=3)), (4, 0.0, refuses("theta", theta=0.0))],
 )
-def test_frequencies_refuse(head_dim, theta, message):
-    with message:
+def test_frequencies_refuse(head_dim, theta, refusal):
+    with refusal:
         parity.Rope(theta).frequencies(head_dim)
