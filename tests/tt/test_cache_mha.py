@@ -703,7 +703,7 @@ def test_batch_beyond_the_cores_is_refused_and_leaves_the_cache_as_it_was(device
     num_new = 1 if filled[0] == 0 else 4
     cache = mha_tt.KVCache(cache.keys, cache.values, np.full(batch, filled[0], np.int32), 64)
     new = mha_tt.upload(np.ones((batch, 1, num_new, 32)), device=device, dtype=dtype)
-    with refuses("the batch", "65 sequences"):
+    with refuses("the batch", f"{batch} sequences"):
         mha_tt.append_to_cache(cache, new, new)
     assert not mha_tt.download(cache.keys).any()
 
