@@ -29,14 +29,14 @@ JUDGED = {
         ((1, 2), 1): {
             "bfloat16": [
                 *("mqa", "value-head-dim-fused-qkv", "latent-window", "relative-bias-padded", "norm-per-head", "gate"),
-                *("sinks", "no-out-proj", "decode-sinks", "decode-latent-yarn", "decode-gqa-rope", "ragged"),
+                *("no-out-proj", "decode-sinks", "decode-latent-yarn", "ragged"),
             ],
             "float32": ["gqa-causal", "bias-causal", "nan-hidden-padding", "decode-gqa-rope"],
         },
     },
     "t3000": {
         ((1, 8), 1): {"bfloat16": ["fused-qkv-gqa", "nan-visible-decode"], "float32": ["gqa-causal"]},
-        ((2, 4), 1): {"bfloat16": ["gate-per-head", "decode-sinks"]},
+        ((2, 4), 1): {"bfloat16": ["gate-per-head"]},
         ((2, 4), 0): {"bfloat16": ["latent-yarn"]},
     },
 }

@@ -126,7 +126,8 @@ def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]
     """Runs a program on its own, in an empty folder, with an empty home and no device in its environment."""
     for folder in ("home", "work"):
         (tmp_path / folder).mkdir()
-    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    names = ("PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    kept = {name: os.environ[name] for name in names if name in os.environ}
     root = Path(mha_tt.__file__).parents[1]
     surroundings = {**kept, "HOME": str(tmp_path / "home"), "PYTHONPATH": str(root), "LOGURU_LEVEL": "WARNING"}
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # To importlib these packages are not installed. (ttnn asks it for torch, and imports it where it is.)
 WITHOUT_THE_OTHERS = """
 import sys
@@ -47,6 +49,7 @@ def test_mha_tt_works_without_torch_and_the_other_siblings(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.thorough
 def test_a_process_of_tests_reports_no_leaks():  # nanobind reports whatever of ttnn outlives the interpreter
     here = Path(__file__).parent
     test = here / "test_norms.py::test_weights_go_in_and_out_bit_for_bit"

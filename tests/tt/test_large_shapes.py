@@ -37,8 +37,7 @@ def llama(opened_device):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_fused_attention_takes_8192_tokens(opened_device, head_dim, dtype):
     query, key, value = (zeros(opened_device, 1, heads, 8192, head_dim, dtype=dtype) for heads in (32, 8, 8))
-    mask = mha_tt.DeviceMask(mha_tt.create_causal_mask(8192), device=opened_device)
-    context, _ = mha_tt.fused.scaled_dot_product_attention(query, key, value, mask=mask)
+    context, _ = mha_tt.fused.scaled_dot_product_attention(query, key, value, is_causal=True)
     assert tuple(context.shape) == (1, 32, 8192, head_dim)
 
 
@@ -79,16 +78,20 @@ def test_layer_decodes_64_steps_without_running_out_of_memory(opened_device, lla
     assert cache.lengths.tolist() == [64] * 8
 
 
-@cache_dtypes
-@pytest.mark.parametrize(("batch", "seq_len"), [(4, 1), (1, 128)])
-def test_latents_of_4096_tokens_are_attended_to_by_128_heads(opened_device, batch, seq_len, dtype):
-    # The heads of DeepSeek-V3: their queries over latents, 576 wide, would not fit a core all at once.
+@pytest.fixture(scope="module")
+def deepseek(opened_device):
+    """A layer with the heads of DeepSeek-V3: their queries over latents, 576 wide, would not fit a core all at once."""
     latent = Latent(512, 64, q_rank=64)
     rope = parity.Rope(rotary_dim=64, rotated="last", pairs="interleaved")
     spec = parity.AttentionSpec(64, 128, head_dim=192, value_head_dim=128, qkv_bias=False, latent=latent, rope=rope)
-    layer = mha_tt.MultiHeadLatentAttention(spec, device=opened_device)
-    cache = replace(layer.init_cache(batch, 4096, dtype), lengths=np.full(batch, 3900, np.int32))
-    output, cache = layer(zeros(opened_device, batch, seq_len, 64), cache)
+    return mha_tt.MultiHeadLatentAttention(spec, device=opened_device)
+
+
+@cache_dtypes
+@pytest.mark.parametrize(("batch", "seq_len"), [(4, 1), (1, 128)])
+def test_latents_of_4096_tokens_are_attended_to_by_128_heads(opened_device, deepseek, batch, seq_len, dtype):
+    cache = replace(deepseek.init_cache(batch, 4096, dtype), lengths=np.full(batch, 3900, np.int32))
+    output, cache = deepseek(zeros(opened_device, batch, seq_len, 64), cache)
     assert tuple(output.shape) == (batch, seq_len, 64)
     assert cache.lengths.tolist() == [3900 + seq_len] * batch
 
@@ -104,6 +107,5 @@ def test_many_wide_heads_are_split_and_combined(opened_device, num_heads, head_d
 @pytest.mark.parametrize("dtype", [ttnn.float32, ttnn.bfloat16], ids=["float32", "bfloat16"])
 def test_plain_attention_takes_4096_tokens(opened_device, dtype):
     query, key, value = (zeros(opened_device, 1, heads, 4096, 128, dtype=dtype) for heads in (32, 8, 8))
-    mask = mha_tt.DeviceMask(mha_tt.create_causal_mask(4096), device=opened_device)
-    context, attn_weights = mha_tt.scaled_dot_product_attention(query, key, value, mask=mask, need_weights=True)
+    context, attn_weights = mha_tt.scaled_dot_product_attention(query, key, value, is_causal=True, need_weights=True)
     assert (tuple(context.shape), tuple(attn_weights.shape)) == ((1, 32, 4096, 128), (1, 32, 4096, 4096))
