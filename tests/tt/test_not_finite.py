@@ -159,7 +159,7 @@ def test_weights_that_became_nan_give_nan(device, dtype):
 
 
 @both_dtypes
-@pytest.mark.parametrize("chunks", [[6], [2, 4], [3, 1, 2], [4, 1, 1]], ids=str)
+@pytest.mark.parametrize("chunks", [[2, 4], [3, 1, 1, 1]], ids=str)  # it comes in a chunk, or by itself before steps
 @pytest.mark.parametrize("growing", [False, True], ids=["static", "growing"])
 def test_cached_token_that_is_nan_spoils_itself_and_what_comes_after_it(device, growing, chunks, dtype):
     module = module_of("MultiHeadAttentionWithCache", SPEC, device, dtype)

@@ -50,8 +50,7 @@ def in_slots(cache):
 
 
 @pytest.mark.board
-@pytest.mark.parametrize("page_size", [32, 64])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "page_size"), [*((name, 32) for name in LAYERS), ("many heads", 64)])
 def test_pages_give_what_slots_give(device, name, page_size):
     module, slots, pages = made(device, LAYERS[name], page_size=page_size)
     expected, slots = run(module, slots)

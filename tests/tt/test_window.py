@@ -101,8 +101,10 @@ def test_window_alone_is_left_to_the_kernel(device, name):
 
 
 @pytest.mark.board
-@pytest.mark.parametrize("window_size", [1, 2, 16, 31, 32, 33, 64, 100])
-@pytest.mark.parametrize("seq_len", [64, 100, 160])
+@pytest.mark.parametrize(
+    ("seq_len", "window_size"),
+    [*((160, size) for size in (1, 2, 16, 31, 32, 33, 64, 100)), (100, 1), (100, 33), (100, 64), (64, 32), (64, 33)],
+)
 def test_window_equals_the_formula_without_a_mask(device, calls, uploads, rng, seq_len, window_size):
     arrays = split_heads(seq_len, rng)
     heads = [mha_tt.upload(x, device=device) for x in arrays]
