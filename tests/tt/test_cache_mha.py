@@ -25,8 +25,6 @@ from .formulas import (
     without_padding,
 )
 
-pytestmark = pytest.mark.board
-
 SPECS = {
     "mha": parity.AttentionSpec(24, 4),
     "gqa-rope": parity.AttentionSpec(24, 4, num_kv_heads=2, rope=parity.Rope(10000.0)),
@@ -93,6 +91,7 @@ def assert_holds(slots, part, spec, dtype, x):
 # ---- However the tokens arrive ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.board
 @both_dtypes
 @every_spec
 def test_tokens_before_and_behind_a_chunk_equal_the_full_pass_at_every_position(device, spec, dtype):
@@ -191,12 +190,14 @@ def test_capacity_changes_nothing(device, capacity, dtype):
     assert_close(output, full_pass(GQA_ROPE, dtype, x), dtype)
 
 
+@pytest.mark.board
 def test_large_batch_decodes(device):
     x = random_tokens(4, batch=33)
     output, _ = feed(cached_layer(GQA_ROPE, device), x, [2, 1, 1], 4)
     assert_close(output, full_pass(GQA_ROPE, ttnn.bfloat16, x), ttnn.bfloat16)
 
 
+@pytest.mark.board
 def test_decoding_in_bfloat8_b_is_close_to_the_full_pass(device):
     module, x = cached_layer(GQA_ROPE, device, ttnn.bfloat8_b), random_tokens(40, ttnn.bfloat8_b)
     weights = {name: weight.astype(np.float32) for name, weight in parity.weights_of(module).items()}
@@ -225,6 +226,7 @@ def grow(module, spec, x, chunks):
     return np.concatenate(outputs, axis=1), mha_tt.download(keys), mha_tt.download(values)
 
 
+@pytest.mark.board
 @both_dtypes
 @every_spec
 def test_growing_cache_equals_the_full_pass_and_holds_the_projected_keys_and_values(device, spec, dtype):
@@ -289,6 +291,7 @@ def test_padding_on_the_left_equals_each_sequence_alone(device, chunks, dtype):
         assert_close(output[sequence : sequence + 1, padding:], expected, dtype)
 
 
+@pytest.mark.board
 @both_dtypes
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("capacity", [7, 40])
@@ -358,6 +361,7 @@ def is_own(cache, other):
 
 
 # Which slots are copied does not depend on what is in them: other dtypes take the first of these only.
+@pytest.mark.board
 @in_every_dtype("indices", [[2, 0], [1], [0, 0, 0, 2, 1], [0, 1, 2], [], np.array([2, 2])])
 def test_reordered_cache_holds_the_sequences_that_are_named(device, indices, dtype):
     cache = filled_cache(cached_layer(GQA_ROPE, device, dtype), [2, 33, 0], 40)
@@ -378,6 +382,7 @@ def test_the_only_sequence_is_copied(device):
         assert [np.array_equal(*pair) for pair in zip(contents(other), contents(cache), strict=True)] == [True] * 3
 
 
+@pytest.mark.board
 @every_dtype
 def test_beams_of_a_repeated_cache_decode_as_each_sequence_alone(device, dtype):
     module, x = cached_layer(GQA_ROPE, device, dtype), random_tokens(6, dtype, batch=6)
@@ -393,6 +398,7 @@ def test_beams_of_a_repeated_cache_decode_as_each_sequence_alone(device, dtype):
     assert cache.lengths.tolist() == [3, 5]
 
 
+@pytest.mark.board
 @in_every_dtype("capacity", [33, 6, 7, 32, 100])
 def test_grown_cache_holds_the_same_and_takes_more(device, capacity, dtype):
     module = cached_layer(GQA_ROPE, device, dtype)
@@ -410,6 +416,7 @@ def test_grown_cache_holds_the_same_and_takes_more(device, capacity, dtype):
         assert module(x, grown)[1].lengths.tolist() == [3, 7, 1]
 
 
+@pytest.mark.board
 @in_every_dtype("lengths", [[0, 5, 0], 0, 2, np.int64(1), [2, 33, 0], np.array([1, 32, 0])])
 def test_cropped_cache_holds_the_first_tokens_and_nothing_else(device, lengths, dtype):
     cache = filled_cache(cached_layer(GQA_ROPE, device, dtype), [2, 33, 2 if np.ndim(lengths) == 0 else 0], 40)
@@ -434,6 +441,7 @@ def test_cropped_cache_goes_on_from_there(device, dtype):
 # ---- What the cache holds --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.board
 @both_dtypes
 @every_spec
 def test_cache_holds_the_projected_keys_and_values(device, spec, dtype):
@@ -443,6 +451,7 @@ def test_cache_holds_the_projected_keys_and_values(device, spec, dtype):
     assert_holds(mha_tt.download(cache.values), "v", spec, dtype, x)
 
 
+@pytest.mark.board
 @every_dtype
 def test_slots_beyond_the_length_stay_zero(device, dtype):
     module = cached_layer(GQA_ROPE, device, dtype)
@@ -567,6 +576,7 @@ def test_token_of_a_sequence_without_new_ones_changes_nothing(device, value, dty
 # ---- Caches of other dtypes ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.board
 def test_bfloat8_b_cache_holds_the_keys_and_values_rounded(device):
     chunks = CHUNKS["one-over"]
     module, x = cached_layer(GQA_ROPE, device), random_tokens(sum(chunks))
@@ -576,6 +586,7 @@ def test_bfloat8_b_cache_holds_the_keys_and_values_rounded(device):
     assert np.array_equal([rounded(slots, ttnn.bfloat8_b) for slots in wide], narrow)
 
 
+@pytest.mark.board
 @pytest.mark.parametrize("num_new", [1, 3])
 def test_output_of_a_bfloat8_b_cache_is_the_formula_of_what_it_holds(device, num_new):
     spec = parity.AttentionSpec(24, 4, num_kv_heads=2)
@@ -658,6 +669,7 @@ def test_appending_too_much_is_refused_and_leaves_the_cache_as_it_was(device, nu
     assert [np.array_equal(*pair) for pair in zip(contents(cache), before, strict=True)] == [True] * 3
 
 
+@pytest.mark.board
 @both_dtypes
 def test_padding_may_reach_past_the_capacity(device, dtype):
     module = cached_layer(GQA_ROPE, device, dtype)
@@ -678,6 +690,7 @@ def test_a_mask_is_of_the_capacity_where_the_padding_of_a_prompt_reaches_past_it
     assert_close(mha_tt.download(output), mha_tt.download(expected), dtype)
 
 
+@pytest.mark.board
 @both_dtypes
 @pytest.mark.parametrize("filled", [[0] * 8, [3] * 8], ids=["step", "chunk"])
 def test_batch_beyond_the_cores_is_refused_and_leaves_the_cache_as_it_was(device, filled, dtype):
@@ -692,6 +705,7 @@ def test_batch_beyond_the_cores_is_refused_and_leaves_the_cache_as_it_was(device
     assert not mha_tt.download(cache.keys).any()
 
 
+@pytest.mark.board
 def test_prompt_of_a_batch_beyond_the_cores_is_cached(device):
     grid = device.compute_with_storage_grid_size()
     batch = grid.x * grid.y + 1
@@ -734,7 +748,6 @@ def test_step_reads_the_filled_part_of_the_cache_only(device, calls):
     assert names.count("ttnn.transformer.scaled_dot_product_attention") == 0
 
 
-@pytest.mark.board
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "taken"), [(1, 1, 17), (4, 2, 20), (6, 6, 18), (16, 4, 32), (17, 1, 17)], ids=str
 )

@@ -11,8 +11,6 @@ from mha_tt.weights import padded_features, slots_of
 
 from .formulas import assert_close, both_dtypes, every_dtype, layer, module_of, rounded, rounded_weights
 
-pytestmark = pytest.mark.board
-
 KERNEL = "ttnn.transformer.scaled_dot_product_attention"
 
 SPECS = {  # no width takes whole tiles, and blocks of a head take different numbers of them
@@ -74,6 +72,7 @@ def by_function(module, absorb):
 # ---- Weights ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.board
 @every_dtype
 @every_spec
 def test_weights_go_up_and_come_back_bit_for_bit(device, spec, dtype):
@@ -98,6 +97,7 @@ def test_blocks_of_a_head_begin_at_tiles():
 # ---- Without a cache -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.board
 @both_dtypes
 @every_spec
 @pytest.mark.parametrize("need_weights", [False, True], ids=["output", "weights"])
@@ -123,6 +123,7 @@ def test_module_uploads_its_rotations_once(device, uploads, dtype):
     assert uploads == []
 
 
+@pytest.mark.board
 @both_dtypes
 def test_layer_of_no_tokens_gives_none(device, dtype):
     module = latent_layer(TWO_LATENTS, device, dtype)
@@ -167,6 +168,7 @@ def test_keys_and_values_are_cached_as_well(device, dtype):
     assert_close(np.concatenate(outputs, axis=1), full_pass(TWO_LATENTS, dtype, x), dtype)
 
 
+@pytest.mark.board
 @both_dtypes
 @pytest.mark.parametrize("steps", [[(3, 6, 1), (1, 0, 1), (0, 2, 3)], [(31, 32, 33), (1, 1, 0)]], ids=str)
 def test_ragged_batch_equals_each_sequence_alone(device, steps, dtype):
@@ -188,6 +190,7 @@ def test_ragged_batch_equals_each_sequence_alone(device, steps, dtype):
     assert_close(output, np.where(is_fed[..., None], full_pass(TWO_LATENTS, dtype, x), 0.0), dtype)
 
 
+@pytest.mark.board
 @either_way
 def test_latents_in_bfloat8_b_are_close_to_the_full_pass(device, absorb):
     module, x = latent_layer(TWO_LATENTS, device, ttnn.bfloat16), random_tokens(8, ttnn.bfloat16)
@@ -214,6 +217,7 @@ def test_appended_latents_stand_for_the_keys_and_values_of_the_layer(device, dty
         assert_close(mha_tt.download(cached), np.where(is_cached, mha_tt.download(new), 0.0), dtype)
 
 
+@pytest.mark.board
 @both_dtypes
 def test_changed_cache_of_latents_decodes_as_its_sequences_do(device, dtype):
     module, x = latent_layer(TWO_LATENTS, device, dtype), random_tokens(7, dtype)
@@ -226,6 +230,7 @@ def test_changed_cache_of_latents_decodes_as_its_sequences_do(device, dtype):
         assert_close(mha_tt.download(output)[row, -1], full_pass(TWO_LATENTS, dtype, fed)[0, -1], dtype)
 
 
+@pytest.mark.board
 def test_step_reads_the_latents_with_the_kernel_for_one_token(device, calls):
     # More heads than fit a core, each as wide as a latent: 40 are taken 32 at a time, the last 8 three times each.
     spec = parity.AttentionSpec(24, 40, head_dim=12, value_head_dim=8, latent=Latent(310, 4), qkv_bias=False)
@@ -239,6 +244,7 @@ def test_step_reads_the_latents_with_the_kernel_for_one_token(device, calls):
     assert_close(output, full_pass(spec, ttnn.bfloat16, x)[:, 6:], ttnn.bfloat16)
 
 
+@pytest.mark.board
 def test_step_over_latents_of_a_width_that_its_kernel_gets_wrong_equals_the_full_pass(device, calls):
     rope = parity.Rope(500.0, rotary_dim=64, rotated="last")
     spec = parity.AttentionSpec(24, 20, head_dim=72, value_head_dim=8, latent=Latent(512, 64), rope=rope)
@@ -266,6 +272,7 @@ def test_weights_of_heads_are_made_once_for_each_load(device, dtype):
     assert module._kv_b() is not kept
 
 
+@pytest.mark.board
 def test_attention_weights_are_dropped_in_training(device):
     spec, x = (
         parity.AttentionSpec(24, 2, head_dim=12, latent=Latent(33, 5), dropout=0.5),

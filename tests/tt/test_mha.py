@@ -30,8 +30,6 @@ from .formulas import (
     without_padding,
 )
 
-pytestmark = pytest.mark.board
-
 PATHS = ("function-plain", "function-fused", "module-plain", "module-fused")
 SPEC = parity.AttentionSpec(8, 2)
 BARE = parity.AttentionSpec(8, 2, out_proj=False)  # the context is the output
@@ -126,6 +124,7 @@ def test_split_heads_moves_every_head_before_the_tokens(device, rng, head_dim, d
     assert np.array_equal(mha_tt.download(heads), x.reshape(2, 5, 3, head_dim).swapaxes(1, 2))
 
 
+@pytest.mark.board
 @both_dtypes
 @pytest.mark.parametrize("head_dim", [2, 12, 16, 32, 48, 64])
 def test_combine_heads_undoes_split_heads(device, rng, head_dim, dtype):
@@ -278,6 +277,7 @@ def test_textbook_example_is_reproduced_by_the_causal_module(device):
 # ---- Against float64 -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.board
 @both_dtypes
 @both_forms
 @every_spec
@@ -337,6 +337,7 @@ MASKS = {
 }
 
 
+@pytest.mark.board
 @both_forms
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("seq_len_q", "seq_len_k"), LENGTHS)
@@ -361,6 +362,7 @@ TOLD = {
 }
 
 
+@pytest.mark.board
 @both_forms
 @pytest.mark.parametrize("masked", [False, True], ids=["alone", "beside-a-mask"])
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "beside-a-bias"])
@@ -410,6 +412,7 @@ def test_one_packed_projection_equals_three(device, rng, rope, form, dtype):
     assert_close(together, apart, dtype)
 
 
+@pytest.mark.board
 @every_dtype
 @every_path
 def test_output_has_the_dtype_of_the_input(device, path, dtype):
@@ -601,6 +604,7 @@ def test_bias_on_the_device_may_have_another_dtype(device, rng, form):
     assert np.array_equal(output, expected)
 
 
+@pytest.mark.board
 @both_forms
 def test_infinite_bias_on_the_device_hides_its_keys(device, form):
     bias = np.array([[0.0, -np.inf, 0.5, -np.inf]], np.float32)
@@ -675,6 +679,7 @@ NARROW = {name: SPECS[name] for name in ("mha", "gqa-rope", "fused-qkv", "fused-
 narrow_specs = pytest.mark.parametrize("spec", NARROW.values(), ids=NARROW)
 
 
+@pytest.mark.board
 @both_forms
 @narrow_specs
 def test_bfloat8_b_weights_are_bfloat16_weights_of_the_same_values(device, rng, spec, form):
@@ -691,6 +696,7 @@ def test_bfloat8_b_weights_are_not_those_given(device):  # the control of the te
     assert not np.array_equal(parity.weights_of(narrow)["q_proj.weight"].astype(np.float32), given)
 
 
+@pytest.mark.board
 @both_forms
 @narrow_specs
 def test_bfloat8_b_activations_are_close_to_the_formula(device, rng, spec, form):
@@ -718,6 +724,7 @@ def output_of(module, x, **options):
     return mha_tt.download(output)
 
 
+@pytest.mark.board
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_dropout_drops_at_its_rate_and_scales_the_others(device, rate):
     ones = mha_tt.upload(np.ones((1, 2, 64, 64)), device=device)
@@ -757,6 +764,7 @@ def test_training_drops_others_in_the_next_call(device, rng, rates):
     assert not np.array_equal(output_of(module, x), output_of(module, x))
 
 
+@pytest.mark.board
 def test_output_dropout_drops_outputs_at_its_rate(device, rng):
     module = dropping(device, output_dropout=0.25)
     dropped = output_of(module, rng.standard_normal((4, 64, 8))) == 0.0
@@ -770,6 +778,7 @@ def test_evaluation_drops_nothing(device, rng, dtype):
     assert np.array_equal(output_of(module, x), output_of(dropping(device, dtype), x))
 
 
+@pytest.mark.board
 def test_training_may_be_switched_on_again(device, rng):
     module, x = dropping(device, dropout=0.5), rng.standard_normal((2, 5, 8))
     assert np.array_equal(output_of(module.eval().train(), x), output_of(dropping(device, dropout=0.5), x))
@@ -802,6 +811,7 @@ def test_function_drops_in_training_only_and_by_its_seed(device, rng, rates):
     assert not np.array_equal(first, other)
 
 
+@pytest.mark.board
 @both_dtypes
 @pytest.mark.parametrize("path", ["function-plain", "function-fused"])
 @pytest.mark.parametrize("shape", [(2, 2, 3, 4), (3, 4), (4,)], ids=str)
@@ -941,6 +951,7 @@ def test_loaded_weights_are_those_of_the_next_call(device, rng, form):
 # ---- What the device does not refuse, or cannot hold -----------------------------------------------------------------
 
 
+@pytest.mark.board
 @pytest.mark.parametrize(("dtype", "heads"), [(ttnn.float32, 64), (ttnn.bfloat16, 96)], ids=["float32", "bfloat16"])
 def test_wide_heads_are_combined(device, dtype, heads):
     x = np.random.default_rng(0).integers(-9, 9, (1, heads, 3, 128))

@@ -15,8 +15,6 @@ from parity.backends import tt as backend
 
 from .formulas import both_dtypes, module_of, rounded
 
-pytestmark = pytest.mark.board
-
 B, N, K, T, H = 2, 4, 2, 40, 32
 TOKEN = 5  # of the first sequence, in the first key/value head, where something is not finite
 
@@ -83,6 +81,7 @@ def test_key_that_is_not_finite_reaches_the_rows_that_see_it_and_no_others(
     assert np.array_equal(context[~sees], clean[~sees])
 
 
+@pytest.mark.board
 @every_path
 @every_option
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
@@ -200,6 +199,7 @@ def test_nothing_is_looked_for_in_a_step(device, calls):
     assert not LOOKS & {call.name for call in calls}
 
 
+@pytest.mark.board
 @pytest.mark.parametrize("lengths", [[5, 40], [0, 40]], ids=str)
 def test_padding_alone_is_cut_off_without_a_look_at_the_rest(device, calls, lengths):
     inputs = [heads(ttnn.bfloat16, seed) for seed in range(3)]

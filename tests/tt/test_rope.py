@@ -14,8 +14,6 @@ from parity.core.reference.rope import amplitude, axes, frequencies, pairs
 
 from .formulas import TOLERANCES, assert_close, both_dtypes, rotate, rounded
 
-pytestmark = pytest.mark.board
-
 
 def rotated(device, x, positions, theta=10000.0, *, dtype=ttnn.float32, **options):
     """`apply_rope` of NumPy features (B, N, T, H)."""

@@ -116,7 +116,6 @@ def test_a_step_costs_so_many_operations_uploads_nothing_and_reads_nothing_back(
     assert not set(names) & HOST
 
 
-@pytest.mark.board
 @pytest.mark.parametrize(("batch_size", "cost"), [(1, 16), (4, 16), (5, 17), (32, 17)])
 def test_more_than_a_few_sequences_cost_an_operation_more(device, calls, batch_size, cost):
     """For their tokens share tiles. Each is what it is alone."""

@@ -100,7 +100,6 @@ def test_window_alone_is_left_to_the_kernel(device, name):
 # ---- The kernel of prompts -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.board
 @pytest.mark.parametrize(
     ("seq_len", "window_size"),
     [*((160, size) for size in (1, 2, 16, 31, 32, 33, 64, 100)), (100, 1), (100, 33), (100, 64), (64, 32), (64, 33)],
@@ -144,7 +143,6 @@ def test_window_beside_what_else_is_hidden_or_added_is_a_mask(device, calls, rng
     assert_close(mha_tt.download(context), attend(*arrays, mask=mask)[0], ttnn.bfloat16)
 
 
-@pytest.mark.board
 @both_dtypes
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_layer_with_a_window_equals_the_formula(device, dtype, need_weights):
@@ -172,7 +170,6 @@ def test_prompt_of_a_layer_with_a_window_uploads_no_mask(device, calls, uploads)
 # ---- What is not finite ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.board
 @pytest.mark.parametrize("name", ["key", "value"])
 @pytest.mark.parametrize("window_size", [1, 3, 32, 33])
 def test_key_that_is_nan_spoils_the_rows_whose_window_it_is_in(device, calls, uploads, rng, window_size, name):
@@ -194,7 +191,6 @@ def test_key_that_is_nan_spoils_the_rows_whose_window_it_is_in(device, calls, up
     assert np.array_equal(context[~is_spoilt], expected[~is_spoilt])
 
 
-@pytest.mark.board
 @both_dtypes
 def test_token_that_is_nan_is_forgotten_by_the_steps_that_do_not_see_it(device, dtype):
     module = module_of("MultiHeadAttentionWithCache", SPEC, device, dtype)
