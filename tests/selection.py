@@ -31,7 +31,7 @@ def stack_signature(stack: Stack) -> Hashable:
 
 
 def first_families(families: Iterable[str], by: Callable[[Stack], Hashable] = rules_signature) -> set[str]:
-    """The first family of each signature of its stacks; test_models_whole computes a layer of every family."""
+    """The first family of each signature of its stacks."""
     first: dict[Hashable, str] = {}
     for family in families:
         known = FAMILIES.get(family)

@@ -154,6 +154,7 @@ def test_decoding_token_by_token_equals_the_full_pass_at_every_position(sibling,
     assert_same_up_to_rounding(output, full_pass(sibling, spec, x))
 
 
+@pytest.mark.compiles
 @drawn
 @given(cuts=st.sets(st.integers(1, NUM_TOKENS - 1)))
 def test_any_chunking_equals_the_full_pass(sibling, cuts):
@@ -163,6 +164,7 @@ def test_any_chunking_equals_the_full_pass(sibling, cuts):
     assert_same_up_to_rounding(output, full_pass(sibling, GQA_ROPE, x))
 
 
+@pytest.mark.compiles
 @drawn
 @given(steps=st.lists(st.tuples(*3 * [st.integers(0, 2)]), min_size=1, max_size=3))
 def test_ragged_batch_equals_each_sequence_alone(sibling, steps):
@@ -190,6 +192,7 @@ def test_capacity_changes_nothing(sibling, capacity):
     assert_same_up_to_rounding(output, expected)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
 def test_half_precision_decoding_equals_the_full_pass(sibling, dtype):
     x = random_tokens(GQA_ROPE, dtype=dtype)
@@ -244,12 +247,14 @@ def test_growing_cache_equals_the_static_one(sibling, spec):
     assert_same_up_to_rounding(values, sibling.numpy(cache.values))
 
 
+@pytest.mark.compiles
 def test_growing_cache_equals_the_static_one_token_by_token(sibling):
     x = random_tokens(GQA_ROPE)
     output, _, _ = grow(sibling, GQA_ROPE, x, [1] * NUM_TOKENS)
     assert_same_up_to_rounding(output, feed(sibling, cached_layer(sibling, GQA_ROPE), x, [1] * NUM_TOKENS)[0])
 
 
+@pytest.mark.compiles
 @every_spec
 def test_static_functional_form_equals_the_module(sibling, spec):
     x = sibling.array(random_tokens(spec, num_tokens=4))
@@ -464,6 +469,7 @@ def one_pass(sibling, spec, x, **options):
 MORE_CHUNKS = pytest.mark.parametrize("chunks", [[6], CHUNKS, [1, 3, 2]], ids=str)
 
 
+@pytest.mark.compiles
 @MORE_CHUNKS
 @pytest.mark.parametrize("form", ["static", "growing"])
 def test_sliding_window_over_a_cache_equals_one_pass(sibling, form, chunks):
@@ -571,6 +577,7 @@ def test_no_new_tokens_leave_the_cache_as_it_was(sibling, held, new_lengths):
         np.testing.assert_array_equal(now, then, strict=True)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("new_lengths", [None, []], ids=["all", "ragged"])
 def test_cache_of_no_sequences_takes_tokens_of_none(sibling, new_lengths):
     module = cached_layer(sibling, GQA_ROPE)
@@ -643,6 +650,7 @@ MADE = {
 }
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("name", MADE)
 def test_cache_made_of_a_cache_goes_on_as_its_sequences(sibling, name):
     make, order = MADE[name]

@@ -38,6 +38,7 @@ def test_a_cache_goes_from_any_sibling_to_any_other(sibling, to, dtype, rng, tmp
         assert (array.dtype, array.tobytes()) == (expected.dtype, expected.tobytes()), name
 
 
+@pytest.mark.compiles
 def test_decoding_goes_on_with_a_cache_that_was_read(sibling, rng, tmp_path):
     module = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4))
     prompt, token = (sibling.array(rng.standard_normal((2, n, 16)).astype(np.float32)) for n in (3, 1))

@@ -369,7 +369,12 @@ def examine_toy(framework, fault, questions=None):
 @pytest.mark.parametrize(
     ("framework", "fault", "question", "words"),
     [
-        pytest.param(framework, *control, id=f"{framework}-{control[0]}-{control[1]}")
+        pytest.param(
+            framework,
+            *control,
+            id=f"{framework}-{control[0]}-{control[1]}",
+            marks=pytest.mark.thorough if framework == "jax" and control[0] not in ("flipped", "gradient") else (),
+        )
         for framework in ("torch", "jax")
         for control in CONTROLS
         # Questions know no framework: with JAX, which takes ten times as long, each finds one fault. Whether NaN is

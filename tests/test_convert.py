@@ -492,7 +492,9 @@ print(peak() - before, (folder / "b.safetensors").stat().st_size)
     ("target", "sizes", "largest"),  # sizes: layers, their width, heads, key/value heads
     [
         pytest.param("meta.LLaMA", [12, 1536, 12, 4], 2 * 8192 * 1536, id="many-layers"),
-        pytest.param("qkv_proj", [12, 1536, 12, 4], 2 * 8192 * 1536, id="many-packed-layers"),
+        pytest.param(
+            "qkv_proj", [12, 1536, 12, 4], 2 * 8192 * 1536, id="many-packed-layers", marks=pytest.mark.thorough
+        ),
         pytest.param("qkv_proj", [1, 3072, 32, 32], 2 * 3 * 4096 * 3072, id="one-large-packed-layer"),
     ],
 )

@@ -170,7 +170,18 @@ def imports_tt(code):
     return "mha_tt" in code
 
 
-@pytest.mark.parametrize("path", [path for path in LINKED if path.parent != BUGS], ids=lambda path: path.name)
+LONG = {"getting-started.md", "conformance.md", "performance.md", "scale.md"}
+"""Pages whose code takes seconds."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.name, marks=pytest.mark.thorough if path.name in LONG else ())
+        for path in LINKED
+        if path.parent != BUGS
+    ],
+)
 def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
     """All but what is for ttnn, which tests/tt/test_docs.py runs."""
     monkeypatch.chdir(tmp_path)

@@ -56,7 +56,7 @@ def _broken_softmax():
 
 @pytest.fixture(scope="module")
 def good():
-    return page_of(["textbook", "gqa-causal"], ["jax", "torch"], ["float32", "bfloat16"], with_gradients=True)
+    return page_of(["textbook", "gqa-causal"], ["jax", "torch"], ["float32", "bfloat16"])
 
 
 def test_a_report_of_nothing_is_a_page_too():

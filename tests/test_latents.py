@@ -75,6 +75,7 @@ def test_factors_of_latents_are_as_if_the_weights_of_their_norms_had_them(siblin
     assert not any(near(other, with_factors, 0.1) for other in others[2:])
 
 
+@pytest.mark.compiles
 def test_the_module_takes_whichever_costs_less(sibling, monkeypatch):
     package, taken = sibling.package, []
     for name in ("absorb_keys", "expand_latents"):
@@ -113,6 +114,7 @@ def test_a_cache_holds_kv_rank_and_rope_dim_numbers_a_token(sibling):
     assert cache.latents.nbytes == SPEC.cache_nbytes(2, 10, np.dtype(np.float32))
 
 
+@pytest.mark.compiles
 def test_a_cache_is_reordered_repeated_grown_and_cropped(sibling):
     layer = module(sibling)
     _, cache = layer(sibling.array(X[:, :5]), layer.init_cache(2, 6))

@@ -1003,6 +1003,7 @@ def test_gradients_of_logits_beyond_half_precision_are_finite(sibling, form):
     assert [name for name, gradient in found.items() if not np.isfinite(gradient.astype(np.float32)).all()] == []
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "causal"])
 @both_forms
 def test_4096_half_precision_tokens_stay_finite(sibling, form, masked):

@@ -134,6 +134,7 @@ def test_a_layer_with_norms_is_another_one_than_without(sibling, spec, rng):
     assert np.abs(outputs[0] - outputs[1]).max() > 0.01
 
 
+@pytest.mark.compiles
 @every_spec
 def test_a_cache_gives_what_one_pass_gives_at_every_position(sibling, spec, rng):
     """Sequences of different lengths, in a prompt and then token by token."""

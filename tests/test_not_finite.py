@@ -217,6 +217,7 @@ def test_nan_weights_give_nan(sibling, hides, seq_len):
     assert np.isnan(sibling.numpy(output)).all()
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj"])
 def test_nan_weights_give_nan_through_a_cache(sibling, name):
     module = with_nan_weights(sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4, out_bias=False)), name)
@@ -236,6 +237,7 @@ def test_nan_token_spoils_what_comes_after_it_and_nothing_before(sibling, seq_le
     assert np.isnan(found[:, 40:]).all()
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("capacity", [UNFILLED, 700], ids=["small", "large"])
 def test_nan_of_the_padding_changes_nothing_in_a_cache(sibling, capacity):
     module, x = sibling.module("MultiHeadAttentionWithCache", AttentionSpec(16, 4, rope=Rope(100.0))), tokens(9)
@@ -343,6 +345,7 @@ def test_gradients_do_not_know_what_nobody_sees(sibling, path, kind):
     assert not found["value"][unseen].any()
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("gate", [None, Gate(), Gate(per_head=True, bias=True)], ids=["no-gate", "gate", "per-head"])
 def test_gradients_of_a_layer_do_not_know_its_padding(sibling, gate):
     """Where nothing comes back of the outputs at the padding, as in training."""

@@ -265,6 +265,7 @@ def test_positions_on_axes_want_sections(sibling):
         rotated_by(sibling, np.ones((1, 1, 3, 8), np.float32), np.zeros((3, 1, 3), np.int32), Rope())
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("kind", [*LENGTHS, "llama3"])
 def test_ragged_steps_are_those_of_each_sequence_alone(sibling, rng, kind):
     """Padding in a call makes no sequence longer, nor do the other sequences."""

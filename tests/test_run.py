@@ -1,6 +1,5 @@
 """The main job: every case on every backend, stage by stage, in every dtype, gradients included."""
 
-import fnmatch
 import importlib
 import importlib.util
 import itertools
@@ -37,13 +36,11 @@ def failures(case, backend, dtype, with_gradients):
     return [str(comparison) for comparison in judge(record(backend, expected), expected) if not comparison.passed]
 
 
-# Compiling gradients takes as long as all else. A form of what a quick case has is differentiated as that is: windows
-# and chunks have loops of their own; other sizes, frequencies of RoPE and kinds of norms have not.
-FORMS = {
-    *("textbook", "strided", "one-query", "one-token", "odd-sizes", "wide", "large-logits-float16"),
-    *("cross-padding", "gqa-causal", "head-dim"),
-    *("rope-far", "rope-llama3", "rope-yarn", "rope-sections-interleaved", "rope", "norm-one-plus"),
-    *("full", "window-cross", "gqa", "latent-factors", "fused-qkv-cross"),
+# Compiling gradients takes as long as all else. JAX derives all but those of attention in blocks, which depend on
+# scores and masks: cases in which these differ are differentiated.
+IN_BLOCKS = {
+    *("window", "window-far", "sliding-window", "chunk", "chunk-both-ways", "soft-cap-bias", "sinks", "alibi"),
+    *("relative-bias", "temperature", "value-head-dim", "mqa", "padding", "random-mask", "cross", "random-0"),
 }
 
 FINITE = [name for name, case in CASES.items() if case.not_finite is None]
@@ -54,9 +51,8 @@ NAN_CASES = [name for name in CASES if name not in FINITE]
 # JAX compiles a case for each thing that a layer may have, and gradients of those that say most. The others are forms
 # of the same; `make parity`, which CI runs as well, computes the quick ones.
 IN_JAX = {
-    *("causal-padding-empty", "cross", "value-head-dim", "no-out-proj", "fused-qkv", "soft-cap", "sinks", "alibi"),
-    *("window", "chunk", "relative-bias", "temperature", "clip-qkv", "norm-width", "rope-yarn", "latent", "gate"),
-    *("rope-sections-interleaved", "decode-gqa-rope", "decode-latent", "ragged"),
+    *("causal-padding-empty", "value-head-dim", "no-out-proj", "fused-qkv", "soft-cap", "sinks", "alibi", "window"),
+    *("chunk", "relative-bias", "temperature", "clip-qkv", "norm-width", "latent", "gate", "decode-gqa-rope"),
 }
 DIFFERENTIATED = {"bias-causal", "rope-gqa", "qk-norm"}
 
@@ -66,21 +62,23 @@ def test_jax_agrees_with_the_reference(name):
     assert failures(CASES[name], "jax", "float32", with_gradients=name in DIFFERENTIATED) == []
 
 
-def has_own_gradients(name):
-    """Whether gradients of a case are no form of another case's."""
-    is_rich = name in QUICK or name.startswith(("window", "chunk", "soft-cap"))
-    return is_rich and name not in FORMS and CASES[name].has_gradients and CASES[name].trained is None
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [name for name in FINITE if has_own_gradients(name) and name not in DIFFERENTIATED])
+@pytest.mark.parametrize("name", sorted(IN_BLOCKS))
 def test_jax_agrees_with_the_reference_in_gradients(name):
     assert failures(CASES[name], "jax", "float32", with_gradients=True) == []
 
 
+# Steps that depend on positions, and on what a kernel does over a cache. The others are as they are without one.
+DECODE = {
+    *("decode-dynamic", "decode-chunk", "decode-alibi", "decode-relative-bias", "decode-temperature"),
+    *("decode-sections", "decode-latent-yarn", "decode-sinks", "decode-soft-cap", "decode-value-head-dim"),
+}
+
+
 def is_computed_elsewhere(name):
-    """Whether a case is trained, has gradients of its own, or is computed by `make test` or `make parity`."""
-    return CASES[name].trained is not None or has_own_gradients(name) or name in IN_JAX | DIFFERENTIATED | QUICK.keys()
+    """Tell cases that another test or `make parity` computes, and steps that are as they are without a cache."""
+    others = IN_JAX | DIFFERENTIATED | IN_BLOCKS | QUICK.keys()
+    return CASES[name].trained is not None or name in others or (name.startswith("decode-") and name not in DECODE)
 
 
 @pytest.mark.thorough
@@ -89,25 +87,15 @@ def test_jax_agrees_with_the_reference_in_further_cases(name):
     assert failures(CASES[name], "jax", "float32", with_gradients=False) == []
 
 
-# Of the widest also the gradients.
-TRAINED = {"trained-smollm2-*": ["--grad"], "trained-[!s]*": []}
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("cases", TRAINED)
-def test_jax_agrees_on_trained_layers_compiled_as_users_have_it(cases, tmp_path):
+def test_jax_agrees_on_trained_layers_compiled_as_users_have_it(tmp_path):
     # Compiled quickly, as conftest says, a product is a sum from its first term to its last; in wide layers that shows.
     path = tmp_path / "results.json"
-    command = ["-m", "parity", "run", "--backends", "jax", "--cases", cases, *TRAINED[cases], "--json", path]
+    command = ["-m", "parity", "run", "--backends", "jax", "--cases", "trained-*", "--json", path]
     subprocess.run([sys.executable, *command], env=os.environ | {"XLA_FLAGS": ""}, check=True, capture_output=True)
     results = json.loads(path.read_text())["results"]
-    assert {each["case"] for each in results} == {*fnmatch.filter(CASES, cases)}
+    assert {each["case"] for each in results} == {name for name, case in CASES.items() if case.trained is not None}
     assert {each["status"] for each in results} == {"passed"}
-
-
-def test_every_trained_layer_is_compiled_so():
-    named = [name for cases in TRAINED for name in fnmatch.filter(CASES, cases)]
-    assert sorted(named) == sorted(name for name, case in CASES.items() if case.trained is not None)
 
 
 # Compiling takes most of JAX's time, so that its other dtypes run a choice of cases: the narrow ones those in which
@@ -127,7 +115,7 @@ IN_DTYPES = {
     ),
 )
 def test_jax_agrees_with_the_reference_in_other_dtypes(name, dtype):
-    assert failures(CASES[name], "jax", dtype, with_gradients=True) == []
+    assert failures(CASES[name], "jax", dtype, with_gradients=name == IN_DTYPES[dtype][0]) == []
 
 
 @pytest.mark.parametrize(
@@ -339,6 +327,7 @@ def test_nothing_to_run_is_an_error_and_no_success(arguments, refusal):
 NARROW_IN_JAX = "nan-visible-causal", "nan-hidden-norm", "nan-hidden-decode"
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("name", NAN_CASES)
 def test_nan_is_where_it_belongs(name, sibling):
     dtypes = ["float32", "bfloat16"] if sibling.name == "torch" or name in NARROW_IN_JAX else ["float32"]

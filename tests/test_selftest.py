@@ -11,8 +11,7 @@ from selection import rest_thorough
 
 import mha_torch
 from parity import CASES, make_problem, random_weights
-from parity.backends import driver
-from parity.backends import jax as jax_backend
+from parity.backends import driver, load_backend
 from parity.cli.main import main
 from parity.core.stages import run_steps, stage_named
 from parity.diagnosis.mistakes import PRECISIONS, mistakes_for, page_by_mistake, wrong_layer
@@ -59,12 +58,14 @@ OF_MODULE = ["sequences-flattened", "nan-leaks", "batch-as-tokens"]
 """What only a path of the module shows."""
 WHOLE_IN_JAX = [(RICH, name) for name in WHOLE]
 WHOLE_IN_JAX += [pair for pair in IN_JAX if pair[1] in OF_MODULE]
-PLANTED = {"torch": IN_TORCH, "jax": WHOLE_IN_JAX}
 ONE_A_PAGE = {page_by_mistake()[name]: (case, name) for case, name in reversed(once(EVERY, RICH)) if name}
 FIRST = {("torch", *pair) for pair in ONE_A_PAGE.values()} | {("torch", RICH, ""), ("jax", RICH, "kv-heads-tiled")}
 FIRST |= {("torch", case, name) for case, name in IN_TORCH if name.startswith("cache-")}
 """What is planted in make test: a mistake of each page, and those of a cache, which change what later calls are given.
 test_diagnose diagnoses all, made in the reference."""
+NAMED = [pair for pair in IN_TORCH if ("torch", *pair) in FIRST or not pair[1] or pair[1] in (*PRODUCTS, *OF_MODULE)]
+"""Mistakes in torch that are diagnosed: the rest are compared with those in the reference."""
+PLANTED = {"torch": NAMED, "jax": WHOLE_IN_JAX}
 PRECISIONS_CONFUSED = {
     # The scores of trained layers are so large that what products lose is not told from what a finer product loses.
     ("trained-anarcii-causal", "precision-lofi"),
@@ -112,21 +113,25 @@ def problem_of(case):
     return make_problem(CASE_OF[case], "float32", weights)
 
 
-@pytest.mark.parametrize(
-    ("case", "name"),
-    rest_thorough([pair for pair in IN_JAX if pair not in WHOLE_IN_JAX or not pair[1]], [*ONE_A_PAGE.values()][::4]),
-)
-def test_a_mistake_planted_in_jax_is_what_the_reference_has_with_it(case, name):
-    """Of the same stages torch shows what they are diagnosed as. What a mistake does not change the reference gives, so
-    that JAX does not compile it again. Nor the paths of the module, which take the longest and are made of the same."""
-    problem = problem_of(case)
+SAME = [("jax", *pair) for pair in IN_JAX if pair not in WHOLE_IN_JAX or not pair[1]]
+SAME += [("torch", *pair) for pair in IN_TORCH if pair not in NAMED]
+SAME_FIRST = {("jax", *pair) for pair in [*ONE_A_PAGE.values()][::4]}
+
+
+@pytest.mark.parametrize(("backend", "case", "name"), rest_thorough(SAME, SAME_FIRST))
+def test_a_planted_mistake_is_what_the_reference_has_with_it(backend, case, name):
+    """Stages that a mistake does not change are those of the reference, so that JAX does not compile them again.
+
+    The paths of the module are left out: they take longest, and are made of the same stages.
+    """
+    problem, port = problem_of(case), load_backend(backend)
     made = mistake_planted(problem.case, name) if name else None
     values, num_run = {}, 0
-    with planted(name, problem, "jax") as given, jax_backend.lock("float32"), np.errstate(all="ignore"):
-        for in_jax, in_reference, is_changed in zip(
-            driver.steps(jax_backend, given), *in_reference_with(made, problem), strict=True
+    with planted(name, problem, backend) as given, port.lock("float32"), np.errstate(all="ignore"):
+        for in_sibling, in_reference, is_changed in zip(
+            driver.steps(port, given), *in_reference_with(made, problem), strict=True
         ):
-            values |= (in_jax if is_changed else in_reference)(values)
+            values |= (in_sibling if is_changed else in_reference)(values)
             num_run += is_changed
     replay = Replay(problem, values, "ieee")
     assert num_run >= (1 if name else 6)
