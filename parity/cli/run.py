@@ -116,9 +116,11 @@ def run(options: argparse.Namespace) -> int:
     pythons = dict(options.python)
     check_names("--python", [*pythons], BACKENDS)
     if any(why_missing(name) is None for name in pythons):  # which then must not run here, too
-        options.backends = options.backends or [name for name in BACKENDS if why_missing(name) is None]
+        if options.backends is None:
+            options.backends = [name for name in BACKENDS if why_missing(name) is None]
         options.backends = [name for name in options.backends if name not in pythons]
-    backends = [name for name in options.backends or BACKENDS if name in BACKENDS and why_missing(name) is None]
+    asked = BACKENDS if options.backends is None else options.backends
+    backends = [name for name in asked if why_missing(name) is None]
     if not (backends or options.backends or options.join or pythons):
         raise ModuleNotFoundError(no_framework())
     told = {"with_gradients": options.grad, "mesh": _mesh(options, backends), "on_judged": maps}

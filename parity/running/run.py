@@ -82,8 +82,9 @@ def run_cases(
         raise Refusal("traces to join", "be of the cases' own weights", "weights")
     if jobs < 1:
         raise Refusal("jobs", "be at least 1", jobs=jobs)
-    missing = {name: reason for name in backends or BACKENDS if (reason := _why_missing(name, mesh, backends))}
-    here = [name for name in backends or BACKENDS if name not in missing]
+    asked = BACKENDS if backends is None else backends
+    missing = {name: reason for name in asked if (reason := _why_missing(name, mesh, backends))}
+    here = [name for name in asked if name not in missing]
     if backends and missing and not join:
         raise ModuleNotFoundError("; ".join(missing.values()))
     chosen = [(case, dtype) for case in cases for dtype in ((case.dtype,) if case.dtype else dtypes)]
