@@ -198,8 +198,8 @@ IN_HALF_PRECISION = {  # each in one of them: what they widen, the other does, t
 }
 
 IN_MAKE_TEST = [
-    *("causal-fewer-keys", "one-query", "queries-beyond-keys", "mask-of-blocks", "mask-of-rows-causal", "mqa"),
-    *("everything-hidden", "padding-causal-mask", "gqa-mask-padding", "bias-gqa", "bias-infinite-rows", "bias-lowest"),
+    *("queries-beyond-keys", "mask-of-blocks", "mask-of-rows-causal", "everything-hidden", "padding-causal-mask"),
+    *("gqa-mask-padding", "bias-gqa", "bias-infinite-rows"),
 ]
 """Every way to hide, to share heads and to broadcast, at once."""
 
@@ -600,8 +600,8 @@ def over_a_cache(arrays):
 @pytest.mark.parametrize(
     ("heads", "last_positions"),
     [((2, 2), positions) for positions in LAST_POSITIONS.values()]
-    + [(heads, LAST_POSITIONS["ragged"]) for heads in ((6, 2), (3, 1), (3, 3))],
-    ids=[*LAST_POSITIONS, "ragged-gqa", "ragged-mqa", "ragged-odd"],
+    + [(heads, LAST_POSITIONS["ragged"]) for heads in ((6, 2), (3, 1))],
+    ids=[*LAST_POSITIONS, "ragged-gqa", "ragged-mqa"],
 )
 def test_token_over_a_cache_gives_what_the_plain_path_gives(heads, last_positions):
     arrays = cache_problem(heads, last_positions)
@@ -626,7 +626,9 @@ def test_token_over_a_cache_gives_what_the_plain_path_gives_in_half_precision(dt
     parity.assert_parity(over_a_cache(arrays), **yardstick(arrays))
 
 
-@pytest.mark.parametrize("capacity", [12, BLOCK_SIZES.keys, BLOCK_SIZES.keys + 1])
+@pytest.mark.parametrize(
+    "capacity", rest_thorough([12, BLOCK_SIZES.keys, BLOCK_SIZES.keys + 1], [BLOCK_SIZES.keys + 1])
+)
 def test_token_over_a_cache_about_as_large_as_a_block_gives_what_the_plain_path_gives(capacity):
     arrays = problem((4, 2), (1, capacity), padding=(2, 5, 12))
     attend = functools.partial(attend_to_cache, block_sizes=BLOCK_SIZES)
@@ -890,7 +892,7 @@ def test_torch_compiled_step_gives_what_one_pass_gives():
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", rest_thorough(["eager", "aot_eager"], ["aot_eager"]))
 def test_torch_compiled_step_without_room_is_nan_and_leaves_the_cache_as_it_was(backend):
     torch.compiler.reset()
     compiled = torch.compile(decoder(mha_torch), fullgraph=True, backend=backend)
