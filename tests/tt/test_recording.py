@@ -18,7 +18,7 @@ from parity.core.problem import make_problem
 from parity.core.trace import Reference, judge
 from parity.running.run import run_cases
 
-from .conftest import IS_MOCK
+from .formulas import IS_MOCK
 
 pytestmark = pytest.mark.skipif(not IS_MOCK, reason="recordings are given back on a mock board only")
 

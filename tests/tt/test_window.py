@@ -149,10 +149,14 @@ def test_layer_with_a_window_equals_the_formula(device, dtype, need_weights):
     module = module_of("MultiHeadSelfAttention" if not need_weights else "MultiHeadAttention", SPEC, device, dtype)
     x = rounded(np.random.default_rng(1).standard_normal((2, 40, 24)), dtype)
     told = {"need_weights": True} if need_weights else {}
-    found = module(mha_tt.upload(x, device=device, dtype=dtype), is_causal=True, **told)
+    on_device = mha_tt.upload(x, device=device, dtype=dtype)
+    found = module(on_device, is_causal=True, **told)
+    of_function, _ = mha_tt.multi_head_attention(on_device, module.weights, SPEC, is_causal=True, **told)
     mask = mha_tt.create_sliding_window_mask(40, window_size=3)
     expected, _ = layer(SPEC, rounded_weights(SPEC, dtype), x, mask=mask)
-    assert_close(mha_tt.download(found[0] if need_weights else found), expected, dtype)
+    found = mha_tt.download(found[0] if need_weights else found)
+    assert np.array_equal(mha_tt.download(of_function), found)
+    assert_close(found, expected, dtype)
 
 
 @pytest.mark.board
