@@ -1,5 +1,9 @@
-"""What layers compute on four processes of torch, which are started once: facts, for tests to judge."""
+"""A program: what layers compute on four processes of torch, written to found.pt in the folder that it is given.
 
+Facts, for tests/test_sharded_torch.py to judge, which imports the layers from here.
+"""
+
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -56,6 +60,13 @@ SPECS = {
     "latent": LATENT,
     "latent-rope": replace(LATENT, rope=Rope(rotary_dim=4, rotated="last"), latent=Latent(12, 4)),
 }
+SHARED = ("shared-keys", "one-key", "parts-of-groups", "width-shared-keys", "width-parts-of-groups")
+DIVIDED = {
+    2: [name for name in SPECS if name not in SHARED[:-2]],
+    4: ["everything", *SHARED],
+}
+"""Layers that so many processes divide. Two do for most; four have layers whose keys some of them share."""
+
 RINGS = rings.RINGS | {name: SPECS[name] for name in ("everything", "latent-rope")}
 """Layers whose tokens are divided."""
 
@@ -156,9 +167,10 @@ def usual_plan(spec, **options):
 
 
 def by_shard(here):
-    """Every layer, its heads divided by `parallel.shard`."""
+    """Layers, their heads divided by `parallel.shard`."""
     found = {}
-    for name, spec in SPECS.items():
+    for name in DIVIDED[here.size]:
+        spec = SPECS[name]
         layer = parallel.shard(make(mha_torch.MultiHeadAttention, spec), here.mesh, heads="heads")
         found[name] = trained(layer, here), {name: tuple(x.to_local().shape) for name, x in layer.named_parameters()}
         layer = parallel.shard(make(cached_kind(spec), spec), here.mesh, heads="heads")
@@ -209,9 +221,10 @@ def moved(here):
         counted(name, parallel.shard(make(mha_torch.MultiHeadAttention, SPECS[name]), here.mesh, heads="heads"))
     spec = SPECS["textbook"]
     # As of a layer in a model: without being told, FSDP keeps the weights of the outermost module.
-    layer = fully_shard(make(mha_torch.MultiHeadAttention, spec), reshard_after_forward=True)
+    layer = fully_shard(make(mha_torch.MultiHeadAttention, spec), mesh=here.mesh, reshard_after_forward=True)
     counted("fully sharded", layer)
-    counted("data parallel", DistributedDataParallel(make(mha_torch.MultiHeadAttention, spec)))
+    layer = make(mha_torch.MultiHeadAttention, spec)
+    counted("data parallel", DistributedDataParallel(layer, process_group=here.mesh.get_group()))
     counted("usual plan", parallelize_module(make(mha_torch.MultiHeadAttention, spec), here.mesh, usual_plan(spec)))
     layer = make(mha_torch.MultiHeadAttention, spec)
     plan = {**parallel.plan(layer), "out_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}
@@ -449,17 +462,16 @@ def ringed(mesh):
 
 def run(rank, size, folder):
     """What one process does; the first one writes what was found."""
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "heads"))
     row = init_device_mesh("cpu", (4,), mesh_dim_names=("heads",))
-    found = {}
-    for mesh in (grid["heads"], row):
-        here = Here(mesh, mesh.size(), mesh.get_local_rank())
-        found[mesh.size()] = {"shard": by_shard(here), "hand": by_hand(here), "moved": moved(here)}
-        found[mesh.size()] |= {"ring": ringed(mesh)}
-        found[mesh.size()] |= {"refused": refused(here), "stepped": stepped(here), "carried": carried(here)}
-        found[mesh.size()] |= {"beside": beside(here)}
+    of_row, two = Here(row, size, rank), grid["heads"]
+    found = {"stepped": stepped(of_row), "carried": carried(of_row)}
+    if rank < 2:  # the two others would compute the same
+        here = Here(two, 2, rank)
+        found |= {part.__name__: part(here) for part in (by_hand, moved, refused, beside)}
+        found[2] = {"shard": by_shard(here), "ring": ringed(two)}
+    found[4] = {"shard": by_shard(of_row), "ring": ringed(row)}
     found |= {"fully sharded": fully_sharded(grid, row), "narrowed": narrowed(row)}
     found["tokens and heads"] = rings.with_heads(grid, make, EVERYTHING)
     if rank == 0:
@@ -467,6 +479,10 @@ def run(rank, size, folder):
     dist.destroy_process_group()
 
 
-def start(folder):
-    """Start the processes, and wait until what they found is written."""
-    torch.multiprocessing.spawn(run, (PROCESSES, str(folder)), PROCESSES)
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # The processes are forks of this one, for what they import takes longest: here also what comes with the first call.
+    layer = make(mha_torch.MultiHeadSelfAttention, GIVEN)
+    torch.compile(layer, backend="eager")(random(BATCH, SEQ_LEN, 32))
+    parity.weights_of(layer)
+    torch.multiprocessing.start_processes(run, (PROCESSES, sys.argv[1]), PROCESSES, start_method="fork")

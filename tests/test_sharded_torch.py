@@ -5,12 +5,15 @@ The processes are started once, and compute everything that is judged here: see 
 
 import fcntl
 import os
+import subprocess
+import sys
 
 import processes
 import pytest
 import rings
 import torch
 from processes import (
+    DIVIDED,
     EVERYTHING,
     FULLY_SHARDED,
     RINGS,
@@ -24,6 +27,7 @@ from processes import (
     trained,
 )
 from refusals import refuses, refuses_type
+from shell import environment
 
 import mha_torch
 import parity
@@ -36,7 +40,7 @@ SIZES = [2, 4]
 ONE = {"all_reduce": 1}
 
 every_size = pytest.mark.parametrize("size", SIZES)
-every_layer = pytest.mark.parametrize("name", SPECS)
+every_layer = pytest.mark.parametrize(("size", "name"), [(size, name) for size in SIZES for name in DIVIDED[size]])
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,8 @@ def found(tmp_path_factory):
     with open(folder / "processes.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "found.pt").exists():
-            processes.start(folder)
+            program = [sys.executable, processes.__file__, str(folder)]
+            subprocess.run(program, env=environment(), check=True)
     return torch.load(folder / "found.pt")
 
 
@@ -64,7 +69,6 @@ def outputs_of(layer, **options):
 # ---- parallel.shard --------------------------------------------------------------------------------------------------
 
 
-@every_size
 @every_layer
 def test_divided_heads_give_output_and_gradients_of_one_process(found, size, name):
     computed, _ = found[size]["shard"][name]
@@ -81,14 +85,12 @@ def test_divided_heads_give_their_attention_weights(found, size):
     assert_as_one(computed, mha_torch.MultiHeadAttention, SPECS["everything"], with_weights)
 
 
-@every_size
 @every_layer
 def test_divided_caches_give_ragged_prompts_and_steps_of_one_process(found, size, name):
     computed, _ = found[size]["shard"][f"{name}/decoded"]
     assert_as_one(computed, cached_kind(SPECS[name]), SPECS[name], outputs_of)
 
 
-@every_size
 @every_layer
 def test_a_process_holds_what_a_rank_must_hold(found, size, name):
     spec = SPECS[name]
@@ -108,15 +110,13 @@ def test_a_process_holds_what_a_rank_must_hold(found, size, name):
         assert slots == {"latents": (processes.BATCH, 1, processes.CAPACITY, spec.latent.width)}
 
 
-@every_size
-def test_clipped_gradients_and_a_step_of_an_optimizer_are_those_of_one_process(found, size):
-    parity.assert_parity(found[size]["stepped"], stepped(None))
+def test_clipped_gradients_and_a_step_of_an_optimizer_are_those_of_one_process(found):
+    parity.assert_parity(found["stepped"], stepped(None))
 
 
-@every_size
-def test_weights_come_out_of_divided_layers_and_go_into_them_bit_for_bit(found, size):
+def test_weights_come_out_of_divided_layers_and_go_into_them_bit_for_bit(found):
     right = make(mha_torch.MultiHeadAttention, SPECS["everything"]).state_dict()
-    for carried in found[size]["carried"]:
+    for carried in found["carried"]:
         assert carried.keys() == right.keys()
         assert all(torch.equal(weight, carried[name]) for name, weight in right.items())
 
@@ -124,52 +124,45 @@ def test_weights_come_out_of_divided_layers_and_go_into_them_bit_for_bit(found, 
 # ---- The usual plan --------------------------------------------------------------------------------------------------
 
 
-@every_size
-def test_masks_biases_and_lengths_may_be_distributed_as_tokens_are(found, size):
-    assert_as_one(found[size]["beside"]["given"], mha_torch.MultiHeadSelfAttention, processes.GIVEN, processes.given)
+def test_masks_biases_and_lengths_may_be_distributed_as_tokens_are(found):
+    assert_as_one(found["beside"]["given"], mha_torch.MultiHeadSelfAttention, processes.GIVEN, processes.given)
 
 
-@every_size
-def test_what_one_head_makes_not_finite_is_so_on_every_process(found, size):
+def test_what_one_head_makes_not_finite_is_so_on_every_process(found):
     rows = processes.rows_not_finite(make(mha_torch.MultiHeadSelfAttention, processes.GIVEN)).int()
     assert rows.tolist() == [0, 0, 1, 1, 1, 1]
-    assert all(torch.equal(own, rows) for own in found[size]["beside"]["not finite"])
+    assert all(torch.equal(own, rows) for own in found["beside"]["not finite"])
 
 
-@every_size
-def test_what_one_key_head_makes_not_finite_is_so_in_all_that_share_its_norm(found, size):
+def test_what_one_key_head_makes_not_finite_is_so_in_all_that_share_its_norm(found):
     rows = processes.rows_out_of_range()
     assert rows.tolist() == [0, 0, 1, 1, 1, 1]
-    assert all(torch.equal(own, rows) for own in found[size]["beside"]["out of range"])
+    assert all(torch.equal(own, rows) for own in found["beside"]["out of range"])
 
 
-@every_size
 @pytest.mark.parametrize("name", ["compiled", "compiled norms", "ragged"])
-def test_divided_layers_may_be_compiled_and_outputs_stay_distributed(found, size, name):
-    computed, expected = found[size]["beside"][name]
+def test_divided_layers_may_be_compiled_and_outputs_stay_distributed(found, name):
+    computed, expected = found["beside"][name]
     parity.assert_parity(computed, expected)
 
 
-@every_size
 @pytest.mark.parametrize("kind", ["local", "distributed"])
 @pytest.mark.parametrize("name", USUAL)
-def test_the_usual_plan_gives_what_one_process_does(found, size, kind, name):
-    spec, computed = SPECS[name], found[size]["hand"]
+def test_the_usual_plan_gives_what_one_process_does(found, kind, name):
+    spec, computed = SPECS[name], found["by_hand"]
     assert_as_one(computed[f"{name}/{kind}"], mha_torch.MultiHeadAttention, spec, trained)
     assert_as_one(computed[f"{name}/{kind}/decoded"][0], cached_kind(spec), spec, outputs_of)
 
 
-@every_size
 @pytest.mark.parametrize("name", WITHOUT_GRADIENT)
-def test_the_usual_plan_of_what_heads_share_is_right_without_a_gradient(found, size, name):
+def test_the_usual_plan_of_what_heads_share_is_right_without_a_gradient(found, name):
     spec = WITHOUT_GRADIENT[name]
-    assert_as_one(found[size]["hand"][name][0], cached_kind(spec), spec, outputs_of)
+    assert_as_one(found["by_hand"][name][0], cached_kind(spec), spec, outputs_of)
 
 
 # ---- What moves ------------------------------------------------------------------------------------------------------
 
 
-@every_size
 @pytest.mark.parametrize(
     ("name", "forward", "backward"),
     [
@@ -190,14 +183,13 @@ def test_the_usual_plan_of_what_heads_share_is_right_without_a_gradient(found, s
         ),
     ],
 )
-def test_no_more_is_moved_than_has_to_be(found, size, name, forward, backward):
-    assert found[size]["moved"][name] == (forward, backward)
+def test_no_more_is_moved_than_has_to_be(found, name, forward, backward):
+    assert found["moved"][name] == (forward, backward)
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-@every_size
 @pytest.mark.parametrize(
     ("name", "refusal"),
     [
@@ -229,8 +221,8 @@ def test_no_more_is_moved_than_has_to_be(found, size, name, forward, backward):
         ("cache of all heads", refuses("cache.keys", {"cache.keys.shape": (3, 4, 9, 8)})),
     ],
 )
-def test_what_would_be_wrong_is_refused_by_name(found, size, name, refusal):
-    kind, _, said = found[size]["refused"][name].partition(": ")
+def test_what_would_be_wrong_is_refused_by_name(found, name, refusal):
+    kind, _, said = found["refused"][name].partition(": ")
     assert refusal.is_printed_in(said)
     assert kind == refusal.kind.__name__
 
