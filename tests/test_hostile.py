@@ -220,7 +220,7 @@ def test_processes_of_a_mesh_begin_without_the_current_folder(monkeypatch):
         began.append(os.environ.get("PYTHONSAFEPATH"))
         return SimpleNamespace(start=list, terminate=list, join=list, is_alive=list)
 
-    context = SimpleNamespace(SimpleQueue=list, Queue=list, Process=begin)
+    context = SimpleNamespace(SimpleQueue=list, Queue=list, Process=begin, set_forkserver_preload=list)
     monkeypatch.setattr("torch.multiprocessing.get_context", lambda _: context)
     processes.Processes(MeshPlan(tensor=2), print).stop()
     assert began == ["1", "1"]

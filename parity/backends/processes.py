@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import queue
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -37,6 +38,9 @@ class Given(NamedTuple):
     given: dict[str, Any]
 
 
+# Forks of one process that has imported everything and started no thread: imports take longest, several seconds each.
+START = "forkserver" if sys.platform == "linux" else "spawn"
+
 Work = Callable[[Given, MeshPlan], Trace]
 """What each process makes of a problem, with the others: a function of a module, which each of them imports."""
 
@@ -49,7 +53,8 @@ class Processes:
     """
 
     def __init__(self, plan: MeshPlan, work: Work) -> None:
-        self.plan, context = plan, torch.multiprocessing.get_context("spawn")
+        self.plan, context = plan, torch.multiprocessing.get_context(START)
+        context.set_forkserver_preload(["__main__", work.__module__])
         self._folder = tempfile.TemporaryDirectory()
         with safe_path():
             self._problems = [context.SimpleQueue() for _ in range(plan.size)]
