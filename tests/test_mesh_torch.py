@@ -5,39 +5,34 @@ from dataclasses import replace
 import pytest
 from refusals import refuses
 
-from mha_spec import AttentionSpec, Norm
+from mha_spec import AttentionSpec, Norm, Rope
 from parity import CASES, random_case, run_cases
 from parity.backends import torch_mesh
 from parity.sharding.mesh import MeshPlan
 
 pytestmark = pytest.mark.thorough
 
-HEADS = ["gqa-causal", "mqa", "alibi", "relative-bias", "norm-per-head", "no-out-proj", "decode-sinks", "decode-latent"]
-TOKENS = {  # of a length that two processes divide
-    "gqa-causal": {"seq_len": 8},
-    "padding": {"seq_len": 8, "key_padding_lengths": (8, 3)},
-    "rope": {"seq_len": 8},
-    "window": {"seq_len": 12},
-}
+HEADS = [  # what each head has, whole outputs, caches; projections are in WIDTHS
+    *(CASES[name] for name in ("norm-per-head", "decode-sinks", "decode-latent")),
+    replace(CASES["alibi"], spec=replace(CASES["alibi"].spec, out_proj=False)),
+    random_case(35),  # relative biases; 12 query heads of 3 key/value heads, one of which two processes share
+]
 WIDTHS = {  # norms over the width of all heads
     name: replace(CASES[name], name=f"width/{name}", spec=replace(CASES[name].spec, **norms, fused_qkv=False))
     for name, norms in {
-        "norm-width": {},
         "gqa-causal": {"v_norm": Norm("layer", over="width", bias=True)},
         "mqa": {"qk_norm": Norm("layer", over="width")},
         "decode-norm-width": {},
     }.items()
 }
+TOKENS = [  # of a length that two processes divide
+    replace(CASES["gqa-causal"], seq_len=8, key_padding_lengths=(8, 3)),
+    replace(CASES["window"], seq_len=12, spec=replace(CASES["window"].spec, rope=Rope())),
+    replace(WIDTHS["gqa-causal"], seq_len=8),
+]
 MESHES = {
-    # random-35: 12 query heads, of 3 key/value heads, one of which two processes share
-    "heads": (MeshPlan(data=2, tensor=2), [*(CASES[name] for name in HEADS), *WIDTHS.values(), random_case(35)]),
-    "tokens": (
-        MeshPlan(sequence=2, tensor=2),
-        [
-            *(replace(CASES[name], **sizes) for name, sizes in TOKENS.items()),
-            replace(WIDTHS["gqa-causal"], seq_len=8),
-        ],
-    ),
+    "heads": (MeshPlan(data=2, tensor=2), [*HEADS, *WIDTHS.values()]),
+    "tokens": (MeshPlan(sequence=2, tensor=2), TOKENS),
 }
 
 
