@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from unittest import mock
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -26,20 +25,27 @@ import parity
 from mha_jax import parallel
 from mha_jax.blockwise import BlockSizes
 from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, Rope
-from parity.backends import jax as port
 from parity.core.cases import CASES
 from parity.running.run import run_cases
+from parity.sharding.mesh import MeshPlan
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 
-ALIKE = ["value-head-dim", "alibi-both-ways", "nan-hidden-norm", "decode-latent-yarn", "ragged"]
-JUDGED = {
-    "automatic": ["random-mask", "latent-window", "relative-bias-padded", "no-out-proj", "decode-sinks"],
-}
-JUDGED["explicit"] = JUDGED["automatic"] + ALIKE  # there each operation must give the type of what it gives
+
+def varied(name, spec, **fields):
+    return replace(CASES[name], spec=replace(CASES[name].spec, **spec), **fields)
+
+
+JUDGED = {"automatic": [varied("relative-bias-padded", {"out_proj": False}), CASES["latent-window"]]}
+# There each operation must give the type of what it gives.
+JUDGED["explicit"] = [
+    *JUDGED["automatic"],
+    varied("nan-hidden-norm", {"gate": Gate(), "value_head_dim": 8}, random_mask=True),
+    *(CASES[name] for name in ("decode-sinks", "decode-latent-yarn")),
+]
 """Cases that two devices divide by heads, and two by sequences."""
 
 
@@ -57,42 +63,20 @@ def on(mesh, *axes):
 
 
 def judged(kind):
-    """What `mha-parity run` says of cases whose arrays lie on a mesh."""
-    mesh = mesh_of(kind, data=2, heads=2)
-
-    def place(x):
-        x, axes = np.asarray(x), {3: ("data",), 4: ("data", "heads")}.get(np.ndim(x), ())
-        fits = [axis if size % 2 == 0 else None for axis, size in zip(axes, x.shape, strict=False)]
-        return jax.device_put(x, on(mesh, *fits))
-
-    class Divided(port.Filled):
-        def __init__(self, problem):
-            super().__init__(problem)
-            self.module, self.in_blocks = (
-                parallel.shard(x, mesh, heads="heads") for x in (self.module, self.in_blocks)
-            )
-            self.weights = nnx.to_pure_dict(nnx.state(self.module, nnx.Param))
-
-    def pull_back(path, layer, spec, inputs, hidden, undivided=port.pull_back):
-        if not spec.out_proj:  # the output is divided by heads
-            hidden = hidden | {"cotangent": jax.device_put(hidden["cotangent"], on(mesh, "data", None, "heads"))}
-        return undivided(path, layer, spec, inputs, hidden)
-
-    divided = {"from_numpy": place, "beside": place, "Filled": Divided, "pull_back": pull_back}
-    with mock.patch.multiple(port, **divided), jax.set_mesh(mesh):
-        report = run_cases([CASES[name] for name in JUDGED[kind]], ["jax"], with_gradients=True)
-    stages = Counter(each.case for each in report.comparisons)
-    failed = {each.case: f"{each.stage}: {each.reason}" for each in report.comparisons if not each.passed}
-    return {name: [stages[name], failed.get(name)] for name in JUDGED[kind]}
+    """What `mha-parity run --mesh` says of cases: how many stages of each were judged, and what is wrong."""
+    report = run_cases(JUDGED[kind], ["jax"], with_gradients=True, mesh=MeshPlan(data=2, tensor=2, axes=kind))
+    wrong = [f"{each.case} {each.stage}: {each.reason}" for each in report.failed]
+    wrong += [f"{each.case} {each.program}: {each.counted}" for each in report.needless]
+    return [Counter(each.case for each in report.comparisons), wrong]
 
 
 # ---- What a compiled program sends -----------------------------------------------------------------------------------
 
 SMALL_BLOCKS = BlockSizes(few_scores=0, queries=8, keys=8, last_keys=4, most_blocks=2)
 
+GROUPED = AttentionSpec(64, 8, num_kv_heads=4, rope=Rope(10000.0), qk_norm=Norm())
 LAYERS = {
-    "gqa": AttentionSpec(64, 8, num_kv_heads=4, rope=Rope(10000.0), qk_norm=Norm()),
-    "alibi": AttentionSpec(64, 8, window_size=9, alibi=Alibi(), sinks=True, gate=Gate(per_head=True)),
+    "grouped": replace(GROUPED, window_size=9, alibi=Alibi(), sinks=True, gate=Gate(per_head=True)),
     "latent": AttentionSpec(64, 8, head_dim=24, latent=Latent(16, 8), rope=Rope(10000.0, rotary_dim=8, rotated="last")),
 }
 
@@ -117,11 +101,11 @@ def divided(spec, mesh, kind=mha_jax.MultiHeadSelfAttention):
     return module
 
 
-def programs(kind):
+def programs():
     """The collectives of each program: heads over four devices, or sequences over eight."""
     found = {}
-    for name, spec in [*LAYERS.items()][: 1 if kind == "explicit" else None]:
-        for axis, mesh in (("heads", mesh_of(kind, heads=4)), ("data", mesh_of(kind, data=8))):
+    for name, spec in LAYERS.items():
+        for axis, mesh in (("heads", mesh_of("automatic", heads=4)), ("data", mesh_of("automatic", data=8))):
             of_inputs = on(mesh, "data" if axis == "data" else None)
 
             def array(*shape, dtype=jnp.float32, placement=of_inputs):
@@ -138,8 +122,10 @@ def programs(kind):
                 return (forward(*inputs) ** 2).sum()
 
             x, lengths = array(8, 32, 64), array(8, dtype=jnp.int32)
-            found[f"{axis} forward {name}"] = collectives(forward, state, x, lengths)
-            if name == "gqa":
+            is_first = name == "grouped"
+            if axis == "heads" or not is_first:  # with sequences, the gradient shows what the output needs: nothing
+                found[f"{axis} forward {name}"] = collectives(forward, state, x, lengths)
+            if is_first:
                 found[f"{axis} gradient {name}"] = collectives(jax.grad(loss, argnums=(0, 1)), state, x, lengths)
             if spec.latent is not None:
                 continue
@@ -160,15 +146,16 @@ def programs(kind):
 # ---- Long generation, and what users divide themselves ---------------------------------------------------------------
 
 
-def generated(kind):
+def generated():
     """A ragged prompt and 32 steps, of a layer whose cache is divided by sequences and heads; None if all is equal."""
-    spec, mesh = LAYERS["gqa"], mesh_of(kind, data=2, heads=4)
+    spec, mesh = GROUPED, mesh_of("automatic", data=2, heads=4)
     x = np.random.default_rng(0).standard_normal((4, 48, 64))
     lengths = [np.array([16, 3, 9, 0], np.int32), *np.ones((32, 4), np.int32)]
+    drawn = mha_jax.MultiHeadAttentionWithCache(spec, rngs=nnx.Rngs(0))
 
     def outputs(dtype, place=lambda module, cache: (module, cache), place_input=jnp.asarray):
         with jax.enable_x64(dtype == np.float64):
-            module = mha_jax.MultiHeadAttentionWithCache(spec, rngs=nnx.Rngs(0))
+            module = nnx.clone(drawn)
             nnx.update(module, jax.tree.map(lambda x: x.astype(dtype), nnx.state(module, nnx.Param)))
             module.block_sizes = SMALL_BLOCKS
             module, cache = place(module, module.init_cache(4, 48))
@@ -195,11 +182,11 @@ def generated(kind):
 
 def mapped():
     """The layer in a user's own `shard_map`, each device with its heads: the largest difference, and collectives."""
-    spec, mesh = LAYERS["gqa"], mesh_of("explicit", data=2, heads=4)
+    spec, mesh = GROUPED, mesh_of("explicit", data=2, heads=4)
     own = replace(spec, num_heads=2, num_kv_heads=1, out_bias=False)
     layer = mha_jax.MultiHeadSelfAttention(spec, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (2, 32, 64))
-    expected = layer(x, is_causal=True)
+    expected = jax.jit(lambda x: layer(x, is_causal=True))(x)
     parallel.shard(layer, mesh, heads="heads")
     specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(layer, nnx.Param)))
     weights = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
@@ -217,5 +204,5 @@ def mapped():
 
 
 if __name__ == "__main__":
-    found = {kind: {f.__name__: f(kind) for f in (judged, programs, generated)} for kind in KINDS}
-    print(json.dumps(found | {"mapped": mapped()}))
+    found = {f.__name__: f() for f in (programs, generated, mapped)}
+    print(json.dumps(found | {"judged": {kind: judged(kind) for kind in KINDS}}))

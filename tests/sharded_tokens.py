@@ -77,21 +77,23 @@ ATTENTION = {
         *("explicit", {"data": 2, "tensor": 2, "sequence": 2}, heads(8, 4, sinks=True, window_size=9)),
         {"mask": (2, 8, 32, 32), "bias": (2, 8, 32, 32), "key_padding_lengths": [32, 9]},
     ),
-    "ring, causal": ("automatic", {"data": 2, "sequence": 4}, heads(4, 2), {"is_causal": True}),
-    "ring, causal, types": ("explicit", {"tensor": 2, "sequence": 4}, heads(4, 2), {"is_causal": True}),
+    "ring, causal": (
+        "automatic",
+        {"data": 2, "sequence": 4},
+        heads(4, 2, alibi=Alibi(), sinks=True),
+        {"is_causal": True},
+    ),
+    "ring, two": ("explicit", {"tensor": 2, "sequence": 2}, heads(4, 2), {"is_causal": True}),
     "ring, eight": (
         "automatic",
         {"sequence": 8},
-        heads(2, 1, soft_cap=3.0, scale=0.7),
+        heads(2, 1, soft_cap=3.0, scale=0.7, relative_bias=RelativeBias(8, 16)),
         {"key_padding_lengths": [0, 19]},
     ),
-    "ring, two": ("automatic", {"sequence": 2}, heads(3, 1, sinks=True), {"is_causal": True}),
     "ring, window": ("automatic", {"sequence": 4}, heads(2, 1, window_size=5), {"is_causal": True}),
     "ring, window, both ways": ("automatic", {"sequence": 8}, heads(2, 1, window_size=5), {}),
     "ring, chunks": ("explicit", {"sequence": 4}, heads(2, 1, chunk_size=8), {"is_causal": True}),
-    "ring, ALiBi": ("automatic", {"sequence": 4}, heads(4, 4, alibi=Alibi()), {"is_causal": True}),
     "ring, mask and bias": ("explicit", {"sequence": 4}, heads(2, 1), {"mask": (2, 1, 32, 32), "bias": (1, 2, 32, 32)}),
-    "ring, distances": ("automatic", {"sequence": 4}, heads(2, 1, relative_bias=RelativeBias(8, 16)), {}),
 }
 
 
@@ -155,14 +157,9 @@ def judged():
     found = {}
     width = parity.CASES["norm-width"]
     width = replace(width, spec=replace(width.spec, fused_qkv=False, v_norm=Norm("layer", over="width", bias=True)))
-    few = replace(parity.CASES["gqa-causal"], seq_len=8)  # 2 key/value heads: one for each part of the heads
     for plan, case in (
-        (MeshPlan(data=2, sequence=3), parity.CASES["rope-gqa"]),
-        (MeshPlan(sequence=3, axes="explicit"), parity.CASES["norm-width"]),
-        (MeshPlan(tensor=2, sequence=3), parity.CASES["qk-norm"]),
-        (MeshPlan(data=2, tensor=2), width),
-        (MeshPlan(tensor=2, sequence=2), few),
-        (MeshPlan(tensor=2, sequence=2, axes="explicit"), few),
+        (MeshPlan(tensor=2, sequence=3), width),
+        (MeshPlan(data=2, sequence=3, axes="explicit"), parity.CASES["norm-width"]),
     ):
         report = parity.run_cases([case], ["jax"], with_gradients=True, mesh=plan)
         wrong = [f"{each.case} {each.stage}: {each.reason}" for each in report.failed]
@@ -177,11 +174,11 @@ def generated(kind):
     mesh = mesh_of(kind, data=2, slots=4)
     x = np.random.default_rng(0).standard_normal((4, 48, 64))
     lengths = [np.array([16, 3, 9, 0], np.int32), *np.ones((32, 4), np.int32)]
-    sent = []
+    sent, drawn = [], mha_jax.MultiHeadAttentionWithCache(spec, rngs=nnx.Rngs(0))
 
     def outputs(dtype, place=None, place_input=jnp.asarray):
         with jax.enable_x64(dtype == np.float64):
-            module = mha_jax.MultiHeadAttentionWithCache(spec, rngs=nnx.Rngs(0))
+            module = nnx.clone(drawn)
             nnx.update(module, jax.tree.map(lambda x: x.astype(dtype), nnx.state(module, nnx.Param)))
             module.block_sizes, cache = SMALL_BLOCKS, module.init_cache(4, 64)
             if place is not None:
@@ -219,7 +216,7 @@ def mapped():
     mesh, spec = mesh_of("explicit", sequence=4), heads(4, 1)
     q, k, v = (jax.random.normal(jax.random.key(i), (2, n, 32, 8)) for i, n in enumerate((4, 1, 1)))
     attend = partial(mha_jax.fused.scaled_dot_product_attention, spec=spec, is_causal=True)
-    expected = attend(q, k, v)[0]
+    expected = jax.jit(attend)(q, k, v)[0]
     spread = PartitionSpec(None, None, "sequence")
 
     def own(*x):
@@ -242,7 +239,7 @@ def grown():
         ("heads for tokens", {"tokens": "x"}, (None, "x"), False),
         ("ring", {"tokens": "x"}, (None, "x"), True),
     ):
-        batch, length = (8, 1024) if name == "data" else (1, 4096)
+        batch, length = (8, 512) if name == "data" else (1, 2048)
         rows = []
         for count in (2, 8):
             mesh = mesh_of("automatic", x=count)

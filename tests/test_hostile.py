@@ -217,13 +217,13 @@ def test_processes_of_a_mesh_begin_without_the_current_folder(monkeypatch):
     began = []
 
     def begin(**_):
-        began.append(os.environ.get("PYTHONSAFEPATH"))
+        began.append((os.environ.get("PYTHONSAFEPATH"), os.environ.get("PYTHONPATH")))
         return SimpleNamespace(start=list, terminate=list, join=list, is_alive=list)
 
     context = SimpleNamespace(SimpleQueue=list, Queue=list, Process=begin, set_forkserver_preload=list)
     monkeypatch.setattr("torch.multiprocessing.get_context", lambda _: context)
     processes.Processes(MeshPlan(tensor=2), print).stop()
-    assert began == ["1", "1"]
+    assert began == [("1", os.pathsep.join(filter(None, sys.path)))] * 2  # and with what this process imports
 
 
 # ---- Programs --------------------------------------------------------------------------------------------------------

@@ -31,15 +31,14 @@ def found():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_stage_and_gradient_is_within_the_budget(found, kind):
-    judged = found[kind]["judged"]
-    assert not {name: failed for name, (_, failed) in judged.items() if failed}
-    assert len(judged) >= (10 if kind == "explicit" else 5)
-    assert min(stages for stages, _ in judged.values()) > 30
+    stages, wrong = found["judged"][kind]
+    assert wrong == []
+    assert len(stages) == (5 if kind == "explicit" else 2)
+    assert min(stages.values()) > 25
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_ragged_prompt_and_32_steps(found, kind):
-    assert found[kind]["generated"] is None
+def test_a_ragged_prompt_and_32_steps(found):  # explicit axes: a case of caches above
+    assert found["generated"] is None
 
 
 def test_the_users_own_shard_map(found):
@@ -48,36 +47,32 @@ def test_the_users_own_shard_map(found):
     assert collectives == {**A_SUM, "in loops": 0}
 
 
-# ---- What devices send -----------------------------------------------------------------------------------------------
+# ---- What devices send: with explicit axes, the cases above count it -------------------------------------------------
 
 
-def of(found, kind, pattern):
-    programs = {name: counts for name, counts in found[kind]["programs"].items() if re.fullmatch(pattern, name)}
+def of(found, pattern):
+    programs = {name: counts for name, counts in found["programs"].items() if re.fullmatch(pattern, name)}
     assert programs
     return programs
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sequences_need_nothing_of_each_other(found, kind):
-    for name, collectives in of(found, kind, "data (forward|prompt|step) .*").items():
+def test_sequences_need_nothing_of_each_other(found):
+    for name, collectives in of(found, "data (forward|prompt|step) .*").items():
         assert collectives == {"in loops": 0}, name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_weights_are_summed_once(found, kind):
-    for name, collectives in of(found, kind, "data gradient .*").items():
+def test_gradients_of_weights_are_summed_once(found):
+    for name, collectives in of(found, "data gradient .*").items():
         assert collectives == {**A_SUM, "in loops": 0}, name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_outputs_of_heads_are_summed_once(found, kind):
-    for name, collectives in of(found, kind, "heads (forward|prompt|step) .*").items():
+def test_outputs_of_heads_are_summed_once(found):
+    for name, collectives in of(found, "heads (forward|prompt|step) .*").items():
         assert collectives == {**A_SUM, **A_FLAG, "in loops": 0}, name
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_so_are_gradients_of_the_input(found, kind):
-    for name, collectives in of(found, kind, "heads gradient .*").items():
+def test_so_are_gradients_of_the_input(found):
+    for name, collectives in of(found, "heads gradient .*").items():
         assert collectives == {"all-reduce f32": 2, **A_FLAG, "in loops": 0}, name
 
 

@@ -14,15 +14,12 @@ SENT = {  # forward, and with gradients: keys and values go on n - 1 times; with
     "heads for tokens": ({"all-to-all": 4}, {"all-to-all": 8}),
     "heads for tokens, all that hides": ({"all-to-all": 6}, {"all-to-all": 11, "all-gather": 4}),
     "ring, causal": ({"collective-permute": 14}, {"collective-permute": 36}),
-    "ring, causal, types": ({"collective-permute": 14}, {"collective-permute": 36}),
     "ring, eight": ({"collective-permute": 14}, {"collective-permute": 44}),
     "ring, two": ({"collective-permute": 10}, {"collective-permute": 24}),
     "ring, window": ({"collective-permute": 2}, {"collective-permute": 8}),
     "ring, window, both ways": ({"collective-permute": 4}, {"collective-permute": 16}),
     "ring, chunks": ({}, {}),
-    "ring, ALiBi": ({"collective-permute": 14}, {"collective-permute": 36}),
     "ring, mask and bias": ({"collective-permute": 6}, {"collective-permute": 20, "all-gather": 1}),
-    "ring, distances": ({"collective-permute": 6}, {"collective-permute": 20}),
 }
 """At most: XLA leaves out what is sent and not used. A bias is whole on each device, and so is its gradient."""
 
@@ -52,7 +49,7 @@ def test_tokens_in_each_others_place_are_seen(found, name):
 
 
 def test_every_stage_and_gradient_of_cases_is_within_the_budget(found):
-    assert len(found["judged"]) == 6
+    assert len(found["judged"]) == 2
     for plan, (passed, wrong) in found["judged"].items():
         assert (wrong, passed > 25) == ([], True), plan
 

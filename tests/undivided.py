@@ -59,8 +59,9 @@ def programs():
     found = {}
     for name, spec in SPECS.items():
         for what, call in calls_of(spec).items():
-            jaxpr = re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(call)(X)))  # where an object lies in memory
-            found[f"{name} {what}"] = [jaxpr, jax.jit(call).lower(X).as_text()]
+            traced = jax.jit(call).trace(X)
+            jaxpr = re.sub(r"0x[0-9a-f]+", "", str(traced.jaxpr))  # where an object lies in memory
+            found[f"{name} {what}"] = [jaxpr, traced.lower().as_text()]
     return found
 
 

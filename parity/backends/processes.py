@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import sys
 import tempfile
@@ -56,7 +57,8 @@ class Processes:
         self.plan, context = plan, torch.multiprocessing.get_context(START)
         context.set_forkserver_preload(["__main__", work.__module__])
         self._folder = tempfile.TemporaryDirectory()
-        with safe_path():
+        # What forks are made of imports before it is told where this process does.
+        with safe_path(PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
             self._problems = [context.SimpleQueue() for _ in range(plan.size)]
             self._found: Any = context.Queue()
             args = [

@@ -11,10 +11,11 @@ SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 
 
 @contextmanager
-def safe_path() -> Iterator[None]:
-    """Start processes inside with `SAFE_PATH`; multiprocessing starts them with `python -c`."""
-    before = {name: os.environ.get(name) for name in SAFE_PATH}
-    os.environ.update(SAFE_PATH)
+def safe_path(**more: str) -> Iterator[None]:
+    """Start processes inside with `SAFE_PATH` and more variables; multiprocessing starts them with `python -c`."""
+    variables = SAFE_PATH | more
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
