@@ -322,3 +322,37 @@ def test_forks_run_tests_with_the_code_of_a_mutant(server):
     assert server("a < 2", "a <= 2") == ""  # the change before is gone
     assert server("a < 2", "not (a < 2)") == "test_m.py::test_is_small"
     assert server("ONE = 1", "ONE = (2)") is None  # runs as the module is imported
+
+
+STARTS = """
+import subprocess
+import sys
+
+import other
+
+
+def test_of_a_process():
+    subprocess.run([sys.executable, "-c", "import m; m.f(5)"], check=True)
+
+
+def test_of_its_own_process():
+    assert other.g() == 1
+"""
+
+
+@pytest.mark.thorough
+def test_the_map_has_lines_that_a_process_of_a_test_runs(mutants, tmp_path, monkeypatch):
+    (tmp_path / "m.py").write_text("def f(a):\n    if a < 2:\n        return 1\n    return 2\n")
+    (tmp_path / "other.py").write_text("def g():\n    return 1\n")
+    (tmp_path / "test_starts.py").write_text(STARTS)
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    monkeypatch.setattr(mutants, "BUILD", tmp_path / "build")
+    command = (sys.executable, "-m", "pytest", "--rootdir", ".", "-p", "no:cacheprovider")
+    suite = mutants.Suite("main", command, "test_starts.py", ("m", "other"))
+    mutants.make_map(suite)
+    lines = mutants.Map(suite)
+    process, own = "test_starts.py::test_of_a_process", "test_starts.py::test_of_its_own_process"
+    made = [*mutants.mutants_of("m.py"), *mutants.mutants_of("other.py")]
+    # Line 3 runs in no test: those that run what is before it may do so with a mutant.
+    expected = {("m.py", line): [process] for line in (2, 3, 4)} | {("other.py", 2): [own]}
+    assert {(each.path, each.line): lines.tests_of(each) for each in made} == expected

@@ -32,6 +32,14 @@ if "MUTANTS_MAP" in os.environ:
         messages=False,
     )
     measured.start()
+    # Python processes that a test starts measure themselves: coverage reads this as they start, before anything else.
+    CHILDREN = os.path.join(FOLDER, "children.ini")
+    with open(CHILDREN, "w") as file:
+        file.write(
+            f"[run]\ndata_file = {FOLDER}/lines-child\nsource_pkgs = {', '.join(os.environ['MUTANTS_MAP'].split())}\n"
+            "context = ${MUTANTS_TEST}\nparallel = true\npatch = _exit\nsigterm = true\n"
+            "disable_warnings = no-data-collected\n"
+        )
 
     def _processor() -> tuple[float, float]:
         times = os.times()
@@ -40,8 +48,10 @@ if "MUTANTS_MAP" in os.environ:
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(item, nextitem):
         measured.switch_context(item.nodeid)
+        os.environ |= {"COVERAGE_PROCESS_START": CHILDREN, "MUTANTS_TEST": item.nodeid}
         own, others = _processor()
         yield
+        del os.environ["COVERAGE_PROCESS_START"]
         now = _processor()
         measured.switch_context("")
         row = [item.nodeid, now[0] - own, now[1] - others, item.get_closest_marker("thorough") is not None]
