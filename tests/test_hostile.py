@@ -212,7 +212,6 @@ def test_processes_of_jobs_run_no_code_of_the_current_folder(in_a_trap):
 
 def test_processes_of_a_mesh_begin_without_the_current_folder(monkeypatch):
     from parity.backends import processes
-    from parity.sharding.mesh import MeshPlan
 
     began = []
 
@@ -222,7 +221,7 @@ def test_processes_of_a_mesh_begin_without_the_current_folder(monkeypatch):
 
     context = SimpleNamespace(SimpleQueue=list, Queue=list, Process=begin, set_forkserver_preload=list)
     monkeypatch.setattr("torch.multiprocessing.get_context", lambda _: context)
-    processes.Processes(MeshPlan(tensor=2), print).stop()
+    processes.Processes(2, print).stop()
     assert began == [("1", os.pathsep.join(filter(None, sys.path)))] * 2  # and with what this process imports
 
 

@@ -50,33 +50,31 @@ class Processes:
     """Processes that share problems, until this one ends.
 
     Attributes:
-        plan: the mesh that they are.
+        size: how many they are.
     """
 
-    def __init__(self, plan: MeshPlan, work: Work) -> None:
-        self.plan, context = plan, torch.multiprocessing.get_context(START)
+    def __init__(self, size: int, work: Work) -> None:
+        self.size, context = size, torch.multiprocessing.get_context(START)
         context.set_forkserver_preload(["__main__", work.__module__])
         self._folder = tempfile.TemporaryDirectory()
         # What forks are made of imports before it is told where this process does.
         with safe_path(PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
-            self._problems = [context.SimpleQueue() for _ in range(plan.size)]
+            self._problems = [context.SimpleQueue() for _ in range(size)]
             self._found: Any = context.Queue()
-            args = [
-                (rank, plan, work, self._folder.name, self._problems[rank], self._found) for rank in range(plan.size)
-            ]
+            args = [(rank, size, work, self._folder.name, self._problems[rank], self._found) for rank in range(size)]
             self._running = [context.Process(target=_run, args=each, daemon=True) for each in args]
             for process in self._running:
                 process.start()
         atexit.register(self.stop)
 
-    def record(self, given: Given) -> Trace:
-        """A problem run by all of them: the trace of the first, whose stages are gathered.
+    def record(self, given: Given, plan: MeshPlan) -> Trace:
+        """A problem run by all of them, as a mesh: the trace of the first, whose stages are gathered.
 
         Raises:
             RuntimeError: if one of them raises an error, which ends all of them, for the others may wait for it.
         """
         for problems in self._problems:
-            problems.put(given)
+            problems.put((given, plan))
         waited = 0
         while True:
             try:
@@ -110,18 +108,18 @@ class Processes:
         atexit.unregister(self.stop)
 
 
-def _run(rank: int, plan: MeshPlan, work: Work, folder: str, problems: Any, found: Any) -> None:
+def _run(rank: int, size: int, work: Work, folder: str, problems: Any, found: Any) -> None:
     """What one process does: every problem that it is given."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=plan.size,
+        world_size=size,
         timeout=timedelta(seconds=PATIENCE),
     )
     while True:
-        given = problems.get()
+        given, plan = problems.get()
         try:
             trace = work(given, plan)
             found.put((rank, "", trace if rank == 0 else None))

@@ -79,11 +79,11 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
 
 def record(reference: Reference, plan: MeshPlan) -> Trace:
     """A problem run on a mesh, each stage gathered."""
-    if not _started or _started[-1].plan != plan or not _started[-1].is_running:
+    if not _started or _started[-1].size != plan.size or not _started[-1].is_running:
         end()
-        _started.append(Processes(plan, record_own))
+        _started.append(Processes(plan.size, record_own))
     given = Given(reference.problem, reference.with_gradients, reference.given)
-    return _started[-1].record(given)
+    return _started[-1].record(given, plan)
 
 
 def end() -> None:
