@@ -338,6 +338,32 @@ def test_blocks_give_what_the_plain_path_gives(name):
     parity.assert_parity(in_blocks(arrays, **options), **yardstick(arrays, **options))
 
 
+DIVIDED = replace(SMALL_BLOCKS, most_blocks=SMALL_BLOCKS.most_blocks + 1)  # so that nothing traced before is taken
+
+
+@pytest.mark.parametrize("name", ["gqa-mask-padding", "bias-infinite-rows"])
+def test_blocks_that_xla_divides_give_what_the_plain_path_gives(monkeypatch, name):
+    """XLA divides them among devices, of which test_sharded_jax has several."""
+    monkeypatch.setattr(mha_jax.blockwise, "is_automatic", lambda x: True)
+    arrays, options = named(name)
+    attend = functools.partial(jax_blocks, block_sizes=DIVIDED)
+    found = numpy_of(jitted_with_gradients(attend, **options)(as_jax(arrays)))
+    parity.assert_parity(found, **yardstick(arrays, **options))
+
+
+def test_a_token_over_a_cache_that_xla_divides_gives_what_the_plain_path_gives(monkeypatch):
+    monkeypatch.setattr(mha_jax.blockwise, "is_automatic", lambda x: True)
+    arrays = cache_problem((6, 2), LAST_POSITIONS["ragged"])
+    attend = functools.partial(attend_to_cache, block_sizes=DIVIDED)
+    parity.assert_parity(numpy_of(jitted_with_gradients(attend)(as_jax(arrays))), **yardstick(arrays))
+
+
+def test_tokens_divided_along_no_dimension_of_the_mesh_are_refused():
+    x = jnp.zeros((1, 2, 4, 8))
+    with refuses("tokens", axis="tokens"):
+        jax_blocks(x, x, x, block_sizes=replace(SMALL_BLOCKS, token_axis="tokens"))
+
+
 @problems_in_half_precision
 def test_blocks_give_what_the_plain_path_gives_in_half_precision(name, dtype):
     arrays, options = named(name, dtype)
