@@ -237,7 +237,7 @@ def names_of(diagnosis):
     ],
     ids=["lofi-float32", "lofi-bfloat16", "hifi2-float32"],
 )
-@pytest.mark.parametrize("case", ["causal", "gqa"])
+@pytest.mark.parametrize("case", rest_thorough(["causal", "gqa"], ["gqa"]))
 def test_a_fidelity_is_named(case, card, dtype, name):
     problem = make_problem(CASES[case], dtype)
     diagnosis = diagnose(stages_on(card, problem), problem, arithmetic="tensix")

@@ -260,6 +260,7 @@ def test_what_computes_something_else_is_not_timed():
     assert row.left_out["absent"] == "ImportError: not installed"
 
 
+@pytest.mark.thorough
 def test_the_other_framework_is_shown_and_does_not_count():
     sides = {"jax": Side(**{OURS: 1.0, "jax.nn": 1.0}), "torch": Side(**{OURS: 1.0, "SDPA": 1.0})}
     row, other = bench_work(Work("cores", "core", 1, 2, **TINY), sides, **ONCE)

@@ -55,6 +55,7 @@ def test_run_in_a_pipe_gives_plain_lines_of_at_most_100_columns():
     assert max(map(len, result.stdout.splitlines())) <= 100
 
 
+@pytest.mark.thorough
 def test_a_reader_that_stops_reading_does_not_change_the_exit_status():
     command = [sys.executable, "-m", "parity", "run", "--cases", "textbook", "--backends", "torch", "--verbose"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

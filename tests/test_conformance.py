@@ -192,7 +192,7 @@ OURS = [name for name in PEERS if name.startswith("mha_")]
     "name",
     [
         # Layers of mha_jax answer like those of mha_torch, and test_run, test_cache_mha and test_fused compare both.
-        pytest.param(name, marks=pytest.mark.thorough) if name.startswith("mha_jax") else name
+        pytest.param(name, marks=pytest.mark.thorough) if name.startswith("mha_jax") or "Self" in name else name
         for name in OURS
     ],
 )

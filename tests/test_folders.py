@@ -249,7 +249,7 @@ AGAINST = ("llama", "gemma3_text", "qwen3_next", "deepseek_v3", "llama4_text", "
 BESIDE = ("xlm-roberta-xl", "mpnet")  # norms before queries in the module; weights that another module has
 
 
-@pytest.mark.parametrize("name", [*AGAINST, *BESIDE])
+@pytest.mark.parametrize("name", rest_thorough([*AGAINST, *BESIDE], [*AGAINST, *BESIDE][::2]))
 def test_a_model_runs_beside_its_own_modules(name, tmp_path):
     saved(name, tmp_path)
     report = run_model(tmp_path, ["torch"], against="transformers")

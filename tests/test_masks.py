@@ -103,6 +103,7 @@ def test_causal_mask_takes_the_integers_of_numpy(sibling, size):
     assert sibling.package.create_causal_mask(size).shape == (3, 3)
 
 
+@pytest.mark.compiles
 @definition
 @given(num_queries=SIZES, num_keys=SIZES)
 def test_causal_mask_hides_the_future(sibling, num_queries, num_keys):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from released_models import LEFT_OUT, Model, check_model
-from selection import first_families, rest_thorough
+from selection import first_families, rest_thorough, stack_signature
 
 from mha_spec import Alibi, Norm, RelativeBias, Rope
 from parity import specs_of
@@ -386,7 +386,7 @@ MODELS = {**TEXT, **IMAGES, **SPEECH, **ENCODER_DECODERS, **LIKE_GPT, **LIKE_LLA
 ALL = MODELS | BY_THEMSELVES
 
 
-@pytest.mark.parametrize("name", rest_thorough(ALL, first_families(ALL)))
+@pytest.mark.parametrize("name", rest_thorough(ALL, first_families(ALL, by=stack_signature)))
 def test_each_layer_of_a_model_is_what_its_configuration_says(name, tmp_path):
     check_model(ALL[name], tmp_path)
 

@@ -190,6 +190,7 @@ def test_what_cannot_be_planted_is_refused():
         plant("no-such", CASES["full"], "torch")
 
 
+@pytest.mark.thorough
 def test_the_command_prints_a_table_and_writes_the_outcomes(capsys, tmp_path):
     path = tmp_path / "out.json"
     assert main(["selftest", "--backends", "torch", "--cases", "window", "--json", str(path)]) == 0

@@ -224,6 +224,7 @@ class Block(flax.linen.Module):
         return flax.linen.MultiHeadDotProductAttention(num_heads=4, name="self_attn")(x, x), None
 
 
+@pytest.mark.thorough
 def test_a_model_scanned_by_linen_is_taken_apart_and_computes_the_same(tmp_path):
     stack = flax.linen.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
 

@@ -317,6 +317,7 @@ def server(mutants, tmp_path, monkeypatch):
     process.close()
 
 
+@pytest.mark.thorough
 def test_forks_run_tests_with_the_code_of_a_mutant(server):
     assert server("return a + ONE\n", "return a - ONE\n") == "test_m.py::test_is_large"
     assert server("a < 2", "a <= 2") == ""  # the change before is gone
