@@ -29,7 +29,7 @@ from parity.core.stages import stage_named
 from parity.models.families import FAMILIES
 from parity.running.taps import layers_in
 
-TRIALS = int(os.environ.get("PARITY_TAP_TRIALS", "24"))
+TRIALS = int(os.environ.get("PARITY_TAP_TRIALS", "12"))
 """How many mistakes are planted, one after the other; 200 take two minutes."""
 
 # ---- Models ----------------------------------------------------------------------------------------------------------
