@@ -81,7 +81,9 @@ def test_missing_weights_are_refused(target):
     [
         (fused, FUSED, "—"),
         (jax.jit(apart), APART, "True shows; floats refused"),
-        (LINEN, lambda: variables()["params"], "True shows; floats as booleans"),
+        pytest.param(
+            LINEN, lambda: variables()["params"], "True shows; floats as booleans", marks=pytest.mark.thorough
+        ),
         (of_torch, {name: torch.from_numpy(draw(WIDTH, WIDTH)) for name in "qkv"}, "—"),
     ],
     ids=["fused", "apart", "linen", "torch"],

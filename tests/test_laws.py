@@ -265,7 +265,7 @@ def test_no_law_is_told_of_random_errors(stage, seed, size, where):
 
 
 @pytest.mark.parametrize("size", rest_thorough([1e-7, 1e-3, 1e-2], [1e-3]))
-@pytest.mark.parametrize("stage", SHAPES)
+@pytest.mark.parametrize("stage", rest_thorough(SHAPES, [*SHAPES][::2]))
 def test_no_law_is_told_of_errors_just_beyond_the_budget(stage, size):
     """Laws of many numbers would take a part of any error away."""
     for seed in range(20):
@@ -914,7 +914,7 @@ SCALINGS = [
 
 
 @pytest.mark.parametrize("is_alone", rest_thorough([False, True], [False]))
-@pytest.mark.parametrize(("right", "wrong"), SCALINGS)
+@pytest.mark.parametrize(("right", "wrong"), rest_thorough(SCALINGS, SCALINGS[::2]))
 def test_numbers_of_scalings_are_fitted(right, wrong, is_alone):
     ((name, value),) = wrong.items()
     stage = "output" if is_alone else "q"

@@ -89,6 +89,6 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", rest_thorough(LAYERS, ["DeepSeek-V2"]))
+@pytest.mark.parametrize("name", rest_thorough(LAYERS, ["Youtu"]))
 def test_a_layer_equals_the_released_one(name):
     check_equal(LAYERS[name]())
