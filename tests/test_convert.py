@@ -840,6 +840,18 @@ def test_attention_of_a_gguf_file_that_is_not_read_is_named(words, family, said,
     assert found == spec
 
 
+def test_a_window_of_a_whole_gguf_model_is_refused(tmp_path):
+    """llama.cpp has no window for the architecture `llama`, and neither has its configuration."""
+
+    def change(writer):
+        writer.add_block_count(1)
+        writer.add_sliding_window(4)
+
+    gguf_layer(tmp_path / "layer.gguf", "llama", change)
+    with refuses("the values of …layer.gguf"):
+        load(tmp_path / "layer.gguf", prefix="blk.0")
+
+
 def test_lists_and_nothings_of_a_gguf_file(tmp_path):
     def change(writer):
         writer.add_attn_logit_softcapping(0.0)

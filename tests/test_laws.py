@@ -299,6 +299,11 @@ def test_zeros_are_told(stage, part, seed):
         (-math.inf, "infinite", "all values there are -infinity"),
         (-1e9, "constant", "all values there are -1e+09"),
         (float(np.finfo(np.float32).min), "constant", "all values there are -3.403e+38 (the smallest float32)"),
+        (
+            float(np.finfo(np.float32).min) / 2,
+            "constant",
+            "all values there are -1.701e+38 (half of the smallest float32)",
+        ),
         (-65504.0, "constant", "all values there are -65504 (the smallest float16)"),
     ],
 )
