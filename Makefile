@@ -9,9 +9,9 @@ BIN_TT := .venv-tt/bin
 # What JAX has compiled once: most of the time of the parity run and of the tests goes into compiling.
 export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/build/jax-cache
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
-# Processes that tests start need not compile modules again, whatever the surroundings say. pip would compile all modules,
-# of which most are never imported.
+# Processes that tests start need not compile modules again, whatever the surroundings say.
 export PYTHONDONTWRITEBYTECODE :=
+# pip would compile all modules, of which most are never imported.
 export PIP_NO_COMPILE := 1
 TWO_WORKERS := --numprocesses 2 --dist worksteal
 IF_TT := [ ! -e .venv-tt/installed ] ||

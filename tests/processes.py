@@ -489,11 +489,11 @@ def run_ring(rank, folder):
     dist.destroy_process_group()
 
 
-if __name__ == "__main__" and sys.argv[2:] == ["ring"]:
+if __name__ == "__main__":
     torch.set_num_threads(1)
-    torch.multiprocessing.start_processes(run_ring, (sys.argv[1],), 2, start_method="fork")
-elif __name__ == "__main__":
-    torch.set_num_threads(1)
+    if sys.argv[2:] == ["ring"]:
+        torch.multiprocessing.start_processes(run_ring, (sys.argv[1],), 2, start_method="fork")
+        sys.exit()
     # The processes are forks of this one, for what they import takes longest: here also what comes with the first call.
     layer = make(mha_torch.MultiHeadSelfAttention, GIVEN)
     torch.compile(layer, backend="eager")(random(BATCH, SEQ_LEN, 32))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from refusals import refuses
+from selection import rest_thorough
 
 import mha_jax
 from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
@@ -65,13 +66,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        pytest.param(call, id=name, marks=[] if name in ("mask", "gradient") else pytest.mark.thorough)
-        for name, call in CALLS.items()
-    ],
-)
+@pytest.mark.parametrize("call", rest_thorough(CALLS.values(), [CALLS["mask"], CALLS["gradient"]]), ids=CALLS)
 def test_call_in_blocks_compiles_nothing_the_second_time(compilations, layer, call):
     x = tokens(LONG)
     call(layer, x)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from flax import nnx
 from refusals import refuses
+from selection import rest_thorough
 
 import mha_torch
 from parity.cli.main import main
@@ -188,13 +189,9 @@ OURS = [name for name in PEERS if name.startswith("mha_")]
 
 
 @pytest.mark.usefixtures("fewer_paths_of_jax")
+# Layers of mha_jax answer like those of mha_torch, and test_run, test_cache_mha and test_fused compare both.
 @pytest.mark.parametrize(
-    "name",
-    [
-        # Layers of mha_jax answer like those of mha_torch, and test_run, test_cache_mha and test_fused compare both.
-        pytest.param(name, marks=pytest.mark.thorough) if name.startswith("mha_jax") or "Self" in name else name
-        for name in OURS
-    ],
+    "name", rest_thorough(OURS, lambda name: not name.startswith("mha_jax") and "Self" not in name)
 )
 def test_ours_is_clean_in_every_column(name):
     # JAX compiles everything anew for a dtype: here for the half precision whose range is the smaller one. test_run

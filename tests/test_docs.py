@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from selection import rest_thorough
 from shell import environment, run
 
 import parity
@@ -176,11 +177,8 @@ LONG = {"getting-started.md", "conformance.md", "performance.md", "scale.md"}
 
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, id=path.name, marks=pytest.mark.thorough if path.name in LONG else ())
-        for path in LINKED
-        if path.parent != BUGS
-    ],
+    rest_thorough([path for path in LINKED if path.parent != BUGS], lambda path: path.name not in LONG),
+    ids=lambda path: path.name,
 )
 def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
     """All but what is for ttnn, which tests/tt/test_docs.py runs."""

@@ -206,12 +206,10 @@ IN_MAKE_TEST = [
 every_problem = pytest.mark.parametrize("name", rest_thorough(PROBLEMS, IN_MAKE_TEST))
 problems_in_half_precision = pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        pytest.param(
-            name, HALVES[dtype], id=f"{name}-{dtype}", marks=[] if name in IN_MAKE_TEST else pytest.mark.thorough
-        )
-        for name, dtype in IN_HALF_PRECISION.items()
-    ],
+    rest_thorough(
+        [(name, HALVES[dtype]) for name, dtype in IN_HALF_PRECISION.items()], lambda pair: pair[0] in IN_MAKE_TEST
+    ),
+    ids=map("-".join, IN_HALF_PRECISION.items()),
 )
 
 
@@ -456,7 +454,7 @@ def test_blocks_may_be_computed_again_in_the_backward_pass():
 
 @pytest.mark.parametrize(
     ("num_tokens", "is_causal", "share"),
-    rest_thorough([(2048, True, 1 / 4), (16384, True, 1 / 50)], [(2048, True, 1 / 4)]),
+    rest_thorough([(2048, True, 1 / 4), (8192, False, 1 / 50), (16384, True, 1 / 50)], [(2048, True, 1 / 4)]),
 )
 def test_no_array_of_all_scores_is_stored(num_tokens, is_causal, share):
     shape = jax.ShapeDtypeStruct((1, 8, num_tokens, 16), jnp.float32)
