@@ -11,10 +11,9 @@ from selection import rest_thorough
 import parity
 from mha_spec import AttentionSpec, Rope
 from parity import Case, make_problem
-from parity.core import reference
 from parity.core.absorbed import Unmade, rows_of_query
 from parity.core.compare import kept_dtype
-from parity.core.reference import Arithmetic, Layer, arithmetic
+from parity.core.reference import Arithmetic, Layer, Remembered, arithmetic
 from parity.core.sample import Sample
 from parity.core.stages import run_steps
 from parity.core.trace import Reference
@@ -106,6 +105,23 @@ def test_a_mistake_is_named_by_the_output_alone_with_little_work(problems, work,
     assert names_of(diagnosis) == [name]
     assert diagnosis.sample
     assert sum(work) < 20 * multiplications(problem)  # of about a hundred mistakes, each in both precisions
+
+
+def test_the_queries_of_all_tokens_are_not_made_for_a_sample_of_some(monkeypatch):
+    case = replace(BERT, spec=AttentionSpec(1024, 8), seq_len=256)
+    problem, made, product = make_problem(case, "float32"), [], Remembered._product
+
+    def _product(self, source, given, layer, x):
+        found = product(self, source, given, layer, x)
+        made.append((source, given))
+        return found
+
+    output = given_by(problem, "scale-missing")["output"]
+    monkeypatch.setattr(Remembered, "_product", _product)
+    monkeypatch.setattr("parity.diagnosis.search.CHEAP", 2e-3)  # as in a layer eight times as wide
+    assert names_of(diagnose({"output": output}, problem)) == ["scale-missing"]
+    of_all = {source for source, given in made if given == "query"}
+    assert of_all == {"k_proj.weight", "v_proj.weight"}
 
 
 @pytest.mark.parametrize(
@@ -265,7 +281,7 @@ def test_a_passing_assertion_takes_little_more_than_the_layer(problems, work):
 def test_the_right_layer_is_right_in_every_sample(case):
     problem = make_problem(case, "float32")
     given = wrong_layer(problem, "float64", ()).forward()
-    whole = Whole(problem, given, reference.Remembered())
+    whole = Whole(problem, given, Remembered())
     for part in (*whole.parts(), *whole.confirming()):
         values = run_steps(Layer(part.problem, Arithmetic(dtype_named("float64"))).steps())
         for stage, x in part.observed.items():
@@ -302,7 +318,7 @@ def test_keys_and_values_that_are_not_made_give_the_same(spec, name):
 
 
 def test_packed_weights_in_another_order_need_no_product(problems, work):
-    problem, remembered = problems["bert"], reference.Remembered()
+    problem, remembered = problems["bert"], Remembered()
     made = next(each for each in mistakes_for(problem.case) if each.name == "fused-qkv-read-per-head")
     base = remembering(remembered)
     right, wrong = (wrong_layer(problem, "float64", changes) for changes in ([base], [made, base]))

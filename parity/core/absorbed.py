@@ -6,7 +6,7 @@ the values: for R rows R / S of the work.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
 from inspect import ismethod
@@ -17,7 +17,9 @@ import numpy as np
 from parity.core.stages import Values
 from parity.core.work import PER_FACTOR, PER_MULTIPLICATION, ask, begin
 
-KEPT = frozenset({"problem", "arithmetic", "asked", "linear", "tables", "parameter", "has_bias"})
+KEPT = frozenset(
+    {"problem", "arithmetic", "asked", "linear", "tables", "parameter", "has_bias", "scale", "attn_weights"}
+)
 """Attributes and overrides of a layer whose keys and values need not be made."""
 
 
@@ -50,8 +52,13 @@ def rows_of_query(rows: np.ndarray) -> str:
     return f"query.{','.join(map(str, rows))}"
 
 
+def has_rows_of_query(problem: Any) -> bool:
+    """Return whether a problem is a sample that has the rows of the query that it needs."""
+    return problem.sample is not None and rows_of_query(problem.sample.rows) in problem.inputs
+
+
 def is_plain(layer: Any) -> bool:
-    """Return whether nothing but weights is wrong in what makes q, k and v of a layer without latents."""
+    """Return whether q, k and v of a layer without latents are made as usual, if of other weights."""
     linear = vars(layer).get("linear")
     is_right = vars(layer).keys() <= KEPT and (linear is None or ismethod(linear.func))  # a method only remembers
     return is_right and layer.problem.spec.latent is None
@@ -67,9 +74,9 @@ def queries(layer: Any, rows: np.ndarray) -> np.ndarray | None:
 
 
 def wrong_weights(layer: Any) -> dict[str, np.ndarray]:
-    """Return the weights of those of k and v that are projections alone, by a weight of which nothing is known.
+    """Return the weights of those of k and v that are projections alone, by a weight whose product nobody needs else.
 
-    Of the layer's own weights, and of their rows in another order, `parity.core.reference.Remembered` has products.
+    Of the layer's own ones, and of their rows in another order, `parity.core.reference.Remembered` has products.
     """
     spec, held = layer.problem.spec, layer.problem.weights
     if not is_plain(layer) or spec.clip_qkv is not None:
@@ -77,13 +84,14 @@ def wrong_weights(layer: Any) -> dict[str, np.ndarray]:
     turned = "qk" if spec.rope is not None else "q"  # queries are of some rows in any case
     names = (name for name in layer.asked if name not in turned and spec.norms.get(f"{name}_norm") is None)
     found = {name: layer.parameter(f"{name}_proj.weight") for name in names}
-    known = [x for name, x in held.items() if name.endswith("_proj.weight")]
-    return {name: x for name, x in found.items() if not any(x is own or _is_row_of(x[0], own) for own in known)}
+    made = [held["k_proj.weight"], held["v_proj.weight"]]  # right layers have their products, too
+    return {name: x for name, x in found.items() if not any(x is own for own in made) and not _is_made_of(x, made)}
 
 
-def _is_row_of(row: np.ndarray, weight: np.ndarray) -> bool:
-    """Return whether a weight has a row, by its first numbers."""
-    return len(row) == weight.shape[1] and bool((weight[:, :BEGINNING] == row[:BEGINNING]).all(axis=1).any())
+def _is_made_of(weight: np.ndarray, made: Sequence[np.ndarray]) -> bool:
+    """Return whether all rows of a weight are in others, by their first numbers."""
+    known = {row.tobytes() for x in made if x.shape[1] == weight.shape[1] for row in x[:, :BEGINNING]}
+    return all(row.tobytes() in known for row in weight[:, :BEGINNING])
 
 
 def without(layer: Any, names: Collection[str]) -> Any:

@@ -90,6 +90,11 @@ class Work:
                     work._untried |= {what: None} if what else {}
                     raise TimeoutError
 
+    def put_off(self, seconds: float) -> None:
+        """Raise a TimeoutError if so many seconds go beyond what a part may do by itself before others."""
+        if any(not what and work.spent + seconds > limit for work in self._all() for what, limit in work._limits):
+            raise TimeoutError
+
     def add(self, seconds: float) -> None:
         """Count seconds that are spent."""
         for work in self._all():
@@ -116,6 +121,12 @@ def begin(seconds: float) -> None:
     """
     ask(seconds)
     spend(seconds)
+
+
+def put_off(seconds: float) -> None:
+    """Raise a TimeoutError if so many seconds, which nobody counts, are better spent after what takes less."""
+    if (work := _current.get()) is not None:
+        work.put_off(seconds)
 
 
 def spend(seconds: float) -> None:

@@ -246,6 +246,8 @@ def _alone(
         tried = [mistake for mistake in known if mistake.is_loss == is_loss]
         share = most * FOR_LOSSES if is_loss and is_quick else most
         for limit in (CHEAP * work.seconds, math.inf):  # what takes long is put off
+            if limit == math.inf and fitting and is_quick:
+                break  # in a sample, nothing that takes long is tried beside what fits
             put_off = list[Mistake]()
             for mistake in tried:
                 try:
