@@ -113,6 +113,7 @@ def _attend(
 ) -> Array:
     if block_sizes.token_axis is not None and query.size and not dropout.rate:
         masking = _with_relative_bias(masking, query, key, spec)
+        spec = None if spec is None else replace(spec, relative_bias=None)  # which its bias has now
         told = {"spec": spec, "scoring": _scoring(query, spec), "block_sizes": block_sizes}
         return attend_to_tokens(query, key, value, masking, **told, attend_whole=_attend_whole)
     num_scores = math.prod(query.shape[:3]) * key.shape[2]
@@ -295,7 +296,8 @@ def _wrong_in_parts(
     if is_automatic(wrong_rows):  # devices would have to agree on whether to look
         return look()
     is_any = wrong_rows.any() | wrong_keys.any() | gave_nothing.any()
-    return lax.cond(is_any, look, lambda: jnp.zeros_like(gave_nothing))
+    # In the other branch it is False, and in a `shard_map` each device has its own, as what is looked at.
+    return lax.cond(is_any, look, lambda: gave_nothing & is_any)
 
 
 @compiled("scale", "platform")

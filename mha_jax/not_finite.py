@@ -33,17 +33,23 @@ def spoilt(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, ".
 def sees_any(marked: Bool[Array, "B N S"], seq_len_q: int, masking: Masking) -> Bool[Array, "B N T 1"]:
     """Whether a query sees any of the keys that are marked, by the mask or, where there is none, by causality alone."""
 
+    shape = (*marked.shape[:2], seq_len_q, 1)
+
+    def among(keys: slice) -> Array:
+        seen = marked[:, :, None, keys]
+        seen = seen if masking.mask is None else seen & ~to_scores_rank(masking.mask)[..., keys]
+        return jnp.broadcast_to(seen.any(axis=-1, keepdims=True), shape)
+
     def look() -> Array:
         if masking.mask is None and masking.is_causal:
             last_seen = jnp.minimum(jnp.arange(seq_len_q, dtype=jnp.int32), marked.shape[2] - 1)
             return (lax.cumsum(marked.astype(jnp.int32), axis=2) > 0)[:, :, last_seen, None]
-        seen = marked[:, :, None] if masking.mask is None else marked[:, :, None] & ~to_scores_rank(masking.mask)
-        return jnp.broadcast_to(seen.any(axis=-1, keepdims=True), shape)
+        return among(slice(None))
 
-    shape = (*marked.shape[:2], seq_len_q, 1)
     if is_automatic(marked):  # devices would have to agree on whether to look
         return look()
-    return lax.cond(marked.any(), look, lambda: jnp.zeros(shape, bool))  # scores are looked through if need be only
+    # Scores are looked through if need be only. Among no keys nothing is seen: in a `shard_map`, by each device.
+    return lax.cond(marked.any(), look, lambda: among(slice(0)))
 
 
 def by_finite_tokens(project: Callable[[str, Array], Array]) -> Callable[[str, Array], Array]:

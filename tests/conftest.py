@@ -102,11 +102,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as thorough what JAX repeats: of a test for both siblings it runs the last combination of parameters.
 
     Compiling takes most of its time, and test_siblings shows that both are made of the same functions. A test marked
-    `compiles` takes so long to compile that JAX runs none of it in make test.
+    `compiles` takes so long to compile that JAX runs none of it in make test. A refusal, which the name of its test
+    says, compiles nothing.
     """
     by_test: dict[str, dict[str, list[pytest.Item]]] = {}
     for item in items:
-        if name := getattr(item, "callspec", None) and item.callspec.params.get("sibling"):
+        name = getattr(item, "callspec", None) and item.callspec.params.get("sibling")
+        if name and "refuse" not in item.name.partition("[")[0]:
             by_test.setdefault(item.nodeid.partition("[")[0], {}).setdefault(name, []).append(item)
     for of_test in by_test.values():
         if len(of_test) > 1:

@@ -479,21 +479,8 @@ def run(rank, size, folder):
     dist.destroy_process_group()
 
 
-def run_ring(rank, folder):
-    """What one of two processes does in make test: one layer whose tokens are divided."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tokens",))
-    found = rings.of_tokens(mesh, make, {"grouped": RINGS["grouped"]})
-    if rank == 0:
-        torch.save(found, f"{folder}/ring.pt")
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[2:] == ["ring"]:
-        torch.multiprocessing.start_processes(run_ring, (sys.argv[1],), 2, start_method="fork")
-        sys.exit()
     # The processes are forks of this one, for what they import takes longest: here also what comes with the first call.
     layer = make(mha_torch.MultiHeadSelfAttention, GIVEN)
     torch.compile(layer, backend="eager")(random(BATCH, SEQ_LEN, 32))

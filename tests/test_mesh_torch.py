@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 from refusals import refuses
+from selection import rest_thorough
 
 from mha_spec import AttentionSpec, Norm, Rope
 from parity import CASES, random_case, run_cases
 from parity.backends import torch_mesh
 from parity.sharding.mesh import MeshPlan
-
-pytestmark = pytest.mark.thorough
 
 HEADS = [  # what each head has, whole outputs, caches; projections are in WIDTHS
     *(CASES[name] for name in ("norm-per-head", "decode-sinks", "decode-latent")),
@@ -30,27 +29,35 @@ TOKENS = [  # of a length that two processes divide
     replace(CASES["window"], seq_len=12, spec=replace(CASES["window"].spec, rope=Rope())),
     replace(WIDTHS["gqa-causal"], seq_len=8),
 ]
-MESHES = {
-    "heads": (MeshPlan(data=2, tensor=2), [*HEADS, *WIDTHS.values()]),
-    "tokens": (MeshPlan(sequence=2, tensor=2), TOKENS),
+CASES_OF = {"heads": [*HEADS, *WIDTHS.values()], "tokens": TOKENS}
+PLANS = {
+    (2, "heads"): MeshPlan(tensor=2),
+    (2, "tokens"): MeshPlan(sequence=2),
+    (4, "heads"): MeshPlan(data=2, tensor=2),
+    (4, "tokens"): MeshPlan(sequence=2, tensor=2),
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def four_processes():
-    torch_mesh.make_devices(4)
-    yield
+@pytest.fixture(scope="module")
+def devices(request):
+    """Start so many processes."""
+    torch_mesh.make_devices(request.param)
+    yield request.param
     torch_mesh.end()
 
 
-@pytest.mark.parametrize("kind", MESHES)
-def test_divided_cases_are_right_and_send_what_they_need(kind):
-    plan, cases = MESHES[kind]
-    report = run_cases(cases, ["torch"], mesh=plan, with_gradients=True)
+two_devices = pytest.mark.parametrize("devices", [2], indirect=True)
+
+
+@pytest.mark.parametrize(("devices", "kind"), rest_thorough(PLANS, lambda key: key[0] == 2), indirect=["devices"])
+def test_divided_cases_are_right_and_send_what_they_need(devices, kind):
+    cases = CASES_OF[kind]
+    report = run_cases(cases, ["torch"], mesh=PLANS[devices, kind], with_gradients=True)
     assert {each.case for each in report.comparisons} == {case.name for case in cases}
     assert report.failed == [], "\n".join(map(str, report.first_differences()))
     assert report.needless == []
-    assert all(each.counted for each in report.collectives if each.ideal.keys() - {"all-reduce of flags"})
+    sent = {"heads": "all-reduce", "tokens": "collective-permute"}[kind]
+    assert all(each.counted.get(sent) for each in report.collectives if sent in each.ideal)
 
 
 def test_what_a_mesh_does_not_divide_is_skipped_by_name():
@@ -64,11 +71,14 @@ def test_what_a_mesh_does_not_divide_is_skipped_by_name():
     assert masks in told
 
 
-def test_more_devices_than_processes_are_refused():
-    with refuses("mesh", "data=8 and 4"):
+@two_devices
+def test_more_devices_than_processes_are_refused(devices):
+    with refuses("mesh", f"data=8 and {devices}"):
         run_cases([CASES["gqa"]], ["torch"], mesh=MeshPlan(data=8))
 
 
+@two_devices
+@pytest.mark.usefixtures("devices")
 def test_an_error_in_a_process_fails_the_case_and_the_next_case_runs(monkeypatch):
     plan = MeshPlan(tensor=2)
     real = torch_mesh.Given

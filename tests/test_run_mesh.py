@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from refusals import refuses
+from selection import rest_thorough
 
 from parity import AttentionSpec, Case, Norm, Rope, make_problem
 from parity.backends import BACKENDS
@@ -51,7 +52,6 @@ def ran(tmp_path_factory):
     return printed, json.loads(report.read_text()), folder
 
 
-@pytest.mark.thorough
 def test_cases_are_judged_and_collectives_counted(ran):
     printed, report, _ = ran
     assert report["summary"]["failed"] == 0
@@ -83,7 +83,33 @@ def test_traces_carry_the_mesh(ran):
     assert all(each.passed for each in collectives_of(trace))
 
 
-@pytest.mark.thorough
+DIVIDED = """
+import json
+import sys
+from parity import CASES, run_cases
+from parity.backends import jax_mesh
+from parity.sharding.mesh import MeshPlan
+
+jax_mesh.make_devices(2)
+cases = [CASES[name] for name in sys.argv[1:]]
+report = run_cases(cases, ["jax"], mesh=MeshPlan(sequence=2), with_gradients=True)
+print(json.dumps([[*map(str, report.failed)], len(report.comparisons), [*map(str, report.needless)]]))
+"""
+
+
+# In a ring; heads for tokens on the plain path, in parts, and with the bias of distances.
+OF_TOKENS = [["alibi-both-ways"], ["textbook", "chunk-both-ways", "relative-bias-padded"]]
+
+
+@pytest.mark.parametrize("names", rest_thorough(OF_TOKENS, OF_TOKENS[:1]), ids=["ring", "heads for tokens"])
+def test_tokens_are_divided_along_the_only_dimension_of_a_mesh(names):
+    program = [sys.executable, "-c", DIVIDED, *names]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    differences, count, needless = json.loads(done.stdout)
+    assert (differences, needless) == ([], [])
+    assert count > 30 * len(names)
+
+
 def test_more_devices_than_there_are_is_refused_by_name(capsys):
     said = command("--devices", "2", "--mesh", "data=4", "--cases", "causal", status=2)
     assert refuses("--devices", {"--devices": 2}).is_printed_in(said)

@@ -336,3 +336,19 @@ def test_bad_input():
         unshard(parts[::-1], spec, plan)
     with refuses_type("shards", "['float16', 'float32']"):
         unshard([parts[0], {name: part.astype(np.float16) for name, part in parts[1].items()}], spec, plan)
+
+
+def test_functions_refuse_shards_with_the_specification_of_all_heads(rng):
+    spec = AttentionSpec(32, 8, num_kv_heads=4, head_dim=8, rope=Rope(), qkv_bias=False, out_bias=False)
+    held, own = shard(random_weights(spec), spec, ShardPlan(2), 0)
+    held = {name: parity.to_torch(weight) for name, weight in held.items()}
+    x = torch.from_numpy(rng.standard_normal((1, 4, 32)).astype(np.float32))
+    with refuses("q_proj.weight", {"q_proj.weight.shape": (32, 32)}):
+        mha_torch.multi_head_attention(x, held, spec)
+    project = mha_torch.project_with(held, own)
+    expected = mha_torch.project_qkv(project, x, x, x, own)
+    for computed, right in zip(mha_torch.project_qkv(project, x, x, x, spec), expected, strict=True):
+        assert torch.equal(computed, right)  # heads are whole by their width, whatever the layer has of them
+    narrow = {name: weight[:12] if name.startswith("q_proj") else weight for name, weight in held.items()}
+    with refuses("q_proj", "12 features and num_heads=8"):
+        mha_torch.project_qkv(mha_torch.project_with(narrow, spec), x, x, x, spec)

@@ -186,7 +186,8 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
         )
         sums += int(plan.sequence > 1 and spec.sinks)
         of_norms *= 2 if backend == "jax" else 1
-    flags = int(has_heads) + len(wide) if backend == "jax" else 0
+    of_masks = plan.sequence > 1 and path and case.random_mask  # which XLA may exchange in the form of flags
+    flags = int(has_heads) + len(wide) + bool(of_masks) if backend == "jax" else 0
     found = {NUMBERS: sums + of_norms, FLAGS: flags} | _of_tokens(
         case, plan, path, backend, is_gradient=kind == "gradient"
     )
