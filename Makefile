@@ -26,17 +26,16 @@ test: .venv/installed
 	$(BIN)/pytest -m 'not thorough' $(TWO_WORKERS)
 	$(MAKE) --no-print-directory test-tt
 
-# Where there is no card, on the mock of a board; what was recorded, on the mock of the board that it was recorded on.
+# Where there is no card, on the mock of a board.
 test-tt: .venv-tt/installed
 	rm -f build/tt-*.xml
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m 'not thorough' tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-n150.xml
-	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest tests/tt/test_recording.py --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-recorded.xml
 
-# Of tt also those that depend on the board, on a second one, which accepts other things; what was recorded has been there.
+# Of tt also those that depend on the board, on a second one, which accepts other things and on which was recorded.
 test-thorough: .venv/installed .venv-tt/installed
 	$(BIN)/pytest -m thorough $(TWO_WORKERS)
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m thorough tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-thorough.xml
-	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/tt --ignore tests/tt/test_recording.py --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-p150.xml
+	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-p150.xml
 
 # The real kernels, without a card, on a simulator that you have: make sim SIMULATOR=/path/libttsim_bh.so. Or a few of them:
 # make sim SIMULATOR=wolfpine. What that downloads and trusts: tools/tt-simulator --help.

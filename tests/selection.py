@@ -10,8 +10,14 @@ from parity.models.rules import Stack
 
 
 def rest_thorough(values: Iterable[Any], kept: Collection[Any] | Callable[[Any], bool]) -> list[Any]:
-    """Parameters of a test; those that are not kept are marked as thorough. A tuple has one value for each name."""
-    is_kept = kept if callable(kept) else kept.__contains__
+    """Parameters of a test; those that are not kept are marked as thorough. A tuple has one value for each name.
+
+    Raises:
+        ValueError: if nothing is kept.
+    """
+    values, is_kept = list(values), kept if callable(kept) else kept.__contains__
+    if not any(map(is_kept, values)):
+        raise ValueError(f"one of the values must be kept, got {values}")
     return [
         value
         if is_kept(value)

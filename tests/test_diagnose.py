@@ -202,9 +202,9 @@ def stages_with(case, names):
         return record("torch", Reference(problem), given).accumulated, problem
 
 
-@pytest.mark.parametrize("case", rest_thorough(["gqa-rope-causal", "cached", "mha", "cross", "window"], ["cross"]))
+@pytest.mark.parametrize("case", rest_thorough(["gqa-rope-causal", "cached", "cross"], ["cross"]))
 def test_two_planted_mistakes_are_both_named(case):
-    """Of 20 pairs drawn at random, those left out of which one hides the other: at least 80 %, and mostly more."""
+    """Of 12 pairs drawn at random, those left out of which one hides the other: at least 80 %, and mostly more."""
     case = CASE_OF[case]
     losses = {known.name for known in mistakes_for(case) if known.is_loss}  # searched for alone
     names = [name for name in mistakes_in(case) if not name.startswith("precision") and name not in losses]
@@ -212,7 +212,7 @@ def test_two_planted_mistakes_are_both_named(case):
     random.Random(0).shuffle(pairs)
     alone = {}
     distinguishable = named = 0
-    for pair in pairs[:20]:
+    for pair in pairs[:12]:
         if set(pair) == {"score-bias-after-softmax", "softmax-over-batch"}:
             continue  # shapes that do not fit
         observed, problem = stages_with(case, pair)
@@ -222,7 +222,7 @@ def test_two_planted_mistakes_are_both_named(case):
             continue
         distinguishable += 1
         named += set(names_of(diagnose(observed, problem))) == set(pair)
-    assert distinguishable >= 15
+    assert distinguishable >= 9
     assert named >= 0.8 * distinguishable
 
 
@@ -505,11 +505,12 @@ def test_what_cannot_be_the_stage_is_told_and_the_others_are_judged_without_it(s
 def test_outputs_alone_are_never_blamed_on_precision(case, before):
     """An arithmetic that loses much explains nearly anything, so that an exact explanation comes first."""
     problem = make_problem(CASES[case], "float32")
-    # What was made in a case before is not made again. The last is as long as all others together, and like
-    # -restarted-q: pairs of mistakes explain it, too.
+    # What was made in a case before is not made again, and every other one stands for the next. The last is as long as
+    # all others together, and like -restarted-q: pairs of mistakes explain it, too.
     left_out = {known.name for each in before for known in mistakes_for(CASES[each])} | {"cache-position-off-by-one-q"}
     blamed = []
-    for made in (known for known in mistakes_for(CASES[case]) if not known.is_loss and known.name not in left_out):
+    of_case = [known for known in mistakes_for(CASES[case]) if not known.is_loss and known.name not in left_out]
+    for made in of_case[::2]:
         observed = observed_in(problem, [made])
         outputs = {
             name: x for name, x in observed.items() if name.removeprefix("step").lstrip("0123456789.") == "output"

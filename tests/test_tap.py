@@ -7,6 +7,7 @@ import re
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
+from io import StringIO
 from pathlib import Path
 
 import jax
@@ -18,6 +19,7 @@ import transformers
 from flax import linen, nnx
 from planted import MISTAKES, planted
 from refusals import refuses, refuses_type
+from rich.console import Console
 from selection import first_families, rest_thorough, stack_signature
 
 import mha_jax
@@ -27,9 +29,10 @@ from parity import AttentionSpec, Rope, specs_of
 from parity.cli.main import main
 from parity.core.stages import stage_named
 from parity.models.families import FAMILIES
+from parity.reporting.taps import print_difference
 from parity.running.taps import layers_in
 
-TRIALS = int(os.environ.get("PARITY_TAP_TRIALS", "12"))
+TRIALS = int(os.environ.get("PARITY_TAP_TRIALS", "8"))
 """How many mistakes are planted, one after the other; 200 take two minutes."""
 
 # ---- Models ----------------------------------------------------------------------------------------------------------
@@ -325,11 +328,11 @@ NARROW = [family for family in GENERATED if LESS_SEEN.get(family, SEEN) == SEEN 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "implementation"), [(torch.bfloat16, "eager"), (torch.float16, "sdpa")])
 def test_layers_in_16_bits_are_judged_right(dtype, implementation):
-    turn = (dtype == torch.float16) ^ (implementation == "sdpa")  # of two, one is eager in this dtype, the other sdpa
-    families = [family for family in NARROW[turn::2] if implementation == "eager" or family not in NO_SDPA]
+    families = [
+        family for family in NARROW[implementation == "sdpa" :: 2] if implementation == "eager" or family not in NO_SDPA
+    ]
     assert len(families) >= 15
     for family in families:
         model = made(family, COMMON | OWN.get(family, {}), implementation=implementation).to(dtype)
@@ -1074,6 +1077,15 @@ def test_two_recordings_are_compared_without_a_model(recordings, tmp_path, capsy
         assert "layer 4 (sliding_attention), stage mask: " in out
         assert ("attn_weights" in out) == (command == "compare")
         assert json.loads(told.read_text())["layers"][4]["stage"] == "mask"
+
+
+def test_a_narrow_terminal_has_a_line_for_each_layer(recordings):
+    _, right, wrong = map(str, recordings)
+    difference, out = parity.judge_taps(parity.load_tap(right), parity.load_tap(wrong)), StringIO()
+    print_difference(difference, Console(file=out, width=60), with_table=True)
+    printed = " ".join(out.getvalue().split())
+    assert len(difference.layers) == 6
+    assert all(str(layer) in printed for layer in difference.layers)
 
 
 def test_tokens_after_another_one_are_left_out(recordings):
