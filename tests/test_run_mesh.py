@@ -181,6 +181,11 @@ def test_what_is_needed():
     assert ideal_collectives(FULL, MeshPlan(sequence=4), "fused.forward") == {"all-to-all": 4}
     five = ideal_collectives(SHARED, MeshPlan(sequence=5), "blocks.gradient")
     assert five == {"all-reduce": 1, "collective-permute": 26}
+    windowed = Case("windowed", AttentionSpec(32, 4, num_kv_heads=1, window_size=3), "", seq_len=12, is_causal=True)
+    both_ways, one_way = (
+        ideal_collectives(windowed, MeshPlan(sequence=4), "fused.forward", name) for name in ("jax", "torch")
+    )
+    assert (both_ways, one_way) == ({"collective-permute": 4}, {"collective-permute": 2})
     assert not excuse_of(FULL, plan, "gradient")
     assert excuse_of(SHARED, plan, "gradient").startswith("devices share key/value heads")
     assert not excuse_of(SHARED, MeshPlan(tensor=2), "gradient")
