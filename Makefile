@@ -31,7 +31,7 @@ test-tt: .venv-tt/installed
 	rm -f build/tt-*.xml
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m 'not thorough' tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-n150.xml
 
-# Of tt also those that depend on the board, on a second one, which accepts other things and on which was recorded.
+# Also those of tt that depend on the board, on a second one. It accepts other things, and recordings were made on it.
 test-thorough: .venv/installed .venv-tt/installed
 	$(BIN)/pytest -m thorough $(TWO_WORKERS)
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m thorough tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-thorough.xml

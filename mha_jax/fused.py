@@ -113,7 +113,7 @@ def _attend(
 ) -> Array:
     if block_sizes.token_axis is not None and query.size and not dropout.rate:
         masking = _with_relative_bias(masking, query, key, spec)
-        spec = None if spec is None else replace(spec, relative_bias=None)  # which its bias has now
+        spec = None if spec is None else replace(spec, relative_bias=None)  # the bias contains it now
         told = {"spec": spec, "scoring": _scoring(query, spec), "block_sizes": block_sizes}
         return attend_to_tokens(query, key, value, masking, **told, attend_whole=_attend_whole)
     num_scores = math.prod(query.shape[:3]) * key.shape[2]
@@ -121,7 +121,8 @@ def _attend(
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
     if _is_on_cpu():
         return _attend_on_cpu(query, key, value, masking, spec=spec, block_sizes=block_sizes)
-    if not kernel_takes(spec) or masking.sinks is not None:
+    is_wide_bias = masking.bias is not None and masking.bias.dtype != query.dtype  # which had a relative bias added
+    if not kernel_takes(spec) or masking.sinks is not None or is_wide_bias:
         return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
     scale = score_scale(query, spec)
     return _attend_by_library(query, key, value, masking, scale=scale, platform=jax.default_backend())
@@ -296,7 +297,7 @@ def _wrong_in_parts(
     if is_automatic(wrong_rows):  # devices would have to agree on whether to look
         return look()
     is_any = wrong_rows.any() | wrong_keys.any() | gave_nothing.any()
-    # In the other branch it is False, and in a `shard_map` each device has its own, as what is looked at.
+    # All False, but made of the same arrays: in a `shard_map` both branches must vary over the same devices.
     return lax.cond(is_any, look, lambda: gave_nothing & is_any)
 
 

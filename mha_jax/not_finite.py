@@ -32,7 +32,6 @@ def spoilt(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, ".
 
 def sees_any(marked: Bool[Array, "B N S"], seq_len_q: int, masking: Masking) -> Bool[Array, "B N T 1"]:
     """Whether a query sees any of the keys that are marked, by the mask or, where there is none, by causality alone."""
-
     shape = (*marked.shape[:2], seq_len_q, 1)
 
     def among(keys: slice) -> Array:
@@ -48,7 +47,7 @@ def sees_any(marked: Bool[Array, "B N S"], seq_len_q: int, masking: Masking) -> 
 
     if is_automatic(marked):  # devices would have to agree on whether to look
         return look()
-    # Scores are looked through if need be only. Among no keys nothing is seen: in a `shard_map`, by each device.
+    # Scores are looked through only if needed. No keys give False, of the type that a `shard_map` expects of it.
     return lax.cond(marked.any(), look, lambda: among(slice(0)))
 
 

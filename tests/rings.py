@@ -292,4 +292,7 @@ def refused(mesh, make):
         "dropout": error_of(lambda: made(AttentionSpec(32, 8, dropout=0.5))(x)),
         "uneven": error_of(lambda: made()(x[:, : 1 + (mesh.get_local_rank() == 0)])),
         "lengths": error_of(lambda: made()(x, key_padding_lengths=[2 * mesh.size() + 1])),
+        "lengths of heads": error_of(
+            lambda: parallel.ring_attention(*(x[:, None],) * 3, mesh.get_group(), key_padding_lengths=[-1])
+        ),
     }

@@ -13,11 +13,12 @@ def rest_thorough(values: Iterable[Any], kept: Collection[Any] | Callable[[Any],
     """Parameters of a test; those that are not kept are marked as thorough. A tuple has one value for each name.
 
     Raises:
-        ValueError: if nothing is kept.
+        ValueError: if none is kept, or one that is to be kept is missing.
     """
     values, is_kept = list(values), kept if callable(kept) else kept.__contains__
-    if not any(map(is_kept, values)):
-        raise ValueError(f"one of the values must be kept, got {values}")
+    missing = [] if callable(kept) else [each for each in kept if each not in values]
+    if missing or not any(map(is_kept, values)):
+        raise ValueError(f"kept must have values alone, at least one, got {missing} beyond {values}")
     return [
         value
         if is_kept(value)

@@ -39,11 +39,10 @@ def varied(name, spec, **fields):
     return replace(CASES[name], spec=replace(CASES[name].spec, **spec), **fields)
 
 
-JUDGED = {"automatic": [CASES["latent-window"]]}  # test_run_mesh has others
+JUDGED = {"automatic": [varied("relative-bias-padded", {"out_proj": False}), CASES["latent-window"]]}
 # There each operation must give the type of what it gives.
 JUDGED["explicit"] = [
-    CASES["latent-window"],
-    varied("relative-bias-padded", {"out_proj": False}),
+    *JUDGED["automatic"],
     varied("nan-hidden-norm", {"gate": Gate(), "value_head_dim": 8}, random_mask=True),
     *(CASES[name] for name in ("decode-sinks", "decode-latent-yarn")),
 ]

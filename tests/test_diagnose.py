@@ -505,12 +505,11 @@ def test_what_cannot_be_the_stage_is_told_and_the_others_are_judged_without_it(s
 def test_outputs_alone_are_never_blamed_on_precision(case, before):
     """An arithmetic that loses much explains nearly anything, so that an exact explanation comes first."""
     problem = make_problem(CASES[case], "float32")
-    # What was made in a case before is not made again, and every other one stands for the next. The last is as long as
-    # all others together, and like -restarted-q: pairs of mistakes explain it, too.
+    # What was made in a case before is not made again. The last is as long as all others together, and like
+    # -restarted-q: pairs of mistakes explain it, too.
     left_out = {known.name for each in before for known in mistakes_for(CASES[each])} | {"cache-position-off-by-one-q"}
     blamed = []
-    of_case = [known for known in mistakes_for(CASES[case]) if not known.is_loss and known.name not in left_out]
-    for made in of_case[::2]:
+    for made in (known for known in mistakes_for(CASES[case]) if not known.is_loss and known.name not in left_out):
         observed = observed_in(problem, [made])
         outputs = {
             name: x for name, x in observed.items() if name.removeprefix("step").lstrip("0123456789.") == "output"

@@ -18,7 +18,7 @@ from parity.core.sample import Sample
 from parity.core.stages import run_steps
 from parity.core.trace import Reference
 from parity.core.weights import dtype_named
-from parity.core.work import Work, uncounted
+from parity.core.work import Work, check_part, uncounted
 from parity.diagnosis.diagnose import diagnose, diagnose_stages
 from parity.diagnosis.flow import flow_of
 from parity.diagnosis.mistakes import mistakes_for, wrong_layer
@@ -107,7 +107,8 @@ def test_a_mistake_is_named_by_the_output_alone_with_little_work(problems, work,
     assert sum(work) < 20 * multiplications(problem)  # of about a hundred mistakes, each in both precisions
 
 
-def test_the_queries_of_all_tokens_are_not_made_for_a_sample_of_some(monkeypatch):
+@pytest.mark.parametrize(("name", "sources"), [("scale-missing", "kv"), ("heads-not-moved", "qkv")])
+def test_the_queries_of_all_tokens_are_made_for_a_sample_only_if_nothing_else_fits(monkeypatch, name, sources):
     case = replace(BERT, spec=AttentionSpec(1024, 8), seq_len=256)
     problem, made, product = make_problem(case, "float32"), [], Remembered._product
 
@@ -116,12 +117,11 @@ def test_the_queries_of_all_tokens_are_not_made_for_a_sample_of_some(monkeypatch
         made.append((source, given))
         return found
 
-    output = given_by(problem, "scale-missing")["output"]
+    output = given_by(problem, name)["output"]
     monkeypatch.setattr(Remembered, "_product", _product)
     monkeypatch.setattr("parity.diagnosis.search.CHEAP", 2e-3)  # as in a layer eight times as wide
-    assert names_of(diagnose({"output": output}, problem)) == ["scale-missing"]
-    of_all = {source for source, given in made if given == "query"}
-    assert of_all == {"k_proj.weight", "v_proj.weight"}
+    assert names_of(diagnose({"output": output}, problem)) == [name]
+    assert {source for source, given in made if given == "query"} == {f"{source}_proj.weight" for source in sources}
 
 
 @pytest.mark.parametrize(
@@ -226,6 +226,11 @@ def test_a_product_beyond_the_limit_is_not_computed(rng):
     with search.counted(), pytest.raises(TimeoutError), search.inside("another", most=1e-4):
         float64.matmul(a[:64], a)
     assert search.untried == "a product"  # whoever put the other one off comes back to it
+    with search.counted(), search.inside("another", most=1e-4):
+        check_part(5e-5)
+        with pytest.raises(TimeoutError):
+            check_part(2e-4)
+    assert (search.spent, search.untried) == (0.0, "a product")
 
 
 def test_work_within_other_work_counts_for_both(rng):

@@ -86,19 +86,21 @@ def test_traces_carry_the_mesh(ran):
 DIVIDED = """
 import json
 import sys
+from dataclasses import replace
 from parity import CASES, run_cases
 from parity.backends import jax_mesh
 from parity.sharding.mesh import MeshPlan
 
 jax_mesh.make_devices(2)
+CASES["nan"] = replace(CASES["nan-visible-causal"], name="nan", seq_len=8)
 cases = [CASES[name] for name in sys.argv[1:]]
 report = run_cases(cases, ["jax"], mesh=MeshPlan(sequence=2), with_gradients=True)
 print(json.dumps([[*map(str, report.failed)], len(report.comparisons), [*map(str, report.needless)]]))
 """
 
 
-# In a ring; heads for tokens on the plain path, in parts, and with the bias of distances.
-OF_TOKENS = [["alibi-both-ways"], ["textbook", "chunk-both-ways", "relative-bias-padded"]]
+# In a ring; heads for tokens on the plain path, in parts, with the bias of distances, and with what is not finite.
+OF_TOKENS = [["alibi-both-ways"], ["textbook", "chunk-both-ways", "relative-bias-padded", "nan"]]
 
 
 @pytest.mark.parametrize("names", rest_thorough(OF_TOKENS, OF_TOKENS[:1]), ids=["ring", "heads for tokens"])

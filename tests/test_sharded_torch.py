@@ -292,6 +292,7 @@ def test_a_token_that_is_not_finite_spoils_what_sees_it_and_no_gradient(found, s
         ("mask", refuses("mask", {"mask.shape": ...})),
         ("dropout", refuses("dropout", dropout=0.5)),
         ("lengths", refuses("key_padding_lengths", key_padding_lengths=...)),
+        ("lengths of heads", refuses("key_padding_lengths", key_padding_lengths=[-1])),
         ("uneven", refuses("queries", "queries=[2, 1")),
     ],
 )

@@ -28,9 +28,11 @@ import parity
 from parity import AttentionSpec, Rope, specs_of
 from parity.cli.main import main
 from parity.core.stages import stage_named
+from parity.diagnosis.tapped import _cache
 from parity.models.families import FAMILIES
 from parity.reporting.taps import print_difference
 from parity.running.taps import layers_in
+from parity.tapping.record import TappedCall
 
 TRIALS = int(os.environ.get("PARITY_TAP_TRIALS", "8"))
 """How many mistakes are planted, one after the other; 200 take two minutes."""
@@ -1077,6 +1079,14 @@ def test_two_recordings_are_compared_without_a_model(recordings, tmp_path, capsy
         assert "layer 4 (sliding_attention), stage mask: " in out
         assert ("attn_weights" in out) == (command == "compare")
         assert json.loads(told.read_text())["layers"][4]["stage"] == "mask"
+
+
+def test_keys_that_a_window_drops_from_its_cache_stay_those_of_earlier_calls():
+    cached, joined = np.ones((1, 2, 3, 4), np.float32), {"k": np.arange(40.0).reshape(1, 2, 5, 4)}
+    whole = TappedCall({"cache.keys": cached}, past=4)
+    np.testing.assert_array_equal(_cache(whole, joined, "k"), cached)
+    found = _cache(replace(whole, first_key=2), joined, "k")
+    np.testing.assert_array_equal(found, np.concatenate([joined["k"][:, :, :2], cached], axis=2))
 
 
 def test_a_narrow_terminal_has_a_line_for_each_layer(recordings):

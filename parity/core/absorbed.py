@@ -58,7 +58,7 @@ def has_rows_of_query(problem: Any) -> bool:
 
 
 def is_plain(layer: Any) -> bool:
-    """Return whether q, k and v of a layer without latents are made as usual, if of other weights."""
+    """Return whether q, k and v are made as usual, perhaps of other weights; False with latents."""
     linear = vars(layer).get("linear")
     is_right = vars(layer).keys() <= KEPT and (linear is None or ismethod(linear.func))  # a method only remembers
     return is_right and layer.problem.spec.latent is None
@@ -74,7 +74,7 @@ def queries(layer: Any, rows: np.ndarray) -> np.ndarray | None:
 
 
 def wrong_weights(layer: Any) -> dict[str, np.ndarray]:
-    """Return the weights of those of k and v that are projections alone, by a weight whose product nobody needs else.
+    """Return the weights of those of k and v that are projections alone, by a weight that no right layer multiplies by.
 
     Of the layer's own ones, and of their rows in another order, `parity.core.reference.Remembered` has products.
     """

@@ -90,8 +90,8 @@ class Work:
                     work._untried |= {what: None} if what else {}
                     raise TimeoutError
 
-    def put_off(self, seconds: float) -> None:
-        """Raise a TimeoutError if so many seconds go beyond what a part may do by itself before others."""
+    def check_part(self, seconds: float) -> None:
+        """Raise a TimeoutError if that many seconds exceed what a part may do by itself. Nothing is counted."""
         if any(not what and work.spent + seconds > limit for work in self._all() for what, limit in work._limits):
             raise TimeoutError
 
@@ -123,10 +123,10 @@ def begin(seconds: float) -> None:
     spend(seconds)
 
 
-def put_off(seconds: float) -> None:
-    """Raise a TimeoutError if so many seconds, which nobody counts, are better spent after what takes less."""
+def check_part(seconds: float) -> None:
+    """Raise a TimeoutError if that many seconds exceed what the part that is running may do by itself, if anything."""
     if (work := _current.get()) is not None:
-        work.put_off(seconds)
+        work.check_part(seconds)
 
 
 def spend(seconds: float) -> None:

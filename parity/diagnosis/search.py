@@ -17,6 +17,7 @@ from parity.diagnosis.assumptions import assumption
 from parity.diagnosis.laws import Findings
 from parity.diagnosis.mistakes import Mistake
 from parity.diagnosis.replay import Mistakes, Replay, Verdict
+from parity.diagnosis.scope import Scope
 from parity.diagnosis.verdicts import Explanation, Unknown
 
 PARTS = {
@@ -218,8 +219,7 @@ def _explain(
     fitting = list[Mistakes]()
     if at_once == 1:
         in_order = sorted(known, key=lambda each: replay.cost(index, each))
-        is_quick = replay.scope.is_quick
-        fitting = _alone(in_order, work, lambda each: changes(each) and explains((each,)), most, is_quick=is_quick)
+        fitting = _alone(in_order, work, lambda each: changes(each) and explains((each,)), most, replay.scope)
     else:
         with suppress(TimeoutError):
             with work.inside(words, most):
@@ -236,18 +236,18 @@ def _explain(
 
 
 def _alone(
-    known: Sequence[Mistake], work: Work, fits: Callable[[Mistake], bool], most: float, *, is_quick: bool
+    known: Sequence[Mistake], work: Work, fits: Callable[[Mistake], bool], most: float, scope: Scope
 ) -> list[Mistakes]:
     """The mistakes that fit, each alone, as far as a share of the work allows: those that lose precision last."""
     fitting = list[Mistakes]()
     for is_loss in (False, True):
-        if is_loss and fitting and is_quick:
+        if is_loss and fitting and scope.is_quick:
             break  # what is explained in full is not lost precision
         tried = [mistake for mistake in known if mistake.is_loss == is_loss]
-        share = most * FOR_LOSSES if is_loss and is_quick else most
+        share = most * FOR_LOSSES if is_loss and scope.is_quick else most
         for limit in (CHEAP * work.seconds, math.inf):  # what takes long is put off
-            if limit == math.inf and fitting and is_quick:
-                break  # in a sample, nothing that takes long is tried beside what fits
+            if limit == math.inf and fitting and scope.is_quick and scope.only is None:
+                break  # another sample has to confirm what fits
             put_off = list[Mistake]()
             for mistake in tried:
                 try:

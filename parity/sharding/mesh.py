@@ -163,7 +163,8 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
     each, which is the same for all heads.
 
     A norm over the width of all heads adds up the squares of each token, a layer norm the features before them, and
-    the gradient adds up theirs; in JAX a gradient's program has both. There, it takes one flag of its own.
+    the gradient adds up theirs; in JAX a gradient's program has both. There, it takes one flag of its own. XLA may send
+    the mask of some heads in the form of flags.
 
     Args:
         case: the layer, and what it is applied to.
@@ -186,11 +187,10 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
         )
         sums += int(plan.sequence > 1 and spec.sinks)
         of_norms *= 2 if backend == "jax" else 1
-    of_masks = plan.sequence > 1 and path and case.random_mask  # which XLA may exchange in the form of flags
-    flags = int(has_heads) + len(wide) + bool(of_masks) if backend == "jax" else 0
-    found = {NUMBERS: sums + of_norms, FLAGS: flags} | _of_tokens(
-        case, plan, path, backend, is_gradient=kind == "gradient"
-    )
+    exchanged = _of_tokens(case, plan, path, backend, is_gradient=kind == "gradient")
+    flags = int(has_heads) + len(wide) if backend == "jax" else 0
+    flags += int("all-to-all" in exchanged and case.random_mask)
+    found = {NUMBERS: sums + of_norms, FLAGS: flags} | exchanged
     return {name: count for name, count in found.items() if count}
 
 

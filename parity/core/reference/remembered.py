@@ -10,7 +10,7 @@ import numpy as np
 from parity.core.absorbed import BEGINNING, has_rows_of_query
 from parity.core.reference.arithmetic import LARGE, multiplications
 from parity.core.reference.layer import Layer
-from parity.core.work import PER_FACTOR, PER_MULTIPLICATION, PER_NUMBER, begin, put_off, spend, uncounted
+from parity.core.work import PER_FACTOR, PER_MULTIPLICATION, PER_NUMBER, begin, check_part, spend, uncounted
 
 MADE_OF = frozenset({"angles", "lengths"})
 """The methods, beside its own, that a table depends on."""
@@ -80,7 +80,7 @@ class Remembered:
     def _product(self, source: str, given: str, layer: Layer, x: np.ndarray) -> np.ndarray:
         """An input times a weight, without a bias. Right layers need it, too: its work is not counted.
 
-        Except that of all queries, if a sample has some rows of them.
+        The product of all queries is put off in a sample that has the rows that it needs.
         """
         a, key = layer.arithmetic, (source, given, layer.arithmetic)
         if key not in self._products:
@@ -89,8 +89,8 @@ class Remembered:
                 self._products[key] = longer[: len(x), : self._tokens]
             else:
                 weight = layer.problem.weights[source]
-                if source == "q_proj.weight" and has_rows_of_query(layer.problem):
-                    put_off(PER_MULTIPLICATION * multiplications(x, weight.T))
+                if (source, given) == ("q_proj.weight", "query") and has_rows_of_query(layer.problem):
+                    check_part(PER_MULTIPLICATION * multiplications(x, weight.T))
                 with uncounted():
                     self._products[key] = a.matmul(a.widen(x), a.weight(a.widen(weight)).T)
         return self._products[key]
