@@ -33,9 +33,9 @@ def environment(pytest_options: str = PYTEST_OPTIONS) -> dict[str, str]:
     return kept | paths | {"NO_COLOR": "1", "COLUMNS": "80", "PYTEST_ADDOPTS": pytest_options}
 
 
-def found_by(program: str) -> Any:
+def found_by(program: str, *arguments: str) -> Any:
     """What a program of this folder prints as JSON. It has a process of its own, where JAX has other devices."""
-    command = [sys.executable, str(ROOT / "tests" / program)]
+    command = [sys.executable, str(ROOT / "tests" / program), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

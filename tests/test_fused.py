@@ -302,6 +302,19 @@ def test_a_few_queries_at_a_time_give_what_all_at_once_give(sibling, name):
     parity.assert_parity(found, **yardstick(masked, is_causal=is_causal))
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("window_size", [20, 90])
+def test_alike_parts_of_a_window_go_together_in_torch_if_nobody_asks_for_a_gradient(is_causal, window_size):
+    spec, arrays = parity.AttentionSpec(4 * HEAD_DIM, 4, window_size=window_size), problem(lengths=(290, 290))
+    arrays = [torch.from_numpy(arrays[name]) for name in ("query", "key", "value")]
+    arrays[0] = torch.cat([arrays[0], arrays[0] + 1.0], dim=1)  # two query heads for each of the others
+    found, expected = (
+        package.scaled_dot_product_attention(*arrays, spec, is_causal=is_causal)[0]
+        for package in (mha_torch.fused, mha_torch)
+    )
+    torch.testing.assert_close(found, expected)
+
+
 # ---- JAX: block by block ---------------------------------------------------------------------------------------------
 
 jax_fused = mha_jax.fused.scaled_dot_product_attention
