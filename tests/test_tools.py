@@ -354,6 +354,7 @@ def test_the_map_has_lines_that_a_process_of_a_test_runs(mutants, tmp_path, monk
     lines = mutants.Map(suite)
     process, own = "test_starts.py::test_of_a_process", "test_starts.py::test_of_its_own_process"
     made = [*mutants.mutants_of("m.py"), *mutants.mutants_of("other.py")]
-    # Line 3 runs in no test: those that run what is before it may do so with a mutant.
-    expected = {("m.py", line): [process] for line in (2, 3, 4)} | {("other.py", 2): [own]}
-    assert {(each.path, each.line): lines.tests_of(each) for each in made} == expected
+    # Line 3 runs in no test: those that run what is before it may do so with a mutant. So may the others of a file, for
+    # what a process gives.
+    expected = {("m.py", line): {process, own} for line in (2, 3, 4)} | {("other.py", 2): {own}}
+    assert {(each.path, each.line): {*lines.tests_of(each)} for each in made} == expected
