@@ -285,6 +285,8 @@ def test_a_live_module_is_its_layer(name, tmp_path):
         assert found == spec
         assert same_bits(held, weights)
         assert from_transformers(module, tmp_path, layer.index)[0] == spec
+        with refuses_type("layer_idx", layer_idx=True):
+            from_transformers(module, released.config, True)
         with refuses_type("module", "parity.from_transformers"):
             weights_of(module)
 

@@ -34,7 +34,7 @@ from parity.files import gguf as gguf_format
 from parity.files import msgpack as msgpack_format
 from parity.files import open_tensors, write_tensors
 from parity.files.target import BEFORE, SCRATCH
-from parity.files.tensor_file import flatten, nest
+from parity.files.tensor_file import flatten, nest, parse_json
 from parity.files.zipped import ALIGNMENT
 
 SUFFIXES = [".safetensors", ".npz", ".pt", ".msgpack", ".orbax"]
@@ -1351,6 +1351,11 @@ def npz(*members, compression=zipfile.ZIP_STORED):
 def test_a_hostile_npz_is_refused(tmp_path, data):
     (tmp_path / "w.npz").write_bytes(data)
     refuses_to_open(tmp_path / "w.npz")
+
+
+def test_the_same_name_twice_in_json_is_refused():
+    with refuses("names", "b twice"):
+        parse_json(b'{"a": 1, "b": 2, "b": 3}')
 
 
 def test_the_same_member_twice_is_refused(tmp_path):
