@@ -24,10 +24,10 @@ WIDTHS = {  # norms over the width of all heads
         "decode-norm-width": {},
     }.items()
 }
-TOKENS = [  # of a length that two processes divide
+TOKENS = [  # of a length that two processes divide, into even parts and odd ones
     replace(CASES["gqa-causal"], seq_len=8, key_padding_lengths=(8, 3)),
     replace(CASES["window"], seq_len=12, spec=replace(CASES["window"].spec, rope=Rope())),
-    replace(WIDTHS["gqa-causal"], seq_len=8),
+    replace(WIDTHS["gqa-causal"], seq_len=6),
 ]
 CASES_OF = {"heads": [*HEADS, *WIDTHS.values()], "tokens": TOKENS}
 PLANS = {
