@@ -40,6 +40,15 @@ def right(case, dtype="float32", *changes, arithmetic="ieee"):
     return problem, {name: x for name, x in values.items() if not stage_named(name).path}
 
 
+def test_batch_and_heads_may_be_one_axis():
+    problem, values = right(GQA)
+    for name in ("scores", "attn_weights", "context"):
+        values[name] = values[name].reshape(-1, *values[name].shape[2:])
+    diagnosis = diagnose(values, problem)
+    assert diagnosis.kind == "convention"
+    assert all("B * N" in diagnosis.conventions[name] for name in ("scores", "attn_weights", "context"))
+
+
 def kept(values, change):
     """Stages with one or some of them recorded otherwise."""
     return {**values, **change(values)}
