@@ -71,7 +71,8 @@ def once_a_code(pairs):
 # JAX compiles what is made of a function anew for each mistake in it: there each code is planted once, to show that its
 # words for JAX make it. What lies in the weights alone, changed in NumPy before either sibling is given them, torch
 # stands for.
-IN_JAX = once_a_code([each for each in once(EVERY, RICH) if each[1] and not lies_in_weights(*each)])
+IN_FUNCTIONS = [each for each in once(EVERY, RICH) if each[1] and not lies_in_weights(*each)]
+IN_JAX = once_a_code([each for each in IN_FUNCTIONS if each[1] not in PRODUCTS])
 WHOLE = ["", "rope-interleaved", "kv-heads-tiled", "causal-off-by-one", PRODUCTS[-1]]
 OF_MODULE = ["sequences-flattened", "nan-leaks", "batch-as-tokens"]
 """What only a path of the module shows."""
