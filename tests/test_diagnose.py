@@ -54,7 +54,7 @@ def names_of(diagnosis):
 
 
 RIGHT = [("torch", name) for name, case in CASES.items() if case.dtype is None]
-# JAX has those whose scores are the largest, in one pass; test_run judges its stages of every case, by the budget of
+# JAX has those whose scores are the largest, in one pass; test_run judges its stages of most cases, by the budget of
 # the diagnosis.
 RIGHT += [("jax", name) for name, case in CASES.items() if case.trained is not None and not case.is_cached]
 
