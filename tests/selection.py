@@ -1,6 +1,8 @@
 """Which tests are left to `make test-thorough`, because others of `make test` would see the same bug."""
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from inspect import isfunction
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -25,6 +27,21 @@ def rest_thorough(values: Iterable[Any], kept: Collection[Any] | Callable[[Any],
         else pytest.param(*value if isinstance(value, tuple) else [value], marks=pytest.mark.thorough)
         for value in values
     ]
+
+
+def one_a_code(values: Iterable[Any], functions_of: Callable[[Any], Mapping[str, Callable[..., Any]]]) -> list[Any]:
+    """The first of those values whose functions, by name, have the same code, for other numbers or projections."""
+    first: dict[Hashable, Any] = {}
+    for value in values:
+        functions = functions_of(value)
+        first.setdefault((frozenset(functions), frozenset().union(*map(_codes_of, functions.values()))), value)
+    return [*first.values()]
+
+
+def _codes_of(function: Callable[..., Any]) -> set[CodeType]:
+    """The code of a function, and of the functions that it holds."""
+    held = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
+    return {function.__code__}.union(*(_codes_of(each) for each in held if isfunction(each)))
 
 
 def rules_signature(stack: Stack) -> Hashable:

@@ -3,12 +3,11 @@
 import json
 from contextlib import nullcontext
 from functools import cache
-from inspect import isfunction
 
 import numpy as np
 import pytest
 from refusals import refuses
-from selection import rest_thorough
+from selection import one_a_code, rest_thorough
 
 import mha_torch
 from parity import CASES, make_problem, random_weights
@@ -50,29 +49,14 @@ def once(pairs, *richest):
 RICH = "gqa-rope-causal"
 WIDE = [*((TRAINED[0], name) for name in PRODUCTS), (TRAINED[1], PRODUCTS[-1])]
 IN_TORCH = [pair for pair in EVERY if pair in {*once(EVERY, RICH), *WIDE}]
-
-
-def made_by(function):
-    """The code of a function, and of the functions that it holds."""
-    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    return {function.__code__}.union(*(made_by(each) for each in held if isfunction(each)))
-
-
-def once_a_code(pairs):
-    """One of the mistakes whose functions are made by the same code, for other numbers or projections."""
-    kept = {}
-    for case, name in pairs:
-        functions = plan_of(name, plain_problem(case), "jax").functions
-        made = frozenset(functions), frozenset().union(*map(made_by, functions.values()))
-        kept.setdefault(made, (case, name))
-    return [*kept.values()]
-
-
 # JAX compiles what is made of a function anew for each mistake in it: there each code is planted once, to show that its
 # words for JAX make it. What lies in the weights alone, changed in NumPy before either sibling is given them, torch
 # stands for.
 IN_FUNCTIONS = [each for each in once(EVERY, RICH) if each[1] and not lies_in_weights(*each)]
-IN_JAX = once_a_code([each for each in IN_FUNCTIONS if each[1] not in PRODUCTS])
+IN_JAX = one_a_code(
+    [each for each in IN_FUNCTIONS if each[1] not in PRODUCTS],
+    lambda each: plan_of(each[1], plain_problem(each[0]), "jax").functions,
+)
 WHOLE = ["", "rope-interleaved", "kv-heads-tiled", "causal-off-by-one", PRODUCTS[-1]]
 OF_MODULE = ["sequences-flattened", "nan-leaks", "batch-as-tokens"]
 """What only a path of the module shows."""
