@@ -207,7 +207,7 @@ def stages_with(case, names):
 
 @pytest.mark.parametrize("case", rest_thorough(["gqa-rope-causal", "cached", "cross"], ["cross"]))
 def test_two_planted_mistakes_are_both_named(case):
-    """Of 12 pairs drawn at random, those left out of which one hides the other: at least 80 %, and mostly more."""
+    """Of 20 pairs drawn at random, those left out of which one hides the other: at least 80 %, and mostly more."""
     case = CASE_OF[case]
     losses = {known.name for known in mistakes_for(case) if known.is_loss}  # searched for alone
     names = [name for name in mistakes_in(case) if not name.startswith("precision") and name not in losses]
@@ -215,7 +215,7 @@ def test_two_planted_mistakes_are_both_named(case):
     random.Random(0).shuffle(pairs)
     alone = {}
     distinguishable = named = 0
-    for pair in pairs[:12]:
+    for pair in pairs[:20]:
         if set(pair) == {"score-bias-after-softmax", "softmax-over-batch"}:
             continue  # shapes that do not fit
         observed, problem = stages_with(case, pair)
@@ -225,7 +225,7 @@ def test_two_planted_mistakes_are_both_named(case):
             continue
         distinguishable += 1
         named += set(names_of(diagnose(observed, problem))) == set(pair)
-    assert distinguishable >= 9
+    assert distinguishable >= 15
     assert named >= 0.8 * distinguishable
 
 
