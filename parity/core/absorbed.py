@@ -6,7 +6,7 @@ the values: for R rows R / S of the work.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from copy import copy
 from dataclasses import dataclass
 from inspect import ismethod
@@ -74,9 +74,9 @@ def queries(layer: Any, rows: np.ndarray) -> np.ndarray | None:
 
 
 def wrong_weights(layer: Any) -> dict[str, np.ndarray]:
-    """Return the weights of those of k and v that are projections alone, by a weight that no right layer multiplies by.
+    """Return the weights of those of k and v that are projections alone, by a weight of which nothing is known.
 
-    Of the layer's own ones, and of their rows in another order, `parity.core.reference.Remembered` has products.
+    Of the layer's own weights, and of their rows in another order, `parity.core.reference.Remembered` has products.
     """
     spec, held = layer.problem.spec, layer.problem.weights
     if not is_plain(layer) or spec.clip_qkv is not None:
@@ -84,14 +84,13 @@ def wrong_weights(layer: Any) -> dict[str, np.ndarray]:
     turned = "qk" if spec.rope is not None else "q"  # queries are of some rows in any case
     names = (name for name in layer.asked if name not in turned and spec.norms.get(f"{name}_norm") is None)
     found = {name: layer.parameter(f"{name}_proj.weight") for name in names}
-    made = [held["k_proj.weight"], held["v_proj.weight"]]  # right layers have their products, too
-    return {name: x for name, x in found.items() if not any(x is own for own in made) and not _is_made_of(x, made)}
+    known = [x for name, x in held.items() if name.endswith("_proj.weight")]
+    return {name: x for name, x in found.items() if not any(x is own or _is_row_of(x[0], own) for own in known)}
 
 
-def _is_made_of(weight: np.ndarray, made: Sequence[np.ndarray]) -> bool:
-    """Return whether all rows of a weight are in others, by their first numbers."""
-    known = {row.tobytes() for x in made if x.shape[1] == weight.shape[1] for row in x[:, :BEGINNING]}
-    return all(row.tobytes() in known for row in weight[:, :BEGINNING])
+def _is_row_of(row: np.ndarray, weight: np.ndarray) -> bool:
+    """Return whether a weight has a row, by its first numbers."""
+    return len(row) == weight.shape[1] and bool((weight[:, :BEGINNING] == row[:BEGINNING]).all(axis=1).any())
 
 
 def without(layer: Any, names: Collection[str]) -> Any:
