@@ -20,7 +20,7 @@ def rest_thorough(values: Iterable[Any], kept: Collection[Any] | Callable[[Any],
     values, is_kept = list(values), kept if callable(kept) else kept.__contains__
     missing = [] if callable(kept) else [each for each in kept if each not in values]
     if missing or not any(map(is_kept, values)):
-        raise ValueError(f"no parameters: {missing or [*kept]}" if not callable(kept) else "no parameter is kept")
+        raise ValueError(f"no parameters: {missing}" if missing else "no parameter is kept")
     return [
         value
         if is_kept(value)

@@ -18,7 +18,7 @@ from parity.core.sample import Sample
 from parity.core.stages import run_steps
 from parity.core.trace import Reference
 from parity.core.weights import dtype_named
-from parity.core.work import Work, check_part, uncounted
+from parity.core.work import Work, ask, uncounted
 from parity.diagnosis.diagnose import diagnose, diagnose_stages
 from parity.diagnosis.flow import flow_of
 from parity.diagnosis.mistakes import mistakes_for, wrong_layer
@@ -227,9 +227,9 @@ def test_a_product_beyond_the_limit_is_not_computed(rng):
         float64.matmul(a[:64], a)
     assert search.untried == "a product"  # whoever put the other one off comes back to it
     with search.counted(), search.inside("another", most=1e-4):
-        check_part(5e-5)
+        ask(5e-5, of_part=True)
         with pytest.raises(TimeoutError):
-            check_part(2e-4)
+            ask(2e-4, of_part=True)
     assert (search.spent, search.untried) == (0.0, "a product")
 
 

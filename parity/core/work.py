@@ -82,18 +82,13 @@ class Work:
         finally:
             del self._limits[-2:]
 
-    def ask(self, seconds: float) -> None:
-        """Raise a TimeoutError if so many seconds more go beyond a limit."""
+    def ask(self, seconds: float, *, of_part: bool = False) -> None:
+        """Raise a TimeoutError if so many seconds more go beyond a limit, or beyond what a part may do by itself."""
         for work in self._all():
             for what, limit in work._limits:
-                if work.spent + seconds > limit:
+                if work.spent + seconds > limit and not (of_part and what):
                     work._untried |= {what: None} if what else {}
                     raise TimeoutError
-
-    def check_part(self, seconds: float) -> None:
-        """Raise a TimeoutError if that many seconds exceed what a part may do by itself. Nothing is counted."""
-        if any(not what and work.spent + seconds > limit for work in self._all() for what, limit in work._limits):
-            raise TimeoutError
 
     def add(self, seconds: float) -> None:
         """Count seconds that are spent."""
@@ -107,10 +102,15 @@ class Work:
             yield from self._outer._all()
 
 
-def ask(seconds: float) -> None:
-    """Raise a TimeoutError if so many seconds more go beyond a limit of the work that is counting, if there is one."""
+def ask(seconds: float, *, of_part: bool = False) -> None:
+    """Raise a TimeoutError if so many seconds more go beyond a limit of the work that is counting, if there is one.
+
+    Args:
+        seconds: how many.
+        of_part: look at what the part that is running may do by itself alone, for work that is not counted.
+    """
     if (work := _current.get()) is not None:
-        work.ask(seconds)
+        work.ask(seconds, of_part=of_part)
 
 
 def begin(seconds: float) -> None:
@@ -121,12 +121,6 @@ def begin(seconds: float) -> None:
     """
     ask(seconds)
     spend(seconds)
-
-
-def check_part(seconds: float) -> None:
-    """Raise a TimeoutError if that many seconds exceed what the part that is running may do by itself, if anything."""
-    if (work := _current.get()) is not None:
-        work.check_part(seconds)
 
 
 def spend(seconds: float) -> None:

@@ -208,10 +208,10 @@ def _of_tokens(case: Case, plan: MeshPlan, path: str, backend: str, *, is_gradie
     reach = spec.window_size or spec.chunk_size
     if reach is not None and case.key_len == case.seq_len:
         far = 0 if spec.chunk_size and tokens % spec.chunk_size == 0 else -(-(reach - 1) // tokens)
-        # JAX has causality in a mask here, so that keys go both ways; torch's parts go round in one direction.
-        is_one_way = case.is_causal and backend != "jax"
-        both_ways = 2 * far if backend == "jax" else passes
-        passes = min(far if is_one_way else both_ways, passes)
+        if backend == "jax":  # causality is in a mask here, so that keys go both ways
+            passes = min(2 * far, passes)
+        elif case.is_causal:  # torch's parts go round in one direction
+            passes = min(far, passes)
     halves = 0
     if backend == "torch" and case.is_causal and reach is None and tokens % 2 == 0 and case.key_len == case.seq_len:
         halves = 8  # to the order in which all have as much to do, and back

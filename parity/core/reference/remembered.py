@@ -10,7 +10,7 @@ import numpy as np
 from parity.core.absorbed import BEGINNING, has_rows_of_query
 from parity.core.reference.arithmetic import LARGE, multiplications
 from parity.core.reference.layer import Layer
-from parity.core.work import PER_FACTOR, PER_MULTIPLICATION, PER_NUMBER, begin, check_part, spend, uncounted
+from parity.core.work import PER_FACTOR, PER_MULTIPLICATION, PER_NUMBER, ask, begin, spend, uncounted
 
 MADE_OF = frozenset({"angles", "lengths"})
 """The methods, beside its own, that a table depends on."""
@@ -90,7 +90,7 @@ class Remembered:
             else:
                 weight = layer.problem.weights[source]
                 if (source, given) == ("q_proj.weight", "query") and has_rows_of_query(layer.problem):
-                    check_part(PER_MULTIPLICATION * multiplications(x, weight.T))
+                    ask(PER_MULTIPLICATION * multiplications(x, weight.T), of_part=True)
                 with uncounted():
                     self._products[key] = a.matmul(a.widen(x), a.weight(a.widen(weight)).T)
         return self._products[key]
