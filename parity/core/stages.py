@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, cast, overload
@@ -152,6 +152,11 @@ class Layer(Protocol):
     def call(self, index: int) -> Call: ...
 
 
+STEPS = ("mask", "qkv", "scores", "attn_weights", "context", "output", "whole")
+STEPS_OF_A_CALL = ("mask", "qkv", "cache", "scores", "attn_weights", "context", "output", "whole")
+"""The methods of a layer, or of a call with a cache, that are its steps, in their order."""
+
+
 def steps_of(layer: Layer, case: Case) -> Sequence[Step]:
     """The stages of a case as functions, in the order of the data flow, with a cache call by call.
 
@@ -159,7 +164,7 @@ def steps_of(layer: Layer, case: Case) -> Sequence[Step]:
     (accumulated) or on somebody else's (local).
     """
     if not case.is_cached:
-        return [layer.mask, layer.qkv, layer.scores, layer.attn_weights, layer.context, layer.output, layer.whole]
+        return [getattr(layer, name) for name in STEPS]
     return _StepsOfCalls(layer, len(case.chunks))
 
 
@@ -170,7 +175,7 @@ class _StepsOfCalls(Sequence[Step]):
         self._layer, self._calls = layer, list[list[Step] | None]([None] * num_calls)
 
     def __len__(self) -> int:
-        return len(self._calls) * STEPS_OF_A_CALL
+        return len(self._calls) * len(STEPS_OF_A_CALL)
 
     @overload
     def __getitem__(self, place: int) -> Step: ...
@@ -179,43 +184,53 @@ class _StepsOfCalls(Sequence[Step]):
     def __getitem__(self, place: int | slice) -> Step | list[Step]:
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
-        index, step = divmod(range(len(self))[place], STEPS_OF_A_CALL)
+        index, step = divmod(range(len(self))[place], len(STEPS_OF_A_CALL))
         if (steps := self._calls[index]) is None:
-            steps = [_in_call(index, each) for each in _steps_of_call(self._layer, self._layer.call(index))]
-            self._calls[index] = steps
+            steps = self._calls[index] = _steps_of_call(self._layer, index)
         return steps[step]
 
 
-STEPS_OF_A_CALL = 8  # as many as `_steps_of_call` gives
-
-
-def _steps_of_call(layer: Layer, call: Call) -> list[Step]:
+def _steps_of_call(layer: Layer, index: int) -> list[Step]:
     """New tokens in, cache grown, everything up to each token attended to."""
-    scores, context = _of_cache(call.scores), _of_cache(layer.context)
-    return [call.mask, call.qkv, call.cache, scores, layer.attn_weights, context, layer.output, call.whole]
+    call = layer.call(index)
+    steps = ((name, getattr(call, name, None) or getattr(layer, name)) for name in STEPS_OF_A_CALL)
+    return [_in_call(index, CACHED if name in ("scores", "context") else {}, step) for name, step in steps]
 
 
-def _of_cache(step: Step) -> Step:
-    """A step that takes all keys and values that are cached."""
-    return lambda values: step({**values, "k": values["cache.keys"], "v": values["cache.values"]})
+CACHED = {"k": "cache.keys", "v": "cache.values"}
+"""What a step that takes all keys and values that are cached takes for those of its tokens."""
 
 
-def _in_call(index: int, step: Step) -> Step:
-    """A step of one call with a cache, among the values of all calls.
-
-    Within the step its own call's values go by their plain names, `scores`, and those of the call before by
-    `previous.scores`; outside by `step3.scores` and `step2.scores`.
-    """
-    prefix, previous = f"step{index}.", f"step{index - 1}."
+def _in_call(index: int, taken: Mapping[str, str], step: Step) -> Step:
+    """A step of one call with a cache, among the values of all calls."""
 
     def run(values: Values) -> dict[str, np.ndarray]:
-        own = {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
-        for name, value in values.items():
-            if name.startswith(previous):
-                own[f"previous.{name.removeprefix(previous)}"] = value
-        return {prefix + name: value for name, value in step(own).items()}
+        return {f"step{index}.{name}": value for name, value in step(_ValuesOfCall(values, index, taken)).items()}
 
     return run
+
+
+class _ValuesOfCall(Values):
+    """The values of all calls, as a step of one of them takes them.
+
+    Its own call's values go by their plain names, `scores`, and those of the call before by `previous.scores`; outside
+    by `step3.scores` and `step2.scores`.
+    """
+
+    def __init__(self, values: Values, index: int, taken: Mapping[str, str]) -> None:
+        self._values, self._taken = values, taken
+        self._prefixes = {"": f"step{index}.", "previous.": f"step{index - 1}."}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        kind = "previous." if name.startswith("previous.") else ""
+        return self._values[self._prefixes[kind] + self._taken.get(name, name).removeprefix(kind)]
+
+    def __iter__(self) -> Iterator[str]:
+        for kind, prefix in self._prefixes.items():
+            yield from (kind + name.removeprefix(prefix) for name in self._values if name.startswith(prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def run_steps(steps: Iterable[Step], given: Values | None = None) -> dict[str, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from parity.core.problem import Problem
 from parity.core.reference import Arithmetic, Layer
+from parity.core.stages import STEPS, STEPS_OF_A_CALL
 
 TOKENS = 2
 """Tokens of the layer that is watched: what a step depends on does not depend on their number."""
@@ -50,7 +52,7 @@ class _Values(dict[str, np.ndarray]):
 
 
 def flow_of(problem: Problem) -> list[Flow]:
-    """What each step of a problem without a cache depends on, in the reference."""
+    """What each step of a problem depends on, in the reference."""
     called: set[str] = set()
     methods = {name for name in dir(Layer) if not name.startswith("_") and callable(getattr(Layer, name))}
 
@@ -66,10 +68,10 @@ def flow_of(problem: Problem) -> list[Flow]:
             return np.zeros((*x.shape[:-1], len(self.parameter(f"{name}.weight"))))
 
     found, values = [], _Values()
-    names = ("mask", "qkv", "scores", "attn_weights", "context", "output", "whole")
-    for name, step in zip(names, Watched(_small(problem), Arithmetic(np.dtype(np.float64))).steps(), strict=True):
+    steps = Watched(_small(problem), Arithmetic(np.dtype(np.float64))).steps()
+    for name, step in zip(itertools.cycle(STEPS_OF_A_CALL if problem.case.is_cached else STEPS), steps):
         called.clear()
-        called.add(name)
+        called.update((name, "call"))
         values.read.clear()
         with np.errstate(all="ignore"):
             given = step(values)
@@ -79,8 +81,11 @@ def flow_of(problem: Problem) -> list[Flow]:
 
 
 def _small(problem: Problem) -> Problem:
-    """A problem of the same layer and of few tokens."""
+    """A problem of the same layer and of few tokens, one in each call with a cache."""
     case = problem.case
+    if calls := len(case.chunks):
+        few = replace(case, seq_len=calls, chunks=(1,) * calls, new_lengths=(), capacity=calls)
+        return replace(problem, case=few, inputs={"query": np.zeros((case.batch, calls, case.spec.d_in))})
     lengths = None if case.key_padding_lengths is None else (TOKENS,) * case.batch
     keys = None if case.seq_len_k is None else TOKENS
     small = replace(case.first_tokens(TOKENS), seq_len_k=keys, key_padding_lengths=lengths)

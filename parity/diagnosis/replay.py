@@ -197,8 +197,8 @@ class Replay:
 
     @cached_property
     def _flow(self) -> list[Flow]:
-        """What each step of the right layer depends on; nothing where there is a cache, or numbers are nudged."""
-        return [] if self.problem.case.is_cached or self._is_nudged else flow_of(self.problem)
+        """What each step of the right layer depends on; nothing where numbers are nudged."""
+        return [] if self._is_nudged else flow_of(self.problem)
 
     @cached_property
     def _unseen_before(self) -> list[list[int]]:

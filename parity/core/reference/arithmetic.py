@@ -110,12 +110,15 @@ class Arithmetic:
         bits = next((bits for fidelity, bits in OPERANDS.items() if f"tensix-{fidelity}" in self.kind), None)
         return (self.enter(a), self.enter(b)) if bits is None else (_cut(a, bits[0]), _cut(b, bits[1]))
 
-    def matmul(self, a: np.ndarray, b: np.ndarray, start: np.ndarray | float = 0.0) -> np.ndarray:
+    def matmul(
+        self, a: np.ndarray, b: np.ndarray, start: np.ndarray | float = 0.0, exact: np.ndarray | None = None
+    ) -> np.ndarray:
         """The product of wide matrices, (…, m, k) and (…, k, n), added to `start` one term after the other.
 
         An implementation may sum in any order. This is the plainest, and of the common ones the one with the largest
         error (matrix libraries begin with the bias, too): a cleverer order here would ask every implementation to be as
-        clever. float64 may take any. Of large products BLAS's order is taken, and what it loses less is added.
+        clever. float64 may take any. Of large products BLAS's order is taken, and what it loses less is added; or the
+        product in float64 is, if it is known and all bits of the numbers enter the product.
         """
         if self.wide == np.float64:
             return _by_blas(a, b) + start
@@ -123,7 +126,8 @@ class Arithmetic:
         mantissa = PRODUCT_MANTISSA.get(self.kind, 23)
         if mantissa < 23 or multiplications(a, b) <= LARGE:
             return _plainly(a, b, start, mantissa)
-        fast = _by_blas(a, b)
+        is_whole = exact is not None and MANTISSA[self.kind] == 23
+        fast = exact.astype(np.float32) if is_whole else _by_blas(a, b)
         fast += _more_noise(a, b, fast)
         return fast + start
 
@@ -160,7 +164,7 @@ def _plainly(a: np.ndarray, b: np.ndarray, start: np.ndarray | float, mantissa: 
 
 
 def _more_noise(a: np.ndarray, b: np.ndarray, fast: np.ndarray) -> np.ndarray:
-    """The rounding errors of the plainest order beyond those of BLAS, drawn at random: they are too many to compute.
+    """The rounding errors of the plainest order beyond those of a fast one, drawn at random: too many to compute.
 
     The error of an element grows with its terms: with the root of the sum of their squares, and with that of their
     number. A sample of elements, summed in both orders, says how fast.

@@ -27,6 +27,7 @@ class Remembered:
     def __init__(self, longer: Remembered | None = None, tokens: int = 0) -> None:
         self._longer, self._tokens = longer, tokens
         self._products: dict[tuple[Any, ...], np.ndarray] = {}
+        self._exact: dict[tuple[str, str], np.ndarray] = {}  # those in float64, of any hardware
         self._projected: dict[tuple[Any, ...], np.ndarray] = {}
         self._tables: dict[tuple[Any, ...], tuple[np.ndarray, np.ndarray]] = {}
         self._rows: dict[bytes, tuple[str, int]] = {}
@@ -91,8 +92,12 @@ class Remembered:
                 weight = layer.problem.weights[source]
                 if (source, given) == ("q_proj.weight", "query") and has_rows_of_query(layer.problem):
                     ask(PER_MULTIPLICATION * multiplications(x, weight.T), of_part=True)
+                exact = None if layer.problem.dtype == "float64" else self._exact.get((source, given))
                 with uncounted():
-                    self._products[key] = a.matmul(a.widen(x), a.weight(a.widen(weight)).T)
+                    product = a.matmul(a.widen(x), a.weight(a.widen(weight)).T, exact=exact)
+                self._products[key] = product
+                if a.wide == np.float64:
+                    self._exact[source, given] = product
         return self._products[key]
 
     def _made_of(self, layer: Layer, weight: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]] | None:
