@@ -118,6 +118,28 @@ def test_of_python_too():
         run_cases([CASES["textbook"]], ["torch"], jobs=0)
 
 
+THREADS = ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"]
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, ["4", "4"]), ("3", ["3", "4"])])
+def test_processes_share_the_cores_unless_somebody_says_otherwise(monkeypatch, own, expected):
+    monkeypatch.setattr(os, "cpu_count", lambda: 9)
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False) if own is None else monkeypatch.setenv("OMP_NUM_THREADS", own)
+    assert list(by_processes(os.getenv, THREADS, 2, cost=len)) == expected
+    assert os.environ.get("OMP_NUM_THREADS") == own
+
+
+def test_another_python_takes_its_share_of_the_cores(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 9)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho $OMP_NUM_THREADS >&2\nexit 2\n")
+    python.chmod(0o755)
+    with Elsewhere(str(python), [], num_beside=3) as elsewhere, pytest.raises(OSError, match="exit status 2: 2"):
+        os.fspath(elsewhere)
+
+
 # ---- With another Python ---------------------------------------------------------------------------------------------
 
 CASES_ELSEWHERE = ["--cases", "rope-gqa", "--grad", "--dtypes", "float32,bfloat16"]

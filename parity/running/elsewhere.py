@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mha_spec import Refusal
+from parity.core.blas import share_of_cores
 from parity.core.safe_path import SAFE_PATH
 
 MAX_ERRORS = 1 << 16  # bytes, the last that a program printed
@@ -22,12 +23,13 @@ class Elsewhere(os.PathLike[str]):
     As a path it is the folder of the traces that it makes, and whoever asks for that waits until they are there.
     """
 
-    def __init__(self, python: str, options: Sequence[str]) -> None:
+    def __init__(self, python: str, options: Sequence[str], num_beside: int = 1) -> None:
         """Begin. Python files of the current folder are not imported.
 
         Args:
             python: the interpreter, of an environment with this version of the harness and the framework.
             options: of `mha-parity run`, without those about reports and traces.
+            num_beside: how many processes compute beside this one.
 
         Raises:
             ValueError: if there is no such program.
@@ -43,7 +45,7 @@ class Elsewhere(os.PathLike[str]):
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self.errors,
-            env={**os.environ, **SAFE_PATH},
+            env={**os.environ, **SAFE_PATH, **share_of_cores(num_beside + 1)},
         )
 
     def __fspath__(self) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
 
+from parity.core.blas import share_of_cores
 from parity.core.safe_path import safe_path
 
 Item = TypeVar("Item")
@@ -38,14 +39,12 @@ def _results(
     others = set(multiprocessing.active_children())
     # A process that is forked would share the threads and locks of frameworks that are loaded here.
     num_processes = max(1, min(jobs, len(items)))
-    context, dearest_first = (
-        multiprocessing.get_context("spawn"),
-        sorted(range(len(items)), key=lambda i: -cost(items[i])),
-    )
-    with safe_path():
+    context, surroundings = multiprocessing.get_context("spawn"), share_of_cores(num_processes)
+    dearest_first = sorted(range(len(items)), key=lambda i: -cost(items[i]))
+    with safe_path(**surroundings):
         pool = ProcessPoolExecutor(num_processes, context, initializer=_end_with_parent)
     try:
-        with safe_path():
+        with safe_path(**surroundings):
             begun = {i: pool.submit(function, items[i]) for i in dearest_first}
         yield None
         for i in range(len(items)):
