@@ -27,6 +27,8 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from jax._src.interpreters import mlir
+from jax._src.lib.mlir import ir
 
 import mha_jax
 import mha_torch
@@ -42,6 +44,10 @@ torch.set_num_threads(1)
 # is planted in one stage of a case, and the others are as they were. (For subprocesses the Makefile says the same.)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / "build" / "jax-cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+# JAX makes a context for each function that it lowers, which takes a fifth of the time of a small one. Here one serves
+# all of them, except those that are lowered while another one is.
+_shared, _make = functools.cache(mlir.make_ir_context), mlir.make_ir_context
+mlir.make_ir_context = lambda: _shared() if ir.Context.current is None else _make()
 
 # What the frameworks hold for good need not be looked through for garbage, again and again, while JAX traces.
 gc.freeze()
@@ -135,6 +141,12 @@ def _forget_compiled() -> None:
     if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
         jax_backend._compiled.cache_clear()
         jax.clear_caches()
+
+
+def pytest_unconfigure() -> None:
+    """Let pytest look once through what is left, for errors while objects are deleted, instead of five times."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -225,6 +225,6 @@ def test_a_layer_of_keras_hub_computes_the_same(name):
     expected = voice.call(layer, torch.from_numpy(x), seen).detach().numpy()
     for sibling in SIBLINGS.values():
         module = load_into(sibling.module("MultiHeadAttention", voice.spec), voice.weights(layer))
-        for need_weights in (False, True):
+        for need_weights in (False, True) if sibling.name == "torch" else (False,):  # each compiles anew in JAX
             output, _ = module(sibling.array(x), is_causal=True, need_weights=need_weights)
             check_near(sibling.numpy(output), expected, f"{name} in {sibling.name}", 2 * NEAR)

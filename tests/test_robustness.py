@@ -165,9 +165,8 @@ def wait(self, name):
 
 parity.files.writing.Tensors.read = wait
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell is born without it
-if "nohup" in sys.argv:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    sys.argv.remove("nohup")
+signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == "nohup" else signal.SIG_DFL)  # whatever tests run in
+sys.argv = [each for each in sys.argv if each != "nohup"]
 sys.exit(main())
 """
 
