@@ -6,9 +6,11 @@ the values: for R rows R / S of the work.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from inspect import ismethod
 from typing import Any
 
@@ -62,6 +64,19 @@ def is_plain(layer: Any) -> bool:
     linear = vars(layer).get("linear")
     is_right = vars(layer).keys() <= KEPT and (linear is None or ismethod(linear.func))  # a method only remembers
     return is_right and layer.problem.spec.latent is None
+
+
+@contextmanager
+def making_weights_once(layer: Any) -> Iterator[None]:
+    """Let a layer make each of its wrong weights once inside, and not whenever it is asked for one."""
+    if (made := vars(layer).get("parameter")) is None:
+        yield
+        return
+    vars(layer)["parameter"] = cache(made)
+    try:
+        yield
+    finally:
+        vars(layer)["parameter"] = made
 
 
 def queries(layer: Any, rows: np.ndarray) -> np.ndarray | None:

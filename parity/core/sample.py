@@ -64,11 +64,15 @@ def steps_of_sample(layer: Any, sample: Sample, case: Case) -> Sequence[Step]:
         return {"mask": masked}
 
     def qkv(values: Values) -> dict[str, np.ndarray]:
+        with absorbed.making_weights_once(layer):
+            return made(values)
+
+    def made(values: Values) -> dict[str, np.ndarray]:
         wrong, inputs = absorbed.wrong_weights(layer) if sample.absorbs else {}, layer.problem.inputs
         q = absorbed.queries(layer, rows)
         left_out = [*wrong, *(["q"] if q is not None else [])]
-        made = absorbed.without(layer, left_out) if left_out else layer
-        found = {name: x if name in ("q", "gate") else x[:, :, keys] for name, x in made.qkv(values).items()}
+        others = absorbed.without(layer, left_out) if left_out else layer
+        found = {name: x if name in ("q", "gate") else x[:, :, keys] for name, x in others.qkv(values).items()}
         found |= {"q": q if q is not None else found["q"][:, :, rows]} if "q" in layer.asked else {}
         of = inputs.get("key", inputs["query"])
         found |= {name: absorbed.unmade(layer, name, x, of, len(rows)) for name, x in wrong.items()}

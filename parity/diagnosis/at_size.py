@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from parity.core.blas import single_threaded
 from parity.core.compare import Comparison
-from parity.core.work import Work
-from parity.diagnosis.sampling import FIRST_CALL, Part, Whole
+from parity.core.work import PER_MULTIPLICATION, Work
+from parity.diagnosis.sampling import FIRST_CALL, Part, Whole, multiplications
 from parity.diagnosis.scope import EVERYTHING, Scope
 from parity.diagnosis.verdicts import Diagnosis, Explanation, Unknown
 
@@ -34,6 +34,9 @@ SEARCHES = 0.8
 CONFIRMS = 0.5
 """The share of the work left that a confirmation may do."""
 
+SPARED = 0.25
+"""The share of a layer's own time that the search may do besides: the reference makes three of four projections here."""
+
 UNCONFIRMED = "not confirmed within the limit of the search"
 
 ALMOST = 3.0
@@ -49,7 +52,8 @@ def diagnosed_by_samples(whole: Whole, judge: Judge, difference: Difference, sec
         difference: compares all of it; called where no sample differs.
         seconds: work of the search, see `parity.core.work`.
     """
-    search = _Search(whole, judge, Work(seconds))
+    own = PER_MULTIPLICATION * multiplications(whole.problem)
+    search = _Search(whole, judge, Work(seconds + SPARED * own))
     if confirmed := search.over(whole.parts()):
         return confirmed
     if search.first is not None:

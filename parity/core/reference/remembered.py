@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -73,9 +74,8 @@ class Remembered:
         product = np.empty((*x.shape[:-1], len(weight)), layer.arithmetic.wide)
         for each, (rows, places) in made_of.items():
             known = self._product(each, given, layer, x)
-            breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(places) != 1)) + 1
-            for some, where in zip(np.split(rows, breaks), np.split(places, breaks), strict=True):  # heads, most often
-                product[..., where[0] : where[-1] + 1] = known[..., some[0] : some[-1] + 1]
+            for some, where in _in_a_row(rows, places):
+                product[..., where] = known[..., some]
         return product
 
     def _product(self, source: str, given: str, layer: Layer, x: np.ndarray) -> np.ndarray:
@@ -117,13 +117,12 @@ class Remembered:
             places.append(place)
         made_of = {name: (np.array(rows), np.array(places)) for name, (rows, places) in found.items()}
         spend(PER_FACTOR * weight.size)
-        weights = layer.problem.weights
         is_made = (
-            np.array_equal(weights[name][rows], weight[places])
+            np.array_equal(layer.problem.weights[name][some], weight[where])
             for name, (rows, places) in made_of.items()
-            if weights[name].shape[1] == weight.shape[1]
+            for some, where in _in_a_row(rows, places)
         )
-        return made_of if len(made_of) == sum(is_made) else None
+        return made_of if all(is_made) else None
 
     def tables(self, layer: Layer, original: Any, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The cosines and sines of some positions."""
@@ -135,6 +134,13 @@ class Remembered:
             self._tables[key] = original(positions)
         cos, sin = self._tables[key]
         return cos.copy(), sin.copy()
+
+
+def _in_a_row(rows: np.ndarray, places: np.ndarray) -> Iterator[tuple[slice, slice]]:
+    """Those rows and their places that follow each other, heads most often: slices need not be copied."""
+    breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(places) != 1)) + 1
+    for some, where in zip(np.split(rows, breaks), np.split(places, breaks), strict=True):
+        yield slice(some[0], some[-1] + 1), slice(where[0], where[-1] + 1)
 
 
 def _name_of(layer: Layer, array: np.ndarray) -> str | None:

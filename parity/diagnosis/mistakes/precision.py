@@ -15,10 +15,10 @@ import numpy as np
 from mha_spec import Rope
 from parity.core.cases import Case
 from parity.core.reference import Layer
-from parity.core.reference.arithmetic import MANTISSA
+from parity.core.reference.arithmetic import MANTISSA, multiplications
 from parity.core.stages import Values
 from parity.core.weights import dtype_named, is_floating
-from parity.core.work import PER_ROUNDED, begin
+from parity.core.work import PER_MULTIPLICATION, PER_ROUNDED, ask, begin
 from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking
 from parity.diagnosis.mistakes.rope import pairs_of
 
@@ -341,8 +341,9 @@ def low_products() -> Iterator[Mistake]:
 
 def _of_products(cut: Cut) -> dict[str, Override]:
     def linear(layer: Layer, _: Any, name: str, x: np.ndarray) -> np.ndarray:
-        a = layer.arithmetic
-        weight = cut(a.widen(layer.parameter(f"{name}.weight")))
+        a, weight = layer.arithmetic, layer.parameter(f"{name}.weight")
+        ask(PER_MULTIPLICATION * multiplications(x, weight.T))  # before anything is cut for it
+        weight = cut(a.widen(weight))
         bias = a.widen(layer.parameter(f"{name}.bias")) if layer.has_bias(name) else 0.0
         return a.keep(a.matmul(_entering(layer, name, x, cut), weight.T, bias))
 
@@ -358,17 +359,21 @@ def _of_products(cut: Cut) -> dict[str, Override]:
 
 def _nearest(bits: int) -> Cut:
     """To the nearest number of so many explicit bits, as a conversion does."""
-    return lambda x: _fewer_bits(np, x, bits)
+    return lambda x: _with_bits(x, bits, is_rounded=True)
 
 
 def _cut_off(bits: int) -> Cut:
     """Towards 0, as a matrix unit does that is given float32."""
+    return lambda x: _with_bits(x, bits, is_rounded=False)
 
-    def cut(x: np.ndarray) -> np.ndarray:
-        mantissa, exponent = np.frexp(x)
-        return np.ldexp(np.trunc(mantissa * 2.0 ** (bits + 1)), exponent - bits - 1).astype(x.dtype)
 
-    return cut
+def _with_bits(x: np.ndarray, bits: int, *, is_rounded: bool) -> np.ndarray:
+    """Return float32 or float64 numbers with so many explicit bits of their mantissa; NaN and infinity stay."""
+    integer, explicit = (np.uint64, 52) if x.dtype == np.float64 else (np.uint32, 23)
+    number, lost = x.view(integer), integer(explicit - bits)
+    if is_rounded:  # half to even
+        number = number + (number >> lost & integer(1)) + integer(2 ** (explicit - bits - 1) - 1)
+    return (number >> lost << lost).view(x.dtype)
 
 
 def _products_of(kind: str, about: str, fix: str) -> Mistake:
