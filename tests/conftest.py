@@ -104,23 +104,29 @@ def sibling(request: pytest.FixtureRequest) -> Sibling:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as thorough what JAX repeats: of a test for both siblings it runs the last combination of parameters.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what JAX repeats: of a test for both siblings it runs the last combination of parameters.
 
-    Compiling takes most of its time, and test_siblings shows that both are made of the same functions. A test marked
-    `compiles` takes so long to compile that JAX runs none of it in make test. A refusal, which the name of its test
-    says, compiles nothing.
+    Every second one of the others is thorough. Compiling takes most of its time, and test_siblings shows that both are
+    made of the same functions. A test marked `compiles` takes so long to compile that JAX runs none of it in make test.
+    A refusal, which the name of its test says, compiles nothing.
     """
     by_test: dict[str, dict[str, list[pytest.Item]]] = {}
     for item in items:
         name = getattr(item, "callspec", None) and item.callspec.params.get("sibling")
         if name and "refuse" not in item.name.partition("[")[0]:
             by_test.setdefault(item.nodeid.partition("[")[0], {}).setdefault(name, []).append(item)
+    left_out = list[pytest.Item]()
     for of_test in by_test.values():
         if len(of_test) > 1:
             compiles = of_test["jax"][0].get_closest_marker("compiles")
-            for item in of_test["jax"][: None if compiles else -1]:
+            others = of_test["jax"][: None if compiles else -1]
+            for item in others[::2]:
                 item.add_marker(pytest.mark.thorough)
+            left_out += others[1::2]
+    if left_out:
+        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=left_out)
 
 
 MOST_MAPS = 20_000  # parts of memory; a third of what Linux lets a process have

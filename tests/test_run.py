@@ -80,7 +80,7 @@ def is_computed_elsewhere(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [name for name in FINITE if not is_computed_elsewhere(name)])
+@pytest.mark.parametrize("name", [name for name in FINITE if not is_computed_elsewhere(name)][::2])  # torch runs all
 def test_jax_agrees_with_the_reference_in_further_cases(name):
     assert failures(CASES[name], "jax", "float32", with_gradients=False) == []
 
@@ -118,7 +118,7 @@ IN_DTYPES = {
 @pytest.mark.parametrize(
     ("dtype", "name"),
     rest_thorough(
-        [(dtype, name) for dtype, names in IN_DTYPES.items() for name in names],
+        [(dtype, name) for dtype, names in IN_DTYPES.items() for name in names[:3]],
         [(dtype, names[0]) for dtype, names in IN_DTYPES.items()],
     ),
 )

@@ -99,7 +99,7 @@ print(json.dumps([[*map(str, report.failed)], len(report.comparisons), [*map(str
 
 
 # In a ring; heads for tokens on the plain path, in parts, with the bias of distances, and with what is not finite.
-OF_TOKENS = ["alibi-both-ways", "textbook", "chunk-both-ways", "relative-bias-padded", "nan"]
+OF_TOKENS = ["alibi-both-ways", "textbook", "relative-bias-padded", "nan"]
 
 
 @pytest.mark.thorough

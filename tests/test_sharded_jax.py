@@ -25,7 +25,7 @@ def found():
 def test_every_stage_and_gradient_is_within_the_budget(found, kind):
     stages, wrong = found["judged"][kind]
     assert wrong == []
-    assert len(stages) == (5 if kind == "explicit" else 2)
+    assert len(stages) == (4 if kind == "explicit" else 1)
     assert min(stages.values()) > 30
 
 

@@ -35,7 +35,7 @@ CONFIRMS = 0.5
 """The share of the work left that a confirmation may do."""
 
 SPARED = 0.25
-"""The share of a layer's own time that the search may do besides: the reference makes three of four projections here."""
+"""The share of a layer's own time that the search may do besides: the reference makes three of its four projections."""
 
 UNCONFIRMED = "not confirmed within the limit of the search"
 
