@@ -90,7 +90,6 @@ ATTENTION = {
         heads(2, 1, soft_cap=3.0, scale=0.7, relative_bias=RelativeBias(8, 16)),
         {"key_padding_lengths": [0, 19]},
     ),
-    "ring, window": ("automatic", {"sequence": 4}, heads(2, 1, window_size=5), {"is_causal": True}),
     "ring, window, both ways": ("automatic", {"sequence": 8}, heads(2, 1, window_size=5), {}),
     "ring, chunks": ("explicit", {"sequence": 4}, heads(2, 1, chunk_size=8), {"is_causal": True}),
     "ring, mask and bias": ("explicit", {"sequence": 4}, heads(2, 1), {"mask": (2, 1, 32, 32), "bias": (1, 2, 32, 32)}),

@@ -233,7 +233,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", rest_thorough(LAYERS, ["Llama, dynamic", "Qwen3-VL"]))
+@pytest.mark.parametrize("name", rest_thorough(LAYERS, ["Qwen3-VL"]))
 def test_a_layer_equals_the_released_one(name):
     released = LAYERS[name]()
     assert released.spec.rope is not None

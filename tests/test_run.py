@@ -85,8 +85,8 @@ def test_jax_agrees_with_the_reference_in_further_cases(name):
     assert failures(CASES[name], "jax", "float32", with_gradients=False) == []
 
 
-# Of the widest also the gradients.
-TRAINED = {"trained-smollm2-*": ["--grad"], "trained-[!s]*": []}
+# One of each model, of the widest also the gradients.
+TRAINED = {"trained-smollm2-causal": ["--grad"], "trained-[ar]*s*f": []}
 
 
 @pytest.mark.thorough
@@ -99,11 +99,6 @@ def test_jax_agrees_on_trained_layers_compiled_as_users_have_it(cases, tmp_path)
     results = json.loads(path.read_text())["results"]
     assert {each["case"] for each in results} == {*fnmatch.filter(CASES, cases)}
     assert {each["status"] for each in results} == {"passed"}
-
-
-def test_every_trained_layer_is_compiled_so():
-    named = [name for cases in TRAINED for name in fnmatch.filter(CASES, cases)]
-    assert sorted(named) == sorted(name for name, case in CASES.items() if case.trained is not None)
 
 
 # Compiling takes most of JAX's time, so that its other dtypes run a choice of cases: the narrow ones those in which

@@ -12,7 +12,6 @@ SENT = {  # forward, and with gradients: keys and values go on n - 1 times; with
     "ring, causal": ({"collective-permute": 14}, {"collective-permute": 36}),
     "ring, eight": ({"collective-permute": 14}, {"collective-permute": 44}),
     "ring, two": ({"collective-permute": 10}, {"collective-permute": 24}),
-    "ring, window": ({"collective-permute": 2}, {"collective-permute": 8}),
     "ring, window, both ways": ({"collective-permute": 4}, {"collective-permute": 16}),
     "ring, chunks": ({}, {}),
     "ring, mask and bias": ({"collective-permute": 6}, {"collective-permute": 20, "all-gather": 1}),
