@@ -50,7 +50,7 @@ def diagnosed_by_samples(whole: Whole, judge: Judge, difference: Difference, sec
         whole: the problem, without a cache, and its stages in any order of axes.
         judge: diagnoses a sample.
         difference: compares all of it; called where no sample differs.
-        seconds: work of the search, see `parity.core.work`.
+        seconds: work of the search, see `parity.core.work`, beside `SPARED`.
     """
     own = PER_MULTIPLICATION * multiplications(whole.problem)
     search = _Search(whole, judge, Work(seconds + SPARED * own))

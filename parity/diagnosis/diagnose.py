@@ -77,8 +77,8 @@ def diagnose(
         arithmetic: of its hardware, one of `reference.ARITHMETICS`, or its rounding, one of `reference.UNFUSED`. When
             absent it is `tensix` if an array is TTNN's, and its device a card or a simulator, else `ieee`.
         seconds: work of the search, in seconds of one core of a usual machine. It is counted by the sizes of what is
-            computed, so that no load changes the verdict. The report lists what was not tried. Infinity tries
-            everything.
+            computed, so that no load changes the verdict. The search of a large layer does a quarter of the layer's own
+            work besides. The report lists what was not tried. Infinity tries everything.
 
     Raises:
         ValueError: if there is no stage of the problem among the names, or no such arithmetic.

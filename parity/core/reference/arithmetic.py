@@ -126,8 +126,8 @@ class Arithmetic:
         mantissa = PRODUCT_MANTISSA.get(self.kind, 23)
         if mantissa < 23 or multiplications(a, b) <= LARGE:
             return _plainly(a, b, start, mantissa)
-        is_whole = exact is not None and MANTISSA[self.kind] == 23
-        fast = exact.astype(np.float32) if is_whole else _by_blas(a, b)
+        enters_whole = MANTISSA[self.kind] == 23
+        fast = exact.astype(np.float32) if exact is not None and enters_whole else _by_blas(a, b)
         fast += _more_noise(a, b, fast)
         return fast + start
 
