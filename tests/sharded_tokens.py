@@ -83,6 +83,7 @@ ATTENTION = {
         heads(4, 2, alibi=Alibi(), sinks=True),
         {"is_causal": True},
     ),
+    "ring, two": ("explicit", {"tensor": 2, "sequence": 2}, heads(4, 2), {"is_causal": True}),
     "ring, eight": (
         "automatic",
         {"sequence": 8},

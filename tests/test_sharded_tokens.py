@@ -11,6 +11,7 @@ SENT = {  # forward, and with gradients: keys and values go on n - 1 times; with
     "heads for tokens, all that hides": ({"all-to-all": 6}, {"all-to-all": 11, "all-gather": 4}),
     "ring, causal": ({"collective-permute": 14}, {"collective-permute": 36}),
     "ring, eight": ({"collective-permute": 14}, {"collective-permute": 44}),
+    "ring, two": ({"collective-permute": 10}, {"collective-permute": 24}),
     "ring, window, both ways": ({"collective-permute": 4}, {"collective-permute": 16}),
     "ring, chunks": ({}, {}),
     "ring, mask and bias": ({"collective-permute": 6}, {"collective-permute": 20, "all-gather": 1}),
