@@ -45,6 +45,7 @@ def test_run_agrees_and_exits_0(capsys):
     )
 
 
+@pytest.mark.thorough
 def test_run_in_a_pipe_gives_plain_lines_of_at_most_100_columns():
     result = run_in_a_pipe("run", "--cases", "trained-smollm2-causal", "--backends", "torch", "--verbose")
     assert result.returncode == 0

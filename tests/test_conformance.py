@@ -514,6 +514,7 @@ def test_a_class_of_flax_is_made_and_its_width_found():
     assert [answer.words for answer in found.answers] == ["True shows; floats as booleans", "apart"]
 
 
+@pytest.mark.thorough
 def test_a_module_of_equinox_takes_one_sequence_and_is_mapped():
     module = equinox.nn.MultiheadAttention(4, 32, key=jax.random.key(0))
     found = examine(module, ["mask", "other sequence", "empty row"], ("float32", "float16"))
