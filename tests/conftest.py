@@ -116,17 +116,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         name = getattr(item, "callspec", None) and item.callspec.params.get("sibling")
         if name and "refuse" not in item.name.partition("[")[0]:
             by_test.setdefault(item.nodeid.partition("[")[0], {}).setdefault(name, []).append(item)
-    left_out = list[pytest.Item]()
+    left_out = set[pytest.Item]()
     for of_test in by_test.values():
         if len(of_test) > 1:
             compiles = of_test["jax"][0].get_closest_marker("compiles")
             others = of_test["jax"][: None if compiles else -1]
             for item in others[::3]:
                 item.add_marker(pytest.mark.thorough)
-            left_out += [item for item in others if item not in others[::3]]
+            left_out.update(others[1::3], others[2::3])
     if left_out:
-        items[:] = [item for item in items if item not in set(left_out)]
-        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=[*left_out])
 
 
 MOST_MAPS = 20_000  # parts of memory; a third of what Linux lets a process have

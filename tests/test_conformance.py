@@ -141,7 +141,7 @@ BROKEN = {
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("fewer_paths_of_jax")
-@pytest.mark.parametrize("name", [name for name in FACTS if "linen" not in name])  # of which nnx has the functions
+@pytest.mark.parametrize("name", FACTS)
 def test_known_facts_of_the_peers_are_found(name):
     # JAX compiles everything anew for a dtype: in bfloat16 it is asked of one function.
     is_of_jax = peer(name).framework == "jax" and name != "jax.nn.dot_product_attention"

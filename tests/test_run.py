@@ -40,7 +40,14 @@ def failures(case, backend, dtype, with_gradients):
 # Compiling gradients takes as long as all else. JAX derives all but those of attention in blocks, which depend on
 # scores and masks: cases in which these differ are differentiated.
 IN_BLOCKS = {
-    *("window-far", "chunk-both-ways", "soft-cap-bias", "sinks", "alibi", "relative-bias", "value-head-dim", "cross"),
+    "window-far",
+    "chunk-both-ways",
+    "soft-cap-bias",
+    "sinks",
+    "alibi",
+    "relative-bias",
+    "value-head-dim",
+    "cross",
 }
 
 FINITE = [name for name, case in CASES.items() if case.not_finite is None]

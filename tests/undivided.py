@@ -39,7 +39,7 @@ def layer_of(spec):
 
 
 def calls_of(spec):
-    """Functions of x: each path of a layer, its gradient, a prompt and a step."""
+    """Functions of x: each path of a layer, its gradient, a prompt and a step; of others than "gqa" two of them."""
     layer, cached = layer_of(spec)
 
     def output(x, **options):
@@ -50,9 +50,9 @@ def calls_of(spec):
         "with weights": lambda x: layer(x, need_weights=True),
         "gradient": jax.grad(lambda x: output(x).sum()),
         "prompt": lambda x: cached(x, cached.init_cache(2, 32)),
+        "step": lambda x: cached(x[:, :1], cached.init_cache(2, 32)),
     }
-    calls["step"] = lambda x: cached(x[:, :1], cached.init_cache(2, 32))
-    return calls if spec is SPECS["gqa"] else {what: calls[what] for what in ("gradient", "step")}  # the longest
+    return calls if spec is SPECS["gqa"] else {what: calls[what] for what in ("gradient", "step")}
 
 
 def programs():

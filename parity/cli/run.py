@@ -134,9 +134,9 @@ def run(options: argparse.Namespace) -> int:
         cases = cases_of(f"weights-{Path(options.weights).stem}", spec)
     runs = sum(1 if case.dtype else len(options.dtypes) for case in cases) * len(backends)
     with progress_bar(runs) as on_case, ExitStack() as stack:
-        num_beside = max(options.jobs, 1) + len(pythons) - 1
+        num_processes = max(options.jobs, 1) + len(pythons)
         elsewhere = [
-            stack.enter_context(Elsewhere(path, _told_elsewhere(options, name), num_beside))
+            stack.enter_context(Elsewhere(path, _told_elsewhere(options, name), num_processes))
             for name, path in pythons.items()
         ]
         join = [*options.join, *elsewhere]

@@ -23,13 +23,13 @@ class Elsewhere(os.PathLike[str]):
     As a path it is the folder of the traces that it makes, and whoever asks for that waits until they are there.
     """
 
-    def __init__(self, python: str, options: Sequence[str], num_beside: int = 1) -> None:
+    def __init__(self, python: str, options: Sequence[str], num_processes: int = 2) -> None:
         """Begin. Python files of the current folder are not imported.
 
         Args:
             python: the interpreter, of an environment with this version of the harness and the framework.
             options: of `mha-parity run`, without those about reports and traces.
-            num_beside: how many processes compute beside this one.
+            num_processes: how many processes compute at once, this one among them.
 
         Raises:
             ValueError: if there is no such program.
@@ -45,7 +45,7 @@ class Elsewhere(os.PathLike[str]):
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self.errors,
-            env={**os.environ, **SAFE_PATH, **share_of_cores(num_beside + 1)},
+            env={**os.environ, **SAFE_PATH, **share_of_cores(num_processes)},
         )
 
     def __fspath__(self) -> str:

@@ -28,7 +28,6 @@ class Remembered:
     def __init__(self, longer: Remembered | None = None, tokens: int = 0) -> None:
         self._longer, self._tokens = longer, tokens
         self._products: dict[tuple[Any, ...], np.ndarray] = {}
-        self._exact: dict[tuple[str, str], np.ndarray] = {}  # those in float64, of any hardware
         self._projected: dict[tuple[Any, ...], np.ndarray] = {}
         self._tables: dict[tuple[Any, ...], tuple[np.ndarray, np.ndarray]] = {}
         self._rows: dict[bytes, tuple[str, int]] = {}
@@ -83,7 +82,9 @@ class Remembered:
 
         The product of all queries is put off in a sample that has the rows that it needs.
         """
-        a, key = layer.arithmetic, (source, given, layer.arithmetic)
+        a = layer.arithmetic
+        of_float64 = (source, given, None)  # the same on any hardware
+        key = of_float64 if a.wide == np.float64 else (source, given, a)
         if key not in self._products:
             longer = None if self._longer is None else self._longer._products.get(key)
             if longer is not None:
@@ -92,12 +93,9 @@ class Remembered:
                 weight = layer.problem.weights[source]
                 if (source, given) == ("q_proj.weight", "query") and has_rows_of_query(layer.problem):
                     ask(PER_MULTIPLICATION * multiplications(x, weight.T), of_part=True)
-                exact = None if layer.problem.dtype == "float64" else self._exact.get((source, given))
+                exact = None if layer.problem.dtype == "float64" else self._products.get(of_float64)
                 with uncounted():
-                    product = a.matmul(a.widen(x), a.weight(a.widen(weight)).T, exact=exact)
-                self._products[key] = product
-                if a.wide == np.float64:
-                    self._exact[source, given] = product
+                    self._products[key] = a.matmul(a.widen(x), a.weight(a.widen(weight)).T, exact=exact)
         return self._products[key]
 
     def _made_of(self, layer: Layer, weight: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]] | None:
