@@ -1,6 +1,5 @@
 """The main job: every case on every backend, stage by stage, in every dtype, gradients included."""
 
-import fnmatch
 import importlib
 import importlib.util
 import json
@@ -91,20 +90,14 @@ def test_jax_agrees_with_the_reference_in_further_cases(name):
     assert failures(CASES[name], "jax", "float32", with_gradients=False) == []
 
 
-# One of each model, of the widest also the gradients.
-TRAINED = {"trained-smollm2-causal": ["--grad"], "trained-[ar]*s*f": []}
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("cases", TRAINED)
-def test_jax_agrees_on_trained_layers_compiled_as_users_have_it(cases, tmp_path):
+def test_jax_agrees_on_a_trained_layer_compiled_as_users_have_it(tmp_path):
     # Compiled quickly, as conftest says, a product is a sum from its first term to its last; in wide layers that shows.
-    path = tmp_path / "results.json"
-    command = ["-m", "parity", "run", "--backends", "jax", "--cases", cases, *TRAINED[cases], "--json", path]
+    path, case = tmp_path / "results.json", "trained-smollm2-causal"
+    command = ["-m", "parity", "run", "--backends", "jax", "--cases", case, "--grad", "--json", path]
     subprocess.run([sys.executable, *command], env=os.environ | {"XLA_FLAGS": ""}, check=True, capture_output=True)
     results = json.loads(path.read_text())["results"]
-    assert {each["case"] for each in results} == {*fnmatch.filter(CASES, cases)}
-    assert {each["status"] for each in results} == {"passed"}
+    assert {(each["case"], each["status"]) for each in results} == {(case, "passed")}
 
 
 # Compiling takes most of JAX's time, so that its other dtypes run a choice of cases: the narrow ones those in which
