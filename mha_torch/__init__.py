@@ -1,6 +1,5 @@
 """Multi-head attention in PyTorch: masks, plain and fused attention, and a key/value cache."""
 
-from mha_torch import fused
 from mha_torch.cache import (
     KVCache,
     LatentCache,
@@ -16,6 +15,7 @@ from mha_torch.cache_mha import (
     multi_head_attention_with_cache,
     multi_head_attention_with_static_cache,
 )
+from mha_torch.kernels import fused
 from mha_torch.latent import MultiHeadLatentAttention, multi_head_latent_attention
 from mha_torch.masks import (
     create_attention_mask,

@@ -16,7 +16,7 @@ from torch import Tensor
 from mha_spec import Refusal, WrongType
 from mha_spec.reach import reach_of
 from mha_torch.arrays import check_count, check_device, check_floating, check_lengths, values_of
-from mha_torch.masks import Masking, as_lengths
+from mha_torch.masks import Mask, as_lengths
 
 
 class Cache:
@@ -387,7 +387,7 @@ def create_cache_mask(
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
     offsets, reach = torch.as_tensor(lengths), reach_of(window_size, chunk_size)
-    return Masking(is_causal=True, reach=reach, offsets=offsets).hidden(seq_len_q, capacity, offsets.device)
+    return Mask(is_causal=True, reach=reach, offsets=offsets).implicit_bool(seq_len_q, capacity, offsets.device)
 
 
 def kv_cache_nbytes(

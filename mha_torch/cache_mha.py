@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_latent, check_spec
-from mha_torch import fused
 from mha_torch.arrays import check_floating, is_autocast_on
 from mha_torch.cache import (
     CacheT,
@@ -28,9 +27,10 @@ from mha_torch.cache import (
     has_room,
     init_cache,
 )
-from mha_torch.masks import Masking, as_lengths, check_bias, check_mask
-from mha_torch.mha import AttentionLayer
-from mha_torch.not_finite import by_finite_tokens, emptied, spoilt
+from mha_torch.kernels import Kernel, fused
+from mha_torch.kernels.nonfinite import by_finite_tokens, emptied, spoilt
+from mha_torch.masks import Mask, as_lengths, check_mask
+from mha_torch.mha import AttentionLayer, FunctionalLayer
 from mha_torch.projections import (
     absorb_keys,
     absorb_values,
@@ -40,9 +40,9 @@ from mha_torch.projections import (
     project_qkv,
 )
 from mha_torch.rope import check_layer_positions
-from mha_torch.shards import spec_of_heads
-from mha_torch.stages import Dropout
-from mha_torch.weights import Project, check_weights, project_with
+from mha_torch.scores import Scores, check_bias
+from mha_torch.stages import check_attention
+from mha_torch.weights import Project, check_weights
 
 torch.export.register_dataclass(KVCache)  # pytrees,
 torch.export.register_dataclass(LatentCache)
@@ -59,6 +59,7 @@ def multi_head_attention_with_cache(
     mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
     positions: Int[Tensor, "... #B T"] | None = None,
+    kernel: Kernel = fused.attend,
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B K S H"], Float[Tensor, "B K S Hv"]]:
     """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
 
@@ -74,6 +75,7 @@ def multi_head_attention_with_cache(
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
         positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
             absent.
+        kernel: computes the context.
 
     Returns:
         The output (B, T, E), and the keys and values of all S = P + T tokens.
@@ -93,20 +95,19 @@ def multi_head_attention_with_cache(
         check_floating("cache_k", cache_k, rank=4)
     cache_len = 0 if cache_k is None else cache_k.shape[2]
     seq_len = x.shape[1]
-    project = by_finite_tokens(project_with(weights, spec))
+    layer = FunctionalLayer(weights, spec, kernel)
     positions = cache_len + torch.arange(seq_len, device=x.device)[None] if positions is None else positions
-    q, k, v = project_qkv(project, x, x, x, spec, positions)
+    q, k, v = project_qkv(by_finite_tokens(layer.project), x, x, x, spec, positions)
     if cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
         k, v = torch.cat([cache_k, k], dim=2), torch.cat([cache_v, v], dim=2)
-    check_mask(mask, (*q.shape[:3], cache_len + seq_len))
-    masking = Masking(mask, bias, is_causal=True, reach=spec.reach, offsets=torch.full((1,), cache_len))
-    if seq_len == 1 and spec.reach is None and not spec.has_distance_bias:  # it sees everything, from wherever it is
-        masking = Masking(mask, bias)
-    elif not cache_len:
-        masking = replace(masking, offsets=None)
-    context = fused.attend(q, k, v, masking.with_weights(weights), Dropout(), spec=spec)
-    return project_output(project, context, x, spec), k, v
+    visible, scores = Mask(mask, is_causal=True, reach=spec.reach), layer.scores(bias)
+    if seq_len == 1 and visible.reach is None and not scores.has_distances:  # it attends to everything
+        visible = Mask(mask)
+    elif cache_len:
+        visible = replace(visible, offsets=torch.full((1,), cache_len))
+    check_attention(q, k, v, visible, scores)
+    return project_output(layer.project, kernel(q, k, v, visible, scores), x, spec), k, v
 
 
 def multi_head_attention_with_static_cache(
@@ -119,6 +120,7 @@ def multi_head_attention_with_static_cache(
     mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
     positions: Int[Tensor, "... #B T"] | None = None,
+    kernel: Kernel = fused.attend,
 ) -> tuple[Float[Tensor, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
@@ -133,6 +135,7 @@ def multi_head_attention_with_static_cache(
         bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key.
         positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); `cache.lengths`
             and those after it when absent.
+        kernel: computes the context.
 
     Returns:
         The output (B, T, E) and the cache with the new tokens.
@@ -145,32 +148,24 @@ def multi_head_attention_with_static_cache(
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
     check_is_cache(cache)
-    masking = Masking(mask, bias, is_causal=True).with_weights(weights)
     return cached_layer(
-        project_with(weights, spec),
-        x,
-        cache,
-        spec,
-        masking,
-        new_lengths=new_lengths,
-        positions=positions,
-        dropout=Dropout(),
+        FunctionalLayer(weights, spec, kernel), x, cache, mask, bias, new_lengths=new_lengths, positions=positions
     )
 
 
 def cached_layer(
-    project: Project,
+    layer: AttentionLayer | FunctionalLayer,
     x: Tensor,
     cache: CacheT,
-    spec: AttentionSpec,
-    masking: Masking,
+    mask: Tensor | None,
+    bias: Tensor | None,
     *,
     new_lengths: Tensor | Sequence[int] | None,
     positions: Tensor | None,
-    dropout: Dropout,
     kv_b: Tensor | None = None,
 ) -> tuple[Tensor, CacheT]:
-    """Append new tokens to a cache of either kind, and attend; over the latents themselves where kv_b is given."""
+    """Append new tokens to a cache of either kind, and attend; over the latents themselves if kv_b is given."""
+    spec = layer.own_spec
     check_cached_input(x, cache)
     seq_len = x.shape[1]
     check_layer_positions(positions, x.shape[0], seq_len, spec)
@@ -184,22 +179,21 @@ def cached_layer(
             positions = cache.lengths[:, None] + torch.arange(seq_len, device=x.device)
         if is_real is not None:  # padding makes no sequence longer
             positions = torch.where(is_real, positions, positions[..., :1])
-    project = by_finite_tokens(project)
+    project = by_finite_tokens(layer.project)
     q, new = _entering(project, x, cache, spec, positions)
-    spec = spec_of_heads(spec, q.shape[1])  # fewer where heads are divided over processes
-    check_mask(masking.mask, (*q.shape[:3], cache.capacity))
-    check_bias(masking.bias, (*q.shape[:3], cache.capacity), q)
+    scores = layer.scores(bias).of_heads(q.shape[1])
+    spec = scores.spec or spec
+    check_mask(mask, (*q.shape[:3], cache.capacity))
+    check_bias(bias, (*q.shape[:3], cache.capacity), q)
     before, cache = cache, append_checked(cache, new, new_lengths, lengths)
-    slots = _slots_seen(cache.capacity, spec, lengths, seq_len)
-    q, k, v, seen_as = _seen(q, cache, slots, spec, project, kv_b)
+    slots, rows = _slots_seen(cache.capacity, spec, lengths, seq_len), slice(0, seq_len)
+    q, k, v, scores = _seen(q, cache, slots, scores.block(rows, slots), project, kv_b)
+    visible = _mask_of_slots(mask, slots, spec, before.lengths, lengths, seq_len)
+    check_attention(q, k, v, visible, scores)
+    context = layer.kernel(q, k, v, visible, scores)
     if lengths is None:
-        masking = replace(masking, reach=spec.reach, offsets=before.lengths)
-        context = fused.attend(q, k, v, masking, dropout, spec=seen_as)
         added = seq_len if new_lengths is None else as_lengths(new_lengths, q.device)
         context = spoilt(context, ~has_room(before, seq_len, added)[:, None, None, None])
-    else:
-        masking = _masking_of_slots(masking, slots, spec, before.lengths, lengths, seq_len)
-        context = fused.attend(q, k, v, masking, dropout, spec=seen_as)
     context = context if kv_b is None else _absorbing(absorb_values, context, kv_b, spec)
     output = project_output(project, context, x, spec)
     if is_real is not None:
@@ -235,32 +229,36 @@ def _absorbing(absorb: Callable[..., Tensor], x: Tensor, kv_b: Tensor, spec: Att
 
 
 def _seen(
-    q: Tensor,
-    cache: KVCache | LatentCache,
+    q: Tensor, cache: KVCache | LatentCache, slots: slice, scores: Scores, project: Project, kv_b: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Scores]:
+    """Return queries, and keys and values of some slots, or the latents instead of both, with the scores of these."""
+    if isinstance(cache, KVCache):
+        return q, cache.keys[:, :, slots], cache.values[:, :, slots], scores
+    spec, latents = scores.spec or AttentionSpec(1, 1), cache.latents[:, :, slots]
+    if kv_b is None:
+        return q, *expand_latents(project, latents, spec), scores
+    q = _absorbing(absorb_keys, q, kv_b, spec)
+    return q, latents, latents[..., : check_latent(spec).kv_rank], replace(scores, spec=spec.absorbed)
+
+
+def _mask_of_slots(
+    mask: Tensor | None,
     slots: slice,
     spec: AttentionSpec,
-    project: Project,
-    kv_b: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
-    """What queries attend to, and as those of what layer: keys and values, or the latents that they are made of."""
-    if isinstance(cache, KVCache):
-        return q, cache.keys[:, :, slots], cache.values[:, :, slots], spec
-    latents = cache.latents[:, :, slots]
-    if kv_b is None:
-        return q, *expand_latents(project, latents, spec), spec
-    return _absorbing(absorb_keys, q, kv_b, spec), latents, latents[..., : check_latent(spec).kv_rank], spec.absorbed
-
-
-def _masking_of_slots(
-    masking: Masking, slots: slice, spec: AttentionSpec, before: Tensor, lengths: list[int], seq_len: int
-) -> Masking:
-    """What is hidden of the slots that some new token sees."""
+    before: Tensor,
+    lengths: list[int] | None,
+    seq_len: int,
+) -> Mask:
+    """Return the mask of the slots that some new token attends to."""
+    visible = Mask(mask, is_causal=True, reach=spec.reach, offsets=before)
+    if lengths is None:
+        return visible
     first, last = min(lengths, default=0), max(lengths, default=0)
-    masking = replace(masking, reach=spec.reach, offsets=before).part(slice(0, seq_len), slots)
-    # One token sees all that is filled and in its reach.
+    visible = visible.block(slice(0, seq_len), slots)
+    # One token attends to all that is filled and in its span.
     if first == last and seq_len == 1 and not spec.has_distance_bias:
-        return Masking(masking.mask, masking.bias, sinks=masking.sinks)
-    return replace(masking, offsets=None) if last == 0 else masking  # a prompt; no real token sees right padding
+        return Mask(visible.mask)
+    return replace(visible, offsets=None) if last == 0 else visible  # a prompt; no real token sees right padding
 
 
 def cache_dtype(weight: Tensor) -> torch.dtype:
@@ -326,14 +324,5 @@ class MultiHeadAttentionWithCache(AttentionLayer):
                 values are known).
         """
         check_is_cache(cache)
-        output, cache = cached_layer(
-            self.project,
-            x,
-            cache,
-            self.own_spec,
-            self.with_learned(Masking(mask, bias, is_causal=True)),
-            new_lengths=new_lengths,
-            positions=positions,
-            dropout=self.drawn_dropout(),
-        )
+        output, cache = cached_layer(self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions)
         return self.drop_output(output), cache

@@ -16,11 +16,10 @@ from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec
 from mha_torch.cache import LatentCache, check_cached_input, check_is_cache, init_latent_cache
 from mha_torch.cache_mha import cache_dtype, cached_layer
-from mha_torch.masks import Masking
-from mha_torch.mha import AttentionLayer
+from mha_torch.kernels import Kernel, fused
+from mha_torch.mha import AttentionLayer, FunctionalLayer
 from mha_torch.shards import PLACES, own_weight
-from mha_torch.stages import Dropout
-from mha_torch.weights import check_weights, project_with
+from mha_torch.weights import check_weights
 
 
 def multi_head_latent_attention(
@@ -34,6 +33,7 @@ def multi_head_latent_attention(
     bias: Float[Tensor, "..."] | None = None,
     positions: Int[Tensor, "... #B T"] | None = None,
     absorb: bool | None = None,
+    kernel: Kernel = fused.attend,
 ) -> tuple[Float[Tensor, "B T E"], LatentCache]:
     """Causal self-attention of new tokens over all tokens so far, of which a cache holds the latents.
 
@@ -50,6 +50,7 @@ def multi_head_latent_attention(
             and those after it when absent.
         absorb: attend over the latents themselves, kv_b_proj taken into queries and context; or, if False, over the
             keys and values made of them. Whichever costs less when absent: see `AttentionSpec.absorbs`.
+        kernel: computes the context.
 
     Returns:
         The output (B, T, E) and the cache with the new tokens.
@@ -68,14 +69,13 @@ def multi_head_latent_attention(
     check_cached_input(x, cache)
     absorb = spec.absorbs(x.shape[1]) if absorb is None else absorb
     return cached_layer(
-        project_with(weights, spec),
+        FunctionalLayer(weights, spec, kernel),
         x,
         cache,
-        spec,
-        Masking(mask, bias, is_causal=True).with_weights(weights),
+        mask,
+        bias,
         new_lengths=new_lengths,
         positions=positions,
-        dropout=Dropout(),
         kv_b=weights["kv_b_proj.weight"] if absorb else None,
     )
 
@@ -149,16 +149,9 @@ class MultiHeadLatentAttention(AttentionLayer):
         """
         check_is_cache(cache, LatentCache)
         check_cached_input(x, cache)
+        kv_b = self._kv_b() if self.spec.absorbs(x.shape[1]) else None
         output, cache = cached_layer(
-            self.project,
-            x,
-            cache,
-            self.own_spec,
-            self.with_learned(Masking(mask, bias, is_causal=True)),
-            new_lengths=new_lengths,
-            positions=positions,
-            dropout=self.drawn_dropout(),
-            kv_b=self._kv_b() if self.spec.absorbs(x.shape[1]) else None,
+            self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions, kv_b=kv_b
         )
         return self.drop_output(output), cache
 

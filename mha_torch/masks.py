@@ -1,8 +1,7 @@
 """Masks: boolean, True = masked (cannot attend), and they broadcast against the scores (B, N, T, S)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,9 +16,7 @@ from mha_torch.arrays import (
     check_count,
     check_device,
     check_lengths,
-    is_autocast_on,
 )
-from mha_torch.relative_bias import check_relative_bias
 
 
 def create_causal_mask(
@@ -115,7 +112,7 @@ def create_attention_mask(
     if key_padding_lengths is not None:
         check_lengths("key_padding_lengths", key_padding_lengths, None, seq_len_k)
     reach = reach_of(window_size, chunk_size)
-    return Masking(None, None, is_causal, key_padding_lengths, reach).hidden(seq_len_q, seq_len_k, device)
+    return Mask(None, is_causal, key_padding_lengths, reach).implicit_bool(seq_len_q, seq_len_k, device)
 
 
 def create_causal_mask_with_cache(
@@ -187,119 +184,87 @@ def create_sliding_window_mask(
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
-class Masking:
-    """What hides keys from queries and what is added to their scores: one value behind the functions that users call.
+class Mask:
+    """Keys that each query may not attend to, in whichever form they were told.
 
     Attributes:
         mask: boolean, True = masked; broadcasts to (B, N, T, S).
-        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
         is_causal: hide every key after the query's own position.
         key_padding_lengths: number of real keys of each sequence, (B,).
-        reach: how far a query sees, where that is less than everything.
-        offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
-        sinks: the logit of each head that takes part in the softmax and has no value, (N,).
-        relative_bias: what scores gain for the distance of their keys, of each bucket and head, (num_buckets, N).
+        reach: attention span of the layer, a window or chunks; None for all keys.
+        offsets: position of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 by default.
     """
 
     mask: Bool[Tensor, "..."] | None = None
-    bias: Float[Tensor, "..."] | None = None
     is_causal: bool = False
     key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None
     reach: Reach | None = None
     offsets: Int[Tensor, " B"] | None = None
-    sinks: Float[Tensor, " N"] | None = None
-    relative_bias: Float[Tensor, "buckets N"] | None = None
 
-    def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
-        """Refuse what does not fit the scores (B, N, T, S), or their queries."""
+    def check(self, scores_shape: tuple[int, ...], query: Tensor, num_parts: int = 1) -> None:
+        """Refuse a mask that does not fit the scores (B, N, T, S), or their queries; lengths are of all parts."""
         check_mask(self.mask, scores_shape)
         if self.mask is not None:
             check_device("mask", self.mask, query.device, "query")
-        check_bias(self.bias, scores_shape, query)
         if self.key_padding_lengths is not None:
-            check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
-        check_sinks(self.sinks, scores_shape[1])
-        if self.sinks is not None:
-            check_device("sinks", self.sinks, query.device, "query")
-        if self.relative_bias is not None:
-            check_device("relative_bias", self.relative_bias, query.device, "query")
+            check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], num_parts * scores_shape[3])
 
     @property
-    def may_hide(self) -> bool:
-        """Whether a key may be hidden from a query."""
-        return self.is_causal or any(
-            x is not None for x in (self.mask, self.bias, self.key_padding_lengths, self.reach)
-        )
+    def is_trivial(self) -> bool:
+        """Whether every query attends to every key."""
+        return not self.is_causal and all(x is None for x in (self.mask, self.key_padding_lengths, self.reach))
 
-    def of_layer(self, spec: AttentionSpec | None) -> "Masking":
-        """The same with what a layer hides by itself.
-
-        Raises:
-            ValueError: if there are sinks or a relative bias and the layer has none, or the other way round.
-        """
-        if spec is not None:
-            check_spec(spec)
-            if spec.sinks != (self.sinks is not None):
-                raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": spec.sinks})
-            check_relative_bias(self.relative_bias, spec.relative_bias, spec.num_heads)
-        return self if spec is None or spec.reach is None else replace(self, reach=spec.reach)
-
-    def with_weights(self, weights: Mapping[str, Any]) -> "Masking":
-        """The same with what a layer has learned of its scores: sinks, and a relative bias."""
-        return replace(self, sinks=weights.get("sinks"), relative_bias=weights.get("relative_bias"))
-
-    def with_infinite_bias(self) -> "Masking":
-        """The same with the keys that a bias of -inf hides in the mask: a row of -inf is as empty as a masked one."""
-        if self.bias is None:
+    def within(self, spec: AttentionSpec | None) -> "Mask":
+        """Return the mask with the attention span of a layer."""
+        if spec is None:
             return self
-        is_hidden = torch.isneginf(self.bias)
+        check_spec(spec)
+        return self if spec.reach is None else replace(self, reach=spec.reach)
+
+    def with_bias(self, bias: Float[Tensor, "..."] | None) -> "Mask":
+        """Return the mask with the keys that a bias of -inf hides: a row of -inf is a fully masked row."""
+        if bias is None:
+            return self
+        is_hidden = torch.isneginf(bias)
         return replace(self, mask=is_hidden if self.mask is None else self.mask | is_hidden)
 
-    def joined(
+    def to_bool(
         self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
     ) -> Bool[Tensor, "..."] | None:
-        """The mask, joined with what causality, padding and reach hide; None if nothing is hidden."""
+        """Return the boolean mask, with what causality, padding and span hide; None if nothing is hidden."""
         if not self.is_causal and self.key_padding_lengths is None and self.reach is None:
             return self.mask
-        hidden = self.hidden(seq_len_q, seq_len_k, device)
+        hidden = self.implicit_bool(seq_len_q, seq_len_k, device)
         return hidden if self.mask is None else hidden | self.mask
 
-    def part(self, rows: slice, keys: slice) -> "Masking":
-        """What it is to some of the queries and some of the keys."""
-
-        def cut(x: Tensor | None) -> Tensor | None:
-            if x is None or x.ndim == 0:
-                return x
-            x = x[..., keys] if x.shape[-1] > 1 else x
-            return x[..., rows, :] if x.ndim > 1 and x.shape[-2] > 1 else x
-
+    def block(self, rows: slice, keys: slice) -> "Mask":
+        """Return the mask of some of the queries and some of the keys."""
         lengths, offsets = self.key_padding_lengths, as_lengths([0] if self.offsets is None else self.offsets)
         if lengths is not None:
             lengths = (as_lengths(lengths) - keys.start).clamp(min=0)
         return replace(
             self,
-            mask=cut(self.mask),
-            bias=cut(self.bias),
+            mask=block_of(self.mask, rows, keys),
             key_padding_lengths=lengths,
             offsets=offsets + (rows.start - keys.start),
         )
 
-    def hidden(
+    def implicit_bool(
         self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
     ) -> Bool[Tensor, "#B 1 T S"]:
-        """What causality, padding and reach hide, of zero tokens too: all but the keys from a first one to a last."""
-        first, stop = self.seen_keys(seq_len_q, seq_len_k, device)
+        """Return what causality, padding and span hide, of zero tokens too: all keys outside of `key_range`."""
+        first, stop = self.key_range(seq_len_q, seq_len_k, device)
         keys = _positions(seq_len_k, stop.device)
         hidden = keys >= stop[:, None, :, None]
-        # Without a reach there is one comparison, and one mask in memory.
+        # Without a span there is one comparison, and one mask in memory.
         return hidden if self.reach is None else hidden.logical_or_(keys < first[:, None, :, None])
 
-    def seen_keys(
+    def key_range(
         self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
     ) -> tuple[Int[Tensor, "#B T"], Int[Tensor, "#B T"]]:
-        """The first key that causality, padding and reach show each query, and the one after the last.
+        """Return the first key that causality, padding and span leave each query, and the one after the last.
 
-        They may lie before and behind the keys there are; where the first one is not before the other, none is seen.
+        They may lie before and behind the keys there are. A row whose first key is not before its last is fully masked.
         """
         lengths = None if self.key_padding_lengths is None else as_lengths(self.key_padding_lengths, device)
         places = _positions(seq_len_q, device if lengths is None else lengths.device)[None]  # (B or 1, T)
@@ -311,6 +276,14 @@ class Masking:
         if self.reach is not None:
             first, stop = self.reach.first(places), torch.minimum(stop, self.reach.stop(places))
         return first, stop
+
+
+def block_of(x: Float[Tensor, "..."] | Bool[Tensor, "..."] | None, rows: slice, keys: slice) -> Tensor | None:
+    """Return some queries and keys of an array that broadcasts to the scores."""
+    if x is None or x.ndim == 0:
+        return x
+    x = x[..., keys] if x.shape[-1] > 1 else x
+    return x[..., rows, :] if x.ndim > 1 and x.shape[-2] > 1 else x
 
 
 def as_lengths(lengths: Tensor | Sequence[int], device: torch.device | str | None = None) -> Int[Tensor, " B"]:
@@ -335,25 +308,3 @@ def check_mask(mask: Tensor | None, scores_shape: tuple[int, ...]) -> None:
             "mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint="an additive term is passed as bias"
         )
     check_broadcasts("mask", tuple(mask.shape), scores_shape)
-
-
-def check_bias(bias: Tensor | None, scores_shape: tuple[int, ...], query: Tensor) -> None:
-    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T, S)."""
-    if bias is None:
-        return
-    check_array("bias", bias)
-    if bias.dtype != query.dtype and not (bias.is_floating_point() and is_autocast_on(bias.device)):
-        raise WrongType("bias", "have the dtype of query", {"bias.dtype": bias.dtype, "query.dtype": query.dtype})
-    check_broadcasts("bias", tuple(bias.shape), scores_shape)
-    check_device("bias", bias, query.device, "query")
-
-
-def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
-    """Refuse sinks that are not a number for each head."""
-    if sinks is None:
-        return
-    check_array("sinks", sinks)
-    if not sinks.is_floating_point():
-        raise WrongType("sinks", "be floating point", {"sinks.dtype": sinks.dtype})
-    if tuple(sinks.shape) != (num_heads,):
-        raise Refusal("sinks", f"have shape (N,) = ({num_heads},)", {"sinks.shape": tuple(sinks.shape)})

@@ -5,7 +5,7 @@ A mask is boolean and True where a query may not see a key; an additive term is 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,17 +14,19 @@ from torch import Tensor, nn
 
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
-from mha_torch import fused, stages
-from mha_torch.arrays import check_device, check_floating, check_lengths
-from mha_torch.masks import Masking
+from mha_torch import stages
+from mha_torch.arrays import check_device, check_floating
+from mha_torch.kernels import Kernel, fused
+from mha_torch.kernels.nonfinite import by_finite_tokens
+from mha_torch.kernels.sdpa import check_context_parallel
+from mha_torch.masks import Mask
 from mha_torch.norms import NormLayer
-from mha_torch.not_finite import by_finite_tokens
 from mha_torch.projections import combine_heads, project_output, project_qkv, split_heads
-from mha_torch.ring import Tokens, attend_in_ring, check_context_parallel, check_tokens
 from mha_torch.rope import check_layer_positions
-from mha_torch.shards import check_normed_heads, is_distributed, own_part, own_weight, set_whole, spec_of_heads
-from mha_torch.stages import Dropout, scaled_dot_product_attention
-from mha_torch.weights import Project, check_projected, check_weights, project_with
+from mha_torch.scores import Scores
+from mha_torch.shards import check_normed_heads, is_distributed, own_part, own_weight, set_whole
+from mha_torch.stages import check_attention, scaled_dot_product_attention
+from mha_torch.weights import check_projected, check_weights, project_with
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
@@ -71,6 +73,7 @@ def multi_head_attention(
     positions: Int[Tensor, "... #B T"] | None = None,
     training: bool = False,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
+    kernel: Kernel = fused.attend,
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
     """Multi-head attention with weights from outside: project, split, attend, combine, project.
 
@@ -89,6 +92,7 @@ def multi_head_attention(
         positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
         training: drop attention weights and outputs, at the rates of the spec.
         dropout_keep: True where an attention weight is kept, in place of a random draw; takes the plain path.
+        kernel: computes the context, unless weights are asked for.
 
     Returns:
         The output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout
@@ -106,52 +110,66 @@ def multi_head_attention(
     check_weights(weights, spec)
     if dropout_keep is not None and not training:
         raise Refusal("dropout_keep", "come with training=True", "dropout_keep and training=False")
-    output, attn_weights = _attention_layer(
-        project_with(weights, spec),
+    output, attn_weights = attention_layer(
+        FunctionalLayer(weights, spec, kernel, training, dropout_keep),
         query,
         key,
         value,
-        spec,
-        Masking(mask, bias, is_causal, key_padding_lengths).with_weights(weights),
+        Mask(mask, is_causal, key_padding_lengths),
+        bias=bias,
         need_weights=need_weights,
         positions=positions,
-        dropout=Dropout(spec.dropout if training else 0.0, dropout_keep),
     )
     return F.dropout(output, spec.output_dropout, training), attn_weights
 
 
-def _attention_layer(
-    project: Project,
+def attention_layer(
+    layer: "AttentionLayer | FunctionalLayer",
     query: Tensor,
     key: Tensor | None,
     value: Tensor | None,
-    spec: AttentionSpec,
-    masking: Masking,
+    mask: Mask,
     *,
+    bias: Tensor | None,
     need_weights: bool,
     positions: Tensor | None,
-    dropout: Dropout,
-    tokens: Tokens | None = None,
 ) -> tuple[Tensor, Tensor | None]:
+    """Return the output of a layer, and its attention weights if asked for: project, attend, project."""
+    spec = layer.own_spec
     check_layer_inputs(query, key, value, positions, spec)
-    if tokens is not None:
-        check_tokens(need_weights, dropout, masking)
-    else:
-        check_context_parallel(masking, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
-    if masking.may_hide or spec.reach is not None:
-        project = by_finite_tokens(project)
+    mask = mask.within(spec)
+    project = layer.project if mask.is_trivial and bias is None else by_finite_tokens(layer.project)
     q, k, v = project_qkv(project, query, key, value, spec, positions)
-    spec = spec_of_heads(spec, q.shape[1])  # fewer where heads are divided over processes
-    masking = masking.of_layer(spec)
-    if tokens is not None:
-        context, attn_weights = attend_in_ring(q, k, v, masking, tokens, spec=spec), None
-    elif need_weights or dropout.keep is not None:
-        context, attn_weights = stages.attend(q, k, v, masking, dropout, spec=spec, need_weights=need_weights)
+    scores = layer.scores(bias).of_heads(q.shape[1])
+    check_attention(q, k, v, mask, scores, getattr(layer.kernel, "num_parts", 1))
+    if need_weights:
+        context, attn_weights = stages.attend(q, k, v, mask, scores)
     else:
-        context, attn_weights = fused.attend(q, k, v, masking, dropout, spec=spec), None
-    return project_output(project, context, query, spec), attn_weights
+        context, attn_weights = layer.kernel(q, k, v, mask, scores), None
+    return project_output(project, context, query, scores.spec or spec), attn_weights
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionalLayer:
+    """Layer of weights from outside, with what `attention_layer` needs of an `AttentionLayer`."""
+
+    weights: Mapping[str, Tensor]
+    own_spec: AttentionSpec
+    kernel: Kernel = fused.attend
+    training: bool = False
+    dropout_keep: Bool[Tensor, "B N T S"] | None = None
+
+    def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
+        """Apply the projection or the norm of that name."""
+        return project_with(self.weights, self.own_spec)(name, x)
+
+    def scores(self, bias: Float[Tensor, "..."] | None) -> Scores:
+        """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
+        learned = self.weights.get("sinks"), self.weights.get("relative_bias")
+        dropout = self.own_spec.dropout if self.training else 0.0
+        return Scores(self.own_spec, bias, *learned, dropout, self.dropout_keep)
 
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------
@@ -167,7 +185,7 @@ class AttentionLayer(nn.Module):
     Attributes:
         spec: what the layer computes.
         own_spec: what this process computes of it: all, or some of its heads where `parallel` divided them.
-        tokens: how the tokens of a sequence are divided over processes, or None.
+        kernel: computes the context, unless weights are asked for; another may take its place.
 
     Raises:
         TypeError: if spec is not an `AttentionSpec`, or the dtype not floating point.
@@ -184,7 +202,7 @@ class AttentionLayer(nn.Module):
         if dtype is not None and not dtype.is_floating_point:
             raise WrongType("dtype", "be floating point", dtype=dtype)
         self.spec = self.own_spec = spec
-        self.tokens: Tokens | None = None
+        self.kernel: Kernel = fused.attend
         for name, projection in spec.projections.items():
             linear = nn.Linear(projection.d_in, projection.d_out, bias=projection.has_bias, device=device, dtype=dtype)
             self.add_module(name, linear)
@@ -227,41 +245,10 @@ class AttentionLayer(nn.Module):
             check_projected(name, x, linear.weight)
         return linear(x) if name == "out_proj" else own_part(linear(x))
 
-    def attend(
-        self,
-        query: Float[Tensor, "B T d_in"],
-        key: Float[Tensor, "B S d_kv"] | None,
-        value: Float[Tensor, "B S d_kv"] | None,
-        masking: Masking,
-        *,
-        need_weights: bool = False,
-        positions: Int[Tensor, "... #B T"] | None = None,
-    ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
-        """`multi_head_attention` with the weights and the specification of this module."""
-        if self.tokens is not None and positions is None and self.spec.has_positions:
-            positions = self.tokens.positions(query.shape[1], query.device)
-        output, attn_weights = _attention_layer(
-            self.project,
-            query,
-            key,
-            value,
-            self.own_spec,
-            self.with_learned(masking),
-            need_weights=need_weights,
-            positions=positions,
-            dropout=self.drawn_dropout(),
-            tokens=self.tokens,
-        )
-        return self.drop_output(output), attn_weights
-
-    def with_learned(self, masking: Masking) -> Masking:
-        """The same with what this module has learned of its scores: see `Masking.with_weights`."""
+    def scores(self, bias: Float[Tensor, "..."] | None) -> Scores:
+        """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
         sinks, table = (None if held is None else own_weight(held) for held in (self.sinks, self.relative_bias))
-        return replace(masking, sinks=sinks, relative_bias=table)
-
-    def drawn_dropout(self) -> Dropout:
-        """What is dropped of the attention weights in this call: in training, and at a rate above 0."""
-        return Dropout(self.spec.dropout if self.training else 0.0)
+        return Scores(self.own_spec, bias, sinks, table, self.spec.dropout if self.training else 0.0)
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """The output with some of it dropped, in training and at a rate above 0."""
@@ -315,8 +302,17 @@ class MultiHeadAttention(AttentionLayer):
                 integers.
             ValueError: if the shapes do not fit, devices differ, or a length lies outside 0..S.
         """
-        masking = Masking(mask, bias, is_causal, key_padding_lengths)
-        return self.attend(query, key, value, masking, need_weights=need_weights, positions=positions)
+        output, attn_weights = attention_layer(
+            self,
+            query,
+            key,
+            value,
+            Mask(mask, is_causal, key_padding_lengths),
+            bias=bias,
+            need_weights=need_weights,
+            positions=positions,
+        )
+        return self.drop_output(output), attn_weights
 
 
 class MultiHeadSelfAttention(AttentionLayer):
@@ -353,12 +349,9 @@ class MultiHeadSelfAttention(AttentionLayer):
             ValueError: if the shapes do not fit, devices differ, or a length lies outside 0..T.
         """
         check_floating("x", x, rank=3)
-        if key_padding_lengths is not None:
-            seq_len = x.shape[1] * (1 if self.tokens is None else self.tokens.size)
-            check_lengths("key_padding_lengths", key_padding_lengths, x.shape[0], seq_len)
-        masking = Masking(mask, bias, is_causal, key_padding_lengths)
-        output, _ = self.attend(x, None, None, masking, positions=positions)
-        return output
+        visible = Mask(mask, is_causal, key_padding_lengths)
+        output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=positions)
+        return self.drop_output(output)
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
@@ -369,6 +362,7 @@ def check_layer_inputs(
 ) -> None:
     """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other."""
     check_floating("query", query, rank=3)
+    check_context_parallel(positions, spec)
     if key is None and value is not None:
         raise Refusal("value", "come with a key", "key=None and a value")
     if key is not None and spec.rope is not None:

@@ -11,7 +11,7 @@ from mha_spec import AttentionSpec, Latent, Refusal, Rope, Temperature
 from mha_spec.attention import check_latent, check_spec
 from mha_spec.temperature import check_temperature
 from mha_torch.arrays import check_count, check_floating
-from mha_torch.not_finite import emptied, may_hold, not_finite, spoilt
+from mha_torch.kernels.nonfinite import emptied, may_hold, not_finite, spoilt
 from mha_torch.rope import apply_rope, at_least_float32, check_positions
 from mha_torch.shards import (
     check_features,

@@ -6,7 +6,7 @@ A mask is boolean and True where a query may not see a key; an additive term is 
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,16 +18,15 @@ from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate
 from mha_torch.alibi import alibi_bias
 from mha_torch.arrays import (
-    check_array,
-    check_broadcasts,
     check_device,
     check_floating,
     check_head_groups,
 )
-from mha_torch.masks import Masking, check_bias, check_mask, check_sinks
-from mha_torch.not_finite import emptied, may_hold, not_finite, sees_any, spoilt
+from mha_torch.kernels.nonfinite import contained_with_weights, may_hold
+from mha_torch.masks import Mask, check_mask
 from mha_torch.relative_bias import check_relative_bias, relative_position_bias
 from mha_torch.rope import at_least_float32
+from mha_torch.scores import Scores, check_bias, check_keep, check_sinks
 
 
 def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor, "B N S H"]:
@@ -204,65 +203,36 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks, relative_bias=relative_bias)
-    masking = masking.of_layer(spec)
-    return attend(query, key, value, masking, Dropout(dropout, dropout_keep), spec=spec, need_weights=need_weights)
+    visible = Mask(mask, is_causal, key_padding_lengths).within(spec)
+    scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep)
+    check_attention(query, key, value, visible, scores)
+    context, attn_weights = attend(query, key, value, visible, scores)
+    return context, attn_weights if need_weights else None
 
 
-class Dropout(NamedTuple):
-    """What is dropped of the attention weights.
-
-    Attributes:
-        rate: probability of being dropped.
-        keep: True where a weight is kept, in place of a random draw.
-    """
-
-    rate: float = 0.0
-    keep: Bool[Tensor, "B N T S"] | None = None
-
-
+@contained_with_weights
 def attend(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
     value: Float[Tensor, "B K S Hv"],
-    masking: Masking,
-    dropout: Dropout,
-    *,
-    spec: AttentionSpec | None,
-    need_weights: bool,
-) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
-    """`scaled_dot_product_attention` as the layers call it."""
-    check_attention(query, key, value, masking, spec)
-    mask = masking.with_infinite_bias().joined(query.shape[2], key.shape[2], query.device)
-    if mask is None:  # everything is seen: what is not finite spreads by itself
-        scores = attention_scores(query, key, masking.bias, spec, masking.offsets, masking.relative_bias)
-        attn_weights = masked_softmax(scores, None, masking.sinks).to(query.dtype)
-        context = attention_context(apply_dropout(attn_weights, *dropout), value)
-        return context, attn_weights if need_weights else None
-    wrong = [not_finite(x) for x in (query, key, value)]
-    is_clean = not key.numel() or not any(may_hold(of_one) for of_one in wrong)
-    if not is_clean:
-        query, key, value = (emptied(x, where) for x, where in zip((query, key, value), wrong, strict=True))
-    scores = attention_scores(query, key, masking.bias, spec, masking.offsets, masking.relative_bias)
-    attn_weights = masked_softmax(scores, mask, masking.sinks).to(query.dtype)
-    context = attention_context(apply_dropout(attn_weights, *dropout), value)
-    if not is_clean:
-        wrong_key, wrong_value = (
-            where[..., 0].repeat_interleave(query.shape[1] // key.shape[1], dim=1) for where in wrong[1:]
-        )
-        seen = Masking(mask)
-        wrong_scores = wrong[0] | sees_any(wrong_key, query.shape[2], seen)
-        wrong_rows = wrong_scores | sees_any(wrong_value, query.shape[2], seen)
-        has_key = ~mask.all(dim=-1, keepdim=True)
-        attn_weights, context = spoilt(attn_weights, wrong_scores & has_key), spoilt(context, wrong_rows & has_key)
-    return context, attn_weights if need_weights else None
+    mask: Mask,
+    scores: Scores,
+) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"]]:
+    """Return the context and the attention weights before dropout: the definition, of shapes that are checked."""
+    logits = attention_scores(query, key, scores.bias, scores.spec, mask.offsets, scores.relative_bias)
+    hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device)
+    attn_weights = masked_softmax(logits, hidden, scores.sinks).to(query.dtype)
+    return attention_context(apply_dropout(attn_weights, scores.dropout, scores.dropout_keep), value), attn_weights
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-def check_attention(query: Tensor, key: Tensor, value: Tensor, masking: Masking, spec: AttentionSpec | None) -> None:
-    """Refuse split heads, query (B, N, T, H), key and value (B, K, S, H), or a masking that do not fit each other."""
+def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores, num_parts: int = 1) -> None:
+    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other.
+
+    Lengths in the mask are those of a sequence in so many parts, of which the keys are one.
+    """
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_floating(name, x, rank=4)
         if x.dtype != query.dtype:
@@ -274,8 +244,10 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, masking: Masking,
             "have the shape of key but for its features",
             {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
         )
-    check_scored(query, key, None, spec)  # the masking checks its bias
-    masking.check((*query.shape[:3], key.shape[2]), query)
+    check_scored(query, key, None, scores.spec)  # the scores check their bias
+    scores_shape = (*query.shape[:3], key.shape[2])
+    mask.check(scores_shape, query, num_parts)
+    scores.check(scores_shape, query)
 
 
 def check_scored(query: Tensor, key: Tensor, bias: Tensor | None, spec: AttentionSpec | None) -> None:
@@ -312,13 +284,3 @@ def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
             {"value.shape": tuple(value.shape), "attn_weights.shape": tuple(attn_weights.shape)},
         )
     check_head_groups(attn_weights.shape[1], value.shape[1])
-
-
-def check_keep(keep: Tensor | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
-    if keep is None:
-        return
-    check_array("keep", keep)
-    if keep.dtype != torch.bool:
-        raise WrongType("keep", "be boolean (True = kept)", {"keep.dtype": keep.dtype})
-    check_broadcasts("keep", tuple(keep.shape), scores_shape)

@@ -11,7 +11,8 @@ from torch.distributed.tensor.experimental import _context_parallel, context_par
 
 import mha_torch
 from mha_spec import Alibi, AttentionSpec, DynamicScaling, Rope
-from mha_torch import parallel, ring
+from mha_torch import parallel
+from mha_torch.parallel import ring
 
 BATCH, SEQ_LEN = 3, 16
 
@@ -91,7 +92,7 @@ def by_local_sums(part, table, spec, logs, *others, right=ring._pulled_back):
 
 
 MISTAKES = {
-    "local positions": (ring.Tokens, "positions", local_positions),
+    "local positions": (ring.RingAttention, "positions", local_positions),
     "left in zigzag": (ring, "_exchanged", left_in_zigzag),
     "sums of parts not weighed": (ring, "_joined", average),
     "local sums backward": (ring, "_pulled_back", by_local_sums),

@@ -12,8 +12,8 @@ from torch.nn.attention import flex_attention as library
 
 import mha_torch
 from mha_spec import Alibi, AttentionSpec
-from mha_torch import flex
-from mha_torch.masks import Masking
+from mha_torch.kernels import flex
+from mha_torch.masks import Mask
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
@@ -73,13 +73,13 @@ def with_gradients(function, leaves, options):
 @pytest.fixture
 def calls(monkeypatch):
     """What FlexAttention was asked for, as it happens."""
-    found, attend = [], flex.attend_by_flex
+    found, attend = [], flex.attend
 
     def note(*arrays, **keywords):
         found.append(arrays)
         return attend(*arrays, **keywords)
 
-    monkeypatch.setattr(flex, "attend_by_flex", note)
+    monkeypatch.setattr(flex, "attend", note)
     return found
 
 
@@ -146,11 +146,11 @@ def test_blocks_are_those_that_are_seen(lengths, reach):
     num_queries, num_keys = lengths
     for is_causal, padding in itertools.product([False, True], [None, [0, 127, num_keys]]):
         reach_of_spec = AttentionSpec(16, 1, **reach).reach
-        masking = Masking(None, None, is_causal, padding, reach_of_spec)
-        hidden = masking.hidden(num_queries, num_keys).expand(BATCH, 1, -1, -1).numpy()
+        visible = Mask(None, is_causal, padding, reach_of_spec)
+        hidden = visible.implicit_bool(num_queries, num_keys).expand(BATCH, 1, -1, -1).numpy()
         more = [(0, 0), (0, 0), (0, -num_queries % 128), (0, -num_keys % 128)]
         padded = np.pad(hidden, more, constant_values=True).reshape(BATCH, -(-num_queries // 128), 128, -1, 128)
-        first, stop = flex._seen_keys(masking, BATCH, num_queries, num_keys, torch.device("cpu"))
+        first, stop = flex._seen_keys(visible, BATCH, num_queries, num_keys, torch.device("cpu"))
         block_mask = flex._block_mask(first, stop, num_keys)
         found = [np.zeros((BATCH, *padded.shape[1::2]), bool) for _ in range(2)]
         lists = [
@@ -170,8 +170,8 @@ def test_blocks_are_those_that_are_seen(lengths, reach):
 
 
 def test_blocks_out_of_reach_are_skipped():
-    masking = Masking(None, None, True, [1024, 100], AttentionSpec(16, 1, window_size=128).reach)
-    in_part, whole = flex._seen_blocks(*flex._seen_keys(masking, 2, 1024, 1024, torch.device("cpu")), 1024)
+    visible = Mask(None, True, [1024, 100], AttentionSpec(16, 1, window_size=128).reach)
+    in_part, whole = flex._seen_blocks(*flex._seen_keys(visible, 2, 1024, 1024, torch.device("cpu")), 1024)
     assert not whole.any()
     assert in_part[0, 0].sum(dim=1).tolist() == [1] + [2] * 7
     assert in_part[1, 0].sum(dim=1).tolist() == [1, 1] + [0] * 6
@@ -179,7 +179,7 @@ def test_blocks_out_of_reach_are_skipped():
 
 def test_it_is_taken_where_another_kernel_needs_a_mask_and_nowhere_else(monkeypatch):
     monkeypatch.setattr(flex, "_runs_here", lambda query, value: True)
-    monkeypatch.setattr(flex, "attend_by_flex", lambda query, *others, **options: "flex")
+    monkeypatch.setattr(flex, "attend", lambda query, *others, **options: "flex")
 
     def takes(features, **options):
         leaves, of_layer = problem(features, (5, 5), torch.float32)

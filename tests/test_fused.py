@@ -1043,7 +1043,7 @@ def no_masks(monkeypatch):
     def fail(*args, **keywords):
         raise AssertionError("a mask is built")
 
-    monkeypatch.setattr(mha_torch.masks.Masking, "hidden", fail)
+    monkeypatch.setattr(mha_torch.masks.Mask, "implicit_bool", fail)
     for name in ("create_causal_mask", "create_padding_mask"):
         monkeypatch.setattr(mha_torch.masks, name, fail)
 

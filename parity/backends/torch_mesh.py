@@ -22,6 +22,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 import mha_torch
 from mha_spec import AttentionSpec, Refusal
 from mha_torch import parallel
+from mha_torch.parallel.heads import check_divides
+from mha_torch.parallel.ring import RingAttention
 from mha_torch.shards import is_distributed
 from parity.backends import torch as port
 from parity.backends.port import Port, Shapes
@@ -64,7 +66,7 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
     if reason := why_not_divided(case, plan):
         return reason
     try:
-        parallel.check_divides(case.spec, plan.tensor)
+        check_divides(case.spec, plan.tensor)
     except Refusal as refusal:
         return f"{refusal.argument} must {refusal.rule}"
     if plan.sequence == 1:
@@ -358,7 +360,7 @@ class _Filled(port.Filled):
     ) -> tuple[Tensor, Tensor | None]:
         """The module called with what it has of the inputs."""
         query, key, bias = (tokens.get(name) for name in ("query", "key", "bias"))
-        if module.tokens is None:
+        if not isinstance(module.kernel, RingAttention):
             return module(query, key, mask=mask, bias=bias, positions=positions, **options)
         lengths, data = self.case.key_padding_lengths, self.on_mesh.data
         if lengths is not None:

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mha_torch
-import mha_torch.fused
 from parity.backends.torch import from_numpy, to_numpy
 from parity.bench.keras import keras_layer
 from parity.bench.measure import OURS, Contender, Probe, large_enough

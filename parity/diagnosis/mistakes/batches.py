@@ -57,10 +57,10 @@ def _exchanged(case: Case) -> Mistake:
         b = np.arange(case.batch)
         return layer.is_later(b[:, None], b) if case.is_causal else np.zeros(1, bool)
 
-    def attend(plan: Plan, original: Any, q: Any, k: Any, v: Any, masking: Any, *rest: Any, **options: Any) -> Any:
-        _, attn_weights = original(q, k, v, masking, *rest, **options)
+    def attend(plan: Plan, original: Any, q: Any, k: Any, v: Any, visible: Any, *rest: Any, **options: Any) -> Any:
+        _, attn_weights = original(q, k, v, visible, *rest, **options)
         causal = plan.sibling.create_causal_mask(case.batch, case.batch) if case.is_causal else None
-        context, _ = original(*(x.swapaxes(0, 2) for x in (q, k, v)), replace(masking, mask=causal), *rest, **options)
+        context, _ = original(*(x.swapaxes(0, 2) for x in (q, k, v)), replace(visible, mask=causal), *rest, **options)
         return context.swapaxes(0, 2), attn_weights
 
     return _mistake(
@@ -88,15 +88,15 @@ def _flattened(case: Case) -> Mistake:
         rows = places if sample is None else (np.arange(case.batch)[:, None] * case.seq_len + sample.rows).ravel()
         return hidden | layer.is_later(rows[:, None], places) if case.is_causal else hidden
 
-    def attend(plan: Plan, original: Any, q: Any, k: Any, v: Any, masking: Any, *rest: Any, **options: Any) -> Any:
-        _, attn_weights = original(q, k, v, masking, *rest, **options)
+    def attend(plan: Plan, original: Any, q: Any, k: Any, v: Any, visible: Any, *rest: Any, **options: Any) -> Any:
+        _, attn_weights = original(q, k, v, visible, *rest, **options)
         sequences = [[x[b : b + 1] for b in range(case.batch)] for x in (q, k, v)]
         hidden = plan.sibling.create_attention_mask(case.seq_len * case.batch, count, is_causal=case.is_causal)
         if lengths is not None:
             padding = plan.sibling.create_padding_mask(lengths, case.key_len)
             hidden = hidden | padding.reshape(1, 1, 1, count)
         whole = (plan.xp.concatenate(each, 2) for each in sequences)
-        context, _ = original(*whole, replace(masking, mask=hidden), *rest, **options)
+        context, _ = original(*whole, replace(visible, mask=hidden), *rest, **options)
         parts = [context[:, :, b * case.seq_len : (b + 1) * case.seq_len] for b in range(case.batch)]
         return plan.xp.concatenate(parts, 0), attn_weights
 

@@ -301,12 +301,10 @@ def _swallowed() -> Mistake:
 
 
 def _leaking() -> Mistake:
-    def formula(
-        plan: Plan, _: Any, query: Any, key: Any, value: Any, masking: Any, *__: Any, spec: Any, **___: Any
-    ) -> tuple[Any, Any]:
+    def formula(plan: Plan, _: Any, query: Any, key: Any, value: Any, mask: Any, scores: Any, *__: Any) -> Any:
         """Attention from the stage functions, as its formula has it; whoever asks for weights gets that."""
-        scores = plan.sibling.attention_scores(query, key, masking.bias, spec)
-        attn_weights = plan.sibling.masked_softmax(scores, masking.mask, masking.sinks)
+        logits = plan.sibling.attention_scores(query, key, scores.bias, scores.spec)
+        attn_weights = plan.sibling.masked_softmax(logits, mask.mask, scores.sinks)
         return plan.sibling.attention_context(attn_weights, value), attn_weights
 
     return Mistake(

@@ -18,10 +18,8 @@ from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.shares import axis_of_heads, heads_of
 from mha_torch.mha import AttentionLayer
 from mha_torch.norms import NormLayer
-from mha_torch.ring import ring_attention, tokens_of
+from mha_torch.parallel.ring import RingAttention
 from mha_torch.shards import PLACES, Width, is_distributed, own_weight
-
-__all__ = ["plan", "ring_attention", "shard"]
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
@@ -70,8 +68,24 @@ def shard(
     if heads is not None:
         parallelize_module(layer, mesh[heads], plan(layer))
     if tokens is not None:
-        layer.tokens = tokens_of(mesh[tokens].get_group())
+        _divide_tokens(layer, RingAttention.over(mesh[tokens].get_group()))
     return layer
+
+
+def _divide_tokens(layer: AttentionLayer, kernel: RingAttention) -> None:
+    """Let a layer attend in a ring, from the positions of its own tokens."""
+
+    def enter(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x = inputs[0] if inputs else named.get("query", named.get("x"))
+        if named.get("need_weights"):
+            rule = "be False where tokens are divided, which stores no weights"
+            raise Refusal("need_weights", rule, need_weights=True)
+        if isinstance(x, Tensor) and layer.spec.has_positions and named.get("positions") is None:
+            named = named | {"positions": kernel.positions(x.shape[1], x.device)}
+        return inputs, named
+
+    layer.kernel = kernel
+    layer.register_forward_pre_hook(enter, with_kwargs=True)
 
 
 def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:

@@ -16,11 +16,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.attention import flex_attention as library
 
-from mha_spec import AttentionSpec
-from mha_torch.masks import Masking
-from mha_torch.not_finite import emptied, not_finite, spoilt
+from mha_torch.kernels.nonfinite import emptied, not_finite, spoilt
+from mha_torch.masks import Mask
 from mha_torch.rope import at_least_float32
-from mha_torch.stages import score_scale
+from mha_torch.scores import Scores
 
 _CAN_COMPILE = find_spec("triton") is not None and hasattr(library, "AuxRequest")  # which an older PyTorch has not
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -29,13 +28,12 @@ _BLOCK_SIZE = 128
 """How many queries, and how many keys, are seen or skipped together."""
 
 
-def takes(query: Tensor, value: Tensor, masking: Masking, spec: AttentionSpec | None) -> bool:
-    """Whether attention without dropout is for this module: it can do it, and another kernel cannot without a mask."""
-    is_needed = masking.key_padding_lengths is not None or masking.reach is not None or masking.sinks is not None
-    if spec is not None:
-        is_needed = is_needed or spec.soft_cap is not None or spec.alibi_slopes is not None
-    others = (masking.mask, masking.bias, masking.offsets, masking.relative_bias)
-    return is_needed and all(x is None for x in others) and _runs_here(query, value)
+def supports(query: Tensor, value: Tensor, mask: Mask, scores: Scores) -> bool:
+    """Return whether attention is for this module: it can do it, and another kernel cannot without a mask."""
+    is_needed = any(x is not None for x in (mask.key_padding_lengths, mask.reach, scores.sinks))
+    is_needed = is_needed or scores.soft_cap is not None or scores.slopes is not None
+    others = (mask.mask, mask.offsets, scores.bias, scores.relative_bias, scores.dropout_keep)
+    return is_needed and not scores.dropout and all(x is None for x in others) and _runs_here(query, value)
 
 
 def _runs_here(query: Tensor, value: Tensor) -> bool:
@@ -51,20 +49,19 @@ def _runs_here(query: Tensor, value: Tensor) -> bool:
     return query.dtype in _DTYPES and query.shape[3] in _WIDTHS and value.shape[3] in _WIDTHS
 
 
-def attend_by_flex(
+def attend(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
     value: Float[Tensor, "B K S Hv"],
-    masking: Masking,
-    *,
-    spec: AttentionSpec | None,
+    mask: Mask,
+    scores: Scores,
 ) -> Float[Tensor, "B N T Hv"]:
-    """`fused.attend` of what this module `takes`.
+    """Return the context of what this module `supports`, with its own containment of non-finite values.
 
     Source: FlexAttention, arXiv:2412.05496; torch.nn.attention.flex_attention.
     """
     (batch_size, num_heads, seq_len_q, _), num_kv_heads, seq_len_k = query.shape, key.shape[1], key.shape[2]
-    first, stop = _seen_keys(masking, batch_size, seq_len_q, seq_len_k, query.device)
+    first, stop = _seen_keys(mask, batch_size, seq_len_q, seq_len_k, query.device)
     wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
     query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
     marked = wrong_keys[..., 0].repeat_interleave(num_heads // num_kv_heads, dim=1)
@@ -73,17 +70,17 @@ def attend_by_flex(
         query,
         key,
         value,
-        _score_mod(query, spec),
+        _score_mod(query, scores),
         _block_mask(first, stop, seq_len_k),
-        scale=score_scale(query, spec),
+        scale=scores.scale,
         enable_gqa=num_heads != num_kv_heads,
         return_aux=library.AuxRequest(lse=True),
     )
     log_sums = aux.lse[..., None]
-    if masking.sinks is None:
+    if scores.sinks is None:
         wrong_rows = wrong_rows | torch.isneginf(log_sums)  # every score has overflowed
     else:
-        share = torch.sigmoid(log_sums - at_least_float32(masking.sinks)[:, None, None])  # of the keys, beside the sink
+        share = torch.sigmoid(log_sums - at_least_float32(scores.sinks)[:, None, None])  # of the keys, beside the sink
         context = (context * share).to(context.dtype)
     return emptied(spoilt(context, wrong_rows), (first == stop)[:, None, :, None])
 
@@ -97,13 +94,13 @@ def _kernel() -> Callable[..., Any]:
     return library.flex_attention if torch.compiler.is_compiling() else _compiled()
 
 
-def _score_mod(query: Tensor, spec: AttentionSpec | None) -> Callable[..., Tensor] | None:
-    """What becomes of a score, of a head, a query and a key, once it is scaled; None where nothing does."""
-    if spec is None or (spec.soft_cap is None and spec.alibi_slopes is None):
+def _score_mod(query: Tensor, scores: Scores) -> Callable[..., Tensor] | None:
+    """Return what becomes of a score, of a head, a query and a key, once it is scaled; None if nothing does."""
+    soft_cap, slopes = scores.soft_cap, None
+    if soft_cap is None and scores.slopes is None:
         return None
-    soft_cap, slopes = spec.soft_cap, None
-    if spec.alibi_slopes is not None:
-        slopes = torch.tensor(spec.alibi_slopes, dtype=at_least_float32(query).dtype, device=query.device)
+    if scores.slopes is not None:
+        slopes = torch.tensor(scores.slopes, dtype=at_least_float32(query).dtype, device=query.device)
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
         if soft_cap is not None:
@@ -117,10 +114,10 @@ def _score_mod(query: Tensor, spec: AttentionSpec | None) -> Callable[..., Tenso
 
 
 def _seen_keys(
-    masking: Masking, batch_size: int, seq_len_q: int, seq_len_k: int, device: torch.device
+    mask: Mask, batch_size: int, seq_len_q: int, seq_len_k: int, device: torch.device
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
     """The first of the keys that each query sees and the one after the last; the same where it sees none."""
-    first, stop = masking.seen_keys(seq_len_q, seq_len_k, device)
+    first, stop = mask.key_range(seq_len_q, seq_len_k, device)
     first, stop = (x.to(torch.int32).clamp(0, seq_len_k).expand(batch_size, -1) for x in (first, stop))
     return torch.minimum(first, stop), stop
 

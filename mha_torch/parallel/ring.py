@@ -10,52 +10,58 @@ Source: Ring Attention, arXiv:2310.01889; the order of zigzag as in Llama 3, arX
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mha_spec import AttentionSpec, Refusal
-from mha_torch.arrays import check_lengths
-from mha_torch.masks import Masking, as_lengths
-from mha_torch.not_finite import emptied, not_finite, sees_any
+from mha_torch.kernels.nonfinite import emptied, not_finite, sees_any
+from mha_torch.masks import Mask, as_lengths
 from mha_torch.rope import at_least_float32
-from mha_torch.stages import Dropout, attention_context, attention_scores, check_attention
+from mha_torch.scores import Scores
+from mha_torch.stages import attention_context, attention_scores, check_attention
 
 _SCORES = 2**24
 """How many scores a process holds at a time, about."""
 
 
-_KERNEL = F.scaled_dot_product_attention
-
-
-class Tokens(NamedTuple):
-    """How tokens are divided: each process of a group has as many, in order.
+@dataclass(frozen=True)
+class RingAttention:
+    """Kernel of layers whose tokens are divided over the processes of a group: each has as many, in order.
 
     Attributes:
         group: the processes.
-        size: their number.
+        num_parts: their number.
         rank: which of them this is.
     """
 
     group: dist.ProcessGroup
-    size: int
+    num_parts: int
     rank: int
 
+    @classmethod
+    def over(cls, group: dist.ProcessGroup) -> RingAttention:
+        """Return the kernel of this process of a group."""
+        return cls(group, dist.get_world_size(group), dist.get_rank(group))
+
     def positions(self, seq_len: int, device: torch.device) -> Int[Tensor, "1 T"]:
-        """The places of this process's tokens in the whole sequence."""
+        """Return the positions of this process's tokens in the whole sequence."""
         return self.rank * seq_len + torch.arange(seq_len, device=device)[None]
 
-
-def tokens_of(group: dist.ProcessGroup) -> Tokens:
-    """How tokens are divided over a group of processes, of which this is one."""
-    return Tokens(group, dist.get_world_size(group), dist.get_rank(group))
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
+        """Return the context of this process's own tokens."""
+        check_known_to_ring(mask, scores)
+        check_parts(query, key, self)
+        lengths = mask.key_padding_lengths
+        mask = replace(mask, key_padding_lengths=None if lengths is None else as_lengths(lengths).cpu())
+        ring = _Ring(self, mask, scores.spec, query.shape[2], key.shape[2])
+        return _Attention.apply(ring, query, key, value, scores.sinks, scores.relative_bias)  # pyright: ignore
 
 
 def ring_attention(
@@ -97,31 +103,10 @@ def ring_attention(
 
     Source: Ring Attention, arXiv:2310.01889.
     """
-    masking = Masking(None, None, is_causal, key_padding_lengths, sinks=sinks, relative_bias=relative_bias)
-    return attend_in_ring(query, key, value, masking.of_layer(spec), tokens_of(group), spec=spec)
-
-
-def attend_in_ring(
-    query: Float[Tensor, "B N T H"],
-    key: Float[Tensor, "B K S H"],
-    value: Float[Tensor, "B K S Hv"],
-    masking: Masking,
-    tokens: Tokens,
-    *,
-    spec: AttentionSpec | None,
-) -> Float[Tensor, "B N T Hv"]:
-    """`ring_attention` as the layers call it."""
-    check_masking(masking)
-    lengths = masking.key_padding_lengths
-    of_own = Masking(is_causal=masking.is_causal, sinks=masking.sinks, relative_bias=masking.relative_bias)
-    check_attention(query, key, value, of_own, spec)
-    check_parts(query, key, tokens)
-    if lengths is not None:
-        check_lengths("key_padding_lengths", lengths, query.shape[0], tokens.size * key.shape[2])
-        lengths = as_lengths(lengths).cpu()
-    hidden = Masking(is_causal=masking.is_causal, key_padding_lengths=lengths, reach=masking.reach)
-    ring = _Ring(tokens, hidden, spec, query.shape[2], key.shape[2])
-    return _Attention.apply(ring, query, key, value, masking.sinks, masking.relative_bias)  # pyright: ignore
+    kernel, mask = RingAttention.over(group), Mask(None, is_causal, key_padding_lengths).within(spec)
+    scores = Scores(spec, sinks=sinks, relative_bias=relative_bias)
+    check_attention(query, key, value, mask, scores, kernel.num_parts)
+    return kernel(query, key, value, mask, scores)
 
 
 # ---- Who sees what ---------------------------------------------------------------------------------------------------
@@ -133,13 +118,13 @@ class _Ring:
 
     Attributes:
         tokens: how they are divided.
-        hidden: what causality, lengths and a reach hide.
+        hidden: causality, lengths and span.
         spec: the layer, or None.
         seq_len_q, seq_len_k: queries and keys of a process.
     """
 
-    tokens: Tokens
-    hidden: Masking
+    tokens: RingAttention
+    hidden: Mask
     spec: AttentionSpec | None
     seq_len_q: int
     seq_len_k: int
@@ -148,20 +133,20 @@ class _Ring:
     def is_zigzag(self) -> bool:
         """Whether halves are exchanged: where causality alone makes the work of the parts unequal."""
         is_even = self.seq_len_q == self.seq_len_k and self.seq_len_q % 2 == 0
-        return self.tokens.size > 1 and self.hidden.is_causal and self.hidden.reach is None and is_even
+        return self.tokens.num_parts > 1 and self.hidden.is_causal and self.hidden.reach is None and is_even
 
     def pieces(self, rank: int, seq_len: int) -> list[range]:
         """The places of what a process works on, piece by piece."""
         if not self.is_zigzag:
             return [range(rank * seq_len, (rank + 1) * seq_len)]
-        half, last = seq_len // 2, 2 * self.tokens.size - 1
+        half, last = seq_len // 2, 2 * self.tokens.num_parts - 1
         return [range(place * half, (place + 1) * half) for place in (rank, last - rank)]
 
     def steps(self) -> int:
         """How often parts are passed on: until nobody needs another one."""
         if self.hidden.reach is None:
-            return self.tokens.size - 1
-        size = self.tokens.size
+            return self.tokens.num_parts - 1
+        size = self.tokens.num_parts
         far = (
             (rank - source) % size
             for rank in range(size)
@@ -176,17 +161,12 @@ class _Ring:
 
     def source(self, step: int) -> int:
         """Whose keys are here after so many steps."""
-        return (self.tokens.rank - step) % self.tokens.size
+        return (self.tokens.rank - step) % self.tokens.num_parts
 
     def seen(self, rows: range) -> tuple[Tensor, Tensor]:
         """The first key that each row sees, and the one after the last, (B or 1, rows)."""
-        hidden = Masking(
-            is_causal=self.hidden.is_causal,
-            key_padding_lengths=self.hidden.key_padding_lengths,
-            reach=self.hidden.reach,
-            offsets=torch.tensor([rows.start]),
-        )
-        return hidden.seen_keys(len(rows), self.tokens.size * self.seq_len_k)
+        hidden = replace(self.hidden, offsets=torch.tensor([rows.start]))
+        return hidden.key_range(len(rows), self.tokens.num_parts * self.seq_len_k)
 
     def sees(self, rows: range, keys: range) -> bool:
         """Whether any of some rows sees any of some keys."""
@@ -211,7 +191,9 @@ class _Ring:
 class _Moved:
     """Tensors that are on their way from another process, as others are to one."""
 
-    def __init__(self, tokens: Tokens, sent: Sequence[tuple[Tensor, int]], received: Iterable[tuple[Tensor, int]]):
+    def __init__(
+        self, tokens: RingAttention, sent: Sequence[tuple[Tensor, int]], received: Iterable[tuple[Tensor, int]]
+    ):
         operations, self.tensors = [], []
         self.sent = [x.contiguous() for x, _ in sent]  # kept until they are gone
         for x, (_, rank) in zip(self.sent, sent, strict=True):
@@ -222,7 +204,7 @@ class _Moved:
         self.works = dist.batch_isend_irecv(operations) if operations else []
 
     @staticmethod
-    def _operation(which: Any, x: Tensor, tokens: Tokens, rank: int) -> dist.P2POp:
+    def _operation(which: Any, x: Tensor, tokens: RingAttention, rank: int) -> dist.P2POp:
         return dist.P2POp(which, x, dist.get_global_rank(tokens.group, rank), tokens.group)
 
     def wait(self) -> list[Tensor]:
@@ -234,14 +216,14 @@ class _Moved:
 
 def _passed_on(ring: _Ring, tensors: Sequence[Tensor], by: int = 1) -> _Moved:
     """To the process so many places ahead, from the one as far behind."""
-    rank, size = ring.tokens.rank, ring.tokens.size
+    rank, size = ring.tokens.rank, ring.tokens.num_parts
     ahead, behind = (rank + by) % size, (rank - by) % size
     return _Moved(ring.tokens, [(x, ahead) for x in tensors], [(x, behind) for x in tensors])
 
 
 def _exchanged(ring: _Ring, tensors: Sequence[Tensor], *, back: bool = False) -> list[Tensor]:
     """Halves (…, T, ·) of sequences from their order to that of zigzag, or back."""
-    rank, size = ring.tokens.rank, ring.tokens.size
+    rank, size = ring.tokens.rank, ring.tokens.num_parts
 
     def home(place: int) -> int:
         return min(place, 2 * size - 1 - place)
@@ -392,7 +374,7 @@ def _attended(part: _Part, table: Tensor | None, spec: AttentionSpec | None) -> 
     logs = scores.logsumexp(dim=-1, keepdim=True)
     context = attention_context((scores - _known(logs)).exp(), value)
     marked = wrong[..., 0].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return context, logs, sees_any(marked, query.shape[2], Masking(part.mask))
+    return context, logs, sees_any(marked, query.shape[2], Mask(part.mask))
 
 
 def _pulled_back(
@@ -434,12 +416,12 @@ def _joined(context: Tensor, logs: Tensor, own: Tensor, own_logs: Tensor) -> tup
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-def check_parts(query: Tensor, key: Tensor, tokens: Tokens) -> None:
+def check_parts(query: Tensor, key: Tensor, tokens: RingAttention) -> None:
     """Refuse parts that are not of one length: on a CPU, where to ask the other processes takes no time."""
     if query.device.type != "cpu":
         return
     own = torch.tensor([query.shape[0], query.shape[2], key.shape[2]])
-    others = [rank for rank in range(tokens.size) if rank != tokens.rank]
+    others = [rank for rank in range(tokens.num_parts) if rank != tokens.rank]
     found = {rank: torch.empty_like(own) for rank in others} | {tokens.rank: own}
     whole = {rank: dist.get_global_rank(tokens.group, rank) for rank in others}
     works = [dist.isend(own, whole[rank], tokens.group) for rank in others]
@@ -447,53 +429,19 @@ def check_parts(query: Tensor, key: Tensor, tokens: Tokens) -> None:
     for work in filter(None, works):
         work.wait()
     for index, what in enumerate(("sequences", "queries", "keys")):
-        counts = [int(found[rank][index]) for rank in range(tokens.size)]
+        counts = [int(found[rank][index]) for rank in range(tokens.num_parts)]
         if len({*counts}) > 1:
             raise Refusal(what, "be as many on each process where tokens are divided", {what: counts})
 
 
-def check_masking(masking: Masking) -> None:
-    """Refuse masks and biases, whose columns would have to go round with the keys."""
-    for name in ("mask", "bias"):
-        if getattr(masking, name) is not None:
+def check_known_to_ring(mask: Mask, scores: Scores) -> None:
+    """Refuse masks and biases, whose columns would have to go round with the keys, and dropout."""
+    for name, given in (("mask", mask.mask), ("bias", scores.bias)):
+        if given is not None:
             raise Refusal(
                 name,
                 "be None where tokens are divided; causality, lengths, windows and chunks hold for whole sequences",
-                {f"{name}.shape": tuple(getattr(masking, name).shape)},
+                {f"{name}.shape": tuple(given.shape)},
             )
-
-
-def check_tokens(need_weights: bool, dropout: Dropout, masking: Masking) -> None:
-    """Refuse what is not done where tokens are divided."""
-    check_masking(masking)
-    if need_weights:
-        raise Refusal("need_weights", "be False where tokens are divided, which stores no weights", need_weights=True)
-    if dropout.rate or dropout.keep is not None:
-        raise Refusal("dropout", "be 0 where tokens are divided (eval() switches it off)", dropout=dropout.rate)
-
-
-def check_context_parallel(masking: Masking, positions: Tensor | None, spec: AttentionSpec) -> None:
-    """Refuse what torch's `context_parallel` would take for that of a process's own tokens, where it is on."""
-    kernel = F.scaled_dot_product_attention  # which is replaced then
-    if kernel is _KERNEL or "_context_parallel" not in getattr(kernel, "__module__", ""):
-        return
-    if positions is None and spec.has_positions:
-        rule = "be given under context_parallel, among its buffers: a process has a part of the tokens"
-        raise Refusal("positions", rule, positions=None)
-    named = {
-        "mask": masking.mask,
-        "bias": masking.bias,
-        "key_padding_lengths": masking.key_padding_lengths,
-        "a window or chunks": spec.reach,
-        "sinks": masking.sinks,
-        "alibi": spec.alibi,
-        "relative_bias": masking.relative_bias,
-        "soft_cap": spec.soft_cap,
-    }
-    if given := [name for name, value in named.items() if value is not None]:
-        raise Refusal(
-            given[0],
-            "be None under context_parallel, whose ring knows causality only",
-            hint="mha_torch.parallel.shard(layer, mesh, tokens=…) takes lengths, windows, chunks, sinks and "
-            "relative biases",
-        )
+    if scores.dropout or scores.dropout_keep is not None:
+        raise Refusal("dropout", "be 0 where tokens are divided (eval() switches it off)", dropout=scores.dropout)

@@ -1,0 +1,103 @@
+"""The fast path: the same function without attention weights.
+
+It is PyTorch's own scaled_dot_product_attention behind the masks and the fully masked rows of this package. By itself
+that returns 0 for some rows of NaN, and lets a masked NaN through; here neither happens. On CUDA, FlexAttention does
+what that function does not support.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from mha_spec import AttentionSpec, Refusal
+from mha_torch import stages
+from mha_torch.kernels import flex, sdpa, windows
+from mha_torch.kernels.nonfinite import contained
+from mha_torch.masks import Mask
+from mha_torch.scores import Scores
+from mha_torch.stages import check_attention
+
+
+def scaled_dot_product_attention(
+    query: Float[Tensor, "B N T H"],
+    key: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S Hv"],
+    spec: AttentionSpec | None = None,
+    *,
+    mask: Bool[Tensor, "..."] | None = None,
+    bias: Float[Tensor, "..."] | None = None,
+    is_causal: bool = False,
+    key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+    need_weights: bool = False,
+    dropout: float = 0.0,
+    dropout_keep: Bool[Tensor, "B N T S"] | None = None,
+    sinks: Float[Tensor, "..."] | None = None,
+    relative_bias: Float[Tensor, "..."] | None = None,
+) -> tuple[Float[Tensor, "B N T Hv"], None]:
+    """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
+
+    With a soft cap it is the plain path, for the kernel has none, but on CUDA FlexAttention. It is the plain path in
+    forward mode (`jvp`, `jacfwd`, `hessian`), in which the kernel on a CPU has no derivative. Nor has it a second one
+    in reverse mode (`create_graph=True`): there the plain path must be called.
+
+    Args:
+        query: (B, N, T, H).
+        key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
+        spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+        bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
+        is_causal: hide every key after the query's own position, as `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
+        need_weights: must be False, the weights are never stored here.
+        dropout: rate at which attention weights are dropped; 0 outside training.
+        dropout_keep: must be absent, a fused kernel draws its own.
+        sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
+        relative_bias: what scores gain for the distance of their keys, (num_buckets, N), where the layer has that.
+
+    Returns:
+        The context (B, N, T, Hv), in the dtype of query, and None.
+
+    Raises:
+        TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
+        ValueError: if the shapes do not fit, or the weights or a given dropout are asked for.
+
+    Source: torch.nn.functional.scaled_dot_product_attention.
+    """
+    if need_weights or dropout_keep is not None:
+        raise Refusal("need_weights and dropout_keep", "be left out on the fused path, which stores no weights")
+    visible = Mask(mask, is_causal, key_padding_lengths).within(spec)
+    scores = Scores(spec, bias, sinks, relative_bias, dropout)
+    check_attention(query, key, value, visible, scores)
+    return attend(query, key, value, visible, scores), None
+
+
+def attend(
+    query: Float[Tensor, "B N T H"],
+    key: Float[Tensor, "B K S H"],
+    value: Float[Tensor, "B K S Hv"],
+    mask: Mask,
+    scores: Scores,
+) -> Float[Tensor, "B N T Hv"]:
+    """Return the context by the fastest kernel that supports the call: the default kernel of layers."""
+    sdpa.check_known_to_context_parallel(mask, scores)
+    is_forward_mode = _is_forward_mode()
+    if not is_forward_mode and flex.supports(query, value, mask, scores):
+        return flex.attend(query, key, value, mask, scores)
+    if is_forward_mode or not sdpa.supports(scores):
+        return stages.attend(query, key, value, mask, scores)[0]
+    return _attend_contained(query, key, value, mask, scores)
+
+
+@contained
+def _attend_contained(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
+    if windows.supports(query, key, value, mask):
+        return windows.attend(query, key, value, mask, scores)
+    return sdpa.attend(query, key, value, mask, scores)
+
+
+def _is_forward_mode() -> bool:
+    """Whether forward-mode differentiation is under way; tangents may lie below other transforms, out of sight."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0

@@ -1,0 +1,209 @@
+"""PyTorch's scaled_dot_product_attention, with the cheapest form of the mask.
+
+Everything here is for finite inputs: `nonfinite.contained` is around it.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mha_spec import AttentionSpec, Refusal
+from mha_torch.alibi import alibi_bias
+from mha_torch.arrays import values_of
+from mha_torch.masks import Mask
+from mha_torch.relative_bias import relative_position_bias
+from mha_torch.rope import at_least_float32
+from mha_torch.scores import Scores
+
+_KERNEL = F.scaled_dot_product_attention
+
+_QUERIES_WITH_BIAS = 128
+"""Queries that go together where each score has a bias that is made for the call."""
+
+
+def supports(scores: Scores) -> bool:
+    """Return whether the kernel can do with the scores what a layer asks."""
+    return scores.soft_cap is None and scores.dropout_keep is None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
+    """Return the context, with the cheapest form of the mask."""
+    rate, scale, sinks = scores.dropout, scores.scale, scores.sinks
+    # Without causality a relative bias is made at once, which is faster.
+    in_blocks = scores.slopes is not None or (scores.relative_bias is not None and mask.is_causal)
+    if in_blocks and query.shape[2] > _QUERIES_WITH_BIAS:
+        return _attend_in_query_blocks(query, key, value, mask, scores)
+    is_plain = mask.mask is None and mask.reach is None and mask.offsets is None
+    if is_plain and scores.bias is None and not scores.has_distances:
+        lengths = mask.key_padding_lengths
+        if lengths is None:  # nothing is hidden, or what the kernel supports
+            return call(query, key, value, sinks, is_causal=mask.is_causal, dropout=rate, scale=scale)
+        known = values_of(torch.as_tensor(lengths)) if query.device.type == "cpu" else None
+        if known and all(known):  # no row is fully masked
+            return _attend_by_sequence(query, key, value, replace(mask, key_padding_lengths=known), scores)
+    seq_len_k, bias = key.shape[2], scores.bias
+    hidden = mask.with_bias(bias).to_bool(query.shape[2], seq_len_k, query.device)
+    if scores.has_distances:
+        by_distance = _distance_bias(query, seq_len_k, mask.offsets, scores)
+        bias = by_distance if bias is None else by_distance + bias
+    masked_rows = None
+    attn_mask = bias
+    if hidden is not None:
+        # Some kernels return NaN for a fully masked row, or for its gradient. Such a row attends to every key instead,
+        # and is set to 0 afterwards.
+        hidden = hidden.broadcast_to((*hidden.shape[:-1], seq_len_k))
+        masked_rows = hidden.all(dim=-1, keepdim=True)
+        hidden = hidden & ~masked_rows
+        # SDPA's polarity is the other one: True = attend.
+        attn_mask = ~hidden if bias is None else torch.where(hidden, -torch.inf, bias.where(~masked_rows, 0.0))
+    context = call(query, key, value, sinks, attn_mask=attn_mask, dropout=rate, scale=scale)
+    return context if masked_rows is None else context.masked_fill(masked_rows, 0.0)
+
+
+def call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout: float,
+    scale: float | None,
+) -> Tensor:
+    """Return the context by PyTorch's function, with sinks and with values of another width than keys."""
+    if sinks is not None:
+        factor, head_dim, first = scale or query.shape[-1] ** -0.5, value.shape[-1], int(is_causal)
+        query, key, value, attn_mask = _with_sinks(query, key, value, sinks, attn_mask, factor, num_before=first)
+        context = call(query, key, value, attn_mask=attn_mask, is_causal=is_causal, dropout=dropout, scale=factor)
+        return context[:, :, first:, :head_dim]
+    if attn_mask is not None:
+        attn_mask = attn_mask.broadcast_to((*query.shape[:3], key.shape[2]))
+    width = value.shape[3]
+    if query.shape[3] != width:  # most kernels take heads of one width, on a CPU the only fast one
+        scale, most = query.shape[3] ** -0.5 if scale is None else scale, max(query.shape[3], width)
+        query, key, value = (F.pad(x, (0, most - x.shape[3])) for x in (query, key, value))
+    context = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        is_causal=is_causal,  # top-left, as ours
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=bool(query.shape[1] != key.shape[1]),
+    )
+    return context[..., :width]
+
+
+def _with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    attn_mask: Tensor | None,
+    scale: float,
+    *,
+    num_before: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The same with the sinks as a first key, whose value is 0, and so many first queries, for causality to count from.
+
+    That key is 0 but for two features of its own, where each query has the sink of its head: in two parts, so that half
+    precision keeps it.
+    """
+    wanted = at_least_float32(sinks) / scale
+    coarse = wanted.to(query.dtype)
+    parts = torch.stack([coarse, (wanted - coarse).to(query.dtype)], dim=-1)  # (N, 2)
+    parts = parts[:, None].expand(*query.shape[:3], 2)
+    query = F.pad(torch.cat([query, parts], dim=-1), (0, 0, num_before, 0))
+    first = F.pad(key.new_zeros(*key.shape[:2], 1, key.shape[3]), (0, 2), value=1.0)
+    key = torch.cat([first, F.pad(key, (0, 2))], dim=2)
+    value = F.pad(value, (0, 2, 1, 0))
+    if attn_mask is None:
+        return query, key, value, None
+    attn_mask = attn_mask.broadcast_to(torch.broadcast_shapes(attn_mask.shape, (1, key.shape[2] - 1)))
+    return query, key, value, F.pad(attn_mask, (1, 0), value=attn_mask.dtype == torch.bool)
+
+
+def _distance_bias(query: Tensor, seq_len_k: int, offsets: Tensor | None, scores: Scores) -> Tensor:
+    """Return ALiBi or the relative bias of the scores of queries (B, N, T, H), in at least float32."""
+    dtype, lengths = torch.promote_types(query.dtype, torch.float32), (query.shape[2], seq_len_k)
+    if scores.relative_bias is not None and scores.buckets is not None:
+        return relative_position_bias(scores.relative_bias, scores.buckets, *lengths, offsets, scores_dtype=dtype)
+    return alibi_bias(scores.slopes or (), *lengths, offsets, scores_dtype=dtype, device=query.device)
+
+
+def _attend_in_query_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
+    """Attend a few queries at a time, with no more than their bias in memory, over the keys up to the last of them."""
+    seq_len_q, seq_len_k, size = query.shape[2], key.shape[2], _QUERIES_WITH_BIAS
+    how = {"dropout": scores.dropout, "scale": scores.scale}
+    contexts, shared, last = [], None, (seq_len_q - 1) // size * size
+    others = (mask.mask, scores.bias, mask.key_padding_lengths, mask.reach, mask.offsets)
+    if all(x is None for x in others):  # the bias of the last block, in which that of any other is found
+        stop = last + (size if mask.is_causal else seq_len_k)
+        shared = _distance_bias(query[:, :, :size], stop, torch.tensor([last]), scores)
+        if mask.is_causal:
+            hidden = replace(mask, offsets=torch.tensor([last])).implicit_bool(size, stop, query.device)
+            shared = shared.masked_fill_(hidden, -torch.inf)
+    for begin in range(0, seq_len_q, size):
+        end = min(begin + size, seq_len_q)
+        stop = min(end, seq_len_k) if mask.is_causal and mask.offsets is None else seq_len_k
+        parts = (query[:, :, begin:end], key[:, :, :stop], value[:, :, :stop])
+        if shared is not None:
+            attn_mask = shared[:, :, : end - begin, last - begin : last - begin + stop]
+            contexts.append(call(*parts, scores.sinks, attn_mask=attn_mask, **how))
+            continue
+        rows, keys = slice(begin, end), slice(0, stop)
+        contexts.append(attend(*parts, mask.block(rows, keys), scores.block(rows, keys)))
+    return torch.cat(contexts, dim=2)
+
+
+def _attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
+    """Attend each sequence over its real keys alone: without a mask, and without the work that padding would be."""
+    lengths, how = mask.key_padding_lengths, {"dropout": scores.dropout, "scale": scores.scale}
+    contexts = [
+        call(q[None], k[None, :, :length], v[None, :, :length], scores.sinks, is_causal=mask.is_causal, **how)
+        for q, k, v, length in zip(query.unbind(), key.unbind(), value.unbind(), lengths or (), strict=True)
+    ]
+    return torch.cat(contexts)
+
+
+# ---- Validation ------------------------------------------------------------------------------------------------------
+
+
+def is_context_parallel() -> bool:
+    """Return whether torch's `context_parallel` is on, which replaces the function."""
+    kernel = F.scaled_dot_product_attention
+    return kernel is not _KERNEL and "_context_parallel" in getattr(kernel, "__module__", "")
+
+
+def check_context_parallel(positions: Tensor | None, spec: AttentionSpec) -> None:
+    """Refuse positions that would be counted by a process with a part of the tokens."""
+    if positions is None and spec.has_positions and is_context_parallel():
+        rule = "be given under context_parallel, among its buffers: a process has a part of the tokens"
+        raise Refusal("positions", rule, positions=None)
+
+
+def check_known_to_context_parallel(mask: Mask, scores: Scores) -> None:
+    """Refuse masks and scores that torch's `context_parallel` would take for those of a process's own tokens."""
+    if not is_context_parallel():
+        return
+    named = {
+        "mask": mask.mask,
+        "bias": scores.bias,
+        "key_padding_lengths": mask.key_padding_lengths,
+        "a window or chunks": mask.reach,
+        "sinks": scores.sinks,
+        "alibi": scores.slopes,
+        "relative_bias": scores.relative_bias,
+        "soft_cap": scores.soft_cap,
+    }
+    if given := [name for name, value in named.items() if value is not None]:
+        raise Refusal(
+            given[0],
+            "be None under context_parallel, whose ring knows causality only",
+            hint="mha_torch.parallel.shard(layer, mesh, tokens=…) takes lengths, windows, chunks, sinks and "
+            "relative biases",
+        )

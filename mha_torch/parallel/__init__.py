@@ -1,0 +1,6 @@
+"""Layers whose heads or tokens are divided over processes, in the words of `torch.distributed.tensor.parallel`."""
+
+from mha_torch.parallel.heads import plan, shard
+from mha_torch.parallel.ring import ring_attention
+
+__all__ = ["plan", "ring_attention", "shard"]

@@ -1,0 +1,121 @@
+"""Scores of one call: how logits are scaled, capped and biased before the softmax, and dropout after it."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mha_spec import AttentionSpec, Refusal, RelativeBias, WrongType
+from mha_spec.attention import check_spec
+from mha_spec.rules import as_rate
+from mha_torch.arrays import check_array, check_broadcasts, check_device, is_autocast_on
+from mha_torch.masks import block_of
+from mha_torch.relative_bias import check_relative_bias
+from mha_torch.shards import spec_of_heads
+
+
+@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+class Scores:
+    """Changes to the logits of one call, and dropout of its attention weights.
+
+    Attributes:
+        spec: layer whose scale, soft cap, ALiBi and relative bias apply; default: only the scale 1 / sqrt(H).
+        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
+        sinks: attention sinks, a logit of each head without a value, (N,).
+        relative_bias: table of the relative bias, for each bucket of distances and head, (num_buckets, N).
+        dropout: probability of dropping an attention weight.
+        dropout_keep: True where an attention weight is kept, instead of a random draw; broadcasts to (B, N, T, S).
+    """
+
+    spec: AttentionSpec | None = None
+    bias: Float[Tensor, "..."] | None = None
+    sinks: Float[Tensor, " N"] | None = None
+    relative_bias: Float[Tensor, "buckets N"] | None = None
+    dropout: float = 0.0
+    dropout_keep: Bool[Tensor, "..."] | None = None
+
+    def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
+        """Refuse changes that do not fit the scores (B, N, T, S), their queries or the layer."""
+        if self.spec is not None:
+            check_spec(self.spec)
+            if self.spec.sinks != (self.sinks is not None):
+                raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": self.spec.sinks})
+        check_relative_bias(self.relative_bias, self.buckets, scores_shape[1])
+        check_bias(self.bias, scores_shape, query)
+        check_sinks(self.sinks, scores_shape[1])
+        for name in ("sinks", "relative_bias"):
+            if (learned := getattr(self, name)) is not None:
+                check_device(name, learned, query.device, "query")
+        as_rate("dropout", self.dropout)
+        check_keep(self.dropout_keep, scores_shape)
+
+    @property
+    def scale(self) -> float | None:
+        """Factor of the products of queries and keys; None for 1 / sqrt(H)."""
+        return None if self.spec is None else self.spec.score_scale
+
+    @property
+    def soft_cap(self) -> float | None:
+        """Bound of the scores, or None."""
+        return None if self.spec is None else self.spec.soft_cap
+
+    @property
+    def slopes(self) -> tuple[float, ...] | None:
+        """ALiBi's slope of each head, or None."""
+        return None if self.spec is None else self.spec.alibi_slopes
+
+    @property
+    def buckets(self) -> RelativeBias | None:
+        """Distances that share a number of the relative bias, or None."""
+        return None if self.spec is None else self.spec.relative_bias
+
+    @property
+    def has_distances(self) -> bool:
+        """Whether scores depend on the distance of query and key."""
+        return self.slopes is not None or self.buckets is not None
+
+    def of_heads(self, num_heads: int) -> "Scores":
+        """Return the scores of so many of the layer's heads."""
+        if self.spec is None or self.spec.num_heads == num_heads:
+            return self
+        return replace(self, spec=spec_of_heads(self.spec, num_heads))
+
+    def block(self, rows: slice, keys: slice) -> "Scores":
+        """Return the scores of some of the queries and some of the keys."""
+        return self if self.bias is None else replace(self, bias=block_of(self.bias, rows, keys))
+
+
+# ---- Validation ------------------------------------------------------------------------------------------------------
+
+
+def check_bias(bias: Tensor | None, scores_shape: tuple[int, ...], query: Tensor) -> None:
+    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T, S)."""
+    if bias is None:
+        return
+    check_array("bias", bias)
+    if bias.dtype != query.dtype and not (bias.is_floating_point() and is_autocast_on(bias.device)):
+        raise WrongType("bias", "have the dtype of query", {"bias.dtype": bias.dtype, "query.dtype": query.dtype})
+    check_broadcasts("bias", tuple(bias.shape), scores_shape)
+    check_device("bias", bias, query.device, "query")
+
+
+def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
+    """Refuse sinks that are not a number for each head."""
+    if sinks is None:
+        return
+    check_array("sinks", sinks)
+    if not sinks.is_floating_point():
+        raise WrongType("sinks", "be floating point", {"sinks.dtype": sinks.dtype})
+    if tuple(sinks.shape) != (num_heads,):
+        raise Refusal("sinks", f"have shape (N,) = ({num_heads},)", {"sinks.shape": tuple(sinks.shape)})
+
+
+def check_keep(keep: Tensor | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if keep is None:
+        return
+    check_array("keep", keep)
+    if keep.dtype != torch.bool:
+        raise WrongType("keep", "be boolean (True = kept)", {"keep.dtype": keep.dtype})
+    check_broadcasts("keep", tuple(keep.shape), scores_shape)
