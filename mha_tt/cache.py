@@ -18,10 +18,10 @@ from ttnn import Tensor
 from mha_spec import Refusal, WrongType
 from mha_spec.reach import reach_of
 from mha_tt.arrays import check_count, check_dtype, check_floating, check_lengths
+from mha_tt.decode.places import Places
+from mha_tt.decode.slots import extended, one_core_each, sequences, write_tokens
 from mha_tt.device import TILE, TILE_NBYTES, as_dtype, padded_head_dim, round_up, upload, upload_integers, zeros
 from mha_tt.masks import Masking
-from mha_tt.places import Places
-from mha_tt.slots import extended, one_core_each, sequences, write_tokens
 
 MOST_KV_HEADS = TILE
 """What `paged_update_cache` writes right: it reads one row of tiles for each sequence, and takes more heads unasked."""

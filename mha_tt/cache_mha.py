@@ -17,7 +17,7 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
-from mha_tt import fused, stages
+from mha_tt import stages
 from mha_tt.arrays import check_floating, check_input_dtype
 from mha_tt.cache import (
     CacheT,
@@ -33,11 +33,14 @@ from mha_tt.cache import (
     num_added,
     write_rows,
 )
+from mha_tt.decode.pages import paged
+from mha_tt.decode.places import Kept
+from mha_tt.decode.slots import first_slots, joined
+from mha_tt.decode.step import advance, entering
 from mha_tt.device import as_dtype, round_up, upload, zeros
+from mha_tt.kernels import fused
 from mha_tt.masks import DeviceMask, Masking, on_host
 from mha_tt.mha import AttentionLayer
-from mha_tt.pages import paged
-from mha_tt.places import Kept
 from mha_tt.projections import (
     HeadWeights,
     absorb_keys,
@@ -47,9 +50,7 @@ from mha_tt.projections import (
     project_qkv,
 )
 from mha_tt.rope import check_layer_positions, rotation_of
-from mha_tt.slots import first_slots, joined
 from mha_tt.stages import Dropout
-from mha_tt.step import advance, entering
 from mha_tt.weights import Project, check_weights, padded_features, padded_width, project_with
 
 

@@ -18,14 +18,16 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
-from mha_tt import fused, stages
+from mha_tt import stages
 from mha_tt.arrays import check_dtype, check_floating, check_input_dtype
-from mha_tt.device import accurate_config, describe_config
+from mha_tt.decode.places import Kept
+from mha_tt.device import accurate_config
+from mha_tt.kernels import fused
 from mha_tt.masks import DeviceMask, Masking
-from mha_tt.places import Kept
+from mha_tt.mock.targets import describe_config
+from mha_tt.parallel.local import summed
 from mha_tt.projections import combine_heads, project_output, project_qkv, split_heads
 from mha_tt.rope import Rotation, check_layer_positions, rotation_of
-from mha_tt.shards import summed
 from mha_tt.stages import Dropout, drop, scaled_dot_product_attention
 from mha_tt.weights import Project, check_weights, project_with, upload_weights
 

@@ -22,8 +22,8 @@ from mha_spec.rules import as_rate, check_head_groups
 from mha_tt.alibi import alibi_bias
 from mha_tt.arrays import check_broadcasts, check_floating, check_head_dim
 from mha_tt.device import accurate_config, as_dtype, upload, zeros
+from mha_tt.kernels.nonfinite import emptied, hide_not_finite, spoilt
 from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device, check_bias, check_mask, check_sinks, on_device
-from mha_tt.not_finite import emptied, hide_not_finite, spoilt
 from mha_tt.relative_bias import check_relative_bias, relative_position_bias
 from mha_tt.rope import at_least_float32
 

@@ -21,9 +21,9 @@ from mha_tt.device import (
     upload,
     upload_parts,
 )
-from mha_tt.goldens import lines_of
+from mha_tt.mock.goldens import lines_of
 from mha_tt.norms import apply_norm, parameter_shape
-from mha_tt.shards import own_spec, own_weights, whole_weights
+from mha_tt.parallel.local import own_spec, own_weights, whole_weights
 
 Project = Callable[[str, Tensor], Tensor]
 """Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an

@@ -22,8 +22,8 @@ PACKAGES = {"jax": mha_jax, "torch": mha_torch}  # those that are installed besi
 FRAMEWORK = {"jax": {"jax", "flax"}, "torch": {"torch"}, "tt": {"ttnn"}}
 
 LAZY_IMPORTS = {
-    ("tt", "mock.py"): {"torch"},
-    ("tt", "goldens.py"): {"torch"},
+    ("tt", "mock/shadows.py"): {"torch"},
+    ("tt", "mock/goldens.py"): {"torch"},
 }  # ttnn's golden functions are written in it; without values none is needed
 
 WORDS = {
@@ -32,36 +32,37 @@ WORDS = {
     "tt": {"TTNN": "the framework", "ttnn.": "xp."},
 }
 
-EXTRA_FILES = {
+NOT_YET_MOVED = {
+    "fused.py": "kernels/fused.py",
+    "not_finite.py": "kernels/nonfinite.py",
+    "parallel.py": "parallel/heads.py",
+    "shards.py": "parallel/local.py",
+}  # where a file will lie that still lies flat
+
+EXTRA_FILES = {  # and folders
     "jax": {
         "blockwise.py",  # the fused kernel for a CPU, which the others' frameworks bring
         "compiled.py",  # compiles once for callers who do not
-        "parallel.py",  # heads divided over the devices of a mesh, in the framework's words
+        "parallel/heads.py",  # heads divided over the devices of a mesh, in the framework's words
         "sharding.py",  # how arrays are divided among devices, as their types say
         "tokens.py",  # tokens divided over the devices of a mesh: heads are shared out for them,
         "ring.py",  # or keys and values go round
-        "not_finite.py",  # keeps what is not finite where it is seen, around kernels that do not
+        "kernels/nonfinite.py",  # keeps what is not finite where it is seen, around kernels that do not
     },
     "torch": {
         "flex.py",  # a second kernel of the framework's own, for CUDA
-        "not_finite.py",  # keeps what is not finite where it is seen, around a kernel that does not
-        "parallel.py",  # heads divided over processes, in the framework's words
-        "shards.py",  # and what one of these has
+        "kernels/nonfinite.py",  # keeps what is not finite where it is seen, around a kernel that does not
+        "parallel/heads.py",  # heads divided over processes, in the framework's words
+        "parallel/local.py",  # and what one of these has
         "ring.py",  # tokens divided over processes
     },
     "tt": {
         "device.py",  # where arrays and weights enter a device and leave it
-        "mock.py",  # boards that do not exist,
-        "boards.py",  # how they look,
-        "goldens.py",  # and what operations compute on them,
-        "recording.py",  # or did where they are real
-        "not_finite.py",  # keeps what is not finite where it is seen, around kernels that do not
-        "parallel.py",  # heads divided over the chips of a mesh, in the framework's words
-        "shards.py",  # and what one of these has
-        "places.py",  # what lies on the device between steps: where the next tokens go, counted there,
-        "step.py",  # so that a step of all sequences needs nothing of the host
-        "slots.py",  # copies slots of a cache, as the others' arrays are copied in a line
-        "pages.py",  # a cache in pages, for which the framework has kernels
+        "mock/",  # boards that do not exist, and what operations compute on them
+        "kernels/nonfinite.py",  # keeps what is not finite where it is seen, around kernels that do not
+        "parallel/heads.py",  # heads divided over the chips of a mesh, in the framework's words
+        "parallel/local.py",  # and what one of these has
+        "decode/",  # a step that needs nothing of the host, and a cache in pages
     },
 }
 
@@ -200,12 +201,30 @@ def folder(name):
 
 
 @cache
+def paths_of(name):
+    """The files of a sibling, those in its folders too, by their place in it."""
+    paths = [path for path in sorted(folder(name).rglob("*")) if path.is_file() and path.parent.name != "__pycache__"]
+    places = {path.relative_to(folder(name)).as_posix(): path for path in paths}
+    return {NOT_YET_MOVED.get(place, place): path for place, path in places.items()}
+
+
+@cache
 def parse(name, file):
-    return ast.parse((folder(name) / file).read_text())
+    return ast.parse(paths_of(name)[file].read_text())
 
 
 def files_of(name):
-    return sorted(path.name for path in folder(name).glob("*.py"))
+    return sorted(file for file in paths_of(name) if file.endswith(".py"))
+
+
+def is_shared(name, file):
+    """Tell if the others have a file, too; what a folder re-exports is of its sibling."""
+    return not file.endswith("/__init__.py") and not any(_is_in(file, extra) for extra in EXTRA_FILES[name])
+
+
+def _is_in(file, place):
+    """Tell if a place is that of a file, or of a folder that it lies in."""
+    return file == place or (place.endswith("/") and file.startswith(place))
 
 
 def all_of(name):
@@ -249,7 +268,7 @@ def functions(name, file):
 
 def is_extra(name, public):
     """Whether a name, or the class that it belongs to, is in the list, or defined in a file that is."""
-    own = EXTRA_NAMES[name].union(*(definitions(name, file) for file in EXTRA_FILES[name]))
+    own = EXTRA_NAMES[name].union(*(definitions(name, file) for file in files_of(name) if not is_shared(name, file)))
     return not own.isdisjoint({public, public.partition(".")[0]})
 
 
@@ -318,7 +337,7 @@ def imports(tree):
     return at_once - sys.stdlib_module_names, lazily - sys.stdlib_module_names
 
 
-FILES = [file for file in files_of("torch") if file not in EXTRA_FILES["torch"]]
+FILES = [file for file in files_of("torch") if is_shared("torch", file)]
 OWN_FILES = [(name, file) for name in NAMES for file in files_of(name)]
 OTHERS = [name for name in NAMES if name != "torch"]  # torch's is what the others are compared with
 SHARED = [
@@ -351,14 +370,14 @@ every_own_file = pytest.mark.parametrize(("name", "file"), OWN_FILES)
 
 @every_other
 def test_siblings_have_the_same_files(name):
-    files = {sibling: {path.name for path in folder(sibling).iterdir() if path.is_file()} for sibling in NAMES}
-    assert files[name] - EXTRA_FILES[name] == files["torch"] - EXTRA_FILES["torch"]
-    assert files[name] >= EXTRA_FILES[name]
+    shared = {sibling: {file for file in paths_of(sibling) if is_shared(sibling, file)} for sibling in NAMES}
+    assert shared[name] == shared["torch"]
+    assert [extra for extra in EXTRA_FILES[name] if not any(_is_in(file, extra) for file in paths_of(name))] == []
 
 
 @every_other
 def test_siblings_have_the_same_public_names(name):
-    extra = {file.removesuffix(".py") for file in EXTRA_FILES[name]}
+    extra = {Path(file).stem for file in [*EXTRA_FILES[name], *files_of(name)] if not is_shared(name, file)}
     assert [public for public in all_of(name) if public not in extra and not is_extra(name, public)] == all_of("torch")
 
 
@@ -368,8 +387,9 @@ def test_public_names_are_defined_where_they_are_imported_from(name):
     for node in parse(name, "__init__.py").body:
         if isinstance(node, ast.ImportFrom):
             imported |= {alias.name for alias in node.names}
-            _, _, file = node.module.partition(".")
-            there = definitions(name, f"{file}.py") if file else [path.stem for path in folder(name).glob("*.py")]
+            place = "/".join(node.module.split(".")[1:])
+            inside = folder(name) / place
+            there = {path.stem for path in inside.iterdir()} if inside.is_dir() else definitions(name, f"{place}.py")
             assert not [alias.name for alias in node.names if alias.name not in there]
     assert imported == set(all_of(name))
 

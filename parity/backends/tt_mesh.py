@@ -25,10 +25,10 @@ import mha_tt
 from mha_spec import AttentionSpec
 from mha_spec.shares import heads_of
 from mha_tt import parallel
-from mha_tt.boards import MESHES
 from mha_tt.device import upload_parts
-from mha_tt.goldens import is_collective, lines_of
-from mha_tt.shards import check_divides, summed
+from mha_tt.mock.boards import MESHES
+from mha_tt.mock.goldens import is_collective, lines_of
+from mha_tt.parallel.local import check_divides, summed
 from parity.backends import tt as port
 from parity.backends.port import Port
 from parity.backends.record import trace_of

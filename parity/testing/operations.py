@@ -119,7 +119,7 @@ class _Judge:
 
 
 def _golden(operation: Any) -> Any:
-    from mha_tt.goldens import GOLDENS
+    from mha_tt.mock.goldens import GOLDENS
 
     return GOLDENS.get(operation.python_fully_qualified_name, operation.golden_function)
 

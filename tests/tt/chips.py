@@ -14,9 +14,10 @@ import ttnn
 
 import mha_tt
 from mha_spec import Alibi, AttentionSpec, Norm, Rope
-from mha_tt import mha, parallel, shards
+from mha_tt import mha, parallel
 from mha_tt.device import upload_parts
-from mha_tt.goldens import lines_of
+from mha_tt.mock.goldens import lines_of
+from mha_tt.parallel import local
 from parity.backends import tt as backend
 from parity.backends import tt_mesh
 from parity.core.cases import CASES
@@ -62,12 +63,12 @@ def judged(plan, names, dtype="float32"):
 # ---- Controls --------------------------------------------------------------------------------------------------------
 
 
-def reversed_keys(spec, size, chip, right=shards.heads_of):
+def reversed_keys(spec, size, chip, right=local.heads_of):
     """The key/value heads of another chip."""
     return right(spec, size, chip)[0], right(spec, size, size - 1 - chip)[1]
 
 
-def with_bias_on_all(weights, spec, size, chip, right=shards.own_weights):
+def with_bias_on_all(weights, spec, size, chip, right=local.own_weights):
     """The bias of out_proj on every chip, which is to be added once."""
     return right(weights, spec, size, chip) | {"out_proj.bias": weights["out_proj.bias"]}
 
@@ -77,14 +78,14 @@ def without_sum(x, axis):
     return x
 
 
-def twice(x, axis, right=shards.summed):
+def twice(x, axis, right=local.summed):
     """The sum, added up once more than need be."""
     return x if axis is None else right(ttnn.multiply(right(x, axis), 1 / x.device().shape[axis]), axis)
 
 
 CONTROLS = {
     "without all_reduce": [(mha, "summed", without_sum)],
-    "key/value heads in the wrong order": [(shards, "heads_of", reversed_keys)],
+    "key/value heads in the wrong order": [(local, "heads_of", reversed_keys)],
     "the bias of out_proj on every chip": [(mha_tt.weights, "own_weights", with_bias_on_all)],
 }
 

@@ -20,7 +20,7 @@ import torch
 import ttnn
 
 import mha_tt
-from mha_tt import device as devices
+from mha_tt.mock.shadows import observers
 from parity.backends import tt as backend
 
 from .formulas import IS_MOCK
@@ -98,9 +98,9 @@ def uploads(device: ttnn.MeshDevice) -> Iterator[list[np.ndarray]]:
     def note(tensor: ttnn.Tensor, array: np.ndarray, pad_value: float) -> None:
         made.append(array)
 
-    devices.observers.append(note)
+    observers.append(note)
     yield made
-    devices.observers.remove(note)
+    observers.remove(note)
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import pytest
 import ttnn
 
 import mha_tt
+from mha_tt.decode.slots import one_core_each
 from mha_tt.device import upload_rows
-from mha_tt.slots import one_core_each
 
 from .formulas import rotate, rounded
 

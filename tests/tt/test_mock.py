@@ -15,7 +15,7 @@ from refusals import refuses
 import mha_tt
 from mha_tt import mock
 from mha_tt.cache import write_rows
-from mha_tt.goldens import GOLDENS
+from mha_tt.mock.goldens import GOLDENS
 
 from .formulas import TOLERANCES, both_dtypes, rounded
 

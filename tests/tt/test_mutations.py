@@ -17,10 +17,12 @@ from selection import rest_thorough
 
 import mha_tt
 from mha_tt import cache as caches
-from mha_tt import cache_mha, device, fused, masks, mha, norms, places, projections, rope, stages, step, weights
+from mha_tt import cache_mha, device, masks, mha, norms, projections, rope, stages, weights
+from mha_tt.decode import places, step
+from mha_tt.decode.slots import as_cached
 from mha_tt.device import TILE, head_slots, padded_head_dim, round_up, upload
+from mha_tt.kernels import fused
 from mha_tt.masks import MASKED, on_host
-from mha_tt.slots import as_cached
 from parity import CASES, AttentionSpec, Case, Rope, make_problem, run_cases
 from parity.diagnosis.selftest import planted
 

@@ -10,6 +10,7 @@ from refusals import refuses, refuses_type
 import mha_tt
 import parity
 from mha_tt import device as devices
+from mha_tt.decode.slots import first_slots
 
 from .formulas import assert_close, layer, module_of, rounded, rounded_weights
 
@@ -46,7 +47,7 @@ def run(module, cache, between=lambda cache: cache, **options):
 
 def in_slots(cache):
     """What a cache holds, in slots."""
-    return [mha_tt.download(mha_tt.slots.first_slots(x, 96, cache.pages)) for x in cache.slots.values()]
+    return [mha_tt.download(first_slots(x, 96, cache.pages)) for x in cache.slots.values()]
 
 
 @pytest.mark.board

@@ -9,7 +9,7 @@ import ttnn
 
 import mha_tt
 from mha_tt import recording
-from mha_tt.recording import Recording
+from mha_tt.mock.recording import Recording
 from parity import random_weights
 from parity.backends import tt
 from parity.backends.record import record
@@ -36,8 +36,8 @@ def program(device, *, x=X, factor=2.0, times=1, is_of_first=False):
 def keep(device, monkeypatch, **options):
     """A recording of it, made on a device that is off by one."""
     with mha_tt.mock.shadow() as values, monkeypatch.context() as patched:
-        patched.setattr(recording.devices, "target", lambda: "simulator")
-        patched.setattr(recording.devices, "read_back", lambda tensor: values.download(tensor) + 1)
+        patched.setattr(recording, "target", lambda: "simulator")
+        patched.setattr(recording, "read_back", lambda tensor: values.download(tensor) + 1)
         with recording.recorded() as found:
             assert np.array_equal(program(device, **options), 2 ** options.get("times", 1) * X + 1)
     return found

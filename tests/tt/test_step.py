@@ -16,7 +16,7 @@ import mha_tt
 import parity
 from mha_spec import DynamicScaling
 from mha_tt import device as devices
-from mha_tt.places import RotaryTable
+from mha_tt.decode.places import RotaryTable
 
 from .formulas import IS_MOCK, assert_close, module_of, rotate, rounded
 

@@ -19,8 +19,8 @@ from mha_spec.rules import as_rate, check_head_groups
 from mha_tt import stages
 from mha_tt.arrays import check_floating, check_lengths
 from mha_tt.device import TILE, accurate_config, as_dtype, round_up, upload_integers, with_bfloat16_sums, zeros
+from mha_tt.kernels.nonfinite import emptied, hide_not_finite, spoilt
 from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device, check_sinks
-from mha_tt.not_finite import emptied, hide_not_finite, spoilt
 from mha_tt.rope import at_least_float32
 from mha_tt.stages import Dropout, check_attention, score_scale
 

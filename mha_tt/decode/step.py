@@ -13,10 +13,10 @@ from jaxtyping import Float
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec
-from mha_tt import fused
 from mha_tt.cache import CacheT, KVCache, LatentCache, write_rows
+from mha_tt.decode.places import SUBBLOCK, Kept, Places
 from mha_tt.device import TILE, accurate_config, largest_divisor, round_up
-from mha_tt.places import SUBBLOCK, Kept, Places
+from mha_tt.kernels import fused
 from mha_tt.projections import (
     HeadWeights,
     absorb_values,

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ttnn
 
-from mha_tt.device import TILE
-
 if TYPE_CHECKING:
     import torch
+
+TILE = ttnn.TILE_SIZE
 
 Golden = Callable[..., Any]
 

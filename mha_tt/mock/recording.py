@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 import ttnn
 
-from mha_tt import device as devices
-from mha_tt.device import describe_config
-from mha_tt.mock import observed, shadow
+from mha_tt.mock.shadows import observed, read_back, shadow
+from mha_tt.mock.targets import describe_config, target
 
 SAME_SUM = 1e-6
 """How far the sum of an upload may be from the recorded one, of the sum of magnitudes: tables differ by a rounding from
@@ -77,7 +76,7 @@ def recorded() -> Iterator[Recording]:
     Raises:
         RuntimeError: if the device is a mock one.
     """
-    if devices.target() == "mock":
+    if target() == "mock":
         raise RuntimeError("a recording must be made on a device that computes, got a mock one")
     recorder = _Recorder()
     with observed(recorder):
@@ -170,7 +169,7 @@ class _Recorder(_Program):
     def download(self, tensor: ttnn.Tensor) -> np.ndarray:
         self.add(f"read {self.words(tensor)}")
         self._is_reading = True
-        self.recording.arrays.append(devices.read_back(tensor))
+        self.recording.arrays.append(read_back(tensor))
         self._is_reading = False
         return self.recording.arrays[-1].copy()
 

@@ -5,14 +5,18 @@ Each chip computes some of the query heads, and the outputs are added up: one al
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import ttnn
 
 from mha_spec import Refusal, WrongType
-from mha_tt.device import readers, target
-from mha_tt.mha import AttentionLayer
-from mha_tt.shards import check_divides, own_spec
-from mha_tt.weights import download_weights, upload_weights
+from mha_tt.mock.shadows import readers
+from mha_tt.mock.targets import target
+from mha_tt.parallel.local import check_divides, own_spec
+
+if TYPE_CHECKING:
+    from mha_tt.mha import AttentionLayer
 
 __all__ = ["shard"]
 
@@ -39,6 +43,10 @@ def shard(layer: AttentionLayer, mesh: ttnn.MeshDevice, *, heads: int) -> Attent
 
     Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
+    # Both import `local` of this package, and with it this module.
+    from mha_tt.mha import AttentionLayer
+    from mha_tt.weights import download_weights, upload_weights
+
     if not isinstance(layer, AttentionLayer):
         raise WrongType("layer", "be an attention module of mha_tt", type(layer).__name__)
     if not isinstance(heads, int) or isinstance(heads, bool):
