@@ -50,11 +50,13 @@ EXTRA_FILES = {  # and folders
         "kernels/nonfinite.py",  # keeps what is not finite where it is seen, around kernels that do not
     },
     "torch": {
-        "flex.py",  # a second kernel of the framework's own, for CUDA
+        "kernels/flex.py",  # a second kernel of the framework's own, for CUDA
+        "kernels/sdpa.py",  # the first one, with the cheapest form of a mask,
+        "kernels/windows.py",  # and a few queries at a time within windows
         "kernels/nonfinite.py",  # keeps what is not finite where it is seen, around a kernel that does not
         "parallel/heads.py",  # heads divided over processes, in the framework's words
-        "parallel/local.py",  # and what one of these has
-        "ring.py",  # tokens divided over processes
+        "parallel/ring.py",  # tokens divided over processes
+        "shards.py",  # what a process has of a divided layer
     },
     "tt": {
         "device.py",  # where arrays and weights enter a device and leave it
@@ -107,7 +109,7 @@ OTHER_AXES = {"kv_rank N*(H+Hv)": "N*(H+Hv) kv_rank"}  # torch keeps weights as 
 
 CACHE_PARTS = {  # what attention takes of a cache, whose lengths are known elsewhere: on the host, in a graph, or not
     "jax": {"append_checked", "num_added", "token_positions", "has_room"},
-    "torch": {"append_checked", "has_room", "Masking.part"},
+    "torch": {"append_checked", "has_room", "Mask.block"},
     "tt": {"append_checked", "num_added", "write_rows"},
 }
 
@@ -118,8 +120,8 @@ EXTRA_NAMES = {
         "AttentionLayer.block_sizes",  # of the kernel for a CPU
         "AttentionLayer.dropout_rng",  # torch draws from a global generator instead
         "Dropout.rng",
-        "Masking.as_arrays",  # which compiled functions take
-        "Masking.may_hide",  # a gradient is kept from what is hidden
+        "Mask.as_arrays",  # which compiled functions take
+        "Mask.is_trivial",  # a gradient is kept from what is hidden
         "linear",  # sums in float32, also where a bias is added
         "NormLayer",  # a module that holds the parameters of a norm
         "MultiHeadLatentAttention.kv_b_proj",  # a type for what its base sets by name
@@ -134,7 +136,7 @@ EXTRA_NAMES = {
         "check_device",  # tensors lie on several,
         "as_lengths",  # and lengths are taken to theirs
         "check_head_groups",  # sizes of a traced graph are tensors
-        "Masking.may_hide",  # a gradient is kept from what is hidden
+        "Mask.is_trivial",  # a gradient is kept from what is hidden
         "cache_dtype",  # under autocast it is not that of the weights
         "MultiHeadLatentAttention.kv_b_proj",  # a type for what its base sets by name
         *CACHE_PARTS["torch"],
@@ -184,8 +186,8 @@ EXTRA_NAMES = {
 
 OTHERWISE = {
     ("tt", "Cache.capacity"),  # the slots are padded to whole tiles, so that their shape does not tell it
-    ("tt", "Masking.check"),  # a bias is converted to what the queries need
-    ("tt", "Masking.joined"),  # gives a mask with its forms on the device
+    ("tt", "Mask.check"),  # a bias is converted to what the queries need
+    ("tt", "Mask.to_bool"),  # gives a mask with its forms on the device
 }
 
 OTHER_SUMMARIES = {("tt", "check_bias")}  # a bias of any floating dtype is converted, on the host or on the device
