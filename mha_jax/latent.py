@@ -21,7 +21,7 @@ from mha_jax.mha import AttentionLayer, Projection
 from mha_jax.stages import Dropout
 from mha_jax.weights import check_weights, project_with
 from mha_spec import AttentionSpec
-from mha_spec.attention import check_latent, check_spec
+from mha_spec.attention import check_latent, check_spec, spec_from
 
 
 def multi_head_latent_attention(
@@ -92,7 +92,16 @@ class MultiHeadLatentAttention(AttentionLayer):
     _is_self_attention = True
     kv_b_proj: Projection  # held as the others are
 
-    def __init__(self, spec: AttentionSpec, *, param_dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec | int | None = None,
+        num_heads: int | None = None,
+        *,
+        param_dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs,
+        **fields: Any,
+    ) -> None:
+        spec = spec_from(spec, num_heads, fields)
         check_latent(spec)
         super().__init__(spec, param_dtype=param_dtype, rngs=rngs)
 

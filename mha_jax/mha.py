@@ -24,7 +24,7 @@ from mha_jax.rope import check_layer_positions
 from mha_jax.stages import Dropout, apply_dropout, scaled_dot_product_attention
 from mha_jax.weights import Project, check_projected, check_weights, linear, project_with
 from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, Refusal, RelativeBias, Rope, Temperature, WrongType
-from mha_spec.attention import check_spec
+from mha_spec.attention import check_spec, spec_from
 
 jax.tree_util.register_static(AttentionSpec)  # jitted functions take it as they take arrays
 jax.tree_util.register_static(Alibi)
@@ -194,19 +194,31 @@ class AttentionLayer(nnx.Module):
     """The specification, the projections and the norms that every attention module of this package holds.
 
     Args:
-        spec: what the layer computes.
+        spec: what the layer computes; or d_model, in place of a spec.
+        num_heads: number of query heads, with d_model.
         param_dtype: dtype of the weights.
         rngs: draws the weights from `params` and, in training, what is dropped from `dropout`.
+        fields: other fields of `AttentionSpec` by name, with d_model.
 
     Raises:
-        TypeError: if spec is not an `AttentionSpec`, or the dtype not floating point.
-        ValueError: if the layer attends to itself, and the spec has another width for keys.
+        TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or the dtype not floating
+            point.
+        ValueError: if fields come with a spec or do not fit, or the keys of self-attention have another width.
     """
 
     _is_self_attention = False  # keys and values come from the input of the queries, always
     block_sizes = BLOCK_SIZES  # of the fast path on a CPU
 
-    def __init__(self, spec: AttentionSpec, *, param_dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec | int | None = None,
+        num_heads: int | None = None,
+        *,
+        param_dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs,
+        **fields: Any,
+    ) -> None:
+        spec = spec_from(spec, num_heads, fields)
         check_spec(spec, is_self_attention=self._is_self_attention)
         if not jnp.issubdtype(jnp.dtype(param_dtype), jnp.floating):
             raise WrongType("param_dtype", "be floating point", param_dtype=jnp.dtype(param_dtype))

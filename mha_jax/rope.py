@@ -114,9 +114,6 @@ def check_positions(positions: Array, batch_size: int, seq_len: int, rope: Rope 
 
 
 def check_layer_positions(positions: Array | None, batch_size: int, seq_len: int, spec: AttentionSpec) -> None:
-    """Refuse positions where nothing depends on them, or that do not fit."""
-    if positions is None:
-        return
-    if not spec.has_positions:
-        raise Refusal("positions", "come with RoPE or a temperature", "positions, rope=None and temperature=None")
-    check_positions(positions, batch_size, seq_len, spec.rope)
+    """Refuse positions that do not fit; a layer without RoPE and temperature ignores those that do."""
+    if positions is not None:
+        check_positions(positions, batch_size, seq_len, spec.rope)

@@ -1,10 +1,11 @@
 """What an attention layer computes, written once: pure Python and NumPy, for every sibling and for `parity`."""
 
 from mha_spec.alibi import Alibi
-from mha_spec.attention import AttentionSpec, Projection
+from mha_spec.attention import AttentionSpec
 from mha_spec.gate import Gate
 from mha_spec.latent import Latent
 from mha_spec.norm import Norm
+from mha_spec.projection import Projection
 from mha_spec.refusal import Refusal, WrongType
 from mha_spec.relative_bias import RelativeBias
 from mha_spec.rope import Rope

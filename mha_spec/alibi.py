@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mha_spec.record import Record
 from mha_spec.rules import as_boolean, as_factor
 
 
-@dataclass(frozen=True)
-class Alibi:
+@dataclass(frozen=True, repr=False)
+class Alibi(Record):
     """Attention with linear biases: a score loses slope * distance, and each query head has a slope of its own.
 
     Of N heads, N a power of two, head n (from 1) has the slope 2 ** (-max_bias * n / N). Where N is none, the first

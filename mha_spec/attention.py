@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import KW_ONLY, MISSING, asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,12 +13,15 @@ from mha_spec.alibi import Alibi
 from mha_spec.gate import Gate
 from mha_spec.latent import Latent, check_latent_rope
 from mha_spec.norm import Norm
+from mha_spec.projection import Projection, shapes_of
 from mha_spec.reach import Reach, reach_of
+from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
 from mha_spec.relative_bias import RelativeBias
 from mha_spec.rope import Rope, check_rotated
 from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups
-from mha_spec.scaling import SCALINGS, Scaling, YarnScaling
+from mha_spec.scaling import YarnScaling
+from mha_spec.serialization import from_json, to_json
 from mha_spec.temperature import Temperature, check_temperature
 
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv", "value_head_dim")
@@ -27,36 +30,15 @@ FLAGS = ("out_bias", "out_proj", "fused_qkv", "sinks")
 RATES = ("dropout", "output_dropout")
 FACTORS = ("clip_qkv", "scale", "soft_cap")
 NORMS = ("qk_norm", "v_norm")
-RECORDS = {"alibi": Alibi, "gate": Gate, "latent": Latent, "qk_norm": Norm, "temperature": Temperature, "v_norm": Norm}
-RECORDS |= {"relative_bias": RelativeBias}
-
-Record = TypeVar("Record", "AttentionSpec", Alibi, Gate, Latent, Norm, RelativeBias, Rope, Scaling, Temperature)
 
 
-class Projection(NamedTuple):
-    """A linear map that a layer holds.
-
-    Attributes:
-        widths: of the parts of its output: one, or those of q, k and v, which are drawn each on their own.
-        d_in: width of its input.
-        has_bias: whether a bias is added.
-    """
-
-    widths: tuple[int, ...]
-    d_in: int
-    has_bias: bool
-
-    @property
-    def d_out(self) -> int:
-        """Width of its output."""
-        return sum(self.widths)
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
+@dataclass(frozen=True, repr=False)
+class AttentionSpec(Record):
     """What an attention layer computes, whatever it is written in. Hashable.
 
-    The sizes that may be left out are filled in, so that they can be read as integers.
+    Sizes that are left out are derived from the others, so that they can be read as integers. `replace` derives them
+    again: `AttentionSpec(512, 8).replace(d_model=1024)` has a head_dim of 128, while `dataclasses.replace` keeps 64. A
+    size that equals its derived value counts as left out, also if it was passed: equal specifications do the same.
 
     Attributes:
         d_model: width of the output, E.
@@ -132,6 +114,8 @@ class AttentionSpec:
     dropout: float = 0.0
     output_dropout: float = 0.0
 
+    _positional: ClassVar[tuple[str, ...]] = SIZES[:2]
+
     def __post_init__(self) -> None:
         for names, rule in ((SIZES + REACHES, as_count), (FLAGS, as_boolean), (RATES, as_rate)):
             for name in names:
@@ -150,18 +134,16 @@ class AttentionSpec:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, as_factor(name, getattr(self, name)))
         reach_of(self.window_size, self.chunk_size)
-        self._fill_in("num_kv_heads", self.num_heads)
+        for name in SIZES[2:]:  # in this order, since some are derived from others of these
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, self._derived_sizes()[name])
         check_head_groups(self.num_heads, self.num_kv_heads)
-        if self.head_dim is None and self.d_model % self.num_heads:
+        if self.head_dim is None:
             raise Refusal(
                 "d_model",
                 "be a multiple of num_heads",
                 f"d_model={self.d_model} and num_heads={self.num_heads} without head_dim",
             )
-        self._fill_in("head_dim", self.d_model // self.num_heads)
-        self._fill_in("d_in", self.d_model)
-        self._fill_in("d_kv", self.d_in)
-        self._fill_in("value_head_dim", self.head_dim)
         for what, is_asked_for in (("fused_qkv", self.fused_qkv), ("RoPE", self.rope is not None)):
             if is_asked_for and self.d_kv != self.d_in:
                 raise Refusal("d_kv", f"equal d_in with {what}", d_kv=self.d_kv, d_in=self.d_in)
@@ -226,9 +208,16 @@ class AttentionSpec:
         if self.v_norm is not None and self.v_norm.after_rope:
             raise Refusal("v_norm", "not come after RoPE, which rotates no values", after_rope=True)
 
-    def _fill_in(self, name: str, value: int) -> None:
-        if getattr(self, name) is None:
-            object.__setattr__(self, name, value)
+    def _derived_sizes(self) -> dict[str, int | None]:
+        """The values of sizes that are left out; None where no head_dim divides d_model."""
+        head_dim = None if self.d_model % self.num_heads else self.d_model // self.num_heads
+        sizes = {"num_kv_heads": self.num_heads, "head_dim": head_dim, "value_head_dim": self.head_dim}
+        return sizes | {"d_in": self.d_model, "d_kv": self.d_in}
+
+    def given(self) -> dict[str, Any]:
+        """Arguments by name that make an equal specification: the fields that are neither default nor derived."""
+        derived = self._derived_sizes().items()
+        return {name: value for name, value in super().given().items() if (name, value) not in derived}
 
     @property
     def q_width(self) -> int:
@@ -398,12 +387,12 @@ class AttentionSpec:
 
         The other parameters come after those of the projections.
         """
-        return _shapes_of({**self.qkv_projections, **self._output_projections}) | self.parameters
+        return shapes_of({**self.qkv_projections, **self._output_projections}) | self.parameters
 
     @property
     def held_shapes(self) -> dict[str, tuple[int, ...]]:
         """The weights that the layer holds by name and shape, those of projections (out, in) and (out,)."""
-        return _shapes_of(self.projections) | self.parameters
+        return shapes_of(self.projections) | self.parameters
 
     def cache_nbytes(self, batch_size: int, capacity: int, dtype: np.dtype, *, num_layers: int = 1) -> int:
         """Bytes of the keys and values, with latents of the `LatentCache`, in all slots of all layers."""
@@ -412,7 +401,7 @@ class AttentionSpec:
 
     def to_json(self) -> str:
         """The fields as a JSON object."""
-        return json.dumps(asdict(self), sort_keys=True, allow_nan=False)
+        return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> AttentionSpec:
@@ -421,18 +410,33 @@ class AttentionSpec:
         Raises:
             ValueError: if the text is not a JSON object of these fields.
         """
-        values: Any = json.loads(text)
-        if not isinstance(values, dict):
-            raise Refusal("a specification", "be a JSON object", repr(text[:80]))
-        if "rope_theta" in values and "rope" not in values:  # as files had it before `Rope`
-            theta = values.pop("rope_theta")
-            values["rope"] = None if theta is None else {"theta": theta}
-        if values.get("rope") is not None:
-            values["rope"] = _rope_from(values["rope"])
-        for name, kind in RECORDS.items():
-            if values.get(name) is not None:
-                values[name] = _from_fields(name, kind, values[name])
-        return _from_fields("a specification", cls, values)
+        return from_json(cls, text)
+
+
+def spec_from(spec: AttentionSpec | int | None, num_heads: int | None, fields: Mapping[str, Any]) -> AttentionSpec:
+    """The specification of a module that is made of one, or of d_model, num_heads and other fields.
+
+    Args:
+        spec: the specification; or d_model, unless that is among the fields.
+        num_heads: number of query heads; None with a specification.
+        fields: fields of `AttentionSpec` by name; none with a specification.
+
+    Raises:
+        TypeError: if there is neither a specification nor d_model with num_heads, or a field is unknown or given twice.
+        ValueError: if anything comes with a specification, or the fields do not fit.
+    """
+    for name, value in fields.items():
+        if name not in AttentionSpec.__dataclass_fields__:
+            raise WrongType(name, "be a keyword of the module or a field of AttentionSpec", {name: value})
+    if isinstance(spec, AttentionSpec):
+        if given := ({} if num_heads is None else {"num_heads": num_heads}) | dict(fields):
+            raise Refusal(" and ".join(given), "be left out with a spec", given, hint="spec.replace changes fields")
+        return spec
+    others = dict(fields)
+    d_model = others.pop("d_model", None) if spec is None else spec
+    if num_heads is None or not isinstance(d_model, (int, np.integer)):
+        raise WrongType("spec", "be an AttentionSpec, or d_model with num_heads", spec=d_model)
+    return AttentionSpec(as_count("d_model", d_model), num_heads, **others)
 
 
 def check_spec(spec: object, *, is_self_attention: bool = False) -> None:
@@ -459,36 +463,3 @@ def check_latent(spec: AttentionSpec) -> Latent:
     if spec.latent is None:
         raise Refusal("spec", "have latents", spec=spec)
     return spec.latent
-
-
-def _shapes_of(projections: dict[str, Projection]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, projection in projections.items():
-        shapes[f"{name}.weight"] = (projection.d_out, projection.d_in)
-        if projection.has_bias:
-            shapes[f"{name}.bias"] = (projection.d_out,)
-    return shapes
-
-
-def _rope_from(values: object) -> Rope:
-    scaling = values.get("scaling") if isinstance(values, dict) else None
-    if isinstance(values, dict) and scaling is not None:
-        kind = scaling.get("kind") if isinstance(scaling, dict) else None
-        if kind not in SCALINGS:
-            raise Refusal("scaling", f"be a JSON object whose kind is one of {list(SCALINGS)}", scaling=scaling)
-        own = {name: value for name, value in scaling.items() if name != "kind"}
-        values = {**values, "scaling": _from_fields("scaling", SCALINGS[kind], own)}
-    return _from_fields("rope", Rope, values)
-
-
-def _from_fields(what: str, kind: type[Record], values: object) -> Record:
-    """A dataclass of fields that JSON has; what is not an object of just these is refused."""
-    if not isinstance(values, dict):
-        raise Refusal(what, "be a JSON object", {what: values})
-    known = {field.name for field in fields(kind) if field.init}
-    required = {field.name for field in fields(kind) if field.default is MISSING}
-    if unexpected := sorted(values.keys() - known):
-        raise Refusal(what, f"have the fields of {kind.__name__}", unexpected=unexpected)
-    if missing := sorted(required - values.keys()):
-        raise Refusal(what, f"have the fields of {kind.__name__}", missing=missing)
-    return kind(**values)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mha_spec.record import Record
 from mha_spec.rules import as_boolean
 
 
-@dataclass(frozen=True)
-class Gate:
+@dataclass(frozen=True, repr=False)
+class Gate(Record):
     """context * sigmoid(g), where gate_proj gives g from the input of the queries.
 
     Checkpoints that pack it with the queries, head by head, hold the same two projections.

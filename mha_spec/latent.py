@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mha_spec.norm import Norm
+from mha_spec.record import Record
 from mha_spec.refusal import Refusal
 from mha_spec.rules import as_count, as_factor, as_number
 
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from mha_spec.rope import Rope
 
 
-@dataclass(frozen=True)
-class Latent:
+@dataclass(frozen=True, repr=False)
+class Latent(Record):
     """Keys and values are made of a latent, which the heads share and a cache keeps in their place.
 
     Of a token x: kv_a_proj gives the latent, which kv_a_norm normalises, and after it the last rope_dim features of all

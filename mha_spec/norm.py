@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
 from mha_spec.rules import as_boolean, as_number, as_one_of
 
 
-@dataclass(frozen=True)
-class Norm:
+@dataclass(frozen=True, repr=False)
+class Norm(Record):
     """Normalisation of projected features x: x / sqrt(mean(x²) + eps), times a weight, plus a bias.
 
     The result is rounded to the dtype of x once, after weight and bias, as in Gemma; Llama's kind rounds before the

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mha_spec.record import Record
 from mha_spec.refusal import Refusal
 from mha_spec.rules import as_boolean, as_count
 
 
-@dataclass(frozen=True)
-class RelativeBias:
+@dataclass(frozen=True, repr=False)
+class RelativeBias(Record):
     """A score gains a learned number of its head, which keys at distances of one bucket share.
 
     Half of the buckets, rounded down, have one distance each, 0, 1, …; the others have more the farther they are, in

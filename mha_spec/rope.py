@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass, fields
-from typing import Literal
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
 
 import numpy as np
 
+from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
 from mha_spec.rules import as_count, as_number, as_one_of
 from mha_spec.scaling import DynamicScaling, LongRopeScaling, ProportionalScaling, Scaling, unscaled_frequencies
@@ -19,8 +20,8 @@ CHOICES = {
 }
 
 
-@dataclass(frozen=True)
-class Rope:
+@dataclass(frozen=True, repr=False)
+class Rope(Record):
     """Rotary position embedding of queries and keys: pairs of features, rotated by position * frequency.
 
     Where nothing else is said pair i is (i, i + H/2), and its frequency theta ** (-2 i / H). R being the number of
@@ -76,10 +77,9 @@ class Rope:
         if self.sections is not None:
             self._check_sections()
 
-    def __repr__(self) -> str:
-        """theta, and what else is not the default: messages name the RoPE of two layers that differ."""
-        said = [each.name for each in fields(self) if each.name == "theta" or getattr(self, each.name) != each.default]
-        return f"Rope({', '.join(f'{name}={getattr(self, name)!r}' for name in said)})"
+    def given(self) -> dict[str, Any]:
+        """Arguments by name that make an equal record: theta, and the fields that differ from their defaults."""
+        return {"theta": self.theta} | super().given()  # messages name the theta of two layers that differ
 
     def _check_sections(self) -> None:
         if isinstance(self.sections, (str, bytes)) or not np.iterable(self.sections):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
 from mha_spec.rules import as_boolean, as_count, as_number
 
@@ -31,11 +32,11 @@ def unscaled_frequencies(theta: float, count: int, features: int) -> np.ndarray:
     return 1.0 / powers(theta, count, features)
 
 
-@dataclass(frozen=True)
-class Scaling:
+@dataclass(frozen=True, repr=False)
+class Scaling(Record):
     """A kind of scaling; what it holds are numbers, so that it is hashable and JSON can have it."""
 
-    kind: str = field(default="", init=False, repr=False)
+    kind: str = field(default="", init=False)
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
         """Of the pairs of `features` features in a call whose last position is length - 1: float32, (features/2,)."""
@@ -57,7 +58,7 @@ class Scaling:
             object.__setattr__(self, name, value)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LinearScaling(Scaling):
     """Position interpolation: every frequency is divided by the factor.
 
@@ -72,7 +73,7 @@ class LinearScaling(Scaling):
     """
 
     factor: float
-    kind: str = field(default="linear", init=False, repr=False)
+    kind: str = field(default="linear", init=False)
 
     def __post_init__(self) -> None:
         self._set(factor=_positive("factor", self.factor))
@@ -81,7 +82,7 @@ class LinearScaling(Scaling):
         return unscaled_frequencies(theta, features // 2, features) / self.factor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DynamicScaling(Scaling):
     """Dynamic NTK: a base that grows with the length of the call, once that is above the original length.
 
@@ -100,7 +101,7 @@ class DynamicScaling(Scaling):
 
     factor: float
     original_length: int
-    kind: str = field(default="dynamic", init=False, repr=False)
+    kind: str = field(default="dynamic", init=False)
 
     def __post_init__(self) -> None:
         self._set(
@@ -121,7 +122,7 @@ class DynamicScaling(Scaling):
             raise Refusal("rotated features", "be at least 4 with DynamicScaling", str(features))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Llama3Scaling(Scaling):
     """Low frequencies are divided by the factor, high ones kept, those between interpolated by their wavelength.
 
@@ -142,7 +143,7 @@ class Llama3Scaling(Scaling):
     original_length: int
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    kind: str = field(default="llama3", init=False, repr=False)
+    kind: str = field(default="llama3", init=False)
 
     def __post_init__(self) -> None:
         for name in ("factor", "low_freq_factor", "high_freq_factor"):
@@ -167,7 +168,7 @@ class Llama3Scaling(Scaling):
         return np.where(seldom, kept / self.factor, np.where(often, kept, between))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class YarnScaling(Scaling):
     """YaRN: frequencies that turn seldom in the original context are divided by the factor, a ramp between.
 
@@ -197,7 +198,7 @@ class YarnScaling(Scaling):
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    kind: str = field(default="yarn", init=False, repr=False)
+    kind: str = field(default="yarn", init=False)
 
     def __post_init__(self) -> None:
         for name in ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"):
@@ -253,7 +254,7 @@ class YarnScaling(Scaling):
             raise Refusal("theta", "be above 1 with YarnScaling", theta=theta)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LongRopeScaling(Scaling):
     """LongRoPE: each frequency is divided by a factor of its own, of one set in short calls, of another in long ones.
 
@@ -276,7 +277,7 @@ class LongRopeScaling(Scaling):
     short_factors: tuple[float, ...]
     long_factors: tuple[float, ...]
     attention_factor: float | None = None
-    kind: str = field(default="longrope", init=False, repr=False)
+    kind: str = field(default="longrope", init=False)
 
     def __post_init__(self) -> None:
         self._set(factor=_positive("factor", self.factor))
@@ -310,7 +311,7 @@ class LongRopeScaling(Scaling):
             )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ProportionalScaling(Scaling):
     """Only the first of all pairs of a head are rotated, by the frequencies that they have in the whole head.
 
@@ -329,7 +330,7 @@ class ProportionalScaling(Scaling):
 
     fraction: float
     factor: float = 1.0
-    kind: str = field(default="proportional", init=False, repr=False)
+    kind: str = field(default="proportional", init=False)
 
     def __post_init__(self) -> None:
         self._set(fraction=_positive("fraction", self.fraction), factor=_positive("factor", self.factor))

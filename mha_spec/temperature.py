@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mha_spec.record import Record
 from mha_spec.refusal import WrongType
 from mha_spec.rules import as_count, as_factor
 
 
-@dataclass(frozen=True)
-class Temperature:
+@dataclass(frozen=True, repr=False)
+class Temperature(Record):
     """Queries, rotated where there is RoPE, times 1 + scale * ln(1 + floor((position + first_position) / length)).
 
     Attributes:

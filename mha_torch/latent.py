@@ -7,13 +7,14 @@ Without a cache the layer is that of `mha`: keys and values of all heads, made o
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mha_spec import AttentionSpec
-from mha_spec.attention import check_latent, check_spec
+from mha_spec.attention import check_latent, check_spec, spec_from
 from mha_torch.cache import LatentCache, check_cached_input, check_is_cache, init_latent_cache
 from mha_torch.cache_mha import cache_dtype, cached_layer
 from mha_torch.kernels import Kernel, fused
@@ -91,11 +92,14 @@ class MultiHeadLatentAttention(AttentionLayer):
 
     def __init__(
         self,
-        spec: AttentionSpec,
+        spec: AttentionSpec | int | None = None,
+        num_heads: int | None = None,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **fields: Any,
     ) -> None:
+        spec = spec_from(spec, num_heads, fields)
         check_latent(spec)
         super().__init__(spec, device=device, dtype=dtype)
 

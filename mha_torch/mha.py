@@ -6,6 +6,7 @@ A mask is boolean and True where a query may not see a key; an additive term is 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mha_spec import AttentionSpec, Refusal, WrongType
-from mha_spec.attention import check_spec
+from mha_spec.attention import check_spec, spec_from
 from mha_torch import stages
 from mha_torch.arrays import check_device, check_floating
 from mha_torch.kernels import Kernel, fused
@@ -179,8 +180,10 @@ class AttentionLayer(nn.Module):
     """The specification, the projections and the norms that every attention module of this package holds.
 
     Args:
-        spec: what the layer computes.
+        spec: what the layer computes; or d_model, in place of a spec.
+        num_heads: number of query heads, with d_model.
         device, dtype: where and how the weights are kept.
+        fields: other fields of `AttentionSpec` by name, with d_model.
 
     Attributes:
         spec: what the layer computes.
@@ -188,16 +191,24 @@ class AttentionLayer(nn.Module):
         kernel: computes the context, unless weights are asked for; another may take its place.
 
     Raises:
-        TypeError: if spec is not an `AttentionSpec`, or the dtype not floating point.
-        ValueError: if the layer attends to itself, and the spec has another width for keys.
+        TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or the dtype not floating
+            point.
+        ValueError: if fields come with a spec or do not fit, or the keys of self-attention have another width.
     """
 
     _is_self_attention = False  # keys and values come from the input of the queries, always
 
     def __init__(
-        self, spec: AttentionSpec, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        spec: AttentionSpec | int | None = None,
+        num_heads: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **fields: Any,
     ) -> None:
         super().__init__()
+        spec = spec_from(spec, num_heads, fields)
         check_spec(spec, is_self_attention=self._is_self_attention)
         if dtype is not None and not dtype.is_floating_point:
             raise WrongType("dtype", "be floating point", dtype=dtype)

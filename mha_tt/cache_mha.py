@@ -191,6 +191,7 @@ def cached_layer(
     check_cached_input(x, cache)
     batch_size, seq_len, _ = x.shape
     check_layer_positions(positions, batch_size, seq_len, spec)
+    positions = positions if spec.has_positions else None  # ignored ones keep no step from its kernel
     masking.check((batch_size, spec.num_heads, seq_len, cache.capacity))
     _check_is_of(cache, spec)
     check_room(cache, seq_len, new_lengths)

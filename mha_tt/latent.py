@@ -9,6 +9,7 @@ Without a cache the layer is that of `mha`: keys and values of all heads, made o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import ttnn
@@ -16,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec
-from mha_spec.attention import check_latent, check_spec
+from mha_spec.attention import check_latent, check_spec, spec_from
 from mha_tt.arrays import check_floating, check_input_dtype
 from mha_tt.cache import LatentCache, check_is_cache, init_latent_cache
 from mha_tt.cache_mha import cached_layer
@@ -97,14 +98,17 @@ class MultiHeadLatentAttention(AttentionLayer):
 
     def __init__(
         self,
-        spec: AttentionSpec,
+        spec: AttentionSpec | int | None = None,
+        num_heads: int | None = None,
         *,
         device: ttnn.MeshDevice,
         dtype: ttnn.DataType = ttnn.bfloat16,
         weight_dtype: ttnn.DataType | None = None,
         compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
         rng: np.random.Generator | None = None,
+        **fields: Any,
     ) -> None:
+        spec = spec_from(spec, num_heads, fields)
         check_latent(spec)
         self._heads: tuple[Tensor, HeadWeights] | None = None
         super().__init__(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import ttnn
@@ -17,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Refusal, WrongType
-from mha_spec.attention import check_spec
+from mha_spec.attention import check_spec, spec_from
 from mha_tt import stages
 from mha_tt.arrays import check_dtype, check_floating, check_input_dtype
 from mha_tt.decode.places import Kept
@@ -176,7 +177,8 @@ class AttentionLayer:
     """The specification, the projections and the norms that every attention module of this package holds.
 
     Args:
-        spec: what the layer computes.
+        spec: what the layer computes; or d_model, in place of a spec.
+        num_heads: number of query heads, with d_model.
         device: where the weights are kept.
         dtype: of inputs and outputs: `ttnn.bfloat16` or `ttnn.bfloat8_b`, which take the fused kernel, or
             `ttnn.float32`, which takes the plain path.
@@ -184,6 +186,7 @@ class AttentionLayer:
         compute_kernel_config: arithmetic of the device; `accurate_config` when absent. `fast_config` gives accuracy
             away for speed.
         rng: draws the weights, and the seeds of dropout.
+        fields: other fields of `AttentionSpec` by name, with d_model.
 
     Attributes:
         spec: what the layer computes.
@@ -191,22 +194,25 @@ class AttentionLayer:
         heads: the dimension of the mesh over whose chips they are divided, or None.
 
     Raises:
-        TypeError: if spec is not an `AttentionSpec`, or a dtype is another.
-        ValueError: if the layer attends to itself, and the spec has another width for keys.
+        TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or a dtype is another.
+        ValueError: if fields come with a spec or do not fit, or the keys of self-attention have another width.
     """
 
     _is_self_attention = False  # keys and values come from the input of the queries, always
 
     def __init__(
         self,
-        spec: AttentionSpec,
+        spec: AttentionSpec | int | None = None,
+        num_heads: int | None = None,
         *,
         device: ttnn.MeshDevice,
         dtype: ttnn.DataType = ttnn.bfloat16,
         weight_dtype: ttnn.DataType | None = None,
         compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
         rng: np.random.Generator | None = None,
+        **fields: Any,
     ) -> None:
+        spec = spec_from(spec, num_heads, fields)
         check_spec(spec, is_self_attention=self._is_self_attention)
         check_dtype("dtype", dtype)
         check_dtype("weight_dtype", dtype if weight_dtype is None else weight_dtype)

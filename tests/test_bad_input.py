@@ -508,9 +508,9 @@ LAYERS = {
     "mask of S, T": ({"mask": booleans(4, 3)}, refuses("mask", {"mask.shape": (4, 3)})),
     "bias keys": ({"bias": ones(3, 3)}, refuses("bias", {"bias.shape": (3, 3)})),
     "bias dtype": ({"bias": halves(3, 4)}, refuses_type("bias", {"bias.dtype": ..., "query.dtype": ...})),
-    "positions without RoPE": (
-        {"positions": lengths(0, 1, 2)[None]},
-        refuses("positions", "positions, rope=None and temperature=None"),
+    "too few positions without RoPE": (
+        {"positions": lengths(0, 1)[None]},
+        refuses("positions", {"positions.shape": (1, 2)}),
     ),
 }
 ROPE_SPEC = parity.AttentionSpec(8, 2, rope=Rope(100.0))
@@ -572,9 +572,9 @@ SELF_ATTENTIONS = {
     "mask": ({"mask": booleans(3, 4)}, refuses("mask", {"mask.shape": (3, 4)})),
     "float mask": ({"mask": ones(3, 3)}, refuses_type("mask", {"mask.dtype": ...})),
     "bias": ({"bias": ones(3, 4)}, refuses("bias", {"bias.shape": (3, 4)})),
-    "positions without RoPE": (
-        {"positions": lengths(0, 1, 2)[None]},
-        refuses("positions", "positions, rope=None and temperature=None"),
+    "too few positions without RoPE": (
+        {"positions": lengths(0, 1)[None]},
+        refuses("positions", {"positions.shape": (1, 2)}),
     ),
 }
 

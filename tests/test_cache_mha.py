@@ -555,11 +555,14 @@ def test_what_does_not_fit_the_cache_is_refused_and_leaves_it(sibling, name):
     assert not sibling.numpy(cache.keys).any()
 
 
-def test_cache_refuses_positions_without_rope(sibling):
+def test_cache_ignores_positions_that_nothing_depends_on(sibling):
     module = cached_layer(sibling, SPECS["mha"])
-    x, positions = random_tokens(SPECS["mha"], num_tokens=2), np.zeros((1, 2), np.int32)
-    with refuses("positions", "positions, rope=None and temperature=None"):
-        module(sibling.array(x), module.init_cache(3, NUM_TOKENS), positions=sibling.array(positions))
+    x, positions = random_tokens(SPECS["mha"], num_tokens=2), sibling.array(np.full((1, 2), 7, np.int32))
+    cache = module.init_cache(3, NUM_TOKENS)
+    outputs = [sibling.numpy(module(sibling.array(x), cache, positions=each)[0]) for each in (None, positions)]
+    np.testing.assert_array_equal(*outputs)
+    with refuses("positions", {"positions.shape": (1, 2)}):
+        module(sibling.array(x[:, :1]), cache, positions=positions)
 
 
 # ---- No tokens at all ------------------------------------------------------------------------------------------------

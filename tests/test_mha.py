@@ -5,8 +5,9 @@ A layer is reached by four paths: the function or the module, with attention wei
 """
 
 import copy
+import inspect
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import flax.linen
@@ -23,7 +24,7 @@ from refusals import refuses, refuses_type
 import mha_jax
 import mha_torch
 import parity
-from mha_spec import AttentionSpec, Rope
+from mha_spec import AttentionSpec, Latent, Rope
 
 PATHS = ("function-plain", "function-fused", "module-plain", "module-fused")
 HALVES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -1232,8 +1233,9 @@ def test_repr_shows_the_configuration(sibling, kind):
         16, 4, num_kv_heads=2, head_dim=6, d_in=5, qkv_bias=False, rope=Rope(500.0), dropout=0.1
     )
     text = repr(sibling.module(kind, spec))
-    shown = [kind, *(f"{name}={value!r}" for name, value in vars(spec).items())]
-    assert [part for part in shown if part not in text] == []
+    shown = "num_kv_heads=2, head_dim=6, d_in=5, qkv_bias=False, rope=Rope(theta=500.0), dropout=0.1"
+    assert text.startswith(kind)
+    assert f"AttentionSpec(16, 4, {shown})" in text
 
 
 @pytest.mark.parametrize("kind", ["MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache"])
@@ -1242,6 +1244,74 @@ def test_module_keeps_its_spec(sibling, spec, kind):
     if kind != "MultiHeadAttention":  # their keys come from the input of the queries
         spec = replace(spec, d_kv=spec.d_in)
     assert sibling.module(kind, spec).spec == spec
+
+
+KINDS = ("MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache", "MultiHeadLatentAttention")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def made(sibling, kind, *arguments, **keywords):
+    """A module made as a user makes it."""
+    own = {"rngs": nnx.Rngs(0)} if sibling.name == "jax" else {}
+    return getattr(sibling.package, kind)(*arguments, **own, **keywords)
+
+
+@every_kind
+def test_module_takes_the_fields_of_its_spec(sibling, kind):
+    features = {"latent": Latent(6, 2)} if kind == "MultiHeadLatentAttention" else {"num_kv_heads": 2, "rope": Rope()}
+    spec = AttentionSpec(16, 4, qkv_bias=False, **features)
+    others = {"qkv_bias": False, **features}
+    dtype = {"param_dtype": jnp.bfloat16} if sibling.name == "jax" else {"dtype": torch.bfloat16}
+    for module in (
+        made(sibling, kind, spec),
+        made(sibling, kind, spec=spec),
+        made(sibling, kind, 16, 4, **others),
+        made(sibling, kind, np.int64(16), num_heads=4, **others),
+        made(sibling, kind, d_model=16, num_heads=4, **others, **dtype),
+    ):
+        assert module.spec == spec
+
+
+REFUSED = {
+    "num_heads beside a spec": ((SPEC, 2), {}, refuses("num_heads", num_heads=2)),
+    "a field beside a spec": ((SPEC,), {"dropout": 0.1}, refuses("dropout", dropout=0.1)),
+    "both": ((SPEC, 2), {"sinks": True}, refuses("num_heads and sinks", num_heads=2, sinks=True)),
+    "d_model beside a spec": ((SPEC,), {"d_model": 8}, refuses("d_model", d_model=8)),
+    "an unknown field": ((8, 2), {"heads": 2}, refuses_type("heads", heads=2)),
+    "an unknown field beside a spec": ((SPEC,), {"heads": 2}, refuses_type("heads", heads=2)),
+    "a dictionary": (({"d_model": 8},), {}, refuses_type("spec", spec={"d_model": 8})),
+    "a width that is not an integer": ((8.0, 2), {}, refuses_type("spec", spec=8.0)),
+    "a boolean width": ((True, 2), {}, refuses_type("d_model", d_model=True)),
+    "no heads": ((8,), {}, refuses_type("spec", spec=8)),
+    "no heads beside d_model": ((), {"d_model": 8}, refuses_type("spec", spec=8)),
+    "no width": ((), {"num_heads": 2}, refuses_type("spec", spec=None)),
+    "nothing": ((), {}, refuses_type("spec", spec=None)),
+    "d_model twice": ((8, 2), {"d_model": 8}, pytest.raises(TypeError, match="'d_model'")),
+    "fields that do not fit": ((8, 2), {"num_kv_heads": 3}, refuses("num_heads", num_heads=2, num_kv_heads=3)),
+}
+
+
+@every_kind
+@pytest.mark.parametrize("name", REFUSED)
+def test_module_refuses_other_fields(sibling, kind, name):
+    arguments, keywords, refusal = REFUSED[name]
+    with refusal:
+        made(sibling, kind, *arguments, **keywords)
+
+
+@every_kind
+def test_no_keyword_of_a_module_is_a_field_of_its_spec(sibling, kind):
+    keywords = inspect.signature(getattr(sibling.package, kind).__init__).parameters.keys()
+    assert keywords & {field.name for field in fields(AttentionSpec)} == {"num_heads"}
+
+
+@pytest.mark.parametrize("has_key", [False, True], ids=["self", "cross"])
+@every_path
+def test_layer_ignores_positions_that_nothing_depends_on(sibling, path, has_key):
+    arrays = {name: x for name, x in problem(SPEC).items() if has_key or name != "key"}
+    expected = attended(sibling, path, SPEC, arrays)
+    found = attended(sibling, path, SPEC, arrays, positions=np.array([[7, 3, 5]], np.int32))
+    np.testing.assert_array_equal(found, expected)
 
 
 # ---- Gradients -------------------------------------------------------------------------------------------------------

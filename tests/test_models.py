@@ -28,6 +28,7 @@ from selection import first_families, rest_thorough
 from test_models_whole import ALL
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
+import mha_spec
 import mha_torch
 from mha_spec import Llama3Scaling, Norm, ProportionalScaling, RelativeBias, Rope, YarnScaling
 from parity import Alibi, AttentionSpec, load_into, specs_of
@@ -108,6 +109,12 @@ def test_a_configuration_says_what_the_released_layer_is(name):
     has_one_dialect = "llama_4_scaling_beta" in values["rope_parameters"] or values["model_type"] in ONE_DIALECT
     if not has_one_dialect:
         assert specs_of(older(values))[0].spec == expected
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_the_repr_of_a_released_layer_makes_its_spec(name):
+    spec = RELEASED[name]().spec
+    assert eval(repr(spec), {**vars(mha_spec)}) == spec
 
 
 # ---- The other families ----------------------------------------------------------------------------------------------

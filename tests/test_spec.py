@@ -1,13 +1,16 @@
 """The specification of a layer, and the list of cases."""
 
+import copy
 import json
 import math
+import pickle
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from refusals import refuses, refuses_type
 
+import mha_spec
 from mha_spec import (
     Alibi,
     DynamicScaling,
@@ -47,6 +50,102 @@ def test_spec_keeps_plain_numbers():
     same = AttentionSpec(32, 4, window_size=4, scale=0.5, rope=Rope(sections=(2, 1, 1)), sinks=True)
     assert (spec, spec.to_json()) == (same, same.to_json())
     assert AttentionSpec(32, 4, chunk_size=np.int32(3)).to_json() == AttentionSpec(32, 4, chunk_size=3).to_json()
+
+
+def test_replace_derives_again_the_sizes_left_out():
+    spec = AttentionSpec(512, 8)
+    assert spec.replace(d_model=1024) == AttentionSpec(1024, 8)
+    assert spec.replace(num_heads=4) == AttentionSpec(512, 4)
+    assert spec.replace(d_in=256) == AttentionSpec(512, 8, d_in=256, d_kv=256)
+    assert spec.replace(head_dim=32) == AttentionSpec(512, 8, head_dim=32, value_head_dim=32)
+    assert spec.replace(d_model=30, head_dim=12).q_width == 96
+
+
+def test_replace_keeps_what_is_given():
+    sizes = {"num_kv_heads": 2, "head_dim": 32, "d_in": 256, "d_kv": 128, "value_head_dim": 16}
+    spec = AttentionSpec(512, 8, **sizes, dropout=0.1, gate=Gate())
+    assert spec.replace(d_model=1024, num_heads=16) == AttentionSpec(1024, 16, **sizes, dropout=0.1, gate=Gate())
+    assert spec.replace(gate=None, dropout=0.0) == AttentionSpec(512, 8, **sizes)
+    assert spec.replace(**dict.fromkeys(sizes)) == AttentionSpec(512, 8, dropout=0.1, gate=Gate())
+
+
+COPIES = {
+    "JSON": lambda spec: AttentionSpec.from_json(spec.to_json()),
+    "pickle": lambda spec: pickle.loads(pickle.dumps(spec)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "replace": lambda spec: spec.replace(),
+    "dataclasses.replace": replace,
+    "all sizes given": lambda spec: AttentionSpec(512, 8, num_kv_heads=8, head_dim=64, d_in=512, d_kv=512),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_of_a_spec_does_the_same(name):
+    """A size counts as left out by its value, so equal specifications cannot differ in what they do."""
+    spec = AttentionSpec(512, 8)
+    again = COPIES[name](spec)
+    assert (again, hash(again), repr(again)) == (spec, hash(spec), "AttentionSpec(512, 8)")
+    assert again.replace(d_model=1024) == spec.replace(d_model=1024) == AttentionSpec(1024, 8)
+
+
+def test_replace_of_nothing_is_the_same_spec():
+    specs = [case.spec for case in CASES.values()]
+    assert [spec.replace() for spec in specs] == specs
+    assert [hash(spec.replace()) for spec in specs] == [hash(spec) for spec in specs]
+
+
+def test_a_record_has_replace_too():
+    rope = Rope(500.0, scaling=LinearScaling(8.0))
+    assert rope.replace(theta=1e4) == Rope(scaling=LinearScaling(8.0))
+    assert rope.scaling.replace(factor=2) == LinearScaling(2.0)
+    assert Norm("layer").replace(bias=True) == Norm("layer", bias=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"num_heads": 3}, refuses("d_model")),
+        ({"num_kv_heads": 3}, refuses("num_heads", num_heads=8, num_kv_heads=3)),
+        ({"d_model": None}, refuses_type("d_model", d_model=None)),
+        ({"heads": 4}, pytest.raises(TypeError, match="'heads'")),
+    ],
+)
+def test_replace_refuses_what_a_spec_refuses(changes, refusal):
+    with refusal:
+        AttentionSpec(512, 8).replace(**changes)
+
+
+def test_the_repr_of_a_spec_makes_it():
+    specs = [case.spec for case in CASES.values()] + [random_case(seed).spec for seed in range(100)]
+    specs += [AttentionSpec(16, 2, rope=rope) for rope in ROPES]
+    assert [spec for spec in specs if eval(repr(spec), {**vars(mha_spec)}) != spec] == []
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        (AttentionSpec(512, 8), "AttentionSpec(512, 8)"),
+        (AttentionSpec(512, 8, num_kv_heads=8, head_dim=64, value_head_dim=64, d_kv=512), "AttentionSpec(512, 8)"),
+        (AttentionSpec(500, 8, head_dim=62), "AttentionSpec(500, 8, head_dim=62)"),
+        (
+            AttentionSpec(512, 8, num_kv_heads=2, rope=Rope(), qkv_bias=False, dropout=0.5),
+            "AttentionSpec(512, 8, num_kv_heads=2, qkv_bias=False, rope=Rope(theta=10000.0), dropout=0.5)",
+        ),
+        (AttentionSpec(512, 8, d_in=256, qk_norm=Norm()), "AttentionSpec(512, 8, d_in=256, qk_norm=Norm())"),
+        (AttentionSpec(512, 8, d_in=256, d_kv=512), "AttentionSpec(512, 8, d_in=256, d_kv=512)"),
+        (Norm("layer", weight=None), "Norm(kind='layer', weight=None)"),
+        (Latent(12, 8), "Latent(kv_rank=12, rope_dim=8)"),
+        (Gate(), "Gate()"),
+        (Alibi(scaled=True), "Alibi(scaled=True)"),
+        (RelativeBias(max_distance=64), "RelativeBias(max_distance=64)"),
+        (Temperature(8192), "Temperature(length=8192)"),
+        (YarnScaling(4, 32, truncate=False), "YarnScaling(factor=4.0, original_length=32, truncate=False)"),
+    ],
+    ids=str,
+)
+def test_repr_shows_what_is_given(record, text):
+    assert repr(record) == text
 
 
 def test_spec_never_derives_a_head_dim_that_is_given():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from mha_spec import AttentionSpec, Refusal, WrongType
@@ -130,11 +130,7 @@ class Adapter(ABC):
             ValueError: naming what it cannot hold or compute.
         """
         shapes_in(LAYOUTS[self.layout], spec)
-        others = {
-            field.name: getattr(spec, field.name)
-            for field in fields(spec)
-            if field.name not in HELD and getattr(spec, field.name) != field.default
-        }
+        others = {name: value for name, value in spec.given().items() if name not in HELD}
         if others:
             raise Refusal(f"the spec of a {self.name}", f"have no {' or '.join(others)}", others)
 

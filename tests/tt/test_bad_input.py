@@ -798,9 +798,9 @@ LAYERS = {
     ),
     "mask of S, T": ({"mask": booleans(4, 3)}, refuses("mask", {"mask.shape": (4, 3)})),
     "bias keys": ({"bias": np.ones((3, 3))}, refuses("bias", {"bias.shape": (3, 3)})),
-    "positions without RoPE": (
-        {"positions": lengths(0, 1, 2)[None]},
-        refuses("positions", "positions, rope=None and temperature=None"),
+    "too few positions without RoPE": (
+        {"positions": lengths(0, 1)[None]},
+        refuses("positions", {"positions.shape": (1, 2)}),
     ),
     "lengths too long": ({"key_padding_lengths": [3, 5]}, refuses("key_padding_lengths", key_padding_lengths=[3, 5])),
     "lengths too few": (
@@ -920,9 +920,9 @@ SELF_ATTENTIONS = {
     "float mask": ({"mask": np.ones((3, 3))}, refuses_type("mask", {"mask.dtype": ...})),
     "mask keys": ({"mask": booleans(3, 4)}, refuses("mask", {"mask.shape": (3, 4)})),
     "bias keys": ({"bias": np.ones((3, 4))}, refuses("bias", {"bias.shape": (3, 4)})),
-    "positions without RoPE": (
-        {"positions": lengths(0, 1, 2)[None]},
-        refuses("positions", "positions, rope=None and temperature=None"),
+    "too few positions without RoPE": (
+        {"positions": lengths(0, 1)[None]},
+        refuses("positions", {"positions.shape": (1, 2)}),
     ),
 }
 
@@ -1160,9 +1160,9 @@ CACHED = {
     "float mask": ({"mask": np.ones((3, 4))}, refuses_type("mask", {"mask.dtype": ...})),
     "mask of the tokens only": ({"mask": booleans(3, 3)}, refuses("mask", {"mask.shape": (3, 3)})),
     "bias of the tokens only": ({"bias": np.ones((3, 3))}, refuses("bias", {"bias.shape": (3, 3)})),
-    "positions without RoPE": (
-        {"positions": lengths(0, 1, 2)[None]},
-        refuses("positions", "positions, rope=None and temperature=None"),
+    "too few positions without RoPE": (
+        {"positions": lengths(0, 1)[None]},
+        refuses("positions", {"positions.shape": (1, 2)}),
     ),
 }
 # With one token, which is written in another way: what is 3 above is 1 here.
@@ -1215,9 +1215,9 @@ GROWING = {
     ),
     "mask of the tokens only": ({"mask": booleans(3, 3)}, refuses("mask", {"mask.shape": (3, 3)})),
     "bias of the tokens only": ({"bias": np.ones((3, 3))}, refuses("bias", {"bias.shape": (3, 3)})),
-    "positions without RoPE": (
-        {"positions": lengths(0, 1, 2)[None]},
-        refuses("positions", "positions, rope=None and temperature=None"),
+    "too few positions without RoPE": (
+        {"positions": lengths(0, 1)[None]},
+        refuses("positions", {"positions.shape": (1, 2)}),
     ),
 }
 
@@ -1249,9 +1249,9 @@ LATENTS = {
         refuses_type("x", {"x.dtype": ..., "dtype": ...}),
     ),
     "mask of the tokens only": ({"mask": booleans(3, 3)}, refuses("mask", {"mask.shape": (3, 3)})),
-    "positions without RoPE": (
-        {"positions": lengths(0, 1, 2)[None]},
-        refuses("positions", "positions, rope=None and temperature=None"),
+    "too few positions without RoPE": (
+        {"positions": lengths(0, 1)[None]},
+        refuses("positions", {"positions.shape": (1, 2)}),
     ),
 }
 BESIDE_LATENTS = {

@@ -4,8 +4,10 @@ A layer is reached by four paths: the function or the module, with attention wei
 (the fused one, but in float32, which the kernel does not take). What must hold on every path is tested on all four.
 """
 
+import inspect
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from refusals import refuses, refuses_type
 
 import mha_tt
 import parity
+from mha_spec import Latent
 from mha_tt import device as devices
 from parity.core.problem import TEXTBOOK_INPUT, TEXTBOOK_OUTPUT, TEXTBOOK_WEIGHTS
 
@@ -898,6 +901,7 @@ def test_inputs_are_left_as_they_were(device, rng):
 
 KINDS = ("MultiHeadAttention", "MultiHeadSelfAttention", "MultiHeadAttentionWithCache")
 every_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind_of_module = pytest.mark.parametrize("kind", [*KINDS, "MultiHeadLatentAttention"])
 
 
 @every_kind
@@ -908,8 +912,45 @@ def test_module_keeps_its_configuration(device, kind, spec):
 
 def test_module_shows_its_dtypes(device):
     shown = repr(mha_tt.MultiHeadAttention(SPEC, device=device, weight_dtype=ttnn.bfloat8_b))
-    assert shown.startswith("MultiHeadAttention(AttentionSpec(d_model=8, num_heads=2, ")
-    assert "dtype=bfloat16, weight_dtype=bfloat8_b" in shown
+    assert shown.startswith("MultiHeadAttention(AttentionSpec(8, 2), dtype=bfloat16, weight_dtype=bfloat8_b, ")
+
+
+@every_kind_of_module
+def test_module_takes_the_fields_of_its_spec(device, kind):
+    features = {"latent": Latent(6, 2)} if kind == "MultiHeadLatentAttention" else {"num_kv_heads": 2, "sinks": True}
+    spec = parity.AttentionSpec(16, 4, qkv_bias=False, **features)
+    others, make = {"qkv_bias": False, **features}, partial(getattr(mha_tt, kind), device=device)
+    for module in (
+        make(spec),
+        make(spec=spec),
+        make(16, 4, **others),
+        make(np.int64(16), num_heads=4, **others),
+        make(d_model=16, num_heads=4, dtype=ttnn.float32, **others),
+    ):
+        assert module.spec == spec
+
+
+REFUSED = {
+    "num_heads beside a spec": ((SPEC, 2), {}, refuses("num_heads", num_heads=2)),
+    "a field beside a spec": ((SPEC,), {"dropout": 0.1}, refuses("dropout", dropout=0.1)),
+    "an unknown field": ((8, 2), {"heads": 2}, refuses_type("heads", heads=2)),
+    "a dictionary": (({"d_model": 8},), {}, refuses_type("spec", spec={"d_model": 8})),
+    "no heads": ((8,), {}, refuses_type("spec", spec=8)),
+}
+
+
+@every_kind_of_module
+@pytest.mark.parametrize("name", REFUSED)
+def test_module_refuses_other_fields(device, kind, name):
+    arguments, keywords, refusal = REFUSED[name]
+    with refusal:
+        getattr(mha_tt, kind)(*arguments, device=device, **keywords)
+
+
+@every_kind_of_module
+def test_no_keyword_of_a_module_is_a_field_of_its_spec(kind):
+    keywords = inspect.signature(getattr(mha_tt, kind).__init__).parameters.keys()
+    assert keywords & {field.name for field in fields(parity.AttentionSpec)} == {"num_heads"}
 
 
 def test_drawn_weights_are_xavier_uniform_and_biases_zero(device):
@@ -979,6 +1020,17 @@ def test_rotations_of_other_positions_are_refused(device):
     x = mha_tt.upload(np.ones((2, 3, 8)), device=device)
     with refuses("positions", "those of (1, 1)"):
         mha_tt.multi_head_attention(x, held, spec, positions=rotations)
+
+
+@pytest.mark.parametrize("has_key", [False, True], ids=["self", "cross"])
+@every_path
+def test_layer_ignores_positions_that_nothing_depends_on(device, path, has_key):
+    inputs = {name: x for name, x in crossed(ttnn.bfloat16).items() if has_key or name != "key"}
+    rotation = mha_tt.Rotation(np.array([[7, 3, 5]]), parity.Rope(), head_dim=4, padded=64, device=device)
+    expected, _ = attended(path, SPEC, device, ttnn.bfloat16, inputs)
+    for positions in (rotation.positions, rotation):
+        found, _ = attended(path, SPEC, device, ttnn.bfloat16, inputs, positions=positions)
+        assert np.array_equal(found, expected)
 
 
 @pytest.mark.parametrize("seq_len", [1, 5, 40])

@@ -146,6 +146,17 @@ def test_only_the_first_step_uploads(device, uploads, name):
     assert counts == [1 if LAYERS[name].rope is None else 5, 0, 0]
 
 
+def test_positions_that_nothing_depends_on_change_no_step(device, uploads):
+    module, x = made(device, LAYERS["no RoPE"])
+    expected, _ = steps(module, x, begun(module, x))
+    found, cache = steps(module, x, begun(module, x), positions=np.array([[9]]))
+    assert np.array_equal(found, expected)
+    token = mha_tt.upload(x[:, :1], device=device)
+    uploads.clear()
+    module(token, cache, positions=np.array([[9]]))
+    assert not uploads
+
+
 def test_a_module_keeps_the_table_for_the_next_cache_of_as_many_slots(device, uploads):
     module, x = made(device, LAYERS["few heads"])
     steps(module, x, begun(module, x))

@@ -1,0 +1,72 @@
+"""Specifications as JSON text, and records made of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, asdict, fields
+from typing import Any, TypeVar
+
+from mha_spec.alibi import Alibi
+from mha_spec.gate import Gate
+from mha_spec.latent import Latent
+from mha_spec.norm import Norm
+from mha_spec.record import Record
+from mha_spec.refusal import Refusal
+from mha_spec.relative_bias import RelativeBias
+from mha_spec.rope import Rope
+from mha_spec.scaling import SCALINGS
+from mha_spec.temperature import Temperature
+
+RECORDS: dict[str, type[Record]] = {"alibi": Alibi, "gate": Gate, "latent": Latent, "qk_norm": Norm, "v_norm": Norm}
+RECORDS |= {"relative_bias": RelativeBias, "temperature": Temperature}
+
+RecordT = TypeVar("RecordT", bound=Record)
+
+
+def to_json(spec: Record) -> str:
+    """All fields of a specification as a JSON object, derived sizes included."""
+    return json.dumps(asdict(spec), sort_keys=True, allow_nan=False)
+
+
+def from_json(kind: type[RecordT], text: str) -> RecordT:
+    """A specification, of the class `kind`, that `to_json` wrote.
+
+    Raises:
+        ValueError: if the text is not a JSON object of its fields.
+    """
+    values: Any = json.loads(text)
+    if not isinstance(values, dict):
+        raise Refusal("a specification", "be a JSON object", repr(text[:80]))
+    if "rope_theta" in values and "rope" not in values:  # as files had it before `Rope`
+        theta = values.pop("rope_theta")
+        values["rope"] = None if theta is None else {"theta": theta}
+    if values.get("rope") is not None:
+        values["rope"] = _rope_from(values["rope"])
+    for name, record in RECORDS.items():
+        if values.get(name) is not None:
+            values[name] = _from_fields(name, record, values[name])
+    return _from_fields("a specification", kind, values)
+
+
+def _rope_from(values: object) -> Rope:
+    scaling = values.get("scaling") if isinstance(values, dict) else None
+    if isinstance(values, dict) and scaling is not None:
+        kind = scaling.get("kind") if isinstance(scaling, dict) else None
+        if kind not in SCALINGS:
+            raise Refusal("scaling", f"be a JSON object whose kind is one of {list(SCALINGS)}", scaling=scaling)
+        own = {name: value for name, value in scaling.items() if name != "kind"}
+        values = {**values, "scaling": _from_fields("scaling", SCALINGS[kind], own)}
+    return _from_fields("rope", Rope, values)
+
+
+def _from_fields(what: str, kind: type[RecordT], values: object) -> RecordT:
+    """A record of fields that JSON has; anything but an object of just these is refused."""
+    if not isinstance(values, dict):
+        raise Refusal(what, "be a JSON object", {what: values})
+    known = {field.name for field in fields(kind) if field.init}
+    required = {field.name for field in fields(kind) if field.default is MISSING}
+    if unexpected := sorted(values.keys() - known):
+        raise Refusal(what, f"have the fields of {kind.__name__}", unexpected=unexpected)
+    if missing := sorted(required - values.keys()):
+        raise Refusal(what, f"have the fields of {kind.__name__}", missing=missing)
+    return kind(**values)
