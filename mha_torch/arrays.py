@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mha_spec import Refusal, WrongType, rules
 from mha_spec.rules import as_count
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
@@ -45,6 +47,21 @@ def values_of(x: Tensor) -> Any:
 def is_autocast_on(device: torch.device) -> bool:
     """Whether autocast narrows what is computed on a device; some, such as meta, have none."""
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def is_distributed(x: object) -> bool:
+    """Return whether x is a DTensor, of which each process has a part."""
+    return type(x) not in _PLAIN and hasattr(type(x), "to_local")  # of the type, which a compiler asks, too
+
+
+def replicate_like(x: Tensor, other: Tensor) -> Tensor:
+    """Return x, which all processes have, as a DTensor if another tensor is one."""
+    if not is_distributed(other):
+        return x
+    from torch.distributed.tensor import DTensor, Replicate  # not imported unless something is distributed
+
+    mesh = other.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
 
 
 def check_array(name: str, x: object) -> None:

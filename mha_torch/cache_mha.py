@@ -40,7 +40,7 @@ from mha_torch.projections import (
     project_qkv,
 )
 from mha_torch.rope import check_layer_positions
-from mha_torch.scores import Scores, check_bias
+from mha_torch.scores import check_bias
 from mha_torch.stages import check_attention
 from mha_torch.weights import Project, check_weights
 
@@ -165,7 +165,7 @@ def cached_layer(
     kv_b: Tensor | None = None,
 ) -> tuple[Tensor, CacheT]:
     """Append new tokens to a cache of either kind, and attend; over the latents themselves if kv_b is given."""
-    spec = layer.own_spec
+    spec = layer.spec
     check_cached_input(x, cache)
     seq_len = x.shape[1]
     check_layer_positions(positions, x.shape[0], seq_len, spec)
@@ -179,15 +179,15 @@ def cached_layer(
             positions = cache.lengths[:, None] + torch.arange(seq_len, device=x.device)
         if is_real is not None:  # padding makes no sequence longer
             positions = torch.where(is_real, positions, positions[..., :1])
-    project = by_finite_tokens(layer.project)
+    project = by_finite_tokens(layer.project, layer.find_nonfinite)
     q, new = _entering(project, x, cache, spec, positions)
-    scores = layer.scores(bias).of_heads(q.shape[1])
-    spec = scores.spec or spec
+    scores = layer.scores(bias)
     check_mask(mask, (*q.shape[:3], cache.capacity))
     check_bias(bias, (*q.shape[:3], cache.capacity), q)
     before, cache = cache, append_checked(cache, new, new_lengths, lengths)
     slots, rows = _slots_seen(cache.capacity, spec, lengths, seq_len), slice(0, seq_len)
-    q, k, v, scores = _seen(q, cache, slots, scores.block(rows, slots), project, kv_b)
+    q, k, v, seen_spec = _seen(q, cache, slots, spec, project, kv_b)
+    scores = replace(scores, spec=seen_spec).block(rows, slots)
     visible = _mask_of_slots(mask, slots, spec, before.lengths, lengths, seq_len)
     check_attention(q, k, v, visible, scores)
     context = layer.kernel(q, k, v, visible, scores)
@@ -229,16 +229,15 @@ def _absorbing(absorb: Callable[..., Tensor], x: Tensor, kv_b: Tensor, spec: Att
 
 
 def _seen(
-    q: Tensor, cache: KVCache | LatentCache, slots: slice, scores: Scores, project: Project, kv_b: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Scores]:
-    """Return queries, and keys and values of some slots, or the latents instead of both, with the scores of these."""
+    q: Tensor, cache: KVCache | LatentCache, slots: slice, spec: AttentionSpec, project: Project, kv_b: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
+    """Return queries, keys and values of some slots, or the latents instead of both, and the layer that has these."""
     if isinstance(cache, KVCache):
-        return q, cache.keys[:, :, slots], cache.values[:, :, slots], scores
-    spec, latents = scores.spec or AttentionSpec(1, 1), cache.latents[:, :, slots]
+        return q, cache.keys[:, :, slots], cache.values[:, :, slots], spec
+    latents = cache.latents[:, :, slots]
     if kv_b is None:
-        return q, *expand_latents(project, latents, spec), scores
-    q = _absorbing(absorb_keys, q, kv_b, spec)
-    return q, latents, latents[..., : check_latent(spec).kv_rank], replace(scores, spec=spec.absorbed)
+        return q, *expand_latents(project, latents, spec), spec
+    return _absorbing(absorb_keys, q, kv_b, spec), latents, latents[..., : check_latent(spec).kv_rank], spec.absorbed
 
 
 def _mask_of_slots(
@@ -287,7 +286,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         """
         weight = next(self.parameters())
         dtype = cache_dtype(weight) if dtype is None else dtype
-        spec, device = self.own_spec, weight.device
+        spec, device = self.spec, weight.device
         widths = {"head_dim": spec.head_dim, "value_head_dim": spec.value_head_dim}
         return init_cache(batch_size, spec.num_kv_heads, capacity, dtype=dtype, device=device, **widths)
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec, spec_from
+from mha_torch.arrays import is_distributed
 from mha_torch.cache import LatentCache, check_cached_input, check_is_cache, init_latent_cache
 from mha_torch.cache_mha import cache_dtype, cached_layer
 from mha_torch.kernels import Kernel, fused
 from mha_torch.mha import AttentionLayer, FunctionalLayer
-from mha_torch.shards import PLACES, own_weight
 from mha_torch.weights import check_weights
 
 
@@ -153,19 +153,23 @@ class MultiHeadLatentAttention(AttentionLayer):
         """
         check_is_cache(cache, LatentCache)
         check_cached_input(x, cache)
-        kv_b = self._kv_b() if self.spec.absorbs(x.shape[1]) else None
+        kv_b = self._kv_b() if self.full_spec.absorbs(x.shape[1]) else None
         output, cache = cached_layer(
             self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions, kv_b=kv_b
         )
         return self.drop_output(output), cache
 
     def _kv_b(self) -> Tensor | None:
-        """The weight of kv_b_proj; None where more is to be done than to multiply by it: then it has to be called."""
+        """Return the weight of kv_b_proj; None if it does more than to multiply by it, so that it has to be called."""
         held = self.kv_b_proj
-        if type(held) is not nn.Linear or held.bias is not None or "forward" in vars(held):
-            return None
-        found = (held._forward_hooks, held._forward_pre_hooks, held._backward_hooks, held._backward_pre_hooks)
-        hooks = [hook for each in found for hook in each.values()]
-        is_placed = bool(hooks) and all(hasattr(hook, PLACES) for hook in hooks)
-        is_plain = not hooks and type(held.weight) in (Tensor, nn.Parameter)
-        return own_weight(held.weight) if is_placed or is_plain else None
+        is_plain = type(held) is nn.Linear and held.bias is None and "forward" not in vars(held) and not hooks_of(held)
+        return held.weight if is_plain and not is_distributed(held.weight) else None
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Return the hooks that run when a module is called."""
+    found = (
+        *(module._forward_hooks, module._forward_pre_hooks),
+        *(module._backward_hooks, module._backward_pre_hooks),
+    )
+    return [hook for each in found for hook in each.values()]

@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec, spec_from
 from mha_torch import stages
-from mha_torch.arrays import check_device, check_floating
+from mha_torch.arrays import check_device, check_floating, is_distributed
 from mha_torch.kernels import Kernel, fused
-from mha_torch.kernels.nonfinite import by_finite_tokens
+from mha_torch.kernels.nonfinite import by_finite_tokens, not_finite
 from mha_torch.kernels.sdpa import check_context_parallel
 from mha_torch.masks import Mask
 from mha_torch.norms import NormLayer
 from mha_torch.projections import combine_heads, project_output, project_qkv, split_heads
 from mha_torch.rope import check_layer_positions
 from mha_torch.scores import Scores
-from mha_torch.shards import check_normed_heads, is_distributed, own_part, own_weight, set_whole
 from mha_torch.stages import check_attention, scaled_dot_product_attention
 from mha_torch.weights import check_projected, check_weights, project_with
 
@@ -136,20 +135,22 @@ def attention_layer(
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the output of a layer, and its attention weights if asked for: project, attend, project."""
-    spec = layer.own_spec
+    spec = layer.spec
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
     mask = mask.within(spec)
-    project = layer.project if mask.is_trivial and bias is None else by_finite_tokens(layer.project)
+    project = (
+        layer.project if mask.is_trivial and bias is None else by_finite_tokens(layer.project, layer.find_nonfinite)
+    )
     q, k, v = project_qkv(project, query, key, value, spec, positions)
-    scores = layer.scores(bias).of_heads(q.shape[1])
+    scores = layer.scores(bias)
     check_attention(q, k, v, mask, scores, getattr(layer.kernel, "num_parts", 1))
     if need_weights:
         context, attn_weights = stages.attend(q, k, v, mask, scores)
     else:
         context, attn_weights = layer.kernel(q, k, v, mask, scores), None
-    return project_output(project, context, query, scores.spec or spec), attn_weights
+    return project_output(project, context, query, spec), attn_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,20 +158,24 @@ class FunctionalLayer:
     """Layer of weights from outside, with what `attention_layer` needs of an `AttentionLayer`."""
 
     weights: Mapping[str, Tensor]
-    own_spec: AttentionSpec
+    spec: AttentionSpec
     kernel: Kernel = fused.attend
     training: bool = False
     dropout_keep: Bool[Tensor, "B N T S"] | None = None
 
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
         """Apply the projection or the norm of that name."""
-        return project_with(self.weights, self.own_spec)(name, x)
+        return project_with(self.weights, self.spec)(name, x)
+
+    def find_nonfinite(self, name: str, x: Float[Tensor, "B T d_in"]) -> Bool[Tensor, "B T 1"]:
+        """Return the non-finite tokens of the input of the projection of that name."""
+        return not_finite(x)
 
     def scores(self, bias: Float[Tensor, "..."] | None) -> Scores:
         """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
         learned = self.weights.get("sinks"), self.weights.get("relative_bias")
-        dropout = self.own_spec.dropout if self.training else 0.0
-        return Scores(self.own_spec, bias, *learned, dropout, self.dropout_keep)
+        dropout = self.spec.dropout if self.training else 0.0
+        return Scores(self.spec, bias, *learned, dropout, self.dropout_keep)
 
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------
@@ -186,8 +191,8 @@ class AttentionLayer(nn.Module):
         fields: other fields of `AttentionSpec` by name, with d_model.
 
     Attributes:
-        spec: what the layer computes.
-        own_spec: what this process computes of it: all, or some of its heads where `parallel` divided them.
+        spec: what this process computes: the layer, or some of its heads once `parallel` has divided them.
+        full_spec: what the layer computes.
         kernel: computes the context, unless weights are asked for; another may take its place.
 
     Raises:
@@ -212,7 +217,7 @@ class AttentionLayer(nn.Module):
         check_spec(spec, is_self_attention=self._is_self_attention)
         if dtype is not None and not dtype.is_floating_point:
             raise WrongType("dtype", "be floating point", dtype=dtype)
-        self.spec = self.own_spec = spec
+        self.spec = self.full_spec = spec
         self.kernel: Kernel = fused.attend
         for name, projection in spec.projections.items():
             linear = nn.Linear(projection.d_in, projection.d_out, bias=projection.has_bias, device=device, dtype=dtype)
@@ -229,12 +234,12 @@ class AttentionLayer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw Xavier-uniform weights, q, k and v each on their own; biases and sinks become 0, norms multiply by 1."""
-        for name, projection in self.spec.projections.items():
+        for name, projection in self.full_spec.projections.items():
             linear: nn.Linear = getattr(self, name)
             _draw(linear.weight.detach(), projection.widths)
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
-        for name in self.spec.norms:
+        for name in self.full_spec.norms:
             norm: NormLayer = getattr(self, name)
             norm.reset_parameters()
         for held in (self.sinks, self.relative_bias):
@@ -242,24 +247,25 @@ class AttentionLayer(nn.Module):
                 nn.init.zeros_(held)
 
     def extra_repr(self) -> str:
-        return repr(self.spec)
+        return repr(self.full_spec)
 
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
         """Apply the projection or the norm of that name, as a module, so that replaced layers take part."""
         if name in self.spec.norms:
             norm: NormLayer = getattr(self, name)
-            if x.ndim == 4:
-                check_normed_heads(name, norm, x, self.own_spec)
             return norm(x)
         linear: nn.Linear = getattr(self, name)
         if isinstance(getattr(linear, "weight", None), Tensor):  # a replaced layer may keep its weights elsewhere
             check_projected(name, x, linear.weight)
-        return linear(x) if name == "out_proj" else own_part(linear(x))
+        return linear(x)
+
+    def find_nonfinite(self, name: str, x: Float[Tensor, "B T d_in"]) -> Bool[Tensor, "B T 1"]:
+        """Return the non-finite tokens of the input of the projection or the norm of that name."""
+        return not_finite(x)
 
     def scores(self, bias: Float[Tensor, "..."] | None) -> Scores:
         """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
-        sinks, table = (None if held is None else own_weight(held) for held in (self.sinks, self.relative_bias))
-        return Scores(self.own_spec, bias, sinks, table, self.spec.dropout if self.training else 0.0)
+        return Scores(self.spec, bias, self.sinks, self.relative_bias, self.spec.dropout if self.training else 0.0)
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """The output with some of it dropped, in training and at a rate above 0."""
@@ -272,7 +278,9 @@ def _draw(weight: Tensor, widths: tuple[int, ...]) -> None:
     for part in whole.split(widths):
         nn.init.xavier_uniform_(part)
     if whole is not weight:
-        set_whole(weight, whole)
+        from mha_torch.parallel.local import copy_from_full  # not imported unless something is distributed
+
+        copy_from_full(weight, whole)
 
 
 class MultiHeadAttention(AttentionLayer):

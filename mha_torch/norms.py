@@ -10,7 +10,6 @@ from mha_spec import Norm, Refusal, WrongType
 from mha_spec.norm import check_norm
 from mha_torch.arrays import check_array
 from mha_torch.rope import at_least_float32
-from mha_torch.shards import Width, is_distributed, own_weight
 
 
 def apply_norm(
@@ -37,17 +36,17 @@ def apply_norm(
 
     Source: RMSNorm, arXiv:1910.07467, equation 4; LayerNorm, arXiv:1607.06450, equation 4.
     """
-    return _normed(x, norm, weight, bias, _mean)
+    return apply_norm_by_mean(x, norm, weight, bias, _mean)
 
 
 def _mean(x: Tensor) -> Tensor:
     return x.mean(dim=-1, keepdim=True)
 
 
-def _normed(
+def apply_norm_by_mean(
     x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None, mean: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The same with a mean (…, 1) of one's own, of which the features of x may be a part."""
+    """Apply a norm with the caller's own mean (…, 1), which may be over more features than those of x."""
     check_normed(x, norm, weight, bias)
     wide = at_least_float32(x)
     if norm.kind == "layer":
@@ -71,7 +70,6 @@ class NormLayer(nn.Module):
 
     Attributes:
         norm: which norm.
-        width: what this process has of the width that it is over, where `parallel` divided it; or None.
     """
 
     weight: nn.Parameter | None
@@ -87,7 +85,6 @@ class NormLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.norm = norm
-        self.width: Width | None = None
         for name in ("weight", "bias"):
             held = torch.empty(shapes[name], device=device, dtype=dtype) if name in shapes else None
             self.register_parameter(name, None if held is None else nn.Parameter(held))
@@ -102,13 +99,7 @@ class NormLayer(nn.Module):
 
     def forward(self, x: Float[Tensor, "*tokens H"]) -> Float[Tensor, "*tokens H"]:
         """x, normalised."""
-        weight, bias, width = self.weight, self.bias, self.width
-        if width is not None:
-            weight, bias = (None if held is None else width.own(held) for held in (weight, bias))
-            return _normed(x, self.norm, weight, bias, width.mean)
-        if not is_distributed(x):
-            weight, bias = (None if held is None else own_weight(held) for held in (weight, bias))
-        return apply_norm(x, self.norm, weight, bias)
+        return apply_norm(x, self.norm, self.weight, self.bias)
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------

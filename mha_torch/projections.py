@@ -10,17 +10,9 @@ from torch import Tensor
 from mha_spec import AttentionSpec, Latent, Refusal, Rope, Temperature
 from mha_spec.attention import check_latent, check_spec
 from mha_spec.temperature import check_temperature
-from mha_torch.arrays import check_count, check_floating
+from mha_torch.arrays import check_count, check_floating, is_distributed
 from mha_torch.kernels.nonfinite import emptied, may_hold, not_finite, spoilt
 from mha_torch.rope import apply_rope, at_least_float32, check_positions
-from mha_torch.shards import (
-    check_features,
-    check_heads_together,
-    check_shared,
-    check_whole_heads,
-    own_part,
-    spec_of_heads,
-)
 from mha_torch.weights import Project
 
 
@@ -67,15 +59,15 @@ def project_qkv(
     check_spec(spec)
     if spec.latent is not None:
         q, latents = project_latents(project, query, spec, positions)
-        return q, *expand_latents(project, latents, spec_of_heads(spec, q.shape[1]))
+        return q, *expand_latents(project, latents, spec)
     if not spec.fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
     elif key is query and value is query:
         q, k, v = _unpack_qkv(project("qkv_proj", query), spec)
     else:
         q, k, v = (_unpack_qkv(project("qkv_proj", x), spec)[i] for i, x in enumerate((query, key, value)))
-    check_heads_together(spec, q, k, v)
-    spec = spec_of_heads(spec, q.shape[-1] // spec.head_dim)
+    for name, x, width in (("q_proj", q, spec.q_width), ("k_proj", k, spec.k_width), ("v_proj", v, spec.v_width)):
+        check_features(name, x, width)
     if spec.has_positions and positions is None:
         positions = torch.arange(q.shape[1], device=q.device)[None]
 
@@ -127,9 +119,8 @@ def project_latents(
     else:
         q = project("q_b_proj", _normed(project, "q_a_norm", project("q_a_proj", x), latent))
     compressed = project("kv_a_proj", x)
-    check_whole_heads(spec, q)
-    check_shared(spec, q, compressed)
-    q = split_heads(q, q.shape[-1] // spec.head_dim)
+    check_features("q_proj" if latent.q_rank is None else "q_b_proj", q, spec.q_width)
+    q = split_heads(q, spec.num_heads)
     normed = _normed(project, "kv_a_norm", compressed[..., : latent.kv_rank], latent)
     shared = compressed[..., latent.kv_rank :]
     latents = torch.cat([normed, shared], dim=-1)[:, None]
@@ -160,7 +151,7 @@ def expand_latents(
     check_latents("latents", latents, latent)
     shared, own_features = latents[..., latent.kv_rank :], spec.head_dim - latent.rope_dim
     kv = project("kv_b_proj", latents[:, 0, :, : latent.kv_rank])
-    check_features("kv_b_proj", kv, own_features + spec.value_head_dim, spec.num_heads)
+    check_features("kv_b_proj", kv, spec.num_heads * (own_features + spec.value_head_dim))
     kv = split_heads(kv, spec.num_heads)
     shared = shared.expand(-1, spec.num_heads, -1, -1)
     return torch.cat([kv[..., :own_features], shared], dim=-1), kv[..., own_features:]
@@ -260,7 +251,7 @@ def project_output(
     """
     if spec.gate is not None:
         gate = project("gate_proj", query)
-        check_features("gate_proj", gate, 1 if spec.gate.per_head else spec.value_head_dim, spec.num_heads)
+        check_features("gate_proj", gate, spec.num_heads * (1 if spec.gate.per_head else spec.value_head_dim))
         context = _gated(context, gate, query)
     output = combine_heads(context)
     return project("out_proj", output) if spec.out_proj else output
@@ -268,7 +259,7 @@ def project_output(
 
 def _gated(context: Tensor, gate: Tensor, query: Tensor) -> Tensor:
     """`apply_gate`, through which a row or a token that is not finite spoils no gradient if nobody sees it."""
-    wrong, of_token = ~context.detach().isfinite(), not_finite(own_part(query))
+    wrong, of_token = ~context.detach().isfinite(), not_finite(query)
     if not torch.is_grad_enabled() or not may_hold(wrong.any() | of_token.any()):
         return apply_gate(context, gate)
     return spoilt(apply_gate(emptied(context, wrong), emptied(gate, of_token)), wrong | of_token[:, None])
@@ -295,6 +286,18 @@ def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> list[Tensor]:
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def check_features(name: str, x: Tensor, width: int) -> None:
+    """Refuse the output of a projection if it is distributed or has another width, as if it had some of the heads."""
+    if x.shape[-1] != width or is_distributed(x):
+        kind = "in a DTensor" if is_distributed(x) else ""
+        raise Refusal(
+            name,
+            f"return {width} features in a tensor of this process",
+            f"{x.shape[-1]} features {kind}".rstrip(),
+            hint="mha_torch.parallel.plan divides heads with all that belongs to them",
+        )
 
 
 def check_gated(context: Tensor, gate: Tensor) -> None:

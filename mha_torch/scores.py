@@ -12,7 +12,6 @@ from mha_spec.rules import as_rate
 from mha_torch.arrays import check_array, check_broadcasts, check_device, is_autocast_on
 from mha_torch.masks import block_of
 from mha_torch.relative_bias import check_relative_bias
-from mha_torch.shards import spec_of_heads
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
@@ -74,12 +73,6 @@ class Scores:
     def has_distances(self) -> bool:
         """Whether scores depend on the distance of query and key."""
         return self.slopes is not None or self.buckets is not None
-
-    def of_heads(self, num_heads: int) -> "Scores":
-        """Return the scores of so many of the layer's heads."""
-        if self.spec is None or self.spec.num_heads == num_heads:
-            return self
-        return replace(self, spec=spec_of_heads(self.spec, num_heads))
 
     def block(self, rows: slice, keys: slice) -> "Scores":
         """Return the scores of some of the queries and some of the keys."""

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
-from mha_torch.arrays import check_array, check_device, is_autocast_on, values_of
+from mha_torch.arrays import check_array, check_device, is_autocast_on, is_distributed, values_of
 from mha_torch.norms import apply_norm
-from mha_torch.shards import is_distributed
 
 Project = Callable[[str, Tensor], Tensor]
 """Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an

@@ -70,17 +70,6 @@ DIVIDED = {
 RINGS = rings.RINGS | {name: SPECS[name] for name in ("everything", "latent-rope")}
 """Layers whose tokens are divided."""
 
-USUAL = ("textbook", "grouped", "no-out-proj")
-"""Layers that have nothing of heads beside their projections."""
-
-
-WITHOUT_GRADIENT = {
-    "norms by hand": AttentionSpec(32, 8, num_kv_heads=4, qk_norm=Norm()),
-    "one key by hand": SPECS["one-key"],
-    "latents by hand": LATENT,
-}
-"""Layers that the usual plan divides rightly, but for a gradient of what heads share."""
-
 FULLY_SHARDED = {name: SPECS[name] for name in ("shared-keys", "everything", "latent", "width-shared-keys")}
 FULLY_SHARDED["fused"] = AttentionSpec(32, 8, num_kv_heads=2, fused_qkv=True)
 
@@ -124,7 +113,7 @@ def random(*shape, dtype=torch.float32, seed=1):
 
 def trained(layer, here=None, dtype=torch.float32, **options):
     """Forward and backward: the output, and every gradient."""
-    here, spec = here or Here(), layer.spec
+    here, spec = here or Here(), layer.full_spec
     x = random(BATCH, SEQ_LEN, spec.d_in, dtype=dtype).requires_grad_()
     bias = random(1, spec.num_heads, SEQ_LEN, SEQ_LEN, dtype=dtype, seed=2)
     options = {"is_causal": True, "key_padding_lengths": LENGTHS, "bias": here.of_heads(bias, 1), **options}
@@ -143,7 +132,7 @@ def trained(layer, here=None, dtype=torch.float32, **options):
 @torch.no_grad()
 def decoded(layer, here=None, dtype=torch.float32, cache=None):
     """A ragged prompt, then a few steps: all outputs, and what the cache holds of the process's heads."""
-    here, spec, found = here or Here(), layer.spec, {}
+    here, spec, found = here or Here(), layer.full_spec, {}
     x = random(BATCH, SEQ_LEN + STEPS, spec.d_in, dtype=dtype)
     cache = layer.init_cache(BATCH, CAPACITY) if cache is None else cache
     found["prompt"], cache = layer(x[:, :SEQ_LEN], cache, new_lengths=LENGTHS)
@@ -158,7 +147,7 @@ def cached_kind(spec):
 
 
 def usual_plan(spec, **options):
-    """As every tutorial has it."""
+    """As every tutorial has it: without what goes with the heads."""
     found = {name: ColwiseParallel(**options) for name in ("q_proj", "k_proj", "v_proj")}
     return found | ({"out_proj": RowwiseParallel()} if spec.out_proj else {})
 
@@ -177,28 +166,6 @@ def by_shard(here):
         found[f"{name}/decoded"] = decoded(layer, here)
     layer = parallel.shard(make(mha_torch.MultiHeadAttention, EVERYTHING), here.mesh, heads="heads")
     return found | {"with weights": trained(layer, here, need_weights=True)}
-
-
-def by_hand(here):
-    """Layers that the usual plan divides, with local tensors and with distributed ones."""
-    found = {}
-    for name in USUAL:
-        spec, divided = SPECS[name], partial(parallelize_module, device_mesh=here.mesh)
-        for kind, options in {"local": {}, "distributed": {"use_local_output": False}}.items():
-            layer = divided(make(mha_torch.MultiHeadAttention, spec), parallelize_plan=usual_plan(spec, **options))
-            found[f"{name}/{kind}"] = trained(layer, here)
-            layer = divided(make(cached_kind(spec), spec), parallelize_plan=usual_plan(spec, **options))
-            own = {"num_kv_heads": spec.num_kv_heads // here.size, "head_dim": spec.head_dim}
-            cache = mha_torch.init_cache(BATCH, capacity=CAPACITY, **own)
-            found[f"{name}/{kind}/decoded"] = decoded(layer, here, cache=cache)
-    for name, spec in WITHOUT_GRADIENT.items():
-        names = ["q_proj", "q_b_proj", "kv_b_proj", "gate_proj"] + ["k_proj", "v_proj"] * (spec.num_kv_heads > 1)
-        plan = {name: ColwiseParallel() for name in names if name in spec.projections}
-        layer = parallelize_module(make(cached_kind(spec), spec), here.mesh, plan | {"out_proj": RowwiseParallel()})
-        own = {"num_kv_heads": max(spec.num_kv_heads // here.size, 1), "head_dim": spec.head_dim}
-        cache = mha_torch.init_cache(BATCH, capacity=CAPACITY, **own) if spec.latent is None else None
-        found[name] = decoded(layer, here, cache=cache)
-    return found
 
 
 def moved(here):
@@ -225,7 +192,6 @@ def moved(here):
     counted("fully sharded", layer)
     layer = make(mha_torch.MultiHeadAttention, spec)
     counted("data parallel", DistributedDataParallel(layer, process_group=here.mesh.get_group()))
-    counted("usual plan", parallelize_module(make(mha_torch.MultiHeadAttention, spec), here.mesh, usual_plan(spec)))
     layer = make(mha_torch.MultiHeadAttention, spec)
     plan = {**parallel.plan(layer), "out_proj": RowwiseParallel(output_layouts=Shard(1), use_local_output=False)}
     x = distribute_tensor(random(BATCH, 8, spec.d_in), here.mesh, [Shard(1)]).requires_grad_()
@@ -346,21 +312,11 @@ def refused(here):
             lambda: parallel.shard(make(mha_torch.MultiHeadAttention, SPECS["textbook"]), here.mesh, heads="tensor")
         ),
         "no layer of ours": error_of(lambda: parallel.plan(nn.Linear(2, 2))),
-        "by hand, parts of heads": said_by(AttentionSpec(32, here.size * 3 // 2, head_dim=2), usual_plan),
-        "by hand, parts of key heads": said_by(AttentionSpec(32, 8, num_kv_heads=1), usual_plan),
-        "by hand, whole keys": said_by(SPECS["grouped"], one_left_out("k_proj")),
-        "by hand, one whole key": said_by(
-            AttentionSpec(32, 8, num_kv_heads=1),
-            lambda spec: {"q_proj": ColwiseParallel(), "out_proj": RowwiseParallel()},
-        ),
+        "by hand": said_by(SPECS["grouped"], usual_plan),
+        "by hand, distributed": said_by(SPECS["grouped"], partial(usual_plan, use_local_output=False)),
+        "by hand, some projections": said_by(SPECS["grouped"], one_left_out("q_proj")),
         "by hand, whole output": said_by(SPECS["textbook"], one_left_out("out_proj")),
         "by hand, fused_qkv": said_by(AttentionSpec(32, 8, fused_qkv=True), packed),
-        "by hand, sinks": said_by(AttentionSpec(32, 8, sinks=True), usual_plan),
-        "by hand, relative_bias": said_by(AttentionSpec(32, 8, relative_bias=RelativeBias(8, 8)), usual_plan),
-        "by hand, alibi": said_by(AttentionSpec(32, 8, alibi=Alibi()), usual_plan),
-        "by hand, norm over the width": said_by(
-            AttentionSpec(32, 8, qk_norm=Norm(over="width", weight=None)), usual_plan
-        ),
         "norm over the width left out": said_by(
             SPECS["width"],
             lambda spec: {
@@ -369,9 +325,9 @@ def refused(here):
                 if name != "k_norm"
             },
         ),
-        "by hand, norm": said_by(AttentionSpec(32, 8, qk_norm=Norm()), usual_plan),
-        "by hand, norms of heads": said_by(AttentionSpec(32, 8, qk_norm=Norm(per_head=True)), usual_plan),
-        "by hand, gate": said_by(AttentionSpec(32, 8, gate=Gate()), usual_plan),
+        "by hand, gate": said_by(
+            AttentionSpec(32, 8, gate=Gate()), lambda _: {"gate_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}
+        ),
         "by hand, latent": said_by(replace(LATENT, latent=Latent(12, 4), gate=None), of_latents),
         "its own style last": error_of(
             lambda: parallelize_module(
@@ -385,8 +341,8 @@ def refused(here):
         ),
         "bias of all heads": error_of(lambda: divided("textbook")(x, bias=random(1, 8, SEQ_LEN, SEQ_LEN))),
         "cache of all heads": error_of(
-            lambda: parallelize_module(
-                make(mha_torch.MultiHeadAttentionWithCache, SPECS["grouped"]), here.mesh, usual_plan(SPECS["grouped"])
+            lambda: parallel.shard(
+                make(mha_torch.MultiHeadAttentionWithCache, SPECS["grouped"]), here.mesh, heads="heads"
             )(x, mha_torch.init_cache(BATCH, 4, CAPACITY, 8))
         ),
     }
@@ -469,7 +425,7 @@ def run(rank, size, folder):
     found = {"stepped": stepped(of_row), "carried": carried(of_row)}
     if rank < 2:  # the two others would compute the same
         here = Here(two, 2, rank)
-        found |= {part.__name__: part(here) for part in (by_hand, moved, refused, beside)}
+        found |= {part.__name__: part(here) for part in (moved, refused, beside)}
         found[2] = {"shard": by_shard(here), "ring": ringed(two)}
     found[4] = {"shard": by_shard(of_row), "ring": ringed(row)}
     found |= {"fully sharded": fully_sharded(grid, row), "narrowed": narrowed(row)}

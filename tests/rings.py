@@ -30,7 +30,7 @@ def trained(
     layer, part=lambda x: x, whole=lambda x: x, *, seq_len=SEQ_LEN, dtype=torch.float32, summed=None, **options
 ):
     """Forward and backward: the output, and every gradient, of whole sequences."""
-    x, cotangent = (part(each) for each in inputs(layer.spec, seq_len, dtype))
+    x, cotangent = (part(each) for each in inputs(layer.full_spec, seq_len, dtype))
     x.requires_grad_()
     output = layer(x, **options)
     (output * cotangent).sum().backward()
@@ -171,7 +171,7 @@ def not_finite(mesh, make):
     layer = make(mha_torch.MultiHeadSelfAttention, AttentionSpec(32, 8))
     parallel.shard(layer, mesh, tokens=mesh.mesh_dim_names[0])
     size, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
-    x, _ = inputs(layer.spec, SEQ_LEN, torch.float32)
+    x, _ = inputs(layer.full_spec, SEQ_LEN, torch.float32)
     x[0, 10], x[1, 12] = torch.nan, torch.nan  # seen by those after it, and by nobody
     own = x.chunk(size, 1)[rank].clone().requires_grad_()
     output = layer(own, is_causal=True, key_padding_lengths=CAUSAL["key_padding_lengths"])

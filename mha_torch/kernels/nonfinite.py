@@ -13,11 +13,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mha_torch.arrays import values_of
+from mha_torch.arrays import replicate_like, values_of
 from mha_torch.kernels import Kernel
 from mha_torch.masks import Mask, as_lengths
 from mha_torch.scores import Scores
-from mha_torch.shards import beside, out_weight_of, own_part, raised_by_any, width_of
 
 
 def not_finite(x: Float[Tensor, "*tokens H"]) -> Bool[Tensor, "*tokens 1"]:
@@ -33,12 +32,12 @@ def may_hold(x: Bool[Tensor, "..."]) -> bool:
 
 def emptied(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
     """x, and 0 where asked; there it takes no gradient."""
-    return x.masked_fill(beside(where, x), 0.0)
+    return x.masked_fill(replicate_like(where, x), 0.0)
 
 
 def spoilt(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
     """x, and NaN where asked; its gradient passes, so that it is NaN if what comes back is, and 0 if that is 0."""
-    return x + beside(torch.where(where, torch.nan, 0.0).to(x.dtype), x)
+    return x + replicate_like(torch.where(where, torch.nan, 0.0).to(x.dtype), x)
 
 
 def sees_any(marked: Bool[Tensor, "B N S"], seq_len_q: int, mask: Mask) -> Bool[Tensor, "B N #T 1"]:
@@ -58,18 +57,21 @@ def sees_any(marked: Bool[Tensor, "B N S"], seq_len_q: int, mask: Mask) -> Bool[
     return (marked.cumsum(dim=-1) > 0)[..., last_seen, None]
 
 
-def by_finite_tokens(project: Callable[[str, Tensor], Tensor]) -> Callable[[str, Tensor], Tensor]:
-    """Projections through which a token that is not finite gives NaN, and spoils no gradient if nobody sees it."""
+def by_finite_tokens(
+    project: Callable[[str, Tensor], Tensor], find: Callable[[str, Tensor], Tensor] | None = None
+) -> Callable[[str, Tensor], Tensor]:
+    """Wrap projections, so that a non-finite token gives NaN, and no NaN in a gradient if nobody attends to it.
+
+    Args:
+        project: applies a projection by its name.
+        find: returns the non-finite tokens of its input; default `not_finite`.
+    """
     if not torch.is_grad_enabled():  # forward, a token spoils nothing but itself
         return project
 
     def project_finite(name: str, x: Tensor) -> Tensor:
-        wrong = not_finite(own_part(x))
-        if name == "out_proj":  # whose output all processes have that share its columns
-            wrong = raised_by_any(wrong, x, out_weight_of(project))
-        elif (width := width_of(project, name)) is not None:  # all heads are divided by one mean square
-            wrong = width.raised_by_any(wrong)
-        return spoilt(project(name, emptied(own_part(x), wrong)), wrong) if may_hold(wrong) else project(name, x)
+        wrong = not_finite(x) if find is None else find(name, x)
+        return spoilt(project(name, emptied(x, wrong)), wrong) if may_hold(wrong) else project(name, x)
 
     return project_finite
 

@@ -7,6 +7,7 @@ a DTensor still to be added up.
 """
 
 from dataclasses import KW_ONLY, dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,10 +17,13 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, pa
 
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.shares import axis_of_heads, heads_of
+from mha_torch.arrays import is_distributed
+from mha_torch.latent import hooks_of
 from mha_torch.mha import AttentionLayer
 from mha_torch.norms import NormLayer
+from mha_torch.parallel.local import PLACES, ShardedNorm, WidthShard, any_over_ranks, local_weight
 from mha_torch.parallel.ring import RingAttention
-from mha_torch.shards import PLACES, Width, is_distributed, own_weight
+from mha_torch.scores import Scores
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
@@ -152,13 +156,47 @@ def _heads_of_norm(spec: AttentionSpec, name: str) -> int:
     return spec.num_heads if name == "q_norm" else spec.num_kv_heads
 
 
-def _width_of(spec: AttentionSpec, name: str, mesh: DeviceMesh) -> Width:
+def _width_of(spec: AttentionSpec, name: str, mesh: DeviceMesh) -> WidthShard:
     """What a process has of the width of a norm."""
     held = [heads_of(spec, mesh.size(), rank) for rank in range(mesh.get_local_rank() + 1)]
     *others, own = [list(each.queries) if name == "q_norm" else each.keys for each in held]
     before = {head for heads in others for head in heads}
     counted = [place for place, head in enumerate(own) if head not in {*before, *own[:place]}]
-    return Width(mesh, own, counted, _heads_of_norm(spec, name))
+    return WidthShard(mesh, own, counted, _heads_of_norm(spec, name))
+
+
+class _Sharded(AttentionLayer):
+    """Layer with some of the heads, whose parameters are distributed.
+
+    Attributes:
+        mesh: the processes that have the others.
+    """
+
+    mesh: DeviceMesh
+    kv_b_proj: nn.Linear
+
+    def scores(self, bias: Tensor | None) -> Scores:
+        """Return the scores of a call, with the sinks and the relative bias of the process's heads."""
+        sinks, table = (None if held is None else local_weight(held) for held in (self.sinks, self.relative_bias))
+        return replace(super().scores(bias), sinks=sinks, relative_bias=table)
+
+    def find_nonfinite(self, name: str, x: Tensor) -> Tensor:
+        """Return the tokens whose features are non-finite on any process, if what is made of them depends on all."""
+        found = super().find_nonfinite(name, x)
+        is_over_heads = name == "out_proj" or getattr(getattr(self, name), "width", None) is not None
+        return any_over_ranks(found, self.mesh) if is_over_heads else found
+
+    def _kv_b(self) -> Tensor | None:
+        """Return the process's part of the weight of kv_b_proj; None if it has to be called."""
+        held = self.kv_b_proj
+        is_placed = type(held) is nn.Linear and all(hasattr(hook, PLACES) for hook in hooks_of(held))
+        return local_weight(held.weight) if is_placed and held.bias is None else None
+
+
+@cache
+def _sharded(kind: type[AttentionLayer]) -> type[AttentionLayer]:
+    """Return the class of a layer with some of the heads, as FSDP2 makes its own."""
+    return type(f"Sharded{kind.__name__}", (_Sharded, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 # ---- Styles ----------------------------------------------------------------------------------------------------------
@@ -179,9 +217,12 @@ class _Layer(ParallelStyle):
         check_divides(module.spec, device_mesh.size())
         for name, axis in (("sinks", 0), ("relative_bias", 1)):
             _distribute(module, name, device_mesh, Shard(axis), self.src_data_rank)
-        module.own_spec = _spec_of(module.spec, device_mesh.size(), device_mesh.get_local_rank())
         for name in module.spec.wide_norms if device_mesh.size() > 1 else ():
-            getattr(module, name).width = _width_of(module.spec, name, device_mesh)
+            norm = getattr(module, name)
+            norm.__class__, norm.width = ShardedNorm, _width_of(module.spec, name, device_mesh)
+        module.spec = _spec_of(module.full_spec, device_mesh.size(), device_mesh.get_local_rank())
+        module.__class__ = _sharded(type(module))
+        vars(module)["mesh"] = device_mesh
 
         def enter(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
             entered: dict[int, Any] = {}  # one tensor in several places stays one
@@ -192,7 +233,9 @@ class _Layer(ParallelStyle):
                 return entered.get(id(x), x)
 
             own = {
-                name: once(x) if name in ("x", "query", "key", "value") else _given(name, x, device_mesh, module.spec)
+                name: once(x)
+                if name in ("x", "query", "key", "value")
+                else _given(name, x, device_mesh, module.full_spec)
                 for name, x in named.items()
             }
             return tuple(once(x) for x in inputs), own
@@ -216,7 +259,7 @@ class _Linear(ParallelStyle):
             return DTensor.from_local(inputs[0], device_mesh, [Replicate()], grad_placements=[Partial()])
 
         def leave(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-            return self.own(own_weight(output), device_mesh)
+            return self.own(local_weight(output), device_mesh)
 
         setattr(enter, PLACES, True)
         setattr(leave, PLACES, True)
@@ -269,6 +312,8 @@ class _OfNorm(ParallelStyle):
         if not isinstance(module, NormLayer):
             raise WrongType("a norm", "be that of its layer to be divided", type(module).__name__)
         count = _heads_of_norm(self.spec, self.name)
+        if not isinstance(module, ShardedNorm):
+            module.__class__ = ShardedNorm
         is_divided = axis_of_heads(self.name, self.spec) is not None and count % device_mesh.size() == 0
         for name in ("weight", "bias"):
             _distribute(module, name, device_mesh, Shard(0) if is_divided else Replicate(), self.src_data_rank)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mha_torch
 from mha_spec import AttentionSpec, WrongType
-from mha_torch.shards import is_distributed, set_whole
+from mha_torch.arrays import is_distributed
 from parity.backends.port import Shapes, kind_of, nothing_replayed
 from parity.core.arrays import to_numpy, to_torch
 from parity.core.cases import Case
@@ -39,7 +39,9 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     with torch.no_grad():
         for name, tensor in tensors.items():
             if is_distributed(parameters[name]):
-                set_whole(parameters[name], tensor.to(parameters[name].device))
+                from mha_torch.parallel.local import copy_from_full  # imports what sharding needs
+
+                copy_from_full(parameters[name], tensor.to(parameters[name].device))
             else:
                 parameters[name].copy_(tensor)
     return module
@@ -47,7 +49,7 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
 
 def spec_of(module: Any) -> AttentionSpec:
     """The specification of a module of `mha_torch`."""
-    return module.spec
+    return module.full_spec
 
 
 def weights_of(module: Any) -> Weights:

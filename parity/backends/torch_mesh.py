@@ -22,9 +22,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 import mha_torch
 from mha_spec import AttentionSpec, Refusal
 from mha_torch import parallel
+from mha_torch.arrays import is_distributed
 from mha_torch.parallel.heads import check_divides
 from mha_torch.parallel.ring import RingAttention
-from mha_torch.shards import is_distributed
 from parity.backends import torch as port
 from parity.backends.port import Port, Shapes
 from parity.backends.processes import Given, Processes
@@ -253,7 +253,7 @@ class _Joining:
         return getattr(mha_torch, name)
 
     def project_with(self, weights: Any, spec: AttentionSpec) -> Callable[[str, Tensor], Tensor]:
-        project, whole = mha_torch.project_with(weights, spec), self.module.spec
+        project, whole = mha_torch.project_with(weights, spec), self.module.full_spec
         joined = {*spec.wide_norms}
         if whole.num_kv_heads % (whole.num_heads // spec.num_heads):
             joined |= {"k_proj", "v_proj"}
@@ -348,7 +348,7 @@ class _Filled(port.Filled):
         size, rank = on_mesh.tensor.size, on_mesh.tensor.rank
         held, own = shard(problem.weights, spec, ShardPlan(size), rank, alone=False)
         self.weights = port.to_state_dict(held, own)
-        self.own = replace(self.module.own_spec, out_bias=own.out_bias)
+        self.own = replace(self.module.spec, out_bias=own.out_bias)
         if problem.case.is_cached:
             self.module.init_cache = partial(self._init_cache, self.module.init_cache)
 

@@ -1,0 +1,106 @@
+"""Parts that a process has of a layer whose heads are divided over several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from mha_spec import Refusal
+from mha_torch.arrays import is_distributed
+from mha_torch.norms import NormLayer, apply_norm, apply_norm_by_mean
+
+PLACES = "_places"
+"""Marks a hook that only brings tensors to where a weight is: to multiply by that part of the weight is the same."""
+
+
+def local_weight(weight: Tensor) -> Tensor:
+    """Return the process's part of a distributed weight; any other weight as it is.
+
+    If all processes have the whole weight, each uses it for its own heads, and its gradient is the sum of theirs.
+    """
+    if not is_distributed(weight):
+        return weight
+    distributed: Any = weight
+    placements = [Partial() if placement.is_replicate() else placement for placement in distributed.placements]
+    return distributed.to_local(grad_placements=placements)
+
+
+def copy_from_full(x: Tensor, full: Tensor) -> None:
+    """Give each process its part of a distributed tensor, as the first process has the whole of it."""
+    mesh = x.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    x.copy_(DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=not full.is_meta))
+
+
+def any_over_ranks(flags: Bool[Tensor, ...], mesh: DeviceMesh) -> Bool[Tensor, ...]:
+    """Return flags that are raised if any process raises them."""
+    return DTensor.from_local(flags.to(torch.uint8), mesh, [Partial("max")]).full_tensor() > 0
+
+
+@dataclass(frozen=True)
+class WidthShard:
+    """Part of the width of all heads that a norm is over.
+
+    Attributes:
+        mesh: the processes.
+        heads: heads of this process, by their numbers in the whole layer; one may be there twice.
+        counted: places among these of the heads that no process before this one has, each once.
+        num_heads: number of heads in the whole layer.
+    """
+
+    mesh: DeviceMesh
+    heads: list[int]
+    counted: list[int]
+    num_heads: int
+
+    def local(self, weight: Float[Tensor, " width"]) -> Float[Tensor, " width"]:
+        """Return the features of the process's heads of a distributed weight."""
+        if not is_distributed(weight):
+            raise Refusal("a norm over the width", "be divided with its layer by mha_torch.parallel.plan", "not")
+        own = local_weight(weight)
+        if self.num_heads % self.mesh.size() == 0:
+            return own
+        return own.unflatten(0, (self.num_heads, -1))[self.heads].flatten()  # whole, so that it can be trained
+
+    def mean(self, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens 1"]:
+        """Return the mean of features over the width of all heads."""
+        features = x.shape[-1] // len(self.heads)
+        if len(self.counted) < len(self.heads):
+            x = x.unflatten(-1, (len(self.heads), features))[..., self.counted, :].flatten(-2)
+        return _Sum.apply(x.sum(dim=-1, keepdim=True), self.mesh) / (self.num_heads * features)
+
+
+class _Sum(torch.autograd.Function):
+    """Sum of what processes have, on each of them; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return DTensor.from_local(x, mesh, [Partial()]).full_tensor()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Sum.apply(grads[0], ctx.mesh), None
+
+
+class ShardedNorm(NormLayer):
+    """Norm of the process's heads.
+
+    Attributes:
+        width: part of the width that it is over; None of a norm over each head.
+    """
+
+    width: WidthShard | None = None
+
+    def forward(self, x: Float[Tensor, "*tokens H"]) -> Float[Tensor, "*tokens H"]:
+        """Return x, normalized."""
+        of_process = local_weight if self.width is None else self.width.local
+        weight, bias = (None if held is None else of_process(held) for held in (self.weight, self.bias))
+        if self.width is None:
+            return apply_norm(x, self.norm, weight, bias)
+        return apply_norm_by_mean(x, self.norm, weight, bias, self.width.mean)
