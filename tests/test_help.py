@@ -203,7 +203,7 @@ def test_doctor_has_the_optional_packages_and_what_would_be_refused_without_them
 
 def test_no_message_names_a_package_of_this_name_on_an_index():
     """Nobody has to publish this project under its name: whoever does would be installed."""
-    files = [*ROOT.glob("parity/**/*.py"), *ROOT.glob("mha_*/*.py"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]
+    files = [*ROOT.glob("parity/**/*.py"), *ROOT.glob("mha_*/**/*.py"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]
     assert [file.name for file in files if re.search(r"pip install '?mha-parity", file.read_text("utf-8"))] == []
 
 

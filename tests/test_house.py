@@ -49,7 +49,7 @@ MOST_LINES = {"module": 500, "function": 60}  # of a function's body, without it
 MOST_PARAMETERS = 10
 
 LONG: dict[str, str] = {
-    "mha_jax.blockwise": "one algorithm: its forward, backward and decoding form share the way that work is divided",
+    "mha_jax.kernels.blockwise": "its forward, backward and decoding form share the way that work is divided",
 }
 """What may be longer than that, and why."""
 

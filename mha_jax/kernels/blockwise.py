@@ -23,10 +23,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from mha_jax.compiled import compiled
+from mha_jax.kernels.nonfinite import emptied, not_finite, spoilt
 from mha_jax.masks import Masking, to_scores_rank
-from mha_jax.not_finite import emptied, not_finite, spoilt
+from mha_jax.parallel.sharding import is_automatic
 from mha_jax.rope import at_least_float32
-from mha_jax.sharding import is_automatic
 from mha_spec.reach import Reach
 from mha_spec.rules import as_count
 

@@ -15,16 +15,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax import blockwise, stages
-from mha_jax.blockwise import BLOCK_SIZES, BlockSizes, Scoring
+from mha_jax import stages
 from mha_jax.compiled import compiled
+from mha_jax.kernels import blockwise
+from mha_jax.kernels.blockwise import BLOCK_SIZES, BlockSizes, Scoring
+from mha_jax.kernels.nonfinite import emptied, not_finite, sees_any, spoilt
 from mha_jax.masks import Masking, to_scores_rank
-from mha_jax.not_finite import emptied, not_finite, sees_any, spoilt
+from mha_jax.parallel.sharding import automatically, is_automatic, of_heads
+from mha_jax.parallel.tokens import attend_to_tokens, passes_keys, token_axis
 from mha_jax.relative_bias import relative_position_bias
 from mha_jax.rope import at_least_float32
-from mha_jax.sharding import automatically, is_automatic, of_heads
 from mha_jax.stages import Dropout, check_attention, score_scale
-from mha_jax.tokens import attend_to_tokens, passes_keys, token_axis
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.reach import Reach
 from mha_spec.rules import as_rate
