@@ -30,7 +30,7 @@ from mha_jax.cache import (
 )
 from mha_jax.compiled import compiled
 from mha_jax.kernels import fused
-from mha_jax.kernels.blockwise import BLOCK_SIZES, BlockSizes
+from mha_jax.kernels.blocks import BLOCK_SIZES, BlockSizes
 from mha_jax.kernels.nonfinite import by_finite_tokens, emptied
 from mha_jax.masks import Masking
 from mha_jax.mha import AttentionLayer, Projection

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mha_jax import stages
 from mha_jax.arrays import check_floating, check_lengths
 from mha_jax.kernels import fused
-from mha_jax.kernels.blockwise import BLOCK_SIZES, BlockSizes
+from mha_jax.kernels.blocks import BLOCK_SIZES, BlockSizes
 from mha_jax.kernels.nonfinite import by_finite_tokens
 from mha_jax.masks import Masking
 from mha_jax.norms import NormLayer

@@ -20,7 +20,7 @@ from selection import rest_thorough
 import mha_jax
 import mha_torch
 import parity
-from mha_jax.kernels.blockwise import BLOCK_SIZES, BlockSizes
+from mha_jax.kernels.blocks import BLOCK_SIZES, BlockSizes
 from mha_spec import Alibi, AttentionSpec, RelativeBias, Rope
 from parity.backends import jax as jax_backend
 from parity.backends import torch as torch_backend

@@ -34,13 +34,16 @@ WORDS = {
 
 EXTRA_FILES = {
     "jax": {
-        "blockwise.py",  # the fused kernel for a CPU, which the others' frameworks bring
+        "kernels/blockwise.py",  # the fused kernel for a CPU, which the others' frameworks bring,
+        "kernels/blocks.py",  # how it divides its work,
+        "kernels/windows.py",  # and where it leaves out most keys
+        "kernels/library.py",  # the framework's own kernel, for other devices
+        "kernels/nonfinite.py",  # keeps what is not finite where it is seen, around kernels that do not
         "compiled.py",  # compiles once for callers who do not
-        "parallel.py",  # heads divided over the devices of a mesh, in the framework's words
-        "sharding.py",  # how arrays are divided among devices, as their types say
-        "tokens.py",  # tokens divided over the devices of a mesh: heads are shared out for them,
-        "ring.py",  # or keys and values go round
-        "not_finite.py",  # keeps what is not finite where it is seen, around kernels that do not
+        "parallel/heads.py",  # heads divided over the devices of a mesh, in the framework's words
+        "parallel/sharding.py",  # how arrays are divided among devices, as their types say
+        "parallel/tokens.py",  # tokens divided over the devices of a mesh: heads are shared out for them,
+        "parallel/ring.py",  # or keys and values go round
     },
     "torch": {
         "flex.py",  # a second kernel of the framework's own, for CUDA

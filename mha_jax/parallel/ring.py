@@ -19,15 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from mha_jax.kernels.blockwise import (
-    BlockSizes,
-    Hidden,
-    Options,
-    Scoring,
-    gradient_of_sinks,
-    gradients_of_part,
-    sums_of_part,
-)
+from mha_jax.kernels.blocks import BlockSizes, Hidden, Options, Scoring
+from mha_jax.kernels.blockwise import gradient_of_sinks, gradients_of_part, sums_of_part
 from mha_jax.kernels.nonfinite import not_finite, spoilt
 from mha_jax.masks import Masking
 from mha_jax.parallel.sharding import is_automatic, varying

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
 from mha_jax.compiled import compiled
-from mha_jax.kernels.blockwise import BlockSizes, Scoring
+from mha_jax.kernels.blocks import BlockSizes, Scoring
 from mha_jax.masks import Masking, to_scores_rank
 from mha_jax.parallel.ring import attend_to_visitors
 from mha_jax.parallel.sharding import is_explicit, placed, spec_of, varying
