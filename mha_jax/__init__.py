@@ -1,6 +1,7 @@
 """Multi-head attention in JAX: masks, plain and fused attention, and a key/value cache."""
 
-from mha_jax import fused
+# First: what is imported below imports modules of `parallel`, and its public names are made of what is imported below.
+import mha_jax.parallel as parallel  # noqa: F401
 from mha_jax.cache import (
     KVCache,
     LatentCache,
@@ -16,6 +17,7 @@ from mha_jax.cache_mha import (
     multi_head_attention_with_cache,
     multi_head_attention_with_static_cache,
 )
+from mha_jax.kernels import fused
 from mha_jax.latent import MultiHeadLatentAttention, multi_head_latent_attention
 from mha_jax.masks import (
     create_attention_mask,

@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax.arrays import check_count, check_floating, check_lengths
 from mha_jax.compiled import compiled
+from mha_jax.kernels.nonfinite import emptied
 from mha_jax.masks import Masking
-from mha_jax.not_finite import emptied
-from mha_jax.sharding import automatically, specs_of
+from mha_jax.parallel.sharding import automatically, specs_of
 from mha_spec import Refusal, WrongType
 from mha_spec.reach import reach_of
 

@@ -11,9 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax import fused
 from mha_jax.arrays import check_floating
-from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
 from mha_jax.cache import (
     Cache,
     CacheT,
@@ -31,9 +29,11 @@ from mha_jax.cache import (
     token_positions,
 )
 from mha_jax.compiled import compiled
+from mha_jax.kernels import fused
+from mha_jax.kernels.blocks import BLOCK_SIZES, BlockSizes
+from mha_jax.kernels.nonfinite import by_finite_tokens, emptied
 from mha_jax.masks import Masking
 from mha_jax.mha import AttentionLayer, Projection
-from mha_jax.not_finite import by_finite_tokens, emptied
 from mha_jax.projections import absorb_keys, absorb_values, expand_latents, project_latents, project_output, project_qkv
 from mha_jax.rope import check_layer_positions
 from mha_jax.stages import Dropout

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax.blockwise import BLOCK_SIZES
 from mha_jax.cache import LatentCache, check_cached_input, check_is_cache, init_latent_cache
 from mha_jax.cache_mha import cached_layer
+from mha_jax.kernels.blocks import BLOCK_SIZES
 from mha_jax.masks import Masking
 from mha_jax.mha import AttentionLayer, Projection
 from mha_jax.stages import Dropout

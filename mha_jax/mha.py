@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax import fused, stages
+from mha_jax import stages
 from mha_jax.arrays import check_floating, check_lengths
-from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
+from mha_jax.kernels import fused
+from mha_jax.kernels.blocks import BLOCK_SIZES, BlockSizes
+from mha_jax.kernels.nonfinite import by_finite_tokens
 from mha_jax.masks import Masking
 from mha_jax.norms import NormLayer
-from mha_jax.not_finite import by_finite_tokens
 from mha_jax.projections import combine_heads, project_output, project_qkv, split_heads
 from mha_jax.rope import check_layer_positions
 from mha_jax.stages import Dropout, apply_dropout, scaled_dot_product_attention

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mha_jax.arrays import check_count, check_floating
-from mha_jax.not_finite import emptied, not_finite, spoilt
+from mha_jax.kernels.nonfinite import emptied, not_finite, spoilt
+from mha_jax.parallel.sharding import broadcast_beside
 from mha_jax.rope import apply_rope, at_least_float32, check_positions
-from mha_jax.sharding import broadcast_beside
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec, Latent, Refusal, Rope, Temperature
 from mha_spec.attention import check_latent, check_spec

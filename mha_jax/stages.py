@@ -14,11 +14,11 @@ from jaxtyping import Array, Bool, Float, Int
 from mha_jax.alibi import alibi_bias
 from mha_jax.arrays import check_array, check_broadcasts, check_floating
 from mha_jax.compiled import compiled
+from mha_jax.kernels.nonfinite import emptied, not_finite, sees_any, spoilt
 from mha_jax.masks import Masking, check_bias, check_mask, check_sinks, to_scores_rank
-from mha_jax.not_finite import emptied, not_finite, sees_any, spoilt
+from mha_jax.parallel.sharding import automatically, is_explicit, of_heads, placed, placed_beside, spec_of
 from mha_jax.relative_bias import check_relative_bias, relative_position_bias
 from mha_jax.rope import at_least_float32
-from mha_jax.sharding import automatically, is_explicit, of_heads, placed, placed_beside, spec_of
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate, check_head_groups

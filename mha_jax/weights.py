@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from mha_jax.norms import apply_norm
+from mha_jax.parallel.sharding import is_explicit, placed, spec_of
 from mha_jax.rope import at_least_float32
-from mha_jax.sharding import is_explicit, placed, spec_of
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mha_jax
 import parity
 from mha_jax import parallel
-from mha_jax.blockwise import BlockSizes
+from mha_jax.kernels.blocks import BlockSizes
 from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, Rope
 from parity.core.cases import CASES
 from parity.running.run import run_cases

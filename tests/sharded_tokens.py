@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mha_jax
 import parity
 from mha_jax import parallel
-from mha_jax.blockwise import BlockSizes
+from mha_jax.kernels.blocks import BlockSizes
 from mha_spec import Alibi, AttentionSpec, Norm, RelativeBias, Rope
 from parity.backends.jax import QUICKLY
 from parity.sharding.costs import cost_of

@@ -9,7 +9,7 @@ from refusals import refuses
 from selection import rest_thorough
 
 import mha_jax
-from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
+from mha_jax.kernels.blocks import BLOCK_SIZES, BlockSizes
 from mha_spec import AttentionSpec, Rope, Temperature
 
 LONG = 600  # 4 heads of it have more than 2^20 scores

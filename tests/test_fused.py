@@ -20,7 +20,7 @@ from selection import rest_thorough
 import mha_jax
 import mha_torch
 import parity
-from mha_jax.blockwise import BLOCK_SIZES, BlockSizes
+from mha_jax.kernels.blocks import BLOCK_SIZES, BlockSizes
 from mha_spec import Alibi, AttentionSpec, RelativeBias, Rope
 from parity.backends import jax as jax_backend
 from parity.backends import torch as torch_backend
@@ -364,7 +364,7 @@ DIVIDED = replace(SMALL_BLOCKS, most_blocks=SMALL_BLOCKS.most_blocks + 1)  # so 
 @pytest.mark.parametrize("name", ["gqa-mask-padding", "bias-infinite-rows"])
 def test_blocks_that_xla_divides_give_what_the_plain_path_gives(monkeypatch, name):
     """XLA divides them among devices, of which test_sharded_jax has several."""
-    monkeypatch.setattr(mha_jax.blockwise, "is_automatic", lambda x: True)
+    monkeypatch.setattr(mha_jax.kernels.blockwise, "is_automatic", lambda x: True)
     arrays, options = named(name)
     attend = functools.partial(jax_blocks, block_sizes=DIVIDED)
     found = numpy_of(jitted_with_gradients(attend, **options)(as_jax(arrays)))
@@ -372,7 +372,7 @@ def test_blocks_that_xla_divides_give_what_the_plain_path_gives(monkeypatch, nam
 
 
 def test_a_token_over_a_cache_that_xla_divides_gives_what_the_plain_path_gives(monkeypatch):
-    monkeypatch.setattr(mha_jax.blockwise, "is_automatic", lambda x: True)
+    monkeypatch.setattr(mha_jax.kernels.blockwise, "is_automatic", lambda x: True)
     arrays = cache_problem((6, 2), LAST_POSITIONS["ragged"])
     attend = functools.partial(attend_to_cache, block_sizes=DIVIDED)
     parity.assert_parity(numpy_of(jitted_with_gradients(attend)(as_jax(arrays))), **yardstick(arrays))

@@ -13,7 +13,7 @@ import torch
 from flax import nnx
 
 import mha_jax
-from mha_jax.blockwise import BlockSizes
+from mha_jax.kernels.blocks import BlockSizes
 from mha_spec import AttentionSpec, Gate, Rope
 from parity import random_weights
 

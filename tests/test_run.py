@@ -18,7 +18,7 @@ from selection import rest_thorough
 import mha_jax
 import parity.backends.torch
 import parity.running.run
-from mha_jax.blockwise import BLOCK_SIZES
+from mha_jax.kernels.blocks import BLOCK_SIZES
 from parity import CASES, AttentionSpec, make_problem, random_case, run_cases
 from parity.backends import BACKENDS, backend_of, driver, load_backend
 from parity.backends import jax as jax_backend

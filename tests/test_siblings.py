@@ -32,22 +32,18 @@ WORDS = {
     "tt": {"TTNN": "the framework", "ttnn.": "xp."},
 }
 
-NOT_YET_MOVED = {
-    "fused.py": "kernels/fused.py",
-    "not_finite.py": "kernels/nonfinite.py",
-    "parallel.py": "parallel/heads.py",
-    "shards.py": "parallel/local.py",
-}  # where a file will lie that still lies flat
-
 EXTRA_FILES = {  # and folders
     "jax": {
-        "blockwise.py",  # the fused kernel for a CPU, which the others' frameworks bring
+        "kernels/blockwise.py",  # the fused kernel for a CPU, which the others' frameworks bring,
+        "kernels/blocks.py",  # how it divides its work,
+        "kernels/windows.py",  # and where it leaves out most keys
+        "kernels/library.py",  # the framework's own kernel, for other devices
+        "kernels/nonfinite.py",  # keeps what is not finite where it is seen, around kernels that do not
         "compiled.py",  # compiles once for callers who do not
         "parallel/heads.py",  # heads divided over the devices of a mesh, in the framework's words
-        "sharding.py",  # how arrays are divided among devices, as their types say
-        "tokens.py",  # tokens divided over the devices of a mesh: heads are shared out for them,
-        "ring.py",  # or keys and values go round
-        "kernels/nonfinite.py",  # keeps what is not finite where it is seen, around kernels that do not
+        "parallel/sharding.py",  # how arrays are divided among devices, as their types say
+        "parallel/tokens.py",  # tokens divided over the devices of a mesh: heads are shared out for them,
+        "parallel/ring.py",  # or keys and values go round
     },
     "torch": {
         "kernels/flex.py",  # a second kernel of the framework's own, for CUDA
@@ -55,8 +51,8 @@ EXTRA_FILES = {  # and folders
         "kernels/windows.py",  # and a few queries at a time within windows
         "kernels/nonfinite.py",  # keeps what is not finite where it is seen, around a kernel that does not
         "parallel/heads.py",  # heads divided over processes, in the framework's words
+        "parallel/local.py",  # and what one of these has
         "parallel/ring.py",  # tokens divided over processes
-        "shards.py",  # what a process has of a divided layer
     },
     "tt": {
         "device.py",  # where arrays and weights enter a device and leave it
@@ -207,7 +203,7 @@ def paths_of(name):
     """The files of a sibling, those in its folders too, by their place in it."""
     paths = [path for path in sorted(folder(name).rglob("*")) if path.is_file() and path.parent.name != "__pycache__"]
     places = {path.relative_to(folder(name)).as_posix(): path for path in paths}
-    return {NOT_YET_MOVED.get(place, place): path for place, path in places.items()}
+    return places
 
 
 @cache

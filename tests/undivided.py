@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mha_jax
 from mha_jax import parallel
-from mha_jax.blockwise import BlockSizes
+from mha_jax.kernels.blocks import BlockSizes
 from mha_spec import AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope
 
 SPECS = {

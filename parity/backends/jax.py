@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 import mha_jax
-from mha_jax.blockwise import BlockSizes
+from mha_jax.kernels.blocks import BlockSizes
 from mha_spec import AttentionSpec, WrongType
 from parity.backends.port import Shapes, kind_of, nothing_replayed
 from parity.core.cases import Case

@@ -14,7 +14,6 @@ from flax import nnx
 from jaxtyping import Array
 
 import mha_jax
-import mha_jax.fused
 from parity.bench.keras import keras_layer
 from parity.bench.measure import OURS, Contender, Probe, large_enough
 from parity.bench.work import Inputs, Work

@@ -268,7 +268,7 @@ def _our_cached(framework: str) -> Subject:
 
 
 def _our_core(framework: str) -> Subject:
-    fused = importlib.import_module(f"{BACKENDS[framework].sibling}.fused")
+    fused = importlib.import_module(BACKENDS[framework].sibling).fused
 
     def make(path: Path) -> Call:
         given: dict[str, Any] = {"dropout": path.dropout if path.train else 0.0}

@@ -5,7 +5,7 @@ them. Parts that causality, a window or a chunk hides are not visited; under cau
 of its queries from the beginning and one from the end, so that all have the same work. The queries of a cache whose
 slots are divided are whole on each device, and what all slots give them is joined at once.
 
-Axes: as in `blockwise`; t, s of the T and S tokens those of a device.
+Axes: as in `blocks`; t, s of the T and S tokens those of a device.
 
 Source: Ring Attention, arXiv:2310.01889; the two halves as in Llama 3, arXiv:2407.21783, section 3.3.2.
 """
@@ -19,19 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from mha_jax.blockwise import (
-    BlockSizes,
-    Hidden,
-    Options,
-    Scoring,
-    gradient_of_sinks,
-    gradients_of_part,
-    sums_of_part,
-)
+from mha_jax.kernels.blocks import BlockSizes, Hidden, Options, Scoring
+from mha_jax.kernels.blockwise import gradient_of_sinks, gradients_of_part, sums_of_part
+from mha_jax.kernels.nonfinite import not_finite, spoilt
 from mha_jax.masks import Masking
-from mha_jax.not_finite import not_finite, spoilt
+from mha_jax.parallel.sharding import is_automatic, varying
 from mha_jax.rope import at_least_float32
-from mha_jax.sharding import is_automatic, varying
 from mha_spec.reach import Reach
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from mha_jax.compiled import compiled
 from mha_jax.masks import Masking, to_scores_rank
-from mha_jax.sharding import is_automatic
+from mha_jax.parallel.sharding import is_automatic
 
 
 def not_finite(x: Float[Array, "*tokens H"]) -> Bool[Array, "*tokens 1"]:

@@ -18,11 +18,11 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
-from mha_jax.blockwise import BlockSizes, Scoring
 from mha_jax.compiled import compiled
+from mha_jax.kernels.blocks import BlockSizes, Scoring
 from mha_jax.masks import Masking, to_scores_rank
-from mha_jax.ring import attend_to_visitors
-from mha_jax.sharding import is_explicit, placed, spec_of, varying
+from mha_jax.parallel.ring import attend_to_visitors
+from mha_jax.parallel.sharding import is_explicit, placed, spec_of, varying
 from mha_spec import AttentionSpec, Refusal
 
 

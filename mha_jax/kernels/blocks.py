@@ -1,0 +1,421 @@
+"""Blocks of queries and of keys: how the work is divided, the scores of a block, and the sums over several.
+
+Axes: B batch, T query tokens, S key tokens, K key/value heads, G query heads of each, H head_dim, Hv
+value_head_dim. Heads that are worked on at a time lie on one axis, P, and the queries of their groups on the next, so
+that every product is one of matrices.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from mha_jax.kernels.nonfinite import emptied, not_finite
+from mha_jax.rope import at_least_float32
+from mha_jax.stages import score_scale
+from mha_spec import AttentionSpec
+from mha_spec.rules import as_count
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """How the work is divided: it changes the speed and the rounding, and nothing else.
+
+    Attributes:
+        few_scores: scores, 4 MiB in float32, up to which the plain path takes less time.
+        queries: of a block; twice as many where all see the same keys, and more where there would be too many blocks.
+        keys: of a block: its scores with a block of queries stay in the caches of two cores.
+        last_keys: keys of the last few blocks of a cache, so that little is read that is not filled; at most `keys`.
+        heads_side_by_side: heads of a cache that are read at the same time, each by a core if there are as many.
+        most_blocks: of queries; each is compiled on its own, so that it ends with the last key that it may see.
+        token_axis: the dimension of a mesh that tokens are divided along, where types do not say it: see `parallel`.
+        passes_keys: whether devices then pass keys and values on, also where they could share the heads instead.
+    """
+
+    few_scores: int = 2**20
+    queries: int = 256
+    keys: int = 512
+    last_keys: int = 128
+    heads_side_by_side: int = 16
+    most_blocks: int = 16
+    token_axis: str | None = None
+    passes_keys: bool = False
+
+    def __post_init__(self) -> None:
+        as_count("few_scores", self.few_scores, minimum=0)
+        for name in ("queries", "keys", "last_keys", "heads_side_by_side", "most_blocks"):
+            as_count(name, getattr(self, name))
+
+
+BLOCK_SIZES = BlockSizes()
+"""The sizes that are taken where none are passed."""
+
+
+class Scoring(NamedTuple):
+    """What becomes of the products of queries and keys.
+
+    Attributes:
+        scale: what they are multiplied by.
+        soft_cap: what caps them softly after that, or None.
+        slopes: what each head takes from them for each token of distance after that, or None.
+    """
+
+    scale: float
+    soft_cap: float | None = None
+    slopes: tuple[float, ...] | None = None
+
+    @classmethod
+    def of_layer(cls, query: Array, spec: AttentionSpec | None) -> "Scoring":
+        """Scoring in a layer of queries (B, N, T, H)."""
+        scale = score_scale(query, spec)
+        return cls(scale) if spec is None else cls(scale, spec.soft_cap, spec.alibi_slopes)
+
+    def capped(self, scores: Array) -> Array:
+        """The scaled products, capped."""
+        return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
+
+    def slope(self, scores: Array) -> Array | float:
+        """The derivative of the cap, by what it gave."""
+        return 1.0 if self.soft_cap is None else 1.0 - jnp.square(scores / self.soft_cap)
+
+    def lessened(self, scores: Array, heads: Array, num_kv_heads: int, distances: Array) -> Array:
+        """Scores (heads, G, S) of some key/value heads, less what slots at distances (heads, S) cost."""
+        if self.slopes is None:
+            return scores
+        slopes = self.slopes_of(num_kv_heads, scores.dtype)[0, :, :, 0]  # (K, G, 1)
+        return scores - slopes[heads] * jnp.abs(distances).astype(scores.dtype)[:, None]
+
+    def slopes_of(self, num_kv_heads: int, dtype: jnp.dtype) -> Array:
+        """The slopes by the heads that they are of, (1, K, G, 1, 1)."""
+        return jnp.asarray(self.slopes, dtype).reshape(1, num_kv_heads, -1, 1, 1)
+
+
+class Hidden(NamedTuple):
+    """What hides keys, and what is added to scores.
+
+    Attributes:
+        mask: boolean, True = masked, (B or 1, K or 1, G or 1, T or 1, S or 1).
+        bias: added to the scores, of such a shape too; what is -inf in it is also masked.
+        lengths: number of real keys of each sequence, (B,).
+        sinks: a logit of each head beside those of its keys, (1, K, G, 1, 1).
+        offsets: place of the first query among the keys, (B or 1,), for ALiBi; 0 when absent.
+    """
+
+    mask: Array | None
+    bias: Array | None
+    lengths: Array | None
+    sinks: Array | None
+    offsets: Array | None
+
+
+class Options(NamedTuple):
+    """What a program is made for, beside the shapes."""
+
+    is_causal: bool
+    scoring: Scoring
+    block_sizes: BlockSizes
+    is_automatic: bool  # XLA divides the work among devices
+    is_part: bool = False  # of keys, some of which are hidden elsewhere
+
+    def hides(self, hidden: Hidden) -> bool:
+        """Whether a key may be hidden from a query."""
+        return self.is_causal or self.is_part or hidden.mask is not None or hidden.lengths is not None
+
+
+class Sums(NamedTuple):
+    """Sums over blocks of keys, for each query."""
+
+    largest: Array  # score, (P, G T, 1)
+    exponentials: Array  # sum of exp(score - largest), (P, G T, 1)
+    values: Array  # each times its exponential, (P, G T, Hv)
+
+    @classmethod
+    def empty(cls, q_rows: Array, width: int) -> "Sums":
+        """Those of no keys, whose values are so wide."""
+        zeros = jnp.zeros_like(q_rows, shape=(*q_rows.shape[:2], width))
+        return cls(zeros[..., :1] - jnp.inf, zeros[..., :1], zeros)
+
+    @classmethod
+    def of(cls, scores: Array, value: Array, *, may_be_empty: bool) -> "Sums":
+        """Those of one block; `may_be_empty` if a query may see no key of it."""
+        # XLA has a kernel for these lines, if nothing else needs the largest. It may be -inf beside a NaN, too.
+        largest = scores.max(axis=-1, keepdims=True)
+        exponentials = jnp.exp(scores - (_finite_shift(largest) if may_be_empty else largest))
+        return cls(largest, exponentials.sum(axis=-1, keepdims=True), jnp.einsum("pts,psh->pth", exponentials, value))
+
+    def join(self, other: "Sums") -> "Sums":
+        """Those of both."""
+        largest = jnp.maximum(self.largest, other.largest)
+        shift = _finite_shift(largest)
+        ours, theirs = jnp.exp(self.largest - shift), jnp.exp(other.largest - shift)
+        return Sums(
+            largest,
+            self.exponentials * ours + other.exponentials * theirs,
+            self.values * ours + other.values * theirs,
+        )
+
+    def with_sinks(self, sinks: Array) -> "Sums":
+        """Those with one more score of each query, (P, G T, 1), whose value is 0."""
+        return self.join(Sums(sinks, jnp.ones_like(sinks), jnp.zeros_like(self.values)))
+
+    def result(self) -> tuple[Array, Array]:
+        """The context, and the logarithm of the sum of exponentials: 0 and infinity for a row to which no key gave."""
+        gave_nothing = self.exponentials == 0.0
+        exponentials = jnp.where(gave_nothing, 1.0, self.exponentials)
+        return self.values / exponentials, jnp.where(gave_nothing, jnp.inf, self.largest + jnp.log(exponentials))
+
+
+def _finite_shift(largest: Array) -> Array:
+    return jnp.where(jnp.isneginf(largest), 0.0, largest)  # exp(-inf) is 0, and exp(-inf + inf) is not
+
+
+class Tile(NamedTuple):
+    """Heads that are worked on at a time, all of one sequence."""
+
+    sequence: Array
+    head: Array  # the first key/value head
+    shape: tuple[int, int]  # one sequence, key/value heads
+
+    def part(self, x: Array) -> Array:
+        """What the tile holds of (B or 1, K or 1, …)."""
+        for axis, (begin, size) in enumerate(zip((self.sequence, self.head), self.shape, strict=True)):
+            x = x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, begin, size, axis)
+        return x
+
+    def of(self, x: Array) -> Array:
+        """What the tile holds of (B, K, …), its heads on one axis: (P, …)."""
+        return self.part(x).reshape(-1, *x.shape[2:])
+
+
+class Rows(NamedTuple):
+    """A block of queries."""
+
+    number: int
+    begin: int
+    stop: int
+
+    def of(self, x: Array) -> Array:
+        """(P, G t, ·) of (P, G, T, ·)."""
+        return x[:, :, self.begin : self.stop].reshape(x.shape[0], -1, x.shape[3])
+
+    def split(self, x: Array, group_size: int) -> Array:
+        """(P, G, t, ·) of (P, G t, ·)."""
+        return x.reshape(x.shape[0], group_size, -1, x.shape[2])
+
+
+class Keys(NamedTuple):
+    """A block of keys; where it had to be moved to lie within all of them, its first few were in the block before."""
+
+    begin: Array | int
+    size: int
+    first: Array | int | None = None  # that is new, where the block may have been moved
+    is_clear: bool = False  # of causality: every query of the block sees all of them
+
+    def of(self, x: Array) -> Array:
+        """(P, s, ·) of (P, S, ·)."""
+        return lax.dynamic_slice_in_dim(x, self.begin, self.size, axis=-2)
+
+    def add_to(self, x: Array, block: Array) -> Array:
+        """(P, S, ·) with (P, s, ·) added in its place."""
+        return lax.dynamic_update_slice_in_dim(x, self.of(x) + block, self.begin, axis=-2)
+
+
+class Blocks:
+    """Division of the work: into tiles of heads, and each of these into blocks of queries and of keys."""
+
+    def __init__(
+        self,
+        query_shape: tuple[int, ...],
+        key_shape: tuple[int, ...],
+        hidden: Hidden,
+        options: Options,
+    ) -> None:
+        is_causal, scoring, block_sizes, is_automatic, _ = options
+        self.batch_size, self.num_kv_heads, self.group_size, self.seq_len_q, _ = query_shape
+        self.seq_len_k = key_shape[2]
+        if hidden.mask is not None:  # XLA would take minutes to find out by itself what a constant mask shows
+            hidden = hidden._replace(mask=lax.optimization_barrier(hidden.mask))
+        self.hidden = hidden
+        self.is_causal = is_causal
+        self.hides = options.hides(hidden)
+        self.scoring = scoring
+        # Two products of matrices at a time keep two cores busier than one.
+        self.tile_shape = (1, 2 if self.group_size == 1 and self.num_kv_heads % 2 == 0 else 1)
+        self.is_automatic = is_automatic
+        if is_automatic:  # it gathers what is cut out of a divided axis
+            self.tile_shape = (1, self.num_kv_heads)
+        # Where every query sees the same, larger matrices are faster; elsewhere smaller ones leave out more. (A group
+        # of heads makes them larger, too.)
+        sees_alike = not is_causal and hidden.mask is None and self.group_size == 1
+        block_queries = max(
+            block_sizes.queries * (2 if sees_alike else 1), -(-self.seq_len_q // block_sizes.most_blocks)
+        )
+        self.rows = [
+            Rows(number, begin, min(begin + block_queries, self.seq_len_q))
+            for number, begin in enumerate(range(0, self.seq_len_q, block_queries))
+        ]
+        self.block_keys = min(block_sizes.keys, self.seq_len_k)
+        self.seen_blocks = None if hidden.mask is None or is_automatic else self.seen(hidden.mask)
+
+    def over_tiles(self, function: Callable[[Tile, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
+        """The results of a function for each tile, and what it hands on from one tile to the next."""
+        tiles_of_sequence = self.num_kv_heads // self.tile_shape[1]
+
+        def step(carry: Any, i: Array) -> tuple[Any, Any]:
+            tile = Tile(i // tiles_of_sequence, i % tiles_of_sequence * self.tile_shape[1], self.tile_shape)
+            results, carry = function(tile, carry)
+            return carry, results
+
+        tiles = jnp.arange(self.batch_size * tiles_of_sequence, dtype=jnp.int32)
+        carry, results = lax.scan(step, carry, tiles)
+        return results, carry
+
+    def over_keys(self, add: Callable[[Any, Keys], Any], nothing: Any, zeros: Any, tile: Tile, rows: Rows) -> Any:
+        """What a function adds up over the keys that a block of queries may see, from nothing or, in a loop, zeros."""
+        stop = min(rows.stop, self.seq_len_k) if self.is_causal else self.seq_len_k
+        size, num_blocks = self.block_keys, -(-stop // self.block_keys)
+
+        def add_block(i: Array, sums: Any) -> Any:
+            first = i * size
+            return add(sums, Keys(jnp.minimum(first, self.seq_len_k - size), size, first))
+
+        is_loop = self.is_automatic  # or else XLA holds the scores of all blocks at the same time
+        if is_loop or self.hidden.mask is not None or self.hidden.lengths is not None:
+            return lax.fori_loop(*self.seen_of(num_blocks, tile, rows), add_block, zeros)
+        # First the blocks of which every query sees all, then the rest: at once, if it is a block at most.
+        clear = min(rows.begin, stop) if self.is_causal else stop
+        num_clear, sums = clear // size, nothing
+        if num_clear == 1:
+            sums = add(nothing, Keys(0, size, is_clear=True))
+        elif num_clear:
+            sums = lax.fori_loop(0, num_clear, lambda i, sums: add(sums, Keys(i * size, size, is_clear=True)), zeros)
+        rest = stop - num_clear * size
+        if rest > size:
+            return lax.fori_loop(num_clear, num_blocks, add_block, sums if num_clear else zeros)
+        return add(sums, Keys(num_clear * size, rest, is_clear=clear == stop)) if rest else sums
+
+    def seen_of(self, num_blocks: int, tile: Tile, rows: Rows) -> tuple[Array | int, Array | int]:
+        """Of so many blocks of keys, those that mask and lengths show a block of queries: the first, where to stop."""
+        first, last = 0, num_blocks
+        if self.is_automatic:  # devices would have to agree on what all of them may leave out
+            return first, last
+        if self.seen_blocks is not None:
+            first_seen, last_seen = (tile.part(x)[..., rows.number] for x in self.seen_blocks)
+            first, last = first_seen.min(), jnp.minimum(last, last_seen.max())
+        if self.hidden.lengths is not None:
+            last = jnp.minimum(last, -(-self.hidden.lengths[tile.sequence] // self.block_keys))
+        return first, last
+
+    def seen(self, mask: Array) -> tuple[Array, Array]:
+        """The blocks of keys that each block of queries sees by the mask: the first, and the one after the last."""
+        seen = (~mask).any(axis=2)  # (B, K, T, S), each of these axes perhaps of length 1
+        if seen.shape[2] > 1:
+            seen = jnp.stack([seen[:, :, rows.begin : rows.stop].any(axis=2) for rows in self.rows], axis=2)
+        seen = jnp.broadcast_to(seen, (*seen.shape[:2], len(self.rows), self.seq_len_k))
+        seen = jnp.pad(seen, [(0, 0)] * 3 + [(0, -self.seq_len_k % self.block_keys)])
+        seen = seen.reshape(*seen.shape[:3], -1, self.block_keys).any(axis=-1)
+        number = jnp.arange(seen.shape[-1], dtype=jnp.int32)[None, None, None]
+        return jnp.where(seen, number, self.seq_len_k).min(axis=-1), jnp.where(seen, number + 1, 0).max(axis=-1)
+
+    def set_aside(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        """The same where all is finite; else queries and values emptied, and NaN as the keys of those values.
+
+        So whoever sees a key that is not finite, or a value, has a score of NaN, and nobody else has.
+        """
+        if not self.hides:
+            return q, k, v
+        wrong = not_finite(v)
+        return emptied(q, not_finite(q)), jnp.where(wrong, jnp.nan, k), emptied(v, wrong)
+
+    def empty_rows(self, gave_nothing: Array) -> Array:
+        """Those of the rows to which no key gave anything that may see none, (B or 1, K or 1, G or 1, T or 1, 1)."""
+        mask, lengths = self.hidden.mask, self.hidden.lengths
+        lengths = None if lengths is None else lengths.reshape(-1, 1, 1, 1, 1)
+        if mask is None:
+            return jnp.zeros((1,) * 5, bool) if lengths is None else lengths == 0
+
+        def look() -> Array:
+            positions = jnp.arange(self.seq_len_k, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
+            hidden = mask
+            if self.is_causal:
+                hidden |= positions > jnp.arange(self.seq_len_q, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+            if lengths is not None:
+                hidden |= positions >= lengths
+            return gave_nothing & hidden.all(axis=-1, keepdims=True)
+
+        # Several devices would have to agree on whether to look.
+        return look() if self.is_automatic else lax.cond(gave_nothing.any(), look, lambda: gave_nothing)
+
+    def with_sinks(self, sums: Sums, tile: Tile, rows: Rows) -> Sums:
+        """What the keys of a block of queries add up to, with the sinks, whose values are 0."""
+        if self.hidden.sinks is None:
+            return sums
+        sinks = at_least_float32(tile.of(self.hidden.sinks))  # (P, G, 1, 1)
+        sinks = jnp.broadcast_to(sinks, (*sinks.shape[:2], rows.stop - rows.begin, 1)).reshape(sums.largest.shape)
+        return sums.with_sinks(sinks)
+
+    def may_hide_all(self, keys: Keys) -> bool:
+        """Whether a query may see no key of a block: by a mask, or as causality cuts up what is not clear."""
+        return self.hidden.mask is not None or self.hidden.lengths is not None or keys.first is not None
+
+    def scores(
+        self, q_rows: Array, k_block: Array, tile: Tile, rows: Rows, keys: Keys, *, by_key: bool = False
+    ) -> tuple[Array, Array | float, Array | None]:
+        """Scores of a block, -inf where a key is hidden, (P, G t, s) or (P, s, G t).
+
+        With them their derivative by what they are made of, and where a key is hidden, if anywhere.
+        """
+        axes = "psh,pth->pst" if by_key else "pth,psh->pts"
+        q_rows = q_rows * self.scoring.scale
+        scores = self.scoring.capped(jnp.einsum(axes, *((k_block, q_rows) if by_key else (q_rows, k_block))))
+        slope = self.scoring.slope(scores)
+
+        def arrange(x: Array) -> Array:  # of (b or 1, k or 1, G or 1, t or 1, s or 1)
+            x = jnp.broadcast_to(x, (*tile.shape, self.group_size, rows.stop - rows.begin, keys.size))
+            return (jnp.moveaxis(x, -1, 2) if by_key else x).reshape(scores.shape)
+
+        if self.hidden.bias is not None:
+            scores += arrange(at_least_float32(self._block(self.hidden.bias, tile, rows, keys)))
+        positions = (keys.begin + jnp.arange(keys.size, dtype=jnp.int32)).reshape(1, 1, 1, 1, -1)
+        places = jnp.arange(rows.begin, rows.stop, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+        if self.scoring.slopes is not None:
+            offsets = 0 if self.hidden.offsets is None else tile.part(self.hidden.offsets.reshape(-1, 1, 1, 1, 1))
+            slopes = tile.part(self.scoring.slopes_of(self.num_kv_heads, scores.dtype))
+            scores -= arrange(slopes * jnp.abs(places + offsets - positions).astype(scores.dtype))
+        parts = []
+        if self.hidden.mask is not None:
+            parts.append(self._block(self.hidden.mask, tile, rows, keys))
+        if self.is_causal and not keys.is_clear:
+            parts.append(positions > places)
+        if self.hidden.lengths is not None:
+            parts.append(positions >= tile.part(self.hidden.lengths.reshape(-1, 1, 1, 1, 1)))
+        if keys.first is not None and self.seq_len_k % self.block_keys:
+            parts.append(positions < keys.first)
+        if not parts:
+            return scores, slope, None
+        is_hidden = arrange(reduce(jnp.logical_or, parts))
+        return jnp.where(is_hidden, -jnp.inf, scores), slope, is_hidden
+
+    def add_to_bias(self, grad: Array, grad_scores: Array, tile: Tile, rows: Rows, keys: Keys) -> Array:
+        """The gradient of the bias with that of a block of scores, (P, s, G t)."""
+        start, sizes = self._place(grad, tile, rows, keys)
+        grad_scores = grad_scores.reshape(*tile.shape, keys.size, self.group_size, -1)
+        summed = [axis for axis, size in enumerate(sizes) if size == 1]
+        block = jnp.moveaxis(grad_scores, 2, -1).sum(axis=summed, keepdims=True)
+        return lax.dynamic_update_slice(grad, lax.dynamic_slice(grad, start, sizes) + block, start)
+
+    def _block(self, x: Array, tile: Tile, rows: Rows, keys: Keys) -> Array:
+        return lax.dynamic_slice(x, *self._place(x, tile, rows, keys))
+
+    def _place(self, x: Array, tile: Tile, rows: Rows, keys: Keys) -> tuple[list[Array], list[int]]:
+        """Where a block lies in (B or 1, K or 1, G or 1, T or 1, S or 1), and its size there."""
+        starts = (tile.sequence, tile.head, 0, rows.begin, keys.begin)
+        sizes = (*tile.shape, self.group_size, rows.stop - rows.begin, keys.size)
+        return (
+            [jnp.asarray(0 if of == 1 else start, jnp.int32) for start, of in zip(starts, x.shape, strict=True)],
+            [min(size, of) for size, of in zip(sizes, x.shape, strict=True)],
+        )

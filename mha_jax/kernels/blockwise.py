@@ -1,0 +1,415 @@
+"""Attention block by block: the kernel that `fused` takes on a CPU, where JAX brings none.
+
+For each block of queries it adds up softmax(scores) · value over blocks of keys, and keeps the logarithm of each sum of
+exponentials; the gradient makes the scores again from it. So no N x T x S array is stored. Blocks in which every key is
+masked are skipped, wherever the mask came from.
+
+Axes: as in `blocks`.
+
+Source: FlashAttention, arXiv:2205.14135 and arXiv:2307.08691.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from mha_jax.compiled import compiled
+from mha_jax.kernels.blocks import Blocks, BlockSizes, Hidden, Keys, Options, Rows, Scoring, Sums, Tile
+from mha_jax.kernels.nonfinite import emptied, not_finite, spoilt
+from mha_jax.masks import Masking, to_scores_rank
+from mha_jax.parallel.sharding import is_automatic
+from mha_jax.relative_bias import relative_position_bias
+from mha_jax.rope import at_least_float32
+from mha_spec import AttentionSpec
+from mha_spec.reach import Reach
+
+
+def attend_in_layer(
+    query: Array,
+    key: Array,
+    value: Array,
+    masking: Masking,
+    *,
+    spec: AttentionSpec | None,
+    block_sizes: BlockSizes,
+) -> Array:
+    """Attention in a layer; arguments as those of `fused.attend`, and checked there."""
+    reach, scoring = masking.reach, Scoring.of_layer(query, spec)
+    masking = with_relative_bias(masking, query, key, spec)
+    if reach is not None or masking.offsets is not None:
+        mask = masking.joined(query.shape[2], key.shape[2])
+        masking = Masking(mask, masking.bias, offsets=masking.offsets, sinks=masking.sinks)
+    return attend_by_block(query, key, value, masking, scoring=scoring, block_sizes=block_sizes)
+
+
+def with_relative_bias(masking: Masking, query: Array, key: Array, spec: AttentionSpec | None) -> Masking:
+    """Masking with the relative bias of a layer, if it has one, in the bias of its scores."""
+    if masking.relative_bias is None or spec is None or spec.relative_bias is None:
+        return masking
+    lengths, dtype = (query.shape[2], key.shape[2]), at_least_float32(query).dtype
+    gained = relative_position_bias(
+        masking.relative_bias, spec.relative_bias, *lengths, masking.offsets, scores_dtype=dtype
+    )
+    bias = gained if masking.bias is None else gained + to_scores_rank(at_least_float32(masking.bias))
+    return replace(masking, bias=bias, relative_bias=None)
+
+
+@compiled("scoring", "block_sizes")
+def attend_by_block(
+    query: Float[Array, "B N T H"],
+    key: Float[Array, "B K S H"],
+    value: Float[Array, "B K S Hv"],
+    masking: Masking,
+    *,
+    scoring: Scoring,
+    block_sizes: BlockSizes,
+) -> Float[Array, "B N T Hv"]:
+    """Attention of split heads, in the dtype of query; arguments as those of `fused.attend`, and checked there.
+
+    It has a derivative in reverse mode only; the plain path has one in forward mode too.
+    """
+    num_kv_heads = key.shape[1]
+
+    def group(x: Array) -> Array:
+        heads = (1, 1) if x.shape[1] == 1 != query.shape[1] else (num_kv_heads, x.shape[1] // num_kv_heads)
+        return x.reshape(x.shape[0], *heads, *x.shape[2:])
+
+    mask, bias = (
+        None if x is None else group(to_scores_rank(x)) for x in (masking.with_infinite_bias().mask, masking.bias)
+    )
+    lengths: Any = masking.key_padding_lengths  # an array: see `Masking.as_arrays`
+    sinks = None if masking.sinks is None else masking.sinks.reshape(1, num_kv_heads, -1, 1, 1)
+    hidden = Hidden(mask, bias, lengths, sinks, masking.offsets)
+    options = Options(masking.is_causal, scoring, block_sizes, is_automatic(query))
+    attend: Any = _attend_at_once if options.is_automatic else _attend
+    return attend(options, group(query), key, value, hidden).reshape(*query.shape[:3], value.shape[3])
+
+
+def _attend_at_once(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
+    """All sequences at a time, and all heads of each: XLA divides products along these, and no loop over them."""
+    batch_size = query.shape[0]
+    axes = jax.tree.map(lambda x: 0 if x.shape[0] == batch_size else None, hidden)
+    query, key, value, hidden = jax.tree.map(
+        lambda x: x[:, None] if x.shape[0] == batch_size else x, (query, key, value, hidden)
+    )
+    return jax.vmap(partial(_attend, options), in_axes=(0, 0, 0, axes))(query, key, value, hidden)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
+    return _forward(options, query, key, value, hidden)[0]
+
+
+class PartSums(NamedTuple):
+    """What some keys give to queries, in at least float32.
+
+    Attributes:
+        context: softmax(scores) · value over these keys, (B, K, G, T, Hv).
+        log_sums: the logarithms of the sums of exponentials, infinity where no key gave anything, (B, K, G, T, 1).
+        gave_nothing: where no key gave anything, (B, K, G, T, 1).
+        is_empty: where every key is hidden, (B or 1, K or 1, G or 1, T or 1, 1).
+    """
+
+    context: Array
+    log_sums: Array
+    gave_nothing: Array
+    is_empty: Array
+
+
+def _forward(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> tuple[Array, tuple[Any, ...]]:
+    context, log_sums, gave_nothing, is_empty = sums_of_part(options, query, key, value, hidden)
+    # A row to which no key gave anything may see some: if all of its scores are -inf.
+    if hidden.sinks is None:  # which have all the weight of such a row
+        context, log_sums = (spoilt(x, gave_nothing & ~is_empty) for x in (context, log_sums))
+    residuals = (query, key, value, hidden, context, log_sums)
+    if options.hides(hidden):
+        context = spoilt(context, not_finite(query) & ~is_empty)
+    return context.astype(query.dtype), residuals
+
+
+def sums_of_part(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> PartSums:
+    """What some keys, (B, K, S, H), give to queries, (B, K, G, T, H), with their sinks, if any."""
+    blocks = Blocks(query.shape, key.shape, hidden, options)
+
+    def attend_in_tile(tile: Tile, carry: None) -> tuple[Any, None]:
+        q, k, v = (at_least_float32(tile.of(x)) for x in (query, key, value))
+        q, k, v = blocks.set_aside(q, k, v)
+        results = []
+        for rows in blocks.rows:
+
+            def add(sums: Sums | None, keys: Keys, rows: Rows = rows) -> Sums:
+                scores, _, _ = blocks.scores(rows.of(q), keys.of(k), tile, rows, keys)
+                found = Sums.of(scores, keys.of(v), may_be_empty=blocks.may_hide_all(keys))
+                return found if sums is None else sums.join(found)
+
+            sums = blocks.over_keys(add, None, Sums.empty(rows.of(q), v.shape[-1]), tile, rows)
+            sums = blocks.with_sinks(sums, tile, rows)
+            results.append([rows.split(x, blocks.group_size) for x in sums.result()])
+        return tuple(jnp.concatenate(parts, axis=-2) for parts in zip(*results, strict=True)), carry
+
+    (context, log_sums), _ = blocks.over_tiles(attend_in_tile, None)
+    context, log_sums = (x.reshape(*query.shape[:-1], x.shape[-1]) for x in (context, log_sums))
+    has_sinks = hidden.sinks is not None
+    gave_nothing = (context == 0.0).all(axis=-1, keepdims=True) if has_sinks else jnp.isposinf(log_sums)
+    return PartSums(context, log_sums, gave_nothing, blocks.empty_rows(gave_nothing))
+
+
+def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
+    """Gradients of the queries, and of some keys, values and what hides these.
+
+    Args:
+        options: of the part.
+        residuals: queries, keys, values, what hides, and of all keys the context and `log_sums`.
+        cotangent: of the context, (B, K, G, T, Hv).
+    """
+    query, key, value, hidden, context, log_sums = residuals
+    blocks = Blocks(query.shape, key.shape, hidden, options)
+
+    def differentiate_tile(tile: Tile, grad_bias: Array | None) -> tuple[Any, Array | None]:
+        q, k, v, *by_row = (at_least_float32(tile.of(x)) for x in (query, key, value, cotangent, context, log_sums))
+        q, k, v = blocks.set_aside(q, k, v)
+        finite_k = emptied(k, not_finite(k)) if blocks.hides else k
+        by_row = [q, *by_row]
+        grads_q, grad_k, grad_v = [], jnp.zeros_like(k), jnp.zeros_like(v)
+        for rows in blocks.rows:
+            q_rows, given, found, logs = (rows.of(x) for x in by_row)
+            logs, given_sums = logs.swapaxes(1, 2), (given * found).sum(axis=-1)[:, None]  # (P, 1, G t)
+
+            def add(
+                grads: tuple[Any, ...],
+                keys: Keys,
+                rows: Rows = rows,
+                parts: tuple[Array, ...] = (q_rows, given, logs, given_sums),
+            ) -> tuple[Any, ...]:
+                q_rows, given, logs, given_sums = parts
+                grad_rows, grad_k, grad_v, grad_bias = grads
+                # Keys before queries: of the products that follow, one instead of two has to be of a transposed array.
+                scores, slope, is_hidden = blocks.scores(q_rows, keys.of(k), tile, rows, keys, by_key=True)
+                attn_weights = jnp.exp(scores - logs)
+                grad_scores = attn_weights * (jnp.einsum("psh,pth->pst", keys.of(v), given) - given_sums)
+                grad_products = grad_scores * slope
+                if is_hidden is not None:  # a masked value may be beyond multiplying, as a row that is NaN is
+                    attn_weights, grad_scores, grad_products = (
+                        jnp.where(is_hidden, 0.0, x) for x in (attn_weights, grad_scores, grad_products)
+                    )
+                found = jnp.einsum("psh,pst->pht", keys.of(finite_k), grad_products).swapaxes(1, 2)
+                return (
+                    found if grad_rows is None else grad_rows + found,
+                    keys.add_to(grad_k, jnp.einsum("pst,pth->psh", grad_products, q_rows)),
+                    keys.add_to(grad_v, jnp.einsum("pst,pth->psh", attn_weights, given)),
+                    None if grad_bias is None else blocks.add_to_bias(grad_bias, grad_scores, tile, rows, keys),
+                )
+
+            sums = (grad_k, grad_v, grad_bias)
+            sums = blocks.over_keys(add, (None, *sums), (jnp.zeros_like(q_rows), *sums), tile, rows)
+            grad_rows, grad_k, grad_v, grad_bias = sums
+            grads_q.append(rows.split(grad_rows, blocks.group_size))
+        scale = blocks.scoring.scale
+        return (jnp.concatenate(grads_q, axis=-2) * scale, grad_k * scale, grad_v), grad_bias
+
+    grad_bias = None if hidden.bias is None else jnp.zeros_like(at_least_float32(hidden.bias))
+    grads, grad_bias = blocks.over_tiles(differentiate_tile, grad_bias)
+    grads = (grad.reshape(x.shape).astype(x.dtype) for grad, x in zip(grads, (query, key, value), strict=True))
+    if hidden.bias is not None:
+        grad_bias = grad_bias.astype(hidden.bias.dtype)
+    return *grads, Hidden(None, grad_bias, None, gradient_of_sinks(hidden.sinks, log_sums, context, cotangent), None)
+
+
+def gradient_of_sinks(sinks: Array | None, log_sums: Array, context: Array, cotangent: Array) -> Array | None:
+    """The gradient of sinks (1, K, G, 1, 1): each takes weight from the keys, and gives nothing."""
+    if sinks is None:
+        return None
+    given_sums = (at_least_float32(cotangent) * context).sum(axis=-1, keepdims=True)
+    grads = jnp.exp(at_least_float32(sinks) - log_sums) * given_sums
+    return -grads.sum(axis=(0, 3, 4)).reshape(sinks.shape).astype(sinks.dtype)
+
+
+_attend.defvjp(_forward, gradients_of_part)
+
+
+def weighed_sum(
+    scores: Float[Array, "B N T S"], value: Float[Array, "B K S Hv"], sinks: Float[Array, " N"] | None = None
+) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T 1"]]:
+    """softmax(scores) · value, divided last, of scores that are -inf where a key is hidden; in at least float32.
+
+    With it the logarithm of each sum of exponentials; 0 and infinity for a row to which no key gave anything.
+    """
+    batch_size, num_kv_heads, seq_len_k, width = value.shape
+    of_heads = scores.reshape(batch_size * num_kv_heads, -1, seq_len_k)
+    values = at_least_float32(value).reshape(batch_size * num_kv_heads, seq_len_k, width)
+    sums = Sums.of(of_heads, values, may_be_empty=True)
+    if sinks is not None:
+        sinks = jnp.broadcast_to(at_least_float32(sinks)[None, :, None, None], (*scores.shape[:3], 1))
+        sums = sums.with_sinks(sinks.reshape(sums.largest.shape).astype(scores.dtype))
+    context, log_sums = (x.reshape(*scores.shape[:3], x.shape[2]) for x in sums.result())
+    return context, log_sums
+
+
+@compiled("scoring", "reach", "block_sizes")
+def attend_to_cache(
+    query: Float[Array, "B N 1 H"],
+    keys: Float[Array, "B K S H"],
+    values: Float[Array, "B K S Hv"],
+    last_positions: Int[Array, " B"],
+    sinks: Float[Array, " N"] | None = None,
+    bias: Float[Array, "#B N 1 S"] | None = None,
+    *,
+    scoring: Scoring,
+    reach: Reach | None = None,
+    block_sizes: BlockSizes,
+) -> Float[Array, "B N 1 Hv"]:
+    """Attention of one token of each sequence up to a position of its own; arguments as those of `fused`.
+
+    Keys and values are read where they are filled only; of scores, a row of the whole capacity is held for each query.
+    Heads go side by side, each with a product of its own: XLA copies what it takes from a cache to a product of many,
+    and divides the product of one row among no cores.
+    """
+    return _attend_to_cache((scoring, reach, block_sizes), query, keys, values, last_positions, sinks, bias)
+
+
+_OfCache = tuple[Scoring, Reach | None, BlockSizes]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_to_cache(options: _OfCache, query: Array, keys: Array, *others: Any) -> Array:
+    attend = _attend_to_every_slot if is_automatic(keys) else _attend_to_filled_slots
+    return attend(options, query, keys, *others)
+
+
+def _attend_to_filled_slots(
+    options: _OfCache,
+    query: Array,
+    keys: Array,
+    values: Array,
+    last_positions: Array,
+    sinks: Array | None,
+    bias: Array | None,
+) -> Array:
+    scoring, reach, block_sizes = options
+    last_keys = min(block_sizes.last_keys, block_sizes.keys)
+    batch_size, num_kv_heads, capacity, _ = keys.shape
+    num_heads = batch_size * num_kv_heads
+    group_size = query.shape[1] // num_kv_heads
+    queries = at_least_float32(query.reshape(num_heads, group_size, -1)) * scoring.scale  # (B K, G, H)
+
+    def block(x: Array, head: Array, begin: Array, size: int) -> Array:
+        # Of the cache as it is: XLA would copy all of a reshaped one.
+        place = (head // num_kv_heads, head % num_kv_heads, begin, 0)
+        x = lax.dynamic_slice(x, [jnp.asarray(i, jnp.int32) for i in place], (1, 1, size, x.shape[3]))
+        return at_least_float32(x[0, 0])
+
+    def attend_side_by_side(heads: Array) -> Array:
+        last_of_heads = last_positions[heads // num_kv_heads]
+        first_of_heads = jnp.zeros_like(last_of_heads) if reach is None else reach.first(last_of_heads)
+        first_seen, last_seen = first_of_heads[:, None], last_of_heads[:, None]
+        seen, filled = jnp.maximum(first_of_heads.min(), 0), last_of_heads.max() + 1  # from, and up to
+        num_large = filled // block_sizes.keys
+        filled_large = num_large * block_sizes.keys
+        num_small = -((filled_large - filled) // last_keys)
+        first_large = jnp.minimum(seen // block_sizes.keys, num_large)
+        first_small = jnp.maximum(seen - filled_large, 0) // last_keys
+
+        def over_blocks(add: Callable[[Array, Array, Array, int], Array], carry: Array) -> Array:
+            def step(i: Array, carry: Array, *, after: Array | int, size: int) -> Array:
+                first = after + i * size
+                return add(carry, first, jnp.minimum(first, capacity - size), size)  # the last may lie over another
+
+            carry = lax.fori_loop(first_large, num_large, partial(step, after=0, size=block_sizes.keys), carry)
+            return lax.fori_loop(first_small, num_small, partial(step, after=filled_large, size=last_keys), carry)
+
+        def put_scores(scores: Array, _: Array, begin: Array, size: int) -> Array:
+            found = [jnp.einsum("gh,sh->gs", queries[head], block(keys, head, begin, size)) for head in heads]
+            return lax.dynamic_update_slice_in_dim(scores, jnp.stack(found), begin, axis=2)
+
+        def add_values(context: Array, first: Array, begin: Array, size: int) -> Array:
+            slots = begin + jnp.arange(size, dtype=jnp.int32)[None]
+            weights = [
+                jnp.where(slots >= first, lax.dynamic_slice_in_dim(x, begin, size, axis=1), 0.0) for x in attn_weights
+            ]
+            found = [
+                jnp.einsum("gs,sh->gh", x, emptied(block(values, head, begin, size), unseen[:, None]))
+                for x, head, unseen in zip(weights, heads, (slots < first_seen) | (slots > last_seen), strict=True)
+            ]
+            return context + jnp.stack(found)
+
+        scores = over_blocks(put_scores, jnp.zeros_like(queries, shape=(len(heads), group_size, capacity)))
+        slots = jnp.arange(capacity, dtype=jnp.int32)[None]
+        scores = scoring.lessened(scoring.capped(scores), heads % num_kv_heads, num_kv_heads, last_seen - slots)
+        scores = scores if bias is None else scores + bias.reshape(num_heads, group_size, capacity)[heads]
+        is_seen = (slots >= first_seen) & (slots <= last_seen)
+        of_heads = None if sinks is None else sinks.reshape(num_kv_heads, group_size, 1)[heads % num_kv_heads]
+        attn_weights = _softmax_of_seen(scores, is_seen, of_heads)
+        return over_blocks(add_values, jnp.zeros_like(queries, shape=(len(heads), group_size, values.shape[3])))
+
+    together = math.gcd(num_kv_heads if num_kv_heads > 1 else batch_size, block_sizes.heads_side_by_side)
+    contexts = lax.map(attend_side_by_side, jnp.arange(num_heads, dtype=jnp.int32).reshape(-1, together))
+    return contexts.reshape(*query.shape[:3], values.shape[3]).astype(query.dtype)
+
+
+def _attend_to_every_slot(
+    options: _OfCache,
+    query: Array,
+    keys: Array,
+    values: Array,
+    last_positions: Array,
+    sinks: Array | None,
+    bias: Array | None,
+) -> Array:
+    """Products of all sequences, heads and slots, which XLA divides among devices as the cache is."""
+    scoring, reach, _ = options
+    batch_size, num_kv_heads, capacity, _ = keys.shape
+    heads, slots = (jnp.arange(size, dtype=jnp.int32) for size in (num_kv_heads, capacity))
+    of_heads = None if sinks is None else sinks.reshape(num_kv_heads, -1, 1)
+
+    def attend_sequence(query: Array, keys: Array, values: Array, last: Array, bias: Array | None) -> Array:
+        scores = scoring.capped(jnp.einsum("kgh,ksh->kgs", query, at_least_float32(keys)))
+        scores = scoring.lessened(scores, heads, num_kv_heads, (last - slots)[None])
+        scores = scores if bias is None else scores + bias.reshape(scores.shape)
+        is_seen = slots <= last if reach is None else (slots <= last) & (slots >= reach.first(last))
+        attn_weights = _softmax_of_seen(scores, is_seen[None], of_heads)[..., :capacity]
+        return jnp.einsum("kgs,ksh->kgh", attn_weights, emptied(at_least_float32(values), ~is_seen[:, None]))
+
+    query = at_least_float32(query.reshape(batch_size, num_kv_heads, -1, query.shape[3])) * scoring.scale
+    contexts = jax.vmap(attend_sequence)(query, keys, values, last_positions, bias)
+    return contexts.reshape(batch_size, -1, 1, values.shape[3]).astype(keys.dtype)
+
+
+def _softmax_of_seen(scores: Array, is_seen: Array, sinks: Array | None) -> Array:
+    """Attention weights of slots, (heads, G, S), 0 for a sequence without a key; those of sinks follow."""
+    if sinks is not None:  # one more slot, which is always seen
+        scores = jnp.concatenate([scores, sinks.astype(scores.dtype)], axis=2)
+        is_seen = jnp.pad(is_seen, [(0, 0), (0, 1)], constant_values=True)
+    return jax.nn.softmax(scores, axis=-1, where=is_seen[:, None])
+
+
+def _attend_to_cache_forward(options: _OfCache, *inputs: Any) -> tuple[Array, tuple[Any, ...]]:
+    return _attend_to_cache(options, *inputs), inputs
+
+
+def _attend_to_cache_backward(
+    options: _OfCache, residuals: tuple[Any, ...], cotangent: Array
+) -> tuple[Array | None, ...]:
+    scoring, reach, block_sizes = options
+    query, keys, values, last_positions, sinks, bias = residuals
+    masking = Masking(key_padding_lengths=last_positions + 1, offsets=last_positions)
+    if reach is not None:
+        mask = Masking(is_causal=True, reach=reach, offsets=last_positions).joined(1, keys.shape[2])
+        masking = Masking(mask, offsets=last_positions)
+
+    def attend_to_filled(query: Array, keys: Array, values: Array, sinks: Array | None, bias: Array | None) -> Array:
+        hidden = replace(masking, sinks=sinks, bias=bias)
+        return attend_by_block(query, keys, values, hidden, scoring=scoring, block_sizes=block_sizes)
+
+    _, differentiate = jax.vjp(attend_to_filled, query, keys, values, sinks, bias)
+    *grads, grad_sinks, grad_bias = differentiate(cotangent)
+    return *grads, None, grad_sinks, grad_bias
+
+
+_attend_to_cache.defvjp(_attend_to_cache_forward, _attend_to_cache_backward)
