@@ -149,6 +149,10 @@ class AttentionSpec(Record):
         if self.rope is not None:
             check_rotated(self.head_dim, self.rope)
         self._check_latent()
+        if self.latent is not None:  # made once: steps ask for it, and a compiler knows no cached property
+            widths = {"num_kv_heads": 1, "head_dim": self.latent.width, "value_head_dim": self.latent.kv_rank}
+            absorbed = replace(self, latent=None, rope=None, scale=self.score_scale, **widths)
+            object.__setattr__(self, "_absorbed", absorbed)
 
     def _check_latent(self) -> None:
         if self.latent is None:
@@ -315,9 +319,8 @@ class AttentionSpec(Record):
         Raises:
             ValueError: if the layer has no latents.
         """
-        latent = check_latent(self)
-        widths = {"num_kv_heads": 1, "head_dim": latent.width, "value_head_dim": latent.kv_rank}
-        return replace(self, latent=None, rope=None, scale=self.score_scale, **widths)
+        check_latent(self)
+        return self._absorbed  # pyright: ignore[reportAttributeAccessIssue]
 
     def absorbs(self, num_queries: int, num_slots: int | None = None) -> bool:
         """Whether so many queries cost less over latents, wider than heads, than over keys and values made of them.

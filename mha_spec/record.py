@@ -15,6 +15,10 @@ class Record:
 
     _positional: ClassVar[tuple[str, ...]] = ()  # fields that the repr writes without their names
 
+    def values(self) -> dict[str, Any]:
+        """All fields by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
     def given(self) -> dict[str, Any]:
         """Arguments by name that make an equal record: the fields that differ from their defaults."""
         values = {each.name: (getattr(self, each.name), each.default) for each in fields(self) if each.init}

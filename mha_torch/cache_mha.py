@@ -97,7 +97,8 @@ def multi_head_attention_with_cache(
     seq_len = x.shape[1]
     layer = FunctionalLayer(weights, spec, kernel)
     positions = cache_len + torch.arange(seq_len, device=x.device)[None] if positions is None else positions
-    q, k, v = project_qkv(by_finite_tokens(layer.project), x, x, x, spec, positions)
+    project = by_finite_tokens(layer.project)
+    q, k, v = project_qkv(project, x, x, x, spec, positions)
     if cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
         k, v = torch.cat([cache_k, k], dim=2), torch.cat([cache_v, v], dim=2)
@@ -107,7 +108,7 @@ def multi_head_attention_with_cache(
     elif cache_len:
         visible = replace(visible, offsets=torch.full((1,), cache_len))
     check_attention(q, k, v, visible, scores)
-    return project_output(layer.project, kernel(q, k, v, visible, scores), x, spec), k, v
+    return project_output(project, kernel(q, k, v, visible, scores), x, spec), k, v
 
 
 def multi_head_attention_with_static_cache(

@@ -201,17 +201,17 @@ class Mask:
     reach: Reach | None = None
     offsets: Int[Tensor, " B"] | None = None
 
-    def check(self, scores_shape: tuple[int, ...], query: Tensor, num_parts: int = 1) -> None:
-        """Refuse a mask that does not fit the scores (B, N, T, S), or their queries; lengths are of all parts."""
+    def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
+        """Refuse a mask that does not fit the scores (B, N, T, S), or their queries."""
         check_mask(self.mask, scores_shape)
         if self.mask is not None:
             check_device("mask", self.mask, query.device, "query")
         if self.key_padding_lengths is not None:
-            check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], num_parts * scores_shape[3])
+            check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
 
     @property
     def is_trivial(self) -> bool:
-        """Whether every query attends to every key."""
+        """True if every query attends to every key."""
         return not self.is_causal and all(x is None for x in (self.mask, self.key_padding_lengths, self.reach))
 
     def within(self, spec: AttentionSpec | None) -> "Mask":

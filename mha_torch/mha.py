@@ -139,13 +139,13 @@ def attention_layer(
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
-    mask = mask.within(spec)
-    project = (
-        layer.project if mask.is_trivial and bias is None else by_finite_tokens(layer.project, layer.find_nonfinite)
-    )
+    mask, scores = mask.within(spec), layer.scores(bias)
+    check_context_parallel(mask, scores, positions, need_weights=need_weights)
+    sees_all = mask.is_trivial and bias is None
+    project = layer.project if sees_all else by_finite_tokens(layer.project, layer.find_nonfinite)
     q, k, v = project_qkv(project, query, key, value, spec, positions)
-    scores = layer.scores(bias)
-    check_attention(q, k, v, mask, scores, getattr(layer.kernel, "num_parts", 1))
+    check = getattr(layer.kernel, "check", check_attention)
+    check(q, k, v, mask, scores)
     if need_weights:
         context, attn_weights = stages.attend(q, k, v, mask, scores)
     else:
@@ -378,7 +378,6 @@ def check_layer_inputs(
 ) -> None:
     """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other."""
     check_floating("query", query, rank=3)
-    check_context_parallel(positions, spec)
     if key is None and value is not None:
         raise Refusal("value", "come with a key", "key=None and a value")
     if key is not None and spec.rope is not None:

@@ -71,12 +71,15 @@ class Scores:
 
     @property
     def has_distances(self) -> bool:
-        """Whether scores depend on the distance of query and key."""
+        """True if scores depend on the distance of query and key."""
         return self.slopes is not None or self.buckets is not None
 
     def block(self, rows: slice, keys: slice) -> "Scores":
         """Return the scores of some of the queries and some of the keys."""
-        return self if self.bias is None else replace(self, bias=block_of(self.bias, rows, keys))
+        if self.bias is None and self.dropout_keep is None:
+            return self
+        bias, keep = (block_of(x, rows, keys) for x in (self.bias, self.dropout_keep))
+        return replace(self, bias=bias, dropout_keep=keep)
 
 
 # ---- Validation ------------------------------------------------------------------------------------------------------

@@ -245,7 +245,7 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, score
         )
     check_scored(query, key, None, scores.spec)  # the scores check their bias
     scores_shape = (*query.shape[:3], key.shape[2])
-    mask.check(scores_shape, query, num_parts)
+    mask.check(scores_shape, query)
     scores.check(scores_shape, query)
 
 

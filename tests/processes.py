@@ -315,7 +315,14 @@ def refused(here):
         "by hand": said_by(SPECS["grouped"], usual_plan),
         "by hand, distributed": said_by(SPECS["grouped"], partial(usual_plan, use_local_output=False)),
         "by hand, some projections": said_by(SPECS["grouped"], one_left_out("q_proj")),
-        "by hand, whole output": said_by(SPECS["textbook"], one_left_out("out_proj")),
+        "by hand, whole output": said_by(
+            SPECS["textbook"],
+            lambda spec: {
+                name: style
+                for name, style in parallel.plan(mha_torch.MultiHeadAttention(spec)).items()
+                if name != "out_proj"
+            },
+        ),
         "by hand, fused_qkv": said_by(AttentionSpec(32, 8, fused_qkv=True), packed),
         "norm over the width left out": said_by(
             SPECS["width"],

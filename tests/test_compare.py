@@ -333,12 +333,13 @@ def test_what_is_broken_is_reported_at_its_stage(sibling, monkeypatch, mutation)
 
 def test_a_wrong_module_over_right_stages_is_reported(sibling, monkeypatch):
     """The stage functions are right, and what users call is not: only `module.*` and `fused.*` can see that."""
-    original = sibling.package.MultiHeadAttention.attend
+    call = "__call__" if sibling.name == "jax" else "forward"
+    original = getattr(sibling.package.MultiHeadAttention, call)
 
     def attend(self, query, *inputs, **options):
         return original(self, query * 1.001, *inputs, **options)
 
-    monkeypatch.setattr(sibling.package.MultiHeadAttention, "attend", attend)
+    monkeypatch.setattr(sibling.package.MultiHeadAttention, call, attend)
     difference = difference_in("causal", sibling.name)
     assert difference is not None
     assert difference.stage == "module.attn_weights"
@@ -347,8 +348,8 @@ def test_a_wrong_module_over_right_stages_is_reported(sibling, monkeypatch):
 def test_a_fused_path_without_the_mask_is_reported(sibling, monkeypatch):
     original = sibling.package.fused.attend
 
-    def forgetful(query, key, value, masking, *inputs, **options):
-        return original(query, key, value, replace(masking, mask=None), *inputs, **options)
+    def forgetful(query, key, value, mask, *inputs, **options):
+        return original(query, key, value, replace(mask, mask=None), *inputs, **options)
 
     monkeypatch.setattr(sibling.package.fused, "attend", forgetful)
     difference = difference_in("causal", sibling.name)

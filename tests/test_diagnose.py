@@ -243,8 +243,8 @@ def test_a_mistake_on_one_path_only_is_told_with_its_path(monkeypatch):
 
     original = mha_torch.fused.attend
 
-    def forgetful(query, key, value, masking, *inputs, **options):
-        return original(query, key, value, replace(masking, mask=None), *inputs, **options)
+    def forgetful(query, key, value, mask, *inputs, **options):
+        return original(query, key, value, replace(mask, mask=None), *inputs, **options)
 
     monkeypatch.setattr(mha_torch.fused, "attend", forgetful)
     expected = Reference(make_problem(CASES["causal"], "float32"))

@@ -136,7 +136,6 @@ EXTRA_NAMES = {
         "hooks_of",  # a module may do more than its weights say
         "check_device",  # tensors lie on several,
         "as_lengths",  # and lengths are taken to theirs
-        "check_head_groups",  # sizes of a traced graph are tensors
         "Mask.is_trivial",  # a gradient is kept from what is hidden
         "cache_dtype",  # under autocast it is not that of the weights
         "MultiHeadLatentAttention.kv_b_proj",  # a type for what its base sets by name

@@ -485,7 +485,7 @@ def test_spec_of_numpy_scalars_survives_json():
     spec = AttentionSpec(np.int64(8), np.int32(2), qkv_bias=np.False_, out_proj=np.True_, **numbers)
     assert spec == AttentionSpec(8, 2, qkv_bias=False, rope=Rope(1e4), dropout=0.5)
     assert AttentionSpec.from_json(spec.to_json()) == spec
-    assert all(type(value) in (int, bool, float, Rope, type(None)) for value in vars(spec).values())
+    assert all(type(value) in (int, bool, float, Rope, type(None)) for value in spec.values().values())
     assert type(spec.rope.theta) is float
 
 

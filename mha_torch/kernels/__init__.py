@@ -11,5 +11,6 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Mask, Scores], Tensor]
 """Returns the context (B, N, T, Hv) of q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv), whose shapes are checked.
 
 Query head n uses key/value head n // (N // K). A fully masked row gives 0. A layer calls its `kernel` unless attention
-weights are asked for; yours takes its place.
+weights are asked for; yours takes its place. It may have a method `check`, with the same parameters, instead of
+`stages.check_attention`.
 """

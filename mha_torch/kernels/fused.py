@@ -82,7 +82,6 @@ def attend(
     scores: Scores,
 ) -> Float[Tensor, "B N T Hv"]:
     """Return the context by the fastest kernel that supports the call: the default kernel of layers."""
-    sdpa.check_known_to_context_parallel(mask, scores)
     is_forward_mode = _is_forward_mode()
     if not is_forward_mode and flex.supports(query, value, mask, scores):
         return flex.attend(query, key, value, mask, scores)

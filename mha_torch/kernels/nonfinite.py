@@ -4,7 +4,6 @@
 it is made NaN afterwards. Where everything is finite, nothing changes.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
@@ -126,11 +125,12 @@ def _contained(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: 
 
 def _may_overflow(query: Tensor, key: Tensor, scale: float | None) -> Bool[Tensor, "B N T 1"]:
     """Return whether a score of a row may lie beyond float32, by the largest features of finite queries and keys."""
-    # Sums of logarithms: the product itself may lie beyond float32.
-    of_query, of_key = (torch.linalg.vector_norm(x.detach(), torch.inf, dim=-1, keepdim=True) for x in (query, key))
+    # Of numbers scaled by 2**-64 each, since the product itself may lie beyond float32.
+    of_query, of_key = (
+        torch.linalg.vector_norm(x.detach(), torch.inf, dim=-1, keepdim=True).float() * 2.0**-64 for x in (query, key)
+    )
     of_key = of_key.amax(dim=2, keepdim=True).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    factor = query.shape[3] * max(scale or 1.0, 1.0)
-    return of_query.float().log2() + of_key.float().log2() + math.log2(factor) > 128.0
+    return of_query * of_key * (query.shape[3] * max(scale or 1.0, 1.0)) >= 0.99
 
 
 def _is_sound(context: Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import Refusal
 from mha_torch.alibi import alibi_bias
 from mha_torch.arrays import values_of
 from mha_torch.masks import Mask
@@ -24,7 +24,7 @@ _QUERIES_WITH_BIAS = 128
 
 
 def supports(scores: Scores) -> bool:
-    """Return whether the kernel can do with the scores what a layer asks."""
+    """Return whether the kernel can make these changes to the scores."""
     return scores.soft_cap is None and scores.dropout_keep is None
 
 
@@ -173,24 +173,16 @@ def _attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, mask: Mask, s
 # ---- Validation ------------------------------------------------------------------------------------------------------
 
 
-def is_context_parallel() -> bool:
-    """Return whether torch's `context_parallel` is on, which replaces the function."""
-    kernel = F.scaled_dot_product_attention
-    return kernel is not _KERNEL and "_context_parallel" in getattr(kernel, "__module__", "")
-
-
-def check_context_parallel(positions: Tensor | None, spec: AttentionSpec) -> None:
-    """Refuse positions that would be counted by a process with a part of the tokens."""
-    if positions is None and spec.has_positions and is_context_parallel():
+def check_context_parallel(mask: Mask, scores: Scores, positions: Tensor | None, *, need_weights: bool) -> None:
+    """Refuse what torch's `context_parallel` would take for that of a process's own tokens, if it is on."""
+    kernel = F.scaled_dot_product_attention  # which it replaces
+    if kernel is _KERNEL or "_context_parallel" not in getattr(kernel, "__module__", ""):
+        return
+    if positions is None and scores.spec is not None and scores.spec.has_positions:
         rule = "be given under context_parallel, among its buffers: a process has a part of the tokens"
         raise Refusal("positions", rule, positions=None)
-
-
-def check_known_to_context_parallel(mask: Mask, scores: Scores) -> None:
-    """Refuse masks and scores that torch's `context_parallel` would take for those of a process's own tokens."""
-    if not is_context_parallel():
-        return
     named = {
+        "need_weights": need_weights or None,
         "mask": mask.mask,
         "bias": scores.bias,
         "key_padding_lengths": mask.key_padding_lengths,

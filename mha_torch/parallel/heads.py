@@ -8,7 +8,7 @@ a DTensor still to be added up.
 
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,10 +19,11 @@ from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.shares import axis_of_heads, heads_of
 from mha_torch.arrays import is_distributed
 from mha_torch.latent import hooks_of
+from mha_torch.masks import Mask
 from mha_torch.mha import AttentionLayer
 from mha_torch.norms import NormLayer
 from mha_torch.parallel.local import PLACES, ShardedNorm, WidthShard, any_over_ranks, local_weight
-from mha_torch.parallel.ring import RingAttention
+from mha_torch.parallel.ring import RingAttention, check_known_to_ring
 from mha_torch.scores import Scores
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
@@ -84,6 +85,7 @@ def _divide_tokens(layer: AttentionLayer, kernel: RingAttention) -> None:
         if named.get("need_weights"):
             rule = "be False where tokens are divided, which stores no weights"
             raise Refusal("need_weights", rule, need_weights=True)
+        check_known_to_ring(Mask(named.get("mask")), layer.scores(named.get("bias")))
         if isinstance(x, Tensor) and layer.spec.has_positions and named.get("positions") is None:
             named = named | {"positions": kernel.positions(x.shape[1], x.device)}
         return inputs, named
@@ -130,7 +132,7 @@ def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:
 # ---- What a process computes -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _OwnSpec(AttentionSpec):
     """What a process computes of a layer with ALiBi, whose slopes follow from the number of all heads."""
 
@@ -189,8 +191,18 @@ class _Sharded(AttentionLayer):
     def _kv_b(self) -> Tensor | None:
         """Return the process's part of the weight of kv_b_proj; None if it has to be called."""
         held = self.kv_b_proj
-        is_placed = type(held) is nn.Linear and all(hasattr(hook, PLACES) for hook in hooks_of(held))
-        return local_weight(held.weight) if is_placed and held.bias is None else None
+        hooks = hooks_of(held)
+        is_plain = type(held) is nn.Linear and held.bias is None and "forward" not in vars(held)
+        is_placed = bool(hooks) and all(hasattr(hook, PLACES) for hook in hooks)
+        return local_weight(held.weight) if is_plain and is_placed else None
+
+
+def _as_sharded_norm(module: nn.Module) -> ShardedNorm:
+    """Make a norm of its layer one of the process's heads."""
+    if not isinstance(module, NormLayer) or type(module).forward not in (NormLayer.forward, ShardedNorm.forward):
+        raise WrongType("a norm", "be that of its layer to be divided", type(module).__name__)
+    module.__class__ = ShardedNorm
+    return cast(ShardedNorm, module)
 
 
 @cache
@@ -218,8 +230,8 @@ class _Layer(ParallelStyle):
         for name, axis in (("sinks", 0), ("relative_bias", 1)):
             _distribute(module, name, device_mesh, Shard(axis), self.src_data_rank)
         for name in module.spec.wide_norms if device_mesh.size() > 1 else ():
-            norm = getattr(module, name)
-            norm.__class__, norm.width = ShardedNorm, _width_of(module.spec, name, device_mesh)
+            norm = _as_sharded_norm(getattr(module, name))
+            norm.width = _width_of(module.spec, name, device_mesh)
         module.spec = _spec_of(module.full_spec, device_mesh.size(), device_mesh.get_local_rank())
         module.__class__ = _sharded(type(module))
         vars(module)["mesh"] = device_mesh
@@ -309,11 +321,8 @@ class _OfNorm(ParallelStyle):
         self.spec, self.name = spec, name
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, NormLayer):
-            raise WrongType("a norm", "be that of its layer to be divided", type(module).__name__)
         count = _heads_of_norm(self.spec, self.name)
-        if not isinstance(module, ShardedNorm):
-            module.__class__ = ShardedNorm
+        _as_sharded_norm(module)
         is_divided = axis_of_heads(self.name, self.spec) is not None and count % device_mesh.size() == 0
         for name in ("weight", "bias"):
             _distribute(module, name, device_mesh, Shard(0) if is_divided else Replicate(), self.src_data_rank)

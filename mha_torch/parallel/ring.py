@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mha_spec import AttentionSpec, Refusal
+from mha_torch.arrays import check_lengths
 from mha_torch.kernels.nonfinite import emptied, not_finite, sees_any
 from mha_torch.masks import Mask, as_lengths
 from mha_torch.rope import at_least_float32
@@ -54,10 +55,17 @@ class RingAttention:
         """Return the positions of this process's tokens in the whole sequence."""
         return self.rank * seq_len + torch.arange(seq_len, device=device)[None]
 
+    def check(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
+        """Refuse what does not fit; lengths are those of whole sequences."""
+        check_known_to_ring(mask, scores)
+        check_attention(query, key, value, replace(mask, key_padding_lengths=None), scores)
+        check_parts(query, key, self)
+        if mask.key_padding_lengths is not None:
+            seq_len_k = self.num_parts * key.shape[2]
+            check_lengths("key_padding_lengths", mask.key_padding_lengths, query.shape[0], seq_len_k)
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
         """Return the context of this process's own tokens."""
-        check_known_to_ring(mask, scores)
-        check_parts(query, key, self)
         lengths = mask.key_padding_lengths
         mask = replace(mask, key_padding_lengths=None if lengths is None else as_lengths(lengths).cpu())
         ring = _Ring(self, mask, scores.spec, query.shape[2], key.shape[2])
@@ -105,7 +113,7 @@ def ring_attention(
     """
     kernel, mask = RingAttention.over(group), Mask(None, is_causal, key_padding_lengths).within(spec)
     scores = Scores(spec, sinks=sinks, relative_bias=relative_bias)
-    check_attention(query, key, value, mask, scores, kernel.num_parts)
+    kernel.check(query, key, value, mask, scores)
     return kernel(query, key, value, mask, scores)
 
 

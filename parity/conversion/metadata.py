@@ -210,7 +210,7 @@ def _contradicted(spec: AttentionSpec, said: Heads) -> list[str]:
 
 def _check_counts(spec: AttentionSpec, said: Heads, label: str) -> None:
     if wrong := _contradicted(spec, said):
-        got, told = (", ".join(f"{name}={of[name]}" for name in wrong) for of in (said, vars(spec)))
+        got, told = (", ".join(f"{name}={of[name]}" for name in wrong) for of in (said, spec.values()))
         raise Refusal(wrong[0], f"be what the file's metadata say of {label}, {told}", got)
 
 

@@ -89,7 +89,7 @@ def check_alike(spec: AttentionSpec, other_spec: AttentionSpec) -> AttentionSpec
     """
     spec, other_spec = unheld(spec), unheld(other_spec)
     if spec != other_spec:
-        told, others = vars(spec), vars(other_spec)
+        told, others = spec.values(), other_spec.values()
         differ = [name for name in told if told[name] != others[name]]
         words = ", ".join(f"{name}={told[name]} and {others[name]}" for name in differ)
         if differ == ["rope"] and None in (spec.rope, other_spec.rope):

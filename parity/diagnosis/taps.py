@@ -230,9 +230,9 @@ def _like_another(
 ) -> str:
     """What a layer has of another one, one field or all, and then is right."""
     spec = problems[0][1].spec
-    own = vars(spec)
+    own = spec.values()
     for title, other in others.items():
-        differ = [name for name, value in vars(other).items() if value != own[name] and "dropout" not in name]
+        differ = [name for name, value in other.values().items() if value != own[name] and "dropout" not in name]
         for names in [*([name] for name in differ), differ]:
             try:
                 like = replace(spec, **{name: getattr(other, name) for name in names})
