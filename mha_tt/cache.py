@@ -21,7 +21,7 @@ from mha_tt.arrays import check_count, check_dtype, check_floating, check_length
 from mha_tt.decode.places import Places
 from mha_tt.decode.slots import extended, one_core_each, sequences, write_tokens
 from mha_tt.device import TILE, TILE_NBYTES, as_dtype, padded_head_dim, round_up, upload, upload_integers, zeros
-from mha_tt.masks import Masking
+from mha_tt.masks import Mask
 
 MOST_KV_HEADS = TILE
 """What `paged_update_cache` writes right: it reads one row of tiles for each sequence, and takes more heads unasked."""
@@ -357,7 +357,7 @@ def create_cache_mask(
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
     offsets, reach = np.asarray(lengths), reach_of(window_size, chunk_size)
-    return Masking(is_causal=True, reach=reach, offsets=offsets).hidden(seq_len_q, capacity)
+    return Mask(is_causal=True, reach=reach, offsets=offsets).implicit_bool(seq_len_q, capacity)
 
 
 def num_added(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> np.ndarray:

@@ -18,14 +18,14 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec, spec_from
-from mha_tt.arrays import check_floating, check_input_dtype
+from mha_tt.arrays import check_floating
 from mha_tt.cache import LatentCache, check_is_cache, init_latent_cache
 from mha_tt.cache_mha import cached_layer
-from mha_tt.masks import DeviceMask, Masking
-from mha_tt.mha import AttentionLayer
+from mha_tt.kernels import Kernel, fused
+from mha_tt.masks import DeviceMask
+from mha_tt.mha import AttentionLayer, FunctionalLayer
 from mha_tt.projections import HeadWeights, weights_of_heads
-from mha_tt.stages import Dropout
-from mha_tt.weights import check_weights, project_with
+from mha_tt.weights import check_weights
 
 
 def multi_head_latent_attention(
@@ -39,6 +39,7 @@ def multi_head_latent_attention(
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
     positions: Int[np.ndarray, "... #B T"] | None = None,
     absorb: bool | None = None,
+    kernel: Kernel = fused.attend,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B T E"], LatentCache]:
     """Causal self-attention of new tokens over all tokens so far, of which a cache holds the latents.
@@ -56,7 +57,8 @@ def multi_head_latent_attention(
             `cache.lengths` and those after it when absent.
         absorb: attend over the latents themselves, kv_b_proj taken into queries and context; or, if False, over the
             keys and values made of them. Whichever costs less when absent: see `AttentionSpec.absorbs`.
-        compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
+        kernel: computes the context.
+        compute_kernel_config: arithmetic of the device, of the default kernel too; `accurate_config` when absent.
 
     Returns:
         The output (B, T, E) and the cache with the new tokens.
@@ -75,15 +77,13 @@ def multi_head_latent_attention(
     check_floating("x", x, rank=3)
     absorb = spec.absorbs(x.shape[1]) if absorb is None else absorb
     return cached_layer(
-        project_with(weights, spec, compute_kernel_config=compute_kernel_config),
+        FunctionalLayer(weights, spec, kernel, compute_kernel_config=compute_kernel_config),
         x,
         cache,
-        spec,
-        Masking(mask, bias, is_causal=True).with_weights(weights),
+        mask,
+        bias,
         new_lengths=new_lengths,
         positions=positions,
-        dropout=Dropout(),
-        compute_kernel_config=compute_kernel_config,
         kv_b=(lambda: weights_of_heads(weights["kv_b_proj.weight"], spec)) if absorb else None,
     )
 
@@ -171,21 +171,10 @@ class MultiHeadLatentAttention(AttentionLayer):
             ValueError: if the shapes do not fit, or the new tokens do not fit into the capacity.
         """
         check_is_cache(cache, LatentCache)
-        check_floating("x", x, rank=3)
-        check_input_dtype("x", x, self.dtype)
-        self.check_dropout()
+        self.check_input("x", x)
+        kv_b = self._kv_b if self.spec.absorbs(x.shape[1]) else None
         output, cache = cached_layer(
-            self.project,
-            x,
-            cache,
-            self.own_spec,
-            self.with_learned(Masking(mask, bias, is_causal=True)),
-            new_lengths=new_lengths,
-            positions=positions,
-            dropout=self.drawn_dropout(),
-            compute_kernel_config=self.compute_kernel_config,
-            kv_b=self._kv_b if self.own_spec.absorbs(x.shape[1]) else None,
-            kept=self._kept,
+            self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions, kv_b=kv_b
         )
         return self.drop_output(output), cache
 
@@ -193,5 +182,5 @@ class MultiHeadLatentAttention(AttentionLayer):
         """The weight of kv_b_proj head by head, kept until other weights are loaded."""
         weight = self.weights["kv_b_proj.weight"]
         if self._heads is None or self._heads[0] is not weight:
-            self._heads = weight, weights_of_heads(weight, self.own_spec)
+            self._heads = weight, weights_of_heads(weight, self.spec)
         return self._heads[1]

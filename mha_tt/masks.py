@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,15 +15,11 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.reach import Reach, reach_of
-from mha_tt.arrays import check_broadcasts, check_count, check_floating, check_lengths
-from mha_tt.device import as_dtype, upload
-from mha_tt.relative_bias import check_relative_bias
+from mha_tt.arrays import check_broadcasts, check_count, check_lengths
+from mha_tt.device import upload
 
 MASKED = -1e9
 """What stands for minus infinity on the device: a kernel that meets a block of nothing but -inf makes NaN of it."""
-
-LOWEST_BIAS = -5e8
-"""What a lower bias is raised to, so that a key with a bias of finfo.min still weighs more than a masked one."""
 
 
 def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> Bool[np.ndarray, "T S"]:
@@ -110,7 +106,7 @@ def create_attention_mask(
     if key_padding_lengths is not None:
         check_lengths("key_padding_lengths", key_padding_lengths, None, seq_len_k)
     reach = reach_of(window_size, chunk_size)
-    return Masking(None, None, is_causal, key_padding_lengths, reach).hidden(seq_len_q, seq_len_k)
+    return Mask(None, is_causal, key_padding_lengths, reach).implicit_bool(seq_len_q, seq_len_k)
 
 
 def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int) -> Bool[np.ndarray, "T S"]:
@@ -303,65 +299,47 @@ class CausalMask(DeviceMask):
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
-class Masking:
-    """What hides keys from queries and what is added to their scores: one value behind the functions that users call.
+class Mask:
+    """Keys that each query may not attend to, in whichever form they were told.
 
     Attributes:
         mask: boolean, True = masked; broadcasts to (B, N, T, S).
-        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
         is_causal: hide every key after the query's own position.
         key_padding_lengths: number of real keys of each sequence, (B,), on the host.
-        reach: how far a query sees, where that is less than everything.
-        offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
-        sinks: the logit of each head that takes part in the softmax and has no value, (1, N, 1, 1).
-        relative_bias: what scores gain for the distance of their keys, of each head and bucket, (1, N, 1, num_buckets).
+        reach: attention span of the layer, a window or chunks; None for all keys.
+        offsets: position of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 by default.
     """
 
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None
-    bias: Float[np.ndarray, "..."] | Tensor | None = None
     is_causal: bool = False
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None
     reach: Reach | None = None
     offsets: Int[np.ndarray, " B"] | None = None
-    sinks: Float[Tensor, "1 N 1 1"] | None = None
-    relative_bias: Float[Tensor, "1 N 1 buckets"] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
-        """Refuse what does not fit the scores (B, N, T, S), or their queries."""
+        """Refuse a mask that does not fit the scores (B, N, T, S)."""
         check_mask(self.mask, scores_shape)
-        check_bias(self.bias, scores_shape)
         if self.key_padding_lengths is not None:
             check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
-        check_sinks(self.sinks, scores_shape[1])
 
-    def of_layer(self, spec: AttentionSpec | None) -> Masking:
-        """The same with what a layer hides by itself.
-
-        Raises:
-            ValueError: if there are sinks or a relative bias and the layer has none, or the other way round.
-        """
-        if spec is not None:
-            check_spec(spec)
-            if spec.sinks != (self.sinks is not None):
-                raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": spec.sinks})
-            check_relative_bias(self.relative_bias, spec.relative_bias, spec.num_heads)
-        return self if spec is None or spec.reach is None else replace(self, reach=spec.reach)
-
-    def with_weights(self, weights: Mapping[str, Any]) -> Masking:
-        """The same with what a layer has learned of its scores: sinks, and a relative bias."""
-        return replace(self, sinks=weights.get("sinks"), relative_bias=weights.get("relative_bias"))
-
-    def with_infinite_bias(self) -> Masking:
-        """The same with the keys that a bias of -inf hides in the mask: a row of -inf is as empty as a masked one."""
-        if not isinstance(self.bias, np.ndarray):  # what lies on the device is not read back
+    def within(self, spec: AttentionSpec | None) -> Mask:
+        """Return the mask with the attention span of a layer."""
+        if spec is None:
             return self
-        is_hidden = np.isneginf(self.bias.astype(np.float64))
+        check_spec(spec)
+        return self if spec.reach is None else replace(self, reach=spec.reach)
+
+    def with_bias(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Mask:
+        """Return the mask with the keys that a bias of -inf hides: a row of -inf is a fully masked row."""
+        if not isinstance(bias, np.ndarray):  # a bias on the device is not read back
+            return self
+        is_hidden = bias == -np.inf
         if not is_hidden.any():
             return self
         return replace(self, mask=is_hidden if self.mask is None else is_hidden | on_host(self.mask))
 
-    def joined(self, seq_len_q: int, seq_len_k: int, device: ttnn.MeshDevice) -> DeviceMask | None:
-        """The mask, joined with what causality, padding and reach hide; None if nothing is hidden."""
+    def to_bool(self, seq_len_q: int, seq_len_k: int, device: ttnn.MeshDevice) -> DeviceMask | None:
+        """Return the mask for a device, with what causality, padding and span hide; None if nothing is hidden."""
         if not self.is_causal and self.key_padding_lengths is None and self.reach is None:
             return on_device(self.mask, device)
         others = (self.mask, self.key_padding_lengths, self.offsets)
@@ -369,22 +347,22 @@ class Masking:
         is_square = seq_len_q == seq_len_k and chunk_size is None
         if self.is_causal and is_square and all(x is None for x in others):  # causality alone, or within a window
             return CausalMask(seq_len_q, window_size, device=device)
-        hidden = self.hidden(seq_len_q, seq_len_k)
+        hidden = self.implicit_bool(seq_len_q, seq_len_k)
         return on_device(hidden if self.mask is None else hidden | on_host(self.mask), device)
 
-    def hidden(self, seq_len_q: int, seq_len_k: int) -> Bool[np.ndarray, "#B 1 T S"]:
-        """What causality, padding and reach hide, of zero tokens too: all but the keys from a first one to a last."""
-        first, stop = self.seen_keys(seq_len_q, seq_len_k)
+    def implicit_bool(self, seq_len_q: int, seq_len_k: int) -> Bool[np.ndarray, "#B 1 T S"]:
+        """Return what causality, padding and span hide, of zero tokens too: all keys outside of `key_range`."""
+        first, stop = self.key_range(seq_len_q, seq_len_k)
         keys = np.arange(seq_len_k)
         hidden = keys >= stop[:, None, :, None]
-        if self.reach is not None:
+        if self.reach is not None:  # without a span there is one comparison, and one mask in memory
             hidden |= keys < first[:, None, :, None]
-        return hidden  # without a reach made by one comparison, and one mask in memory
+        return hidden
 
-    def seen_keys(self, seq_len_q: int, seq_len_k: int) -> tuple[Int[np.ndarray, "#B T"], Int[np.ndarray, "#B T"]]:
-        """The first key that causality, padding and reach show each query, and the one after the last.
+    def key_range(self, seq_len_q: int, seq_len_k: int) -> tuple[Int[np.ndarray, "#B T"], Int[np.ndarray, "#B T"]]:
+        """Return the first key that causality, padding and span leave each query, and the one after the last.
 
-        They may lie before and behind the keys there are; where the first one is not before the other, none is seen.
+        They may lie before and behind the keys there are. A row whose first key is not before its last is fully masked.
         """
         places = np.arange(seq_len_q)[None]  # (B or 1, T)
         if self.offsets is not None:
@@ -397,6 +375,20 @@ class Masking:
         return first, stop
 
 
+def block_of(
+    x: Float[np.ndarray, "..."] | Bool[np.ndarray, "..."] | DeviceMask | Tensor | None, rows: slice, keys: slice
+) -> Any:
+    """Return some queries and keys of an array that broadcasts to the scores."""
+    if x is None:
+        return None
+    sizes = tuple(x.shape)[-2:]
+    parts = zip((rows, keys)[2 - len(sizes) :], sizes, strict=True)
+    index = [part if size > 1 else slice(None) for part, size in parts]
+    if all(range(size)[part] == range(size) for part, size in zip(index, sizes, strict=True)):
+        return x  # as it is, so that what was uploaded for many calls is not uploaded again
+    return (on_host(x) if isinstance(x, DeviceMask) else x)[(..., *index)]
+
+
 def on_host(mask: np.ndarray | DeviceMask) -> np.ndarray:
     """The boolean mask."""
     return mask.mask if isinstance(mask, DeviceMask) else mask
@@ -407,15 +399,6 @@ def on_device(mask: np.ndarray | DeviceMask | None, device: ttnn.MeshDevice) -> 
     if mask is None or isinstance(mask, DeviceMask):
         return mask
     return DeviceMask(mask, device=device) if mask.any() else None
-
-
-def bias_on_device(bias: np.ndarray | Tensor, device: ttnn.MeshDevice, dtype: ttnn.DataType) -> Tensor:
-    """The bias with four axes, in a dtype, nowhere below `LOWEST_BIAS`: -inf there is the mask's to hide."""
-    shape = (1,) * (4 - len(bias.shape)) + tuple(bias.shape)
-    if isinstance(bias, np.ndarray):
-        return upload(np.maximum(bias.astype(np.float64), LOWEST_BIAS).reshape(shape), device=device, dtype=dtype)
-    bias = bias if len(bias.shape) == 4 else ttnn.reshape(bias, shape)
-    return ttnn.maximum(as_dtype(bias, dtype), LOWEST_BIAS)
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
@@ -432,24 +415,3 @@ def check_mask(mask: np.ndarray | DeviceMask | None, scores_shape: tuple[int, ..
             "mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint="an additive term is passed as bias"
         )
     check_broadcasts("mask", tuple(mask.shape), scores_shape)
-
-
-def check_bias(bias: np.ndarray | Tensor | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a bias that is not floating point, or one that does not broadcast to the scores (B, N, T, S)."""
-    if bias is None:
-        return
-    if isinstance(bias, np.ndarray):
-        if bias.dtype.kind != "f" and bias.dtype.name != "bfloat16":
-            raise WrongType("bias", "be floating point", {"bias.dtype": bias.dtype})
-    else:
-        check_floating("bias", bias, rank=len(bias.shape) if isinstance(bias, Tensor) else 0)
-    check_broadcasts("bias", tuple(bias.shape), scores_shape)
-
-
-def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
-    """Refuse sinks that are not a number for each head."""
-    if sinks is None:
-        return
-    check_floating("sinks", sinks, rank=4)
-    if tuple(sinks.shape) != (1, num_heads, 1, 1):
-        raise Refusal("sinks", f"have shape (1, N, 1, 1) = (1, {num_heads}, 1, 1)", {"sinks.shape": tuple(sinks.shape)})

@@ -9,7 +9,8 @@ On the device H is the padded head_dim: see `mha_tt.upload_weights`. Wherever th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,15 @@ from mha_tt import stages
 from mha_tt.arrays import check_dtype, check_floating, check_input_dtype
 from mha_tt.decode.places import Kept
 from mha_tt.device import accurate_config
-from mha_tt.kernels import fused
-from mha_tt.masks import DeviceMask, Masking
+from mha_tt.kernels import Kernel, fused
+from mha_tt.masks import CausalMask, DeviceMask, Mask
 from mha_tt.mock.targets import describe_config
 from mha_tt.parallel.local import summed
 from mha_tt.projections import combine_heads, project_output, project_qkv, split_heads
 from mha_tt.rope import Rotation, check_layer_positions, rotation_of
-from mha_tt.stages import Dropout, drop, scaled_dot_product_attention
-from mha_tt.weights import Project, check_weights, project_with, upload_weights
+from mha_tt.scores import Scores
+from mha_tt.stages import check_attention, drop, scaled_dot_product_attention
+from mha_tt.weights import check_weights, project_with, upload_weights
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
@@ -78,6 +80,7 @@ def multi_head_attention(
     training: bool = False,
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
     seed: int = 0,
+    kernel: Kernel = fused.attend,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
     """Multi-head attention with weights from outside: project, split, attend, combine, project.
@@ -98,7 +101,8 @@ def multi_head_attention(
         training: drop attention weights, which takes the plain path, and outputs, at the rates of the spec.
         dropout_keep: True where an attention weight is kept, in place of a random draw; takes the plain path.
         seed: of what is drawn.
-        compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
+        kernel: computes the context, unless weights are asked for.
+        compute_kernel_config: arithmetic of the device, of the default kernel too; `accurate_config` when absent.
 
     Returns:
         The output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout
@@ -115,59 +119,77 @@ def multi_head_attention(
     check_weights(weights, spec)
     if dropout_keep is not None and not training:
         raise Refusal("dropout_keep", "come with training=True", "dropout_keep and training=False")
-    output, attn_weights = _attention_layer(
-        project_with(weights, spec, compute_kernel_config=compute_kernel_config),
+    output, attn_weights = attention_layer(
+        FunctionalLayer(weights, spec, kernel, training, dropout_keep, seed, compute_kernel_config),
         query,
         key,
         value,
-        spec,
-        Masking(mask, bias, is_causal, key_padding_lengths).with_weights(weights),
+        Mask(mask, is_causal, key_padding_lengths),
+        bias=bias,
         need_weights=need_weights,
         positions=positions,
-        dropout=Dropout(spec.dropout if training else 0.0, dropout_keep, seed),
-        compute_kernel_config=compute_kernel_config,
     )
     return drop("output", output, spec.output_dropout if training else 0.0, seed + 1), attn_weights
 
 
-def _attention_layer(
-    project: Project,
+def attention_layer(
+    layer: AttentionLayer | FunctionalLayer,
     query: Tensor,
     key: Tensor | None,
     value: Tensor | None,
-    spec: AttentionSpec,
-    masking: Masking,
+    mask: Mask,
     *,
+    bias: np.ndarray | Tensor | None,
     need_weights: bool,
     positions: np.ndarray | Rotation | None,
-    dropout: Dropout,
-    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
 ) -> tuple[Tensor, Tensor | None]:
+    """Return the output of a layer, and its attention weights if asked for: project, attend, project."""
+    spec = layer.spec
     check_layer_inputs(query, key, value, positions, spec)
-    seq_len_k = (query if key is None else key).shape[1]
-    masking.check((query.shape[0], spec.num_heads, query.shape[1], seq_len_k))
     key = query if key is None else key
     value = key if value is None else value
-    masking = masking.of_layer(spec)
-    q, k, v = project_qkv(project, query, key, value, spec, positions)
-    is_plain = dropout.rate or dropout.keep is not None or q.dtype == ttnn.float32  # what the kernel does not offer
-    if need_weights or is_plain:
-        context, attn_weights = stages.attend(
-            q,
-            k,
-            v,
-            masking,
-            dropout,
-            spec=spec,
-            need_weights=need_weights,
-            compute_kernel_config=compute_kernel_config,
-        )
+    mask = mask.within(spec)
+    q, k, v = project_qkv(layer.project, query, key, value, spec, positions)
+    scores = layer.scores(bias)
+    check_attention(q, k, v, mask, scores)
+    if need_weights:
+        context, attn_weights = stages.attend(q, k, v, mask, scores, layer.compute_kernel_config)
     else:
-        context, attn_weights = (
-            fused.attend(q, k, v, masking, dropout, spec=spec, compute_kernel_config=compute_kernel_config),
-            None,
-        )
-    return project_output(project, context, query, spec), attn_weights
+        context, attn_weights = layer.kernel(q, k, v, mask, scores), None
+    return project_output(layer.project, context, query, spec), attn_weights
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionalLayer:
+    """Layer of weights from outside, with what `attention_layer` needs of an `AttentionLayer`."""
+
+    weights: Mapping[str, Tensor]
+    spec: AttentionSpec
+    kernel: Kernel = fused.attend
+    training: bool = False
+    dropout_keep: Bool[np.ndarray, "B N T S"] | None = None
+    seed: int = 0
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None
+    kept: Kept | None = None
+
+    def __post_init__(self) -> None:
+        if self.kernel is fused.attend:
+            object.__setattr__(self, "kernel", fused.FusedAttention(self.compute_kernel_config))
+
+    def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
+        """Apply the projection or the norm of that name."""
+        return project_with(self.weights, self.spec, compute_kernel_config=self.compute_kernel_config)(name, x)
+
+    def scores(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Scores:
+        """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
+        learned = self.weights.get("sinks"), self.weights.get("relative_bias")
+        dropout = self.spec.dropout if self.training else 0.0
+        return Scores(self.spec, bias, *learned, dropout, self.dropout_keep, self.seed)
+
+    @property
+    def plain_weights(self) -> Mapping[str, Tensor]:
+        """The weights, which `project` does nothing but apply."""
+        return self.weights
 
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------
@@ -189,9 +211,11 @@ class AttentionLayer:
         fields: other fields of `AttentionSpec` by name, with d_model.
 
     Attributes:
-        spec: what the layer computes.
-        own_spec: what each chip computes of it: all, or some of its heads where `parallel` divided them.
+        spec: what each chip computes: the layer, or some of its heads once `parallel` has divided them.
+        full_spec: what the layer computes.
         heads: the dimension of the mesh over whose chips they are divided, or None.
+        kernel: computes the context, unless weights are asked for; another may take its place, in steps too.
+        kept: tensors that steps of the layer share.
 
     Raises:
         TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or a dtype is another.
@@ -216,7 +240,7 @@ class AttentionLayer:
         check_spec(spec, is_self_attention=self._is_self_attention)
         check_dtype("dtype", dtype)
         check_dtype("weight_dtype", dtype if weight_dtype is None else weight_dtype)
-        self.spec = self.own_spec = spec
+        self.spec = self.full_spec = spec
         self.heads: int | None = None
         self.device = device
         self.dtype = dtype
@@ -224,14 +248,15 @@ class AttentionLayer:
         self.compute_kernel_config = compute_kernel_config or accurate_config(device)
         self.rng = np.random.default_rng() if rng is None else rng
         self.training = True
+        self.kernel: Kernel = fused.FusedAttention(self.compute_kernel_config)
+        self.kept = Kept()
         self._rotation: Rotation | None = None
-        self._causal_mask: DeviceMask | None = None
-        self._kept = Kept()
+        self._causal_mask: CausalMask | None = None
         self.load_weights(self._draw_weights())
 
     def _draw_weights(self) -> dict[str, np.ndarray]:
         """Xavier-uniform weights, q, k and v each on their own; biases and sinks are 0, norms multiply by 1."""
-        shapes, norms = self.spec.weight_shapes, self.spec.norms
+        shapes, norms = self.full_spec.weight_shapes, self.full_spec.norms
         weights = {name: np.zeros(shape) for name, shape in shapes.items()}
         for name, shape in shapes.items():
             part, _, kind = name.partition(".")
@@ -252,7 +277,9 @@ class AttentionLayer:
         Raises:
             ValueError: if names or shapes do not fit the layer, or a value is not finite; nothing is changed then.
         """
-        self.weights = upload_weights(weights, self.spec, device=self.device, dtype=self.weight_dtype, heads=self.heads)
+        self.weights = upload_weights(
+            weights, self.full_spec, device=self.device, dtype=self.weight_dtype, heads=self.heads
+        )
 
     def train(self, mode: bool = True) -> AttentionLayer:
         """Switch dropout on, or off, and return the module."""
@@ -265,76 +292,49 @@ class AttentionLayer:
 
     def __repr__(self) -> str:
         dtypes = {"dtype": self.dtype, "weight_dtype": self.weight_dtype}
-        words = [repr(self.spec)]
+        words = [repr(self.full_spec)]
         words += [f"{name}={str(dtype).rpartition('.')[2].lower()}" for name, dtype in dtypes.items()]
         words.append(f"compute_kernel_config=({describe_config(self.compute_kernel_config)})")
         return f"{type(self).__name__}({', '.join(words)})"
 
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
         """Apply the projection or the norm of that name, as a module, so that replaced layers take part."""
-        project = project_with(self.weights, self.own_spec, compute_kernel_config=self.compute_kernel_config)
+        project = project_with(self.weights, self.spec, compute_kernel_config=self.compute_kernel_config)
         return summed(project(name, x), self.heads if name == "out_proj" else None)
 
-    def attend(
-        self,
-        query: Float[Tensor, "B T d_in"],
-        key: Float[Tensor, "B S d_kv"] | None,
-        value: Float[Tensor, "B S d_kv"] | None,
-        masking: Masking,
-        *,
-        need_weights: bool = False,
-        positions: Int[np.ndarray, "... #B T"] | None = None,
-    ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
-        """`multi_head_attention` with the weights and the specification of this module."""
-        check_floating("query", query, rank=3)
-        check_input_dtype("query", query, self.dtype)
-        self.check_dropout()
-        masking = self.with_learned(masking).of_layer(self.own_spec)
-        if masking.is_causal and masking.mask is None and key is None and masking.key_padding_lengths is None:
-            masking = replace(masking, mask=self._causal(query.shape[1]), is_causal=False, reach=None)
-        output, attn_weights = _attention_layer(
-            self.project,
-            query,
-            key,
-            value,
-            self.own_spec,
-            masking,
-            need_weights=need_weights,
-            positions=self._first_rotation(query.shape[1]) if positions is None else positions,
-            dropout=self.drawn_dropout(),
-            compute_kernel_config=self.compute_kernel_config,
-        )
-        return self.drop_output(output), attn_weights
-
-    def _first_rotation(self, seq_len: int) -> Rotation | None:
-        """The rotations of positions 0, 1, …, kept for the next call of as many tokens."""
-        if self.spec.rope is None or not seq_len:
-            return None
-        if self._rotation is None or self._rotation.cos.shape[2] != seq_len:
-            self._rotation = rotation_of(np.arange(seq_len)[None], self.spec, device=self.device)
-        return self._rotation
-
-    def _causal(self, seq_len: int) -> DeviceMask | None:
-        """The causal mask, within the reach of the layer, kept for the next call of as many tokens."""
-        if self._causal_mask is None or self._causal_mask.shape[2] != seq_len:
-            hidden = Masking(is_causal=True, reach=self.spec.reach)
-            self._causal_mask = hidden.joined(seq_len, seq_len, self.device)
-        return self._causal_mask
-
-    def with_learned(self, masking: Masking) -> Masking:
-        """The same with what this module has learned of its scores: see `Masking.with_weights`."""
-        return masking.with_weights(self.weights)
-
-    def drawn_dropout(self) -> Dropout:
-        """What is dropped of the attention weights in this call: in training, and at a rate above 0."""
-        return Dropout(self.spec.dropout if self.training else 0.0, seed=self._draw_seed())
+    def scores(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Scores:
+        """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
+        learned = self.weights.get("sinks"), self.weights.get("relative_bias")
+        dropout = self.spec.dropout if self.training else 0.0
+        return Scores(self.spec, bias, *learned, dropout, seed=self._draw_seed())
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """The output with some of it dropped, in training and at a rate above 0."""
         return drop("output", output, self.spec.output_dropout if self.training else 0.0, self._draw_seed())
 
-    def check_dropout(self) -> None:
-        """Refuse, before any work, to drop at random what ttnn cannot."""
+    @property
+    def plain_weights(self) -> Mapping[str, Tensor] | None:
+        """The weights if `project` does nothing but apply them, else None."""
+        return self.weights if self.project == MethodType(AttentionLayer.project, self) else None
+
+    def _with_kept(
+        self, seq_len: int, mask: Mask, positions: np.ndarray | None
+    ) -> tuple[Mask, np.ndarray | Rotation | None]:
+        """Return mask and positions of self-attention; a causal mask and default rotations are kept between calls."""
+        if mask.is_causal and mask.mask is None and mask.key_padding_lengths is None:
+            if self._causal_mask is None or self._causal_mask.seq_len != seq_len:
+                self._causal_mask = CausalMask(seq_len, device=self.device)
+            mask = Mask(self._causal_mask)
+        if positions is not None or self.spec.rope is None or not seq_len:
+            return mask, positions
+        if self._rotation is None or self._rotation.cos.shape[2] != seq_len:
+            self._rotation = rotation_of(np.arange(seq_len)[None], self.spec, device=self.device)
+        return mask, self._rotation
+
+    def check_input(self, name: str, x: Tensor) -> None:
+        """Refuse, before any work, an input of another rank or dtype, and random dropout that ttnn does not support."""
+        check_floating(name, x, rank=3)
+        check_input_dtype(name, x, self.dtype)
         if self._drops and self.heads is not None:
             raise Refusal(
                 "the module",
@@ -395,8 +395,14 @@ class MultiHeadAttention(AttentionLayer):
                 not integers.
             ValueError: if the shapes do not fit, or a length lies outside 0..S.
         """
-        masking = Masking(mask, bias, is_causal, key_padding_lengths)
-        return self.attend(query, key, value, masking, need_weights=need_weights, positions=positions)
+        self.check_input("query", query)
+        visible, places = Mask(mask, is_causal, key_padding_lengths), positions
+        if key is None:
+            visible, places = self._with_kept(query.shape[1], visible, positions)
+        output, attn_weights = attention_layer(
+            self, query, key, value, visible, bias=bias, need_weights=need_weights, positions=places
+        )
+        return self.drop_output(output), attn_weights
 
 
 class MultiHeadSelfAttention(AttentionLayer):
@@ -436,9 +442,10 @@ class MultiHeadSelfAttention(AttentionLayer):
             ValueError: if the shapes do not fit or a length lies outside 0..T.
         """
         check_floating("x", x, rank=3)
-        masking = Masking(mask, bias, is_causal, key_padding_lengths)
-        output, _ = self.attend(x, None, None, masking, positions=positions)
-        return output
+        self.check_input("query", x)
+        visible, places = self._with_kept(x.shape[1], Mask(mask, is_causal, key_padding_lengths), positions)
+        output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=places)
+        return self.drop_output(output)
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ On the device H is the padded head_dim: see `mha_tt.upload_weights`. Wherever th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import ttnn
@@ -20,12 +20,13 @@ from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate, check_head_groups
 from mha_tt.alibi import alibi_bias
-from mha_tt.arrays import check_broadcasts, check_floating, check_head_dim
-from mha_tt.device import accurate_config, as_dtype, upload, zeros
-from mha_tt.kernels.nonfinite import emptied, hide_not_finite, spoilt
-from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device, check_bias, check_mask, check_sinks, on_device
+from mha_tt.arrays import check_floating, check_head_dim
+from mha_tt.device import accurate_config, as_dtype, upload
+from mha_tt.kernels.nonfinite import contained_with_weights, emptied, spoilt
+from mha_tt.masks import MASKED, DeviceMask, Mask, check_mask, on_device
 from mha_tt.relative_bias import check_relative_bias, relative_position_bias
 from mha_tt.rope import at_least_float32
+from mha_tt.scores import Scores, bias_on_device, check_bias, check_keep, check_sinks
 
 
 def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor, "B N S H"]:
@@ -167,15 +168,10 @@ def drop(name: str, x: Tensor, rate: float, seed: int) -> Tensor:
 
 
 def score_scale(query: Tensor, spec: AttentionSpec | None) -> float:
-    """What the dot products of queries (B, N, T, H) are multiplied by.
-
-    Raises:
-        ValueError: if the specification is of wider heads.
-    """
+    """What the dot products of queries (B, N, T, H) are multiplied by."""
     if spec is None:
         return query.shape[-1] ** -0.5
     check_spec(spec)
-    check_head_dim(spec.head_dim, query.shape[-1])
     return spec.score_scale
 
 
@@ -240,78 +236,36 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks, relative_bias=relative_bias)
-    masking = masking.of_layer(spec)
-    return attend(
-        query,
-        key,
-        value,
-        masking,
-        Dropout(dropout, dropout_keep, seed),
-        spec=spec,
-        need_weights=need_weights,
-        compute_kernel_config=compute_kernel_config,
-    )
+    visible = Mask(mask, is_causal, key_padding_lengths).within(spec)
+    scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep, seed)
+    check_attention(query, key, value, visible, scores)
+    context, attn_weights = attend(query, key, value, visible, scores, compute_kernel_config)
+    return context, attn_weights if need_weights else None
 
 
-class Dropout(NamedTuple):
-    """What is dropped of the attention weights.
-
-    Attributes:
-        rate: probability of being dropped.
-        keep: True where a weight is kept, in place of a random draw.
-        seed: of that draw.
-    """
-
-    rate: float = 0.0
-    keep: Bool[np.ndarray, "B N T S"] | None = None
-    seed: int = 0
-
-
+@contained_with_weights
 def attend(
     query: Float[Tensor, "B N T H"],
     key: Float[Tensor, "B K S H"],
     value: Float[Tensor, "B K S Hv"],
-    masking: Masking,
-    dropout: Dropout,
-    *,
-    spec: AttentionSpec | None,
-    need_weights: bool,
-    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
-) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
-    """`scaled_dot_product_attention` as the layers call it."""
-    check_attention(query, key, value, masking, spec)
-    as_rate("dropout", dropout.rate)
-    device, seq_len_q, seq_len_k = query.device(), query.shape[2], key.shape[2]
-    if 0 in (query.shape[0], seq_len_q, seq_len_k):
-        attn_weights = zeros((*tuple(query.shape)[:3], seq_len_k), query.dtype, device)
-        context = zeros((*tuple(query.shape)[:3], value.shape[3]), query.dtype, device)
-        return context, attn_weights if need_weights else None
-    mask = masking.with_infinite_bias().joined(seq_len_q, seq_len_k, device)
-    spoilt_rows = None
-    if mask is not None:  # a masked key reaches no weight
-        (value,), spoilt_rows = hide_not_finite(mask, seq_len_q, value)
-    config = compute_kernel_config or accurate_config(device)
-    added = (masking.bias, spec, masking.offsets, masking.relative_bias)
-    scores = attention_scores(query, key, *added, compute_kernel_config=config)
-    attn_weights = masked_softmax(scores, mask, masking.sinks, compute_kernel_config=config)
-    attn_weights = as_dtype(attn_weights, query.dtype)
-    dropped = apply_dropout(attn_weights, dropout.rate, dropout.keep, seed=dropout.seed)
-    context = as_dtype(attention_context(dropped, value, compute_kernel_config=config), query.dtype)
-    return spoilt(context, spoilt_rows), attn_weights if need_weights else None
+    mask: Mask,
+    scores: Scores,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"]]:
+    """Return the context and the attention weights before dropout: the definition, of shapes that are checked."""
+    config: Any = {"compute_kernel_config": compute_kernel_config}
+    logits = attention_scores(query, key, scores.bias, scores.spec, mask.offsets, scores.relative_bias, **config)
+    hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device())
+    attn_weights = as_dtype(masked_softmax(logits, hidden, scores.sinks, **config), query.dtype)
+    dropped = apply_dropout(attn_weights, scores.dropout, scores.dropout_keep, seed=scores.seed)
+    return as_dtype(attention_context(dropped, value, **config), query.dtype), attn_weights
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-def check_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    masking: Masking,
-    spec: AttentionSpec | None,
-) -> None:
-    """Refuse split heads, query (B, N, T, H), key and value (B, K, S, H), or a masking that do not fit each other."""
+def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
+    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_floating(name, x, rank=4)
         if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower than its queries
@@ -322,8 +276,10 @@ def check_attention(
             "have the shape of key but for its features",
             {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
         )
-    check_scored(query, key, None, spec)  # the masking checks its bias
-    masking.check((*tuple(query.shape)[:3], key.shape[2]))
+    check_scored(query, key, None, scores.spec)  # the scores check their bias
+    scores_shape = (*tuple(query.shape)[:3], key.shape[2])
+    mask.check(scores_shape)
+    scores.check(scores_shape)
 
 
 def check_scored(query: Tensor, key: Tensor, bias: np.ndarray | Tensor | None, spec: AttentionSpec | None) -> None:
@@ -347,6 +303,7 @@ def check_scored(query: Tensor, key: Tensor, bias: np.ndarray | Tensor | None, s
             "have the heads of a spec with alibi, whose slopes are theirs",
             f"{query.shape[1]} heads and num_heads={spec.num_heads}",
         )
+    check_head_dim(spec.head_dim, query.shape[3])
 
 
 def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
@@ -360,14 +317,3 @@ def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
             {"value.shape": tuple(value.shape), "attn_weights.shape": tuple(attn_weights.shape)},
         )
     check_head_groups(attn_weights.shape[1], value.shape[1])
-
-
-def check_keep(keep: np.ndarray | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
-    if keep is None:
-        return
-    if not isinstance(keep, np.ndarray):
-        raise WrongType("keep", "be a NumPy array", type(keep).__name__)
-    if keep.dtype != np.bool_:
-        raise WrongType("keep", "be boolean (True = kept)", {"keep.dtype": keep.dtype})
-    check_broadcasts("keep", keep.shape, scores_shape)

@@ -83,7 +83,6 @@ EXTRA_PARAMETERS = {
         "slots",  # of `apply_norm`, and
         "head_dim",  # of `apply_rope`: heads are padded to whole tiles, so that their shape does not tell it
         *("page_size", "page_table"),  # of a cache in pages, and of the kernel for it
-        *("own_weights", "kept"),  # of `cached_layer`: what steps make of the weights, and keep
     },
 }
 
@@ -106,7 +105,7 @@ OTHER_AXES = {"kv_rank N*(H+Hv)": "N*(H+Hv) kv_rank"}  # torch keeps weights as 
 CACHE_PARTS = {  # what attention takes of a cache, whose lengths are known elsewhere: on the host, in a graph, or not
     "jax": {"append_checked", "num_added", "token_positions", "has_room"},
     "torch": {"append_checked", "has_room", "Mask.block", "Scores.block", "block_of"},
-    "tt": {"append_checked", "num_added", "write_rows"},
+    "tt": {"append_checked", "num_added", "write_rows", "Scores.block", "block_of"},
 }
 
 EXTRA_NAMES = {
@@ -158,7 +157,9 @@ EXTRA_NAMES = {
         "sinks_of_step",  # made once for many steps
         "attend_to_cache",  # one new token of each sequence has a kernel of its own
         *("LARGEST_CHUNK", "WIDE"),  # of the fused kernel, which is told how to divide its work
-        *("HALF_TILE", "STEP_FEATURES", "step_takes"),  # up to which the one of a step approximates; which it takes
+        *("HALF_TILE", "STEP_FEATURES"),  # up to which the one of a step approximates, and is right
+        *("FusedAttention", "attend"),  # a kernel is made for an arithmetic of the device,
+        *("supports", "step_supports"),  # and the framework's do not support every call
         "loses_rows",  # whether the one of prompts does, at logits of tens of thousands
         "MOST_KV_HEADS",  # more would be written wrongly, and unasked
         "AttentionLayer.load_weights",  # torch's state dict and nnx's state do this,
@@ -174,9 +175,12 @@ EXTRA_NAMES = {
         *("Cache.pages", "Cache.page_table", "Cache.is_within"),  # a cache may lie in pages
         "PagedKVCache",
         *("KVCache.capacity", "LatentCache.capacity"),  # the slots are padded: their shape does not tell it
-        "AttentionLayer.check_dropout",  # is drawn in bfloat16 only,
+        "AttentionLayer.check_input",  # an input has the dtype of the module; dropout is drawn in bfloat16 only,
         "drop",  # for attention weights and outputs alike,
-        "Dropout.seed",  # from a seed
+        *("Scores.seed", "FunctionalLayer.seed"),  # from a seed
+        "FunctionalLayer.compute_kernel_config",  # the arithmetic of the device is chosen for each layer
+        "FunctionalLayer.kept",  # steps keep what they make,
+        *("AttentionLayer.plain_weights", "FunctionalLayer.plain_weights"),  # for one, of the weights as they are
         "parameter_shape",  # of a norm, which broadcasts on the device by itself
         "upload_weights",  # weights are padded on their way to the device
         "download_weights",
@@ -186,7 +190,7 @@ EXTRA_NAMES = {
 
 OTHERWISE = {
     ("tt", "Cache.capacity"),  # the slots are padded to whole tiles, so that their shape does not tell it
-    ("tt", "Mask.check"),  # a bias is converted to what the queries need
+    *(("tt", "Mask.check"), ("tt", "Scores.check")),  # a mask lies on the host, and a bias is converted
     ("tt", "Mask.to_bool"),  # gives a mask with its forms on the device
 }
 

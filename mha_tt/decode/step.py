@@ -5,7 +5,6 @@ Axes: B batch, N query heads, K key/value heads, P features that a head has on t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import ttnn
@@ -17,6 +16,7 @@ from mha_tt.cache import CacheT, KVCache, LatentCache, write_rows
 from mha_tt.decode.places import SUBBLOCK, Kept, Places
 from mha_tt.device import TILE, accurate_config, largest_divisor, round_up
 from mha_tt.kernels import fused
+from mha_tt.mha import AttentionLayer, FunctionalLayer
 from mha_tt.projections import (
     HeadWeights,
     absorb_values,
@@ -26,6 +26,7 @@ from mha_tt.projections import (
     project_qkv,
 )
 from mha_tt.rope import Rotation
+from mha_tt.scores import Scores
 from mha_tt.weights import Project, padded_features
 
 FEW = 4
@@ -34,46 +35,41 @@ but for one row. More of them share tiles up to the end."""
 
 
 def advance(
-    project: Project,
+    layer: AttentionLayer | FunctionalLayer,
+    kernel: fused.FusedAttention,
     x: Float[Tensor, "B 1 d_in"],
     cache: CacheT,
-    spec: AttentionSpec,
-    sinks: Float[Tensor, "1 N 1 1"] | None,
-    *,
-    own_weights: Mapping[str, Tensor] | None,
-    kept: Kept | None,
-    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
+    scores: Scores,
     kv_b: HeadWeights | None,
 ) -> tuple[Float[Tensor, "B 1 E"], CacheT]:
     """Append one token of each sequence to a cache, and attend to everything up to it.
 
-    It is called after all checks, for what the kernel of a step takes. Only the first step behind tokens that came in
-    another way uploads their places. What is `kept` serves it, else what the last step left beside the cache.
-    Where weights are given, they are those that `project` applies.
+    It is called after all checks, for calls that the kernel's form for steps supports. Only the first step behind
+    tokens that came in another way uploads their places. What the layer keeps for steps serves it, else what the last
+    step left beside the cache.
     """
-    batch_size, _, width = x.shape
-    kept = kept or (Kept() if cache.places is None else cache.places.kept)
+    spec, (batch_size, _, width) = layer.spec, x.shape
+    kept = layer.kept or (Kept() if cache.places is None else cache.places.kept)
     is_packed = _is_packed(x, spec)
     places = _places(cache, spec, kept, is_packed)
     rotation = places.rotation()
-    arithmetic: Any = {"compute_kernel_config": compute_kernel_config}
+    of_layer: Any = {"compute_kernel_config": layer.compute_kernel_config}
     tokens = ttnn.reshape(x, (1, *(1,) * is_packed, batch_size, width))
     if is_packed:
-        packed, are_apart = _packed(project, tokens, spec, own_weights, kept, compute_kernel_config)
+        packed, are_apart = _packed(layer, tokens, kept)
         q, new = _heads(packed, spec, rotation, are_apart)
         _write(cache, new, places, are_apart)
     else:
         if kv_b is None:
-            q, new = entering(project, tokens, cache, spec, rotation)
+            q, new = entering(layer.project, tokens, cache, spec, rotation)
         else:
-            q, *new = project_absorbed(project, tokens, spec, rotation, kv_b, **arithmetic)
+            q, *new = project_absorbed(layer.project, tokens, spec, rotation, kv_b, **of_layer)
         q, *new = (ttnn.transpose(part, 1, 2) for part in (q, *new))
         write_rows(cache, new, places.slots)
-    slots = tuple(cache.slots.values())
-    of_scores: Any = {"spec": spec if kv_b is None else spec.absorbed, **arithmetic}
-    if (learned := sinks) is not None:
-        is_fast = compute_kernel_config is not None and compute_kernel_config.math_approx_mode
-        made_for = ("sinks", of_scores["spec"], is_fast)
+    slots, config = tuple(cache.slots.values()), kernel.compute_kernel_config
+    of_scores: Any = {"spec": scores.spec, "compute_kernel_config": config}
+    if (learned := scores.sinks) is not None:
+        made_for = ("sinks", scores.spec, config is not None and config.math_approx_mode)
         of_scores["sinks"] = kept.once(
             made_for, (learned,), lambda: fused.sinks_of_step(learned, q, slots[0], **of_scores)
         )
@@ -81,13 +77,13 @@ def advance(
     if is_packed:
         rows = (batch_size, 1) if batch_size <= FEW else (1, batch_size)
         output = ttnn.reshape(context, (*rows, context.shape[2] * context.shape[3]))
-        output = project("out_proj", output) if spec.out_proj else output
+        output = layer.project("out_proj", output) if spec.out_proj else output
     else:
         context = ttnn.transpose(context, 1, 2)
         if kv_b is not None:
             context = context[:, :, :, : padded_features("kv_a_norm", spec)]
-            context = absorb_values(context, kv_b, spec, **arithmetic)
-        output = project_output(project, context, tokens, spec)
+            context = absorb_values(context, kv_b, spec, **of_layer)
+        output = project_output(layer.project, context, tokens, spec)
     places.advance()
     cache = cache.with_slots(slots, cache.lengths + 1)
     object.__setattr__(cache, "places", places)  # no part of its value
@@ -139,22 +135,18 @@ def _is_packed(x: Tensor, spec: AttentionSpec) -> bool:
 
 
 def _packed(
-    project: Project,
-    x: Float[Tensor, "1 1 B d_in"],
-    spec: AttentionSpec,
-    own_weights: Mapping[str, Tensor] | None,
-    kept: Kept,
-    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
+    layer: AttentionLayer | FunctionalLayer, x: Float[Tensor, "1 1 B d_in"], kept: Kept
 ) -> tuple[Float[Tensor, "1 1 B (N+2K)P"], bool]:
     """Queries, keys and values side by side; and whether each core has a part of a head, or one.
 
     If so, keys can be put on cores of their own, and are written together with values.
     """
-    if own_weights is None:
+    spec, weights = layer.spec, layer.plain_weights
+    if weights is None:
         if spec.fused_qkv:
-            return project("qkv_proj", x), False
-        return ttnn.concat([project(f"{part}_proj", x) for part in "qkv"], dim=-1), False
-    weight, bias = kept.qkv(own_weights, spec)
+            return layer.project("qkv_proj", x), False
+        return ttnn.concat([layer.project(f"{part}_proj", x) for part in "qkv"], dim=-1), False
+    weight, bias = kept.qkv(weights, spec)
     width, features = weight.shape[1] // TILE, padded_features("q_proj", spec) // TILE  # in tiles
     grid = x.device().compute_with_storage_grid_size()
     of_a_core = [
@@ -166,7 +158,7 @@ def _packed(
         weight,
         bias=bias,
         dtype=x.dtype,
-        compute_kernel_config=compute_kernel_config or accurate_config(x.device()),
+        compute_kernel_config=layer.compute_kernel_config or accurate_config(x.device()),
         **_divided(x, width, of_a_core[0]) if is_divided else {},
     )
     return packed, is_divided

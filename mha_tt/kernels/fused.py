@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -15,14 +16,15 @@ from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Refusal, WrongType
-from mha_spec.rules import as_rate, check_head_groups
+from mha_spec.rules import check_head_groups
 from mha_tt import stages
-from mha_tt.arrays import check_floating, check_lengths
+from mha_tt.arrays import check_floating, check_head_dim, check_lengths
 from mha_tt.device import TILE, accurate_config, as_dtype, round_up, upload_integers, with_bfloat16_sums, zeros
-from mha_tt.kernels.nonfinite import emptied, hide_not_finite, spoilt
-from mha_tt.masks import MASKED, DeviceMask, Masking, bias_on_device, check_sinks
+from mha_tt.kernels.nonfinite import contained
+from mha_tt.masks import MASKED, DeviceMask, Mask
 from mha_tt.rope import at_least_float32
-from mha_tt.stages import Dropout, check_attention, score_scale
+from mha_tt.scores import Scores, bias_on_device, check_sinks
+from mha_tt.stages import check_attention, score_scale
 
 LARGEST_CHUNK = 128
 """Queries and keys that the kernel takes at a time: what fits a core in every arithmetic, up to `WIDE` features."""
@@ -92,66 +94,75 @@ def scaled_dot_product_attention(
     """
     if need_weights:
         raise Refusal("need_weights and dropout", "be left out on the fused path, which stores no weights")
-    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks, relative_bias=relative_bias)
-    masking = masking.of_layer(spec)
-    dropped = Dropout(dropout, dropout_keep)
-    return attend(query, key, value, masking, dropped, spec=spec, compute_kernel_config=compute_kernel_config), None
-
-
-def attend(
-    query: Float[Tensor, "B N T H"],
-    key: Float[Tensor, "B K S H"],
-    value: Float[Tensor, "B K S Hv"],
-    masking: Masking,
-    dropout: Dropout,
-    *,
-    spec: AttentionSpec | None,
-    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None,
-) -> Float[Tensor, "B N T Hv"]:
-    """`scaled_dot_product_attention` as the layers call it: the context."""
-    check_attention(query, key, value, masking, spec)
-    _check_kernel_takes(query)
-    if as_rate("dropout", dropout.rate) or dropout.keep is not None:
+    visible = Mask(mask, is_causal, key_padding_lengths).within(spec)
+    scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep)
+    check_attention(query, key, value, visible, scores)
+    _check_supported(query)
+    if dropout or dropout_keep is not None:
         raise Refusal("need_weights and dropout", "be left out on the fused path, which stores no weights")
-    scale = score_scale(query, spec)
-    if not kernel_takes(spec) or value.shape[3] != key.shape[3]:
-        return stages.attend(
+    return FusedAttention(compute_kernel_config)(query, key, value, visible, scores), None
+
+
+@dataclass(frozen=True, eq=False)
+class FusedAttention:
+    """Kernel of layers in an arithmetic of the device; for steps there is `attend_to_cache`.
+
+    Attributes:
+        compute_kernel_config: arithmetic of the device; default: `accurate_config`.
+    """
+
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None
+
+    def __call__(
+        self,
+        query: Float[Tensor, "B N T H"],
+        key: Float[Tensor, "B K S H"],
+        value: Float[Tensor, "B K S Hv"],
+        mask: Mask,
+        scores: Scores,
+    ) -> Float[Tensor, "B N T Hv"]:
+        """Return the context by the framework's kernel of prompts, or by the plain path for unsupported calls."""
+        if not supports(query, scores) or query.shape[3] % TILE or value.shape[3] != key.shape[3]:
+            return stages.attend(query, key, value, mask, scores, self.compute_kernel_config)[0]
+        device, (batch_size, _, seq_len_q, _), seq_len_k = query.device(), query.shape, key.shape[2]
+        if 0 in (batch_size, seq_len_q, seq_len_k):
+            return zeros(tuple(query.shape), query.dtype, device)
+        hidden, bias = mask.with_bias(scores.bias).to_bool(seq_len_q, seq_len_k, device), scores.bias
+        is_causal = hidden is not None and hidden.is_causal and hidden.shape[2] == seq_len_q == seq_len_k
+        only_causal = is_causal and bias is None
+        # Recorded programs upload it before they look for non-finite values.
+        attn_mask = None if only_causal else _attn_mask(hidden, bias, seq_len_q, seq_len_k, device)
+        kernel = contained(partial(self._attend, attn_mask=attn_mask))
+        return kernel(query, key, value, Mask(hidden), scores)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores, attn_mask: Tensor | None
+    ) -> Tensor:
+        """Call the framework's kernel for finite keys and values; without `attn_mask` a mask is one that it makes."""
+        device, seq_len_q, seq_len_k = query.device(), query.shape[2], key.shape[2]
+        causal = None if attn_mask is not None else mask.to_bool(seq_len_q, seq_len_k, device)
+        config, scale = self.compute_kernel_config or accurate_config(device), scores.scale or query.shape[3] ** -0.5
+        kernel = partial(
+            ttnn.transformer.scaled_dot_product_attention,
             query,
             key,
             value,
-            masking,
-            dropout,
-            spec=spec,
-            need_weights=False,
-            compute_kernel_config=compute_kernel_config,
-        )[0]
-    device, (batch_size, _, seq_len_q, _), seq_len_k = query.device(), query.shape, key.shape[2]
-    if 0 in (batch_size, seq_len_q, seq_len_k):
-        return zeros(tuple(query.shape), query.dtype, device)
-    mask, bias = masking.with_infinite_bias().joined(seq_len_q, seq_len_k, device), masking.bias
-    only_causal = mask is not None and mask.is_causal and mask.shape[2] == seq_len_q == seq_len_k and bias is None
-    attn_mask = None if only_causal else _attn_mask(mask, bias, seq_len_q, seq_len_k, device)
-    spoilt_rows = None
-    if mask is not None:
-        (key, value), spoilt_rows = hide_not_finite(mask, seq_len_q, key, value)
-    config = compute_kernel_config or accurate_config(device)
-    kernel = partial(
-        ttnn.transformer.scaled_dot_product_attention,
-        query,
-        key,
-        value,
-        attn_mask=attn_mask,
-        is_causal=only_causal,
-        sliding_window_size=mask.window_size if mask is not None and only_causal else None,
-        scale=scale,
-        attention_sink=None if masking.sinks is None else _unscaled(masking.sinks, scale),
-        program_config=_program_config(device, config, seq_len_q, seq_len_k, _largest_chunk(query)),
-    )
-    context = kernel(compute_kernel_config=config)
-    if loses_rows(config):
-        is_there = ttnn.max(ttnn.abs(context), dim=3, keepdim=True)
-        context = ttnn.where(is_there, context, kernel(compute_kernel_config=with_bfloat16_sums(config, device)))
-    return emptied(spoilt(context, spoilt_rows), mask)
+            attn_mask=attn_mask,
+            is_causal=causal is not None,
+            sliding_window_size=None if causal is None else causal.window_size,
+            scale=scale,
+            attention_sink=None if scores.sinks is None else _unscaled(scores.sinks, scale),
+            program_config=_program_config(device, config, seq_len_q, seq_len_k, _largest_chunk(query)),
+        )
+        context = kernel(compute_kernel_config=config)
+        if loses_rows(config):
+            is_there = ttnn.max(ttnn.abs(context), dim=3, keepdim=True)
+            context = ttnn.where(is_there, context, kernel(compute_kernel_config=with_bfloat16_sums(config, device)))
+        return context
+
+
+attend = FusedAttention()
+"""Default kernel: returns the context by the fastest kernel that supports the call."""
 
 
 def attend_to_cache(
@@ -170,7 +181,7 @@ def attend_to_cache(
     So slots beyond the last positions may hold anything, NaN too.
 
     Args:
-        query: (1, B, N, H), bfloat16 or bfloat8_b, H whole tiles, that `step_takes`.
+        query: (1, B, N, H), bfloat16 or bfloat8_b, H whole tiles, that `step_supports`.
         keys, values: the cache, (B, K, S, H), bfloat16 or bfloat8_b; S whole tiles. With a page table they are pages,
             (pages, K, slots of a page, H).
         last_positions: the last slot that each sequence sees, (B,), on the host; or, unread, on the device, int32.
@@ -187,14 +198,15 @@ def attend_to_cache(
     Source: ttnn.transformer.scaled_dot_product_attention_decode, paged_scaled_dot_product_attention_decode.
     """
     check_floating("query", query, rank=4)
-    _check_kernel_takes(query)
-    if not step_takes(query.shape[3]):
+    _check_supported(query)
+    if not step_supports(query.shape[3]):
         raise Refusal(
             "heads",
             f"have at most {STEP_FEATURES} features in a step, or a multiple of that",
             {"query.shape": tuple(query.shape)},
         )
     check_cached_step(query, keys, values, last_positions, page_table)
+    check_head_dim(None if spec is None else spec.head_dim, query.shape[3])
     scale, config = score_scale(query, spec), compute_kernel_config or accurate_config(query.device())
     parts = _parts(query.shape[2], query.shape[3], keys.shape[1], config)
     if not isinstance(sinks, list):
@@ -262,14 +274,15 @@ def _sinks_of(parts: list[tuple[slice, int]], sinks: Tensor, scale: float) -> li
     return [_some_heads(column, part, times, axis=0) for part, times in parts]
 
 
-def step_takes(num_features: int) -> bool:
-    """Whether the framework's kernel of a step is right for heads of so many features (docs/ttnn.md)."""
+def supports(x: Tensor, scores: Scores) -> bool:
+    """Return whether the framework's kernels support the dtype of x, and what the scores ask for."""
+    has_dropout = scores.dropout or scores.dropout_keep is not None
+    return x.dtype != ttnn.float32 and scores.soft_cap is None and not scores.has_distances and not has_dropout
+
+
+def step_supports(num_features: int) -> bool:
+    """Return whether the framework's kernel of a step is right for heads of so many features (docs/ttnn.md)."""
     return num_features <= STEP_FEATURES or num_features % STEP_FEATURES == 0
-
-
-def kernel_takes(spec: AttentionSpec | None) -> bool:
-    """Whether the framework's kernel can do with scores what a layer does."""
-    return spec is None or (spec.soft_cap is None and not spec.has_distance_bias)
 
 
 def loses_rows(config: ttnn.DeviceComputeKernelConfig) -> bool:
@@ -282,7 +295,7 @@ def loses_rows(config: ttnn.DeviceComputeKernelConfig) -> bool:
     return config.fp32_dest_acc_en and not config.math_approx_mode
 
 
-def _check_kernel_takes(query: Tensor) -> None:
+def _check_supported(query: Tensor) -> None:
     if query.dtype == ttnn.float32:
         raise WrongType("query", "be bfloat16 or bfloat8_b on the fused path", "query.dtype=float32")
     if query.shape[3] % TILE:

@@ -6,12 +6,18 @@ made 0 before, and the rows that see it are made NaN afterwards. Where everythin
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 import ttnn
 from jaxtyping import Float
 from ttnn import Tensor
 
 from mha_tt.device import as_dtype, zeros
-from mha_tt.masks import DeviceMask
+from mha_tt.kernels import Kernel
+from mha_tt.masks import DeviceMask, Mask
+from mha_tt.scores import Scores
 
 
 def hide_not_finite(
@@ -72,3 +78,49 @@ def emptied(x: Float[Tensor, "B N T ..."], mask: DeviceMask | None) -> Float[Ten
     if mask is None or mask.keep is None:
         return x
     return ttnn.where(as_dtype(mask.keep, x.dtype), x, 0.0)
+
+
+# ---- Kernels ---------------------------------------------------------------------------------------------------------
+
+
+def contained(kernel: Kernel) -> Kernel:
+    """Wrap a kernel for finite keys and values, so that it keeps the rules for non-finite ones.
+
+    Keys and values that are masked are finite to the kernel. Rows that attend to a non-finite one are NaN afterwards,
+    and fully masked rows are 0.
+    """
+
+    @wraps(kernel)
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
+        hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device())
+        mask, nonfinite_rows = Mask(hidden, offsets=mask.offsets), None
+        if hidden is not None:
+            (key, value), nonfinite_rows = hide_not_finite(hidden, query.shape[2], key, value)
+        return emptied(spoilt(kernel(query, key, value, mask, scores), nonfinite_rows), hidden)
+
+    return attend
+
+
+def contained_with_weights(attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Wrap `stages.attend` for finite values as `contained` wraps a kernel.
+
+    Attention weights need no change: a masked key weighs 0 whatever it holds. Empty tensors do not reach `attend`.
+    """
+
+    @wraps(attend)
+    def contained(
+        query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores, *arithmetic: Any
+    ) -> tuple[Tensor, Tensor]:
+        (batch_size, num_heads, seq_len_q, _), seq_len_k, device = query.shape, key.shape[2], query.device()
+        if 0 in (batch_size, seq_len_q, seq_len_k):
+            shape = (batch_size, num_heads, seq_len_q)
+            attn_weights = zeros((*shape, seq_len_k), query.dtype, device)
+            return zeros((*shape, value.shape[3]), query.dtype, device), attn_weights
+        hidden = mask.with_bias(scores.bias).to_bool(seq_len_q, seq_len_k, device)
+        mask, nonfinite_rows = Mask(hidden, offsets=mask.offsets), None
+        if hidden is not None:
+            (value,), nonfinite_rows = hide_not_finite(hidden, seq_len_q, value)
+        context, attn_weights = attend(query, key, value, mask, scores, *arithmetic)
+        return spoilt(context, nonfinite_rows), attn_weights
+
+    return contained

@@ -58,11 +58,11 @@ def shard(layer: AttentionLayer, mesh: ttnn.MeshDevice, *, heads: int) -> Attent
         raise Refusal("mesh", "be the device of the layer", "another")
     if layer.heads is not None:
         raise Refusal("layer", "be divided by heads once", f"one that is, along dimension {layer.heads}")
-    check_divides(layer.spec, shape[heads])
+    check_divides(layer.full_spec, shape[heads])
     if target() == "mock" and not readers:  # which holds no values that could be divided
-        weights = {name: np.zeros(size, np.float32) for name, size in layer.spec.weight_shapes.items()}
+        weights = {name: np.zeros(size, np.float32) for name, size in layer.full_spec.weight_shapes.items()}
     else:
-        weights = download_weights(layer.weights, layer.spec)
-    layer.weights = upload_weights(weights, layer.spec, device=mesh, dtype=layer.weight_dtype, heads=heads)
-    layer.own_spec, layer.heads = own_spec(layer.spec, shape[heads]), heads
+        weights = download_weights(layer.weights, layer.full_spec)
+    layer.weights = upload_weights(weights, layer.full_spec, device=mesh, dtype=layer.weight_dtype, heads=heads)
+    layer.spec, layer.heads = own_spec(layer.full_spec, shape[heads]), heads
     return layer

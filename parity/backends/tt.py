@@ -105,12 +105,12 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
 
 def spec_of(module: Any) -> AttentionSpec:
     """The specification of a module of `mha_tt`."""
-    return module.spec
+    return module.full_spec
 
 
 def weights_of(module: Any) -> Weights:
     """The canonical weights of a module of `mha_tt`, bit for bit; those of bfloat8_b as bfloat16."""
-    held = mha_tt.download_weights(module.weights, module.spec, heads=module.heads)
+    held = mha_tt.download_weights(module.weights, module.full_spec, heads=module.heads)
     if module.weight_dtype != ttnn.float32:
         held = {name: weight.astype(ml_dtypes.bfloat16) for name, weight in held.items()}
     return held

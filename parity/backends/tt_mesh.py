@@ -106,7 +106,7 @@ class _OnMesh:
             *(map(list, heads_of(problem.spec, size, chip)) for chip in range(size)), strict=True
         )
         filled = _Filled(problem, self)
-        self.own = filled.module.own_spec
+        self.own = filled.module.spec
         return filled
 
     def SHAPES(self, _: Any, spec: AttentionSpec) -> _Parts:

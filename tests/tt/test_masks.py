@@ -8,7 +8,8 @@ import ttnn
 from refusals import refuses
 
 import mha_tt
-from mha_tt.masks import LOWEST_BIAS, MASKED, CausalMask, Masking, bias_on_device, on_device
+from mha_tt.masks import MASKED, CausalMask, Mask, on_device
+from mha_tt.scores import LOWEST_BIAS, bias_on_device
 
 # 1 = masked. Every table was written down by hand, from the words of the docstring.
 TABLES = {
@@ -260,7 +261,7 @@ def test_late_causal_mask_has_the_additive_form_of_its_table(device, seq_len):
 
 
 def test_late_causal_mask_joins_an_infinite_bias(device):
-    joined = Masking(CausalMask(2, device=device), BIAS).with_infinite_bias()
+    joined = Mask(CausalMask(2, device=device)).with_bias(BIAS)
     assert joined.mask.reshape(2, 2).tolist() == [[False, True], [False, False]]
 
 
@@ -281,20 +282,20 @@ BIAS = np.array([[0.5, -np.inf], [1e-3, float(np.finfo(np.float32).min)]], np.fl
 
 
 def test_infinite_bias_becomes_a_mask():
-    assert Masking(bias=BIAS).with_infinite_bias().mask.tolist() == [[False, True], [False, False]]
+    assert Mask().with_bias(BIAS).mask.tolist() == [[False, True], [False, False]]
 
 
 @pytest.mark.parametrize("mask", [None, MASK], ids=["no-mask", "mask"])
 @pytest.mark.parametrize("bias", [None, np.zeros((3, 4), np.float32)], ids=["no-bias", "finite"])
 def test_mask_stays_itself_where_no_bias_is_infinite(mask, bias):
-    assert Masking(mask, bias).with_infinite_bias().mask is mask
+    assert Mask(mask).with_bias(bias).mask is mask
 
 
 @pytest.mark.parametrize("on", ["host", "device"])
 def test_infinite_bias_joins_the_mask(device, on):
     mask = np.array([[True, False], [False, False]])
     mask = mha_tt.DeviceMask(mask, device=device) if on == "device" else mask
-    assert Masking(mask, BIAS).with_infinite_bias().mask.reshape(2, 2).tolist() == [[True, True], [False, False]]
+    assert Mask(mask).with_bias(BIAS).mask.reshape(2, 2).tolist() == [[True, True], [False, False]]
 
 
 @pytest.mark.parametrize("on", ["host", "device"])

@@ -21,7 +21,7 @@ from mha_tt import cache_mha, device, masks, mha, norms, projections, rope, stag
 from mha_tt.decode import places, step
 from mha_tt.decode.slots import as_cached
 from mha_tt.device import TILE, head_slots, padded_head_dim, round_up, upload
-from mha_tt.kernels import fused
+from mha_tt.kernels import fused, nonfinite
 from mha_tt.masks import MASKED, on_host
 from parity import CASES, AttentionSpec, Case, Rope, make_problem, run_cases
 from parity.diagnosis.selftest import planted
@@ -85,9 +85,14 @@ def at(case: str, stage: str, holder: Any, name: str, broken: Override, dtype: s
 # ---- Overrides of more than a line -----------------------------------------------------------------------------------
 
 
-def without_spec(original, *inputs, spec, **options):
+def without_spec(original, kernel, q, k, v, visible, scores):
     """The features that pad a head are counted as features."""
-    return original(*inputs, spec=None, **options)
+    return original(kernel, q, k, v, visible, replace(scores, spec=None))
+
+
+def step_without_spec(original, q, keys, values, last_positions, spec=None, **options):
+    """The same in a step."""
+    return original(q, keys, values, last_positions, None, **options)
 
 
 def without_bias(name: str, stage: str) -> Mutation:
@@ -149,17 +154,17 @@ def first_half_only(init, rotation, *inputs, padded, device, **options):
     object.__setattr__(rotation, "sin", ttnn.multiply(rotation.sin, is_first))
 
 
-def counted_from_0(cached_layer, project, x, *rest, **options):
-    return cached_layer(project, x, *rest, **{**options, "positions": np.arange(x.shape[1])[None]})
+def counted_from_0(cached_layer, layer, x, *rest, **options):
+    return cached_layer(layer, x, *rest, **{**options, "positions": np.arange(x.shape[1])[None]})
 
 
-def steps_one_late(cached_layer, project, x, cache, *rest, **options):
+def steps_one_late(cached_layer, layer, x, cache, *rest, **options):
     positions = cache.lengths[:, None] + 1 if x.shape[1] == 1 else None
-    return cached_layer(project, x, cache, *rest, **{**options, "positions": positions})
+    return cached_layer(layer, x, cache, *rest, **{**options, "positions": positions})
 
 
-def padding_of_ones(cached_layer, project, x, *rest, new_lengths, **options):
-    output, cache = cached_layer(project, x, *rest, new_lengths=new_lengths, **options)
+def padding_of_ones(cached_layer, layer, x, *rest, new_lengths, **options):
+    output, cache = cached_layer(layer, x, *rest, new_lengths=new_lengths, **options)
     is_real = np.arange(x.shape[1]) < np.asarray(new_lengths)[:, None]
     return ttnn.where(upload(is_real[:, :, None], device=x.device(), dtype=output.dtype), output, 1.0), cache
 
@@ -183,10 +188,10 @@ def refilled(tokens: Callable[[Any, int, int], Any]) -> Override:
 def attending_to(hides: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Override:
     """Some slots hidden from new tokens: `hides(slots, before)`."""
 
-    def attend_to_slots(original, q, cache, before, masking, *rest):
+    def attend_to_slots(original, layer, q, cache, before, mask, scores):
         hidden = hides(np.arange(cache.capacity), before[:, None, None, None])
-        hidden = hidden if masking.mask is None else hidden | on_host(masking.mask)
-        return original(q, cache, before, replace(masking, mask=hidden), *rest)
+        hidden = hidden if mask.mask is None else hidden | on_host(mask.mask)
+        return original(layer, q, cache, before, replace(mask, mask=hidden), scores)
 
     return attend_to_slots
 
@@ -229,8 +234,8 @@ MUTATIONS = {
         stages.attention_scores,
         lambda f, q, k, bias, spec, *rest, **o: f(q, k, bias, replace(spec, head_dim=1), *rest, **o),
     ),
-    "scale of the padded head, fused": one("full", "fused.output", fused.attend, without_spec),
-    "scale of the padded head, step": one("decode", "step1.module.output", fused.attend_to_cache, without_spec),
+    "scale of the padded head, fused": at("full", "fused.output", fused.FusedAttention, "__call__", without_spec),
+    "scale of the padded head, step": one("decode", "step1.module.output", fused.attend_to_cache, step_without_spec),
     # ---- Projections and heads
     "no bias of q": without_bias("q_proj", "q"),
     "no bias of k": without_bias("k_proj", "k"),
@@ -261,11 +266,12 @@ MUTATIONS = {
         lambda f, mask, *sizes: f(masks.DeviceMask(~mask.mask, device=mask.device), *sizes),
     ),
     "mask forgotten": Mutation("causal", "attn_weights", "mask-ignored"),
-    "causal mask forgotten, fused": one(
+    "causal mask forgotten, fused": at(
         "causal",
         "fused.output",
-        fused.attend,
-        lambda f, q, k, v, masking, *x, **o: f(q, k, v, replace(masking, mask=None, is_causal=False), *x, **o),
+        fused.FusedAttention,
+        "__call__",
+        lambda f, kernel, q, k, v, visible, scores: f(kernel, q, k, v, masks.Mask(), scores),
     ),
     "last tile of the mask hides nothing": at(
         "padding", TRAP, masks, "upload", lambda f, x, **o: f(x, **{**o, "pad_value": 0.0})
@@ -280,7 +286,7 @@ MUTATIONS = {
     "empty rows are not emptied": at("causal-padding-empty", "attn_weights", stages, "emptied", lambda f, x, mask: x),
     "rows that the kernel loses": at("large-logits", "fused.output", fused, "loses_rows", lambda f, config: False),
     "empty rows are not emptied, fused": at(
-        "causal-padding-empty", "fused.output", fused, "emptied", lambda f, x, mask: x
+        "causal-padding-empty", "fused.output", nonfinite, "emptied", lambda f, x, mask: x
     ),
     "bias forgotten": Mutation("bias", "scores", "score-bias-missing"),
     "bias forgotten, fused": one(
@@ -377,7 +383,7 @@ MUTATIONS = {
         "decode",
         "step1.module.output",
         cache_mha._attend_in_step,
-        lambda f, q, new, *rest: f(q, (new[0],) * 2, *rest),
+        lambda f, layer, q, new, *rest: f(layer, q, (new[0],) * 2, *rest),
         "float32",
     ),
     "keys in the cache of values, step": at(

@@ -7,7 +7,7 @@ import ttnn
 import mha_tt
 import parity
 from mha_spec.reach import Reach
-from mha_tt.masks import CausalMask, Masking
+from mha_tt.masks import CausalMask, Mask
 
 from .formulas import assert_close, attend, both_dtypes, layer, module_of, rounded, rounded_weights
 
@@ -71,29 +71,29 @@ def test_late_mask_of_a_window_of_very_many_tokens_takes_no_memory(device):
 @pytest.mark.parametrize("window_size", [5, 6, 100])
 def test_window_over_everything_is_causality_alone(device, window_size):
     assert CausalMask(5, window_size, device=device).window_size is None
-    joined = Masking(is_causal=True, reach=Reach(window_size)).joined(5, 5, device)
+    joined = Mask(is_causal=True, reach=Reach(window_size)).to_bool(5, 5, device)
     assert (joined.is_causal, joined.window_size) == (True, None)
 
 
 JOINED = {
     # name: (what hides keys, the number of keys, the window that the kernel makes itself)
-    "window": (Masking(is_causal=True, reach=Reach(3)), 5, 3),
-    "and-a-causal-mask": (Masking(mha_tt.create_causal_mask(5), reach=Reach(3)), 5, 3),
-    "more-keys": (Masking(is_causal=True, reach=Reach(3)), 6, None),
-    "both-ways": (Masking(reach=Reach(3)), 5, None),
-    "chunks": (Masking(is_causal=True, reach=Reach(chunk_size=3)), 5, None),
-    "lengths": (Masking(is_causal=True, reach=Reach(3), key_padding_lengths=[4]), 5, None),
-    "offsets": (Masking(is_causal=True, reach=Reach(2), offsets=np.array([1])), 5, None),
-    "mask": (Masking(np.arange(5) == 1, is_causal=True, reach=Reach(3)), 5, None),
+    "window": (Mask(is_causal=True, reach=Reach(3)), 5, 3),
+    "and-a-causal-mask": (Mask(mha_tt.create_causal_mask(5), reach=Reach(3)), 5, 3),
+    "more-keys": (Mask(is_causal=True, reach=Reach(3)), 6, None),
+    "both-ways": (Mask(reach=Reach(3)), 5, None),
+    "chunks": (Mask(is_causal=True, reach=Reach(chunk_size=3)), 5, None),
+    "lengths": (Mask(is_causal=True, reach=Reach(3), key_padding_lengths=[4]), 5, None),
+    "offsets": (Mask(is_causal=True, reach=Reach(2), offsets=np.array([1])), 5, None),
+    "mask": (Mask(np.arange(5) == 1, is_causal=True, reach=Reach(3)), 5, None),
 }
 
 
 @pytest.mark.parametrize("name", list(JOINED))  # a mark keeps what it is given beyond the exit of ttnn
 def test_window_alone_is_left_to_the_kernel(device, name):
-    masking, seq_len_k, window_size = JOINED[name]
-    joined = masking.joined(5, seq_len_k, device)
+    visible, seq_len_k, window_size = JOINED[name]
+    joined = visible.to_bool(5, seq_len_k, device)
     assert joined.window_size == window_size
-    hidden = masking.hidden(5, seq_len_k) | (False if masking.mask is None else masking.mask)
+    hidden = visible.implicit_bool(5, seq_len_k) | (False if visible.mask is None else visible.mask)
     assert np.array_equal(joined.mask, hidden)
 
 

@@ -1,0 +1,129 @@
+"""Scores of one call: how logits are scaled, capped and biased before the softmax, and dropout after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import ttnn
+from jaxtyping import Bool, Float
+from ttnn import Tensor
+
+from mha_spec import AttentionSpec, Refusal, RelativeBias, WrongType
+from mha_spec.attention import check_spec
+from mha_spec.rules import as_rate
+from mha_tt.arrays import check_broadcasts, check_floating
+from mha_tt.device import as_dtype, upload
+from mha_tt.masks import block_of
+from mha_tt.relative_bias import check_relative_bias
+
+LOWEST_BIAS = -5e8
+"""Bound that a lower bias is raised to, so that a key with a bias of finfo.min still weighs more than a masked one."""
+
+
+@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+class Scores:
+    """Changes to the logits of one call, and dropout of its attention weights.
+
+    Attributes:
+        spec: layer whose scale, soft cap, ALiBi and relative bias apply; default: only the scale 1 / sqrt(H).
+        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key; on the device it is not read.
+        sinks: attention sinks, a logit of each head without a value, (1, N, 1, 1).
+        relative_bias: table of the relative bias, for each head and bucket of distances, (1, N, 1, num_buckets).
+        dropout: probability of dropping an attention weight.
+        dropout_keep: True where an attention weight is kept, instead of a random draw; broadcasts to (B, N, T, S).
+        seed: seed of that draw.
+    """
+
+    spec: AttentionSpec | None = None
+    bias: Float[np.ndarray, "..."] | Tensor | None = None
+    sinks: Float[Tensor, "1 N 1 1"] | None = None
+    relative_bias: Float[Tensor, "1 N 1 buckets"] | None = None
+    dropout: float = 0.0
+    dropout_keep: Bool[np.ndarray, "..."] | None = None
+    seed: int = 0
+
+    def check(self, scores_shape: tuple[int, ...]) -> None:
+        """Refuse changes that do not fit the scores (B, N, T, S) or the layer."""
+        if self.spec is not None:
+            check_spec(self.spec)
+            if self.spec.sinks != (self.sinks is not None):
+                raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": self.spec.sinks})
+        check_relative_bias(self.relative_bias, self.buckets, scores_shape[1])
+        check_bias(self.bias, scores_shape)
+        check_sinks(self.sinks, scores_shape[1])
+        as_rate("dropout", self.dropout)
+        check_keep(self.dropout_keep, scores_shape)
+
+    @property
+    def scale(self) -> float | None:
+        """Factor of the products of queries and keys; None for 1 / sqrt(H)."""
+        return None if self.spec is None else self.spec.score_scale
+
+    @property
+    def soft_cap(self) -> float | None:
+        """Bound of the scores, or None."""
+        return None if self.spec is None else self.spec.soft_cap
+
+    @property
+    def slopes(self) -> tuple[float, ...] | None:
+        """ALiBi's slope of each head, or None."""
+        return None if self.spec is None else self.spec.alibi_slopes
+
+    @property
+    def buckets(self) -> RelativeBias | None:
+        """Distances that share a number of the relative bias, or None."""
+        return None if self.spec is None else self.spec.relative_bias
+
+    @property
+    def has_distances(self) -> bool:
+        """Whether scores depend on the distance of query and key."""
+        return self.slopes is not None or self.buckets is not None
+
+    def block(self, rows: slice, keys: slice) -> Scores:
+        """Return the scores of some of the queries and some of the keys."""
+        return self if self.bias is None else replace(self, bias=block_of(self.bias, rows, keys))
+
+
+def bias_on_device(bias: np.ndarray | Tensor, device: ttnn.MeshDevice, dtype: ttnn.DataType) -> Tensor:
+    """Return the bias with four axes, in a dtype, nowhere below `LOWEST_BIAS`: -inf is left to the mask."""
+    shape = (1,) * (4 - len(bias.shape)) + tuple(bias.shape)
+    if isinstance(bias, np.ndarray):
+        return upload(np.maximum(bias.astype(np.float64), LOWEST_BIAS).reshape(shape), device=device, dtype=dtype)
+    bias = bias if len(bias.shape) == 4 else ttnn.reshape(bias, shape)
+    return ttnn.maximum(as_dtype(bias, dtype), LOWEST_BIAS)
+
+
+# ---- Validation ------------------------------------------------------------------------------------------------------
+
+
+def check_bias(bias: np.ndarray | Tensor | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a bias that is not floating point, or one that does not broadcast to the scores (B, N, T, S)."""
+    if bias is None:
+        return
+    if isinstance(bias, np.ndarray):
+        if bias.dtype.kind != "f" and bias.dtype.name != "bfloat16":
+            raise WrongType("bias", "be floating point", {"bias.dtype": bias.dtype})
+    else:
+        check_floating("bias", bias, rank=len(bias.shape) if isinstance(bias, Tensor) else 0)
+    check_broadcasts("bias", tuple(bias.shape), scores_shape)
+
+
+def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
+    """Refuse sinks that are not a number for each head."""
+    if sinks is None:
+        return
+    check_floating("sinks", sinks, rank=4)
+    if tuple(sinks.shape) != (1, num_heads, 1, 1):
+        raise Refusal("sinks", f"have shape (1, N, 1, 1) = (1, {num_heads}, 1, 1)", {"sinks.shape": tuple(sinks.shape)})
+
+
+def check_keep(keep: np.ndarray | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if keep is None:
+        return
+    if not isinstance(keep, np.ndarray):
+        raise WrongType("keep", "be a NumPy array", type(keep).__name__)
+    if keep.dtype != np.bool_:
+        raise WrongType("keep", "be boolean (True = kept)", {"keep.dtype": keep.dtype})
+    check_broadcasts("keep", keep.shape, scores_shape)
