@@ -279,7 +279,7 @@ def refused(mesh, make):
     def made(spec=RINGS["textbook"], kind=mha_torch.MultiHeadAttention):
         return parallel.shard(make(kind, spec), mesh, tokens=name)
 
-    hidden = torch.zeros(1, 1, 2, 2 * mesh.size(), dtype=torch.bool)
+    hidden = torch.zeros(1, 1, 2 * mesh.size(), 2 * mesh.size(), dtype=torch.bool)  # of the whole sequence
     return {
         "no such dimension": error_of(
             lambda: parallel.shard(make(mha_torch.MultiHeadAttention, WINDOW), mesh, tokens="sequence")
@@ -292,6 +292,9 @@ def refused(mesh, make):
         "mask": error_of(lambda: made()(x, mask=hidden)),
         "dropout": error_of(lambda: made(AttentionSpec(32, 8, dropout=0.5))(x)),
         "uneven": error_of(lambda: made()(x[:, : 1 + (mesh.get_local_rank() == 0)])),
+        "uneven, lengths": error_of(  # which fit the first part alone
+            lambda: made()(x[:, : 1 + (mesh.get_local_rank() == 0)], key_padding_lengths=[mesh.size() + 1])
+        ),
         "lengths": error_of(lambda: made()(x, key_padding_lengths=[2 * mesh.size() + 1])),
         "lengths of heads": error_of(
             lambda: parallel.ring_attention(*(x[:, None],) * 3, mesh.get_group(), key_padding_lengths=[-1])

@@ -13,6 +13,7 @@ import torch
 from flax import nnx
 
 import mha_jax
+import mha_torch
 from mha_jax.kernels.blocks import BlockSizes
 from mha_spec import AttentionSpec, Gate, Rope
 from parity import random_weights
@@ -396,3 +397,24 @@ def test_rows_without_a_key_are_0_beside_sinks_and_others_that_see_a_nan_are_nan
         is_nan = np.isnan(context[1]).all(axis=-1)
         assert is_nan[0].tolist() == [False, False, False, True, False, True, True, True, True]
         assert np.flatnonzero(is_nan[1]).tolist() == [3]
+
+
+def test_a_score_of_two_to_the_128_is_not_swallowed():
+    # To PyTorch's kernel on a CPU a row whose scores are all -inf weighs nothing.
+    query, key = torch.full((1, 1, 1, 16), 2.0**62), torch.full((1, 1, 3, 16), -(2.0**62))
+    value = torch.ones(1, 1, 3, 16)
+    for needs_gradient in (False, True):
+        context, _ = mha_torch.fused.scaled_dot_product_attention(
+            query.clone().requires_grad_(needs_gradient), key, value, AttentionSpec(16, 1, scale=1.0)
+        )
+        assert context.isnan().all()
+
+
+def test_no_gradient_is_spoilt_beside_a_token_of_a_growing_cache_that_is_not_finite():
+    spec = AttentionSpec(8, 2)
+    layer = mha_torch.MultiHeadAttention(spec)
+    weights, x = dict(layer.named_parameters()), torch.randn(1, 4, 8)
+    x[:, 3] = torch.nan
+    output, *_ = mha_torch.multi_head_attention_with_cache(x, weights, spec)
+    output[:, :3].sum().backward()
+    assert all(weight.grad.isfinite().all() for weight in weights.values())

@@ -270,6 +270,7 @@ def test_a_token_that_is_not_finite_spoils_what_sees_it_and_no_gradient(found, s
         ("lengths", refuses("key_padding_lengths", key_padding_lengths=...)),
         ("lengths of heads", refuses("key_padding_lengths", key_padding_lengths=[-1])),
         ("uneven", refuses("queries", "queries=[2, 1")),
+        ("uneven, lengths", refuses("queries", "queries=[2, 1")),
     ],
 )
 def test_what_divided_tokens_cannot_have_is_refused_by_name(found, size, name, refusal):
