@@ -32,6 +32,8 @@ gc.freeze()
 gc.set_threshold(50_000, 20, 50)
 # At exit they are garbage, and nanobind reports what is left of ttnn as leaks.
 atexit.register(gc.unfreeze)
+# So are tests, but that pytest's loader of modules, which outlives the interpreter, holds them by its configuration.
+atexit.register(vars(__loader__).pop, "config", None)
 
 
 def pytest_report_header() -> str:
