@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -306,7 +305,7 @@ class AttentionSpec(Record):
         own_features = self.head_dim - latent.rope_dim + self.value_head_dim
         return {**found, "kv_b_proj": Projection((self.num_heads * own_features,), latent.kv_rank, False)}
 
-    @cached_property
+    @property
     def absorbed(self) -> AttentionSpec:
         """The attention over latents that is equal, with one key/value head, the projections of kv_b_proj taken in.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mha_spec import Refusal, WrongType, rules
+from mha_spec import Refusal, WrongType
 from mha_spec.rules import as_count
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -16,23 +16,12 @@ _PLAIN = (Tensor, nn.Parameter)
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
     """Refuse what is not an integer of at least `minimum`."""
-    as_count(name, _as_size(value), minimum)
-
-
-def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
-    """Refuse query heads that do not divide into groups of equal size, one for each key/value head."""
-    rules.check_head_groups(_as_size(num_heads), _as_size(num_kv_heads))
-
-
-def _as_size(value: Any) -> Any:
-    """A size of which `torch.jit.trace` made a tensor as an integer; anything else as it is."""
-    is_traced = isinstance(value, Tensor) and torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-    return int(value) if is_traced else value
+    as_count(name, value, minimum)
 
 
 def values_of(x: Tensor) -> Any:
-    """The values of x as Python's, or None where none are known: in a traced graph, on meta, of a fake, under vmap."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+    """Return the values of x as Python's; None if unknown: in a compiled graph, on meta, of a fake, under vmap."""
+    if torch.compiler.is_compiling():
         return None
     try:
         values = x.tolist()
@@ -72,11 +61,12 @@ def check_array(name: str, x: object) -> None:
 
 def check_floating(name: str, x: Tensor, rank: int) -> None:
     """Refuse an array of another rank, or one that does not hold floating-point numbers."""
+    if isinstance(x, Tensor) and x.ndim == rank and x.is_floating_point():
+        return
     check_array(name, x)
     if x.ndim != rank:
         raise Refusal(name, f"have {rank} axes", {f"{name}.shape": tuple(x.shape)})
-    if not x.is_floating_point():
-        raise WrongType(name, "be floating point", {f"{name}.dtype": x.dtype})
+    raise WrongType(name, "be floating point", {f"{name}.dtype": x.dtype})
 
 
 def check_device(name: str, x: Tensor, expected: torch.device, of: str) -> None:

@@ -251,13 +251,10 @@ class AttentionLayer(nn.Module):
 
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
         """Apply the projection or the norm of that name, as a module, so that replaced layers take part."""
-        if name in self.spec.norms:
-            norm: NormLayer = getattr(self, name)
-            return norm(x)
-        linear: nn.Linear = getattr(self, name)
-        if isinstance(getattr(linear, "weight", None), Tensor):  # a replaced layer may keep its weights elsewhere
-            check_projected(name, x, linear.weight)
-        return linear(x)
+        module: nn.Module = getattr(self, name)
+        if name.endswith("_proj") and isinstance(weight := getattr(module, "weight", None), Tensor):
+            check_projected(name, x, weight)  # a replaced layer may keep its weights elsewhere
+        return module(x)
 
     def find_nonfinite(self, name: str, x: Float[Tensor, "B T d_in"]) -> Bool[Tensor, "B T 1"]:
         """Return the non-finite tokens of the input of the projection or the norm of that name."""
@@ -269,7 +266,7 @@ class AttentionLayer(nn.Module):
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """The output with some of it dropped, in training and at a rate above 0."""
-        return F.dropout(output, self.spec.output_dropout, self.training)
+        return F.dropout(output, self.spec.output_dropout) if self.training and self.spec.output_dropout else output
 
 
 def _draw(weight: Tensor, widths: tuple[int, ...]) -> None:

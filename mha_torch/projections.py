@@ -71,8 +71,10 @@ def project_qkv(
     if spec.has_positions and positions is None:
         positions = torch.arange(q.shape[1], device=q.device)[None]
 
+    norms = spec.norms
+
     def enter(name: str, x: Tensor, num_heads: int, rope: Rope | None) -> Tensor:
-        norm = spec.norms.get(name)
+        norm = norms.get(name)
         x = x if spec.clip_qkv is None else x.clamp(-spec.clip_qkv, spec.clip_qkv)
         if norm is not None and norm.over == "width":
             x = project(name, x)

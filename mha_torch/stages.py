@@ -15,12 +15,11 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
-from mha_spec.rules import as_rate
+from mha_spec.rules import as_rate, check_head_groups
 from mha_torch.alibi import alibi_bias
 from mha_torch.arrays import (
     check_device,
     check_floating,
-    check_head_groups,
 )
 from mha_torch.kernels.nonfinite import contained_with_weights, may_hold
 from mha_torch.masks import Mask, check_mask

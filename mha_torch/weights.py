@@ -82,7 +82,7 @@ def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
 
     What a distributed weight is when it is used its engine knows: of which part, in which dtype, on which device.
     """
-    if is_distributed(weight):
+    if (x.shape[-1], x.dtype, x.device) == (weight.shape[1], weight.dtype, weight.device) or is_distributed(weight):
         return
     if x.shape[-1] != weight.shape[1]:
         raise Refusal(f"the input of {name}", f"have {weight.shape[1]} features", shape=tuple(x.shape))

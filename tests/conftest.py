@@ -84,6 +84,10 @@ class Sibling:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback for each kind of accelerator
         return getattr(self.package, kind)(spec, **options)
 
+    def weights_of(self, module: Any) -> Any:
+        """The weights of a module in the container that functions take."""
+        return nnx.to_pure_dict(nnx.state(module, nnx.Param)) if self.name == "jax" else dict(module.state_dict())
+
 
 @functools.lru_cache(maxsize=256)
 def _drawn(kind: type, spec: AttentionSpec, seed: int, is_wide: bool, **options: Any) -> Any:

@@ -105,7 +105,7 @@ OTHER_AXES = {"kv_rank N*(H+Hv)": "N*(H+Hv) kv_rank"}  # torch keeps weights as 
 
 CACHE_PARTS = {  # what attention takes of a cache, whose lengths are known elsewhere: on the host, in a graph, or not
     "jax": {"append_checked", "num_added", "token_positions", "has_room"},
-    "torch": {"append_checked", "has_room", "Mask.block"},
+    "torch": {"append_checked", "has_room", "Mask.block", "Scores.block", "block_of"},
     "tt": {"append_checked", "num_added", "write_rows"},
 }
 
@@ -129,6 +129,11 @@ EXTRA_NAMES = {
         "NormLayer",  # a module that holds the parameters of a norm
         "values_of",  # are known or not by more than a type
         "is_autocast_on",  # and narrowed or not by more than their own dtype
+        *("is_distributed", "replicate_like"),  # a tensor may be a DTensor,
+        "check_features",  # and a projection may return one, or some of its features
+        *("AttentionLayer.find_nonfinite", "FunctionalLayer.find_nonfinite"),  # on any process
+        "apply_norm_by_mean",  # of all processes
+        "hooks_of",  # a module may do more than its weights say
         "check_device",  # tensors lie on several,
         "as_lengths",  # and lengths are taken to theirs
         "check_head_groups",  # sizes of a traced graph are tensors
@@ -202,8 +207,7 @@ def folder(name):
 def paths_of(name):
     """The files of a sibling, those in its folders too, by their place in it."""
     paths = [path for path in sorted(folder(name).rglob("*")) if path.is_file() and path.parent.name != "__pycache__"]
-    places = {path.relative_to(folder(name)).as_posix(): path for path in paths}
-    return places
+    return {path.relative_to(folder(name)).as_posix(): path for path in paths}
 
 
 @cache

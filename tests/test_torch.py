@@ -41,7 +41,6 @@ both_forms = pytest.mark.parametrize("form", FORMS)
 # torch itself warns: that its tracer is old, which its forward mode uses too, and that a kernel is mapped in a loop.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
 ]
 
@@ -92,17 +91,6 @@ def test_values_are_not_known_under(transform):
         return x
 
     transform(look)(torch.ones(3, 2))
-    assert found == [None]
-
-
-def test_values_are_not_known_in_a_trace():
-    found = []
-
-    def look(x):
-        found.append(values_of(x))
-        return x * 2
-
-    torch.jit.trace(look, torch.ones(3), check_trace=False)
     assert found == [None]
 
 
@@ -242,16 +230,6 @@ def test_every_feature_is_one_compiled_graph(name):
     torch.compiler.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x, is_causal=True), layer(x, is_causal=True), rtol=1e-12, atol=1e-12)
-
-
-@torch.no_grad()
-def test_layer_with_rope_may_be_traced():
-    layer = module("MultiHeadSelfAttention", rope=Rope(100.0)).eval().requires_grad_(False)
-    traced = torch.jit.trace(lambda x: layer(x, is_causal=True), tokens(2, 5, 16))
-    x = tokens(2, 5, 16, seed=3)
-    torch.testing.assert_close(traced(x), layer(x, is_causal=True))
-    x[0, 3] = math.nan  # what it saw was finite
-    assert traced(x).isnan().any(dim=-1).tolist() == [[False] * 3 + [True] * 2, [False] * 5]
 
 
 # ---- Nothing that is not finite is swallowed, nor let through --------------------------------------------------------

@@ -40,11 +40,9 @@ def _runs_here(query: Tensor, value: Tensor) -> bool:
     """Whether the kernel takes such heads where they lie, in the kind of call that this is."""
     if not (_CAN_COMPILE and query.is_cuda and type(query) is Tensor and query.numel() and value.numel()):
         return False
-    if not torch.compiler.is_compiling() and (
-        torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-        # It has no rules for vmap and its like.
-        or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
-    ):
+    # It has no rules for vmap and its like.
+    stack = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+    if not torch.compiler.is_compiling() and stack() is not None:
         return False
     return query.dtype in _DTYPES and query.shape[3] in _WIDTHS and value.shape[3] in _WIDTHS
 

@@ -135,11 +135,9 @@ def _may_overflow(query: Tensor, key: Tensor, scale: float | None) -> Bool[Tenso
 
 def _is_sound(context: Tensor) -> bool:
     """Return whether no row is NaN, infinite or 0, as the kernel makes rows of NaN; False if unknown."""
-    if context.numel() == 0:
-        return True
-    smallest, largest = torch.linalg.vector_norm(context, dim=-1).aminmax()
-    known = values_of(smallest)
-    return known is not None and known > 0.0 and largest.item() < torch.inf
+    sizes = torch.linalg.vector_norm(context, dim=-1)
+    total = values_of(sizes.div_(sizes).sum())  # NaN if a size is 0, infinite or NaN
+    return total is not None and total == total
 
 
 def _are_moderate(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> bool:
