@@ -34,7 +34,7 @@ class FusedAttention(BlockSizes):
         return automatically(of_heads)(self._attend)(query, key, value, mask, scores)
 
     def step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
-        """Return the context of one new token of each sequence; the filled part of a cache is read only."""
+        """Return the context of one new token of each sequence; of a cache only the filled part is read."""
         is_plain = mask.mask is None and scores.bias is None and not scores.has_dropout
         if not is_plain or token_axis(query, key, mask) is not None:
             return self(query, key, value, mask, scores)
