@@ -4,7 +4,7 @@ For each block of queries it adds up softmax(scores) · value over blocks of key
 exponentials; the gradient makes the scores again from it. So no N x T x S array is stored. Blocks in which every key is
 masked are skipped, wherever the mask came from.
 
-Non-finite tokens are set aside within a block, and not by `nonfinite.contained`: a wrapper would copy all keys and values.
+Non-finite tokens are set aside within a block, and not by `nonfinite.contained`: that would copy all keys and values.
 
 Axes: as in `blocks`.
 
