@@ -67,7 +67,7 @@ def rings(mesh: Mesh, shape: tuple[int, int, int], placement: tuple[str | None, 
 
     def forward(state: Any, x: Any) -> Any:
         layer = nnx.merge(graph, state)
-        layer.block_sizes = replace(layer.block_sizes, passes_keys=True)
+        layer.kernel = replace(layer.kernel, passes_keys=True)
         return layer(x, is_causal=True)
 
     x = array(mesh, shape, *placement)

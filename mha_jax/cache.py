@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mha_jax.arrays import check_count, check_floating, check_lengths
 from mha_jax.compiled import compiled
 from mha_jax.kernels.nonfinite import emptied
-from mha_jax.masks import Masking
+from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import automatically, specs_of
 from mha_spec import Refusal, WrongType
 from mha_spec.reach import reach_of
@@ -335,7 +335,7 @@ def create_cache_mask(
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
     offsets, reach = jnp.asarray(lengths, jnp.int32), reach_of(window_size, chunk_size)
-    return Masking(is_causal=True, reach=reach, offsets=offsets).hidden(seq_len_q, capacity)
+    return Mask(is_causal=True, reach=reach, offsets=offsets).implicit_bool(seq_len_q, capacity)
 
 
 def num_added(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> Array:

@@ -29,15 +29,14 @@ from mha_jax.cache import (
     token_positions,
 )
 from mha_jax.compiled import compiled
-from mha_jax.kernels import fused
-from mha_jax.kernels.blocks import BLOCK_SIZES, BlockSizes
+from mha_jax.kernels import Kernel, fused, step_of
 from mha_jax.kernels.nonfinite import by_finite_tokens, emptied
-from mha_jax.masks import Masking
-from mha_jax.mha import AttentionLayer, Projection
+from mha_jax.masks import Mask
+from mha_jax.mha import AttentionLayer, FunctionalLayer, Projection
 from mha_jax.projections import absorb_keys, absorb_values, expand_latents, project_latents, project_output, project_qkv
 from mha_jax.rope import check_layer_positions
-from mha_jax.stages import Dropout
-from mha_jax.weights import Project, check_weights, project_with
+from mha_jax.stages import check_attention
+from mha_jax.weights import Project, check_weights
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_latent, check_spec
 
@@ -52,6 +51,7 @@ def multi_head_attention_with_cache(
     mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
     positions: Int[Array, "... #B T"] | None = None,
+    kernel: Kernel = fused.attend,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B K S H"], Float[Array, "B K S Hv"]]:
     """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
 
@@ -67,6 +67,7 @@ def multi_head_attention_with_cache(
         bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, S). -inf masks a key.
         positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
             absent.
+        kernel: computes the context.
 
     Returns:
         The output (B, T, E), and the keys and values of all S = P + T tokens.
@@ -85,18 +86,17 @@ def multi_head_attention_with_cache(
         check_floating("cache_k", cache_k, rank=4)
     cache_len = 0 if cache_k is None else cache_k.shape[2]
     seq_len = x.shape[1]
-    Masking(mask, bias).check((x.shape[0], spec.num_heads, seq_len, cache_len + seq_len), x)
-    if positions is None:
-        positions = cache_len + jnp.arange(seq_len, dtype=jnp.int32)[None]
-    project = by_finite_tokens(project_with(weights, spec))
+    layer = FunctionalLayer(weights, spec, kernel)
+    positions = cache_len + jnp.arange(seq_len, dtype=jnp.int32)[None] if positions is None else positions
+    project = by_finite_tokens(layer.project)
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     if cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
         k, v = jnp.concatenate([cache_k, k], axis=2), jnp.concatenate([cache_v, v], axis=2)
     offsets = jnp.full((1,), cache_len, jnp.int32) if cache_len else None
-    masking = Masking(mask, bias, is_causal=True, reach=spec.reach, offsets=offsets)
-    context = fused.attend(q, k, v, masking.with_weights(weights), Dropout(), spec=spec)
-    return project_output(project, context, x, spec), k, v
+    visible, scores = Mask(mask, is_causal=True, reach=spec.reach, offsets=offsets), layer.scores(bias)
+    check_attention(q, k, v, visible, scores)
+    return project_output(project, kernel(q, k, v, visible, scores), x, spec), k, v
 
 
 def multi_head_attention_with_static_cache(
@@ -109,6 +109,7 @@ def multi_head_attention_with_static_cache(
     mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
     positions: Int[Array, "... #B T"] | None = None,
+    kernel: Kernel = fused.attend,
 ) -> tuple[Float[Array, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
@@ -123,6 +124,7 @@ def multi_head_attention_with_static_cache(
         bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
         positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); `cache.lengths`,
             and so on, when absent.
+        kernel: computes the context.
 
     Returns:
         The output (B, T, E) and the cache with the new tokens.
@@ -136,65 +138,45 @@ def multi_head_attention_with_static_cache(
     check_weights(weights, spec)
     check_is_cache(cache)
     return cached_layer(
-        project_with(weights, spec),
-        x,
-        cache,
-        spec,
-        Masking(mask, bias, is_causal=True).with_weights(weights),
-        new_lengths=new_lengths,
-        positions=positions,
-        dropout=Dropout(),
-        block_sizes=BLOCK_SIZES,
+        FunctionalLayer(weights, spec, kernel), x, cache, mask, bias, new_lengths=new_lengths, positions=positions
     )
 
 
 def cached_layer(
-    project: Project,
+    layer: AttentionLayer | FunctionalLayer,
     x: Array,
     cache: CacheT,
-    spec: AttentionSpec,
-    masking: Masking,
+    mask: Array | None,
+    bias: Array | None,
     *,
     new_lengths: Array | Sequence[int] | None,
     positions: Array | None,
-    dropout: Dropout,
-    block_sizes: BlockSizes,
     kv_b: Array | None = None,
 ) -> tuple[Array, CacheT]:
-    """Append new tokens to a cache of either kind, and attend; over the latents themselves where kv_b is given."""
+    """Append new tokens to a cache of either kind, and attend; over the latents themselves if kv_b is given."""
+    spec = layer.spec
     check_cached_input(x, cache)
     seq_len = x.shape[1]
     check_layer_positions(positions, x.shape[0], seq_len, spec)
     check_room(cache, seq_len, new_lengths)
-    masking.check((x.shape[0], spec.num_heads, seq_len, cache.capacity), x)
     lengths, added = jnp.asarray(cache.lengths), num_added(cache, seq_len, new_lengths)
-    project = by_finite_tokens(project)
     x = x if new_lengths is None else _empty_padding(x, added)
     positions = token_positions(lengths, seq_len) if positions is None else positions
     if new_lengths is not None:  # padding makes no sequence longer
         positions = _of_real_tokens(positions, added)
+    project = by_finite_tokens(layer.project)
     q, new = _entering(project, x, cache, spec, positions)
-    appended = append_checked(cache, new, added)
-    q, k, v, seen_as = _seen(q, appended, spec, project, kv_b)
-    if seq_len == 1 and masking.mask is None and masking.bias is None and not dropout.rate:
-        # A sequence that has no room sees a slot that is there, so that its output is finite before it is made NaN.
-        last_positions = jnp.minimum(lengths, cache.capacity - 1)
-        context = fused.attend_to_cache(
-            q,
-            k,
-            v,
-            last_positions,
-            seen_as,
-            sinks=masking.sinks,
-            relative_bias=masking.relative_bias,
-            block_sizes=block_sizes,
-        )
-    else:
-        masking = replace(masking, reach=spec.reach, offsets=lengths)
-        context = fused.attend(q, k, v, masking, dropout, spec=seen_as, block_sizes=block_sizes)
+    before, cache = cache, append_checked(cache, new, added)
+    q, k, v, seen_spec = _seen(q, cache, spec, project, kv_b)
+    scores = replace(layer.scores(bias), spec=seen_spec)
+    # A sequence that has no room sees a slot that is there, so that its output is finite before it is made NaN.
+    visible = Mask(mask, is_causal=True, reach=spec.reach, offsets=jnp.minimum(lengths, cache.capacity - 1))
+    check_attention(q, k, v, visible, scores)
+    attend = step_of(layer.kernel) if seq_len == 1 else layer.kernel
+    context = attend(q, k, v, visible, scores)
     context = context if kv_b is None else _absorbing(absorb_values, context, kv_b, spec)
     output = project_output(project, context, x, spec)
-    return _tell_what_fits(output, cache, added), appended
+    return _tell_what_fits(output, before, added), cache
 
 
 def _entering(
@@ -218,7 +200,7 @@ def _absorbing(absorb: Callable[..., Array], x: Array, kv_b: Array, spec: Attent
 def _seen(
     q: Array, cache: KVCache | LatentCache, spec: AttentionSpec, project: Project, kv_b: Array | None
 ) -> tuple[Array, Array, Array, AttentionSpec]:
-    """What queries attend to, and as those of what layer: keys and values, or the latents that they are made of."""
+    """Return queries, keys and values, or the latents instead of both, and the layer that has these."""
     if isinstance(cache, KVCache):
         return q, cache.keys, cache.values, spec
     if kv_b is None:
@@ -307,15 +289,5 @@ class MultiHeadAttentionWithCache(AttentionLayer):
                 are not known; there a sequence that does not fit gives NaN and keeps the tokens it had.)
         """
         check_is_cache(cache)
-        output, cache = cached_layer(
-            self.project,
-            x,
-            cache,
-            self.spec,
-            self.with_learned(Masking(mask, bias, is_causal=True)),
-            new_lengths=new_lengths,
-            positions=positions,
-            dropout=self.drawn_dropout(),
-            block_sizes=self.block_sizes,
-        )
+        output, cache = cached_layer(self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions)
         return self.drop_output(output), cache

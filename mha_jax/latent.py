@@ -15,11 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax.cache import LatentCache, check_cached_input, check_is_cache, init_latent_cache
 from mha_jax.cache_mha import cached_layer
-from mha_jax.kernels.blocks import BLOCK_SIZES
-from mha_jax.masks import Masking
-from mha_jax.mha import AttentionLayer, Projection
-from mha_jax.stages import Dropout
-from mha_jax.weights import check_weights, project_with
+from mha_jax.kernels import Kernel, fused
+from mha_jax.mha import AttentionLayer, FunctionalLayer, Projection
+from mha_jax.weights import check_weights
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec, spec_from
 
@@ -35,6 +33,7 @@ def multi_head_latent_attention(
     bias: Float[Array, "..."] | None = None,
     positions: Int[Array, "... #B T"] | None = None,
     absorb: bool | None = None,
+    kernel: Kernel = fused.attend,
 ) -> tuple[Float[Array, "B T E"], LatentCache]:
     """Causal self-attention of new tokens over all tokens so far, of which a cache holds the latents.
 
@@ -51,6 +50,7 @@ def multi_head_latent_attention(
             and so on, when absent.
         absorb: attend over the latents themselves, kv_b_proj taken into queries and context; or, if False, over the
             keys and values made of them. Whichever costs less when absent: see `AttentionSpec.absorbs`.
+        kernel: computes the context.
 
     Returns:
         The output (B, T, E) and the cache with the new tokens.
@@ -70,15 +70,13 @@ def multi_head_latent_attention(
     check_cached_input(x, cache)
     absorb = spec.absorbs(x.shape[1], cache.capacity) if absorb is None else absorb
     return cached_layer(
-        project_with(weights, spec),
+        FunctionalLayer(weights, spec, kernel),
         x,
         cache,
-        spec,
-        Masking(mask, bias, is_causal=True).with_weights(weights),
+        mask,
+        bias,
         new_lengths=new_lengths,
         positions=positions,
-        dropout=Dropout(),
-        block_sizes=BLOCK_SIZES,
         kv_b=weights["kv_b_proj"]["kernel"] if absorb else None,
     )
 
@@ -155,17 +153,9 @@ class MultiHeadLatentAttention(AttentionLayer):
         """
         check_is_cache(cache, LatentCache)
         check_cached_input(x, cache)
+        kv_b = self._kv_b() if self.spec.absorbs(x.shape[1], cache.capacity) else None
         output, cache = cached_layer(
-            self.project,
-            x,
-            cache,
-            self.spec,
-            self.with_learned(Masking(mask, bias, is_causal=True)),
-            new_lengths=new_lengths,
-            positions=positions,
-            dropout=self.drawn_dropout(),
-            block_sizes=self.block_sizes,
-            kv_b=self._kv_b() if self.spec.absorbs(x.shape[1], cache.capacity) else None,
+            self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions, kv_b=kv_b
         )
         return self.drop_output(output), cache
 

@@ -1,6 +1,6 @@
 """Masks: boolean, True = masked (cannot attend), and they broadcast against the scores (B, N, T, S)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax.arrays import check_array, check_broadcasts, check_count, check_lengths
 from mha_jax.compiled import compiled
-from mha_jax.relative_bias import check_relative_bias
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.reach import Reach, reach_of
@@ -100,7 +99,7 @@ def create_attention_mask(
     if key_padding_lengths is not None:
         check_lengths("key_padding_lengths", key_padding_lengths, None, seq_len_k)
     reach = reach_of(window_size, chunk_size)
-    return Masking(None, None, is_causal, key_padding_lengths, reach).hidden(seq_len_q, seq_len_k)
+    return Mask(None, is_causal, key_padding_lengths, reach).implicit_bool(seq_len_q, seq_len_k)
 
 
 def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int) -> Bool[Array, "T S"]:
@@ -166,92 +165,71 @@ def create_sliding_window_mask(seq_len_q: int, seq_len_k: int | None = None, *, 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
-class Masking:
-    """What hides keys from queries and what is added to their scores: one value behind the functions that users call.
+class Mask:
+    """Keys that each query may not attend to, in whichever form they were told.
 
     Attributes:
         mask: boolean, True = masked; broadcasts to (B, N, T, S).
-        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
         is_causal: hide every key after the query's own position.
         key_padding_lengths: number of real keys of each sequence, (B,).
-        reach: how far a query sees, where that is less than everything.
-        offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
-        sinks: the logit of each head that takes part in the softmax and has no value, (N,).
-        relative_bias: what scores gain for the distance of their keys, of each bucket and head, (num_buckets, N).
+        reach: attention span of the layer, a window or chunks; None for all keys.
+        offsets: position of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 by default.
     """
 
     mask: Bool[Array, "..."] | None = None
-    bias: Float[Array, "..."] | None = None
     is_causal: bool = field(default=False, metadata={"static": True})
     key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None
     reach: Reach | None = field(default=None, metadata={"static": True})
     offsets: Int[Array, " B"] | None = None
-    sinks: Float[Array, " N"] | None = None
-    relative_bias: Float[Array, "buckets N"] | None = None
 
-    def check(self, scores_shape: tuple[int, ...], query: Array) -> None:
-        """Refuse what does not fit the scores (B, N, T, S), or their queries."""
+    def check(self, scores_shape: tuple[int, ...]) -> None:
+        """Refuse a mask that does not fit the scores (B, N, T, S)."""
         check_mask(self.mask, scores_shape)
-        check_bias(self.bias, scores_shape, query)
         if self.key_padding_lengths is not None:
             check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
-        check_sinks(self.sinks, scores_shape[1])
 
     @property
-    def may_hide(self) -> bool:
-        """Whether a key may be hidden from a query."""
-        return self.is_causal or any(
-            x is not None for x in (self.mask, self.bias, self.key_padding_lengths, self.reach)
-        )
+    def is_trivial(self) -> bool:
+        """Whether every query attends to every key."""
+        return not self.is_causal and all(x is None for x in (self.mask, self.key_padding_lengths, self.reach))
 
-    def of_layer(self, spec: AttentionSpec | None) -> "Masking":
-        """The same with what a layer hides by itself.
+    def within(self, spec: AttentionSpec | None) -> "Mask":
+        """Return the mask with the attention span of a layer."""
+        if spec is None:
+            return self
+        check_spec(spec)
+        return self if spec.reach is None else replace(self, reach=spec.reach)
 
-        Raises:
-            ValueError: if there are sinks or a relative bias and the layer has none, or the other way round.
-        """
-        if spec is not None:
-            check_spec(spec)
-            if spec.sinks != (self.sinks is not None):
-                raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": spec.sinks})
-            check_relative_bias(self.relative_bias, spec.relative_bias, spec.num_heads)
-        return self if spec is None or spec.reach is None else replace(self, reach=spec.reach)
-
-    def with_weights(self, weights: Mapping[str, Any]) -> "Masking":
-        """The same with what a layer has learned of its scores: sinks, and a relative bias."""
-        return replace(self, sinks=weights.get("sinks"), relative_bias=weights.get("relative_bias"))
-
-    def as_arrays(self) -> "Masking":
-        """The same with the lengths as an array, which compiled functions take."""
+    def as_arrays(self) -> "Mask":
+        """Return the mask with its lengths as an array, which compiled functions take."""
         if self.key_padding_lengths is None:
             return self
         return replace(self, key_padding_lengths=jnp.asarray(self.key_padding_lengths, jnp.int32))
 
-    def with_infinite_bias(self) -> "Masking":
-        """The same with the keys that a bias of -inf hides in the mask: a row of -inf is as empty as a masked one."""
-        if self.bias is None:
+    def with_bias(self, bias: Float[Array, "..."] | None) -> "Mask":
+        """Return the mask with the keys that a bias of -inf hides: a row of -inf is a fully masked row."""
+        if bias is None:
             return self
-        is_hidden = jnp.isneginf(self.bias)
+        is_hidden = jnp.isneginf(bias)
         return replace(
             self, mask=is_hidden if self.mask is None else to_scores_rank(self.mask) | to_scores_rank(is_hidden)
         )
 
-    def joined(self, seq_len_q: int, seq_len_k: int) -> Bool[Array, "..."] | None:
-        """The mask, joined with what causality, padding and reach hide; None if nothing is hidden."""
+    def to_bool(self, seq_len_q: int, seq_len_k: int) -> Bool[Array, "..."] | None:
+        """Return the boolean mask, with what causality, padding and span hide; None if nothing is hidden."""
         if not self.is_causal and self.key_padding_lengths is None and self.reach is None:
             return self.mask
-        hidden = self.hidden(seq_len_q, seq_len_k)
+        hidden = self.implicit_bool(seq_len_q, seq_len_k)
         return hidden if self.mask is None else hidden | to_scores_rank(self.mask)
 
-    def hidden(self, seq_len_q: int, seq_len_k: int) -> Bool[Array, "#B 1 T S"]:
-        """What causality, padding and reach hide, of zero tokens too: all but the keys from a first one to a last."""
-        lengths: Any = self.as_arrays().key_padding_lengths
-        return _hidden(seq_len_q, seq_len_k, lengths, self.offsets, is_causal=self.is_causal, reach=self.reach)
+    def implicit_bool(self, seq_len_q: int, seq_len_k: int) -> Bool[Array, "#B 1 T S"]:
+        """Return what causality, padding and span hide, of zero tokens too: all keys outside of `key_range`."""
+        return _implicit_bool(replace(self.as_arrays(), mask=None), seq_len_q, seq_len_k)
 
-    def seen_keys(self, seq_len_q: int, seq_len_k: int) -> tuple[Int[Array, "#B T"], Int[Array, "#B T"]]:
-        """The first key that causality, padding and reach show each query, and the one after the last.
+    def key_range(self, seq_len_q: int, seq_len_k: int) -> tuple[Int[Array, "#B T"], Int[Array, "#B T"]]:
+        """Return the first key that causality, padding and span leave each query, and the one after the last.
 
-        They may lie before and behind the keys there are; where the first one is not before the other, none is seen.
+        They may lie before and behind the keys there are. A row whose first key is not before its last is fully masked.
         """
         lengths: Any = self.as_arrays().key_padding_lengths
         places = _positions(seq_len_q)[None]  # (B or 1, T)
@@ -284,21 +262,12 @@ def _hides_padding(lengths: Array, seq_len_k: int) -> Array:
     return (_positions(seq_len_k)[None, :] >= lengths[:, None])[:, None, None, :]
 
 
-@compiled("seq_len_q", "seq_len_k", "is_causal", "reach")
-def _hidden(
-    seq_len_q: int,
-    seq_len_k: int,
-    lengths: Array | None,
-    offsets: Array | None,
-    *,
-    is_causal: bool,
-    reach: Reach | None,
-) -> Array:
-    masking = Masking(None, None, is_causal, lengths, reach, offsets=offsets)
-    first, stop = masking.seen_keys(seq_len_q, seq_len_k)
+@compiled("seq_len_q", "seq_len_k")
+def _implicit_bool(mask: Mask, seq_len_q: int, seq_len_k: int) -> Array:
+    first, stop = mask.key_range(seq_len_q, seq_len_k)
     keys = _positions(seq_len_k)[None, None, None]
     hidden = keys >= stop[:, None, :, None]
-    return hidden if reach is None else hidden | (keys < first[:, None, :, None])
+    return hidden if mask.reach is None else hidden | (keys < first[:, None, :, None])
 
 
 def _positions(seq_len: int) -> Int[Array, " L"]:
@@ -318,24 +287,3 @@ def check_mask(mask: Array | None, scores_shape: tuple[int, ...]) -> None:
             "mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint="an additive term is passed as bias"
         )
     check_broadcasts("mask", mask.shape, scores_shape)
-
-
-def check_bias(bias: Array | None, scores_shape: tuple[int, ...], query: Array) -> None:
-    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T, S)."""
-    if bias is None:
-        return
-    check_array("bias", bias)
-    if bias.dtype != query.dtype:
-        raise WrongType("bias", "have the dtype of query", {"bias.dtype": bias.dtype, "query.dtype": query.dtype})
-    check_broadcasts("bias", bias.shape, scores_shape)
-
-
-def check_sinks(sinks: Array | None, num_heads: int) -> None:
-    """Refuse sinks that are not a number for each head."""
-    if sinks is None:
-        return
-    check_array("sinks", sinks)
-    if not jnp.issubdtype(sinks.dtype, jnp.floating):
-        raise WrongType("sinks", "be floating point", {"sinks.dtype": sinks.dtype})
-    if sinks.shape != (num_heads,):
-        raise Refusal("sinks", f"have shape (N,) = ({num_heads},)", {"sinks.shape": sinks.shape})

@@ -5,7 +5,7 @@ A mask is boolean and True where a query may not see a key; an additive term is 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,16 +14,16 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import stages
-from mha_jax.arrays import check_floating, check_lengths
-from mha_jax.kernels import fused
-from mha_jax.kernels.blocks import BLOCK_SIZES, BlockSizes
+from mha_jax.arrays import check_floating
+from mha_jax.kernels import Kernel, fused
 from mha_jax.kernels.nonfinite import by_finite_tokens
-from mha_jax.masks import Masking
+from mha_jax.masks import Mask
 from mha_jax.norms import NormLayer
 from mha_jax.projections import combine_heads, project_output, project_qkv, split_heads
 from mha_jax.rope import check_layer_positions
-from mha_jax.stages import Dropout, apply_dropout, scaled_dot_product_attention
-from mha_jax.weights import Project, check_projected, check_weights, linear, project_with
+from mha_jax.scores import Scores
+from mha_jax.stages import apply_dropout, check_attention, scaled_dot_product_attention
+from mha_jax.weights import check_projected, check_weights, linear, project_with
 from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, Refusal, RelativeBias, Rope, Temperature, WrongType
 from mha_spec.attention import check_spec, spec_from
 
@@ -82,7 +82,7 @@ def multi_head_attention(
     training: bool = False,
     dropout_keep: Bool[Array, "B N T S"] | None = None,
     dropout_rng: jax.Array | None = None,
-    block_sizes: BlockSizes = BLOCK_SIZES,
+    kernel: Kernel = fused.attend,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
     """Multi-head attention with weights from outside: project, split, attend, combine, project.
 
@@ -102,7 +102,7 @@ def multi_head_attention(
         training: drop attention weights and outputs, at the rates of the spec.
         dropout_keep: True where an attention weight is kept, in place of a random draw; takes the plain path.
         dropout_rng: random key to draw what is dropped from.
-        block_sizes: how the work of the fast path is divided on a CPU.
+        kernel: computes the context, unless weights are asked for.
 
     Returns:
         The output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout
@@ -120,49 +120,69 @@ def multi_head_attention(
     if dropout_keep is not None and not training:
         raise Refusal("dropout_keep", "come with training=True", "dropout_keep and training=False")
     context_rng, output_rng = (None, None) if dropout_rng is None else jax.random.split(dropout_rng)
-    output, attn_weights = _attention_layer(
-        project_with(weights, spec),
+    output, attn_weights = attention_layer(
+        FunctionalLayer(weights, spec, kernel, training, dropout_keep, context_rng),
         query,
         key,
         value,
-        spec,
-        Masking(mask, bias, is_causal, key_padding_lengths).with_weights(weights),
+        Mask(mask, is_causal, key_padding_lengths),
+        bias=bias,
         need_weights=need_weights,
         positions=positions,
-        dropout=Dropout(spec.dropout if training else 0.0, dropout_keep, context_rng),
-        block_sizes=block_sizes,
     )
     output = apply_dropout(output, spec.output_dropout if training else 0.0, rng=output_rng)
     return output, attn_weights
 
 
-def _attention_layer(
-    project: Project,
+def attention_layer(
+    layer: "AttentionLayer | FunctionalLayer",
     query: Array,
     key: Array | None,
     value: Array | None,
-    spec: AttentionSpec,
-    masking: Masking,
+    mask: Mask,
     *,
+    bias: Array | None,
     need_weights: bool,
     positions: Array | None,
-    dropout: Dropout,
-    block_sizes: BlockSizes,
 ) -> tuple[Array, Array | None]:
+    """Return the output of a layer, and its attention weights if asked for: project, attend, project."""
+    spec = layer.spec
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
     value = key if value is None else value
-    masking = masking.of_layer(spec)
-    if masking.key_padding_lengths is not None:
-        check_lengths("key_padding_lengths", masking.key_padding_lengths, key.shape[0], key.shape[1])
-    if masking.may_hide:
-        project = by_finite_tokens(project)
+    mask = mask.within(spec)
+    project = layer.project if mask.is_trivial and bias is None else by_finite_tokens(layer.project)
     q, k, v = project_qkv(project, query, key, value, spec, positions)
-    if need_weights or dropout.keep is not None:
-        context, attn_weights = stages.attend(q, k, v, masking, dropout, spec=spec, need_weights=need_weights)
+    scores = layer.scores(bias)
+    check_attention(q, k, v, mask, scores)
+    mask = mask.as_arrays()
+    if need_weights:
+        context, attn_weights = stages.attend(q, k, v, mask, scores)
     else:
-        context, attn_weights = fused.attend(q, k, v, masking, dropout, spec=spec, block_sizes=block_sizes), None
+        context, attn_weights = layer.kernel(q, k, v, mask, scores), None
     return project_output(project, context, query, spec), attn_weights
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionalLayer:
+    """Layer of weights from outside, with what `attention_layer` needs of an `AttentionLayer`."""
+
+    weights: Mapping[str, Any]
+    spec: AttentionSpec
+    kernel: Kernel = fused.attend
+    training: bool = False
+    dropout_keep: Bool[Array, "B N T S"] | None = None
+    dropout_rng: jax.Array | None = None
+
+    def project(self, name: str, x: Float[Array, "B T d_in"]) -> Float[Array, "B T d_out"]:
+        """Apply the projection or the norm of that name."""
+        return project_with(self.weights, self.spec)(name, x)
+
+    def scores(self, bias: Float[Array, "..."] | None) -> Scores:
+        """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
+        learned = self.weights.get("sinks"), self.weights.get("relative_bias")
+        dropout = self.spec.dropout if self.training else 0.0
+        return Scores(self.spec, bias, *learned, dropout, self.dropout_keep, self.dropout_rng)
 
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------
@@ -201,6 +221,10 @@ class AttentionLayer(nnx.Module):
         rngs: draws the weights from `params` and, in training, what is dropped from `dropout`.
         fields: other fields of `AttentionSpec` by name, with d_model.
 
+    Attributes:
+        spec: what the layer computes.
+        kernel: computes the context, unless weights are asked for; another may take its place.
+
     Raises:
         TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or the dtype not floating
             point.
@@ -208,7 +232,6 @@ class AttentionLayer(nnx.Module):
     """
 
     _is_self_attention = False  # keys and values come from the input of the queries, always
-    block_sizes = BLOCK_SIZES  # of the fast path on a CPU
 
     def __init__(
         self,
@@ -224,11 +247,12 @@ class AttentionLayer(nnx.Module):
         if not jnp.issubdtype(jnp.dtype(param_dtype), jnp.floating):
             raise WrongType("param_dtype", "be floating point", param_dtype=jnp.dtype(param_dtype))
         self.spec = spec
+        self.kernel: Kernel = fused.attend
         for name, projection in spec.projections.items():
-            kernel = Projection(
+            linear = Projection(
                 projection.d_in, projection.widths, use_bias=projection.has_bias, param_dtype=param_dtype, rngs=rngs
             )
-            setattr(self, name, kernel)
+            setattr(self, name, linear)
         for name, norm in spec.norms.items():
             setattr(self, name, NormLayer(norm, spec.norm_shapes(name), param_dtype=param_dtype))
 
@@ -253,40 +277,11 @@ class AttentionLayer(nnx.Module):
             check_projected(name, x, linear.kernel[...])
         return linear(x)
 
-    def attend(
-        self,
-        query: Float[Array, "B T d_in"],
-        key: Float[Array, "B S d_kv"] | None,
-        value: Float[Array, "B S d_kv"] | None,
-        masking: Masking,
-        *,
-        need_weights: bool = False,
-        positions: Int[Array, "... #B T"] | None = None,
-    ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
-        """`multi_head_attention` with the weights and the specification of this module."""
-        output, attn_weights = _attention_layer(
-            self.project,
-            query,
-            key,
-            value,
-            self.spec,
-            self.with_learned(masking),
-            need_weights=need_weights,
-            positions=positions,
-            dropout=self.drawn_dropout(),
-            block_sizes=self.block_sizes,
-        )
-        return self.drop_output(output), attn_weights
-
-    def with_learned(self, masking: Masking) -> Masking:
-        """The same with what this module has learned of its scores: see `Masking.with_weights`."""
+    def scores(self, bias: Float[Array, "..."] | None) -> Scores:
+        """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
         sinks, relative_bias = (None if held is None else held[...] for held in (self.sinks, self.relative_bias))
-        return replace(masking, sinks=sinks, relative_bias=relative_bias)
-
-    def drawn_dropout(self) -> Dropout:
-        """What is dropped of the attention weights in this call: in training, and at a rate above 0."""
-        rate = 0.0 if self.deterministic else self.spec.dropout
-        return Dropout(rate, rng=self.dropout_rng(rate))
+        dropout = 0.0 if self.deterministic else self.spec.dropout
+        return Scores(self.spec, bias, sinks, relative_bias, dropout, dropout_rng=self.dropout_rng(dropout))
 
     def dropout_rng(self, rate: float) -> jax.Array | None:
         """A fresh random key where something is dropped, in training and at a rate above 0."""
@@ -335,8 +330,17 @@ class MultiHeadAttention(AttentionLayer):
             TypeError: if an input is not floating point, dtypes differ, or the mask is not boolean.
             ValueError: if the shapes do not fit.
         """
-        masking = Masking(mask, bias, is_causal, key_padding_lengths)
-        return self.attend(query, key, value, masking, need_weights=need_weights, positions=positions)
+        output, attn_weights = attention_layer(
+            self,
+            query,
+            key,
+            value,
+            Mask(mask, is_causal, key_padding_lengths),
+            bias=bias,
+            need_weights=need_weights,
+            positions=positions,
+        )
+        return self.drop_output(output), attn_weights
 
 
 class MultiHeadSelfAttention(AttentionLayer):
@@ -373,9 +377,9 @@ class MultiHeadSelfAttention(AttentionLayer):
             ValueError: if the shapes do not fit or a length lies outside 0..T.
         """
         check_floating("x", x, rank=3)
-        masking = Masking(mask, bias, is_causal, key_padding_lengths)
-        output, _ = self.attend(x, None, None, masking, positions=positions)
-        return output
+        visible = Mask(mask, is_causal, key_padding_lengths)
+        output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=positions)
+        return self.drop_output(output)
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------

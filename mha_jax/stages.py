@@ -5,20 +5,20 @@ A mask is boolean and True where a query may not see a key; an additive term is 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax.alibi import alibi_bias
-from mha_jax.arrays import check_array, check_broadcasts, check_floating
+from mha_jax.arrays import check_floating
 from mha_jax.compiled import compiled
-from mha_jax.kernels.nonfinite import emptied, not_finite, sees_any, spoilt
-from mha_jax.masks import Masking, check_bias, check_mask, check_sinks, to_scores_rank
+from mha_jax.kernels.nonfinite import contained_with_weights
+from mha_jax.masks import Mask, check_mask, to_scores_rank
 from mha_jax.parallel.sharding import automatically, is_explicit, of_heads, placed, placed_beside, spec_of
 from mha_jax.relative_bias import check_relative_bias, relative_position_bias
 from mha_jax.rope import at_least_float32
+from mha_jax.scores import Scores, check_bias, check_keep, check_sinks
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate, check_head_groups
@@ -211,80 +211,42 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks, relative_bias=relative_bias)
-    masking = masking.of_layer(spec)
-    dropped = Dropout(dropout, dropout_keep, dropout_rng)
-    return attend(query, key, value, masking, dropped, spec=spec, need_weights=need_weights)
+    visible = Mask(mask, is_causal, key_padding_lengths).within(spec)
+    scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep, dropout_rng)
+    check_attention(query, key, value, visible, scores)
+    inputs = (query, key, value, visible.as_arrays(), scores)
+    return attend(*inputs) if need_weights else (attend_without_weights(*inputs), None)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
-class Dropout:
-    """What is dropped of the attention weights.
-
-    Attributes:
-        rate: probability of being dropped.
-        keep: True where a weight is kept, in place of a random draw.
-        rng: random key to draw from.
-    """
-
-    rate: float = field(default=0.0, metadata={"static": True})
-    keep: Bool[Array, "B N T S"] | None = None
-    rng: jax.Array | None = None
-
-
+@compiled()
+@automatically(of_heads)
+@contained_with_weights
 def attend(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
     value: Float[Array, "B K S Hv"],
-    masking: Masking,
-    dropout: Dropout,
-    *,
-    spec: AttentionSpec | None,
-    need_weights: bool,
-) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T S"] | None]:
-    """`scaled_dot_product_attention` as the layers call it."""
-    check_attention(query, key, value, masking, spec)
-    as_rate("dropout", dropout.rate)
-    check_keep(dropout.keep, (*query.shape[:3], key.shape[2]))
-    return _attend(query, key, value, masking.as_arrays(), dropout, spec=spec, need_weights=need_weights)
+    mask: Mask,
+    scores: Scores,
+) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T S"]]:
+    """Return the context and the attention weights before dropout: the definition, of shapes that are checked."""
+    logits = attention_scores(query, key, scores.bias, scores.spec, mask.offsets, scores.relative_bias)
+    hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2])
+    attn_weights = masked_softmax(logits, hidden, scores.sinks).astype(query.dtype)
+    dropped = apply_dropout(attn_weights, scores.dropout, scores.dropout_keep, rng=scores.dropout_rng)
+    return attention_context(dropped, value), attn_weights
 
 
-@compiled("spec", "need_weights")
-@automatically(of_heads)
-def _attend(
-    query: Array,
-    key: Array,
-    value: Array,
-    masking: Masking,
-    dropout: Dropout,
-    *,
-    spec: AttentionSpec | None,
-    need_weights: bool,
-) -> tuple[Array, Array | None]:
-    mask = masking.with_infinite_bias().joined(query.shape[2], key.shape[2])
-    if mask is None:  # whatever there is, everybody sees it
-        scores = attention_scores(query, key, masking.bias, spec, masking.offsets, masking.relative_bias)
-        attn_weights = masked_softmax(scores, None, masking.sinks).astype(query.dtype)
-        dropped = apply_dropout(attn_weights, dropout.rate, dropout.keep, rng=dropout.rng)
-        return attention_context(dropped, value), attn_weights if need_weights else None
-    wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
-    query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
-    wrong_rows &= ~to_scores_rank(mask).all(axis=-1, keepdims=True)  # a row without a key is 0 whatever it asks
-    wrong_keys = jnp.repeat(wrong_keys[..., 0], query.shape[1] // key.shape[1], axis=1)
-    wrong_rows |= sees_any(wrong_keys, query.shape[2], Masking(mask))
-    scores = attention_scores(query, key, masking.bias, spec, masking.offsets, masking.relative_bias)
-    attn_weights = masked_softmax(scores, mask, masking.sinks).astype(query.dtype)
-    context = attention_context(apply_dropout(attn_weights, dropout.rate, dropout.keep, rng=dropout.rng), value)
-    attn_weights = spoilt(attn_weights, wrong_rows & ~to_scores_rank(mask)) if need_weights else None
-    return spoilt(context, wrong_rows), attn_weights
+@compiled()
+def attend_without_weights(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+    """Return the context alone, as a kernel does: XLA then keeps the attention weights no longer than it needs them."""
+    return attend(query, key, value, mask, scores)[0]
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
-def check_attention(query: Array, key: Array, value: Array, masking: Masking, spec: AttentionSpec | None) -> None:
-    """Refuse split heads, query (B, N, T, H), key and value (B, K, S, H), or a masking that do not fit each other."""
+def check_attention(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> None:
+    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_floating(name, x, rank=4)
         if x.dtype != query.dtype:
@@ -293,8 +255,10 @@ def check_attention(query: Array, key: Array, value: Array, masking: Masking, sp
         raise Refusal(
             "value", "have the shape of key but for its features", {"value.shape": value.shape, "key.shape": key.shape}
         )
-    check_scored(query, key, None, spec)  # the masking checks its bias
-    masking.check((*query.shape[:3], key.shape[2]), query)
+    check_scored(query, key, None, scores.spec)  # the scores check their bias
+    scores_shape = (*query.shape[:3], key.shape[2])
+    mask.check(scores_shape)
+    scores.check(scores_shape, query)
 
 
 def check_scored(query: Array, key: Array, bias: Array | None, spec: AttentionSpec | None) -> None:
@@ -329,13 +293,3 @@ def check_weighed(attn_weights: Array, value: Array) -> None:
             {"value.shape": value.shape, "attn_weights.shape": attn_weights.shape},
         )
     check_head_groups(attn_weights.shape[1], value.shape[1])
-
-
-def check_keep(keep: Array | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
-    if keep is None:
-        return
-    check_array("keep", keep)
-    if keep.dtype != jnp.bool_:
-        raise WrongType("keep", "be boolean (True = kept)", {"keep.dtype": keep.dtype})
-    check_broadcasts("keep", keep.shape, scores_shape)

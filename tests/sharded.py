@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mha_jax
 import parity
 from mha_jax import parallel
-from mha_jax.kernels.blocks import BlockSizes
+from mha_jax.kernels.fused import FusedAttention
 from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, Rope
 from parity.core.cases import CASES
 from parity.running.run import run_cases
@@ -72,7 +72,7 @@ def judged(kind):
 
 # ---- What a compiled program sends -----------------------------------------------------------------------------------
 
-SMALL_BLOCKS = BlockSizes(few_scores=0, queries=8, keys=8, last_keys=4, most_blocks=2)
+SMALL_BLOCKS = FusedAttention(few_scores=0, queries=8, keys=8, last_keys=4, most_blocks=2)
 
 GROUPED = AttentionSpec(64, 8, num_kv_heads=4, rope=Rope(10000.0), qk_norm=Norm())
 LAYERS = {
@@ -115,7 +115,7 @@ def programs():
 
             def forward(state, x, lengths, graph=graph):
                 module = nnx.merge(graph, state)
-                module.block_sizes = SMALL_BLOCKS
+                module.kernel = SMALL_BLOCKS
                 return module(x, is_causal=True, key_padding_lengths=lengths)
 
             def loss(*inputs, forward=forward):
@@ -135,7 +135,7 @@ def programs():
 
             def step(state, x, cache, lengths, graph=graph):
                 module = nnx.merge(graph, state)
-                module.block_sizes = SMALL_BLOCKS
+                module.kernel = SMALL_BLOCKS
                 return module(x, cache, new_lengths=lengths)
 
             for title, tokens in (("prompt", 16), ("step", 1)):
@@ -157,7 +157,7 @@ def generated():
         with jax.enable_x64(dtype == np.float64):
             module = nnx.clone(drawn)
             nnx.update(module, jax.tree.map(lambda x: x.astype(dtype), nnx.state(module, nnx.Param)))
-            module.block_sizes = SMALL_BLOCKS
+            module.kernel = SMALL_BLOCKS
             module, cache = place(module, module.init_cache(4, 48))
             graph, state = nnx.split(module)
             step = jax.jit(lambda state, x, cache, new: nnx.merge(graph, state)(x, cache, new_lengths=new))
@@ -192,7 +192,7 @@ def mapped():
     weights = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
 
     def attend(x, weights, bias):
-        output, _ = mha_jax.multi_head_attention(x, weights, own, is_causal=True, block_sizes=SMALL_BLOCKS)
+        output, _ = mha_jax.multi_head_attention(x, weights, own, is_causal=True, kernel=SMALL_BLOCKS)
         return jax.lax.psum(output, "heads") + bias[None, None]
 
     bias = weights["out_proj"].pop("bias")

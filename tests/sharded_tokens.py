@@ -20,7 +20,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mha_jax
 import parity
 from mha_jax import parallel
-from mha_jax.kernels.blocks import BlockSizes
+from mha_jax.kernels.fused import FusedAttention
+from mha_jax.parallel import ContextParallel
 from mha_spec import Alibi, AttentionSpec, Norm, RelativeBias, Rope
 from parity.backends.jax import QUICKLY
 from parity.sharding.costs import cost_of
@@ -28,7 +29,7 @@ from parity.sharding.hlo import collectives_in, counts_of
 from parity.sharding.mesh import MeshPlan
 
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
-SMALL_BLOCKS = BlockSizes(few_scores=0, queries=8, keys=8, last_keys=4, most_blocks=2)
+SMALL_BLOCKS = FusedAttention(few_scores=0, queries=8, keys=8, last_keys=4, most_blocks=2)
 
 
 def mesh_of(kind, **axes):
@@ -111,13 +112,13 @@ def attended(name):
     if "mask" in options:
         fixed["mask"] = jnp.asarray(rng.random(options["mask"]) < 0.4)
 
-    def forward(sizes, arrays):
+    def forward(kernel, arrays):
         more = {key: x for key, x in arrays.items() if key not in "qkv"}
         attend = mha_jax.fused.scaled_dot_product_attention
-        return attend(*(arrays[key] for key in "qkv"), spec, **fixed, **more, block_sizes=sizes)[0]
+        return attend(*(arrays[key] for key in "qkv"), spec, **fixed, **more, kernel=kernel)[0]
 
-    def everything(sizes, arrays, cotangent):
-        output, pull_back = jax.vjp(partial(forward, sizes), arrays)
+    def everything(kernel, arrays, cotangent):
+        output, pull_back = jax.vjp(partial(forward, kernel), arrays)
         return {"output": output, **{f"grad.{key}": x for key, x in pull_back(cotangent)[0].items()}}
 
     def undivided(dtype):
@@ -132,17 +133,17 @@ def attended(name):
         x = jnp.asarray(x.astype(np.float32))
         return jax.device_put(x, on(mesh, "data", of_heads, "sequence") if key in "qkvc" else on(mesh))
 
-    sizes = replace(SMALL_BLOCKS, token_axis="sequence" if kind == "automatic" else None)
+    kernel = ContextParallel("sequence", SMALL_BLOCKS) if kind == "automatic" else SMALL_BLOCKS
     with using(mesh):
         placed, given = {key: place(key, x) for key, x in arrays.items()}, place("c", cotangent)
         if "mask" in fixed:
             fixed["mask"] = jax.device_put(fixed["mask"], on(mesh))
         rolled = jax.device_put(jnp.roll(arrays["k"].astype(np.float32), 8, axis=2), placed["k"].sharding)
-        program = compiled(partial(everything, sizes), placed, given)
+        program = compiled(partial(everything, kernel), placed, given)
         found, swapped = (
             {key: np.asarray(x) for key, x in program({**placed, "k": k}, given).items()} for k in (placed["k"], rolled)
         )
-        sent = sent_by(compiled(partial(forward, sizes), placed)), sent_by(program)
+        sent = sent_by(compiled(partial(forward, kernel), placed)), sent_by(program)
     fixed.update({"mask": jnp.asarray(np.asarray(fixed["mask"]))} if "mask" in fixed else {})
     right = undivided(np.float64), undivided(np.float32)
     return [told(found, *right), *sent, told(swapped, *right)]
@@ -179,7 +180,7 @@ def generated(kind):
         with jax.enable_x64(dtype == np.float64):
             module = nnx.clone(drawn)
             nnx.update(module, jax.tree.map(lambda x: x.astype(dtype), nnx.state(module, nnx.Param)))
-            module.block_sizes, cache = SMALL_BLOCKS, module.init_cache(4, 64)
+            module.kernel, cache = SMALL_BLOCKS, module.init_cache(4, 64)
             if place is not None:
                 module, cache = place(module, cache)
             graph, state = nnx.split(module)
@@ -219,7 +220,7 @@ def mapped():
     spread = PartitionSpec(None, None, "sequence")
 
     def own(*x):
-        return attend(*x, block_sizes=replace(SMALL_BLOCKS, token_axis="sequence"))[0]
+        return attend(*x, kernel=ContextParallel("sequence", SMALL_BLOCKS))[0]
 
     mapped = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(spread,) * 3, out_specs=spread))
     placed = (jax.device_put(x, NamedSharding(mesh, spread)) for x in (q, k, v))
@@ -247,7 +248,9 @@ def grown():
 
             def forward(state, x, graph=graph, passes=passes):
                 layer = nnx.merge(graph, state)
-                layer.block_sizes = replace(layer.block_sizes, passes_keys=passes, few_scores=0)
+                blocks = FusedAttention(few_scores=0)
+                is_divided = isinstance(layer.kernel, ContextParallel)
+                layer.kernel = replace(layer.kernel, kernel=blocks, passes_keys=passes) if is_divided else blocks
                 return layer(x, is_causal=True)
 
             x = jax.ShapeDtypeStruct((batch, length, 256), jnp.float32, sharding=on(mesh, *placement))
@@ -269,13 +272,13 @@ def refused():
     """What is said of tokens that cannot be divided."""
     mesh, x = mesh_of("automatic", sequence=4), jnp.zeros((1, 4, 30, 8))
     found = {}
-    for name, array, sizes in (
-        ("uneven", jax.device_put(x, on(mesh)), replace(SMALL_BLOCKS, token_axis="sequence")),
-        ("unknown", jax.device_put(x, on(mesh)), replace(SMALL_BLOCKS, token_axis="tokens")),
-        ("undivided", x, replace(SMALL_BLOCKS, token_axis="sequence")),
+    for name, array, axis in (
+        ("uneven", jax.device_put(x, on(mesh)), "sequence"),
+        ("unknown", jax.device_put(x, on(mesh)), "tokens"),
+        ("undivided", x, "sequence"),
     ):
         try:
-            mha_jax.fused.scaled_dot_product_attention(array, array, array, block_sizes=sizes)
+            mha_jax.fused.scaled_dot_product_attention(array, array, array, kernel=ContextParallel(axis, SMALL_BLOCKS))
         except ValueError as error:
             found[name] = str(error)
     return found

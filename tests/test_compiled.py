@@ -9,7 +9,7 @@ from refusals import refuses
 from selection import rest_thorough
 
 import mha_jax
-from mha_jax.kernels.blocks import BLOCK_SIZES, BlockSizes
+from mha_jax.kernels.fused import FusedAttention
 from mha_spec import AttentionSpec, Rope, Temperature
 
 LONG = 600  # 4 heads of it have more than 2^20 scores
@@ -38,7 +38,7 @@ def layer():
     return mha_jax.MultiHeadSelfAttention(AttentionSpec(32, 4), rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("capacity", [BLOCK_SIZES.keys + 1, 2 * BLOCK_SIZES.keys])
+@pytest.mark.parametrize("capacity", [mha_jax.fused.attend.keys + 1, 2 * mha_jax.fused.attend.keys])
 def test_decoding_compiles_nothing_after_the_first_steps(compilations, capacity):
     decoder, x = (
         mha_jax.MultiHeadAttentionWithCache(AttentionSpec(32, 4, rope=Rope(100.0)), rngs=nnx.Rngs(0)),
@@ -79,7 +79,7 @@ def test_other_sizes_of_blocks_are_compiled_anew(compilations, layer):  # the co
     x = tokens(LONG)
     expected = layer(x, is_causal=True)
     other = nnx.clone(layer)
-    other.block_sizes = BlockSizes(keys=64)
+    other.kernel = FusedAttention(keys=64)
     compilations.clear()
     np.testing.assert_allclose(other(x, is_causal=True), expected, atol=1e-5)  # of another order of summing
     assert compilations

@@ -20,7 +20,10 @@ from selection import rest_thorough
 import mha_jax
 import mha_torch
 import parity
-from mha_jax.kernels.blocks import BLOCK_SIZES, BlockSizes
+from mha_jax.kernels.fused import FusedAttention
+from mha_jax.masks import Mask
+from mha_jax.parallel import ContextParallel
+from mha_jax.scores import Scores
 from mha_spec import Alibi, AttentionSpec, RelativeBias, Rope
 from parity.backends import jax as jax_backend
 from parity.backends import torch as torch_backend
@@ -33,7 +36,7 @@ LENGTHS = (0, 17, 41)
 both_forms = pytest.mark.parametrize("form", ["plain", "fused"])
 
 
-SMALL_BLOCKS = BlockSizes(few_scores=0, queries=16, keys=16, last_keys=4)  # every shape goes block by block
+SMALL_BLOCKS = FusedAttention(few_scores=0, queries=16, keys=16, last_keys=4)  # every shape goes block by block
 
 
 @pytest.fixture
@@ -296,7 +299,7 @@ def test_a_few_queries_at_a_time_give_what_all_at_once_give(sibling, name):
         out_of_reach = places // reach["chunk_size"] != keys // reach["chunk_size"]
     spec = parity.AttentionSpec(2 * HEAD_DIM, 2, **reach)
     function = sibling.package.fused.scaled_dot_product_attention
-    options = {"block_sizes": BlockSizes(few_scores=0)} if sibling.package is mha_jax else {}
+    options = {"kernel": FusedAttention(few_scores=0)} if sibling.package is mha_jax else {}
     found = results(sibling.package, function, arrays, spec=spec, is_causal=is_causal, **options)
     masked = {**arrays, "mask": arrays.get("mask", False) | out_of_reach}
     parity.assert_parity(found, **yardstick(masked, is_causal=is_causal))
@@ -318,7 +321,7 @@ def test_alike_parts_of_a_window_go_together_in_torch_if_nobody_asks_for_a_gradi
 # ---- JAX: block by block ---------------------------------------------------------------------------------------------
 
 jax_fused = mha_jax.fused.scaled_dot_product_attention
-jax_blocks = functools.partial(jax_fused, block_sizes=SMALL_BLOCKS)
+jax_blocks = functools.partial(jax_fused, kernel=SMALL_BLOCKS)
 
 
 @functools.cache
@@ -338,7 +341,7 @@ def test_parts_of_few_scores_give_what_blocks_give(reach):
     inputs = [jnp.asarray(arrays[name]) for name in ("query", "key", "value")]
     assert inputs[0].shape[0] > 1
     found, expected = (
-        jax_fused(*inputs, spec, is_causal=True, block_sizes=BlockSizes(few_scores=few))[0] for few in (200_000, 0)
+        jax_fused(*inputs, spec, is_causal=True, kernel=FusedAttention(few_scores=few))[0] for few in (200_000, 0)
     )
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -366,7 +369,7 @@ def test_blocks_that_xla_divides_give_what_the_plain_path_gives(monkeypatch, nam
     """XLA divides them among devices, of which test_sharded_jax has several."""
     monkeypatch.setattr(mha_jax.kernels.blockwise, "is_automatic", lambda x: True)
     arrays, options = named(name)
-    attend = functools.partial(jax_blocks, block_sizes=DIVIDED)
+    attend = functools.partial(jax_blocks, kernel=DIVIDED)
     found = numpy_of(jitted_with_gradients(attend, **options)(as_jax(arrays)))
     parity.assert_parity(found, **yardstick(arrays, **options))
 
@@ -374,14 +377,14 @@ def test_blocks_that_xla_divides_give_what_the_plain_path_gives(monkeypatch, nam
 def test_a_token_over_a_cache_that_xla_divides_gives_what_the_plain_path_gives(monkeypatch):
     monkeypatch.setattr(mha_jax.kernels.blockwise, "is_automatic", lambda x: True)
     arrays = cache_problem((6, 2), LAST_POSITIONS["ragged"])
-    attend = functools.partial(attend_to_cache, block_sizes=DIVIDED)
+    attend = functools.partial(attend_to_cache, kernel=DIVIDED)
     parity.assert_parity(numpy_of(jitted_with_gradients(attend)(as_jax(arrays))), **yardstick(arrays))
 
 
 def test_tokens_divided_along_no_dimension_of_the_mesh_are_refused():
     x = jnp.zeros((1, 2, 4, 8))
     with refuses("tokens", axis="tokens"):
-        jax_blocks(x, x, x, block_sizes=replace(SMALL_BLOCKS, token_axis="tokens"))
+        jax_blocks(x, x, x, kernel=ContextParallel("tokens", SMALL_BLOCKS))
 
 
 @problems_in_half_precision
@@ -393,7 +396,7 @@ def test_blocks_give_what_the_plain_path_gives_in_half_precision(name, dtype):
 @pytest.mark.parametrize("name", rest_thorough(WITHOUT_LOOP, ["bias-b-1-t-s"]))
 def test_blocks_of_all_keys_give_what_the_plain_path_gives(name):
     arrays, options = named(name)
-    fused = functools.partial(jax_blocks, block_sizes=replace(SMALL_BLOCKS, keys=512))
+    fused = functools.partial(jax_blocks, kernel=replace(SMALL_BLOCKS, keys=512))
     parity.assert_parity(results(mha_jax, fused, arrays, **options), **yardstick(arrays, **options))
 
 
@@ -406,7 +409,7 @@ def test_block_of_a_single_key_gives_its_value():
 )
 def test_blocks_of_fewer_keys_than_queries_give_what_the_plain_path_gives(name):
     arrays, options = named(name)
-    fused = functools.partial(jax_blocks, block_sizes=replace(SMALL_BLOCKS, keys=6))
+    fused = functools.partial(jax_blocks, kernel=replace(SMALL_BLOCKS, keys=6))
     parity.assert_parity(results(mha_jax, fused, arrays, **options), **yardstick(arrays, **options))
 
 
@@ -506,7 +509,7 @@ def layer_with_gradients(problem):
     if "mask" in problem.inputs:
         mask |= problem.inputs["mask"]
     layer = mha_jax.MultiHeadAttention(spec, param_dtype=jnp.dtype(problem.dtype), rngs=nnx.Rngs(0))
-    layer.block_sizes = BlockSizes(few_scores=0, queries=3, keys=3)
+    layer.kernel = FusedAttention(few_scores=0, queries=3, keys=3)
 
     def attend(inputs, weights):
         module = nnx.clone(layer)
@@ -628,9 +631,9 @@ def cache_problem(heads, last_positions, dtype=np.float32):
     return problem(heads, (1, CAPACITY), padding=np.array(last_positions) + 1, dtype=dtype)
 
 
-def attend_to_cache(query, key, value, key_padding_lengths, block_sizes=SMALL_BLOCKS):
-    """`fused.attend_to_cache`, as `results` calls it."""
-    return mha_jax.fused.attend_to_cache(query, key, value, key_padding_lengths - 1, block_sizes=block_sizes), None
+def attend_to_cache(query, key, value, key_padding_lengths, kernel=SMALL_BLOCKS):
+    """A step of the fused kernel, as `results` calls it."""
+    return kernel.step(query, key, value, Mask(is_causal=True, offsets=key_padding_lengths - 1), Scores()), None
 
 
 @functools.cache
@@ -673,24 +676,25 @@ def test_token_over_a_cache_gives_what_the_plain_path_gives_in_half_precision(dt
 
 
 @pytest.mark.parametrize(
-    "capacity", rest_thorough([12, BLOCK_SIZES.keys, BLOCK_SIZES.keys + 1], [BLOCK_SIZES.keys + 1])
+    "capacity",
+    rest_thorough([12, mha_jax.fused.attend.keys, mha_jax.fused.attend.keys + 1], [mha_jax.fused.attend.keys + 1]),
 )
 def test_token_over_a_cache_about_as_large_as_a_block_gives_what_the_plain_path_gives(capacity):
     arrays = problem((4, 2), (1, capacity), padding=(2, 5, 12))
-    attend = functools.partial(attend_to_cache, block_sizes=BLOCK_SIZES)
+    attend = functools.partial(attend_to_cache, kernel=mha_jax.fused.attend)
     parity.assert_parity(results(mha_jax, attend, arrays), **yardstick(arrays))
 
 
 def test_last_blocks_of_a_cache_are_no_larger_than_the_others():
     arrays = problem((4, 2), (1, 12), padding=(2, 5, 12))
-    attend = functools.partial(attend_to_cache, block_sizes=BlockSizes(few_scores=0, queries=8, keys=8))
+    attend = functools.partial(attend_to_cache, kernel=FusedAttention(few_scores=0, queries=8, keys=8))
     parity.assert_parity(results(mha_jax, attend, arrays), **yardstick(arrays))
 
 
 @pytest.mark.parametrize("name", ["queries", "keys", "last_keys", "heads_side_by_side", "most_blocks"])
 def test_a_block_has_a_size(name):
     with refuses(name, {name: 0}):
-        BlockSizes(**{name: 0})
+        FusedAttention(**{name: 0})
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1)], ids=["mha", "mqa"])
@@ -720,16 +724,13 @@ def test_a_token_over_a_cache_gains_the_relative_bias_of_the_plain_path():
     record, table = RelativeBias(8, 20, bidirectional=False), np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(8, 4)
     head_dim = arrays["query"].shape[3]
     spec = AttentionSpec(4 * head_dim, 4, num_kv_heads=2, relative_bias=record, window_size=30)
+    visible = Mask(is_causal=True, reach=spec.reach, offsets=last_positions)
 
     def plain(query, key, value, relative_bias):
-        masking = mha_jax.masks.Masking(is_causal=True, offsets=last_positions, relative_bias=relative_bias)
-        dropout = mha_jax.stages.Dropout()
-        masking = masking.of_layer(spec)
-        return mha_jax.stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
+        return mha_jax.stages.attend(query, key, value, visible, Scores(spec, relative_bias=relative_bias))[0]
 
     def fused(query, key, value, relative_bias):
-        given = {"relative_bias": relative_bias, "block_sizes": SMALL_BLOCKS}
-        return mha_jax.fused.attend_to_cache(query, key, value, last_positions, spec, **given)
+        return SMALL_BLOCKS.step(query, key, value, visible, Scores(spec, relative_bias=relative_bias))
 
     inputs = (*(arrays[side] for side in ("query", "key", "value")), jax.numpy.asarray(table))
     expected, found = (
@@ -758,7 +759,7 @@ def decoder(package):
     if package is not mha_jax:
         return layer(package, "MultiHeadAttentionWithCache")
     module = nnx.clone(layer(package, "MultiHeadAttentionWithCache"))
-    module.block_sizes = SMALL_BLOCKS
+    module.kernel = SMALL_BLOCKS
     return module
 
 
@@ -808,7 +809,7 @@ def test_jax_decodes_64_tokens_with_one_compilation():
 
 def test_jax_decodes_into_the_storage_it_is_given(jax_step):
     module, x = layer(mha_jax, "MultiHeadAttentionWithCache"), jnp.asarray(tokens(4))
-    cache = module.init_cache(2, BLOCK_SIZES.keys + 8)
+    cache = module.init_cache(2, mha_jax.fused.attend.keys + 8)
     _, cache = jax_step(module, x[:, :1], cache)
     before = [part.unsafe_buffer_pointer() for part in (cache.keys, cache.values)]
     _, cache = jax_step(module, x[:, 1:2], cache)
@@ -818,7 +819,7 @@ def test_jax_decodes_into_the_storage_it_is_given(jax_step):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_jax_step_takes_little_memory_beside_its_cache(jax_step, batch):
     module = layer(mha_jax, "MultiHeadAttentionWithCache")
-    cache = module.init_cache(batch, 16 * BLOCK_SIZES.keys)
+    cache = module.init_cache(batch, 16 * mha_jax.fused.attend.keys)
     analysis = jax_step.lower(module, jnp.asarray(tokens(1, batch)), cache).compile().memory_analysis()
     assert 0 < analysis.temp_size_in_bytes < cache.keys.nbytes / 4
 

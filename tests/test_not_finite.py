@@ -15,6 +15,7 @@ from flax import nnx
 import mha_jax
 import mha_torch
 from mha_jax.kernels.blocks import BlockSizes
+from mha_jax.kernels.fused import FusedAttention
 from mha_spec import AttentionSpec, Gate, Rope
 from parity import random_weights
 
@@ -89,7 +90,7 @@ def sees_bad(hidden):
     return found
 
 
-IN_BLOCKS = {"block_sizes": BlockSizes(few_scores=0, queries=16, keys=16, last_keys=4)}  # as beyond 2^20 scores
+IN_BLOCKS = {"kernel": FusedAttention(few_scores=0, queries=16, keys=16, last_keys=4)}  # as beyond 2^20 scores
 
 every_path = pytest.mark.parametrize(
     ("sibling", "path"), [(name, path) for name, paths in PATHS.items() for path in paths], indirect=["sibling"]
@@ -388,7 +389,7 @@ def test_rows_without_a_key_are_0_beside_sinks_and_others_that_see_a_nan_are_nan
         "key_padding_lengths": [0, 9],
         "sinks": sibling.array(np.array([0.5, -1.0], np.float32)),
     }
-    small = {"block_sizes": BlockSizes(few_scores=0, queries=8, keys=8)} if sibling.name == "jax" else {}
+    small = {"kernel": FusedAttention(few_scores=0, queries=8, keys=8)} if sibling.name == "jax" else {}
     heads = [sibling.array(x) for x in (q, k, v)]
     plain, _ = sibling.package.stages.scaled_dot_product_attention(*heads, **hidden)
     fused, _ = sibling.package.fused.scaled_dot_product_attention(*heads, **hidden, **small)

@@ -18,7 +18,7 @@ from selection import rest_thorough
 import mha_jax
 import parity.backends.torch
 import parity.running.run
-from mha_jax.kernels.blocks import BLOCK_SIZES
+from mha_jax.kernels.fused import FusedAttention
 from parity import CASES, AttentionSpec, make_problem, random_case, run_cases
 from parity.backends import BACKENDS, backend_of, driver, load_backend
 from parity.backends import jax as jax_backend
@@ -179,17 +179,17 @@ def test_jax_is_also_judged_in_small_blocks(name):
 
 
 def test_the_fused_path_of_jax_is_judged_with_the_blocks_that_users_get(monkeypatch):
-    taken, original = [], mha_jax.fused.attend
+    taken, original = [], FusedAttention.__call__
 
-    def note(*arrays, block_sizes=BLOCK_SIZES, **options):
-        taken.append(block_sizes)
-        return original(*arrays, block_sizes=block_sizes, **options)
+    def note(kernel, *arrays):
+        taken.append(kernel)
+        return original(kernel, *arrays)
 
-    monkeypatch.setattr(mha_jax.fused, "attend", note)
+    monkeypatch.setattr(FusedAttention, "__call__", note)
     problem = make_problem(CASES["causal"], "float32")
     run_steps(driver.steps(jax_backend, problem))
     driver.gradients(jax_backend, problem)
-    assert taken == 2 * [BLOCK_SIZES, jax_backend.SMALL_BLOCKS]
+    assert taken == 2 * [mha_jax.fused.attend, jax_backend.SMALL_BLOCKS]
 
 
 def test_a_trace_of_jax_without_its_small_blocks_is_a_failure():

@@ -1,9 +1,12 @@
 """The kernel of a layer: a value that users may replace, on every way in, and that checked inputs reach."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from refusals import refuses
 
+import mha_jax
 import parity
 from mha_spec import AttentionSpec, Latent, Rope
 
@@ -65,6 +68,23 @@ def test_a_layer_with_a_cache_calls_its_kernel_for_prompts_and_steps(sibling, ki
     assert len(kernel.calls) == 2
     for expected, found in zip(*outputs, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_one_new_token_goes_to_the_step_of_a_kernel_that_has_one():
+    """In JAX, whose default kernel reads only the filled part of a cache."""
+
+    class Stepping(mha_jax.fused.FusedAttention):
+        def step(self, query, key, value, mask, scores):
+            steps.append((query.shape, mask.offsets.tolist()))
+            return super().step(query, key, value, mask, scores)
+
+    steps, layer = [], mha_jax.MultiHeadAttentionWithCache(SPEC, rngs=nnx.Rngs(0))
+    layer.kernel = Stepping()
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, SPEC.d_in)), jnp.float32)
+    _, cache = layer(x[:, :3], layer.init_cache(2, 8), new_lengths=[3, 1])
+    assert steps == []
+    layer(x[:, 3:], cache)
+    assert steps == [((2, 4, 1, 4), [3, 1])]
 
 
 def test_functions_take_a_kernel(sibling):

@@ -70,7 +70,7 @@ EXTRA_PARAMETERS = {
         "rng",
         "dropout_rng",
         "param_dtype",  # and this is the word of flax for a dtype;
-        "block_sizes",  # the kernel for a CPU is one of its own, which is told how to divide its work
+        "kernel",  # of `fused`: the one for a CPU is its own, which is told how to divide its work
     },
     "torch": {"device", "dtype"},  # where tensors lie, and torch's word for a dtype
     "tt": {
@@ -87,6 +87,10 @@ EXTRA_PARAMETERS = {
 }
 
 COMMON_PARAMETERS = {  # some of these words mean the same in all siblings
+    "multi_head_attention": {"kernel"},
+    "multi_head_attention_with_cache": {"kernel"},
+    "multi_head_attention_with_static_cache": {"kernel"},
+    "multi_head_latent_attention": {"kernel"},
     "Cache.with_slots": {"slots"},
     "init_cache": {"dtype", "head_dim"},
     "init_latent_cache": {"dtype"},
@@ -112,9 +116,11 @@ EXTRA_NAMES = {
     "jax": {
         "to_scores_rank",  # strict rank promotion is kept, so ranks are made equal by hand
         "Projection",  # nnx.Linear rounds to the narrow dtype before it adds the bias, torch's after
-        "AttentionLayer.block_sizes",  # of the kernel for a CPU
+        "FusedAttention",  # the default kernel with block sizes of one's own
+        "attend_without_weights",  # compiled by itself, a result that nobody asked for would be stored
         "AttentionLayer.dropout_rng",  # torch draws from a global generator instead
-        "Dropout.rng",
+        *("FunctionalLayer.dropout_rng", "Scores.dropout_rng"),
+        "Scores.has_dropout",  # no kernel has any
         "Mask.as_arrays",  # which compiled functions take
         "Mask.is_trivial",  # a gradient is kept from what is hidden
         "linear",  # sums in float32, also where a bias is added
@@ -189,6 +195,8 @@ EXTRA_NAMES = {
 }
 
 OTHERWISE = {
+    ("jax", "attend"),  # of `fused`, a kernel with the default block sizes
+    ("jax", "Mask.check"),  # arrays are whole sequences on one mesh
     ("tt", "Cache.capacity"),  # the slots are padded to whole tiles, so that their shape does not tell it
     *(("tt", "Mask.check"), ("tt", "Scores.check")),  # a mask lies on the host, and a bias is converted
     ("tt", "Mask.to_bool"),  # gives a mask with its forms on the device

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mha_jax
 from mha_jax import parallel
-from mha_jax.kernels.blocks import BlockSizes
+from mha_jax.kernels.fused import FusedAttention
 from mha_spec import AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope
 
 SPECS = {
@@ -25,7 +25,7 @@ SPECS = {
     "relative": AttentionSpec(64, 4, relative_bias=RelativeBias(), window_size=7, fused_qkv=True, soft_cap=30.0),
     "latent": AttentionSpec(64, 4, head_dim=24, latent=Latent(16, 8), rope=Rope(rotary_dim=8, rotated="last")),
 }
-BLOCKS = BlockSizes(few_scores=1, queries=8, keys=8, last_keys=4)
+BLOCKS = FusedAttention(few_scores=1, queries=8, keys=8, last_keys=4)
 X = jnp.ones((2, 16, 64))
 
 
@@ -34,7 +34,7 @@ def layer_of(spec):
     cached = mha_jax.MultiHeadAttentionWithCache if spec.latent is None else mha_jax.MultiHeadLatentAttention
     layers = [kind(spec, rngs=nnx.Rngs(0)) for kind in (mha_jax.MultiHeadAttention, cached)]
     for layer in layers:
-        layer.block_sizes = BLOCKS
+        layer.kernel = BLOCKS
     return layers
 
 

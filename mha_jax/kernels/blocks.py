@@ -32,8 +32,6 @@ class BlockSizes:
         last_keys: keys of the last few blocks of a cache, so that little is read that is not filled; at most `keys`.
         heads_side_by_side: heads of a cache that are read at the same time, each by a core if there are as many.
         most_blocks: of queries; each is compiled on its own, so that it ends with the last key that it may see.
-        token_axis: the dimension of a mesh that tokens are divided along, where types do not say it: see `parallel`.
-        passes_keys: whether devices then pass keys and values on, also where they could share the heads instead.
     """
 
     few_scores: int = 2**20
@@ -42,17 +40,11 @@ class BlockSizes:
     last_keys: int = 128
     heads_side_by_side: int = 16
     most_blocks: int = 16
-    token_axis: str | None = None
-    passes_keys: bool = False
 
     def __post_init__(self) -> None:
         as_count("few_scores", self.few_scores, minimum=0)
         for name in ("queries", "keys", "last_keys", "heads_side_by_side", "most_blocks"):
             as_count(name, getattr(self, name))
-
-
-BLOCK_SIZES = BlockSizes()
-"""The sizes that are taken where none are passed."""
 
 
 class Scoring(NamedTuple):
@@ -117,7 +109,7 @@ class Options(NamedTuple):
 
     is_causal: bool
     scoring: Scoring
-    block_sizes: BlockSizes
+    sizes: BlockSizes
     is_automatic: bool  # XLA divides the work among devices
     is_part: bool = False  # of keys, some of which are hidden elsewhere
 
@@ -234,7 +226,7 @@ class Blocks:
         hidden: Hidden,
         options: Options,
     ) -> None:
-        is_causal, scoring, block_sizes, is_automatic, _ = options
+        is_causal, scoring, sizes, is_automatic, _ = options
         self.batch_size, self.num_kv_heads, self.group_size, self.seq_len_q, _ = query_shape
         self.seq_len_k = key_shape[2]
         if hidden.mask is not None:  # XLA would take minutes to find out by itself what a constant mask shows
@@ -251,14 +243,12 @@ class Blocks:
         # Where every query sees the same, larger matrices are faster; elsewhere smaller ones leave out more. (A group
         # of heads makes them larger, too.)
         sees_alike = not is_causal and hidden.mask is None and self.group_size == 1
-        block_queries = max(
-            block_sizes.queries * (2 if sees_alike else 1), -(-self.seq_len_q // block_sizes.most_blocks)
-        )
+        block_queries = max(sizes.queries * (2 if sees_alike else 1), -(-self.seq_len_q // sizes.most_blocks))
         self.rows = [
             Rows(number, begin, min(begin + block_queries, self.seq_len_q))
             for number, begin in enumerate(range(0, self.seq_len_q, block_queries))
         ]
-        self.block_keys = min(block_sizes.keys, self.seq_len_k)
+        self.block_keys = min(sizes.keys, self.seq_len_k)
         self.seen_blocks = None if hidden.mask is None or is_automatic else self.seen(hidden.mask)
 
     def over_tiles(self, function: Callable[[Tile, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:

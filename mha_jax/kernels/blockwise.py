@@ -4,6 +4,8 @@ For each block of queries it adds up softmax(scores) · value over blocks of key
 exponentials; the gradient makes the scores again from it. So no N x T x S array is stored. Blocks in which every key is
 masked are skipped, wherever the mask came from.
 
+Non-finite tokens are set aside within a block, and not by `nonfinite.contained`: that would copy all keys and values.
+
 Axes: as in `blocks`.
 
 Source: FlashAttention, arXiv:2205.14135 and arXiv:2307.08691.
@@ -18,60 +20,49 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from mha_jax.compiled import compiled
 from mha_jax.kernels.blocks import Blocks, BlockSizes, Hidden, Keys, Options, Rows, Scoring, Sums, Tile
 from mha_jax.kernels.nonfinite import emptied, not_finite, spoilt
-from mha_jax.masks import Masking, to_scores_rank
+from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.sharding import is_automatic
 from mha_jax.relative_bias import relative_position_bias
 from mha_jax.rope import at_least_float32
+from mha_jax.scores import Scores
 from mha_spec import AttentionSpec
 from mha_spec.reach import Reach
 
 
-def attend_in_layer(
-    query: Array,
-    key: Array,
-    value: Array,
-    masking: Masking,
-    *,
-    spec: AttentionSpec | None,
-    block_sizes: BlockSizes,
-) -> Array:
-    """Attention in a layer; arguments as those of `fused.attend`, and checked there."""
-    reach, scoring = masking.reach, Scoring.of_layer(query, spec)
-    masking = with_relative_bias(masking, query, key, spec)
-    if reach is not None or masking.offsets is not None:
-        mask = masking.joined(query.shape[2], key.shape[2])
-        masking = Masking(mask, masking.bias, offsets=masking.offsets, sinks=masking.sinks)
-    return attend_by_block(query, key, value, masking, scoring=scoring, block_sizes=block_sizes)
+def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, sizes: BlockSizes) -> Array:
+    """Return the context block by block, of shapes that are checked; what is non-finite is kept apart in each block."""
+    scores = with_relative_bias(mask, scores, query, key)
+    if mask.reach is not None or mask.offsets is not None:
+        mask = Mask(mask.to_bool(query.shape[2], key.shape[2]), offsets=mask.offsets)
+    return attend_by_block(query, key, value, mask, scores, sizes=sizes)
 
 
-def with_relative_bias(masking: Masking, query: Array, key: Array, spec: AttentionSpec | None) -> Masking:
-    """Masking with the relative bias of a layer, if it has one, in the bias of its scores."""
-    if masking.relative_bias is None or spec is None or spec.relative_bias is None:
-        return masking
+def with_relative_bias(mask: Mask, scores: Scores, query: Array, key: Array) -> Scores:
+    """Return the scores with the relative bias of a layer, if it has one, in their bias."""
+    if scores.relative_bias is None or scores.spec is None or scores.buckets is None:
+        return scores
     lengths, dtype = (query.shape[2], key.shape[2]), at_least_float32(query).dtype
-    gained = relative_position_bias(
-        masking.relative_bias, spec.relative_bias, *lengths, masking.offsets, scores_dtype=dtype
-    )
-    bias = gained if masking.bias is None else gained + to_scores_rank(at_least_float32(masking.bias))
-    return replace(masking, bias=bias, relative_bias=None)
+    gained = relative_position_bias(scores.relative_bias, scores.buckets, *lengths, mask.offsets, scores_dtype=dtype)
+    bias = gained if scores.bias is None else gained + to_scores_rank(at_least_float32(scores.bias))
+    return replace(scores, spec=replace(scores.spec, relative_bias=None), bias=bias, relative_bias=None)
 
 
-@compiled("scoring", "block_sizes")
+@compiled("sizes")
 def attend_by_block(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
     value: Float[Array, "B K S Hv"],
-    masking: Masking,
+    mask: Mask,
+    scores: Scores,
     *,
-    scoring: Scoring,
-    block_sizes: BlockSizes,
+    sizes: BlockSizes,
 ) -> Float[Array, "B N T Hv"]:
-    """Attention of split heads, in the dtype of query; arguments as those of `fused.attend`, and checked there.
+    """Return the context, in the dtype of query, under a mask without a span and scores without a relative bias.
 
     It has a derivative in reverse mode only; the plain path has one in forward mode too.
     """
@@ -81,13 +72,13 @@ def attend_by_block(
         heads = (1, 1) if x.shape[1] == 1 != query.shape[1] else (num_kv_heads, x.shape[1] // num_kv_heads)
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
-    mask, bias = (
-        None if x is None else group(to_scores_rank(x)) for x in (masking.with_infinite_bias().mask, masking.bias)
+    as_bool, bias = (
+        None if x is None else group(to_scores_rank(x)) for x in (mask.with_bias(scores.bias).mask, scores.bias)
     )
-    lengths: Any = masking.key_padding_lengths  # an array: see `Masking.as_arrays`
-    sinks = None if masking.sinks is None else masking.sinks.reshape(1, num_kv_heads, -1, 1, 1)
-    hidden = Hidden(mask, bias, lengths, sinks, masking.offsets)
-    options = Options(masking.is_causal, scoring, block_sizes, is_automatic(query))
+    lengths: Any = mask.key_padding_lengths  # an array: see `Mask.as_arrays`
+    sinks = None if scores.sinks is None else scores.sinks.reshape(1, num_kv_heads, -1, 1, 1)
+    hidden = Hidden(as_bool, bias, lengths, sinks, mask.offsets)
+    options = Options(mask.is_causal, Scoring.of_layer(query, scores.spec), sizes, is_automatic(query))
     attend: Any = _attend_at_once if options.is_automatic else _attend
     return attend(options, group(query), key, value, hidden).reshape(*query.shape[:3], value.shape[3])
 
@@ -252,29 +243,28 @@ def weighed_sum(
     return context, log_sums
 
 
-@compiled("scoring", "reach", "block_sizes")
+@compiled("sizes")
 def attend_to_cache(
     query: Float[Array, "B N 1 H"],
     keys: Float[Array, "B K S H"],
     values: Float[Array, "B K S Hv"],
-    last_positions: Int[Array, " B"],
-    sinks: Float[Array, " N"] | None = None,
-    bias: Float[Array, "#B N 1 S"] | None = None,
+    mask: Mask,
+    scores: Scores,
     *,
-    scoring: Scoring,
-    reach: Reach | None = None,
-    block_sizes: BlockSizes,
+    sizes: BlockSizes,
 ) -> Float[Array, "B N 1 Hv"]:
-    """Attention of one token of each sequence up to a position of its own; arguments as those of `fused`.
+    """Return the context of one token of each sequence over the keys up to its own position, `mask.offsets`.
 
     Keys and values are read where they are filled only; of scores, a row of the whole capacity is held for each query.
     Heads go side by side, each with a product of its own: XLA copies what it takes from a cache to a product of many,
     and divides the product of one row among no cores.
     """
-    return _attend_to_cache((scoring, reach, block_sizes), query, keys, values, last_positions, sinks, bias)
+    scores = with_relative_bias(mask, scores, query, keys)
+    options = (scores.spec, mask.reach, sizes)
+    return _attend_to_cache(options, query, keys, values, mask.offsets, scores.sinks, scores.bias)
 
 
-_OfCache = tuple[Scoring, Reach | None, BlockSizes]
+_OfCache = tuple[AttentionSpec | None, Reach | None, BlockSizes]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -292,8 +282,9 @@ def _attend_to_filled_slots(
     sinks: Array | None,
     bias: Array | None,
 ) -> Array:
-    scoring, reach, block_sizes = options
-    last_keys = min(block_sizes.last_keys, block_sizes.keys)
+    spec, reach, sizes = options
+    scoring = Scoring.of_layer(query, spec)
+    last_keys = min(sizes.last_keys, sizes.keys)
     batch_size, num_kv_heads, capacity, _ = keys.shape
     num_heads = batch_size * num_kv_heads
     group_size = query.shape[1] // num_kv_heads
@@ -310,10 +301,10 @@ def _attend_to_filled_slots(
         first_of_heads = jnp.zeros_like(last_of_heads) if reach is None else reach.first(last_of_heads)
         first_seen, last_seen = first_of_heads[:, None], last_of_heads[:, None]
         seen, filled = jnp.maximum(first_of_heads.min(), 0), last_of_heads.max() + 1  # from, and up to
-        num_large = filled // block_sizes.keys
-        filled_large = num_large * block_sizes.keys
+        num_large = filled // sizes.keys
+        filled_large = num_large * sizes.keys
         num_small = -((filled_large - filled) // last_keys)
-        first_large = jnp.minimum(seen // block_sizes.keys, num_large)
+        first_large = jnp.minimum(seen // sizes.keys, num_large)
         first_small = jnp.maximum(seen - filled_large, 0) // last_keys
 
         def over_blocks(add: Callable[[Array, Array, Array, int], Array], carry: Array) -> Array:
@@ -321,7 +312,7 @@ def _attend_to_filled_slots(
                 first = after + i * size
                 return add(carry, first, jnp.minimum(first, capacity - size), size)  # the last may lie over another
 
-            carry = lax.fori_loop(first_large, num_large, partial(step, after=0, size=block_sizes.keys), carry)
+            carry = lax.fori_loop(first_large, num_large, partial(step, after=0, size=sizes.keys), carry)
             return lax.fori_loop(first_small, num_small, partial(step, after=filled_large, size=last_keys), carry)
 
         def put_scores(scores: Array, _: Array, begin: Array, size: int) -> Array:
@@ -348,7 +339,7 @@ def _attend_to_filled_slots(
         attn_weights = _softmax_of_seen(scores, is_seen, of_heads)
         return over_blocks(add_values, jnp.zeros_like(queries, shape=(len(heads), group_size, values.shape[3])))
 
-    together = math.gcd(num_kv_heads if num_kv_heads > 1 else batch_size, block_sizes.heads_side_by_side)
+    together = math.gcd(num_kv_heads if num_kv_heads > 1 else batch_size, sizes.heads_side_by_side)
     contexts = lax.map(attend_side_by_side, jnp.arange(num_heads, dtype=jnp.int32).reshape(-1, together))
     return contexts.reshape(*query.shape[:3], values.shape[3]).astype(query.dtype)
 
@@ -363,7 +354,8 @@ def _attend_to_every_slot(
     bias: Array | None,
 ) -> Array:
     """Products of all sequences, heads and slots, which XLA divides among devices as the cache is."""
-    scoring, reach, _ = options
+    spec, reach, _ = options
+    scoring = Scoring.of_layer(query, spec)
     batch_size, num_kv_heads, capacity, _ = keys.shape
     heads, slots = (jnp.arange(size, dtype=jnp.int32) for size in (num_kv_heads, capacity))
     of_heads = None if sinks is None else sinks.reshape(num_kv_heads, -1, 1)
@@ -396,16 +388,15 @@ def _attend_to_cache_forward(options: _OfCache, *inputs: Any) -> tuple[Array, tu
 def _attend_to_cache_backward(
     options: _OfCache, residuals: tuple[Any, ...], cotangent: Array
 ) -> tuple[Array | None, ...]:
-    scoring, reach, block_sizes = options
+    spec, reach, sizes = options
     query, keys, values, last_positions, sinks, bias = residuals
-    masking = Masking(key_padding_lengths=last_positions + 1, offsets=last_positions)
+    mask = Mask(key_padding_lengths=last_positions + 1, offsets=last_positions)
     if reach is not None:
-        mask = Masking(is_causal=True, reach=reach, offsets=last_positions).joined(1, keys.shape[2])
-        masking = Masking(mask, offsets=last_positions)
+        as_bool = Mask(is_causal=True, reach=reach, offsets=last_positions).to_bool(1, keys.shape[2])
+        mask = Mask(as_bool, offsets=last_positions)
 
     def attend_to_filled(query: Array, keys: Array, values: Array, sinks: Array | None, bias: Array | None) -> Array:
-        hidden = replace(masking, sinks=sinks, bias=bias)
-        return attend_by_block(query, keys, values, hidden, scoring=scoring, block_sizes=block_sizes)
+        return attend_by_block(query, keys, values, mask, Scores(spec, bias, sinks), sizes=sizes)
 
     _, differentiate = jax.vjp(attend_to_filled, query, keys, values, sinks, bias)
     *grads, grad_sinks, grad_bias = differentiate(cotangent)

@@ -7,23 +7,57 @@ do with scores what a layer does.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax import stages
-from mha_jax.kernels import blockwise
-from mha_jax.kernels.blocks import BLOCK_SIZES, BlockSizes, Scoring
-from mha_jax.kernels.library import attend_by_library
-from mha_jax.kernels.windows import attend_in_reach, num_together
-from mha_jax.masks import Masking
+from mha_jax.kernels import Kernel, blockwise, library, windows
+from mha_jax.kernels.blocks import BlockSizes
+from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import automatically, of_heads
-from mha_jax.parallel.tokens import attend_to_tokens, passes_keys, token_axis
-from mha_jax.stages import Dropout, check_attention, score_scale
+from mha_jax.parallel.tokens import ContextParallel, token_axis
+from mha_jax.scores import Scores
+from mha_jax.stages import attend_without_weights, check_attention
 from mha_spec import AttentionSpec, Refusal
-from mha_spec.rules import as_rate
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class FusedAttention(BlockSizes):
+    """Default kernel of layers: the fastest one that supports the call, with the block sizes that it has on a CPU."""
+
+    def __call__(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+        """Return the context."""
+        if token_axis(query, key, mask) is not None:
+            return ContextParallel(None, self)(query, key, value, mask, scores)
+        return automatically(of_heads)(self._attend)(query, key, value, mask, scores)
+
+    def step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+        """Return the context of one new token of each sequence; of a cache only the filled part is read."""
+        is_plain = mask.mask is None and scores.bias is None and not scores.has_dropout
+        if not is_plain or token_axis(query, key, mask) is not None:
+            return self(query, key, value, mask, scores)
+        return automatically(of_heads)(self._step)(query, key, value, mask, scores)
+
+    def _attend(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+        num_scores = math.prod(query.shape[:3]) * key.shape[2]
+        is_small = num_scores == 0 or (num_scores <= self.few_scores and _is_on_cpu())
+        if is_small or scores.has_dropout:
+            return attend_without_weights(query, key, value, mask, scores)
+        if _is_on_cpu():
+            kernel = windows if windows.supports(query, mask) else blockwise
+            return kernel.attend(query, key, value, mask, scores, sizes=self)
+        if library.supports(query, scores):
+            return library.attend(query, key, value, mask, scores)
+        return attend_without_weights(query, key, value, mask, scores)
+
+    def _step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+        if not _is_on_cpu():
+            return self._attend(query, key, value, mask, scores)
+        if key.shape[2] > self.keys and query.size:
+            return blockwise.attend_to_cache(query, key, value, mask, scores, sizes=self)
+        return attend_without_weights(query, key, value, mask, scores)
 
 
 def scaled_dot_product_attention(
@@ -42,7 +76,7 @@ def scaled_dot_product_attention(
     dropout_rng: jax.Array | None = None,
     sinks: Float[Array, "..."] | None = None,
     relative_bias: Float[Array, "..."] | None = None,
-    block_sizes: BlockSizes = BLOCK_SIZES,
+    kernel: Kernel = FusedAttention(),
 ) -> tuple[Float[Array, "B N T Hv"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
@@ -60,7 +94,7 @@ def scaled_dot_product_attention(
         dropout_rng: random key to draw what is dropped from.
         sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
         relative_bias: what scores gain for the distance of their keys, (num_buckets, N), where the layer has that.
-        block_sizes: how the work is divided on a CPU.
+        kernel: computes the context: one with other block sizes, `parallel.ContextParallel`, or your own.
 
     Returns:
         The context (B, N, T, Hv), in the dtype of query, and None.
@@ -71,133 +105,15 @@ def scaled_dot_product_attention(
     """
     if need_weights or dropout_keep is not None:
         raise Refusal("need_weights and dropout_keep", "be left out on the fused path, which stores no weights")
-    masking = Masking(mask, bias, is_causal, key_padding_lengths, sinks=sinks, relative_bias=relative_bias)
-    masking = masking.of_layer(spec)
-    return attend(
-        query, key, value, masking, Dropout(dropout, rng=dropout_rng), spec=spec, block_sizes=block_sizes
-    ), None
+    visible = Mask(mask, is_causal, key_padding_lengths).within(spec)
+    scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_rng=dropout_rng)
+    check_attention(query, key, value, visible, scores)
+    return kernel(query, key, value, visible.as_arrays(), scores), None
 
 
-def attend(
-    query: Float[Array, "B N T H"],
-    key: Float[Array, "B K S H"],
-    value: Float[Array, "B K S Hv"],
-    masking: Masking,
-    dropout: Dropout,
-    *,
-    spec: AttentionSpec | None,
-    block_sizes: BlockSizes = BLOCK_SIZES,
-) -> Float[Array, "B N T Hv"]:
-    """`scaled_dot_product_attention` as the layers call it: the context."""
-    check_attention(query, key, value, masking, spec)
-    as_rate("dropout", dropout.rate)
-    if (axis := token_axis(query, key, masking, block_sizes)) != block_sizes.token_axis:
-        block_sizes = replace(block_sizes, token_axis=axis, passes_keys=passes_keys(key, axis, block_sizes))
-    return _attend(query, key, value, masking.as_arrays(), dropout, spec=spec, block_sizes=block_sizes)
-
-
-@automatically(of_heads)
-def _attend(
-    query: Array,
-    key: Array,
-    value: Array,
-    masking: Masking,
-    dropout: Dropout,
-    *,
-    spec: AttentionSpec | None,
-    block_sizes: BlockSizes,
-) -> Array:
-    if block_sizes.token_axis is not None and query.size and not dropout.rate:
-        masking = blockwise.with_relative_bias(masking, query, key, spec)
-        spec = None if spec is None else replace(spec, relative_bias=None)  # the bias contains it now
-        told = {"spec": spec, "scoring": Scoring.of_layer(query, spec), "block_sizes": block_sizes}
-        return attend_to_tokens(query, key, value, masking, **told, attend_whole=_attend_whole)
-    num_scores = math.prod(query.shape[:3]) * key.shape[2]
-    if dropout.rate or not num_scores or (num_scores <= block_sizes.few_scores and _is_on_cpu()):
-        return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
-    if _is_on_cpu():
-        reach = masking.reach
-        is_in_parts = reach is not None and masking.offsets is None and query.shape[2] > num_together(reach)
-        kernel = attend_in_reach if is_in_parts else blockwise.attend_in_layer
-        return kernel(query, key, value, masking, spec=spec, block_sizes=block_sizes)
-    is_wide_bias = masking.bias is not None and masking.bias.dtype != query.dtype  # which had a relative bias added
-    if not kernel_takes(spec) or masking.sinks is not None or is_wide_bias:
-        return stages.attend(query, key, value, masking, dropout, spec=spec, need_weights=False)[0]
-    scale = score_scale(query, spec)
-    return attend_by_library(query, key, value, masking, scale=scale, platform=jax.default_backend())
-
-
-def _attend_whole(
-    query: Array, key: Array, value: Array, masking: Masking, spec: AttentionSpec | None, block_sizes: BlockSizes
-) -> Array:
-    return _attend(query, key, value, masking, Dropout(), spec=spec, block_sizes=block_sizes)
-
-
-def kernel_takes(spec: AttentionSpec | None) -> bool:
-    """Whether the framework's kernel can do with scores what a layer does."""
-    return spec is None or (spec.soft_cap is None and not spec.has_distance_bias)
+attend = FusedAttention()
+"""Returns the context by the fastest kernel that supports the call: the default kernel of layers."""
 
 
 def _is_on_cpu() -> bool:
     return jax.default_backend() == "cpu"
-
-
-def attend_to_cache(
-    query: Float[Array, "B N 1 H"],
-    keys: Float[Array, "B K S H"],
-    values: Float[Array, "B K S Hv"],
-    last_positions: Int[Array, " B"],
-    spec: AttentionSpec | None = None,
-    *,
-    sinks: Float[Array, "..."] | None = None,
-    relative_bias: Float[Array, "..."] | None = None,
-    block_sizes: BlockSizes = BLOCK_SIZES,
-) -> Float[Array, "B N 1 Hv"]:
-    """Attention of one new token of each sequence over its cached tokens; reads the filled part of the cache only.
-
-    Args:
-        query: (B, N, 1, H).
-        keys, values: the cache, (B, K, S, H) and (B, K, S, Hv), in the dtype of query.
-        last_positions: the last slot that each sequence sees, (B,).
-        spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
-        sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
-        relative_bias: what scores gain for the distance of their keys, (num_buckets, N), where the layer has that.
-        block_sizes: how the work is divided on a CPU.
-
-    Raises:
-        TypeError: if an input is not floating point, or the dtypes differ.
-        ValueError: if the shapes do not fit.
-    """
-    masking = Masking(is_causal=True, offsets=last_positions, sinks=sinks, relative_bias=relative_bias).of_layer(spec)
-    check_attention(query, keys, values, masking, spec)
-    if token_axis(query, keys, masking, block_sizes) is not None:  # slots are divided
-        return attend(query, keys, values, masking, Dropout(), spec=spec, block_sizes=block_sizes)
-    return _attend_to_cache(query, keys, values, masking, spec=spec, block_sizes=block_sizes)
-
-
-@automatically(of_heads)
-def _attend_to_cache(
-    query: Array,
-    keys: Array,
-    values: Array,
-    masking: Masking,
-    *,
-    spec: AttentionSpec | None,
-    block_sizes: BlockSizes,
-) -> Array:
-    last_positions: Any = masking.offsets
-    if keys.shape[2] > block_sizes.keys and query.size and _is_on_cpu():
-        return blockwise.attend_to_cache(
-            query,
-            keys,
-            values,
-            last_positions,
-            masking.sinks,
-            blockwise.with_relative_bias(masking, query, keys, spec).bias,
-            scoring=Scoring.of_layer(query, spec),
-            reach=None if spec is None else spec.reach,
-            block_sizes=block_sizes,
-        )
-    if _is_on_cpu():
-        return stages.attend(query, keys, values, masking, Dropout(), spec=spec, need_weights=False)[0]
-    return attend(query, keys, values, masking, Dropout(), spec=spec)

@@ -1,95 +1,81 @@
-"""Attention by JAX's own `dot_product_attention`, behind the masks and the empty rows of this package."""
+"""JAX's own `dot_product_attention`, with the cheapest form of the mask.
+
+Everything here is for finite inputs: `nonfinite.contained` is around it, for kernels disagree about what is not finite.
+"""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array
 
 from mha_jax.compiled import compiled
-from mha_jax.kernels.nonfinite import emptied, not_finite, sees_any, spoilt
-from mha_jax.masks import Masking, to_scores_rank
+from mha_jax.kernels.nonfinite import contained, emptied
+from mha_jax.masks import Mask, to_scores_rank
+from mha_jax.scores import Scores
+from mha_jax.stages import score_scale
 
 
-@compiled("scale", "platform")
-def attend_by_library(
-    query: Array, key: Array, value: Array, masking: Masking, *, scale: float, platform: str
-) -> Array:
-    """Attention of split heads by the library; arguments as those of `fused.attend`, and checked there."""
+def supports(query: Array, scores: Scores) -> bool:
+    """Return whether the kernel can do with the scores what a layer asks."""
+    if scores.soft_cap is not None or scores.has_distances or scores.sinks is not None:
+        return False
+    return scores.bias is None or scores.bias.dtype == query.dtype  # a relative bias in it is wider
+
+
+@compiled()
+@contained
+def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+    """Return the context, with the cheapest form of the mask."""
     seq_len_q, seq_len_k = query.shape[2], key.shape[2]
     width, head_dim = value.shape[3], max(query.shape[3], value.shape[3])  # it takes heads of one width
     is_half = query.dtype in (jnp.float16, jnp.bfloat16)
-    takes_cudnn = platform == "gpu" and is_half and head_dim % 8 == 0 and head_dim <= 128
-    told = _told(masking, seq_len_q, seq_len_k, takes_cudnn=takes_cudnn)
-    mask, bias, empty_rows = None, masking.bias, None
-    # What is not finite is handled here: kernels disagree about it, as they do about a row without a key.
-    wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
-    marked = jnp.repeat(wrong_keys[..., 0], query.shape[1] // key.shape[1], axis=1)
-    query = emptied(query, wrong_rows)
+    takes_cudnn = jax.default_backend() == "gpu" and is_half and head_dim % 8 == 0 and head_dim <= 128
+    told = _told(mask, scores, seq_len_q, seq_len_k, takes_cudnn=takes_cudnn)
+    visible, bias, masked_rows, lengths = None, scores.bias, None, mask.key_padding_lengths
+    scale = score_scale(query, scores.spec)
     if told is None:
-        hidden: Any = masking.with_infinite_bias().joined(seq_len_q, seq_len_k)
-        wrong_rows |= sees_any(marked, seq_len_q, Masking(hidden))
-        # A row without a key is shown every key instead, and emptied afterwards.
-        mask = to_scores_rank(hidden)
-        empty_rows = mask.all(axis=-1, keepdims=True)
-        mask = mask & ~empty_rows
-    else:
-        lengths: Any = masking.key_padding_lengths
-        first, stop = _seen_keys(masking, seq_len_q, seq_len_k)
-        wrong_rows |= _sees_any_between(marked, first, stop)
-        if masking.reach is not None or lengths is not None:
-            empty_rows = (first == stop)[:, None, :, None]
-        if lengths is not None:  # what a kernel writes as the gradient of padding is not read
-            places = jnp.arange(seq_len_k, dtype=jnp.int32)[None, None, :, None]
-            wrong_keys |= places >= lengths[:, None, None, None]
-    key, value = emptied(key, wrong_keys), emptied(value, wrong_keys)
+        hidden: Any = mask.with_bias(bias).to_bool(seq_len_q, seq_len_k)
+        # A fully masked row attends to every key instead, and is set to 0 afterwards: kernels disagree about it.
+        hidden = to_scores_rank(hidden)
+        masked_rows = hidden.all(axis=-1, keepdims=True)
+        visible = ~(hidden & ~masked_rows)  # the other polarity: True = attend
+    elif mask.reach is not None or lengths is not None:
+        first, stop = (x.clip(0, seq_len_k) for x in mask.key_range(seq_len_q, seq_len_k))
+        masked_rows = (first >= stop)[:, None, :, None]
+    if told is not None and lengths is not None:  # what a kernel writes as the gradient of padding is not read
+        is_padding = jnp.arange(seq_len_k, dtype=jnp.int32)[None] >= jnp.asarray(lengths)[:, None]
+        key, value = (emptied(x, is_padding[:, None, :, None]) for x in (key, value))
     if bias is not None:
-        bias = jnp.where(jnp.isneginf(bias), 0.0, bias)  # the mask hides these
+        bias = to_scores_rank(jnp.where(jnp.isneginf(bias), 0.0, bias))  # the mask hides these
     query, key, value = (jnp.pad(x, [(0, 0)] * 3 + [(0, head_dim - x.shape[3])]) for x in (query, key, value))
     with jax.numpy_dtype_promotion("standard"):  # which it needs, where the caller may be strict
         context = jax.nn.dot_product_attention(
             query.swapaxes(1, 2),
             key.swapaxes(1, 2),
             value.swapaxes(1, 2),
-            None if bias is None else to_scores_rank(bias),
-            None if mask is None else ~mask,  # the other polarity: True = attend
+            bias,
+            visible,
             scale=scale,
             implementation="cudnn" if takes_cudnn else "xla",
             **(told or {}),
-        ).swapaxes(1, 2)
-    context = spoilt(context[..., :width], wrong_rows)
-    return context if empty_rows is None else emptied(context, empty_rows)
+        ).swapaxes(1, 2)[..., :width]
+    return context if masked_rows is None else emptied(context, masked_rows)
 
 
-def _told(masking: Masking, seq_len_q: int, seq_len_k: int, *, takes_cudnn: bool) -> dict[str, Any] | None:
+def _told(mask: Mask, scores: Scores, seq_len_q: int, seq_len_k: int, *, takes_cudnn: bool) -> dict[str, Any] | None:
     """What is hidden in the library's own words, with which it needs no mask; None where it has none."""
-    reach, lengths = masking.reach, masking.key_padding_lengths
-    if any(x is not None for x in (masking.mask, masking.bias, masking.offsets)):
+    reach, lengths = mask.reach, mask.key_padding_lengths
+    if any(x is not None for x in (mask.mask, scores.bias, mask.offsets)):
         return None
-    told: dict[str, Any] = {"is_causal": masking.is_causal}
+    told: dict[str, Any] = {"is_causal": mask.is_causal}
     if reach is not None:
         # cuDNN takes a window with causality alone, and not more queries than keys.
-        is_refused = takes_cudnn and (not masking.is_causal or lengths is not None or seq_len_q > seq_len_k)
+        is_refused = takes_cudnn and (not mask.is_causal or lengths is not None or seq_len_q > seq_len_k)
         if reach.window_size is None or is_refused:
             return None
         before = reach.window_size - 1
-        told["local_window_size"] = (before, 0 if masking.is_causal else before)
+        told["local_window_size"] = (before, 0 if mask.is_causal else before)
     if lengths is not None:  # a kernel without a key may give anything
         told["key_value_seq_lengths"] = jnp.maximum(jnp.asarray(lengths), 1)
     return told
-
-
-def _seen_keys(masking: Masking, seq_len_q: int, seq_len_k: int) -> tuple[Int[Array, "#B T"], Int[Array, "#B T"]]:
-    """The first of the keys that each query sees and the one after the last; the same where it sees none."""
-    first, stop = (x.clip(0, seq_len_k) for x in masking.seen_keys(seq_len_q, seq_len_k))
-    return jnp.minimum(first, stop), stop
-
-
-def _sees_any_between(
-    marked: Bool[Array, "B N S"], first: Int[Array, "#B T"], stop: Int[Array, "#B T"]
-) -> Bool[Array, "B N T 1"]:
-    """Whether any of the keys is marked that a query sees, from its first one to before where it stops."""
-    counts = jnp.pad(lax.cumsum(marked.astype(jnp.int32), axis=2), [(0, 0), (0, 0), (1, 0)])  # before each key
-    before, within = (jnp.take_along_axis(counts, places[:, None], axis=2) for places in (first, stop))
-    return (within > before)[..., None]

@@ -5,14 +5,18 @@ it is made NaN afterwards. Where everything is finite, nothing changes.
 """
 
 from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from mha_jax.compiled import compiled
-from mha_jax.masks import Masking, to_scores_rank
+from mha_jax.kernels import Kernel
+from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.sharding import is_automatic
+from mha_jax.scores import Scores
 
 
 def not_finite(x: Float[Array, "*tokens H"]) -> Bool[Array, "*tokens 1"]:
@@ -30,29 +34,28 @@ def spoilt(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, ".
     return x + jnp.where(where, jnp.nan, 0.0)
 
 
-def sees_any(marked: Bool[Array, "B N S"], seq_len_q: int, masking: Masking) -> Bool[Array, "B N T 1"]:
-    """Whether a query sees any of the keys that are marked, by the mask or, where there is none, by causality alone."""
+def sees_any(marked: Bool[Array, "B N S"], seq_len_q: int, mask: Mask) -> Bool[Array, "B N T 1"]:
+    """Return whether a query attends to any of the marked keys; T and S are not 0."""
+    if mask.mask is None:
+        first, stop = (x.clip(0, marked.shape[2]) for x in mask.key_range(seq_len_q, marked.shape[2]))
+        counts = jnp.pad(lax.cumsum(marked.astype(jnp.int32), axis=2), [(0, 0), (0, 0), (1, 0)])  # before each key
+        before, within = (jnp.take_along_axis(counts, places[:, None], axis=2) for places in (first, stop))
+        return (within > before)[..., None]
+    hidden: Any = mask.to_bool(seq_len_q, marked.shape[2])
     shape = (*marked.shape[:2], seq_len_q, 1)
 
     def among(keys: slice) -> Array:
-        seen = marked[:, :, None, keys]
-        seen = seen if masking.mask is None else seen & ~to_scores_rank(masking.mask)[..., keys]
+        seen = marked[:, :, None, keys] & ~to_scores_rank(hidden)[..., keys]
         return jnp.broadcast_to(seen.any(axis=-1, keepdims=True), shape)
 
-    def look() -> Array:
-        if masking.mask is None and masking.is_causal:
-            last_seen = jnp.minimum(jnp.arange(seq_len_q, dtype=jnp.int32), marked.shape[2] - 1)
-            return (lax.cumsum(marked.astype(jnp.int32), axis=2) > 0)[:, :, last_seen, None]
-        return among(slice(None))
-
     if is_automatic(marked):  # devices would have to agree on whether to look
-        return look()
+        return among(slice(None))
     # Scores are looked through only if needed. No keys give False, of the type that a `shard_map` expects of it.
-    return lax.cond(marked.any(), look, lambda: among(slice(0)))
+    return lax.cond(marked.any(), lambda: among(slice(None)), lambda: among(slice(0)))
 
 
 def by_finite_tokens(project: Callable[[str, Array], Array]) -> Callable[[str, Array], Array]:
-    """Projections through which a token that is not finite gives NaN, and spoils no gradient if nobody sees it."""
+    """Wrap projections, so that a non-finite token gives NaN, and no NaN in a gradient if nobody attends to it."""
 
     def project_finite(name: str, x: Array) -> Array:
         x, wrong = _set_aside(x)
@@ -68,3 +71,54 @@ def _set_aside(x: Array) -> tuple[Array, Array]:
 
 
 _spoilt = compiled()(spoilt)
+
+
+# ---- Kernels ---------------------------------------------------------------------------------------------------------
+
+
+def contained(kernel: Kernel) -> Kernel:
+    """Wrap a kernel for finite inputs, so that it keeps the rules for non-finite ones.
+
+    Non-finite tokens are 0 to the kernel, and rows that attend to one are NaN afterwards.
+    """
+
+    @wraps(kernel)
+    def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+        hidden = mask.with_bias(scores.bias)
+        query, key, value, wrong_rows = _contained(query, key, value, hidden)
+        return spoilt(kernel(query, key, value, mask, scores), wrong_rows)
+
+    return attend
+
+
+def contained_with_weights(attend: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
+    """Wrap `stages.attend` for finite inputs as `contained` wraps a kernel; hidden keys weigh 0 in rows of NaN, too."""
+
+    @wraps(attend)
+    def contained(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> tuple[Array, Array]:
+        hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2])
+        if hidden is None:  # every row attends to everything: NaN spreads by itself
+            return attend(query, key, value, mask, scores)
+        query, key, value, wrong_rows = _contained(query, key, value, Mask(hidden))
+        context, attn_weights = attend(query, key, value, mask, scores)
+        return spoilt(context, wrong_rows), spoilt(attn_weights, wrong_rows & ~to_scores_rank(hidden))
+
+    return contained
+
+
+def _contained(query: Array, key: Array, value: Array, hidden: Mask) -> tuple[Array, Array, Array, Array]:
+    """Return the inputs, 0 where a token is non-finite, and the rows that become NaN: fully masked ones do not."""
+    wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
+    query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
+    wrong_rows &= _has_key(hidden, query.shape[2], key.shape[2])
+    wrong_keys = jnp.repeat(wrong_keys[..., 0], query.shape[1] // key.shape[1], axis=1)
+    return query, key, value, wrong_rows | sees_any(wrong_keys, query.shape[2], hidden)
+
+
+def _has_key(hidden: Mask, seq_len_q: int, seq_len_k: int) -> Bool[Array, "#B #N #T 1"]:
+    """Return whether a row attends to any key."""
+    if hidden.mask is not None:
+        as_bool: Any = hidden.to_bool(seq_len_q, seq_len_k)
+        return ~to_scores_rank(as_bool).all(axis=-1, keepdims=True)
+    first, stop = (x.clip(0, seq_len_k) for x in hidden.key_range(seq_len_q, seq_len_k))
+    return (first < stop)[:, None, :, None]

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mha_jax.cache import Cache, CacheT
 from mha_jax.mha import AttentionLayer
+from mha_jax.parallel.tokens import ContextParallel
 from mha_spec import AttentionSpec, Refusal, WrongType
 
 __all__ = ["shard", "shard_cache"]
@@ -53,7 +54,7 @@ def shard(
         heads: the name of the dimension that heads are divided over.
         features: of that for the other axis of each kernel; that of the data, as a rule.
         tokens: of that for the tokens of the inputs. Where it is explicit, their types say it, and it need not be said;
-            where it is automatic, it is kept in `layer.block_sizes`, as `token_axis`.
+            where it is automatic, a `ContextParallel` is put around `layer.kernel`.
 
     Returns:
         The layer.
@@ -80,12 +81,12 @@ def shard(
     for parameter, spec in held:
         parameter.set_value(_placed(parameter.get_value(), NamedSharding(mesh, spec)))
         parameter.set_metadata("out_sharding", tuple(spec))
-    if tokens is not None:
+    if tokens is not None and mesh.axis_types[mesh.axis_names.index(tokens)] != AxisType.Explicit:
         count, others = layer.spec.num_kv_heads, 1 if heads is None else mesh.shape[heads]
         own = count if count % others else count // others
-        passes_keys = layer.block_sizes.passes_keys or own % mesh.shape[tokens] != 0  # too few heads to share
-        told = {"token_axis": _token_axis(mesh, tokens), "passes_keys": passes_keys}
-        layer.block_sizes = replace(layer.block_sizes, **told)
+        held = layer.kernel if isinstance(layer.kernel, ContextParallel) else ContextParallel(None, layer.kernel)
+        passes_keys = held.passes_keys or own % mesh.shape[tokens] != 0  # too few heads to share
+        layer.kernel = replace(held, axis=tokens, passes_keys=passes_keys)
     return layer
 
 
@@ -144,11 +145,6 @@ def _held(layer: AttentionLayer, name: str) -> nnx.Param[Any]:
     if not isinstance(held, nnx.Param):
         raise Refusal("layer", f"hold {name} itself to be divided", type(held).__name__)
     return held
-
-
-def _token_axis(mesh: Mesh, tokens: str) -> str | None:
-    """The dimension of tokens, if types do not say it."""
-    return None if mesh.axis_types[mesh.axis_names.index(tokens)] == AxisType.Explicit else tokens
 
 
 def _partition(

@@ -22,9 +22,10 @@ from jaxtyping import Array
 from mha_jax.kernels.blocks import BlockSizes, Hidden, Options, Scoring
 from mha_jax.kernels.blockwise import gradient_of_sinks, gradients_of_part, sums_of_part
 from mha_jax.kernels.nonfinite import not_finite, spoilt
-from mha_jax.masks import Masking
+from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import is_automatic, varying
 from mha_jax.rope import at_least_float32
+from mha_jax.scores import Scores
 from mha_spec.reach import Reach
 
 
@@ -85,40 +86,34 @@ class _Chunk(NamedTuple):
 
 
 def attend_to_visitors(
-    axis: str,
-    size: int,
-    scoring: Scoring,
-    block_sizes: BlockSizes,
-    query: Array,
-    key: Array,
-    value: Array,
-    masking: Masking,
+    axis: str, size: int, sizes: BlockSizes, query: Array, key: Array, value: Array, mask: Mask, scores: Scores
 ) -> Array:
     """Attention of a device's own queries (B, N, t, H) over the keys and values (B, K, s, H) of all devices.
 
     Args:
         axis, size: of the devices.
-        scoring: what becomes of the products of queries and keys.
-        block_sizes: how the work of a device is divided.
-        query, key, value: its own; of a cache, whose masking has offsets, all queries and its own slots.
-        masking: with the rows of its own queries and the columns of all keys; of a cache with those of its own slots.
+        sizes: how the work of a device is divided.
+        query, key, value: its own; of a cache, whose mask has offsets, all queries and its own slots.
+        mask, scores: with the rows of its own queries and the columns of all keys; of a cache with those of its own
+            slots.
     """
-    num_kv_heads = key.shape[1]
-    is_cached = masking.offsets is not None
+    num_kv_heads, reach = key.shape[1], mask.reach
+    is_cached = mask.offsets is not None
 
     def group(x: Array) -> Array:
         heads = (1, 1) if x.shape[1] == 1 != query.shape[1] else (num_kv_heads, x.shape[1] // num_kv_heads)
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
-    mask, bias = (None if x is None else group(x) for x in (masking.with_infinite_bias().mask, masking.bias))
-    sinks = None if masking.sinks is None else masking.sinks.reshape(1, num_kv_heads, -1, 1, 1)
-    given = _Given(mask, bias, masking.key_padding_lengths, sinks, masking.offsets)  # pyright: ignore[reportArgumentType]
-    same = query.shape[2] == key.shape[2] and masking.reach is None and mask is None and bias is None
-    is_halved = masking.is_causal and not is_cached and same and query.shape[2] % 2 == 0
-    hides = masking.is_causal or masking.reach is not None or mask is not None or given.lengths is not None
-    options = Options(False, scoring, block_sizes, is_automatic(query), is_part=hides)
-    walks = () if is_cached else _walks(masking, query.shape[2], key.shape[2], size)
-    plan = _Plan(axis, size, masking.is_causal, masking.reach, is_halved, is_cached, walks, options)
+    as_bool, bias = (None if x is None else group(x) for x in (mask.with_bias(scores.bias).mask, scores.bias))
+    sinks = None if scores.sinks is None else scores.sinks.reshape(1, num_kv_heads, -1, 1, 1)
+    given = _Given(as_bool, bias, mask.key_padding_lengths, sinks, mask.offsets)  # pyright: ignore[reportArgumentType]
+    same = query.shape[2] == key.shape[2] and reach is None and as_bool is None and bias is None
+    is_halved = mask.is_causal and not is_cached and same and query.shape[2] % 2 == 0
+    hides = mask.is_causal or reach is not None or as_bool is not None or given.lengths is not None
+    scoring = Scoring.of_layer(query, scores.spec)
+    options = Options(False, scoring, sizes, is_automatic(query), is_part=hides)
+    walks = () if is_cached else _walks(mask, query.shape[2], key.shape[2], size)
+    plan = _Plan(axis, size, mask.is_causal, reach, is_halved, is_cached, walks, options)
     arrays = varying((group(query), key, value, given), axis)
     if is_halved:
         *tokens, given = arrays
@@ -130,13 +125,14 @@ def attend_to_visitors(
     return context.reshape(*query.shape[:3], value.shape[3])
 
 
-def _walks(masking: Masking, seq_len_q: int, seq_len_k: int, size: int) -> tuple[tuple[int, int], ...]:
+def _walks(mask: Mask, seq_len_q: int, seq_len_k: int, size: int) -> tuple[tuple[int, int], ...]:
     """In which direction keys and values go on, and how often: to all devices, or as far as queries reach."""
-    if masking.reach is None or seq_len_q != seq_len_k:
+    reach = mask.reach
+    if reach is None or seq_len_q != seq_len_k:
         return ((1, size - 1),)
-    far = (masking.reach.window_size or masking.reach.chunk_size or 1) - 1
-    count = 0 if masking.reach.chunk_size and seq_len_q % masking.reach.chunk_size == 0 else -(-far // seq_len_q)
-    if masking.is_causal:
+    far = (reach.window_size or reach.chunk_size or 1) - 1
+    count = 0 if reach.chunk_size and seq_len_q % reach.chunk_size == 0 else -(-far // seq_len_q)
+    if mask.is_causal:
         return ((1, min(count, size - 1)),)
     return ((1, size - 1),) if 2 * count >= size - 1 else ((1, count), (-1, count))
 

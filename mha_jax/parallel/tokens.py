@@ -9,7 +9,7 @@ Source: DeepSpeed Ulysses, arXiv:2309.14509.
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,25 +19,63 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
 from mha_jax.compiled import compiled
-from mha_jax.kernels.blocks import BlockSizes, Scoring
-from mha_jax.masks import Masking, to_scores_rank
+from mha_jax.kernels import Kernel, step_of
+from mha_jax.kernels.blocks import BlockSizes
+from mha_jax.kernels.blockwise import with_relative_bias
+from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.ring import attend_to_visitors
-from mha_jax.parallel.sharding import is_explicit, placed, spec_of, varying
-from mha_spec import AttentionSpec, Refusal
+from mha_jax.parallel.sharding import automatically, is_explicit, of_heads, placed, spec_of, varying
+from mha_jax.scores import Scores
+from mha_spec import Refusal
 
 
-def token_axis(query: Array, key: Array, masking: Masking, block_sizes: BlockSizes) -> str | None:
-    """The dimension of a mesh that the tokens, or the slots of a cache, are divided along; None where none is.
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class ContextParallel:
+    """Kernel for tokens, or slots of a cache, that are divided along a dimension of a mesh.
+
+    Attributes:
+        axis: the dimension; types say it where it is explicit.
+        kernel: attends with some of the heads over all tokens; a ring takes its block sizes, if it has any.
+        passes_keys: pass keys and values on, also where devices could share the heads instead.
+    """
+
+    axis: str | None
+    kernel: Kernel
+    passes_keys: bool = False
+
+    def __call__(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+        """Return the context, divided as the queries are."""
+        axis = token_axis(query, key, mask, self.axis)
+        if axis is None:
+            return self.kernel(query, key, value, mask, scores)
+        passes_keys = self.passes_keys or _cannot_share(key, axis)
+        attend = automatically(of_heads)(replace(self, axis=axis, passes_keys=passes_keys)._attend)
+        return attend(query, key, value, mask, scores)
+
+    def step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+        """Return the context of one new token of each sequence over a cache."""
+        is_whole = token_axis(query, key, mask, self.axis) is None
+        return (step_of(self.kernel) if is_whole else self)(query, key, value, mask, scores)
+
+    def _attend(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+        if scores.has_dropout or not query.size:
+            return self.kernel(query, key, value, mask, scores)
+        scores = replace(with_relative_bias(mask, scores, query, key), dropout_rng=None)
+        return _attend_to_tokens(query, key, value, mask, scores, how=self)
+
+
+def token_axis(query: Array, key: Array, mask: Mask, axis: Any = None) -> str | None:
+    """Return the dimension of a mesh that the tokens, or the slots of a cache, are divided along; None if none is.
 
     Raises:
         ValueError: if it is not one of the mesh that queries lie on, it does not divide the tokens evenly, or there are
             several.
     """
     mesh = jax.typeof(query).sharding.mesh
-    axis: Any = block_sizes.token_axis
     if is_explicit(query):
-        axis = spec_of(query)[2] if masking.offsets is None else spec_of(key)[2]
-        axis = axis[0] if isinstance(axis, tuple) and len(axis) == 1 else axis
+        told: Any = spec_of(query)[2] if mask.offsets is None else spec_of(key)[2]
+        axis = told[0] if isinstance(told, tuple) and len(told) == 1 else told
     if axis is None:
         return None
     if axis not in mesh.axis_names:
@@ -48,63 +86,50 @@ def token_axis(query: Array, key: Array, masking: Masking, block_sizes: BlockSiz
         )
     size = mesh.shape[axis]
     is_manual = mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Manual
-    divided = {"keys": key.shape[2]} | ({} if masking.offsets is not None else {"queries": query.shape[2]})
+    divided = {"keys": key.shape[2]} | ({} if mask.offsets is not None else {"queries": query.shape[2]})
     for name, count in divided.items():
         if count % size and not is_manual:
             raise Refusal(name, f"be a multiple of the devices along {axis}", f"{count} and {size}")
     return axis if size > 1 else None
 
 
-def passes_keys(key: Array, axis: str | None, block_sizes: BlockSizes) -> bool:
-    """Whether devices pass keys on, since they are told to, or other devices have left each too few heads to share.
+def _cannot_share(key: Array, axis: str) -> bool:
+    """Return whether other devices have left each too few heads to share.
 
     Of an automatic mesh no type says what other devices have: `parallel.shard` does.
     """
-    if block_sizes.passes_keys or axis is None or not is_explicit(key):
-        return block_sizes.passes_keys
+    if not is_explicit(key):
+        return False
     mesh, over = jax.typeof(key).sharding.mesh, spec_of(key)[1] or ()
     own = key.shape[1] // math.prod(mesh.shape[name] for name in ((over,) if isinstance(over, str) else over))
     return own % mesh.shape[axis] != 0
 
 
-@compiled("spec", "scoring", "block_sizes", "attend_whole")
-def attend_to_tokens(
-    query: Array,
-    key: Array,
-    value: Array,
-    masking: Masking,
-    *,
-    spec: AttentionSpec | None,
-    scoring: Scoring,
-    block_sizes: BlockSizes,
-    attend_whole: Callable[..., Array],
+@compiled("how")
+def _attend_to_tokens(
+    query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, how: ContextParallel
 ) -> Array:
     """Attention of split heads whose tokens are divided, in the dtype of query.
 
     Args:
-        query, key, value: as `fused.attend` takes them, divided by tokens along an automatic dimension of their mesh;
-            or a device's own, where it is manual.
-        masking: without a relative bias; what has rows of queries is divided as they are.
-        spec: the layer.
-        scoring: what becomes of the products of its queries and keys.
-        block_sizes: with that dimension; how the work of a device is divided.
-        attend_whole: attention of some of the heads over all tokens.
+        query, key, value: divided by tokens along an automatic dimension of their mesh; or a device's own, where it is
+            manual.
+        mask, scores: what has rows of queries is divided as they are; there is no table of a relative bias.
+        how: the kernel, which knows the dimension.
     """
-    axis: Any = block_sizes.token_axis
-    block_sizes = replace(block_sizes, token_axis=None)
+    axis: Any = how.axis
     mesh = jax.typeof(query).sharding.mesh
-    size, is_cached = mesh.shape[axis], masking.offsets is not None
+    size, is_cached = mesh.shape[axis], mask.offsets is not None
     is_manual = mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Manual
-    mask, bias = (None if x is None else to_scores_rank(x) for x in (masking.mask, masking.bias))
-    masking = replace(masking, mask=mask, bias=bias)
-    if key.shape[1] % size == 0 and not (is_cached or block_sizes.passes_keys or scoring.slopes):
+    mask, scores = _with(mask, scores, lambda x: None if x is None else to_scores_rank(x))
+    if key.shape[1] % size == 0 and not (is_cached or how.passes_keys or scores.slopes):
         heads = _Heads(axis, size, query.shape[1], key.shape[1])
         share: Any = _share_heads if is_manual else _share_heads_by_constraint
-        own = partial(attend_whole, spec=spec, block_sizes=block_sizes)
-        return share(heads, own, query, key, value, masking)
-    work = partial(attend_to_visitors, axis, size, scoring, block_sizes)
+        return share(heads, how.kernel, query, key, value, mask, scores)
+    sizes = how.kernel if isinstance(how.kernel, BlockSizes) else BlockSizes()
+    work = partial(attend_to_visitors, axis, size, sizes)
     if is_manual:
-        return work(query, key, value, masking)
+        return work(query, key, value, mask, scores)
     tokens, whole = PartitionSpec(None, None, axis), PartitionSpec()
 
     def divided(x: Array) -> PartitionSpec:
@@ -116,9 +141,14 @@ def attend_to_tokens(
         return tokens if x.shape[2] > 1 else whole
 
     of_query = whole if is_cached else tokens
-    specs = (of_query, tokens, tokens, jax.tree.map(divided, masking))
+    specs = (of_query, tokens, tokens, *jax.tree.map(divided, (mask, scores)))
     mapped = jax.shard_map(work, mesh=mesh, in_specs=specs, out_specs=of_query, axis_names={axis})
-    return mapped(query, key, value, masking)
+    return mapped(query, key, value, mask, scores)
+
+
+def _with(mask: Mask, scores: Scores, change: Callable[[Any], Any]) -> tuple[Mask, Scores]:
+    """Return both with a change of the boolean mask and of the bias, which may be None."""
+    return replace(mask, mask=change(mask.mask)), replace(scores, bias=change(scores.bias))
 
 
 # ---- Heads for tokens ------------------------------------------------------------------------------------------------
@@ -169,10 +199,10 @@ class _Heads(NamedTuple):
 
 
 def _share_heads(
-    heads: _Heads, attend_whole: Callable[..., Array], query: Array, key: Array, value: Array, masking: Masking
+    heads: _Heads, kernel: Kernel, query: Array, key: Array, value: Array, mask: Mask, scores: Scores
 ) -> Array:
     """In the user's own `shard_map`, whose dimensions are all manual."""
-    masking = varying(masking, heads.axis)
+    mask, scores = varying((mask, scores), heads.axis)
 
     def of_scores(x: Array | None) -> Array | None:
         if x is not None and x.shape[1] == heads.num_heads and x.shape[2] == query.shape[2] > 1:
@@ -180,14 +210,14 @@ def _share_heads(
         is_by_rows = x is not None and x.shape[2] == query.shape[2] > 1
         return heads.own(lax.all_gather(x, heads.axis, axis=2, tiled=True) if is_by_rows else x)
 
-    mask, bias, sinks = of_scores(masking.mask), of_scores(masking.bias), heads.own(masking.sinks, 0)
-    masking = replace(masking, mask=mask, bias=bias, sinks=sinks)
+    mask, scores = _with(mask, scores, of_scores)
+    scores = replace(scores, sinks=heads.own(scores.sinks, 0))
     q, k, v = (heads.exchange(x) for x in (query, key, value))
-    return heads.exchange_back(attend_whole(q, k, v, masking))
+    return heads.exchange_back(kernel(q, k, v, mask, scores))
 
 
 def _share_heads_by_constraint(
-    heads: _Heads, attend_whole: Callable[..., Array], query: Array, key: Array, value: Array, masking: Masking
+    heads: _Heads, kernel: Kernel, query: Array, key: Array, value: Array, mask: Mask, scores: Scores
 ) -> Array:
     """Where XLA divides the work; what is exchanged by hand, it would gather along all other dimensions first."""
     by_heads, whole = PartitionSpec(None, None, heads.axis), PartitionSpec()
@@ -198,25 +228,27 @@ def _share_heads_by_constraint(
     def is_by_both(x: Array | None) -> bool:
         return x is not None and x.shape[1] == heads.num_heads and x.shape[2] == query.shape[2] > 1
 
-    exchanged_masks = {name: exchanged(x) for name in ("mask", "bias") if is_by_both(x := getattr(masking, name))}
-    masking = replace(masking, **exchanged_masks)
+    mask, scores = _with(mask, scores, lambda x: exchanged(x) if is_by_both(x) else x)
 
-    def attend_with_own(query: Array, key: Array, value: Array, masking: Masking) -> Array:
-        masking = varying(masking, heads.axis)
-        own = {name: heads.joined(getattr(masking, name)) for name in exchanged_masks}
-        own |= {name: heads.own(getattr(masking, name)) for name in ("mask", "bias") if name not in own}
-        masking = replace(masking, **own, sinks=heads.own(masking.sinks, 0))
-        context = attend_whole(*(heads.joined(x) for x in (query, key, value)), masking)
+    def own(x: Array | None) -> Array | None:
+        return heads.joined(x) if x is not None and x.ndim == 6 else heads.own(x)  # six axes if it was exchanged
+
+    def attend_with_own(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+        mask, scores = varying((mask, scores), heads.axis)
+        mask, scores = _with(mask, scores, own)
+        scores = replace(scores, sinks=heads.own(scores.sinks, 0))
+        q, k, v = (heads.joined(x) for x in (query, key, value))
+        context = kernel(q, k, v, mask, scores)
         return context.reshape(*query.shape[:-1], context.shape[-1])
 
-    specs = jax.tree.map(lambda x: by_heads if x.ndim == 6 else whole, masking)
+    specs = jax.tree.map(lambda x: by_heads if x.ndim == 6 else whole, (mask, scores))
     mapped: Any = jax.shard_map(
         attend_with_own,
         mesh=jax.typeof(query).sharding.mesh,
-        in_specs=(*(by_heads,) * 3, specs),
+        in_specs=(*(by_heads,) * 3, *specs),
         out_specs=by_heads,
         axis_names={heads.axis},
     )
-    context = mapped(*(exchanged(x) for x in (query, key, value)), masking)
+    context = mapped(*(exchanged(x) for x in (query, key, value)), mask, scores)
     context = heads.constrained(heads.constrained(context, by_heads=True), by_heads=False)
     return context.reshape(*query.shape[:3], value.shape[3])

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 import mha_jax
-from mha_jax.kernels.blocks import BlockSizes
+from mha_jax.kernels.fused import FusedAttention
 from mha_spec import AttentionSpec, WrongType
 from parity.backends.port import Shapes, kind_of, nothing_replayed
 from parity.core.cases import Case
@@ -29,10 +29,8 @@ from parity.files.tensor_file import flatten
 
 Params = dict[str, Any]  # arrays, and dicts of them
 
-jax.tree_util.register_static(BlockSizes)  # compiled functions take them as they take arrays
-
-SMALL_BLOCKS = BlockSizes(few_scores=0, queries=8, keys=8, last_keys=4, most_blocks=2)
-"""The sizes of blocks at which most cases have several; at those that users get they leave it to the plain path."""
+SMALL_BLOCKS = FusedAttention(few_scores=0, queries=8, keys=8, last_keys=4, most_blocks=2)
+"""The fused kernel in blocks of which most cases have several; with its default sizes they take the plain path."""
 
 
 def from_numpy(x: np.ndarray) -> Array:
@@ -173,7 +171,7 @@ class Filled:
         self.weights = to_params(problem.weights, problem.spec)
         self.module = load_into(nnx.merge(*_unfilled(kind, problem.spec, problem.dtype)), problem.weights)
         self.in_blocks = nnx.clone(self.module)
-        self.in_blocks.block_sizes = SMALL_BLOCKS
+        self.in_blocks.kernel = SMALL_BLOCKS
 
     def outputs(
         self, query: Array, key: Array | None, mask: Array | None, bias: Array | None, positions: Array | None
@@ -220,7 +218,7 @@ def pull_back(
 ) -> tuple[dict[str, np.ndarray], Weights]:
     """Gradients of the inputs and of the canonical weights on a path."""
     module = filled.in_blocks if path == "blocks" else filled.module
-    hidden = hidden | {"block_sizes": module.block_sizes}
+    hidden = hidden | {"kernel": module.kernel}
     of_inputs, of_weights = filled.call(_GRADIENTS[path], spec, inputs, filled.weights, hidden)
     return {name: to_numpy(grad) for name, grad in of_inputs.items()}, from_params(of_weights, spec)
 
@@ -238,7 +236,7 @@ def _gradients(
             bias=inputs.get("bias"),
             need_weights=not path,
             positions=hidden["positions"],
-            block_sizes=hidden["block_sizes"],
+            kernel=hidden["kernel"],
         )[0]
 
     return jax.vjp(output_of, inputs, weights)[1](hidden["cotangent"])

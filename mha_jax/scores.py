@@ -1,0 +1,113 @@
+"""Scores of one call: how logits are scaled, capped and biased before the softmax, and dropout after it."""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from mha_jax.arrays import check_array, check_broadcasts
+from mha_jax.relative_bias import check_relative_bias
+from mha_spec import AttentionSpec, Refusal, RelativeBias, WrongType
+from mha_spec.attention import check_spec
+from mha_spec.rules import as_rate
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+class Scores:
+    """Changes to the logits of one call, and dropout of its attention weights.
+
+    Attributes:
+        spec: layer whose scale, soft cap, ALiBi and relative bias apply; default: only the scale 1 / sqrt(H).
+        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
+        sinks: attention sinks, a logit of each head without a value, (N,).
+        relative_bias: table of the relative bias, for each bucket of distances and head, (num_buckets, N).
+        dropout: probability of dropping an attention weight.
+        dropout_keep: True where an attention weight is kept, instead of a random draw; broadcasts to (B, N, T, S).
+        dropout_rng: random key of that draw.
+    """
+
+    spec: AttentionSpec | None = field(default=None, metadata={"static": True})
+    bias: Float[Array, "..."] | None = None
+    sinks: Float[Array, " N"] | None = None
+    relative_bias: Float[Array, "buckets N"] | None = None
+    dropout: float = field(default=0.0, metadata={"static": True})
+    dropout_keep: Bool[Array, "..."] | None = None
+    dropout_rng: jax.Array | None = None
+
+    def check(self, scores_shape: tuple[int, ...], query: Array) -> None:
+        """Refuse changes that do not fit the scores (B, N, T, S), their queries or the layer."""
+        if self.spec is not None:
+            check_spec(self.spec)
+            if self.spec.sinks != (self.sinks is not None):
+                raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": self.spec.sinks})
+        check_relative_bias(self.relative_bias, self.buckets, scores_shape[1])
+        check_bias(self.bias, scores_shape, query)
+        check_sinks(self.sinks, scores_shape[1])
+        as_rate("dropout", self.dropout)
+        check_keep(self.dropout_keep, scores_shape)
+
+    @property
+    def scale(self) -> float | None:
+        """Factor of the products of queries and keys; None for 1 / sqrt(H)."""
+        return None if self.spec is None else self.spec.score_scale
+
+    @property
+    def soft_cap(self) -> float | None:
+        """Bound of the scores, or None."""
+        return None if self.spec is None else self.spec.soft_cap
+
+    @property
+    def slopes(self) -> tuple[float, ...] | None:
+        """ALiBi's slope of each head, or None."""
+        return None if self.spec is None else self.spec.alibi_slopes
+
+    @property
+    def buckets(self) -> RelativeBias | None:
+        """Distances that share a number of the relative bias, or None."""
+        return None if self.spec is None else self.spec.relative_bias
+
+    @property
+    def has_distances(self) -> bool:
+        """Whether scores depend on the distance of query and key."""
+        return self.slopes is not None or self.buckets is not None
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether attention weights are dropped, at random or as given."""
+        return self.dropout > 0.0 or self.dropout_keep is not None
+
+
+# ---- Validation ------------------------------------------------------------------------------------------------------
+
+
+def check_bias(bias: Array | None, scores_shape: tuple[int, ...], query: Array) -> None:
+    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T, S)."""
+    if bias is None:
+        return
+    check_array("bias", bias)
+    if bias.dtype != query.dtype:
+        raise WrongType("bias", "have the dtype of query", {"bias.dtype": bias.dtype, "query.dtype": query.dtype})
+    check_broadcasts("bias", bias.shape, scores_shape)
+
+
+def check_sinks(sinks: Array | None, num_heads: int) -> None:
+    """Refuse sinks that are not a number for each head."""
+    if sinks is None:
+        return
+    check_array("sinks", sinks)
+    if not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise WrongType("sinks", "be floating point", {"sinks.dtype": sinks.dtype})
+    if sinks.shape != (num_heads,):
+        raise Refusal("sinks", f"have shape (N,) = ({num_heads},)", {"sinks.shape": sinks.shape})
+
+
+def check_keep(keep: Array | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if keep is None:
+        return
+    check_array("keep", keep)
+    if keep.dtype != jnp.bool_:
+        raise WrongType("keep", "be boolean (True = kept)", {"keep.dtype": keep.dtype})
+    check_broadcasts("keep", keep.shape, scores_shape)
