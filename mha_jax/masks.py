@@ -190,7 +190,7 @@ class Mask:
 
     @property
     def is_trivial(self) -> bool:
-        """Whether every query attends to every key."""
+        """True if every query attends to every key."""
         return not self.is_causal and all(x is None for x in (self.mask, self.key_padding_lengths, self.reach))
 
     def within(self, spec: AttentionSpec | None) -> "Mask":

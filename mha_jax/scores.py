@@ -70,7 +70,7 @@ class Scores:
 
     @property
     def has_distances(self) -> bool:
-        """Whether scores depend on the distance of query and key."""
+        """True if scores depend on the distance of query and key."""
         return self.slopes is not None or self.buckets is not None
 
     @property

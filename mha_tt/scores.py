@@ -77,7 +77,7 @@ class Scores:
 
     @property
     def has_distances(self) -> bool:
-        """Whether scores depend on the distance of query and key."""
+        """True if scores depend on the distance of query and key."""
         return self.slopes is not None or self.buckets is not None
 
     def block(self, rows: slice, keys: slice) -> Scores:

@@ -14,7 +14,6 @@ from flax import nnx
 
 import mha_jax
 import mha_torch
-from mha_jax.kernels.blocks import BlockSizes
 from mha_jax.kernels.fused import FusedAttention
 from mha_spec import AttentionSpec, Gate, Rope
 from parity import random_weights
