@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax.arrays import check_count, check_floating, check_lengths
 from mha_jax.compiled import compiled
-from mha_jax.kernels.nonfinite import emptied
+from mha_jax.kernels.nonfinite import zero_where
 from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import automatically, specs_of
 from mha_spec import Refusal, WrongType
@@ -128,7 +128,7 @@ class Cache:
                 )
         lengths = jnp.minimum(jnp.asarray(lengths, jnp.int32), self.lengths)
         is_free = jnp.arange(self.capacity, dtype=jnp.int32)[None] >= lengths[:, None]  # (B, S)
-        return self.with_slots((emptied(x, is_free[:, None, :, None]) for x in self.slots.values()), lengths)
+        return self.with_slots((zero_where(x, is_free[:, None, :, None]) for x in self.slots.values()), lengths)
 
 
 @jax.tree_util.register_dataclass

@@ -30,7 +30,7 @@ from mha_jax.cache import (
 )
 from mha_jax.compiled import compiled
 from mha_jax.kernels import Kernel, fused, step_of
-from mha_jax.kernels.nonfinite import by_finite_tokens, emptied
+from mha_jax.kernels.nonfinite import contained_projection, zero_where
 from mha_jax.masks import Mask
 from mha_jax.mha import AttentionLayer, FunctionalLayer, Projection
 from mha_jax.projections import absorb_keys, absorb_values, expand_latents, project_latents, project_output, project_qkv
@@ -88,7 +88,7 @@ def multi_head_attention_with_cache(
     seq_len = x.shape[1]
     layer = FunctionalLayer(weights, spec, kernel)
     positions = cache_len + jnp.arange(seq_len, dtype=jnp.int32)[None] if positions is None else positions
-    project = by_finite_tokens(layer.project)
+    project = contained_projection(layer.project)
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     if cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
@@ -164,7 +164,7 @@ def cached_layer(
     positions = token_positions(lengths, seq_len) if positions is None else positions
     if new_lengths is not None:  # padding makes no sequence longer
         positions = _of_real_tokens(positions, added)
-    project = by_finite_tokens(layer.project)
+    project = contained_projection(layer.project)
     q, new = _entering(project, x, cache, spec, positions)
     before, cache = cache, append_checked(cache, new, added)
     q, k, v, seen_spec = _seen(q, cache, spec, project, kv_b)
@@ -194,7 +194,7 @@ def _entering(
 
 def _absorbing(absorb: Callable[..., Array], x: Array, kv_b: Array, spec: AttentionSpec) -> Array:
     """`absorb_keys` or `absorb_values`, through which a token that is not finite spoils no gradient of kv_b."""
-    return by_finite_tokens(lambda _, x: absorb(x, kv_b, spec))("kv_b_proj", x)
+    return contained_projection(lambda _, x: absorb(x, kv_b, spec))("kv_b_proj", x)
 
 
 def _seen(
@@ -224,7 +224,7 @@ def _of_real_tokens(positions: Array, added: Array) -> Array:
 
 @compiled()
 def _empty_padding(x: Array, added: Array) -> Array:
-    return emptied(x, jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None] >= added[:, None, None])
+    return zero_where(x, jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None] >= added[:, None, None])
 
 
 @compiled()

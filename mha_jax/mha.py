@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mha_jax import stages
 from mha_jax.arrays import check_floating
 from mha_jax.kernels import Kernel, fused
-from mha_jax.kernels.nonfinite import by_finite_tokens
+from mha_jax.kernels.nonfinite import contained_projection
 from mha_jax.masks import Mask
 from mha_jax.norms import NormLayer
 from mha_jax.projections import combine_heads, project_output, project_qkv, split_heads
@@ -151,7 +151,7 @@ def attention_layer(
     key = query if key is None else key
     value = key if value is None else value
     mask = mask.within(spec)
-    project = layer.project if mask.is_trivial and bias is None else by_finite_tokens(layer.project)
+    project = layer.project if mask.is_trivial and bias is None else contained_projection(layer.project)
     q, k, v = project_qkv(project, query, key, value, spec, positions)
     scores = layer.scores(bias)
     check_attention(q, k, v, mask, scores)

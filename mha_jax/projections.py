@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mha_jax.arrays import check_count, check_floating
-from mha_jax.kernels.nonfinite import emptied, not_finite, spoilt
+from mha_jax.kernels.nonfinite import nan_where, nonfinite_tokens, zero_where
 from mha_jax.parallel.sharding import broadcast_beside
 from mha_jax.rope import apply_rope, at_least_float32, check_positions
 from mha_jax.weights import Project
@@ -255,8 +255,8 @@ def project_output(
 
 def _gated(context: Array, gate: Array, query: Array) -> Array:
     """`apply_gate`, through which a row or a token that is not finite spoils no gradient if nobody sees it."""
-    wrong, of_token = ~jnp.isfinite(context), not_finite(query)
-    return spoilt(apply_gate(emptied(context, wrong), emptied(gate, of_token)), wrong | of_token[:, None])
+    wrong, of_token = ~jnp.isfinite(context), nonfinite_tokens(query)
+    return nan_where(apply_gate(zero_where(context, wrong), zero_where(gate, of_token)), wrong | of_token[:, None])
 
 
 def _normed(project: Project, name: str, x: Array, latent: Latent) -> Array:

@@ -28,7 +28,7 @@ from mha_torch.cache import (
     init_cache,
 )
 from mha_torch.kernels import Kernel, fused
-from mha_torch.kernels.nonfinite import by_finite_tokens, emptied, spoilt
+from mha_torch.kernels.nonfinite import contained_projection, nan_where, zero_where
 from mha_torch.masks import Mask, as_lengths, check_mask
 from mha_torch.mha import AttentionLayer, FunctionalLayer
 from mha_torch.projections import (
@@ -97,7 +97,7 @@ def multi_head_attention_with_cache(
     seq_len = x.shape[1]
     layer = FunctionalLayer(weights, spec, kernel)
     positions = cache_len + torch.arange(seq_len, device=x.device)[None] if positions is None else positions
-    project = by_finite_tokens(layer.project)
+    project = contained_projection(layer.project)
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     if cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
@@ -174,13 +174,13 @@ def cached_layer(
     is_real = None
     if new_lengths is not None:
         is_real = torch.arange(seq_len, device=x.device) < as_lengths(new_lengths, x.device)[:, None]
-        x = emptied(x, ~is_real[:, :, None])  # not even a NaN of the padding may spread, to the gradients either
+        x = zero_where(x, ~is_real[:, :, None])  # not even a NaN of the padding may spread, to the gradients either
     if spec.has_positions:
         if positions is None:
             positions = cache.lengths[:, None] + torch.arange(seq_len, device=x.device)
         if is_real is not None:  # padding makes no sequence longer
             positions = torch.where(is_real, positions, positions[..., :1])
-    project = by_finite_tokens(layer.project, layer.find_nonfinite)
+    project = contained_projection(layer.project, layer.find_nonfinite)
     q, new = _entering(project, x, cache, spec, positions)
     scores = layer.scores(bias)
     check_mask(mask, (*q.shape[:3], cache.capacity))
@@ -194,11 +194,11 @@ def cached_layer(
     context = layer.kernel(q, k, v, visible, scores)
     if lengths is None:
         added = seq_len if new_lengths is None else as_lengths(new_lengths, q.device)
-        context = spoilt(context, ~has_room(before, seq_len, added)[:, None, None, None])
+        context = nan_where(context, ~has_room(before, seq_len, added)[:, None, None, None])
     context = context if kv_b is None else _absorbing(absorb_values, context, kv_b, spec)
     output = project_output(project, context, x, spec)
     if is_real is not None:
-        output = emptied(output, ~is_real[:, :, None])
+        output = zero_where(output, ~is_real[:, :, None])
     return output, cache
 
 
@@ -226,7 +226,7 @@ def _slots_seen(capacity: int, spec: AttentionSpec, lengths: list[int] | None, s
 
 def _absorbing(absorb: Callable[..., Tensor], x: Tensor, kv_b: Tensor, spec: AttentionSpec) -> Tensor:
     """`absorb_keys` or `absorb_values`, through which a token that is not finite spoils no gradient of kv_b."""
-    return by_finite_tokens(lambda _, x: absorb(x, kv_b, spec))("kv_b_proj", x)
+    return contained_projection(lambda _, x: absorb(x, kv_b, spec))("kv_b_proj", x)
 
 
 def _seen(

@@ -18,7 +18,7 @@ from mha_spec.attention import check_spec, spec_from
 from mha_torch import stages
 from mha_torch.arrays import check_device, check_floating, is_distributed
 from mha_torch.kernels import Kernel, fused
-from mha_torch.kernels.nonfinite import by_finite_tokens, not_finite
+from mha_torch.kernels.nonfinite import contained_projection, nonfinite_tokens
 from mha_torch.kernels.sdpa import check_context_parallel
 from mha_torch.masks import Mask
 from mha_torch.norms import NormLayer
@@ -142,7 +142,7 @@ def attention_layer(
     mask, scores = mask.within(spec), layer.scores(bias)
     check_context_parallel(mask, scores, positions, need_weights=need_weights)
     sees_all = mask.is_trivial and bias is None
-    project = layer.project if sees_all else by_finite_tokens(layer.project, layer.find_nonfinite)
+    project = layer.project if sees_all else contained_projection(layer.project, layer.find_nonfinite)
     q, k, v = project_qkv(project, query, key, value, spec, positions)
     check = getattr(layer.kernel, "check", check_attention)
     check(q, k, v, mask, scores)
@@ -169,7 +169,7 @@ class FunctionalLayer:
 
     def find_nonfinite(self, name: str, x: Float[Tensor, "B T d_in"]) -> Bool[Tensor, "B T 1"]:
         """Return the non-finite tokens of the input of the projection of that name."""
-        return not_finite(x)
+        return nonfinite_tokens(x)
 
     def scores(self, bias: Float[Tensor, "..."] | None) -> Scores:
         """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
@@ -258,7 +258,7 @@ class AttentionLayer(nn.Module):
 
     def find_nonfinite(self, name: str, x: Float[Tensor, "B T d_in"]) -> Bool[Tensor, "B T 1"]:
         """Return the non-finite tokens of the input of the projection or the norm of that name."""
-        return not_finite(x)
+        return nonfinite_tokens(x)
 
     def scores(self, bias: Float[Tensor, "..."] | None) -> Scores:
         """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""

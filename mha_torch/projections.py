@@ -11,7 +11,7 @@ from mha_spec import AttentionSpec, Latent, Refusal, Rope, Temperature
 from mha_spec.attention import check_latent, check_spec
 from mha_spec.temperature import check_temperature
 from mha_torch.arrays import check_count, check_floating, is_distributed
-from mha_torch.kernels.nonfinite import emptied, may_hold, not_finite, spoilt
+from mha_torch.kernels.nonfinite import maybe_any, nan_where, nonfinite_tokens, zero_where
 from mha_torch.rope import apply_rope, at_least_float32, check_positions
 from mha_torch.weights import Project
 
@@ -261,10 +261,10 @@ def project_output(
 
 def _gated(context: Tensor, gate: Tensor, query: Tensor) -> Tensor:
     """`apply_gate`, through which a row or a token that is not finite spoils no gradient if nobody sees it."""
-    wrong, of_token = ~context.detach().isfinite(), not_finite(query)
-    if not torch.is_grad_enabled() or not may_hold(wrong.any() | of_token.any()):
+    wrong, of_token = ~context.detach().isfinite(), nonfinite_tokens(query)
+    if not torch.is_grad_enabled() or not maybe_any(wrong.any() | of_token.any()):
         return apply_gate(context, gate)
-    return spoilt(apply_gate(emptied(context, wrong), emptied(gate, of_token)), wrong | of_token[:, None])
+    return nan_where(apply_gate(zero_where(context, wrong), zero_where(gate, of_token)), wrong | of_token[:, None])
 
 
 def _normed(project: Project, name: str, x: Tensor, latent: Latent) -> Tensor:

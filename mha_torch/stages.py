@@ -21,7 +21,7 @@ from mha_torch.arrays import (
     check_device,
     check_floating,
 )
-from mha_torch.kernels.nonfinite import contained_with_weights, may_hold
+from mha_torch.kernels.nonfinite import contained_with_weights, maybe_any
 from mha_torch.masks import Mask, check_mask
 from mha_torch.relative_bias import check_relative_bias, relative_position_bias
 from mha_torch.rope import at_least_float32
@@ -101,11 +101,11 @@ def masked_softmax(
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return torch.softmax(scores, dim=-1)
-    # -inf, since a score may be as low as any finite fill (a bias of finfo.min). A row without a key is all 0 instead,
-    # which keeps it and its gradient free of NaN, and is emptied after the softmax.
+    # -inf, since a score may be as low as any finite fill (a bias of finfo.min). A fully masked row is all 0 instead,
+    # which keeps it and its gradient free of NaN, and is set to 0 after the softmax.
     scores = scores.masked_fill(mask, -torch.inf)
     empty_rows = mask.all(dim=-1, keepdim=True)
-    if not may_hold(empty_rows):  # two passes over the scores less
+    if not maybe_any(empty_rows):  # two passes over the scores less
         return torch.softmax(scores, dim=-1)
     return torch.softmax(scores.masked_fill(empty_rows, 0.0), dim=-1).masked_fill(empty_rows, 0.0)
 

@@ -211,7 +211,7 @@ class DeviceMask:
 
     @cached_property
     def hidden(self) -> Tensor:
-        """1 where a key is masked, else 0, in float32. Rows without a key show every key, and are emptied by `keep`."""
+        """1 where a key is masked, else 0, in float32. Fully masked rows mask no key here; `keep` sets them to 0."""
         return upload(self.mask & ~self._empty_rows, device=self.device, dtype=ttnn.float32)
 
     @cached_property

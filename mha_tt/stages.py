@@ -22,7 +22,7 @@ from mha_spec.rules import as_rate, check_head_groups
 from mha_tt.alibi import alibi_bias
 from mha_tt.arrays import check_floating, check_head_dim
 from mha_tt.device import accurate_config, as_dtype, upload
-from mha_tt.kernels.nonfinite import contained_with_weights, emptied, spoilt
+from mha_tt.kernels.nonfinite import contained_with_weights, nan_where, zero_masked_rows
 from mha_tt.masks import MASKED, DeviceMask, Mask, check_mask, on_device
 from mha_tt.relative_bias import check_relative_bias, relative_position_bias
 from mha_tt.rope import at_least_float32
@@ -107,13 +107,13 @@ def masked_softmax(
         column = ttnn.repeat(at_least_float32(sinks), (batch_size, 1, seq_len_q, 1))
         scores = ttnn.concat([scores, column], dim=3)
         attn_weights = ttnn.softmax(scores, dim=-1, numeric_stable=True, compute_kernel_config=config)
-        return emptied(attn_weights[:, :, :, :seq_len_k], mask)
+        return zero_masked_rows(attn_weights[:, :, :, :seq_len_k], mask)
     attn_weights = ttnn.softmax(scores, dim=-1, numeric_stable=True, compute_kernel_config=config)
     if mask is None:
         return attn_weights
     # Where every score that is seen is -inf, or as low as `MASKED`, the masked keys would weigh something.
     lowest = ttnn.le(ttnn.max(scores, dim=-1, keepdim=True), MASKED)
-    return emptied(spoilt(attn_weights, lowest), mask)
+    return zero_masked_rows(nan_where(attn_weights, lowest), mask)
 
 
 def attention_context(

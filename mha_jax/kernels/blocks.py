@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from mha_jax.kernels.nonfinite import emptied, not_finite
+from mha_jax.kernels.nonfinite import nonfinite_tokens, zero_where
 from mha_jax.rope import at_least_float32
 from mha_jax.stages import score_scale
 from mha_spec import AttentionSpec
@@ -312,14 +312,14 @@ class Blocks:
         return jnp.where(seen, number, self.seq_len_k).min(axis=-1), jnp.where(seen, number + 1, 0).max(axis=-1)
 
     def set_aside(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        """The same where all is finite; else queries and values emptied, and NaN as the keys of those values.
+        """Return the inputs if they are finite; else with 0 for non-finite queries and values, and NaN as their keys.
 
         So whoever sees a key that is not finite, or a value, has a score of NaN, and nobody else has.
         """
         if not self.hides:
             return q, k, v
-        wrong = not_finite(v)
-        return emptied(q, not_finite(q)), jnp.where(wrong, jnp.nan, k), emptied(v, wrong)
+        wrong = nonfinite_tokens(v)
+        return zero_where(q, nonfinite_tokens(q)), jnp.where(wrong, jnp.nan, k), zero_where(v, wrong)
 
     def empty_rows(self, gave_nothing: Array) -> Array:
         """Those of the rows to which no key gave anything that may see none, (B or 1, K or 1, G or 1, T or 1, 1)."""

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from mha_jax.compiled import compiled
 from mha_jax.kernels.blocks import Blocks, BlockSizes, Hidden, Keys, Options, Rows, Scoring, Sums, Tile
-from mha_jax.kernels.nonfinite import emptied, not_finite, spoilt
+from mha_jax.kernels.nonfinite import nan_where, nonfinite_tokens, zero_where
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.sharding import is_automatic
 from mha_jax.relative_bias import relative_position_bias
@@ -118,10 +118,10 @@ def _forward(options: Options, query: Array, key: Array, value: Array, hidden: H
     context, log_sums, gave_nothing, is_empty = sums_of_part(options, query, key, value, hidden)
     # A row to which no key gave anything may see some: if all of its scores are -inf.
     if hidden.sinks is None:  # which have all the weight of such a row
-        context, log_sums = (spoilt(x, gave_nothing & ~is_empty) for x in (context, log_sums))
+        context, log_sums = (nan_where(x, gave_nothing & ~is_empty) for x in (context, log_sums))
     residuals = (query, key, value, hidden, context, log_sums)
     if options.hides(hidden):
-        context = spoilt(context, not_finite(query) & ~is_empty)
+        context = nan_where(context, nonfinite_tokens(query) & ~is_empty)
     return context.astype(query.dtype), residuals
 
 
@@ -166,7 +166,7 @@ def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: A
     def differentiate_tile(tile: Tile, grad_bias: Array | None) -> tuple[Any, Array | None]:
         q, k, v, *by_row = (at_least_float32(tile.of(x)) for x in (query, key, value, cotangent, context, log_sums))
         q, k, v = blocks.set_aside(q, k, v)
-        finite_k = emptied(k, not_finite(k)) if blocks.hides else k
+        finite_k = zero_where(k, nonfinite_tokens(k)) if blocks.hides else k
         by_row = [q, *by_row]
         grads_q, grad_k, grad_v = [], jnp.zeros_like(k), jnp.zeros_like(v)
         for rows in blocks.rows:
@@ -325,7 +325,7 @@ def _attend_to_filled_slots(
                 jnp.where(slots >= first, lax.dynamic_slice_in_dim(x, begin, size, axis=1), 0.0) for x in attn_weights
             ]
             found = [
-                jnp.einsum("gs,sh->gh", x, emptied(block(values, head, begin, size), unseen[:, None]))
+                jnp.einsum("gs,sh->gh", x, zero_where(block(values, head, begin, size), unseen[:, None]))
                 for x, head, unseen in zip(weights, heads, (slots < first_seen) | (slots > last_seen), strict=True)
             ]
             return context + jnp.stack(found)
@@ -366,7 +366,7 @@ def _attend_to_every_slot(
         scores = scores if bias is None else scores + bias.reshape(scores.shape)
         is_seen = slots <= last if reach is None else (slots <= last) & (slots >= reach.first(last))
         attn_weights = _softmax_of_seen(scores, is_seen[None], of_heads)[..., :capacity]
-        return jnp.einsum("kgs,ksh->kgh", attn_weights, emptied(at_least_float32(values), ~is_seen[:, None]))
+        return jnp.einsum("kgs,ksh->kgh", attn_weights, zero_where(at_least_float32(values), ~is_seen[:, None]))
 
     query = at_least_float32(query.reshape(batch_size, num_kv_heads, -1, query.shape[3])) * scoring.scale
     contexts = jax.vmap(attend_sequence)(query, keys, values, last_positions, bias)

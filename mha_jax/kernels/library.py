@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from mha_jax.compiled import compiled
-from mha_jax.kernels.nonfinite import contained, emptied
+from mha_jax.kernels.nonfinite import contained, zero_where
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.scores import Scores
 from mha_jax.stages import score_scale
@@ -45,7 +45,7 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -
         masked_rows = (first >= stop)[:, None, :, None]
     if told is not None and lengths is not None:  # what a kernel writes as the gradient of padding is not read
         is_padding = jnp.arange(seq_len_k, dtype=jnp.int32)[None] >= jnp.asarray(lengths)[:, None]
-        key, value = (emptied(x, is_padding[:, None, :, None]) for x in (key, value))
+        key, value = (zero_where(x, is_padding[:, None, :, None]) for x in (key, value))
     if bias is not None:
         bias = to_scores_rank(jnp.where(jnp.isneginf(bias), 0.0, bias))  # the mask hides these
     query, key, value = (jnp.pad(x, [(0, 0)] * 3 + [(0, head_dim - x.shape[3])]) for x in (query, key, value))
@@ -60,7 +60,7 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -
             implementation="cudnn" if takes_cudnn else "xla",
             **(told or {}),
         ).swapaxes(1, 2)[..., :width]
-    return context if masked_rows is None else emptied(context, masked_rows)
+    return context if masked_rows is None else zero_where(context, masked_rows)
 
 
 def _told(mask: Mask, scores: Scores, seq_len_q: int, seq_len_k: int, *, takes_cudnn: bool) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
-"""NaN and infinity: kept from the rows that may not see them, and never lost to those that do.
+"""Containment of NaN and infinity: rows that mask a non-finite token stay finite, rows that attend to it become NaN.
 
-0 * NaN is NaN. So a token that holds one is emptied before it is multiplied, forward and backward, and what depends on
-it is made NaN afterwards. Where everything is finite, nothing changes.
+0 * NaN is NaN. So non-finite tokens are set to 0 before each product, forward and backward, and what depends on them to
+NaN afterwards. If everything is finite, nothing changes.
 """
 
 from collections.abc import Callable
@@ -19,22 +19,22 @@ from mha_jax.parallel.sharding import is_automatic
 from mha_jax.scores import Scores
 
 
-def not_finite(x: Float[Array, "*tokens H"]) -> Bool[Array, "*tokens 1"]:
-    """True for each token that holds a NaN or an infinity."""
+def nonfinite_tokens(x: Float[Array, "*tokens H"]) -> Bool[Array, "*tokens 1"]:
+    """Return True for each token that contains a NaN or an infinity."""
     return ~jnp.isfinite(x).all(axis=-1, keepdims=True)
 
 
-def emptied(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, "..."]:
-    """x, and 0 where asked; there it takes no gradient."""
+def zero_where(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, "..."]:
+    """Return x with 0 where asked, which gets no gradient."""
     return jnp.where(where, 0.0, x)
 
 
-def spoilt(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, "..."]:
-    """x, and NaN where asked; its gradient passes, so that it is NaN if what comes back is, and 0 if that is 0."""
+def nan_where(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, "..."]:
+    """Return x with NaN where asked; gradients pass, so that they are NaN if the incoming one is, and 0 if it is 0."""
     return x + jnp.where(where, jnp.nan, 0.0)
 
 
-def sees_any(marked: Bool[Array, "B N S"], seq_len_q: int, mask: Mask) -> Bool[Array, "B N T 1"]:
+def attends_to_any(marked: Bool[Array, "B N S"], seq_len_q: int, mask: Mask) -> Bool[Array, "B N T 1"]:
     """Return whether a query attends to any of the marked keys; T and S are not 0."""
     if mask.mask is None:
         first, stop = (x.clip(0, marked.shape[2]) for x in mask.key_range(seq_len_q, marked.shape[2]))
@@ -54,23 +54,23 @@ def sees_any(marked: Bool[Array, "B N S"], seq_len_q: int, mask: Mask) -> Bool[A
     return lax.cond(marked.any(), lambda: among(slice(None)), lambda: among(slice(0)))
 
 
-def by_finite_tokens(project: Callable[[str, Array], Array]) -> Callable[[str, Array], Array]:
+def contained_projection(project: Callable[[str, Array], Array]) -> Callable[[str, Array], Array]:
     """Wrap projections, so that a non-finite token gives NaN, and no NaN in a gradient if nobody attends to it."""
 
     def project_finite(name: str, x: Array) -> Array:
         x, wrong = _set_aside(x)
-        return _spoilt(project(name, x), wrong)
+        return _nan_where(project(name, x), wrong)
 
     return project_finite
 
 
 @compiled()
 def _set_aside(x: Array) -> tuple[Array, Array]:
-    wrong = not_finite(x)
-    return emptied(x, wrong), wrong
+    wrong = nonfinite_tokens(x)
+    return zero_where(x, wrong), wrong
 
 
-_spoilt = compiled()(spoilt)
+_nan_where = compiled()(nan_where)
 
 
 # ---- Kernels ---------------------------------------------------------------------------------------------------------
@@ -85,8 +85,8 @@ def contained(kernel: Kernel) -> Kernel:
     @wraps(kernel)
     def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
         hidden = mask.with_bias(scores.bias)
-        query, key, value, wrong_rows = _contained(query, key, value, hidden)
-        return spoilt(kernel(query, key, value, mask, scores), wrong_rows)
+        query, key, value, nonfinite_rows = _contained(query, key, value, hidden)
+        return nan_where(kernel(query, key, value, mask, scores), nonfinite_rows)
 
     return attend
 
@@ -99,20 +99,24 @@ def contained_with_weights(attend: Callable[..., tuple[Array, Array]]) -> Callab
         hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2])
         if hidden is None:  # every row attends to everything: NaN spreads by itself
             return attend(query, key, value, mask, scores)
-        query, key, value, wrong_rows = _contained(query, key, value, Mask(hidden))
+        query, key, value, nonfinite_rows = _contained(query, key, value, Mask(hidden))
         context, attn_weights = attend(query, key, value, mask, scores)
-        return spoilt(context, wrong_rows), spoilt(attn_weights, wrong_rows & ~to_scores_rank(hidden))
+        return nan_where(context, nonfinite_rows), nan_where(attn_weights, nonfinite_rows & ~to_scores_rank(hidden))
 
     return contained
 
 
 def _contained(query: Array, key: Array, value: Array, hidden: Mask) -> tuple[Array, Array, Array, Array]:
     """Return the inputs, 0 where a token is non-finite, and the rows that become NaN: fully masked ones do not."""
-    wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
-    query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
-    wrong_rows &= _has_key(hidden, query.shape[2], key.shape[2])
-    wrong_keys = jnp.repeat(wrong_keys[..., 0], query.shape[1] // key.shape[1], axis=1)
-    return query, key, value, wrong_rows | sees_any(wrong_keys, query.shape[2], hidden)
+    nonfinite_rows, nonfinite_keys = nonfinite_tokens(query), nonfinite_tokens(key) | nonfinite_tokens(value)
+    query, key, value = (
+        zero_where(query, nonfinite_rows),
+        zero_where(key, nonfinite_keys),
+        zero_where(value, nonfinite_keys),
+    )
+    nonfinite_rows &= _has_key(hidden, query.shape[2], key.shape[2])
+    nonfinite_keys = jnp.repeat(nonfinite_keys[..., 0], query.shape[1] // key.shape[1], axis=1)
+    return query, key, value, nonfinite_rows | attends_to_any(nonfinite_keys, query.shape[2], hidden)
 
 
 def _has_key(hidden: Mask, seq_len_q: int, seq_len_k: int) -> Bool[Array, "#B #N #T 1"]:

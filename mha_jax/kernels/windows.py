@@ -12,7 +12,7 @@ from mha_jax import stages
 from mha_jax.compiled import compiled
 from mha_jax.kernels import blockwise
 from mha_jax.kernels.blocks import BlockSizes
-from mha_jax.kernels.nonfinite import emptied, not_finite, sees_any, spoilt
+from mha_jax.kernels.nonfinite import attends_to_any, nan_where, nonfinite_tokens, zero_where
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.sharding import is_automatic
 from mha_jax.scores import Scores
@@ -46,10 +46,14 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
         paddings = tuple((0, 0) if of == 1 else pad for of, pad in zip(x.shape[2:], paddings, strict=True))
         return jnp.pad(x, [(0, 0), (0, 0), *paddings])
 
-    wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
-    query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
-    query, wrong_rows = (jnp.pad(x, [(0, 0), (0, 0), more_rows, (0, 0)]) for x in (query, wrong_rows))
-    key, value, wrong_keys = (jnp.pad(x, [(0, 0), (0, 0), more_keys, (0, 0)]) for x in (key, value, wrong_keys))
+    nonfinite_rows, nonfinite_keys = nonfinite_tokens(query), nonfinite_tokens(key) | nonfinite_tokens(value)
+    query, key, value = (
+        zero_where(query, nonfinite_rows),
+        zero_where(key, nonfinite_keys),
+        zero_where(value, nonfinite_keys),
+    )
+    query, nonfinite_rows = (jnp.pad(x, [(0, 0), (0, 0), more_rows, (0, 0)]) for x in (query, nonfinite_rows))
+    key, value, nonfinite_keys = (jnp.pad(x, [(0, 0), (0, 0), more_keys, (0, 0)]) for x in (key, value, nonfinite_keys))
     lengths: Any = mask.key_padding_lengths
     lengths = jnp.full((batch_size,), seq_len_k, jnp.int32) if lengths is None else lengths
     mask = replace(mask, mask=padded(mask.mask, more_rows, more_keys), key_padding_lengths=lengths)
@@ -70,7 +74,7 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
     # What a part stores for its gradient it computes again.
     begins = jnp.arange(num_parts, dtype=jnp.int32) * size
     contexts, gave_nothing = lax.map(jax.checkpoint(attend_part), begins)
-    contexts = spoilt(contexts, _wrong_in_parts(parts, begins, wrong_rows, wrong_keys, gave_nothing))
+    contexts = nan_where(contexts, _wrong_in_parts(parts, begins, nonfinite_rows, nonfinite_keys, gave_nothing))
     contexts = jnp.moveaxis(contexts, 0, 2)  # (B, N, parts, size, H)
     return contexts.reshape(batch_size, num_heads, num_parts * size, contexts.shape[4])[:, :, :seq_len_q]
 
@@ -134,22 +138,22 @@ class _Parts(NamedTuple):
 
 
 def _wrong_in_parts(
-    parts: _Parts, begins: Array, wrong_rows: Array, wrong_keys: Array, gave_nothing: Array
+    parts: _Parts, begins: Array, nonfinite_rows: Array, nonfinite_keys: Array, gave_nothing: Array
 ) -> Bool[Array, "parts B N T 1"]:
     """The rows of each part that see something, and are not finite, see what is not, or were given nothing by it."""
-    marked = jnp.repeat(wrong_keys, wrong_rows.shape[1] // wrong_keys.shape[1], axis=1)
+    marked = jnp.repeat(nonfinite_keys, nonfinite_rows.shape[1] // nonfinite_keys.shape[1], axis=1)
 
     def look_in(part: tuple[Array, Array]) -> Array:
         begin, gave_nothing = part
         hidden = parts.hidden_from(begin)
-        is_wrong = (parts.rows_of(wrong_rows, begin) | gave_nothing) & ~hidden.all(axis=-1, keepdims=True)
-        return is_wrong | sees_any(parts.keys_of(marked, begin)[..., 0], parts.size, Mask(hidden))
+        is_wrong = (parts.rows_of(nonfinite_rows, begin) | gave_nothing) & ~hidden.all(axis=-1, keepdims=True)
+        return is_wrong | attends_to_any(parts.keys_of(marked, begin)[..., 0], parts.size, Mask(hidden))
 
     def look() -> Array:
         return lax.map(look_in, (begins, gave_nothing))
 
-    if is_automatic(wrong_rows):  # devices would have to agree on whether to look
+    if is_automatic(nonfinite_rows):  # devices would have to agree on whether to look
         return look()
-    is_any = wrong_rows.any() | wrong_keys.any() | gave_nothing.any()
+    is_any = nonfinite_rows.any() | nonfinite_keys.any() | gave_nothing.any()
     # All False, but made of the same arrays: in a `shard_map` both branches must vary over the same devices.
     return lax.cond(is_any, look, lambda: gave_nothing & is_any)

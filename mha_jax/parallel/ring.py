@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from mha_jax.kernels.blocks import BlockSizes, Hidden, Options, Scoring
 from mha_jax.kernels.blockwise import gradient_of_sinks, gradients_of_part, sums_of_part
-from mha_jax.kernels.nonfinite import not_finite, spoilt
+from mha_jax.kernels.nonfinite import nan_where, nonfinite_tokens
 from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import is_automatic, varying
 from mha_jax.rope import at_least_float32
@@ -377,15 +377,15 @@ def _forward(plan: _Plan, query: Array, key: Array, value: Array, given: _Given)
             sinks = jnp.where(lax.axis_index(plan.axis) == 0, sinks, -jnp.inf)
         sums = _joined(sums, _Sums(jnp.zeros_like(sums.context), sinks, sums.is_empty))
     if plan.is_cached:
-        sums = _joined_by_all(plan, given, sums, not_finite(query))
+        sums = _joined_by_all(plan, given, sums, nonfinite_tokens(query))
     context, log_sums, is_empty = sums
     log_sums = jnp.where(jnp.isneginf(log_sums), jnp.inf, log_sums)
     if given.sinks is None:  # a row to which no key gave anything may see some: if all of its scores are -inf
         gave_nothing = jnp.isposinf(log_sums)
-        context, log_sums = (spoilt(x, gave_nothing & ~is_empty) for x in (context, log_sums))
+        context, log_sums = (nan_where(x, gave_nothing & ~is_empty) for x in (context, log_sums))
     residuals = (query, key, value, given, context, log_sums)
     if plan.options.is_part and not plan.is_cached:
-        context = spoilt(context, not_finite(query) & ~is_empty)
+        context = nan_where(context, nonfinite_tokens(query) & ~is_empty)
     return context.astype(query.dtype), residuals
 
 
@@ -394,7 +394,7 @@ def _joined_by_all(plan: _Plan, given: _Given, sums: _Sums, wrong: Array) -> _Su
     context, log_sums, is_empty = sums
     largest = lax.pmax(log_sums, plan.axis)
     weights = jnp.exp(log_sums - jnp.where(jnp.isneginf(largest), 0.0, largest))
-    weights = spoilt(weights, wrong & ~is_empty)
+    weights = nan_where(weights, wrong & ~is_empty)
     total = lax.psum(weights, plan.axis)
     context = lax.psum(context * weights, plan.axis) / jnp.where(total == 0.0, 1.0, total)
     log_sums = jnp.where(total == 0.0, -jnp.inf, largest + jnp.log(jnp.where(total == 0.0, 1.0, total)))
@@ -411,7 +411,7 @@ def _backward(plan: _Plan, residuals: tuple[Any, ...], cotangent: Array) -> tupl
     bias: Any = given.bias
     query, cotangent, context, log_sums = varying((query, at_least_float32(cotangent), context, log_sums), plan.axis)
     if plan.is_cached:  # what is NaN for its query gives no gradient to keys
-        wrong = not_finite(query)
+        wrong = nonfinite_tokens(query)
         context, log_sums = jnp.where(wrong, 0.0, context), jnp.where(wrong, jnp.inf, log_sums)
     by_row = (at_least_float32(query), cotangent, context, log_sums)
     lengths = query.shape[3], key.shape[2]

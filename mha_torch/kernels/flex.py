@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.attention import flex_attention as library
 
-from mha_torch.kernels.nonfinite import emptied, not_finite, spoilt
+from mha_torch.kernels.nonfinite import nan_where, nonfinite_tokens, zero_where
 from mha_torch.masks import Mask
 from mha_torch.rope import at_least_float32
 from mha_torch.scores import Scores
@@ -60,10 +60,14 @@ def attend(
     """
     (batch_size, num_heads, seq_len_q, _), num_kv_heads, seq_len_k = query.shape, key.shape[1], key.shape[2]
     first, stop = _seen_keys(mask, batch_size, seq_len_q, seq_len_k, query.device)
-    wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
-    query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
-    marked = wrong_keys[..., 0].repeat_interleave(num_heads // num_kv_heads, dim=1)
-    wrong_rows = wrong_rows | _sees_any_between(marked, first, stop)
+    nonfinite_rows, nonfinite_keys = nonfinite_tokens(query), nonfinite_tokens(key) | nonfinite_tokens(value)
+    query, key, value = (
+        zero_where(query, nonfinite_rows),
+        zero_where(key, nonfinite_keys),
+        zero_where(value, nonfinite_keys),
+    )
+    marked = nonfinite_keys[..., 0].repeat_interleave(num_heads // num_kv_heads, dim=1)
+    nonfinite_rows = nonfinite_rows | _sees_any_between(marked, first, stop)
     context, aux = _kernel()(
         query,
         key,
@@ -76,11 +80,11 @@ def attend(
     )
     log_sums = aux.lse[..., None]
     if scores.sinks is None:
-        wrong_rows = wrong_rows | torch.isneginf(log_sums)  # every score has overflowed
+        nonfinite_rows = nonfinite_rows | torch.isneginf(log_sums)  # every score has overflowed
     else:
         share = torch.sigmoid(log_sums - at_least_float32(scores.sinks)[:, None, None])  # of the keys, beside the sink
         context = (context * share).to(context.dtype)
-    return emptied(spoilt(context, wrong_rows), (first == stop)[:, None, :, None])
+    return zero_where(nan_where(context, nonfinite_rows), (first == stop)[:, None, :, None])
 
 
 @cache

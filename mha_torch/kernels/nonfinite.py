@@ -1,7 +1,7 @@
-"""NaN and infinity: kept from the rows that may not see them, and never lost to those that do.
+"""Containment of NaN and infinity: rows that mask a non-finite token stay finite, rows that attend to it become NaN.
 
-0 * NaN is NaN. So a token that holds one is emptied before it is multiplied, forward and backward, and what depends on
-it is made NaN afterwards. Where everything is finite, nothing changes.
+0 * NaN is NaN. So non-finite tokens are set to 0 before each product, forward and backward, and what depends on them to
+NaN afterwards. If everything is finite, nothing changes.
 """
 
 from collections.abc import Callable
@@ -18,28 +18,28 @@ from mha_torch.masks import Mask, as_lengths
 from mha_torch.scores import Scores
 
 
-def not_finite(x: Float[Tensor, "*tokens H"]) -> Bool[Tensor, "*tokens 1"]:
-    """True for each token that holds a NaN or an infinity."""
+def nonfinite_tokens(x: Float[Tensor, "*tokens H"]) -> Bool[Tensor, "*tokens 1"]:
+    """Return True for each token that contains a NaN or an infinity."""
     sizes = torch.linalg.vector_norm(x.detach(), torch.inf, dim=-1, keepdim=True)  # x is read once, and not copied
     return ~torch.isfinite(sizes)
 
 
-def may_hold(x: Bool[Tensor, "..."]) -> bool:
-    """Whether any of x is True; yes where values are not known."""
+def maybe_any(x: Bool[Tensor, "..."]) -> bool:
+    """Return whether any of x is True; True if its values are unavailable."""
     return torch.compiler.is_compiling() or values_of(x.any()) is not False
 
 
-def emptied(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """x, and 0 where asked; there it takes no gradient."""
+def zero_where(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Return x with 0 where asked, which gets no gradient."""
     return x.masked_fill(replicate_like(where, x), 0.0)
 
 
-def spoilt(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """x, and NaN where asked; its gradient passes, so that it is NaN if what comes back is, and 0 if that is 0."""
+def nan_where(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Return x with NaN where asked; gradients pass, so that they are NaN if the incoming one is, and 0 if it is 0."""
     return x + replicate_like(torch.where(where, torch.nan, 0.0).to(x.dtype), x)
 
 
-def sees_any(marked: Bool[Tensor, "B N S"], seq_len_q: int, mask: Mask) -> Bool[Tensor, "B N #T 1"]:
+def attends_to_any(marked: Bool[Tensor, "B N S"], seq_len_q: int, mask: Mask) -> Bool[Tensor, "B N #T 1"]:
     """Return whether a query attends to any of the marked keys; T and S are not 0."""
     seq_len_k, device = marked.shape[2], marked.device
     is_plain = mask.mask is None and mask.reach is None and mask.offsets is None
@@ -56,21 +56,21 @@ def sees_any(marked: Bool[Tensor, "B N S"], seq_len_q: int, mask: Mask) -> Bool[
     return (marked.cumsum(dim=-1) > 0)[..., last_seen, None]
 
 
-def by_finite_tokens(
+def contained_projection(
     project: Callable[[str, Tensor], Tensor], find: Callable[[str, Tensor], Tensor] | None = None
 ) -> Callable[[str, Tensor], Tensor]:
     """Wrap projections, so that a non-finite token gives NaN, and no NaN in a gradient if nobody attends to it.
 
     Args:
         project: applies a projection by its name.
-        find: returns the non-finite tokens of its input; default `not_finite`.
+        find: returns the non-finite tokens of its input; default `nonfinite_tokens`.
     """
     if not torch.is_grad_enabled():  # forward, a token spoils nothing but itself
         return project
 
     def project_finite(name: str, x: Tensor) -> Tensor:
-        wrong = not_finite(x) if find is None else find(name, x)
-        return spoilt(project(name, emptied(x, wrong)), wrong) if may_hold(wrong) else project(name, x)
+        wrong = nonfinite_tokens(x) if find is None else find(name, x)
+        return nan_where(project(name, zero_where(x, wrong)), wrong) if maybe_any(wrong) else project(name, x)
 
     return project_finite
 
@@ -105,22 +105,28 @@ def _contained(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: 
     if query.numel() == 0 or key.numel() == 0:
         return kernel(query, key, value, mask, scores)
     num_groups, seq_len_q = query.shape[1] // key.shape[1], query.shape[2]
-    wrong_rows, wrong_keys = not_finite(query), not_finite(key) | not_finite(value)
-    query, key, value = emptied(query, wrong_rows), emptied(key, wrong_keys), emptied(value, wrong_keys)
-    wrong_keys = wrong_keys[..., 0].repeat_interleave(num_groups, dim=1)
+    nonfinite_rows, nonfinite_keys = nonfinite_tokens(query), nonfinite_tokens(key) | nonfinite_tokens(value)
+    query, key, value = (
+        zero_where(query, nonfinite_rows),
+        zero_where(key, nonfinite_keys),
+        zero_where(value, nonfinite_keys),
+    )
+    nonfinite_keys = nonfinite_keys[..., 0].repeat_interleave(num_groups, dim=1)
     hidden = mask.with_bias(scores.bias)
-    wrong_rows = wrong_rows | sees_any(wrong_keys, seq_len_q, hidden)
+    nonfinite_rows = nonfinite_rows | attends_to_any(nonfinite_keys, seq_len_q, hidden)
     if scores.bias is not None:
-        wrong_bias = torch.isnan(scores.bias) | torch.isposinf(scores.bias)
-        scores = replace(scores, bias=emptied(scores.bias, wrong_bias))
+        nonfinite_bias = torch.isnan(scores.bias) | torch.isposinf(scores.bias)
+        scores = replace(scores, bias=zero_where(scores.bias, nonfinite_bias))
         as_bool = hidden.to_bool(seq_len_q, key.shape[2], query.device)
-        wrong_rows = wrong_rows | (wrong_bias if as_bool is None else wrong_bias & ~as_bool).any(dim=-1, keepdim=True)
+        nonfinite_rows = nonfinite_rows | (nonfinite_bias if as_bool is None else nonfinite_bias & ~as_bool).any(
+            dim=-1, keepdim=True
+        )
     context = kernel(query, key, value, mask, scores)
     if scores.sinks is None:  # which have the weight of a row whose scores are all -inf
         # Where every score of a row overflows to -inf, the kernel gives 0.
         may_overflow = _may_overflow(query, key, scores.scale)
-        wrong_rows = wrong_rows | (may_overflow & (context == 0).all(dim=-1, keepdim=True))
-    return spoilt(context, wrong_rows & sees_any(torch.ones_like(wrong_keys), seq_len_q, hidden))
+        nonfinite_rows = nonfinite_rows | (may_overflow & (context == 0).all(dim=-1, keepdim=True))
+    return nan_where(context, nonfinite_rows & attends_to_any(torch.ones_like(nonfinite_keys), seq_len_q, hidden))
 
 
 def _may_overflow(query: Tensor, key: Tensor, scale: float | None) -> Bool[Tensor, "B N T 1"]:
@@ -159,18 +165,18 @@ def contained_with_weights(attend: Callable[..., tuple[Tensor, Tensor]]) -> Call
     def contained(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
         if mask.is_trivial and scores.bias is None:  # every row attends to everything: NaN spreads by itself
             return attend(query, key, value, mask, scores)
-        wrong = [not_finite(x) for x in (query, key, value)]
-        if not key.numel() or not any(may_hold(of_one) for of_one in wrong):
+        wrong = [nonfinite_tokens(x) for x in (query, key, value)]
+        if not key.numel() or not any(maybe_any(of_one) for of_one in wrong):
             return attend(query, key, value, mask, scores)
-        query, key, value = (emptied(x, where) for x, where in zip((query, key, value), wrong, strict=True))
+        query, key, value = (zero_where(x, where) for x, where in zip((query, key, value), wrong, strict=True))
         context, attn_weights = attend(query, key, value, mask, scores)
-        wrong_key, wrong_value = (
+        nonfinite_key, nonfinite_value = (
             where[..., 0].repeat_interleave(query.shape[1] // key.shape[1], dim=1) for where in wrong[1:]
         )
         hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device)
         seen, has_key = Mask(hidden), True if hidden is None else ~hidden.all(dim=-1, keepdim=True)
-        wrong_scores = wrong[0] | sees_any(wrong_key, query.shape[2], seen)
-        wrong_rows = wrong_scores | sees_any(wrong_value, query.shape[2], seen)
-        return spoilt(context, wrong_rows & has_key), spoilt(attn_weights, wrong_scores & has_key)
+        nonfinite_scores = wrong[0] | attends_to_any(nonfinite_key, query.shape[2], seen)
+        nonfinite_rows = nonfinite_scores | attends_to_any(nonfinite_value, query.shape[2], seen)
+        return nan_where(context, nonfinite_rows & has_key), nan_where(attn_weights, nonfinite_scores & has_key)
 
     return contained

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from mha_spec import AttentionSpec, Refusal
 from mha_torch.arrays import check_lengths
-from mha_torch.kernels.nonfinite import emptied, not_finite, sees_any
+from mha_torch.kernels.nonfinite import attends_to_any, nonfinite_tokens, zero_where
 from mha_torch.masks import Mask, as_lengths
 from mha_torch.rope import at_least_float32
 from mha_torch.scores import Scores
@@ -260,8 +260,8 @@ class _Attention(torch.autograd.Function):
         dtype = query.dtype
         if ring.is_zigzag:
             query, key, value = _exchanged(ring, [query, key, value])
-        wrong_rows = not_finite(query)
-        query = emptied(query, wrong_rows)
+        nonfinite_rows = nonfinite_tokens(query)
+        query = zero_where(query, nonfinite_rows)
         context = torch.zeros((*query.shape[:3], value.shape[3]), dtype=at_least_float32(query).dtype)
         context = context.to(query.device)
         logs = torch.full_like(context[..., :1], -torch.inf)
@@ -272,7 +272,7 @@ class _Attention(torch.autograd.Function):
                 own, own_logs, wrong = _attended(part, table, ring.spec)
                 rows = part.rows
                 context[:, :, rows], logs[:, :, rows] = _joined(context[:, :, rows], logs[:, :, rows], own, own_logs)
-                wrong_rows[:, :, rows] |= wrong
+                nonfinite_rows[:, :, rows] |= wrong
             held = held if moved is None else moved.wait()
         has_key = ~torch.isneginf(logs)
         if sinks is not None:
@@ -280,7 +280,7 @@ class _Attention(torch.autograd.Function):
             context, logs = context * (logs - total).exp(), torch.where(has_key, total, logs)
         ctx.ring = ring
         ctx.save_for_backward(query, key, value, sinks, table, context, logs)
-        found = context.masked_fill(wrong_rows & has_key, torch.nan)
+        found = context.masked_fill(nonfinite_rows & has_key, torch.nan)
         return (_exchanged(ring, [found], back=True)[0] if ring.is_zigzag else found).to(dtype)
 
     @staticmethod
@@ -369,9 +369,9 @@ def _scores(part: _Part, query: Tensor, key: Tensor, table: Tensor | None, spec:
 
 
 def _finite(part: _Part) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys and values in at least float32, what is not finite among the last two emptied, and which it was."""
-    wrong = not_finite(part.key) | not_finite(part.value)
-    key, value = (emptied(at_least_float32(x), wrong) for x in (part.key, part.value))
+    """Return queries, keys and values in at least float32, non-finite keys and values as 0, and which these are."""
+    wrong = nonfinite_tokens(part.key) | nonfinite_tokens(part.value)
+    key, value = (zero_where(at_least_float32(x), wrong) for x in (part.key, part.value))
     return at_least_float32(part.query), key, value, wrong
 
 
@@ -382,7 +382,7 @@ def _attended(part: _Part, table: Tensor | None, spec: AttentionSpec | None) -> 
     logs = scores.logsumexp(dim=-1, keepdim=True)
     context = attention_context((scores - _known(logs)).exp(), value)
     marked = wrong[..., 0].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return context, logs, sees_any(marked, query.shape[2], Mask(part.mask))
+    return context, logs, attends_to_any(marked, query.shape[2], Mask(part.mask))
 
 
 def _pulled_back(

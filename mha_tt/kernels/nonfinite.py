@@ -1,7 +1,7 @@
-"""NaN and infinity: kept from the rows that may not see them, and never lost to those that do.
+"""Containment of NaN and infinity: rows that mask a non-finite token stay finite, rows that attend to it become NaN.
 
-0 * NaN is NaN, so that what weighs nothing has to be finite. The device does not tell whether it is: what may not be is
-made 0 before, and the rows that see it are made NaN afterwards. Where everything is finite, nothing changes.
+0 * NaN is NaN, so a value of weight 0 has to be finite. The device does not tell whether it is. So values that may be
+non-finite are set to 0 before, and rows that attend to them to NaN afterwards. Finite values do not change.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mha_tt.masks import DeviceMask, Mask
 from mha_tt.scores import Scores
 
 
-def hide_not_finite(
+def hide_nonfinite(
     mask: DeviceMask, seq_len_q: int, *held: Float[Tensor, "B K S H"]
 ) -> tuple[list[Float[Tensor, "B K S H"]], Float[Tensor, "B heads T 1"] | None]:
-    """Keys or values with 0 in the place of what may not spread, and the rows to spoil in exchange, marked by > 0.
+    """Return keys or values with 0 instead of what may not spread, and the rows that become NaN for it, marked by > 0.
 
-    Where all rows see the same keys, the others are 0, and the rest spreads by itself.
+    If all rows attend to the same keys, the others are 0, and the rest spreads by itself.
     """
     if mask.real_keys is not None:
         return [ttnn.where(as_dtype(mask.real_keys, x.dtype), x, 0.0) for x in held], None
@@ -64,8 +64,8 @@ def _entering_less_leaving(marked: Float[Tensor, "B K S 1"], window_size: int | 
     return ttnn.subtract(marked, ttnn.concat([none, marked[:, :, : seq_len - window_size]], dim=2))
 
 
-def spoilt(context: Float[Tensor, "B N T H"], rows: Float[Tensor, "B heads T 1"] | None) -> Float[Tensor, "B N T H"]:
-    """The context, NaN in the rows that are marked."""
+def nan_where(context: Float[Tensor, "B N T H"], rows: Float[Tensor, "B heads T 1"] | None) -> Float[Tensor, "B N T H"]:
+    """Return the context with NaN in the marked rows."""
     if rows is None:
         return context
     repeats = context.shape[1] // rows.shape[1]
@@ -73,8 +73,8 @@ def spoilt(context: Float[Tensor, "B N T H"], rows: Float[Tensor, "B heads T 1"]
     return ttnn.where(as_dtype(rows, context.dtype), float("nan"), context)
 
 
-def emptied(x: Float[Tensor, "B N T ..."], mask: DeviceMask | None) -> Float[Tensor, "B N T ..."]:
-    """x, and 0 in the rows in which every key is masked, whatever stood there."""
+def zero_masked_rows(x: Float[Tensor, "B N T ..."], mask: DeviceMask | None) -> Float[Tensor, "B N T ..."]:
+    """Return x with 0 in fully masked rows."""
     if mask is None or mask.keep is None:
         return x
     return ttnn.where(as_dtype(mask.keep, x.dtype), x, 0.0)
@@ -95,8 +95,8 @@ def contained(kernel: Kernel) -> Kernel:
         hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device())
         mask, nonfinite_rows = Mask(hidden, offsets=mask.offsets), None
         if hidden is not None:
-            (key, value), nonfinite_rows = hide_not_finite(hidden, query.shape[2], key, value)
-        return emptied(spoilt(kernel(query, key, value, mask, scores), nonfinite_rows), hidden)
+            (key, value), nonfinite_rows = hide_nonfinite(hidden, query.shape[2], key, value)
+        return zero_masked_rows(nan_where(kernel(query, key, value, mask, scores), nonfinite_rows), hidden)
 
     return attend
 
@@ -119,8 +119,8 @@ def contained_with_weights(attend: Callable[..., tuple[Tensor, Tensor]]) -> Call
         hidden = mask.with_bias(scores.bias).to_bool(seq_len_q, seq_len_k, device)
         mask, nonfinite_rows = Mask(hidden, offsets=mask.offsets), None
         if hidden is not None:
-            (value,), nonfinite_rows = hide_not_finite(hidden, seq_len_q, value)
+            (value,), nonfinite_rows = hide_nonfinite(hidden, seq_len_q, value)
         context, attn_weights = attend(query, key, value, mask, scores, *arithmetic)
-        return spoilt(context, nonfinite_rows), attn_weights
+        return nan_where(context, nonfinite_rows), attn_weights
 
     return contained

@@ -283,10 +283,12 @@ MUTATIONS = {
         "fill_implicit_tile_padding",
         lambda f, x, value: x if value == MASKED else f(x, value),
     ),
-    "empty rows are not emptied": at("causal-padding-empty", "attn_weights", stages, "emptied", lambda f, x, mask: x),
+    "empty rows are not emptied": at(
+        "causal-padding-empty", "attn_weights", stages, "zero_masked_rows", lambda f, x, mask: x
+    ),
     "rows that the kernel loses": at("large-logits", "fused.output", fused, "loses_rows", lambda f, config: False),
     "empty rows are not emptied, fused": at(
-        "causal-padding-empty", "fused.output", nonfinite, "emptied", lambda f, x, mask: x
+        "causal-padding-empty", "fused.output", nonfinite, "zero_masked_rows", lambda f, x, mask: x
     ),
     "bias forgotten": Mutation("bias", "scores", "score-bias-missing"),
     "bias forgotten, fused": one(
