@@ -351,6 +351,8 @@ def test_a_fused_path_without_the_mask_is_reported(sibling, monkeypatch):
     def forgetful(query, key, value, mask, *inputs, **options):
         return original(query, key, value, replace(mask, mask=None), *inputs, **options)
 
+    if sibling.name == "jax":  # layers are made once, with the kernel of then
+        monkeypatch.setattr(sibling.backend, "_unfilled", sibling.backend._unfilled.__wrapped__)
     monkeypatch.setattr(sibling.package.fused, "attend", forgetful)
     difference = difference_in("causal", sibling.name)
     assert difference is not None
