@@ -11,8 +11,9 @@ export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/build/jax-cache
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
 # Processes that tests start need not compile modules again, whatever the surroundings say.
 export PYTHONDONTWRITEBYTECODE :=
-# pip would compile all modules, of which most are never imported.
+# pip would compile all modules, of which most are never imported, and look for a newer pip.
 export PIP_NO_COMPILE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 TWO_WORKERS := --numprocesses 2 --dist worksteal
 IF_TT := [ ! -e .venv-tt/installed ] ||
 

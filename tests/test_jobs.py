@@ -63,6 +63,7 @@ def test_results_are_in_order():
     assert list(by_processes(math.isqrt, [9, 4, 1, 0], 2, cost=abs)) == [3, 2, 1, 0]
 
 
+@pytest.mark.thorough
 def test_what_costs_most_begins_first(tmp_path):
     paths = [str(tmp_path / name) for name in ("a", "bb", "ccc")]
     assert list(by_processes(os.mkdir, paths, 1, cost=len)) == [None] * 3

@@ -58,7 +58,7 @@ def test_every_mistake_is_where_its_record_says(style):
 def test_right_ports_raise_no_alarm(style):
     """Judge some of them, each shown to be right first. Of the half `apart` the number alone is told."""
     asked = [job for job in jobs(["known", "apart"], [style]) if job.id in RIGHTS and job.record.how.mode != "compile"]
-    verdicts = list(map(judge, asked[::18]))
+    verdicts = list(map(judge, asked[::24]))
     alarms = [verdict for verdict in verdicts if not is_clean(verdict)]
     assert [verdict["id"] for verdict in alarms if verdict["half"] == "known"] == []
     assert len(alarms) == 0
@@ -68,7 +68,7 @@ def test_right_ports_raise_no_alarm(style):
 def test_mistakes_are_caught_by_their_stages_and_most_of_them_named_or_placed(which):
     """Judge some of all; `tools/diagnosis-rates` judges all. Of the half `apart` the numbers alone are told."""
     of_stages = [job for job in jobs([which]) if job.id in MISTAKES and not job.output_only]
-    verdicts = list(map(judge, of_stages[::18]))
+    verdicts = list(map(judge, of_stages[::24]))
     missed, placed = [verdict for verdict in verdicts if not is_caught(verdict)], sum(map(is_placed, verdicts))
     assert [verdict["id"] for verdict in missed if which == "known"] == []
     assert len(missed) == 0
