@@ -1,5 +1,6 @@
 """Each package works where the other frameworks are not installed, and `parity` imports none before it is asked to."""
 
+import ast
 import platform
 import subprocess
 import sys
@@ -99,3 +100,16 @@ def test_parity_imports_no_framework_and_no_sibling(module):
 def test_parity_is_imported_where_no_framework_is(module):
     result = run(BLOCKER.format(blocked=FRAMEWORKS), f"import {module}")
     assert result.returncode == 0, result.stderr
+
+
+def test_torch_sibling_imports_what_divides_layers_only_when_it_is_asked_for():
+    folder = Path(__file__).parents[1] / "mha_torch"
+    found = []
+    for path in sorted({*folder.rglob("*.py")} - {*(folder / "parallel").rglob("*.py")}):
+        for node in ast.parse(path.read_text()).body:  # what is imported at once
+            names = [alias.name for alias in getattr(node, "names", [])] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [
+                (path.name, name) for name in names if name.startswith(("torch.distributed", "mha_torch.parallel"))
+            ]
+    assert found == []
