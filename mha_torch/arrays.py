@@ -38,6 +38,11 @@ def is_autocast_on(device: torch.device) -> bool:
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
+def needs_gradient(*arrays: Tensor) -> bool:
+    """Return whether a gradient of any of these is asked for."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
+
+
 def is_distributed(x: object) -> bool:
     """Return whether x is a DTensor, of which each process has a part."""
     return type(x) not in _PLAIN and hasattr(type(x), "to_local")  # of the type, which a compiler asks, too

@@ -135,6 +135,7 @@ EXTRA_NAMES = {
         "values_of",  # are known or not by more than a type
         "is_autocast_on",  # and narrowed or not by more than their own dtype
         *("is_distributed", "replicate_like"),  # a tensor may be a DTensor,
+        "needs_gradient",  # or one that asks for a gradient,
         "check_features",  # and a projection may return one, or some of its features
         *("AttentionLayer.find_nonfinite", "FunctionalLayer.find_nonfinite"),  # on any process
         "apply_norm_by_mean",  # of all processes

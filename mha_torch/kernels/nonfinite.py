@@ -7,12 +7,13 @@ NaN afterwards. If everything is finite, nothing changes.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mha_torch.arrays import replicate_like, values_of
+from mha_torch.arrays import needs_gradient, replicate_like, values_of
 from mha_torch.kernels import Kernel
 from mha_torch.masks import Mask, as_lengths
 from mha_torch.scores import Scores
@@ -20,8 +21,12 @@ from mha_torch.scores import Scores
 
 def nonfinite_tokens(x: Float[Tensor, "*tokens H"]) -> Bool[Tensor, "*tokens 1"]:
     """Return True for each token that contains a NaN or an infinity."""
-    sizes = torch.linalg.vector_norm(x.detach(), torch.inf, dim=-1, keepdim=True)  # x is read once, and not copied
-    return ~torch.isfinite(sizes)
+    return ~torch.isfinite(_largest_features(x))
+
+
+def _largest_features(x: Float[Tensor, "*tokens H"]) -> Float[Tensor, "*tokens 1"]:
+    """Return the size of the largest feature of each token."""
+    return torch.linalg.vector_norm(x.detach(), torch.inf, dim=-1, keepdim=True)  # x is read once, and not copied
 
 
 def maybe_any(x: Bool[Tensor, "..."]) -> bool:
@@ -89,7 +94,7 @@ def contained(kernel: Kernel) -> Kernel:
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
         if query.device.type == "cpu" and not torch.compiler.is_compiling():
             # In a gradient a masked key is multiplied by 0, so that it must be finite beforehand.
-            if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            if needs_gradient(query, key, value):
                 if _are_moderate(query, key, value, scores):
                     return kernel(query, key, value, mask, scores)
             else:
@@ -105,12 +110,10 @@ def _contained(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: 
     if query.numel() == 0 or key.numel() == 0:
         return kernel(query, key, value, mask, scores)
     num_groups, seq_len_q = query.shape[1] // key.shape[1], query.shape[2]
-    nonfinite_rows, nonfinite_keys = nonfinite_tokens(query), nonfinite_tokens(key) | nonfinite_tokens(value)
-    query, key, value = (
-        zero_where(query, nonfinite_rows),
-        zero_where(key, nonfinite_keys),
-        zero_where(value, nonfinite_keys),
-    )
+    of_query, of_key = _largest_features(query), _largest_features(key)
+    nonfinite_rows, nonfinite_keys = ~torch.isfinite(of_query), ~torch.isfinite(of_key) | nonfinite_tokens(value)
+    query, of_query = (zero_where(x, nonfinite_rows) for x in (query, of_query))
+    key, value, of_key = (zero_where(x, nonfinite_keys) for x in (key, value, of_key))
     nonfinite_keys = nonfinite_keys[..., 0].repeat_interleave(num_groups, dim=1)
     hidden = mask.with_bias(scores.bias)
     nonfinite_rows = nonfinite_rows | attends_to_any(nonfinite_keys, seq_len_q, hidden)
@@ -124,19 +127,19 @@ def _contained(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: 
     context = kernel(query, key, value, mask, scores)
     if scores.sinks is None:  # which have the weight of a row whose scores are all -inf
         # Where every score of a row overflows to -inf, the kernel gives 0.
-        may_overflow = _may_overflow(query, key, scores.scale)
+        may_overflow = _may_overflow(of_query, of_key, query.shape[3] * max(scores.scale or 1.0, 1.0))
         nonfinite_rows = nonfinite_rows | (may_overflow & (context == 0).all(dim=-1, keepdim=True))
     return nan_where(context, nonfinite_rows & attends_to_any(torch.ones_like(nonfinite_keys), seq_len_q, hidden))
 
 
-def _may_overflow(query: Tensor, key: Tensor, scale: float | None) -> Bool[Tensor, "B N T 1"]:
-    """Return whether a score of a row may lie beyond float32, by the largest features of finite queries and keys."""
-    # Of numbers scaled by 2**-64 each, since the product itself may lie beyond float32.
-    of_query, of_key = (
-        torch.linalg.vector_norm(x.detach(), torch.inf, dim=-1, keepdim=True).float() * 2.0**-64 for x in (query, key)
-    )
-    of_key = of_key.amax(dim=2, keepdim=True).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return of_query * of_key * (query.shape[3] * max(scale or 1.0, 1.0)) >= 0.99
+def _may_overflow(
+    of_query: Float[Tensor, "B N T 1"], of_key: Float[Tensor, "B K S 1"], factor: float
+) -> Bool[Tensor, "B N T 1"]:
+    """Return whether the largest features of a row and of any key, times a factor, lie beyond float32."""
+    # Scaled by 2**-64 each, since the product itself may lie beyond it.
+    of_query, of_key = (x.float() * 2.0**-64 for x in (of_query, of_key))
+    num_groups = of_query.shape[1] // of_key.shape[1]
+    return of_query * of_key.amax(dim=2, keepdim=True).repeat_interleave(num_groups, dim=1) * factor >= 0.99
 
 
 def _is_sound(context: Tensor) -> bool:
@@ -173,8 +176,8 @@ def contained_with_weights(attend: Callable[..., tuple[Tensor, Tensor]]) -> Call
         nonfinite_key, nonfinite_value = (
             where[..., 0].repeat_interleave(query.shape[1] // key.shape[1], dim=1) for where in wrong[1:]
         )
-        hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device)
-        seen, has_key = Mask(hidden), True if hidden is None else ~hidden.all(dim=-1, keepdim=True)
+        hidden: Any = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device)
+        seen, has_key = Mask(hidden), ~hidden.all(dim=-1, keepdim=True)
         nonfinite_scores = wrong[0] | attends_to_any(nonfinite_key, query.shape[2], seen)
         nonfinite_rows = nonfinite_scores | attends_to_any(nonfinite_value, query.shape[2], seen)
         return nan_where(context, nonfinite_rows & has_key), nan_where(attn_weights, nonfinite_scores & has_key)

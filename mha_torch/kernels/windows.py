@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mha_spec.reach import Reach
+from mha_torch.arrays import needs_gradient
 from mha_torch.kernels import sdpa
 from mha_torch.masks import Mask
 from mha_torch.scores import Scores
@@ -24,11 +25,7 @@ def _block_size(reach: Reach, key: Tensor, value: Tensor) -> int:
     """Return how many queries go together: a chunk, or so many that their windows have most keys in common."""
     if reach.chunk_size is not None:
         return reach.chunk_size
-    return max(64, (reach.window_size or 0) // 8) * (2 if _needs_gradient(key, value) else 1)  # measured
-
-
-def _needs_gradient(*arrays: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
+    return max(64, (reach.window_size or 0) // 8) * (2 if needs_gradient(key, value) else 1)  # measured
 
 
 def _slicer(x: Tensor, size: int) -> Callable[[slice], Tensor]:
@@ -36,7 +33,7 @@ def _slicer(x: Tensor, size: int) -> Callable[[slice], Tensor]:
 
     The gradient of a slice is as large as x. So if there is one, slices are joined from pieces that are cut once.
     """
-    if not _needs_gradient(x):
+    if not needs_gradient(x):
         return lambda among: x[:, :, among]
     pieces = x.split(size, dim=2)
 
@@ -58,7 +55,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
     is_alone = is_alone and reach.chunk_size is None and not scores.has_distances and seq_len_q <= seq_len_k
     added: dict[tuple[int, int, int], Tensor] = {}
     contexts, nothing, interior = [], value.new_zeros(value.shape[3]), range(0)
-    if is_alone and scores.sinks is None and query.shape[3] == value.shape[3] and not _needs_gradient(key, value):
+    if is_alone and scores.sinks is None and query.shape[3] == value.shape[3] and not needs_gradient(key, value):
         interior = _interior_blocks(reach, is_causal, seq_len_q, seq_len_k, size)
     for begin in range(0, seq_len_q, size):
         if begin in interior:
