@@ -1,58 +1,9 @@
-"""Checks of arrays, made before any work: `<what> must <rule>, got <name>=<value>`."""
+"""Small functions of arrays that the others share."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
-from jaxtyping import Array
-
-from mha_spec import Refusal, WrongType
-from mha_spec.rules import as_count
+from jaxtyping import Array, Float
 
 
-def check_count(name: str, value: object, minimum: int = 1) -> None:
-    """Refuse what is not an integer of at least `minimum`."""
-    as_count(name, value, minimum)
-
-
-def check_array(name: str, x: object) -> None:
-    """Refuse what is not an array of the framework."""
-    if not isinstance(x, (jax.Array, np.ndarray)):
-        raise WrongType(name, "be an array", type(x).__name__)
-
-
-def check_floating(name: str, x: Array, rank: int) -> None:
-    """Refuse an array of another rank, or one that does not hold floating-point numbers."""
-    check_array(name, x)
-    if x.ndim != rank:
-        raise Refusal(name, f"have {rank} axes", {f"{name}.shape": x.shape})
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise WrongType(name, "be floating point", {f"{name}.dtype": x.dtype})
-
-
-def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
-    """Refuse a shape that does not broadcast to the scores, or that would stretch them."""
-    fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(scores_shape), strict=False))
-    if not fits:
-        raise Refusal(name, f"broadcast to the scores (B, N, T, S) = {scores_shape}", {f"{name}.shape": shape})
-
-
-def check_lengths(name: str, lengths: Array | Sequence[int], batch_size: int | None, maximum: int) -> None:
-    """Refuse lengths that are not one integer in 0..maximum for each sequence."""
-    array = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
-    if isinstance(array, np.ndarray) and not array.size:  # NumPy takes [] for floats
-        array = array.astype(np.int32)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise WrongType(name, "be integers", {f"{name}.dtype": array.dtype})
-    if array.ndim != 1 or (batch_size is not None and len(array) != batch_size):
-        expected = "(B,)" if batch_size is None else f"(B,) = ({batch_size},)"
-        raise Refusal(name, f"have shape {expected}", {f"{name}.shape": array.shape})
-    if isinstance(array, Tracer):  # values are not known under jit
-        return
-    array = np.asarray(array).astype(np.int64)  # a narrow dtype cannot hold every maximum
-    if bool(((array < 0) | (array > maximum)).any()):
-        raise Refusal(name, f"lie in 0..{maximum}", {name: array.tolist()})
+def at_least_float32(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return x in the dtype of sums: float64 stays, anything narrower becomes float32."""
+    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)

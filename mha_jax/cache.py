@@ -14,7 +14,14 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax.arrays import check_count, check_floating, check_lengths
+from mha_jax.checks import (
+    check_appended,
+    check_count,
+    check_is_cache,
+    check_latent_cache,
+    check_lengths,
+    check_room,
+)
 from mha_jax.compiled import compiled
 from mha_jax.kernels.nonfinite import zero_where
 from mha_jax.masks import Mask
@@ -387,67 +394,3 @@ def kv_cache_nbytes(
         check_count(name, size)
     features = head_dim + value_head_dim
     return batch_size * num_kv_heads * capacity * features * num_layers * jnp.dtype(dtype).itemsize
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_cache(
-    cache_k: Array, cache_v: Array, key: Array, value: Array, names: tuple[str, str] = ("cache_k", "cache_v")
-) -> None:
-    """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
-    for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
-        check_floating(name, x, rank=4)
-        expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
-        if x.shape != expected:
-            raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": x.shape})
-        if x.dtype != key.dtype:
-            raise WrongType(name, "have the dtype of the new keys", {f"{name}.dtype": x.dtype, "key.dtype": key.dtype})
-
-
-def check_latent_cache(cache: LatentCache, latents: Array) -> None:
-    """Refuse cached latents (B, 1, S, W) that new ones (B, 1, T, W) cannot join."""
-    check_floating("latents", latents, rank=4)
-    check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))
-
-
-def check_is_cache(cache: object, kind: type[Cache] = KVCache) -> None:
-    """Refuse what is not a cache of that kind."""
-    if not isinstance(cache, kind):
-        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)
-
-
-def check_cached_input(x: Array, cache: Cache) -> None:
-    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
-    check_floating("x", x, rank=3)
-    if x.shape[0] != cache.lengths.shape[0]:
-        raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
-
-
-def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array | Sequence[int] | None) -> None:
-    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
-    check_is_cache(cache)
-    check_floating("key", key, rank=4)
-    check_floating("value", value, rank=4)
-    check_cache(cache.keys, cache.values, key, value, ("cache.keys", "cache.values"))
-    if key.shape[:3] != value.shape[:3]:
-        raise Refusal(
-            "value", "have the shape of key but for its features", {"value.shape": value.shape, "key.shape": key.shape}
-        )
-    if value.dtype != key.dtype:
-        raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
-    check_room(cache, key.shape[2], new_lengths)
-
-
-def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> None:
-    """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
-    batch_size = cache.lengths.shape[0]
-    check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
-    if new_lengths is not None:
-        check_lengths("new_lengths", new_lengths, batch_size, seq_len)
-    added = seq_len if new_lengths is None else new_lengths
-    # Under jit values may not be known; they are 0 at least.
-    lengths, added = (np.zeros(1, np.int64) if isinstance(x, Tracer) else np.asarray(x) for x in (cache.lengths, added))
-    if bool((lengths.astype(np.int64) + added > cache.capacity).any()):
-        rule = f"not exceed the {cache.capacity} slots of the cache"
-        raise Refusal("lengths + new tokens", rule, lengths=lengths.tolist(), new_lengths=added.tolist())

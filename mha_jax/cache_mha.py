@@ -11,22 +11,27 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax.arrays import check_floating
 from mha_jax.cache import (
     Cache,
     CacheT,
     KVCache,
     LatentCache,
     append_checked,
-    check_cache,
-    check_cached_input,
-    check_is_cache,
-    check_latent_cache,
-    check_room,
     has_room,
     init_cache,
     num_added,
     token_positions,
+)
+from mha_jax.checks import (
+    check_attention,
+    check_cache,
+    check_cached_input,
+    check_floating,
+    check_is_cache,
+    check_latent_cache,
+    check_layer_positions,
+    check_room,
+    check_weights,
 )
 from mha_jax.compiled import compiled
 from mha_jax.kernels import Kernel, fused, step_of
@@ -34,9 +39,7 @@ from mha_jax.kernels.nonfinite import contained_projection, zero_where
 from mha_jax.masks import Mask
 from mha_jax.mha import AttentionLayer, FunctionalLayer, Projection
 from mha_jax.projections import absorb_keys, absorb_values, expand_latents, project_latents, project_output, project_qkv
-from mha_jax.rope import check_layer_positions
-from mha_jax.stages import check_attention
-from mha_jax.weights import Project, check_weights
+from mha_jax.weights import Project
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_latent, check_spec
 
@@ -136,7 +139,7 @@ def multi_head_attention_with_static_cache(
     """
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
-    check_is_cache(cache)
+    check_is_cache(cache, KVCache)
     return cached_layer(
         FunctionalLayer(weights, spec, kernel), x, cache, mask, bias, new_lengths=new_lengths, positions=positions
     )
@@ -288,6 +291,6 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             ValueError: if the shapes do not fit, or the new tokens do not fit into the capacity. (Under jit lengths
                 are not known; there a sequence that does not fit gives NaN and keeps the tokens it had.)
         """
-        check_is_cache(cache)
+        check_is_cache(cache, KVCache)
         output, cache = cached_layer(self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions)
         return self.drop_output(output), cache

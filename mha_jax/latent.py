@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax.cache import LatentCache, check_cached_input, check_is_cache, init_latent_cache
+from mha_jax.cache import LatentCache, init_latent_cache
 from mha_jax.cache_mha import cached_layer
+from mha_jax.checks import check_cached_input, check_is_cache, check_weights
 from mha_jax.kernels import Kernel, fused
 from mha_jax.mha import AttentionLayer, FunctionalLayer, Projection
-from mha_jax.weights import check_weights
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec, spec_from
 

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax.arrays import check_array, check_broadcasts, check_count, check_lengths
+from mha_jax.checks import check_count, check_lengths, check_mask
 from mha_jax.compiled import compiled
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
 from mha_spec.reach import Reach, reach_of
 
@@ -272,18 +272,3 @@ def _implicit_bool(mask: Mask, seq_len_q: int, seq_len_k: int) -> Array:
 
 def _positions(seq_len: int) -> Int[Array, " L"]:
     return jnp.arange(seq_len, dtype=jnp.int32)
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_mask(mask: Array | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
-    if mask is None:
-        return
-    check_array("mask", mask)
-    if mask.dtype != jnp.bool_:
-        raise WrongType(
-            "mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint="an additive term is passed as bias"
-        )
-    check_broadcasts("mask", mask.shape, scores_shape)

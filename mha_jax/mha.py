@@ -14,16 +14,21 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import stages
-from mha_jax.arrays import check_floating
+from mha_jax.checks import (
+    check_attention,
+    check_floating,
+    check_layer_inputs,
+    check_projected,
+    check_weights,
+)
 from mha_jax.kernels import Kernel, fused
 from mha_jax.kernels.nonfinite import contained_projection
 from mha_jax.masks import Mask
 from mha_jax.norms import NormLayer
 from mha_jax.projections import combine_heads, project_output, project_qkv, split_heads
-from mha_jax.rope import check_layer_positions
 from mha_jax.scores import Scores
-from mha_jax.stages import apply_dropout, check_attention, scaled_dot_product_attention
-from mha_jax.weights import check_projected, check_weights, linear, project_with
+from mha_jax.stages import apply_dropout, scaled_dot_product_attention
+from mha_jax.weights import linear, project_with
 from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, Refusal, RelativeBias, Rope, Temperature, WrongType
 from mha_spec.attention import check_spec, spec_from
 
@@ -380,34 +385,3 @@ class MultiHeadSelfAttention(AttentionLayer):
         visible = Mask(mask, is_causal, key_padding_lengths)
         output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=positions)
         return self.drop_output(output)
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_layer_inputs(
-    query: Array, key: Array | None, value: Array | None, positions: Array | None, spec: AttentionSpec
-) -> None:
-    """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other."""
-    check_floating("query", query, rank=3)
-    if key is None and value is not None:
-        raise Refusal("value", "come with a key", "key=None and a value")
-    if key is not None and spec.rope is not None:
-        raise Refusal("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
-    if key is not None and spec.latent is not None:
-        raise Refusal("key", "be None (self-attention) with latents", f"a key and latent={spec.latent}")
-    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
-    for name, x in (("key", key), ("value", value)):
-        if x is None:
-            continue
-        check_floating(name, x, rank=3)
-        if x.dtype != query.dtype:
-            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
-        if x.shape[0] != query.shape[0]:
-            raise Refusal(
-                name, "have the batch size of query", {f"{name}.shape[0]": x.shape[0], "query.shape[0]": query.shape[0]}
-            )
-    if key is not None and value is not None and key.shape[1] != value.shape[1]:
-        raise Refusal(
-            "value", "have as many tokens as key", {"value.shape[1]": value.shape[1], "key.shape[1]": key.shape[1]}
-        )

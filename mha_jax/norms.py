@@ -5,11 +5,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from mha_jax.arrays import check_array
+from mha_jax.arrays import at_least_float32
+from mha_jax.checks import check_normed
 from mha_jax.compiled import compiled
-from mha_jax.rope import at_least_float32
-from mha_spec import Norm, Refusal, WrongType
-from mha_spec.norm import check_norm
+from mha_spec import Norm
 
 
 def apply_norm(
@@ -73,19 +72,3 @@ class NormLayer(nnx.Module):
         """x, normalised."""
         weight, bias = (getattr(self, name, None) for name in ("weight", "bias"))
         return apply_norm(x, self.norm, *(None if held is None else held[...] for held in (weight, bias)))
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_normed(x: Array, norm: Norm, weight: Array | None, bias: Array | None) -> None:
-    """Refuse what cannot be normalised, or parameters that are not those of the norm."""
-    check_array("x", x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise WrongType("x", "be floating point", {"x.dtype": x.dtype})
-    check_norm(norm)
-    shapes = norm.shapes(x.shape[1] if norm.per_head else 1, x.shape[-1])
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        found = None if parameter is None else tuple(parameter.shape)
-        if found != shapes.get(name):
-            raise Refusal(name, f"have shape {shapes.get(name)} for {norm}", {f"{name}.shape": found})

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mha_jax.arrays import check_count, check_floating
+from mha_jax.arrays import at_least_float32
+from mha_jax.checks import check_count, check_floating, check_gated, check_latents, check_positions
 from mha_jax.kernels.nonfinite import nan_where, nonfinite_tokens, zero_where
 from mha_jax.parallel.sharding import broadcast_beside
-from mha_jax.rope import apply_rope, at_least_float32, check_positions
+from mha_jax.rope import apply_rope
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec, Latent, Refusal, Rope, Temperature
 from mha_spec.attention import check_latent, check_spec
@@ -279,28 +280,3 @@ def _clip(x: Array, limit: float) -> Array:
 
 def _unpack_qkv(packed: Array, spec: AttentionSpec) -> list[Array]:
     return jnp.split(packed, [spec.q_width, spec.q_width + spec.k_width], axis=-1)
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_gated(context: Array, gate: Array) -> None:
-    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
-    check_floating("context", context, rank=4)
-    check_floating("gate", gate, rank=3)
-    batch_size, num_heads, seq_len, head_dim = context.shape
-    widths = (num_heads * head_dim, num_heads)
-    if gate.shape not in [(batch_size, seq_len, width) for width in widths]:
-        raise Refusal(
-            "gate",
-            f"have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]})",
-            {"gate.shape": gate.shape},
-        )
-
-
-def check_latents(name: str, latents: Array, latent: Latent) -> None:
-    """Refuse what is not latents (B, 1, S, kv_rank + rope_dim)."""
-    check_floating(name, latents, rank=4)
-    if (latents.shape[1], latents.shape[3]) != (1, latent.width):
-        shape = latents.shape
-        raise Refusal(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from mha_jax.arrays import check_array
 from mha_jax.compiled import compiled
-from mha_spec import Refusal, RelativeBias, WrongType
+from mha_spec import RelativeBias
 
 
 @compiled("relative_bias", "seq_len_q", "seq_len_k", "scores_dtype")
@@ -45,20 +44,3 @@ def relative_position_bias(
     # The row of a query is that of the one before it, a key farther on: only T + S numbers of a head are looked up.
     firsts = seq_len_q - jnp.arange(seq_len_q, dtype=jnp.int32)
     return jax.vmap(lambda first: lax.dynamic_slice_in_dim(by_distance, first, seq_len_k, axis=2), out_axes=2)(firsts)
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_relative_bias(table: Array | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
-    """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
-    if (table is None) != (relative_bias is None):
-        raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
-    if table is None or relative_bias is None:
-        return
-    check_array("relative_bias", table)
-    if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise WrongType("relative_bias", "be floating point", {"relative_bias.dtype": table.dtype})
-    shape = (relative_bias.num_buckets, num_heads)
-    if table.shape != shape:
-        raise Refusal("relative_bias", f"have shape (num_buckets, N) = {shape}", {"relative_bias.shape": table.shape})

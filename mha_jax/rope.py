@@ -3,10 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mha_jax.arrays import check_array, check_floating
+from mha_jax.arrays import at_least_float32
+from mha_jax.checks import check_floating, check_positions
 from mha_jax.compiled import compiled
-from mha_spec import AttentionSpec, DynamicScaling, LongRopeScaling, Refusal, Rope, WrongType
-from mha_spec.rope import check_rope, position_shapes
+from mha_spec import DynamicScaling, LongRopeScaling, Rope
+from mha_spec.rope import check_rope
 from mha_spec.scaling import exponents
 
 
@@ -89,31 +90,3 @@ def _join_pairs(first: Array, second: Array, rope: Rope) -> Array:
     if rope.pairs == "interleaved":
         return jnp.stack([first, second], axis=-1).reshape(*first.shape[:-1], 2 * first.shape[-1])
     return jnp.concatenate([first, second], axis=-1)
-
-
-def at_least_float32(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """x in the dtype that sums are made in: float64 stays, anything narrower becomes float32."""
-    return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_positions(positions: Array, batch_size: int, seq_len: int, rope: Rope | None) -> None:
-    """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
-    check_array("positions", positions)
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise WrongType("positions", "be integers", {"positions.dtype": positions.dtype})
-    axes = () if rope is None or rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
-    if positions.shape not in ((*axes, batch_size, seq_len), (*axes, 1, seq_len)):
-        raise Refusal(
-            "positions",
-            f"have shape {position_shapes(batch_size, seq_len, rope)}",
-            {"positions.shape": positions.shape},
-        )
-
-
-def check_layer_positions(positions: Array | None, batch_size: int, seq_len: int, spec: AttentionSpec) -> None:
-    """Refuse positions that do not fit; a layer without RoPE and temperature ignores those that do."""
-    if positions is not None:
-        check_positions(positions, batch_size, seq_len, spec.rope)

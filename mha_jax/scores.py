@@ -3,12 +3,10 @@
 from dataclasses import dataclass, field
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from mha_jax.arrays import check_array, check_broadcasts
-from mha_jax.relative_bias import check_relative_bias
-from mha_spec import AttentionSpec, Refusal, RelativeBias, WrongType
+from mha_jax.checks import check_bias, check_keep, check_relative_bias, check_sinks
+from mha_spec import AttentionSpec, Refusal, RelativeBias
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate
 
@@ -80,34 +78,3 @@ class Scores:
 
 
 # ---- Validation ------------------------------------------------------------------------------------------------------
-
-
-def check_bias(bias: Array | None, scores_shape: tuple[int, ...], query: Array) -> None:
-    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T, S)."""
-    if bias is None:
-        return
-    check_array("bias", bias)
-    if bias.dtype != query.dtype:
-        raise WrongType("bias", "have the dtype of query", {"bias.dtype": bias.dtype, "query.dtype": query.dtype})
-    check_broadcasts("bias", bias.shape, scores_shape)
-
-
-def check_sinks(sinks: Array | None, num_heads: int) -> None:
-    """Refuse sinks that are not a number for each head."""
-    if sinks is None:
-        return
-    check_array("sinks", sinks)
-    if not jnp.issubdtype(sinks.dtype, jnp.floating):
-        raise WrongType("sinks", "be floating point", {"sinks.dtype": sinks.dtype})
-    if sinks.shape != (num_heads,):
-        raise Refusal("sinks", f"have shape (N,) = ({num_heads},)", {"sinks.shape": sinks.shape})
-
-
-def check_keep(keep: Array | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
-    if keep is None:
-        return
-    check_array("keep", keep)
-    if keep.dtype != jnp.bool_:
-        raise WrongType("keep", "be boolean (True = kept)", {"keep.dtype": keep.dtype})
-    check_broadcasts("keep", keep.shape, scores_shape)

@@ -11,15 +11,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax.alibi import alibi_bias
-from mha_jax.arrays import check_floating
+from mha_jax.arrays import at_least_float32
+from mha_jax.checks import (
+    check_attention,
+    check_floating,
+    check_keep,
+    check_mask,
+    check_relative_bias,
+    check_scored,
+    check_sinks,
+    check_weighed,
+)
 from mha_jax.compiled import compiled
 from mha_jax.kernels.nonfinite import contained_with_weights
-from mha_jax.masks import Mask, check_mask, to_scores_rank
+from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.sharding import automatically, is_explicit, of_heads, placed, placed_beside, spec_of
-from mha_jax.relative_bias import check_relative_bias, relative_position_bias
-from mha_jax.rope import at_least_float32
-from mha_jax.scores import Scores, check_bias, check_keep, check_sinks
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_jax.relative_bias import relative_position_bias
+from mha_jax.scores import Scores
+from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate, check_head_groups
 
@@ -240,56 +249,3 @@ def attend(
 def attend_without_weights(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
     """Return the context alone, as a kernel does: XLA then keeps the attention weights no longer than it needs them."""
     return attend(query, key, value, mask, scores)[0]
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_attention(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> None:
-    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_floating(name, x, rank=4)
-        if x.dtype != query.dtype:
-            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
-    if key.shape[:3] != value.shape[:3]:
-        raise Refusal(
-            "value", "have the shape of key but for its features", {"value.shape": value.shape, "key.shape": key.shape}
-        )
-    check_scored(query, key, None, scores.spec)  # the scores check their bias
-    scores_shape = (*query.shape[:3], key.shape[2])
-    mask.check(scores_shape)
-    scores.check(scores_shape, query)
-
-
-def check_scored(query: Array, key: Array, bias: Array | None, spec: AttentionSpec | None) -> None:
-    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
-    check_floating("query", query, rank=4)
-    check_floating("key", key, rank=4)
-    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
-        raise Refusal(
-            "key", "have the batch size and head_dim of query", {"key.shape": key.shape, "query.shape": query.shape}
-        )
-    check_head_groups(query.shape[1], key.shape[1])
-    check_bias(bias, (*query.shape[:3], key.shape[2]), query)
-    if spec is None:
-        return
-    check_spec(spec)
-    if spec.alibi is not None and spec.num_heads != query.shape[1]:
-        raise Refusal(
-            "query",
-            "have the heads of a spec with alibi, whose slopes are theirs",
-            f"{query.shape[1]} heads and num_heads={spec.num_heads}",
-        )
-
-
-def check_weighed(attn_weights: Array, value: Array) -> None:
-    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
-    check_floating("attn_weights", attn_weights, rank=4)
-    check_floating("value", value, rank=4)
-    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
-        raise Refusal(
-            "value",
-            "have the batch size and the keys of attn_weights",
-            {"value.shape": value.shape, "attn_weights.shape": attn_weights.shape},
-        )
-    check_head_groups(attn_weights.shape[1], value.shape[1])

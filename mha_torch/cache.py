@@ -15,7 +15,15 @@ from torch import Tensor
 
 from mha_spec import Refusal, WrongType
 from mha_spec.reach import reach_of
-from mha_torch.arrays import check_count, check_device, check_floating, check_lengths, values_of
+from mha_torch.arrays import values_of
+from mha_torch.checks import (
+    check_appended,
+    check_count,
+    check_is_cache,
+    check_latent_cache,
+    check_lengths,
+    check_room,
+)
 from mha_torch.masks import Mask, as_lengths
 
 
@@ -421,78 +429,3 @@ def kv_cache_nbytes(
     for name, size in {**sizes, "value_head_dim": value_head_dim, "num_layers": num_layers}.items():
         check_count(name, size)
     return batch_size * num_kv_heads * capacity * (head_dim + value_head_dim) * num_layers * dtype.itemsize
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_cache(
-    cache_k: Tensor, cache_v: Tensor, key: Tensor, value: Tensor, names: tuple[str, str] = ("cache_k", "cache_v")
-) -> None:
-    """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
-    for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
-        check_floating(name, x, rank=4)
-        expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
-        if tuple(x.shape) != expected:
-            raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)})
-        if x.dtype != key.dtype:
-            raise WrongType(name, "have the dtype of the new keys", {f"{name}.dtype": x.dtype, "key.dtype": key.dtype})
-        check_device(name, x, key.device, "the new keys")
-
-
-def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:
-    """Refuse cached latents (B, 1, S, W) that new ones (B, 1, T, W) cannot join."""
-    check_floating("latents", latents, rank=4)
-    check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))
-
-
-def check_is_cache(cache: object, kind: type[Cache] = KVCache) -> None:
-    """Refuse what is not a cache of that kind."""
-    if not isinstance(cache, kind):
-        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)
-
-
-def check_cached_input(x: Tensor, cache: Cache) -> None:
-    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
-    check_floating("x", x, rank=3)
-    if x.shape[0] != cache.lengths.shape[0]:
-        raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
-
-
-def check_appended(
-    cache: KVCache, key: Tensor, value: Tensor, new_lengths: Tensor | Sequence[int] | None
-) -> list[int] | None:
-    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity.
-
-    Returns:
-        The lengths of the cache, where they and those of the new tokens are known.
-    """
-    check_is_cache(cache)
-    check_floating("key", key, rank=4)
-    check_floating("value", value, rank=4)
-    check_cache(cache.keys, cache.values, key, value, ("cache.keys", "cache.values"))
-    if key.shape[:3] != value.shape[:3]:
-        rule = "have the shape of key but for its features"
-        raise Refusal("value", rule, {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)})
-    if value.dtype != key.dtype:
-        raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
-    return check_room(cache, key.shape[2], new_lengths)
-
-
-def check_room(cache: Cache, seq_len: int, new_lengths: Tensor | Sequence[int] | None) -> list[int] | None:
-    """Refuse more new tokens than the cache has slots left: they would be written outside of it.
-
-    Returns:
-        The lengths of the cache, where they and those of the new tokens are known.
-    """
-    batch_size = cache.lengths.shape[0]
-    lengths = check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
-    added = [seq_len] * batch_size
-    if new_lengths is not None:
-        added = check_lengths("new_lengths", new_lengths, batch_size, seq_len)
-    if lengths is None or added is None:
-        return None
-    if any(length + new > cache.capacity for length, new in zip(lengths, added, strict=True)):
-        rule = f"not exceed the {cache.capacity} slots of the cache"
-        raise Refusal("lengths + new tokens", rule, lengths=lengths, new_lengths=added)
-    return lengths

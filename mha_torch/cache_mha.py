@@ -13,23 +13,24 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_latent, check_spec
-from mha_torch.arrays import check_floating, is_autocast_on
-from mha_torch.cache import (
-    CacheT,
-    KVCache,
-    LatentCache,
-    append_checked,
+from mha_torch.arrays import is_autocast_on
+from mha_torch.cache import CacheT, KVCache, LatentCache, append_checked, has_room, init_cache
+from mha_torch.checks import (
+    check_attention,
+    check_bias,
     check_cache,
     check_cached_input,
+    check_floating,
     check_is_cache,
     check_latent_cache,
+    check_layer_positions,
+    check_mask,
     check_room,
-    has_room,
-    init_cache,
+    check_weights,
 )
 from mha_torch.kernels import Kernel, fused
 from mha_torch.kernels.nonfinite import contained_projection, nan_where, zero_where
-from mha_torch.masks import Mask, as_lengths, check_mask
+from mha_torch.masks import Mask, as_lengths
 from mha_torch.mha import AttentionLayer, FunctionalLayer
 from mha_torch.projections import (
     absorb_keys,
@@ -39,10 +40,7 @@ from mha_torch.projections import (
     project_output,
     project_qkv,
 )
-from mha_torch.rope import check_layer_positions
-from mha_torch.scores import check_bias
-from mha_torch.stages import check_attention
-from mha_torch.weights import Project, check_weights
+from mha_torch.weights import Project
 
 torch.export.register_dataclass(KVCache)  # pytrees,
 torch.export.register_dataclass(LatentCache)
@@ -148,7 +146,7 @@ def multi_head_attention_with_static_cache(
     """
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
-    check_is_cache(cache)
+    check_is_cache(cache, KVCache)
     return cached_layer(
         FunctionalLayer(weights, spec, kernel), x, cache, mask, bias, new_lengths=new_lengths, positions=positions
     )
@@ -323,6 +321,6 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             ValueError: if the shapes do not fit, devices differ, or the new tokens do not fit into the capacity (where
                 values are known).
         """
-        check_is_cache(cache)
+        check_is_cache(cache, KVCache)
         output, cache = cached_layer(self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions)
         return self.drop_output(output), cache

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec, spec_from
 from mha_torch.arrays import is_distributed
-from mha_torch.cache import LatentCache, check_cached_input, check_is_cache, init_latent_cache
+from mha_torch.cache import LatentCache, init_latent_cache
 from mha_torch.cache_mha import cache_dtype, cached_layer
+from mha_torch.checks import check_cached_input, check_is_cache, check_weights
 from mha_torch.kernels import Kernel, fused
 from mha_torch.mha import AttentionLayer, FunctionalLayer
-from mha_torch.weights import check_weights
 
 
 def multi_head_latent_attention(

@@ -7,16 +7,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
 from mha_spec.reach import Reach, reach_of
-from mha_torch.arrays import (
-    check_array,
-    check_broadcasts,
-    check_count,
-    check_device,
-    check_lengths,
-)
+from mha_torch.checks import check_count, check_device, check_lengths, check_mask
 
 
 def create_causal_mask(
@@ -293,18 +287,3 @@ def as_lengths(lengths: Tensor | Sequence[int], device: torch.device | str | Non
 
 def _positions(seq_len: int, device: torch.device | str | None) -> Int[Tensor, " L"]:
     return torch.arange(seq_len, device=device)
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_mask(mask: Tensor | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
-    if mask is None:
-        return
-    check_array("mask", mask)
-    if mask.dtype != torch.bool:
-        raise WrongType(
-            "mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint="an additive term is passed as bias"
-        )
-    check_broadcasts("mask", tuple(mask.shape), scores_shape)

@@ -6,10 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mha_spec import Norm, Refusal, WrongType
-from mha_spec.norm import check_norm
-from mha_torch.arrays import check_array
-from mha_torch.rope import at_least_float32
+from mha_spec import Norm
+from mha_torch.arrays import at_least_float32
+from mha_torch.checks import check_normed
 
 
 def apply_norm(
@@ -100,19 +99,3 @@ class NormLayer(nn.Module):
     def forward(self, x: Float[Tensor, "*tokens H"]) -> Float[Tensor, "*tokens H"]:
         """x, normalised."""
         return apply_norm(x, self.norm, self.weight, self.bias)
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Refuse what cannot be normalised, or parameters that are not those of the norm."""
-    check_array("x", x)
-    if not x.is_floating_point():
-        raise WrongType("x", "be floating point", {"x.dtype": x.dtype})
-    check_norm(norm)
-    shapes = norm.shapes(x.shape[1] if norm.per_head else 1, x.shape[-1])
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        found = None if parameter is None else tuple(parameter.shape)
-        if found != shapes.get(name):
-            raise Refusal(name, f"have shape {shapes.get(name)} for {norm}", {f"{name}.shape": found})

@@ -10,9 +10,10 @@ from torch import Tensor
 from mha_spec import AttentionSpec, Latent, Refusal, Rope, Temperature
 from mha_spec.attention import check_latent, check_spec
 from mha_spec.temperature import check_temperature
-from mha_torch.arrays import check_count, check_floating, is_distributed
+from mha_torch.arrays import at_least_float32
+from mha_torch.checks import check_count, check_features, check_floating, check_gated, check_latents, check_positions
 from mha_torch.kernels.nonfinite import maybe_any, nan_where, nonfinite_tokens, zero_where
-from mha_torch.rope import apply_rope, at_least_float32, check_positions
+from mha_torch.rope import apply_rope
 from mha_torch.weights import Project
 
 
@@ -285,40 +286,3 @@ def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> list[Tensor]:
     if packed.shape[-1] != width:
         raise Refusal("qkv_proj", f"give the {width} features of all q, k and v", f"{packed.shape[-1]} features")
     return list(packed.split([spec.q_width, spec.k_width, spec.v_width], dim=-1))
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_features(name: str, x: Tensor, width: int) -> None:
-    """Refuse the output of a projection if it is distributed or has another width, as if it had some of the heads."""
-    if x.shape[-1] != width or is_distributed(x):
-        kind = "in a DTensor" if is_distributed(x) else ""
-        raise Refusal(
-            name,
-            f"return {width} features in a tensor of this process",
-            f"{x.shape[-1]} features {kind}".rstrip(),
-            hint="mha_torch.parallel.plan divides heads with all that belongs to them",
-        )
-
-
-def check_gated(context: Tensor, gate: Tensor) -> None:
-    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
-    check_floating("context", context, rank=4)
-    check_floating("gate", gate, rank=3)
-    batch_size, num_heads, seq_len, head_dim = context.shape
-    widths = (num_heads * head_dim, num_heads)
-    if tuple(gate.shape) not in [(batch_size, seq_len, width) for width in widths]:
-        raise Refusal(
-            "gate",
-            f"have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]})",
-            {"gate.shape": tuple(gate.shape)},
-        )
-
-
-def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
-    """Refuse what is not latents (B, 1, S, kv_rank + rope_dim)."""
-    check_floating(name, latents, rank=4)
-    if (latents.shape[1], latents.shape[3]) != (1, latent.width):
-        shape = tuple(latents.shape)
-        raise Refusal(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})

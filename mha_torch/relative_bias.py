@@ -4,8 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mha_spec import Refusal, RelativeBias, WrongType
-from mha_torch.arrays import check_array
+from mha_spec import RelativeBias
 
 
 def relative_position_bias(
@@ -44,22 +43,3 @@ def relative_position_bias(
         return by_distance[:, :, seq_len_q - rows[:, None] + keys]
     # The row of a query is that of the one before it, a key farther on: only T + S numbers of a head are looked up.
     return by_distance.unfold(2, seq_len_k, 1)[:, :, 1:].flip(2)
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_relative_bias(table: Tensor | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
-    """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
-    if (table is None) != (relative_bias is None):
-        raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
-    if table is None or relative_bias is None:
-        return
-    check_array("relative_bias", table)
-    if not table.is_floating_point():
-        raise WrongType("relative_bias", "be floating point", {"relative_bias.dtype": table.dtype})
-    shape = (relative_bias.num_buckets, num_heads)
-    if tuple(table.shape) != shape:
-        raise Refusal(
-            "relative_bias", f"have shape (num_buckets, N) = {shape}", {"relative_bias.shape": tuple(table.shape)}
-        )

@@ -4,10 +4,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec, DynamicScaling, LongRopeScaling, Refusal, Rope, WrongType
-from mha_spec.rope import check_rope, position_shapes
+from mha_spec import DynamicScaling, LongRopeScaling, Rope
+from mha_spec.rope import check_rope
 from mha_spec.scaling import exponents
-from mha_torch.arrays import check_array, check_floating
+from mha_torch.arrays import at_least_float32
+from mha_torch.checks import check_floating, check_positions
 
 
 def apply_rope(
@@ -86,31 +87,3 @@ def _join_pairs(first: Tensor, second: Tensor, rope: Rope) -> Tensor:
     if rope.pairs == "interleaved":
         return torch.stack([first, second], dim=-1).flatten(-2)
     return torch.cat([first, second], dim=-1)
-
-
-def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """x in the dtype that sums are made in: float64 stays, anything narrower becomes float32."""
-    return x if x.dtype == torch.float64 else x.to(torch.float32)
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_positions(positions: Tensor, batch_size: int, seq_len: int, rope: Rope | None) -> None:
-    """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
-    check_array("positions", positions)
-    if positions.is_floating_point() or positions.dtype == torch.bool:
-        raise WrongType("positions", "be integers", {"positions.dtype": positions.dtype})
-    axes = () if rope is None or rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
-    if tuple(positions.shape) not in ((*axes, batch_size, seq_len), (*axes, 1, seq_len)):
-        raise Refusal(
-            "positions",
-            f"have shape {position_shapes(batch_size, seq_len, rope)}",
-            {"positions.shape": tuple(positions.shape)},
-        )
-
-
-def check_layer_positions(positions: Tensor | None, batch_size: int, seq_len: int, spec: AttentionSpec) -> None:
-    """Refuse positions that do not fit; a layer without RoPE and temperature ignores those that do."""
-    if positions is not None:
-        check_positions(positions, batch_size, seq_len, spec.rope)

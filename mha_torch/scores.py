@@ -2,16 +2,20 @@
 
 from dataclasses import dataclass, replace
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mha_spec import AttentionSpec, Refusal, RelativeBias, WrongType
+from mha_spec import AttentionSpec, Refusal, RelativeBias
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate
-from mha_torch.arrays import check_array, check_broadcasts, check_device, is_autocast_on
+from mha_torch.checks import (
+    check_bias,
+    check_device,
+    check_keep,
+    check_relative_bias,
+    check_sinks,
+)
 from mha_torch.masks import block_of
-from mha_torch.relative_bias import check_relative_bias
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
@@ -83,35 +87,3 @@ class Scores:
 
 
 # ---- Validation ------------------------------------------------------------------------------------------------------
-
-
-def check_bias(bias: Tensor | None, scores_shape: tuple[int, ...], query: Tensor) -> None:
-    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T, S)."""
-    if bias is None:
-        return
-    check_array("bias", bias)
-    if bias.dtype != query.dtype and not (bias.is_floating_point() and is_autocast_on(bias.device)):
-        raise WrongType("bias", "have the dtype of query", {"bias.dtype": bias.dtype, "query.dtype": query.dtype})
-    check_broadcasts("bias", tuple(bias.shape), scores_shape)
-    check_device("bias", bias, query.device, "query")
-
-
-def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
-    """Refuse sinks that are not a number for each head."""
-    if sinks is None:
-        return
-    check_array("sinks", sinks)
-    if not sinks.is_floating_point():
-        raise WrongType("sinks", "be floating point", {"sinks.dtype": sinks.dtype})
-    if tuple(sinks.shape) != (num_heads,):
-        raise Refusal("sinks", f"have shape (N,) = ({num_heads},)", {"sinks.shape": tuple(sinks.shape)})
-
-
-def check_keep(keep: Tensor | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
-    if keep is None:
-        return
-    check_array("keep", keep)
-    if keep.dtype != torch.bool:
-        raise WrongType("keep", "be boolean (True = kept)", {"keep.dtype": keep.dtype})
-    check_broadcasts("keep", tuple(keep.shape), scores_shape)

@@ -13,19 +13,25 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate, check_head_groups
 from mha_torch.alibi import alibi_bias
-from mha_torch.arrays import (
-    check_device,
+from mha_torch.arrays import at_least_float32
+from mha_torch.checks import (
+    check_attention,
     check_floating,
+    check_keep,
+    check_mask,
+    check_relative_bias,
+    check_scored,
+    check_sinks,
+    check_weighed,
 )
 from mha_torch.kernels.nonfinite import contained_with_weights, maybe_any
-from mha_torch.masks import Mask, check_mask
-from mha_torch.relative_bias import check_relative_bias, relative_position_bias
-from mha_torch.rope import at_least_float32
-from mha_torch.scores import Scores, check_bias, check_keep, check_sinks
+from mha_torch.masks import Mask
+from mha_torch.relative_bias import relative_position_bias
+from mha_torch.scores import Scores
 
 
 def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor, "B N S H"]:
@@ -222,64 +228,3 @@ def attend(
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device)
     attn_weights = masked_softmax(logits, hidden, scores.sinks).to(query.dtype)
     return attention_context(apply_dropout(attn_weights, scores.dropout, scores.dropout_keep), value), attn_weights
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores, num_parts: int = 1) -> None:
-    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other.
-
-    Lengths in the mask are those of a sequence in so many parts, of which the keys are one.
-    """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_floating(name, x, rank=4)
-        if x.dtype != query.dtype:
-            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
-        check_device(name, x, query.device, "query")
-    if key.shape[:3] != value.shape[:3]:
-        raise Refusal(
-            "value",
-            "have the shape of key but for its features",
-            {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
-        )
-    check_scored(query, key, None, scores.spec)  # the scores check their bias
-    scores_shape = (*query.shape[:3], key.shape[2])
-    mask.check(scores_shape, query)
-    scores.check(scores_shape, query)
-
-
-def check_scored(query: Tensor, key: Tensor, bias: Tensor | None, spec: AttentionSpec | None) -> None:
-    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
-    check_floating("query", query, rank=4)
-    check_floating("key", key, rank=4)
-    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
-        raise Refusal(
-            "key",
-            "have the batch size and head_dim of query",
-            {"key.shape": tuple(key.shape), "query.shape": tuple(query.shape)},
-        )
-    check_head_groups(query.shape[1], key.shape[1])
-    check_bias(bias, (*query.shape[:3], key.shape[2]), query)
-    if spec is None:
-        return
-    check_spec(spec)
-    if spec.alibi is not None and spec.num_heads != query.shape[1]:
-        raise Refusal(
-            "query",
-            "have the heads of a spec with alibi, whose slopes are theirs",
-            f"{query.shape[1]} heads and num_heads={spec.num_heads}",
-        )
-
-
-def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
-    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
-    check_floating("attn_weights", attn_weights, rank=4)
-    check_floating("value", value, rank=4)
-    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
-        raise Refusal(
-            "value",
-            "have the batch size and the keys of attn_weights",
-            {"value.shape": tuple(value.shape), "attn_weights.shape": tuple(attn_weights.shape)},
-        )
-    check_head_groups(attn_weights.shape[1], value.shape[1])

@@ -26,17 +26,10 @@ from mha_tt.cache_mha import (
     multi_head_attention_with_static_cache,
 )
 from mha_tt.decode.pages import PagedKVCache
-from mha_tt.device import (
-    accurate_config,
-    download,
-    download_parts,
-    fast_config,
-    head_slots,
-    padded_head_dim,
-    upload,
-)
+from mha_tt.device import accurate_config, download, download_parts, fast_config, upload
 from mha_tt.kernels import fused
 from mha_tt.latent import MultiHeadLatentAttention, multi_head_latent_attention
+from mha_tt.layout import head_slots, padded_head_dim
 from mha_tt.masks import (
     DeviceMask,
     create_attention_mask,

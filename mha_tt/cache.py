@@ -15,12 +15,22 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import Refusal, WrongType
+from mha_spec import Refusal
 from mha_spec.reach import reach_of
-from mha_tt.arrays import check_count, check_dtype, check_floating, check_lengths
+from mha_tt.arrays import as_dtype
+from mha_tt.checks import (
+    check_appended,
+    check_count,
+    check_dtype,
+    check_is_cache,
+    check_latent_cache,
+    check_lengths,
+    check_room,
+)
 from mha_tt.decode.places import Places
 from mha_tt.decode.slots import extended, one_core_each, sequences, write_tokens
-from mha_tt.device import TILE, TILE_NBYTES, as_dtype, padded_head_dim, round_up, upload, upload_integers, zeros
+from mha_tt.device import upload, upload_integers, zeros
+from mha_tt.layout import TILE, TILE_NBYTES, padded_head_dim, round_up
 from mha_tt.masks import Mask
 
 MOST_KV_HEADS = TILE
@@ -418,78 +428,3 @@ def kv_cache_nbytes(
     check_dtype("dtype", dtype)
     tiles = round_up(capacity) // TILE * (round_up(head_dim) + round_up(value_head_dim)) // TILE
     return batch_size * num_kv_heads * tiles * num_layers * TILE_NBYTES[dtype]
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_cache(
-    cache_k: Tensor, cache_v: Tensor, key: Tensor, value: Tensor, names: tuple[str, str] = ("cache_k", "cache_v")
-) -> None:
-    """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
-    for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
-        check_floating(name, x, rank=4)
-        expected = (key.shape[0], key.shape[1], cache_k.shape[2], new.shape[3])
-        if tuple(x.shape) != expected:
-            raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)})
-        if (x.dtype == ttnn.float32) != (key.dtype == ttnn.float32):
-            raise WrongType(name, "be float32 if the new keys are", {f"{name}.dtype": x.dtype, "key.dtype": key.dtype})
-
-
-def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:
-    """Refuse cached latents (B, 1, S, W) that new ones (B, 1, T, W) cannot join."""
-    check_floating("latents", latents, rank=4)
-    check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))
-
-
-def check_is_cache(cache: object, kind: type[Cache] = KVCache) -> None:
-    """Refuse what is not a cache of that kind."""
-    if not isinstance(cache, kind):
-        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)
-
-
-def check_cache_holds(cache: Cache, num_heads: int, *features: int) -> None:
-    """Refuse a cache that was made for other heads, each of so many features, or for latents of another width."""
-    first = next(iter(cache.slots.values()))
-    for (name, x), width in zip(cache.slots.items(), features, strict=True):
-        expected = (first.shape[0], num_heads, first.shape[2], width)
-        if tuple(x.shape) != expected:
-            raise Refusal(f"cache.{name}", f"have shape {expected}", f"cache.{name}.shape={tuple(x.shape)}")
-
-
-def check_cached_input(x: Tensor, cache: Cache) -> None:
-    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
-    check_floating("x", x, rank=3)
-    dtype = next(iter(cache.slots.values())).dtype
-    if (x.dtype == ttnn.float32) != (dtype == ttnn.float32):
-        raise WrongType("x", "be float32 if the cache is", {"x.dtype": x.dtype, "dtype": dtype})
-    if x.shape[0] != cache.lengths.shape[0]:
-        raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
-
-
-def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.ndarray | Sequence[int] | None) -> None:
-    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
-    check_is_cache(cache)
-    if cache.pages is not None:
-        raise WrongType("cache", "be a KVCache without pages", type(cache).__name__, hint="a module takes it")
-    check_floating("key", key, rank=4)
-    check_floating("value", value, rank=4)
-    check_cache(cache.keys, cache.values, key, value)
-    if tuple(key.shape)[:3] != tuple(value.shape)[:3]:
-        rule = "have the shape of key but for its features"
-        raise Refusal("value", rule, {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)})
-    if value.dtype != key.dtype:
-        raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
-    check_room(cache, key.shape[2], new_lengths)
-
-
-def check_room(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> None:
-    """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
-    batch_size = next(iter(cache.slots.values())).shape[0] if cache.pages is None else len(cache.pages)
-    check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
-    if new_lengths is not None:
-        check_lengths("new_lengths", new_lengths, batch_size, seq_len)
-    added = np.full(len(cache.lengths), seq_len) if new_lengths is None else np.asarray(new_lengths)
-    if (cache.lengths + added > cache.capacity).any():
-        rule = f"not exceed the {cache.capacity} slots of the cache"
-        raise Refusal("lengths + new tokens", rule, lengths=cache.lengths.tolist(), new_lengths=added.tolist())

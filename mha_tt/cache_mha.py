@@ -16,27 +16,28 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
-from mha_tt.arrays import check_floating
-from mha_tt.cache import (
-    CacheT,
-    KVCache,
-    LatentCache,
-    append_checked,
+from mha_tt.arrays import as_dtype
+from mha_tt.cache import CacheT, KVCache, LatentCache, append_checked, init_cache, num_added, write_rows
+from mha_tt.checks import (
+    check_attention,
+    check_bias,
     check_cache,
-    check_cache_holds,
+    check_cache_of,
     check_cached_input,
+    check_floating,
     check_is_cache,
+    check_layer_positions,
+    check_mask,
     check_room,
-    init_cache,
-    num_added,
-    write_rows,
+    check_weights,
 )
 from mha_tt.decode.pages import paged
 from mha_tt.decode.slots import first_slots, joined
 from mha_tt.decode.step import advance, entering
-from mha_tt.device import as_dtype, round_up, upload, zeros
+from mha_tt.device import upload, zeros
 from mha_tt.kernels import Kernel, fused
-from mha_tt.masks import DeviceMask, Mask, block_of, check_mask
+from mha_tt.layout import padded_features, padded_width, round_up
+from mha_tt.masks import DeviceMask, Mask, block_of
 from mha_tt.mha import AttentionLayer, FunctionalLayer
 from mha_tt.projections import (
     HeadWeights,
@@ -46,10 +47,8 @@ from mha_tt.projections import (
     project_output,
     project_qkv,
 )
-from mha_tt.rope import check_layer_positions, rotation_of
-from mha_tt.scores import Scores, check_bias
-from mha_tt.stages import check_attention
-from mha_tt.weights import check_weights, padded_features, padded_width
+from mha_tt.rope import rotation_of
+from mha_tt.scores import Scores
 
 
 def multi_head_attention_with_cache(
@@ -149,7 +148,7 @@ def multi_head_attention_with_static_cache(
     """
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
-    check_is_cache(cache)
+    check_is_cache(cache, KVCache)
     layer = FunctionalLayer(weights, spec, kernel, compute_kernel_config=compute_kernel_config)
     return cached_layer(layer, x, cache, mask, bias, new_lengths=new_lengths, positions=positions)
 
@@ -176,7 +175,7 @@ def cached_layer(
     positions = positions if spec.has_positions else None  # ignored ones keep no step from its kernel
     check_mask(mask, (batch_size, spec.num_heads, seq_len, cache.capacity))
     check_bias(bias, (batch_size, spec.num_heads, seq_len, cache.capacity))
-    _check_is_of(cache, spec)
+    check_cache_of(cache, spec)
     check_room(cache, seq_len, new_lengths)
     visible, scores = Mask(mask, is_causal=True, reach=spec.reach), layer.scores(bias)
     scores = scores if kv_b is None else replace(scores, spec=spec.absorbed)
@@ -212,14 +211,6 @@ def cached_layer(
     if is_step:
         output = ttnn.reshape(output, (batch_size, 1, output.shape[2]))
     return output if is_real is None else ttnn.where(is_real, output, 0.0), cache
-
-
-def _check_is_of(cache: KVCache | LatentCache, spec: AttentionSpec) -> None:
-    """Refuse a cache that was made for another layer."""
-    if isinstance(cache, LatentCache):
-        check_cache_holds(cache, 1, padded_features("kv_a_proj", spec))
-    else:
-        check_cache_holds(cache, spec.num_kv_heads, *(padded_features(f"{part}_proj", spec) for part in "kv"))
 
 
 def _attend_in_step(
@@ -387,7 +378,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
                 integers.
             ValueError: if the shapes do not fit, or the new tokens do not fit into the capacity.
         """
-        check_is_cache(cache)
+        check_is_cache(cache, KVCache)
         self.check_input("x", x)
         output, cache = cached_layer(self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions)
         return self.drop_output(output), cache

@@ -5,16 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import ttnn
 
-from mha_spec import Refusal, Rope, WrongType
-from mha_tt.arrays import check_dtype, check_on_device
+from mha_spec import Refusal, WrongType
+from mha_tt.arrays import as_dtype
+from mha_tt.checks import check_dtype, check_on_device
 from mha_tt.mock.shadows import observers, read_back, readers
 from mha_tt.mock.targets import target
-
-TILE = 32
-"""Rows and columns of a tile, the unit in which tensors are kept and computed."""
-
-TILE_NBYTES = {ttnn.float32: 4096, ttnn.bfloat16: 2048, ttnn.bfloat8_b: 1088}
-"""Bytes of a tile: bfloat8_b has a byte an element, and one for each 16 that share an exponent."""
 
 # ---- Arithmetic ------------------------------------------------------------------------------------------------------
 
@@ -163,56 +158,3 @@ def zeros(shape: Sequence[int], dtype: ttnn.DataType, device: ttnn.MeshDevice) -
     """Zeros; those of bfloat8_b are narrowed on the device, since the host takes seconds to make a large cache."""
     made_as = ttnn.bfloat16 if dtype == ttnn.bfloat8_b else dtype
     return as_dtype(ttnn.zeros(shape, dtype=made_as, layout=ttnn.TILE_LAYOUT, device=device), dtype)
-
-
-def as_dtype(x: ttnn.Tensor, dtype: ttnn.DataType) -> ttnn.Tensor:
-    """x in a dtype, converted on the device; x itself if it has it already."""
-    return x if x.dtype == dtype else ttnn.typecast(x, dtype)
-
-
-# ---- Weights ---------------------------------------------------------------------------------------------------------
-
-
-def round_up(count: int, multiple: int = TILE) -> int:
-    """The smallest multiple that is not below the count."""
-    return -(-count // multiple) * multiple
-
-
-def largest_divisor(count: int, most: int) -> int:
-    """The largest number up to `most` of which the count is a multiple."""
-    return next(divisor for divisor in range(min(count, most), 0, -1) if count % divisor == 0)
-
-
-def padded_head_dim(head_dim: int, *, rope: bool = False) -> int:
-    """Features that a head has on the device: whole tiles, and with RoPE two halves of whole tiles."""
-    return 2 * round_up(-(-head_dim // 2)) if rope else round_up(head_dim)
-
-
-def head_slots(head_dim: int, *, rope: Rope | None = None) -> np.ndarray:
-    """Where the features of a head lie among those that it has on the device, (H,); zeros lie between and after them.
-
-    With RoPE the first features of all pairs begin at a tile, and the second ones, in the same order, at another, so
-    that pairs are found by cutting between tiles, whichever features form them. Those that are not rotated follow. As
-    queries and keys are ordered alike, no score changes.
-
-    Raises:
-        TypeError: if rope is not a `Rope`: the order depends on its pairs.
-        ValueError: if heads of so many features cannot be rotated in this way.
-    """
-    if rope is None:
-        return np.arange(head_dim)
-    if not isinstance(rope, Rope):
-        raise WrongType("rope", "be a Rope or None", rope=rope)
-    rotated = rope.rotated_features(head_dim)
-    features = np.arange(rotated.start, rotated.stop)
-    if rope.pairs == "interleaved":
-        first, second = features[0::2], features[1::2]
-    else:
-        first, second = np.split(features, 2)
-    left, right = np.array_split(np.delete(np.arange(head_dim), features), 2)
-    slots = np.empty(head_dim, np.int64)
-    slots[np.concatenate([first, left])] = np.arange(len(first) + len(left))
-    slots[np.concatenate([second, right])] = padded_head_dim(head_dim, rope=True) // 2 + np.arange(
-        len(second) + len(right)
-    )
-    return slots

@@ -18,14 +18,13 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec
 from mha_spec.attention import check_latent, check_spec, spec_from
-from mha_tt.arrays import check_floating
-from mha_tt.cache import LatentCache, check_is_cache, init_latent_cache
+from mha_tt.cache import LatentCache, init_latent_cache
 from mha_tt.cache_mha import cached_layer
+from mha_tt.checks import check_floating, check_is_cache, check_weights
 from mha_tt.kernels import Kernel, fused
 from mha_tt.masks import DeviceMask
 from mha_tt.mha import AttentionLayer, FunctionalLayer
 from mha_tt.projections import HeadWeights, weights_of_heads
-from mha_tt.weights import check_weights
 
 
 def multi_head_latent_attention(

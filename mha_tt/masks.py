@@ -15,7 +15,7 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.reach import Reach, reach_of
-from mha_tt.arrays import check_broadcasts, check_count, check_lengths
+from mha_tt.checks import check_count, check_lengths, check_mask
 from mha_tt.device import upload
 
 MASKED = -1e9
@@ -399,19 +399,3 @@ def on_device(mask: np.ndarray | DeviceMask | None, device: ttnn.MeshDevice) -> 
     if mask is None or isinstance(mask, DeviceMask):
         return mask
     return DeviceMask(mask, device=device) if mask.any() else None
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_mask(mask: np.ndarray | DeviceMask | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
-    if mask is None:
-        return
-    if not isinstance(mask, np.ndarray) and not isinstance(mask, DeviceMask):
-        raise WrongType("mask", "be a NumPy array or a DeviceMask", type(mask).__name__)
-    if isinstance(mask, np.ndarray) and mask.dtype != np.bool_:
-        raise WrongType(
-            "mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint="an additive term is passed as bias"
-        )
-    check_broadcasts("mask", tuple(mask.shape), scores_shape)

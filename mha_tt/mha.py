@@ -21,7 +21,14 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec, spec_from
 from mha_tt import stages
-from mha_tt.arrays import check_dtype, check_floating, check_input_dtype
+from mha_tt.checks import (
+    check_attention,
+    check_dtype,
+    check_floating,
+    check_input_dtype,
+    check_layer_inputs,
+    check_weights,
+)
 from mha_tt.decode.places import Kept
 from mha_tt.device import accurate_config
 from mha_tt.kernels import Kernel, fused
@@ -29,10 +36,10 @@ from mha_tt.masks import CausalMask, DeviceMask, Mask
 from mha_tt.mock.targets import describe_config
 from mha_tt.parallel.local import summed
 from mha_tt.projections import combine_heads, project_output, project_qkv, split_heads
-from mha_tt.rope import Rotation, check_layer_positions, rotation_of
+from mha_tt.rope import Rotation, rotation_of
 from mha_tt.scores import Scores
-from mha_tt.stages import check_attention, drop, scaled_dot_product_attention
-from mha_tt.weights import check_weights, project_with, upload_weights
+from mha_tt.stages import drop, scaled_dot_product_attention
+from mha_tt.weights import project_with, upload_weights
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
@@ -446,38 +453,3 @@ class MultiHeadSelfAttention(AttentionLayer):
         visible, places = self._with_kept(x.shape[1], Mask(mask, is_causal, key_padding_lengths), positions)
         output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=places)
         return self.drop_output(output)
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_layer_inputs(
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    positions: np.ndarray | Rotation | None,
-    spec: AttentionSpec,
-) -> None:
-    """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other."""
-    check_floating("query", query, rank=3)
-    if key is None and value is not None:
-        raise Refusal("value", "come with a key", "key=None and a value")
-    if key is not None and spec.rope is not None:
-        raise Refusal("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
-    if key is not None and spec.latent is not None:
-        raise Refusal("key", "be None (self-attention) with latents", f"a key and latent={spec.latent}")
-    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
-    for name, x in (("key", key), ("value", value)):
-        if x is None:
-            continue
-        check_floating(name, x, rank=3)
-        if x.dtype != query.dtype:
-            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
-        if x.shape[0] != query.shape[0]:
-            raise Refusal(
-                name, "have the batch size of query", {f"{name}.shape[0]": x.shape[0], "query.shape[0]": query.shape[0]}
-            )
-    if key is not None and value is not None and key.shape[1] != value.shape[1]:
-        raise Refusal(
-            "value", "have as many tokens as key", {"value.shape[1]": value.shape[1], "key.shape[1]": key.shape[1]}
-        )

@@ -7,11 +7,10 @@ import ttnn
 from jaxtyping import Float
 from ttnn import Tensor
 
-from mha_spec import Norm, Refusal, WrongType
-from mha_spec.norm import check_norm
-from mha_tt.arrays import check_on_device
-from mha_tt.device import accurate_config, as_dtype, upload, zeros
-from mha_tt.rope import at_least_float32
+from mha_spec import Norm
+from mha_tt.arrays import as_dtype, at_least_float32
+from mha_tt.checks import check_normed
+from mha_tt.device import accurate_config, upload, zeros
 
 
 def apply_norm(
@@ -67,26 +66,3 @@ def apply_norm(
     if bias is not None:
         normed = ttnn.add(normed, at_least_float32(bias))
     return as_dtype(normed, x.dtype)
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Refuse what cannot be normalised, or parameters that are not those of the norm."""
-    check_on_device("x", x)
-    if x.dtype not in (ttnn.float32, ttnn.bfloat16, ttnn.bfloat8_b):
-        raise WrongType("x", "be floating point", {"x.dtype": x.dtype})
-    check_norm(norm)
-    width = x.shape[-1]
-    shapes = norm.shapes(x.shape[1] if norm.per_head else 1, width)
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        expected = parameter_shape(shapes[name]) if name in shapes else None
-        found = None if parameter is None else tuple(parameter.shape)
-        if found != expected:
-            raise Refusal(name, f"have shape {expected} for {norm}", {f"{name}.shape": found})
-
-
-def parameter_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape on the device of a parameter (H,), (heads, H) or (width,): it broadcasts to what it is for."""
-    return (1, shape[0], 1, shape[1]) if len(shape) == 2 else (1, *shape)

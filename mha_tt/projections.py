@@ -15,10 +15,12 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Latent, Refusal, Temperature
 from mha_spec.attention import check_latent, check_spec
 from mha_spec.temperature import check_temperature
-from mha_tt.arrays import check_count, check_floating
-from mha_tt.device import TILE, TILE_NBYTES, accurate_config, as_dtype, round_up, upload, zeros
-from mha_tt.rope import Rotation, at_least_float32, check_positions, rotation_of
-from mha_tt.weights import Project, padded_features, padded_width
+from mha_tt.arrays import as_dtype, at_least_float32
+from mha_tt.checks import check_count, check_floating, check_gated, check_heads, check_latents, check_positions
+from mha_tt.device import accurate_config, upload, zeros
+from mha_tt.layout import TILE, TILE_NBYTES, padded_features, padded_width, round_up
+from mha_tt.rope import Rotation, rotation_of
+from mha_tt.weights import Project
 
 
 def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
@@ -252,7 +254,7 @@ def absorb_keys(
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
     """
     of_keys, _ = kv_b if isinstance(kv_b, HeadWeights) else weights_of_heads(kv_b, spec)
-    _check_heads("q", q, spec, padded_features("q_proj", spec))
+    check_heads("q", q, spec, padded_features("q_proj", spec))
     if 0 in tuple(q.shape):
         return zeros((*tuple(q.shape)[:3], padded_features("kv_a_proj", spec)), q.dtype, q.device())
     own_features = of_keys.shape[3]
@@ -282,7 +284,7 @@ def absorb_values(
         ValueError: if the layer has no latents, or the shapes do not fit.
     """
     _, of_values = kv_b if isinstance(kv_b, HeadWeights) else weights_of_heads(kv_b, spec)
-    _check_heads("context", context, spec, of_values.shape[2])
+    check_heads("context", context, spec, of_values.shape[2])
     if 0 in tuple(context.shape):
         return zeros((*tuple(context.shape)[:3], of_values.shape[3]), context.dtype, context.device())
     return _head_by_head(context, of_values, False, compute_kernel_config)
@@ -429,37 +431,3 @@ def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Te
     heads = split_heads(packed, num_heads + 2 * num_kv_heads)
     values_begin = num_heads + num_kv_heads
     return heads[:, :num_heads], heads[:, num_heads:values_begin], heads[:, values_begin:]
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_gated(context: Tensor, gate: Tensor) -> None:
-    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
-    check_floating("context", context, rank=4)
-    check_floating("gate", gate, rank=3)
-    batch_size, num_heads, seq_len, head_dim = context.shape
-    widths = (num_heads * head_dim, num_heads)
-    if tuple(gate.shape) not in [(batch_size, seq_len, width) for width in widths]:
-        raise Refusal(
-            "gate",
-            f"have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]})",
-            {"gate.shape": tuple(gate.shape)},
-        )
-
-
-def check_latents(name: str, latents: Tensor, spec: AttentionSpec) -> None:
-    """Refuse what is not latents (B, 1, S, kv_rank + rope_dim)."""
-    check_floating(name, latents, rank=4)
-    width = padded_features("kv_a_proj", spec)
-    if (latents.shape[1], latents.shape[3]) != (1, width):
-        shape = tuple(latents.shape)
-        raise Refusal(name, f"have shape (B, 1, S, {width})", {f"{name}.shape": shape})
-
-
-def _check_heads(name: str, x: Tensor, spec: AttentionSpec, features: int) -> None:
-    """Refuse what is not heads (B, N, T, features)."""
-    check_floating(name, x, rank=4)
-    if (x.shape[1], x.shape[3]) != (spec.num_heads, features):
-        shape = tuple(x.shape)
-        raise Refusal(name, f"have shape (B, {spec.num_heads}, T, {features})", {f"{name}.shape": shape})

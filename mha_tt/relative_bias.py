@@ -7,9 +7,9 @@ import ttnn
 from jaxtyping import Float, Int
 from ttnn import Tensor
 
-from mha_spec import Refusal, RelativeBias
-from mha_tt.arrays import check_floating
-from mha_tt.device import as_dtype, upload_integers
+from mha_spec import RelativeBias
+from mha_tt.arrays import as_dtype
+from mha_tt.device import upload_integers
 
 
 def relative_position_bias(
@@ -46,20 +46,3 @@ def relative_position_bias(
     index = np.broadcast_to(buckets, (batch_size, num_heads, seq_len_q, seq_len_k))
     rows = ttnn.repeat(as_dtype(table, scores_dtype), (batch_size, 1, seq_len_q, 1))
     return ttnn.gather(rows, 3, upload_integers(index, device=table.device(), is_index=True))
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_relative_bias(table: Tensor | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
-    """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
-    if (table is None) != (relative_bias is None):
-        raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
-    if table is None or relative_bias is None:
-        return
-    check_floating("relative_bias", table, rank=4)
-    shape = (1, num_heads, 1, relative_bias.num_buckets)
-    if tuple(table.shape) != shape:
-        raise Refusal(
-            "relative_bias", f"have shape (1, N, 1, num_buckets) = {shape}", {"relative_bias.shape": tuple(table.shape)}
-        )

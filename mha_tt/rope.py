@@ -9,10 +9,12 @@ import ttnn
 from jaxtyping import Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Refusal, Rope, WrongType
-from mha_spec.rope import check_rope, position_shapes
-from mha_tt.arrays import check_floating, check_head_dim
-from mha_tt.device import as_dtype, padded_head_dim, upload
+from mha_spec import AttentionSpec, Rope
+from mha_spec.rope import check_rope
+from mha_tt.arrays import as_dtype, at_least_float32
+from mha_tt.checks import check_floating, check_head_dim, check_pair_order, check_positions
+from mha_tt.device import upload
+from mha_tt.layout import padded_head_dim
 
 
 def apply_rope(
@@ -51,11 +53,6 @@ def apply_rope(
     if 0 in (x.shape[0], x.shape[2]):
         return x
     return Rotation(positions, rope, head_dim=head_dim, padded=x.shape[3], device=x.device()).rotate(x)
-
-
-def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """x in the dtype that sums are made in: float64 stays, anything narrower becomes float32."""
-    return as_dtype(x, ttnn.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +120,7 @@ def cos_and_sin(
     positions: np.ndarray, rope: Rope, head_dim: int | None, padded: int, side_by_side: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the features of heads are multiplied by, and what those half a head away are, (B or 1, T, P) each."""
-    _check_order(rope, head_dim, padded)
+    check_pair_order(rope, head_dim, padded)
     angles = _angles(positions, rope, padded if head_dim is None else head_dim, side_by_side)
     first = np.arange(angles.shape[-1])  # as `head_slots` has them
     second = padded // 2 + first
@@ -132,24 +129,6 @@ def cos_and_sin(
     sin[..., second] = rope.attention_factor * np.sin(angles)
     sin[..., first] = -sin[..., second]
     return cos, sin
-
-
-def _check_order(rope: Rope, head_dim: int | None, padded: int) -> None:
-    """Refuse heads whose pairs do not lie half a head apart."""
-    if head_dim is None and (rope.pairs != "half" or rope.rotary_dim not in (None, padded)):
-        raise Refusal(
-            "head_dim",
-            "be given for pairs other than (i, i + H/2), with heads as `head_slots` orders them",
-            head_dim=None,
-            rope=rope,
-        )
-    if head_dim is not None and padded != padded_head_dim(head_dim, rope=True):
-        raise Refusal(
-            f"heads of head_dim={head_dim}",
-            f"be padded to {padded_head_dim(head_dim, rope=True)} features for RoPE (upload_weights with a "
-            "spec that has rope)",
-            str(padded),
-        )
 
 
 def _angles(positions: np.ndarray, rope: Rope, head_dim: int, side_by_side: bool) -> np.ndarray:
@@ -162,34 +141,3 @@ def _angles(positions: np.ndarray, rope: Rope, head_dim: int, side_by_side: bool
         lengths = lengths if side_by_side else lengths.max(axis=-1, keepdims=True)
         frequencies = np.array([[rope.frequencies(head_dim, int(length)) for length in row] for row in lengths])
     return np.moveaxis(of_axes[axes], 0, -1) * frequencies
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope | None) -> None:
-    """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
-    if isinstance(positions, Rotation):
-        found = positions.counts
-        if found not in ((batch_size, seq_len), (1, seq_len)):
-            raise Refusal("positions", f"be (B or 1, T) = ({batch_size} or 1, {seq_len})", f"those of {found}")
-        return
-    if not isinstance(positions, np.ndarray):
-        raise WrongType("positions", "be a NumPy array", type(positions).__name__)
-    if positions.dtype.kind not in "iu":
-        raise WrongType("positions", "be integers", {"positions.dtype": positions.dtype})
-    axes = () if rope is None or rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
-    if positions.shape not in ((*axes, batch_size, seq_len), (*axes, 1, seq_len)):
-        raise Refusal(
-            "positions",
-            f"have shape {position_shapes(batch_size, seq_len, rope)}",
-            {"positions.shape": positions.shape},
-        )
-
-
-def check_layer_positions(
-    positions: np.ndarray | Rotation | None, batch_size: int, seq_len: int, spec: AttentionSpec
-) -> None:
-    """Refuse positions that do not fit; a layer without RoPE and temperature ignores those that do."""
-    if positions is not None:
-        check_positions(positions, batch_size, seq_len, spec.rope)

@@ -9,13 +9,13 @@ import ttnn
 from jaxtyping import Bool, Float
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Refusal, RelativeBias, WrongType
+from mha_spec import AttentionSpec, Refusal, RelativeBias
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate
-from mha_tt.arrays import check_broadcasts, check_floating
-from mha_tt.device import as_dtype, upload
+from mha_tt.arrays import as_dtype
+from mha_tt.checks import check_bias, check_keep, check_relative_bias, check_sinks
+from mha_tt.device import upload
 from mha_tt.masks import block_of
-from mha_tt.relative_bias import check_relative_bias
 
 LOWEST_BIAS = -5e8
 """Bound that a lower bias is raised to, so that a key with a bias of finfo.min still weighs more than a masked one."""
@@ -95,35 +95,3 @@ def bias_on_device(bias: np.ndarray | Tensor, device: ttnn.MeshDevice, dtype: tt
 
 
 # ---- Validation ------------------------------------------------------------------------------------------------------
-
-
-def check_bias(bias: np.ndarray | Tensor | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a bias that is not floating point, or one that does not broadcast to the scores (B, N, T, S)."""
-    if bias is None:
-        return
-    if isinstance(bias, np.ndarray):
-        if bias.dtype.kind != "f" and bias.dtype.name != "bfloat16":
-            raise WrongType("bias", "be floating point", {"bias.dtype": bias.dtype})
-    else:
-        check_floating("bias", bias, rank=len(bias.shape) if isinstance(bias, Tensor) else 0)
-    check_broadcasts("bias", tuple(bias.shape), scores_shape)
-
-
-def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
-    """Refuse sinks that are not a number for each head."""
-    if sinks is None:
-        return
-    check_floating("sinks", sinks, rank=4)
-    if tuple(sinks.shape) != (1, num_heads, 1, 1):
-        raise Refusal("sinks", f"have shape (1, N, 1, 1) = (1, {num_heads}, 1, 1)", {"sinks.shape": tuple(sinks.shape)})
-
-
-def check_keep(keep: np.ndarray | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
-    if keep is None:
-        return
-    if not isinstance(keep, np.ndarray):
-        raise WrongType("keep", "be a NumPy array", type(keep).__name__)
-    if keep.dtype != np.bool_:
-        raise WrongType("keep", "be boolean (True = kept)", {"keep.dtype": keep.dtype})
-    check_broadcasts("keep", keep.shape, scores_shape)

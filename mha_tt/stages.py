@@ -16,17 +16,26 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec import AttentionSpec, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate, check_head_groups
 from mha_tt.alibi import alibi_bias
-from mha_tt.arrays import check_floating, check_head_dim
-from mha_tt.device import accurate_config, as_dtype, upload
+from mha_tt.arrays import as_dtype, at_least_float32
+from mha_tt.checks import (
+    check_attention,
+    check_floating,
+    check_keep,
+    check_mask,
+    check_relative_bias,
+    check_scored,
+    check_sinks,
+    check_weighed,
+)
+from mha_tt.device import accurate_config, upload
 from mha_tt.kernels.nonfinite import contained_with_weights, nan_where, zero_masked_rows
-from mha_tt.masks import MASKED, DeviceMask, Mask, check_mask, on_device
-from mha_tt.relative_bias import check_relative_bias, relative_position_bias
-from mha_tt.rope import at_least_float32
-from mha_tt.scores import Scores, bias_on_device, check_bias, check_keep, check_sinks
+from mha_tt.masks import MASKED, DeviceMask, Mask, on_device
+from mha_tt.relative_bias import relative_position_bias
+from mha_tt.scores import Scores, bias_on_device
 
 
 def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor, "B N S H"]:
@@ -259,61 +268,3 @@ def attend(
     attn_weights = as_dtype(masked_softmax(logits, hidden, scores.sinks, **config), query.dtype)
     dropped = apply_dropout(attn_weights, scores.dropout, scores.dropout_keep, seed=scores.seed)
     return as_dtype(attention_context(dropped, value, **config), query.dtype), attn_weights
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
-    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_floating(name, x, rank=4)
-        if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower than its queries
-            raise WrongType(name, "be float32 if query is", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
-    if tuple(key.shape)[:3] != tuple(value.shape)[:3]:
-        raise Refusal(
-            "value",
-            "have the shape of key but for its features",
-            {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
-        )
-    check_scored(query, key, None, scores.spec)  # the scores check their bias
-    scores_shape = (*tuple(query.shape)[:3], key.shape[2])
-    mask.check(scores_shape)
-    scores.check(scores_shape)
-
-
-def check_scored(query: Tensor, key: Tensor, bias: np.ndarray | Tensor | None, spec: AttentionSpec | None) -> None:
-    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
-    check_floating("query", query, rank=4)
-    check_floating("key", key, rank=4)
-    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
-        raise Refusal(
-            "key",
-            "have the batch size and head_dim of query",
-            {"key.shape": tuple(key.shape), "query.shape": tuple(query.shape)},
-        )
-    check_head_groups(query.shape[1], key.shape[1])
-    check_bias(bias, (*tuple(query.shape)[:3], key.shape[2]))
-    if spec is None:
-        return
-    check_spec(spec)
-    if spec.alibi is not None and spec.num_heads != query.shape[1]:
-        raise Refusal(
-            "query",
-            "have the heads of a spec with alibi, whose slopes are theirs",
-            f"{query.shape[1]} heads and num_heads={spec.num_heads}",
-        )
-    check_head_dim(spec.head_dim, query.shape[3])
-
-
-def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
-    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
-    check_floating("attn_weights", attn_weights, rank=4)
-    check_floating("value", value, rank=4)
-    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
-        raise Refusal(
-            "value",
-            "have the batch size and the keys of attn_weights",
-            {"value.shape": tuple(value.shape), "attn_weights.shape": tuple(attn_weights.shape)},
-        )
-    check_head_groups(attn_weights.shape[1], value.shape[1])

@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import numpy as np
 import ttnn
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Refusal, Rope, WrongType
+from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
-from mha_tt.arrays import check_dtype, check_floating
-from mha_tt.device import (
-    accurate_config,
-    download,
-    download_parts,
-    head_slots,
-    padded_head_dim,
-    upload,
-    upload_parts,
+from mha_tt.checks import check_dtype, check_finite, check_projected, check_weights
+from mha_tt.device import accurate_config, download, download_parts, upload, upload_parts
+from mha_tt.layout import (
+    OF_SCORES,
+    TAKEN,
+    has_heads,
+    pad_heads,
+    padded_width,
+    parameter_shape,
+    real_heads,
+    slots_in,
 )
 from mha_tt.mock.goldens import lines_of
-from mha_tt.norms import apply_norm, parameter_shape
+from mha_tt.norms import apply_norm
 from mha_tt.parallel.local import own_spec, own_weights, whole_weights
 
 Project = Callable[[str, Tensor], Tensor]
 """Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an
 input, or the norm (`q_norm`, `k_norm`, `v_norm`) to what was projected."""
-
-_OF_SCORES = ("sinks", "relative_bias")
-"""What a layer learns of its scores, of which each head has a row on the device: (1, N, 1, 1 or num_buckets)."""
-
-_TAKEN = {"out_proj": "out_proj", "kv_b_proj": "kv_a_norm"}
-"""Projections whose input is padded, by the name whose features it has."""
 
 
 def upload_weights(
@@ -97,14 +92,14 @@ def _arranged(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[st
     for name, weight in weights.items():
         part, _, kind = name.partition(".")
         array = np.asarray(weight, dtype=np.float32)
-        if name in _OF_SCORES:
-            array = array.T.reshape(_parameter_shape(name, spec))
+        if name in OF_SCORES:
+            array = array.T.reshape(parameter_shape(name, spec))
         elif name in spec.parameters:
-            array = _pad_heads(array.reshape(-1), part, spec).reshape(_parameter_shape(name, spec))
-        elif _has_heads(part, spec):
-            array = _pad_heads(array, part, spec)
-        if part in _TAKEN and kind == "weight":
-            array = _pad_heads(array.T, _TAKEN[part], spec).T
+            array = pad_heads(array.reshape(-1), part, spec).reshape(parameter_shape(name, spec))
+        elif has_heads(part, spec):
+            array = pad_heads(array, part, spec)
+        if part in TAKEN and kind == "weight":
+            array = pad_heads(array.T, TAKEN[part], spec).T
         arrays[name] = array
     for kind in ("weight", "bias"):
         if spec.fused_qkv and f"q_proj.{kind}" in arrays:
@@ -156,99 +151,16 @@ def _canonical(held: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[str,
     for name, shape in spec.weight_shapes.items():
         part, _, kind = name.partition(".")
         array = arrays[name]
-        if name in _OF_SCORES:
+        if name in OF_SCORES:
             array = array.reshape(shape[::-1]).T
         elif part in spec.norms:
-            array = _real_heads(array.reshape(-1), part, spec)
-        elif _has_heads(part, spec):
-            array = _real_heads(array, part, spec)
-        if part in _TAKEN and kind == "weight":
-            array = _real_heads(array.T, _TAKEN[part], spec).T
+            array = real_heads(array.reshape(-1), part, spec)
+        elif has_heads(part, spec):
+            array = real_heads(array, part, spec)
+        if part in TAKEN and kind == "weight":
+            array = real_heads(array.T, TAKEN[part], spec).T
         canonical[name] = np.ascontiguousarray(array.reshape(shape))
     return canonical
-
-
-def slots_of(part: str, spec: AttentionSpec) -> np.ndarray:
-    """Where the features of a head lie in a projection or norm of that name: see `head_slots`.
-
-    Values, and what is made of them, are as queries and keys where they have as many features, and by themselves else.
-    With latents a head consists of blocks, each of whole tiles, and a latent is a head by itself.
-    """
-    blocks = _blocks(part, spec)
-    begins = np.cumsum([0, *(block.padded for block in blocks[:-1])])
-    return np.concatenate([begin + block.slots for begin, block in zip(begins, blocks, strict=True)])
-
-
-def padded_features(part: str, spec: AttentionSpec) -> int:
-    """Features that a head has on the device in a projection or norm of that name."""
-    return sum(block.padded for block in _blocks(part, spec))
-
-
-def padded_width(part: str, spec: AttentionSpec) -> int:
-    """Width of all heads side by side in what a projection of that name gives, or takes where its input is padded."""
-    num_heads = spec.num_kv_heads if part.startswith(("k_", "v_")) else spec.num_heads
-    return (1 if part.startswith(("q_a_", "kv_a_")) else num_heads) * padded_features(part, spec)
-
-
-class _Block(NamedTuple):
-    """Features of a head that are padded together: where they lie in the block, and how wide it is."""
-
-    slots: np.ndarray
-    padded: int
-
-
-def _blocks(part: str, spec: AttentionSpec) -> list[_Block]:
-    """What a head consists of in a projection or norm of that name."""
-    latent, values = spec.latent, _block(spec.value_head_dim)
-    is_of_keys = part.startswith(("q_", "k_"))
-    if latent is None:
-        return [_block(spec.head_dim, spec.rope) if is_of_keys or spec.value_head_dim == spec.head_dim else values]
-    if part.startswith("q_a_") and latent.q_rank is not None:  # it has no features of heads: ttnn takes any width
-        return [_Block(np.arange(latent.q_rank), latent.q_rank)]
-    own, compressed = _block(spec.head_dim - latent.rope_dim), _block(latent.kv_rank)
-    # As wide without RoPE, so that the width of what a cache keeps depends on kv_rank and rope_dim alone.
-    shared = _Block(head_slots(latent.rope_dim, rope=spec.rope), padded_head_dim(latent.rope_dim, rope=True))
-    found = {"kv_a_proj": [compressed, shared], "kv_a_norm": [compressed], "kv_b_proj": [own, values]}
-    return [own, shared] if is_of_keys else found.get(part, [values])
-
-
-def _block(features: int, rope: Rope | None = None) -> _Block:
-    return _Block(head_slots(features, rope=rope), padded_head_dim(features, rope=rope is not None))
-
-
-def _slots(part: str, width: int, spec: AttentionSpec) -> np.ndarray:
-    """Where the features lie in one padded head, or in several side by side."""
-    padded = padded_features(part, spec)
-    return (padded * np.arange(width // padded)[:, None] + slots_of(part, spec)).reshape(-1)
-
-
-def _has_heads(projection: str, spec: AttentionSpec) -> bool:
-    """Whether what a projection gives are the features of heads."""
-    is_one_a_head = projection == "gate_proj" and spec.gate is not None and spec.gate.per_head
-    return projection != "out_proj" and not is_one_a_head
-
-
-def _parameter_shape(name: str, spec: AttentionSpec) -> tuple[int, ...]:
-    """The shape on the device of a parameter of a norm, or of what scores are given beside their products."""
-    part, shape = name.partition(".")[0], spec.parameters[name]
-    if name in _OF_SCORES:
-        return (1, shape[-1], 1, *(shape[:-1] or (1,)))
-    return parameter_shape((*shape[:-1], shape[-1] // len(slots_of(part, spec)) * padded_features(part, spec)))
-
-
-def _pad_heads(rows: np.ndarray, part: str, spec: AttentionSpec) -> np.ndarray:
-    """(heads * H, …) -> (heads * P, …), zeros where a head has no feature."""
-    slots = slots_of(part, spec)
-    heads = rows.reshape(-1, len(slots), *rows.shape[1:])
-    padded = np.zeros((len(heads), padded_features(part, spec), *rows.shape[1:]), rows.dtype)
-    padded[:, slots] = heads
-    return padded.reshape(-1, *rows.shape[1:])
-
-
-def _real_heads(rows: np.ndarray, part: str, spec: AttentionSpec) -> np.ndarray:
-    """(heads * P, …) -> (heads * H, …): the inverse of `_pad_heads`."""
-    heads = rows.reshape(-1, padded_features(part, spec), *rows.shape[1:])[:, slots_of(part, spec)]
-    return heads.reshape(-1, *rows.shape[1:])
 
 
 def project_with(
@@ -266,7 +178,7 @@ def project_with(
                 spec.norms[name],
                 weights.get(f"{name}.weight"),
                 weights.get(f"{name}.bias"),
-                slots=_slots(name, x.shape[-1], spec),
+                slots=slots_in(name, x.shape[-1], spec),
                 compute_kernel_config=compute_kernel_config,
             )
         weight = weights[f"{name}.weight"]
@@ -280,47 +192,3 @@ def project_with(
         )
 
     return project
-
-
-# ---- What is refused -------------------------------------------------------------------------------------------------
-
-
-def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
-    """Refuse weights that are not exactly those of the layer, by name and shape."""
-    check_spec(spec)
-    if not isinstance(weights, Mapping):
-        raise WrongType("weights", "be a mapping of names to tensors", type(weights).__name__)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, projection in spec.projections.items():
-        d_in, d_out = projection.d_in, projection.d_out
-        if name == "qkv_proj":
-            d_out = sum(padded_width(f"{part}_proj", spec) for part in "qkv")
-        elif _has_heads(name, spec):
-            d_out = padded_width(name, spec)
-        if name in _TAKEN:
-            d_in = padded_width(_TAKEN[name], spec)
-        shapes[f"{name}.weight"] = (d_in, d_out)
-        if projection.has_bias:
-            shapes[f"{name}.bias"] = (1, d_out)
-    shapes |= {name: _parameter_shape(name, spec) for name in spec.parameters}
-    missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
-    if missing or unexpected:
-        raise Refusal("weights", "have exactly the names of the spec", missing=missing, unexpected=unexpected)
-    for name, shape in shapes.items():
-        check_floating(name, weights[name], rank=len(shape))
-        if tuple(weights[name].shape) != shape:
-            raise Refusal(name, f"have shape {shape}", {f"{name}.shape": tuple(weights[name].shape)})
-
-
-def check_finite(weights: Mapping[str, np.ndarray]) -> None:
-    """Refuse weights with a NaN or an infinity, wherever their values are known."""
-    with np.errstate(over="ignore"):  # what is too large for float32 becomes an infinity there
-        wrong = [name for name, weight in weights.items() if not np.isfinite(np.asarray(weight, np.float32)).all()]
-    if wrong:
-        raise Refusal("weights", "be finite", f"NaN or infinities in {wrong}")
-
-
-def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
-    """Refuse an input whose width or dtype is not that of the projection it goes into."""
-    if x.shape[-1] != weight.shape[0]:
-        raise Refusal(f"the input of {name}", f"have {weight.shape[0]} features", shape=tuple(x.shape))

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from mha_jax.arrays import at_least_float32
 from mha_jax.kernels.nonfinite import nonfinite_tokens, zero_where
-from mha_jax.rope import at_least_float32
 from mha_jax.stages import score_scale
 from mha_spec import AttentionSpec
 from mha_spec.rules import as_count

@@ -16,9 +16,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.attention import flex_attention as library
 
+from mha_torch.arrays import at_least_float32
 from mha_torch.kernels.nonfinite import nan_where, nonfinite_tokens, zero_where
 from mha_torch.masks import Mask
-from mha_torch.rope import at_least_float32
 from mha_torch.scores import Scores
 
 _CAN_COMPILE = find_spec("triton") is not None and hasattr(library, "AuxRequest")  # which an older PyTorch has not

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from mha_spec import Refusal
 from mha_torch.alibi import alibi_bias
-from mha_torch.arrays import values_of
+from mha_torch.arrays import at_least_float32, values_of
 from mha_torch.masks import Mask
 from mha_torch.relative_bias import relative_position_bias
-from mha_torch.rope import at_least_float32
 from mha_torch.scores import Scores
 
 _KERNEL = F.scaled_dot_product_attention

@@ -15,9 +15,10 @@ from jaxtyping import Float, Int
 from ttnn import Tensor
 
 from mha_spec import Refusal, WrongType
-from mha_tt.arrays import check_count, check_lengths
 from mha_tt.cache import KVCache
-from mha_tt.device import TILE, round_up, upload_rows, zeros
+from mha_tt.checks import check_count, check_lengths
+from mha_tt.device import upload_rows, zeros
+from mha_tt.layout import TILE, round_up
 
 
 @dataclass(frozen=True, eq=False)

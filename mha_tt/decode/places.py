@@ -14,7 +14,9 @@ from jaxtyping import Float, Int
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Refusal
-from mha_tt.device import TILE, accurate_config, as_dtype, largest_divisor, upload, upload_rows, zeros
+from mha_tt.arrays import as_dtype
+from mha_tt.device import accurate_config, upload, upload_rows, zeros
+from mha_tt.layout import TILE, largest_divisor
 from mha_tt.rope import Rotation, cos_and_sin, rotated_head
 
 SUBBLOCK = 4

@@ -10,7 +10,9 @@ import ttnn
 from jaxtyping import Int
 from ttnn import Tensor
 
-from mha_tt.device import TILE, as_dtype, round_up, upload_rows, zeros
+from mha_tt.arrays import as_dtype
+from mha_tt.device import upload_rows, zeros
+from mha_tt.layout import TILE, round_up
 
 
 def sequences(slots: Tensor, indices: list[int]) -> Tensor:

@@ -14,8 +14,9 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec
 from mha_tt.cache import CacheT, KVCache, LatentCache, write_rows
 from mha_tt.decode.places import SUBBLOCK, Kept, Places
-from mha_tt.device import TILE, accurate_config, largest_divisor, round_up
+from mha_tt.device import accurate_config
 from mha_tt.kernels import fused
+from mha_tt.layout import TILE, largest_divisor, padded_features, round_up
 from mha_tt.mha import AttentionLayer, FunctionalLayer
 from mha_tt.projections import (
     HeadWeights,
@@ -27,7 +28,7 @@ from mha_tt.projections import (
 )
 from mha_tt.rope import Rotation
 from mha_tt.scores import Scores
-from mha_tt.weights import Project, padded_features
+from mha_tt.weights import Project
 
 FEW = 4
 """Up to so many sequences leave a step in tiles of their own, as they came: an operation less, for tiles that are empty

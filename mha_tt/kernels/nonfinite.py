@@ -14,7 +14,8 @@ import ttnn
 from jaxtyping import Float
 from ttnn import Tensor
 
-from mha_tt.device import as_dtype, zeros
+from mha_tt.arrays import as_dtype
+from mha_tt.device import zeros
 from mha_tt.kernels import Kernel
 from mha_tt.masks import DeviceMask, Mask
 from mha_tt.scores import Scores

@@ -13,8 +13,9 @@ from refusals import refuses, refuses_type
 import mha_tt
 import parity
 from mha_tt import device as devices
-from mha_tt.device import round_up, with_bfloat16_sums
+from mha_tt.device import with_bfloat16_sums
 from mha_tt.kernels.fused import loses_rows
+from mha_tt.layout import round_up
 from mha_tt.mock import targets
 from parity.conversion.layouts.tables import LAYOUTS
 from parity.conversion.layouts.views import from_canonical, to_canonical

@@ -7,7 +7,7 @@ import ttnn
 import mha_tt
 import parity
 from mha_spec import Latent
-from mha_tt.weights import padded_features, slots_of
+from mha_tt.layout import padded_features, slots_of
 
 from .formulas import assert_close, both_dtypes, every_dtype, layer, module_of, rounded, rounded_weights
 

@@ -20,8 +20,9 @@ from mha_tt import cache as caches
 from mha_tt import cache_mha, device, masks, mha, norms, projections, rope, stages, weights
 from mha_tt.decode import places, step
 from mha_tt.decode.slots import as_cached
-from mha_tt.device import TILE, head_slots, padded_head_dim, round_up, upload
+from mha_tt.device import upload
 from mha_tt.kernels import fused, nonfinite
+from mha_tt.layout import TILE, head_slots, padded_head_dim, round_up
 from mha_tt.masks import MASKED, on_host
 from parity import CASES, AttentionSpec, Case, Rope, make_problem, run_cases
 from parity.diagnosis.selftest import planted

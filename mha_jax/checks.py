@@ -1,0 +1,371 @@
+"""Checks of arguments, before any work and in the order of the data flow: `<what> must <rule>, got <name>=<value>`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array
+
+from mha_spec import AttentionSpec, Latent, Norm, Refusal, RelativeBias, Rope, WrongType
+from mha_spec.attention import check_spec
+from mha_spec.norm import check_norm
+from mha_spec.rope import position_shapes
+from mha_spec.rules import as_count, check_head_groups
+
+if TYPE_CHECKING:  # these modules import this one
+    from mha_jax.cache import Cache, KVCache, LatentCache
+    from mha_jax.masks import Mask
+    from mha_jax.scores import Scores
+
+
+def check_count(name: str, value: object, minimum: int = 1) -> None:
+    """Refuse what is not an integer of at least `minimum`."""
+    as_count(name, value, minimum)
+
+
+def check_array(name: str, x: object) -> None:
+    """Refuse what is not an array of the framework."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise WrongType(name, "be an array", type(x).__name__)
+
+
+def check_floating(name: str, x: Array, rank: int) -> None:
+    """Refuse an array of another rank, or one that does not hold floating-point numbers."""
+    check_array(name, x)
+    if x.ndim != rank:
+        raise Refusal(name, f"have {rank} axes", {f"{name}.shape": x.shape})
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise WrongType(name, "be floating point", {f"{name}.dtype": x.dtype})
+
+
+def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
+    """Refuse a shape that does not broadcast to the scores, or that would stretch them."""
+    fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(scores_shape), strict=False))
+    if not fits:
+        raise Refusal(name, f"broadcast to the scores (B, N, T, S) = {scores_shape}", {f"{name}.shape": shape})
+
+
+def check_lengths(name: str, lengths: Array | Sequence[int], batch_size: int | None, maximum: int) -> None:
+    """Refuse lengths that are not one integer in 0..maximum for each sequence."""
+    array = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
+    if isinstance(array, np.ndarray) and not array.size:  # NumPy takes [] for floats
+        array = array.astype(np.int32)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise WrongType(name, "be integers", {f"{name}.dtype": array.dtype})
+    if array.ndim != 1 or (batch_size is not None and len(array) != batch_size):
+        expected = "(B,)" if batch_size is None else f"(B,) = ({batch_size},)"
+        raise Refusal(name, f"have shape {expected}", {f"{name}.shape": array.shape})
+    if isinstance(array, Tracer):  # values are not known under jit
+        return
+    array = np.asarray(array).astype(np.int64)  # a narrow dtype cannot hold every maximum
+    if bool(((array < 0) | (array > maximum)).any()):
+        raise Refusal(name, f"lie in 0..{maximum}", {name: array.tolist()})
+
+
+def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
+    """Refuse weights that are not exactly those of the layer, by name and shape."""
+    check_spec(spec)
+    if not isinstance(weights, Mapping):
+        raise WrongType("weights", "be a mapping of projections to their arrays", type(weights).__name__)
+    whole = {name for name in spec.parameters if "." not in name}
+    flat = sorted(name for name, leaves in weights.items() if name not in whole and not isinstance(leaves, Mapping))
+    if flat:
+        raise WrongType("weights", "map each projection to its kernel and bias", f"arrays for {flat}")
+    held = {name: array for name, array in weights.items() if name in whole}
+    held |= {f"{name}.{leaf}": weights[name][leaf] for name in weights if name not in whole for leaf in weights[name]}
+    shapes = {
+        name.replace("proj.weight", "proj.kernel"): shape if name in spec.parameters else shape[::-1]
+        for name, shape in spec.held_shapes.items()
+    }
+    missing, unexpected = sorted(shapes.keys() - held.keys()), sorted(held.keys() - shapes.keys())
+    if missing or unexpected:
+        raise Refusal("weights", "have exactly the names of the spec", missing=missing, unexpected=unexpected)
+    first = next(iter(shapes))
+    for name, shape in shapes.items():
+        array = held[name]
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise WrongType(name, "be floating point", {f"{name}.dtype": array.dtype})
+        if array.dtype != held[first].dtype:
+            raise WrongType(name, f"have the dtype of {first}", f"{array.dtype} and {held[first].dtype}")
+        if array.shape != shape:
+            raise Refusal(name, f"have shape {shape}", {f"{name}.shape": array.shape})
+    check_finite(held)
+
+
+def check_finite(weights: Mapping[str, Array]) -> None:
+    """Refuse weights with a NaN or an infinity, wherever their values are known."""
+    known = {name: array for name, array in weights.items() if not isinstance(array, Tracer)}
+    with jax.ensure_compile_time_eval():  # weights may be known where inputs are not: closed over under jit
+        wrong = [name for name, is_finite in _are_finite(known).items() if not is_finite]
+    if wrong:
+        raise Refusal("weights", "be finite", f"NaN or infinities in {wrong}")
+
+
+@jax.jit
+def _are_finite(arrays: dict[str, Array]) -> dict[str, Array]:
+    return {name: jnp.isfinite(array).all() for name, array in arrays.items()}
+
+
+def check_projected(name: str, x: Array, kernel: Array) -> None:
+    """Refuse an input whose width or dtype is not that of the projection it goes into."""
+    if x.shape[-1] != kernel.shape[0]:
+        raise Refusal(f"the input of {name}", f"have {kernel.shape[0]} features", shape=x.shape)
+    if x.dtype != kernel.dtype:
+        raise WrongType(
+            f"the input of {name}", "have the dtype of its kernel", {"x.dtype": x.dtype, "kernel.dtype": kernel.dtype}
+        )
+
+
+def check_layer_inputs(
+    query: Array, key: Array | None, value: Array | None, positions: Array | None, spec: AttentionSpec
+) -> None:
+    """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other."""
+    check_floating("query", query, rank=3)
+    if key is None and value is not None:
+        raise Refusal("value", "come with a key", "key=None and a value")
+    if key is not None and spec.rope is not None:
+        raise Refusal("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
+    if key is not None and spec.latent is not None:
+        raise Refusal("key", "be None (self-attention) with latents", f"a key and latent={spec.latent}")
+    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
+    for name, x in (("key", key), ("value", value)):
+        if x is None:
+            continue
+        check_floating(name, x, rank=3)
+        if x.dtype != query.dtype:
+            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+        if x.shape[0] != query.shape[0]:
+            raise Refusal(
+                name, "have the batch size of query", {f"{name}.shape[0]": x.shape[0], "query.shape[0]": query.shape[0]}
+            )
+    if key is not None and value is not None and key.shape[1] != value.shape[1]:
+        raise Refusal(
+            "value", "have as many tokens as key", {"value.shape[1]": value.shape[1], "key.shape[1]": key.shape[1]}
+        )
+
+
+def check_gated(context: Array, gate: Array) -> None:
+    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
+    check_floating("context", context, rank=4)
+    check_floating("gate", gate, rank=3)
+    batch_size, num_heads, seq_len, head_dim = context.shape
+    widths = (num_heads * head_dim, num_heads)
+    if gate.shape not in [(batch_size, seq_len, width) for width in widths]:
+        raise Refusal(
+            "gate",
+            f"have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]})",
+            {"gate.shape": gate.shape},
+        )
+
+
+def check_latents(name: str, latents: Array, latent: Latent) -> None:
+    """Refuse what is not latents (B, 1, S, kv_rank + rope_dim)."""
+    check_floating(name, latents, rank=4)
+    if (latents.shape[1], latents.shape[3]) != (1, latent.width):
+        shape = latents.shape
+        raise Refusal(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})
+
+
+def check_positions(positions: Array, batch_size: int, seq_len: int, rope: Rope | None) -> None:
+    """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
+    check_array("positions", positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise WrongType("positions", "be integers", {"positions.dtype": positions.dtype})
+    axes = () if rope is None or rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
+    if positions.shape not in ((*axes, batch_size, seq_len), (*axes, 1, seq_len)):
+        raise Refusal(
+            "positions",
+            f"have shape {position_shapes(batch_size, seq_len, rope)}",
+            {"positions.shape": positions.shape},
+        )
+
+
+def check_layer_positions(positions: Array | None, batch_size: int, seq_len: int, spec: AttentionSpec) -> None:
+    """Refuse positions that do not fit; a layer without RoPE and temperature ignores those that do."""
+    if positions is not None:
+        check_positions(positions, batch_size, seq_len, spec.rope)
+
+
+def check_normed(x: Array, norm: Norm, weight: Array | None, bias: Array | None) -> None:
+    """Refuse what cannot be normalised, or parameters that are not those of the norm."""
+    check_array("x", x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise WrongType("x", "be floating point", {"x.dtype": x.dtype})
+    check_norm(norm)
+    shapes = norm.shapes(x.shape[1] if norm.per_head else 1, x.shape[-1])
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        found = None if parameter is None else tuple(parameter.shape)
+        if found != shapes.get(name):
+            raise Refusal(name, f"have shape {shapes.get(name)} for {norm}", {f"{name}.shape": found})
+
+
+def check_attention(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> None:
+    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_floating(name, x, rank=4)
+        if x.dtype != query.dtype:
+            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+    if key.shape[:3] != value.shape[:3]:
+        raise Refusal(
+            "value", "have the shape of key but for its features", {"value.shape": value.shape, "key.shape": key.shape}
+        )
+    check_scored(query, key, None, scores.spec)  # the scores check their bias
+    scores_shape = (*query.shape[:3], key.shape[2])
+    mask.check(scores_shape)
+    scores.check(scores_shape, query)
+
+
+def check_scored(query: Array, key: Array, bias: Array | None, spec: AttentionSpec | None) -> None:
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
+    check_floating("query", query, rank=4)
+    check_floating("key", key, rank=4)
+    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
+        raise Refusal(
+            "key", "have the batch size and head_dim of query", {"key.shape": key.shape, "query.shape": query.shape}
+        )
+    check_head_groups(query.shape[1], key.shape[1])
+    check_bias(bias, (*query.shape[:3], key.shape[2]), query)
+    if spec is None:
+        return
+    check_spec(spec)
+    if spec.alibi is not None and spec.num_heads != query.shape[1]:
+        raise Refusal(
+            "query",
+            "have the heads of a spec with alibi, whose slopes are theirs",
+            f"{query.shape[1]} heads and num_heads={spec.num_heads}",
+        )
+
+
+def check_weighed(attn_weights: Array, value: Array) -> None:
+    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
+    check_floating("attn_weights", attn_weights, rank=4)
+    check_floating("value", value, rank=4)
+    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
+        raise Refusal(
+            "value",
+            "have the batch size and the keys of attn_weights",
+            {"value.shape": value.shape, "attn_weights.shape": attn_weights.shape},
+        )
+    check_head_groups(attn_weights.shape[1], value.shape[1])
+
+
+def check_mask(mask: Array | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if mask is None:
+        return
+    check_array("mask", mask)
+    if mask.dtype != jnp.bool_:
+        raise WrongType(
+            "mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint="an additive term is passed as bias"
+        )
+    check_broadcasts("mask", mask.shape, scores_shape)
+
+
+def check_bias(bias: Array | None, scores_shape: tuple[int, ...], query: Array) -> None:
+    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T, S)."""
+    if bias is None:
+        return
+    check_array("bias", bias)
+    if bias.dtype != query.dtype:
+        raise WrongType("bias", "have the dtype of query", {"bias.dtype": bias.dtype, "query.dtype": query.dtype})
+    check_broadcasts("bias", bias.shape, scores_shape)
+
+
+def check_sinks(sinks: Array | None, num_heads: int) -> None:
+    """Refuse sinks that are not a number for each head."""
+    if sinks is None:
+        return
+    check_array("sinks", sinks)
+    if not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise WrongType("sinks", "be floating point", {"sinks.dtype": sinks.dtype})
+    if sinks.shape != (num_heads,):
+        raise Refusal("sinks", f"have shape (N,) = ({num_heads},)", {"sinks.shape": sinks.shape})
+
+
+def check_keep(keep: Array | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if keep is None:
+        return
+    check_array("keep", keep)
+    if keep.dtype != jnp.bool_:
+        raise WrongType("keep", "be boolean (True = kept)", {"keep.dtype": keep.dtype})
+    check_broadcasts("keep", keep.shape, scores_shape)
+
+
+def check_relative_bias(table: Array | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
+    """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
+    if (table is None) != (relative_bias is None):
+        raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
+    if table is None or relative_bias is None:
+        return
+    check_array("relative_bias", table)
+    if not jnp.issubdtype(table.dtype, jnp.floating):
+        raise WrongType("relative_bias", "be floating point", {"relative_bias.dtype": table.dtype})
+    shape = (relative_bias.num_buckets, num_heads)
+    if table.shape != shape:
+        raise Refusal("relative_bias", f"have shape (num_buckets, N) = {shape}", {"relative_bias.shape": table.shape})
+
+
+def check_cache(
+    cache_k: Array, cache_v: Array, key: Array, value: Array, names: tuple[str, str] = ("cache_k", "cache_v")
+) -> None:
+    """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
+    for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
+        check_floating(name, x, rank=4)
+        expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
+        if x.shape != expected:
+            raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": x.shape})
+        if x.dtype != key.dtype:
+            raise WrongType(name, "have the dtype of the new keys", {f"{name}.dtype": x.dtype, "key.dtype": key.dtype})
+
+
+def check_latent_cache(cache: LatentCache, latents: Array) -> None:
+    """Refuse cached latents (B, 1, S, W) that new ones (B, 1, T, W) cannot join."""
+    check_floating("latents", latents, rank=4)
+    check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))
+
+
+def check_is_cache(cache: object, kind: type[Cache]) -> None:
+    """Refuse what is not a cache of that kind."""
+    if not isinstance(cache, kind):
+        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)
+
+
+def check_cached_input(x: Array, cache: Cache) -> None:
+    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
+    check_floating("x", x, rank=3)
+    if x.shape[0] != cache.lengths.shape[0]:
+        raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
+
+
+def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array | Sequence[int] | None) -> None:
+    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
+    check_floating("key", key, rank=4)
+    check_floating("value", value, rank=4)
+    check_cache(cache.keys, cache.values, key, value, ("cache.keys", "cache.values"))
+    if key.shape[:3] != value.shape[:3]:
+        raise Refusal(
+            "value", "have the shape of key but for its features", {"value.shape": value.shape, "key.shape": key.shape}
+        )
+    if value.dtype != key.dtype:
+        raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
+    check_room(cache, key.shape[2], new_lengths)
+
+
+def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> None:
+    """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
+    batch_size = cache.lengths.shape[0]
+    check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
+    if new_lengths is not None:
+        check_lengths("new_lengths", new_lengths, batch_size, seq_len)
+    added = seq_len if new_lengths is None else new_lengths
+    # Under jit values may not be known; they are 0 at least.
+    lengths, added = (np.zeros(1, np.int64) if isinstance(x, Tracer) else np.asarray(x) for x in (cache.lengths, added))
+    if bool((lengths.astype(np.int64) + added > cache.capacity).any()):
+        rule = f"not exceed the {cache.capacity} slots of the cache"
+        raise Refusal("lengths + new tokens", rule, lengths=lengths.tolist(), new_lengths=added.tolist())

@@ -1,0 +1,420 @@
+"""Checks of arguments, before any work and in the order of the data flow: `<what> must <rule>, got <name>=<value>`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mha_spec import AttentionSpec, Latent, Norm, Refusal, RelativeBias, Rope, WrongType
+from mha_spec.attention import check_spec
+from mha_spec.norm import check_norm
+from mha_spec.rope import position_shapes
+from mha_spec.rules import as_count, check_head_groups
+from mha_torch.arrays import is_autocast_on, is_distributed, values_of
+
+if TYPE_CHECKING:  # these modules import this one
+    from mha_torch.cache import Cache, KVCache, LatentCache
+    from mha_torch.masks import Mask
+    from mha_torch.scores import Scores
+
+
+def check_count(name: str, value: object, minimum: int = 1) -> None:
+    """Refuse what is not an integer of at least `minimum`."""
+    as_count(name, value, minimum)
+
+
+def check_array(name: str, x: object) -> None:
+    """Refuse what is not an array of the framework."""
+    if not isinstance(x, Tensor):
+        raise WrongType(name, "be a torch.Tensor", type(x).__name__)
+
+
+def check_floating(name: str, x: Tensor, rank: int) -> None:
+    """Refuse an array of another rank, or one that does not hold floating-point numbers."""
+    if isinstance(x, Tensor) and x.ndim == rank and x.is_floating_point():
+        return
+    check_array(name, x)
+    if x.ndim != rank:
+        raise Refusal(name, f"have {rank} axes", {f"{name}.shape": tuple(x.shape)})
+    raise WrongType(name, "be floating point", {f"{name}.dtype": x.dtype})
+
+
+def check_device(name: str, x: Tensor, expected: torch.device, of: str) -> None:
+    """Refuse an array that lies on another device than the one that it meets."""
+    if x.device != expected:
+        raise Refusal(name, f"lie on the device of {of}", {f"{name}.device": x.device, "expected": expected})
+
+
+def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
+    """Refuse a shape that does not broadcast to the scores, or that would stretch them."""
+    fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(scores_shape), strict=False))
+    if not fits:
+        raise Refusal(name, f"broadcast to the scores (B, N, T, S) = {scores_shape}", {f"{name}.shape": shape})
+
+
+def check_lengths(name: str, lengths: Tensor | Sequence[int], batch_size: int | None, maximum: int) -> list[int] | None:
+    """Refuse lengths that are not one integer in 0..maximum for each sequence.
+
+    Returns:
+        The lengths where they are known: a list is, in a compiled graph, too.
+    """
+    if isinstance(lengths, (list, tuple)) and all(type(length) is int for length in lengths):
+        shape, values = (len(lengths),), list(lengths)
+    else:
+        array = torch.as_tensor(lengths)
+        if array.is_floating_point() or array.is_complex() or array.dtype == torch.bool:
+            raise WrongType(name, "be integers", {f"{name}.dtype": array.dtype})
+        shape, values = tuple(array.shape), values_of(array)
+    if len(shape) != 1 or (batch_size is not None and shape[0] != batch_size):
+        expected = "(B,)" if batch_size is None else f"(B,) = ({batch_size},)"
+        raise Refusal(name, f"have shape {expected}", {f"{name}.shape": shape})
+    if values is not None and any(not 0 <= value <= maximum for value in values):
+        raise Refusal(name, f"lie in 0..{maximum}", {name: values})
+    return values
+
+
+def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
+    """Refuse weights that are not exactly those of the layer, by name and shape."""
+    check_spec(spec)
+    if not isinstance(weights, Mapping):
+        raise WrongType("weights", "be a mapping of names to tensors", type(weights).__name__)
+    shapes = spec.held_shapes
+    missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
+    if missing or unexpected:
+        raise Refusal("weights", "have exactly the names of the spec", missing=missing, unexpected=unexpected)
+    first = next(iter(shapes))
+    for name, shape in shapes.items():
+        weight = weights[name]
+        check_array(name, weight)
+        if is_distributed(weight):
+            raise WrongType(
+                name,
+                "be a tensor of this process, with the specification of what it has (parity.shard)",
+                type(weight).__name__,
+                hint="the modules take distributed weights",
+            )
+        if not weight.is_floating_point():
+            raise WrongType(name, "be floating point", {f"{name}.dtype": weight.dtype})
+        if weight.dtype != weights[first].dtype:
+            raise WrongType(name, f"have the dtype of {first}", f"{weight.dtype} and {weights[first].dtype}")
+        check_device(name, weight, weights[first].device, first)
+        if tuple(weight.shape) != shape:
+            raise Refusal(name, f"have shape {shape}", {f"{name}.shape": tuple(weight.shape)})
+    check_finite(weights)
+
+
+def check_finite(weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights with a NaN or an infinity, wherever their values are known."""
+    if torch.compiler.is_compiling():  # the question itself would be a part of the graph
+        return
+    are_finite = values_of(torch.stack([torch.isfinite(weight).all() for weight in weights.values()]))
+    if are_finite is None:
+        return
+    wrong = [name for name, is_finite in zip(weights, are_finite, strict=True) if not is_finite]
+    if wrong:
+        raise Refusal("weights", "be finite", f"NaN or infinities in {wrong}")
+
+
+def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
+    """Refuse an input whose width or dtype is not that of the projection it goes into.
+
+    What a distributed weight is when it is used its engine knows: of which part, in which dtype, on which device.
+    """
+    if (x.shape[-1], x.dtype, x.device) == (weight.shape[1], weight.dtype, weight.device) or is_distributed(weight):
+        return
+    if x.shape[-1] != weight.shape[1]:
+        raise Refusal(f"the input of {name}", f"have {weight.shape[1]} features", shape=tuple(x.shape))
+    mixed = x.dtype != weight.dtype and weight.is_floating_point()
+    if mixed and not is_autocast_on(x.device):
+        raise WrongType(
+            f"the input of {name}", "have the dtype of its weight", {"x.dtype": x.dtype, "weight.dtype": weight.dtype}
+        )
+    check_device(f"the input of {name}", x, weight.device, "its weight")
+
+
+def check_layer_inputs(
+    query: Tensor, key: Tensor | None, value: Tensor | None, positions: Tensor | None, spec: AttentionSpec
+) -> None:
+    """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other."""
+    check_floating("query", query, rank=3)
+    if key is None and value is not None:
+        raise Refusal("value", "come with a key", "key=None and a value")
+    if key is not None and spec.rope is not None:
+        raise Refusal("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
+    if key is not None and spec.latent is not None:
+        raise Refusal("key", "be None (self-attention) with latents", f"a key and latent={spec.latent}")
+    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
+    for name, x in (("key", key), ("value", value)):
+        if x is None:
+            continue
+        check_floating(name, x, rank=3)
+        if x.dtype != query.dtype:
+            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+        check_device(name, x, query.device, "query")
+        if x.shape[0] != query.shape[0]:
+            raise Refusal(
+                name, "have the batch size of query", {f"{name}.shape[0]": x.shape[0], "query.shape[0]": query.shape[0]}
+            )
+    if key is not None and value is not None and key.shape[1] != value.shape[1]:
+        raise Refusal(
+            "value", "have as many tokens as key", {"value.shape[1]": value.shape[1], "key.shape[1]": key.shape[1]}
+        )
+
+
+def check_features(name: str, x: Tensor, width: int) -> None:
+    """Refuse the output of a projection if it is distributed or has another width, as if it had some of the heads."""
+    if x.shape[-1] != width or is_distributed(x):
+        kind = "in a DTensor" if is_distributed(x) else ""
+        raise Refusal(
+            name,
+            f"return {width} features in a tensor of this process",
+            f"{x.shape[-1]} features {kind}".rstrip(),
+            hint="mha_torch.parallel.plan divides heads with all that belongs to them",
+        )
+
+
+def check_gated(context: Tensor, gate: Tensor) -> None:
+    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
+    check_floating("context", context, rank=4)
+    check_floating("gate", gate, rank=3)
+    batch_size, num_heads, seq_len, head_dim = context.shape
+    widths = (num_heads * head_dim, num_heads)
+    if tuple(gate.shape) not in [(batch_size, seq_len, width) for width in widths]:
+        raise Refusal(
+            "gate",
+            f"have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]})",
+            {"gate.shape": tuple(gate.shape)},
+        )
+
+
+def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
+    """Refuse what is not latents (B, 1, S, kv_rank + rope_dim)."""
+    check_floating(name, latents, rank=4)
+    if (latents.shape[1], latents.shape[3]) != (1, latent.width):
+        shape = tuple(latents.shape)
+        raise Refusal(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})
+
+
+def check_positions(positions: Tensor, batch_size: int, seq_len: int, rope: Rope | None) -> None:
+    """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
+    check_array("positions", positions)
+    if positions.is_floating_point() or positions.dtype == torch.bool:
+        raise WrongType("positions", "be integers", {"positions.dtype": positions.dtype})
+    axes = () if rope is None or rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
+    if tuple(positions.shape) not in ((*axes, batch_size, seq_len), (*axes, 1, seq_len)):
+        raise Refusal(
+            "positions",
+            f"have shape {position_shapes(batch_size, seq_len, rope)}",
+            {"positions.shape": tuple(positions.shape)},
+        )
+
+
+def check_layer_positions(positions: Tensor | None, batch_size: int, seq_len: int, spec: AttentionSpec) -> None:
+    """Refuse positions that do not fit; a layer without RoPE and temperature ignores those that do."""
+    if positions is not None:
+        check_positions(positions, batch_size, seq_len, spec.rope)
+
+
+def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Refuse what cannot be normalised, or parameters that are not those of the norm."""
+    check_array("x", x)
+    if not x.is_floating_point():
+        raise WrongType("x", "be floating point", {"x.dtype": x.dtype})
+    check_norm(norm)
+    shapes = norm.shapes(x.shape[1] if norm.per_head else 1, x.shape[-1])
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        found = None if parameter is None else tuple(parameter.shape)
+        if found != shapes.get(name):
+            raise Refusal(name, f"have shape {shapes.get(name)} for {norm}", {f"{name}.shape": found})
+
+
+def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores, num_parts: int = 1) -> None:
+    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other.
+
+    Lengths in the mask are those of a sequence in so many parts, of which the keys are one.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_floating(name, x, rank=4)
+        if x.dtype != query.dtype:
+            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+        check_device(name, x, query.device, "query")
+    if key.shape[:3] != value.shape[:3]:
+        raise Refusal(
+            "value",
+            "have the shape of key but for its features",
+            {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
+        )
+    check_scored(query, key, None, scores.spec)  # the scores check their bias
+    scores_shape = (*query.shape[:3], key.shape[2])
+    mask.check(scores_shape, query)
+    scores.check(scores_shape, query)
+
+
+def check_scored(query: Tensor, key: Tensor, bias: Tensor | None, spec: AttentionSpec | None) -> None:
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
+    check_floating("query", query, rank=4)
+    check_floating("key", key, rank=4)
+    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
+        raise Refusal(
+            "key",
+            "have the batch size and head_dim of query",
+            {"key.shape": tuple(key.shape), "query.shape": tuple(query.shape)},
+        )
+    check_head_groups(query.shape[1], key.shape[1])
+    check_bias(bias, (*query.shape[:3], key.shape[2]), query)
+    if spec is None:
+        return
+    check_spec(spec)
+    if spec.alibi is not None and spec.num_heads != query.shape[1]:
+        raise Refusal(
+            "query",
+            "have the heads of a spec with alibi, whose slopes are theirs",
+            f"{query.shape[1]} heads and num_heads={spec.num_heads}",
+        )
+
+
+def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
+    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
+    check_floating("attn_weights", attn_weights, rank=4)
+    check_floating("value", value, rank=4)
+    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
+        raise Refusal(
+            "value",
+            "have the batch size and the keys of attn_weights",
+            {"value.shape": tuple(value.shape), "attn_weights.shape": tuple(attn_weights.shape)},
+        )
+    check_head_groups(attn_weights.shape[1], value.shape[1])
+
+
+def check_mask(mask: Tensor | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if mask is None:
+        return
+    check_array("mask", mask)
+    if mask.dtype != torch.bool:
+        raise WrongType(
+            "mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint="an additive term is passed as bias"
+        )
+    check_broadcasts("mask", tuple(mask.shape), scores_shape)
+
+
+def check_bias(bias: Tensor | None, scores_shape: tuple[int, ...], query: Tensor) -> None:
+    """Refuse a bias that does not fit the queries, or does not broadcast to the scores (B, N, T, S)."""
+    if bias is None:
+        return
+    check_array("bias", bias)
+    if bias.dtype != query.dtype and not (bias.is_floating_point() and is_autocast_on(bias.device)):
+        raise WrongType("bias", "have the dtype of query", {"bias.dtype": bias.dtype, "query.dtype": query.dtype})
+    check_broadcasts("bias", tuple(bias.shape), scores_shape)
+    check_device("bias", bias, query.device, "query")
+
+
+def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
+    """Refuse sinks that are not a number for each head."""
+    if sinks is None:
+        return
+    check_array("sinks", sinks)
+    if not sinks.is_floating_point():
+        raise WrongType("sinks", "be floating point", {"sinks.dtype": sinks.dtype})
+    if tuple(sinks.shape) != (num_heads,):
+        raise Refusal("sinks", f"have shape (N,) = ({num_heads},)", {"sinks.shape": tuple(sinks.shape)})
+
+
+def check_keep(keep: Tensor | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if keep is None:
+        return
+    check_array("keep", keep)
+    if keep.dtype != torch.bool:
+        raise WrongType("keep", "be boolean (True = kept)", {"keep.dtype": keep.dtype})
+    check_broadcasts("keep", tuple(keep.shape), scores_shape)
+
+
+def check_relative_bias(table: Tensor | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
+    """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
+    if (table is None) != (relative_bias is None):
+        raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
+    if table is None or relative_bias is None:
+        return
+    check_array("relative_bias", table)
+    if not table.is_floating_point():
+        raise WrongType("relative_bias", "be floating point", {"relative_bias.dtype": table.dtype})
+    shape = (relative_bias.num_buckets, num_heads)
+    if tuple(table.shape) != shape:
+        raise Refusal(
+            "relative_bias", f"have shape (num_buckets, N) = {shape}", {"relative_bias.shape": tuple(table.shape)}
+        )
+
+
+def check_cache(
+    cache_k: Tensor, cache_v: Tensor, key: Tensor, value: Tensor, names: tuple[str, str] = ("cache_k", "cache_v")
+) -> None:
+    """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
+    for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
+        check_floating(name, x, rank=4)
+        expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
+        if tuple(x.shape) != expected:
+            raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)})
+        if x.dtype != key.dtype:
+            raise WrongType(name, "have the dtype of the new keys", {f"{name}.dtype": x.dtype, "key.dtype": key.dtype})
+        check_device(name, x, key.device, "the new keys")
+
+
+def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:
+    """Refuse cached latents (B, 1, S, W) that new ones (B, 1, T, W) cannot join."""
+    check_floating("latents", latents, rank=4)
+    check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))
+
+
+def check_is_cache(cache: object, kind: type[Cache]) -> None:
+    """Refuse what is not a cache of that kind."""
+    if not isinstance(cache, kind):
+        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)
+
+
+def check_cached_input(x: Tensor, cache: Cache) -> None:
+    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
+    check_floating("x", x, rank=3)
+    if x.shape[0] != cache.lengths.shape[0]:
+        raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
+
+
+def check_appended(
+    cache: KVCache, key: Tensor, value: Tensor, new_lengths: Tensor | Sequence[int] | None
+) -> list[int] | None:
+    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity.
+
+    Returns:
+        The lengths of the cache, where they and those of the new tokens are known.
+    """
+    check_floating("key", key, rank=4)
+    check_floating("value", value, rank=4)
+    check_cache(cache.keys, cache.values, key, value, ("cache.keys", "cache.values"))
+    if key.shape[:3] != value.shape[:3]:
+        rule = "have the shape of key but for its features"
+        raise Refusal("value", rule, {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)})
+    if value.dtype != key.dtype:
+        raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
+    return check_room(cache, key.shape[2], new_lengths)
+
+
+def check_room(cache: Cache, seq_len: int, new_lengths: Tensor | Sequence[int] | None) -> list[int] | None:
+    """Refuse more new tokens than the cache has slots left: they would be written outside of it.
+
+    Returns:
+        The lengths of the cache, where they and those of the new tokens are known.
+    """
+    batch_size = cache.lengths.shape[0]
+    lengths = check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
+    added = [seq_len] * batch_size
+    if new_lengths is not None:
+        added = check_lengths("new_lengths", new_lengths, batch_size, seq_len)
+    if lengths is None or added is None:
+        return None
+    if any(length + new > cache.capacity for length, new in zip(lengths, added, strict=True)):
+        rule = f"not exceed the {cache.capacity} slots of the cache"
+        raise Refusal("lengths + new tokens", rule, lengths=lengths, new_lengths=added)
+    return lengths

@@ -1,0 +1,456 @@
+"""Checks of arguments, before any work and in the order of the data flow: `<what> must <rule>, got <name>=<value>`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import ttnn
+from ttnn import Tensor
+
+from mha_spec import AttentionSpec, Norm, Refusal, RelativeBias, Rope, WrongType
+from mha_spec.attention import check_spec
+from mha_spec.norm import check_norm
+from mha_spec.rope import position_shapes
+from mha_spec.rules import as_count, check_head_groups
+from mha_tt.layout import TAKEN, has_heads, padded_features, padded_head_dim, padded_width, parameter_shape
+
+if TYPE_CHECKING:  # these modules import this one
+    from mha_tt.cache import Cache, KVCache, LatentCache
+    from mha_tt.masks import DeviceMask, Mask
+    from mha_tt.rope import Rotation
+    from mha_tt.scores import Scores
+
+
+def check_count(name: str, value: object, minimum: int = 1) -> None:
+    """Refuse what is not an integer of at least `minimum`."""
+    as_count(name, value, minimum)
+
+
+def check_array(name: str, x: object) -> None:
+    """Refuse what is not an array of the framework."""
+    if not isinstance(x, Tensor):
+        raise WrongType(name, "be a ttnn.Tensor", type(x).__name__)
+
+
+def check_on_device(name: str, x: Tensor) -> None:
+    """Refuse a tensor that lies on the host, which several operations answer with a crash."""
+    check_array(name, x)
+    if x.storage_type() != ttnn.StorageType.DEVICE:
+        raise WrongType(name, "lie on a device (mha_tt.upload)", {f"{name}.storage_type()": x.storage_type()})
+
+
+def check_dtype(name: str, dtype: object) -> None:
+    """Refuse a dtype that this package does not compute in."""
+    if dtype not in (ttnn.bfloat16, ttnn.bfloat8_b, ttnn.float32):
+        raise WrongType(name, "be ttnn.bfloat16, ttnn.bfloat8_b or ttnn.float32", {name: dtype})
+
+
+def check_input_dtype(name: str, x: Tensor, dtype: ttnn.DataType) -> None:
+    """Refuse an input of another dtype than the module's."""
+    check_on_device(name, x)
+    if x.dtype != dtype:
+        raise WrongType(name, "have the dtype of the module", {f"{name}.dtype": x.dtype, "dtype": dtype})
+
+
+def check_head_dim(head_dim: int | None, padded: int) -> None:
+    """Refuse a head_dim that does not fit into the features that a head has on the device."""
+    if head_dim is None:
+        return
+    check_count("head_dim", head_dim)
+    if head_dim > padded:
+        raise Refusal("head_dim", f"be at most the {padded} features of a head", head_dim=head_dim)
+
+
+def check_floating(name: str, x: Tensor, rank: int) -> None:
+    """Refuse an array of another rank, or one that does not hold floating-point numbers."""
+    check_on_device(name, x)
+    if len(x.shape) != rank:
+        raise Refusal(name, f"have {rank} axes", {f"{name}.shape": tuple(x.shape)})
+    check_dtype(f"{name}.dtype", x.dtype)
+    if x.layout != ttnn.TILE_LAYOUT:
+        raise WrongType(name, "be in tiles (mha_tt.upload)", {f"{name}.layout": x.layout})
+
+
+def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
+    """Refuse a shape that does not broadcast to the scores, or that would stretch them."""
+    fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(scores_shape), strict=False))
+    if not fits:
+        raise Refusal(name, f"broadcast to the scores (B, N, T, S) = {scores_shape}", {f"{name}.shape": shape})
+
+
+def check_lengths(name: str, lengths: np.ndarray | Sequence[int], batch_size: int | None, maximum: int) -> None:
+    """Refuse lengths that are not one integer in 0..maximum for each sequence."""
+    lengths = np.asarray(lengths)
+    if lengths.dtype.kind not in "iu" and lengths.shape != (0,):  # NumPy takes an empty list for float64
+        raise WrongType(name, "be integers", {f"{name}.dtype": lengths.dtype})
+    if lengths.ndim != 1 or (batch_size is not None and len(lengths) != batch_size):
+        expected = "(B,)" if batch_size is None else f"(B,) = ({batch_size},)"
+        raise Refusal(name, f"have shape {expected}", {f"{name}.shape": lengths.shape})
+    if ((lengths < 0) | (lengths > maximum)).any():
+        raise Refusal(name, f"lie in 0..{maximum}", {name: lengths.tolist()})
+
+
+def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
+    """Refuse weights that are not exactly those of the layer, by name and shape."""
+    check_spec(spec)
+    if not isinstance(weights, Mapping):
+        raise WrongType("weights", "be a mapping of names to tensors", type(weights).__name__)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, projection in spec.projections.items():
+        d_in, d_out = projection.d_in, projection.d_out
+        if name == "qkv_proj":
+            d_out = sum(padded_width(f"{part}_proj", spec) for part in "qkv")
+        elif has_heads(name, spec):
+            d_out = padded_width(name, spec)
+        if name in TAKEN:
+            d_in = padded_width(TAKEN[name], spec)
+        shapes[f"{name}.weight"] = (d_in, d_out)
+        if projection.has_bias:
+            shapes[f"{name}.bias"] = (1, d_out)
+    shapes |= {name: parameter_shape(name, spec) for name in spec.parameters}
+    missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
+    if missing or unexpected:
+        raise Refusal("weights", "have exactly the names of the spec", missing=missing, unexpected=unexpected)
+    for name, shape in shapes.items():
+        check_floating(name, weights[name], rank=len(shape))
+        if tuple(weights[name].shape) != shape:
+            raise Refusal(name, f"have shape {shape}", {f"{name}.shape": tuple(weights[name].shape)})
+
+
+def check_finite(weights: Mapping[str, np.ndarray]) -> None:
+    """Refuse weights with a NaN or an infinity, wherever their values are known."""
+    with np.errstate(over="ignore"):  # what is too large for float32 becomes an infinity there
+        wrong = [name for name, weight in weights.items() if not np.isfinite(np.asarray(weight, np.float32)).all()]
+    if wrong:
+        raise Refusal("weights", "be finite", f"NaN or infinities in {wrong}")
+
+
+def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
+    """Refuse an input whose width or dtype is not that of the projection it goes into."""
+    if x.shape[-1] != weight.shape[0]:
+        raise Refusal(f"the input of {name}", f"have {weight.shape[0]} features", shape=tuple(x.shape))
+
+
+def check_layer_inputs(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    positions: np.ndarray | Rotation | None,
+    spec: AttentionSpec,
+) -> None:
+    """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other."""
+    check_floating("query", query, rank=3)
+    if key is None and value is not None:
+        raise Refusal("value", "come with a key", "key=None and a value")
+    if key is not None and spec.rope is not None:
+        raise Refusal("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
+    if key is not None and spec.latent is not None:
+        raise Refusal("key", "be None (self-attention) with latents", f"a key and latent={spec.latent}")
+    check_layer_positions(positions, query.shape[0], query.shape[1], spec)
+    for name, x in (("key", key), ("value", value)):
+        if x is None:
+            continue
+        check_floating(name, x, rank=3)
+        if x.dtype != query.dtype:
+            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+        if x.shape[0] != query.shape[0]:
+            raise Refusal(
+                name, "have the batch size of query", {f"{name}.shape[0]": x.shape[0], "query.shape[0]": query.shape[0]}
+            )
+    if key is not None and value is not None and key.shape[1] != value.shape[1]:
+        raise Refusal(
+            "value", "have as many tokens as key", {"value.shape[1]": value.shape[1], "key.shape[1]": key.shape[1]}
+        )
+
+
+def check_gated(context: Tensor, gate: Tensor) -> None:
+    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
+    check_floating("context", context, rank=4)
+    check_floating("gate", gate, rank=3)
+    batch_size, num_heads, seq_len, head_dim = context.shape
+    widths = (num_heads * head_dim, num_heads)
+    if tuple(gate.shape) not in [(batch_size, seq_len, width) for width in widths]:
+        raise Refusal(
+            "gate",
+            f"have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]})",
+            {"gate.shape": tuple(gate.shape)},
+        )
+
+
+def check_latents(name: str, latents: Tensor, spec: AttentionSpec) -> None:
+    """Refuse what is not latents (B, 1, S, kv_rank + rope_dim)."""
+    check_floating(name, latents, rank=4)
+    width = padded_features("kv_a_proj", spec)
+    if (latents.shape[1], latents.shape[3]) != (1, width):
+        shape = tuple(latents.shape)
+        raise Refusal(name, f"have shape (B, 1, S, {width})", {f"{name}.shape": shape})
+
+
+def check_heads(name: str, x: Tensor, spec: AttentionSpec, features: int) -> None:
+    """Refuse what is not heads (B, N, T, features)."""
+    check_floating(name, x, rank=4)
+    if (x.shape[1], x.shape[3]) != (spec.num_heads, features):
+        shape = tuple(x.shape)
+        raise Refusal(name, f"have shape (B, {spec.num_heads}, T, {features})", {f"{name}.shape": shape})
+
+
+def check_pair_order(rope: Rope, head_dim: int | None, padded: int) -> None:
+    """Refuse heads whose pairs do not lie half a head apart."""
+    if head_dim is None and (rope.pairs != "half" or rope.rotary_dim not in (None, padded)):
+        raise Refusal(
+            "head_dim",
+            "be given for pairs other than (i, i + H/2), with heads as `head_slots` orders them",
+            head_dim=None,
+            rope=rope,
+        )
+    if head_dim is not None and padded != padded_head_dim(head_dim, rope=True):
+        raise Refusal(
+            f"heads of head_dim={head_dim}",
+            f"be padded to {padded_head_dim(head_dim, rope=True)} features for RoPE (upload_weights with a "
+            "spec that has rope)",
+            str(padded),
+        )
+
+
+def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope | None) -> None:
+    """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
+    from mha_tt.rope import Rotation  # not at the top, since that imports this module
+
+    if isinstance(positions, Rotation):
+        found = positions.counts
+        if found not in ((batch_size, seq_len), (1, seq_len)):
+            raise Refusal("positions", f"be (B or 1, T) = ({batch_size} or 1, {seq_len})", f"those of {found}")
+        return
+    if not isinstance(positions, np.ndarray):
+        raise WrongType("positions", "be a NumPy array", type(positions).__name__)
+    if positions.dtype.kind not in "iu":
+        raise WrongType("positions", "be integers", {"positions.dtype": positions.dtype})
+    axes = () if rope is None or rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
+    if positions.shape not in ((*axes, batch_size, seq_len), (*axes, 1, seq_len)):
+        raise Refusal(
+            "positions",
+            f"have shape {position_shapes(batch_size, seq_len, rope)}",
+            {"positions.shape": positions.shape},
+        )
+
+
+def check_layer_positions(
+    positions: np.ndarray | Rotation | None, batch_size: int, seq_len: int, spec: AttentionSpec
+) -> None:
+    """Refuse positions that do not fit; a layer without RoPE and temperature ignores those that do."""
+    if positions is not None:
+        check_positions(positions, batch_size, seq_len, spec.rope)
+
+
+def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Refuse what cannot be normalised, or parameters that are not those of the norm."""
+    check_on_device("x", x)
+    if x.dtype not in (ttnn.float32, ttnn.bfloat16, ttnn.bfloat8_b):
+        raise WrongType("x", "be floating point", {"x.dtype": x.dtype})
+    check_norm(norm)
+    width = x.shape[-1]
+    shapes = norm.shapes(x.shape[1] if norm.per_head else 1, width)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        expected = parameter_shape(shapes[name]) if name in shapes else None
+        found = None if parameter is None else tuple(parameter.shape)
+        if found != expected:
+            raise Refusal(name, f"have shape {expected} for {norm}", {f"{name}.shape": found})
+
+
+def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
+    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_floating(name, x, rank=4)
+        if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower than its queries
+            raise WrongType(name, "be float32 if query is", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+    if tuple(key.shape)[:3] != tuple(value.shape)[:3]:
+        raise Refusal(
+            "value",
+            "have the shape of key but for its features",
+            {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
+        )
+    check_scored(query, key, None, scores.spec)  # the scores check their bias
+    scores_shape = (*tuple(query.shape)[:3], key.shape[2])
+    mask.check(scores_shape)
+    scores.check(scores_shape)
+
+
+def check_scored(query: Tensor, key: Tensor, bias: np.ndarray | Tensor | None, spec: AttentionSpec | None) -> None:
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
+    check_floating("query", query, rank=4)
+    check_floating("key", key, rank=4)
+    if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
+        raise Refusal(
+            "key",
+            "have the batch size and head_dim of query",
+            {"key.shape": tuple(key.shape), "query.shape": tuple(query.shape)},
+        )
+    check_head_groups(query.shape[1], key.shape[1])
+    check_bias(bias, (*tuple(query.shape)[:3], key.shape[2]))
+    if spec is None:
+        return
+    check_spec(spec)
+    if spec.alibi is not None and spec.num_heads != query.shape[1]:
+        raise Refusal(
+            "query",
+            "have the heads of a spec with alibi, whose slopes are theirs",
+            f"{query.shape[1]} heads and num_heads={spec.num_heads}",
+        )
+    check_head_dim(spec.head_dim, query.shape[3])
+
+
+def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
+    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
+    check_floating("attn_weights", attn_weights, rank=4)
+    check_floating("value", value, rank=4)
+    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
+        raise Refusal(
+            "value",
+            "have the batch size and the keys of attn_weights",
+            {"value.shape": tuple(value.shape), "attn_weights.shape": tuple(attn_weights.shape)},
+        )
+    check_head_groups(attn_weights.shape[1], value.shape[1])
+
+
+def check_mask(mask: np.ndarray | DeviceMask | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if mask is None:
+        return
+    from mha_tt.masks import DeviceMask  # not at the top, since that imports this module
+
+    if not isinstance(mask, (np.ndarray, DeviceMask)):
+        raise WrongType("mask", "be a NumPy array or a DeviceMask", type(mask).__name__)
+    if isinstance(mask, np.ndarray) and mask.dtype != np.bool_:
+        raise WrongType(
+            "mask", "be boolean (True = masked)", {"mask.dtype": mask.dtype}, hint="an additive term is passed as bias"
+        )
+    check_broadcasts("mask", tuple(mask.shape), scores_shape)
+
+
+def check_bias(bias: np.ndarray | Tensor | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a bias that is not floating point, or one that does not broadcast to the scores (B, N, T, S)."""
+    if bias is None:
+        return
+    if isinstance(bias, np.ndarray):
+        if bias.dtype.kind != "f" and bias.dtype.name != "bfloat16":
+            raise WrongType("bias", "be floating point", {"bias.dtype": bias.dtype})
+    else:
+        check_floating("bias", bias, rank=len(bias.shape) if isinstance(bias, Tensor) else 0)
+    check_broadcasts("bias", tuple(bias.shape), scores_shape)
+
+
+def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
+    """Refuse sinks that are not a number for each head."""
+    if sinks is None:
+        return
+    check_floating("sinks", sinks, rank=4)
+    if tuple(sinks.shape) != (1, num_heads, 1, 1):
+        raise Refusal("sinks", f"have shape (1, N, 1, 1) = (1, {num_heads}, 1, 1)", {"sinks.shape": tuple(sinks.shape)})
+
+
+def check_keep(keep: np.ndarray | None, scores_shape: tuple[int, ...]) -> None:
+    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    if keep is None:
+        return
+    if not isinstance(keep, np.ndarray):
+        raise WrongType("keep", "be a NumPy array", type(keep).__name__)
+    if keep.dtype != np.bool_:
+        raise WrongType("keep", "be boolean (True = kept)", {"keep.dtype": keep.dtype})
+    check_broadcasts("keep", keep.shape, scores_shape)
+
+
+def check_relative_bias(table: Tensor | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
+    """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
+    if (table is None) != (relative_bias is None):
+        raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
+    if table is None or relative_bias is None:
+        return
+    check_floating("relative_bias", table, rank=4)
+    shape = (1, num_heads, 1, relative_bias.num_buckets)
+    if tuple(table.shape) != shape:
+        raise Refusal(
+            "relative_bias", f"have shape (1, N, 1, num_buckets) = {shape}", {"relative_bias.shape": tuple(table.shape)}
+        )
+
+
+def check_cache(
+    cache_k: Tensor, cache_v: Tensor, key: Tensor, value: Tensor, names: tuple[str, str] = ("cache_k", "cache_v")
+) -> None:
+    """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
+    for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
+        check_floating(name, x, rank=4)
+        expected = (key.shape[0], key.shape[1], cache_k.shape[2], new.shape[3])
+        if tuple(x.shape) != expected:
+            raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)})
+        if (x.dtype == ttnn.float32) != (key.dtype == ttnn.float32):
+            raise WrongType(name, "be float32 if the new keys are", {f"{name}.dtype": x.dtype, "key.dtype": key.dtype})
+
+
+def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:
+    """Refuse cached latents (B, 1, S, W) that new ones (B, 1, T, W) cannot join."""
+    check_floating("latents", latents, rank=4)
+    check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))
+
+
+def check_is_cache(cache: object, kind: type[Cache]) -> None:
+    """Refuse what is not a cache of that kind."""
+    if not isinstance(cache, kind):
+        raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)
+
+
+def check_cache_holds(cache: Cache, num_heads: int, *features: int) -> None:
+    """Refuse a cache that was made for other heads, each of so many features, or for latents of another width."""
+    first = next(iter(cache.slots.values()))
+    for (name, x), width in zip(cache.slots.items(), features, strict=True):
+        expected = (first.shape[0], num_heads, first.shape[2], width)
+        if tuple(x.shape) != expected:
+            raise Refusal(f"cache.{name}", f"have shape {expected}", f"cache.{name}.shape={tuple(x.shape)}")
+
+
+def check_cached_input(x: Tensor, cache: Cache) -> None:
+    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
+    check_floating("x", x, rank=3)
+    dtype = next(iter(cache.slots.values())).dtype
+    if (x.dtype == ttnn.float32) != (dtype == ttnn.float32):
+        raise WrongType("x", "be float32 if the cache is", {"x.dtype": x.dtype, "dtype": dtype})
+    if x.shape[0] != cache.lengths.shape[0]:
+        raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
+
+
+def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.ndarray | Sequence[int] | None) -> None:
+    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
+    if cache.pages is not None:
+        raise WrongType("cache", "be a KVCache without pages", type(cache).__name__, hint="a module takes it")
+    check_floating("key", key, rank=4)
+    check_floating("value", value, rank=4)
+    check_cache(cache.keys, cache.values, key, value)
+    if tuple(key.shape)[:3] != tuple(value.shape)[:3]:
+        rule = "have the shape of key but for its features"
+        raise Refusal("value", rule, {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)})
+    if value.dtype != key.dtype:
+        raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
+    check_room(cache, key.shape[2], new_lengths)
+
+
+def check_room(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> None:
+    """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
+    batch_size = next(iter(cache.slots.values())).shape[0] if cache.pages is None else len(cache.pages)
+    check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
+    if new_lengths is not None:
+        check_lengths("new_lengths", new_lengths, batch_size, seq_len)
+    added = np.full(len(cache.lengths), seq_len) if new_lengths is None else np.asarray(new_lengths)
+    if (cache.lengths + added > cache.capacity).any():
+        rule = f"not exceed the {cache.capacity} slots of the cache"
+        raise Refusal("lengths + new tokens", rule, lengths=cache.lengths.tolist(), new_lengths=added.tolist())
+
+
+def check_cache_of(cache: KVCache | LatentCache, spec: AttentionSpec) -> None:
+    """Refuse a cache that was made for another layer."""
+    from mha_tt.cache import LatentCache  # not at the top, since that imports this module
+
+    if isinstance(cache, LatentCache):
+        check_cache_holds(cache, 1, padded_features("kv_a_proj", spec))
+    else:
+        check_cache_holds(cache, spec.num_kv_heads, *(padded_features(f"{part}_proj", spec) for part in "kv"))

@@ -1,0 +1,156 @@
+"""The order and the padding of features on a device: where those of a head lie, and the shapes that follow."""
+
+from typing import NamedTuple
+
+import numpy as np
+import ttnn
+
+from mha_spec import AttentionSpec, Rope, WrongType
+
+TILE = 32
+"""Rows and columns of a tile, the unit in which tensors are kept and computed."""
+
+
+TILE_NBYTES = {ttnn.float32: 4096, ttnn.bfloat16: 2048, ttnn.bfloat8_b: 1088}
+"""Bytes of a tile: bfloat8_b has a byte an element, and one for each 16 that share an exponent."""
+
+
+OF_SCORES = ("sinks", "relative_bias")
+"""What a layer learns of its scores, of which each head has a row on the device: (1, N, 1, 1 or num_buckets)."""
+
+
+TAKEN = {"out_proj": "out_proj", "kv_b_proj": "kv_a_norm"}
+"""Projections whose input is padded, by the name whose features it has."""
+
+
+def round_up(count: int, multiple: int = TILE) -> int:
+    """The smallest multiple that is not below the count."""
+    return -(-count // multiple) * multiple
+
+
+def largest_divisor(count: int, most: int) -> int:
+    """The largest number up to `most` of which the count is a multiple."""
+    return next(divisor for divisor in range(min(count, most), 0, -1) if count % divisor == 0)
+
+
+def padded_head_dim(head_dim: int, *, rope: bool = False) -> int:
+    """Features that a head has on the device: whole tiles, and with RoPE two halves of whole tiles."""
+    return 2 * round_up(-(-head_dim // 2)) if rope else round_up(head_dim)
+
+
+def head_slots(head_dim: int, *, rope: Rope | None = None) -> np.ndarray:
+    """Where the features of a head lie among those that it has on the device, (H,); zeros lie between and after them.
+
+    With RoPE the first features of all pairs begin at a tile, and the second ones, in the same order, at another, so
+    that pairs are found by cutting between tiles, whichever features form them. Those that are not rotated follow. As
+    queries and keys are ordered alike, no score changes.
+
+    Raises:
+        TypeError: if rope is not a `Rope`: the order depends on its pairs.
+        ValueError: if heads of so many features cannot be rotated in this way.
+    """
+    if rope is None:
+        return np.arange(head_dim)
+    if not isinstance(rope, Rope):
+        raise WrongType("rope", "be a Rope or None", rope=rope)
+    rotated = rope.rotated_features(head_dim)
+    features = np.arange(rotated.start, rotated.stop)
+    if rope.pairs == "interleaved":
+        first, second = features[0::2], features[1::2]
+    else:
+        first, second = np.split(features, 2)
+    left, right = np.array_split(np.delete(np.arange(head_dim), features), 2)
+    slots = np.empty(head_dim, np.int64)
+    slots[np.concatenate([first, left])] = np.arange(len(first) + len(left))
+    slots[np.concatenate([second, right])] = padded_head_dim(head_dim, rope=True) // 2 + np.arange(
+        len(second) + len(right)
+    )
+    return slots
+
+
+def slots_of(part: str, spec: AttentionSpec) -> np.ndarray:
+    """Where the features of a head lie in a projection or norm of that name: see `head_slots`.
+
+    Values, and what is made of them, are as queries and keys where they have as many features, and by themselves else.
+    With latents a head consists of blocks, each of whole tiles, and a latent is a head by itself.
+    """
+    blocks = _blocks(part, spec)
+    begins = np.cumsum([0, *(block.padded for block in blocks[:-1])])
+    return np.concatenate([begin + block.slots for begin, block in zip(begins, blocks, strict=True)])
+
+
+def slots_in(part: str, width: int, spec: AttentionSpec) -> np.ndarray:
+    """Where the features lie in one padded head, or in several side by side."""
+    padded = padded_features(part, spec)
+    return (padded * np.arange(width // padded)[:, None] + slots_of(part, spec)).reshape(-1)
+
+
+def padded_features(part: str, spec: AttentionSpec) -> int:
+    """Features that a head has on the device in a projection or norm of that name."""
+    return sum(block.padded for block in _blocks(part, spec))
+
+
+def padded_width(part: str, spec: AttentionSpec) -> int:
+    """Width of all heads side by side in what a projection of that name gives, or takes where its input is padded."""
+    num_heads = spec.num_kv_heads if part.startswith(("k_", "v_")) else spec.num_heads
+    return (1 if part.startswith(("q_a_", "kv_a_")) else num_heads) * padded_features(part, spec)
+
+
+class _Block(NamedTuple):
+    """Features of a head that are padded together: where they lie in the block, and how wide it is."""
+
+    slots: np.ndarray
+    padded: int
+
+
+def _blocks(part: str, spec: AttentionSpec) -> list[_Block]:
+    """What a head consists of in a projection or norm of that name."""
+    latent, values = spec.latent, _block(spec.value_head_dim)
+    is_of_keys = part.startswith(("q_", "k_"))
+    if latent is None:
+        return [_block(spec.head_dim, spec.rope) if is_of_keys or spec.value_head_dim == spec.head_dim else values]
+    if part.startswith("q_a_") and latent.q_rank is not None:  # it has no features of heads: ttnn takes any width
+        return [_Block(np.arange(latent.q_rank), latent.q_rank)]
+    own, compressed = _block(spec.head_dim - latent.rope_dim), _block(latent.kv_rank)
+    # As wide without RoPE, so that the width of what a cache keeps depends on kv_rank and rope_dim alone.
+    shared = _Block(head_slots(latent.rope_dim, rope=spec.rope), padded_head_dim(latent.rope_dim, rope=True))
+    found = {"kv_a_proj": [compressed, shared], "kv_a_norm": [compressed], "kv_b_proj": [own, values]}
+    return [own, shared] if is_of_keys else found.get(part, [values])
+
+
+def _block(features: int, rope: Rope | None = None) -> _Block:
+    return _Block(head_slots(features, rope=rope), padded_head_dim(features, rope=rope is not None))
+
+
+def has_heads(projection: str, spec: AttentionSpec) -> bool:
+    """Whether what a projection gives are the features of heads."""
+    is_one_a_head = projection == "gate_proj" and spec.gate is not None and spec.gate.per_head
+    return projection != "out_proj" and not is_one_a_head
+
+
+def pad_heads(rows: np.ndarray, part: str, spec: AttentionSpec) -> np.ndarray:
+    """(heads * H, …) -> (heads * P, …), zeros where a head has no feature."""
+    slots = slots_of(part, spec)
+    heads = rows.reshape(-1, len(slots), *rows.shape[1:])
+    padded = np.zeros((len(heads), padded_features(part, spec), *rows.shape[1:]), rows.dtype)
+    padded[:, slots] = heads
+    return padded.reshape(-1, *rows.shape[1:])
+
+
+def real_heads(rows: np.ndarray, part: str, spec: AttentionSpec) -> np.ndarray:
+    """(heads * P, …) -> (heads * H, …): the inverse of `pad_heads`."""
+    heads = rows.reshape(-1, padded_features(part, spec), *rows.shape[1:])[:, slots_of(part, spec)]
+    return heads.reshape(-1, *rows.shape[1:])
+
+
+def parameter_shape(name: str, spec: AttentionSpec) -> tuple[int, ...]:
+    """The shape on the device of a parameter of a norm, or of what scores are given beside their products."""
+    part, shape = name.partition(".")[0], spec.parameters[name]
+    if name in OF_SCORES:
+        return (1, shape[-1], 1, *(shape[:-1] or (1,)))
+    return norm_parameter_shape((*shape[:-1], shape[-1] // len(slots_of(part, spec)) * padded_features(part, spec)))
+
+
+def norm_parameter_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape on the device of a parameter (H,), (heads, H) or (width,): it broadcasts to what it is for."""
+    return (1, shape[0], 1, shape[1]) if len(shape) == 2 else (1, *shape)
