@@ -2,23 +2,24 @@
 
 # First: what is imported below imports modules of `parallel`, and its public names are made of what is imported below.
 import mha_jax.parallel as parallel  # noqa: F401
-from mha_jax.cache import (
-    KVCache,
-    LatentCache,
-    append_to_cache,
-    append_to_latent_cache,
-    create_cache_mask,
-    init_cache,
-    init_latent_cache,
-    kv_cache_nbytes,
-)
+from mha_jax.cache import KVCache, append_to_cache, create_cache_mask, init_cache, kv_cache_nbytes
 from mha_jax.cache_mha import (
     MultiHeadAttentionWithCache,
     multi_head_attention_with_cache,
     multi_head_attention_with_static_cache,
 )
+from mha_jax.heads import combine_heads, repeat_kv_heads, split_heads
 from mha_jax.kernels import fused
-from mha_jax.latent import MultiHeadLatentAttention, multi_head_latent_attention
+from mha_jax.latent import (
+    LatentCache,
+    absorb_keys,
+    absorb_values,
+    append_to_latent_cache,
+    expand_latents,
+    init_latent_cache,
+    project_latents,
+)
+from mha_jax.latent_mha import MultiHeadLatentAttention, multi_head_latent_attention
 from mha_jax.masks import (
     create_attention_mask,
     create_causal_mask,
@@ -33,27 +34,16 @@ from mha_jax.mha import (
     multi_head_attention_core,
 )
 from mha_jax.norms import apply_norm
-from mha_jax.projections import (
-    absorb_keys,
-    absorb_values,
-    apply_gate,
-    apply_temperature,
-    combine_heads,
-    expand_latents,
-    project_latents,
-    project_output,
-    project_qkv,
-    split_heads,
-)
+from mha_jax.projections import apply_gate, project_output, project_qkv
 from mha_jax.rope import apply_rope
 from mha_jax.stages import (
     apply_dropout,
     attention_context,
     attention_scores,
     masked_softmax,
-    repeat_kv_heads,
     scaled_dot_product_attention,
 )
+from mha_jax.temperature import apply_temperature
 from mha_jax.weights import project_with
 
 __all__ = [

@@ -14,14 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax.checks import (
-    check_appended,
-    check_count,
-    check_is_cache,
-    check_latent_cache,
-    check_lengths,
-    check_room,
-)
+from mha_jax.checks import check_count, check_floating, check_lengths
 from mha_jax.compiled import compiled
 from mha_jax.kernels.nonfinite import zero_where
 from mha_jax.masks import Mask
@@ -159,27 +152,7 @@ class KVCache(Cache):
         return {"keys": self.keys, "values": self.values}
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
-class LatentCache(Cache):
-    """Latents of the tokens seen so far, of which the keys and values of all heads are made.
-
-    Attributes:
-        latents: (B, 1, capacity, kv_rank + rope_dim): of each token the latent, normalised, and then what the heads
-            share of their keys, rotated. A slot at or beyond its sequence's length holds nothing.
-        lengths: number of tokens each sequence has cached, (B,), int32.
-    """
-
-    latents: Float[Array, "B 1 S W"]
-    lengths: Int[Array, " B"]
-
-    @property
-    def slots(self) -> dict[str, Float[Array, "B K S W"]]:
-        """What is cached, by name; all but the lengths."""
-        return {"latents": self.latents}
-
-
-CacheT = TypeVar("CacheT", KVCache, LatentCache)
+CacheT = TypeVar("CacheT", bound="Cache")
 
 
 def init_cache(
@@ -220,33 +193,6 @@ def init_cache(
     )
 
 
-def init_latent_cache(
-    batch_size: int, capacity: int, kv_rank: int, rope_dim: int, dtype: jnp.dtype = jnp.float32
-) -> LatentCache:
-    """An empty cache of latents: zeros in every slot, every length 0.
-
-    Args:
-        batch_size: number of sequences, B.
-        capacity: number of slots of each sequence.
-        kv_rank: width of the latent of keys and values.
-        rope_dim: features of a key that the heads share.
-        dtype: floating-point dtype of the latents.
-
-    Raises:
-        TypeError: if a size is not an integer or the dtype not floating point.
-        ValueError: if a size is below 1, or the batch size below 0.
-    """
-    check_count("batch_size", batch_size, minimum=0)
-    for name, size in {"capacity": capacity, "kv_rank": kv_rank, "rope_dim": rope_dim}.items():
-        check_count(name, size)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise WrongType("dtype", "be floating point", dtype=dtype)
-    return LatentCache(
-        latents=jnp.zeros((batch_size, 1, capacity, kv_rank + rope_dim), dtype),
-        lengths=jnp.zeros(batch_size, jnp.int32),
-    )
-
-
 def append_to_cache(
     cache: KVCache,
     key: Float[Array, "B K T H"],
@@ -272,33 +218,6 @@ def append_to_cache(
     """
     check_appended(cache, key, value, new_lengths)
     return append_checked(cache, (key, value), num_added(cache, key.shape[2], new_lengths))
-
-
-def append_to_latent_cache(
-    cache: LatentCache,
-    latents: Float[Array, "B 1 T W"],
-    *,
-    new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
-) -> LatentCache:
-    """Append the latents of new tokens to those in the cache.
-
-    Args:
-        cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage may be reused.
-        latents: (B, 1, T, kv_rank + rope_dim), in the cache's dtype.
-        new_lengths: as `append_to_cache` takes them.
-
-    Returns:
-        The cache, holding `cache.lengths + new_lengths` tokens.
-
-    Raises:
-        TypeError: if the dtypes differ or the lengths are not integers.
-        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
-            (Under jit lengths are not known; there a sequence that does not fit keeps the tokens it had.)
-    """
-    check_is_cache(cache, LatentCache)
-    check_latent_cache(cache, latents)
-    check_room(cache, latents.shape[2], new_lengths)
-    return append_checked(cache, (latents,), num_added(cache, latents.shape[2], new_lengths))
 
 
 @compiled()
@@ -394,3 +313,51 @@ def kv_cache_nbytes(
         check_count(name, size)
     features = head_dim + value_head_dim
     return batch_size * num_kv_heads * capacity * features * num_layers * jnp.dtype(dtype).itemsize
+
+
+def check_cache(
+    cache_k: Array, cache_v: Array, key: Array, value: Array, names: tuple[str, str] = ("cache_k", "cache_v")
+) -> None:
+    """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
+    for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
+        check_floating(name, x, rank=4)
+        expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
+        if x.shape != expected:
+            raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": x.shape})
+        if x.dtype != key.dtype:
+            raise WrongType(name, "have the dtype of the new keys", {f"{name}.dtype": x.dtype, "key.dtype": key.dtype})
+
+
+def check_cached_input(x: Array, cache: Cache) -> None:
+    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
+    check_floating("x", x, rank=3)
+    if x.shape[0] != cache.lengths.shape[0]:
+        raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
+
+
+def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array | Sequence[int] | None) -> None:
+    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
+    check_floating("key", key, rank=4)
+    check_floating("value", value, rank=4)
+    check_cache(cache.keys, cache.values, key, value, ("cache.keys", "cache.values"))
+    if key.shape[:3] != value.shape[:3]:
+        raise Refusal(
+            "value", "have the shape of key but for its features", {"value.shape": value.shape, "key.shape": key.shape}
+        )
+    if value.dtype != key.dtype:
+        raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
+    check_room(cache, key.shape[2], new_lengths)
+
+
+def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> None:
+    """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
+    batch_size = cache.lengths.shape[0]
+    check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
+    if new_lengths is not None:
+        check_lengths("new_lengths", new_lengths, batch_size, seq_len)
+    added = seq_len if new_lengths is None else new_lengths
+    # Under jit values may not be known; they are 0 at least.
+    lengths, added = (np.zeros(1, np.int64) if isinstance(x, Tracer) else np.asarray(x) for x in (cache.lengths, added))
+    if bool((lengths.astype(np.int64) + added > cache.capacity).any()):
+        rule = f"not exceed the {cache.capacity} slots of the cache"
+        raise Refusal("lengths + new tokens", rule, lengths=lengths.tolist(), new_lengths=added.tolist())

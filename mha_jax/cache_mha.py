@@ -15,30 +15,24 @@ from mha_jax.cache import (
     Cache,
     CacheT,
     KVCache,
-    LatentCache,
     append_checked,
+    check_cache,
+    check_cached_input,
+    check_room,
     has_room,
     init_cache,
     num_added,
     token_positions,
 )
-from mha_jax.checks import (
-    check_attention,
-    check_cache,
-    check_cached_input,
-    check_floating,
-    check_is_cache,
-    check_latent_cache,
-    check_layer_positions,
-    check_room,
-    check_weights,
-)
+from mha_jax.checks import check_floating, check_is_cache, check_layer_positions, check_weights
 from mha_jax.compiled import compiled
 from mha_jax.kernels import Kernel, fused, step_of
 from mha_jax.kernels.nonfinite import contained_projection, zero_where
+from mha_jax.latent import LatentCache, absorb_keys, absorb_values, check_latent_cache, expand_latents, project_latents
 from mha_jax.masks import Mask
 from mha_jax.mha import AttentionLayer, FunctionalLayer, Projection
-from mha_jax.projections import absorb_keys, absorb_values, expand_latents, project_latents, project_output, project_qkv
+from mha_jax.projections import project_output, project_qkv
+from mha_jax.stages import check_attention
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_latent, check_spec
@@ -183,7 +177,7 @@ def cached_layer(
 
 
 def _entering(
-    project: Project, x: Array, cache: KVCache | LatentCache, spec: AttentionSpec, positions: Array
+    project: Project, x: Array, cache: Cache, spec: AttentionSpec, positions: Array
 ) -> tuple[Array, tuple[Array, ...]]:
     """The queries of new tokens, and what the cache keeps of them."""
     if isinstance(cache, LatentCache):
@@ -191,7 +185,8 @@ def _entering(
         check_latent_cache(cache, latents)
         return q, (latents,)
     q, k, v = project_qkv(project, x, x, x, spec, positions)
-    check_cache(cache.keys, cache.values, k, v, ("cache.keys", "cache.values"))
+    keys, values = cache.slots.values()
+    check_cache(keys, values, k, v, ("cache.keys", "cache.values"))
     return q, (k, v)
 
 
@@ -201,19 +196,15 @@ def _absorbing(absorb: Callable[..., Array], x: Array, kv_b: Array, spec: Attent
 
 
 def _seen(
-    q: Array, cache: KVCache | LatentCache, spec: AttentionSpec, project: Project, kv_b: Array | None
+    q: Array, cache: Cache, spec: AttentionSpec, project: Project, kv_b: Array | None
 ) -> tuple[Array, Array, Array, AttentionSpec]:
     """Return queries, keys and values, or the latents instead of both, and the layer that has these."""
     if isinstance(cache, KVCache):
         return q, cache.keys, cache.values, spec
+    (latents,) = cache.slots.values()
     if kv_b is None:
-        return q, *expand_latents(project, cache.latents, spec), spec
-    return (
-        _absorbing(absorb_keys, q, kv_b, spec),
-        cache.latents,
-        cache.latents[..., : check_latent(spec).kv_rank],
-        spec.absorbed,
-    )
+        return q, *expand_latents(project, latents, spec), spec
+    return _absorbing(absorb_keys, q, kv_b, spec), latents, latents[..., : check_latent(spec).kv_rank], spec.absorbed
 
 
 @compiled()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,6 @@ from mha_spec.attention import check_spec
 from mha_spec.norm import check_norm
 from mha_spec.rope import position_shapes
 from mha_spec.rules import as_count, check_head_groups
-
-if TYPE_CHECKING:  # these modules import this one
-    from mha_jax.cache import Cache, KVCache, LatentCache
-    from mha_jax.masks import Mask
-    from mha_jax.scores import Scores
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
@@ -204,22 +199,6 @@ def check_normed(x: Array, norm: Norm, weight: Array | None, bias: Array | None)
             raise Refusal(name, f"have shape {shapes.get(name)} for {norm}", {f"{name}.shape": found})
 
 
-def check_attention(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> None:
-    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_floating(name, x, rank=4)
-        if x.dtype != query.dtype:
-            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
-    if key.shape[:3] != value.shape[:3]:
-        raise Refusal(
-            "value", "have the shape of key but for its features", {"value.shape": value.shape, "key.shape": key.shape}
-        )
-    check_scored(query, key, None, scores.spec)  # the scores check their bias
-    scores_shape = (*query.shape[:3], key.shape[2])
-    mask.check(scores_shape)
-    scores.check(scores_shape, query)
-
-
 def check_scored(query: Array, key: Array, bias: Array | None, spec: AttentionSpec | None) -> None:
     """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
     check_floating("query", query, rank=4)
@@ -311,61 +290,7 @@ def check_relative_bias(table: Array | None, relative_bias: RelativeBias | None,
         raise Refusal("relative_bias", f"have shape (num_buckets, N) = {shape}", {"relative_bias.shape": table.shape})
 
 
-def check_cache(
-    cache_k: Array, cache_v: Array, key: Array, value: Array, names: tuple[str, str] = ("cache_k", "cache_v")
-) -> None:
-    """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
-    for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
-        check_floating(name, x, rank=4)
-        expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
-        if x.shape != expected:
-            raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": x.shape})
-        if x.dtype != key.dtype:
-            raise WrongType(name, "have the dtype of the new keys", {f"{name}.dtype": x.dtype, "key.dtype": key.dtype})
-
-
-def check_latent_cache(cache: LatentCache, latents: Array) -> None:
-    """Refuse cached latents (B, 1, S, W) that new ones (B, 1, T, W) cannot join."""
-    check_floating("latents", latents, rank=4)
-    check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))
-
-
-def check_is_cache(cache: object, kind: type[Cache]) -> None:
+def check_is_cache(cache: object, kind: type) -> None:
     """Refuse what is not a cache of that kind."""
     if not isinstance(cache, kind):
         raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)
-
-
-def check_cached_input(x: Array, cache: Cache) -> None:
-    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
-    check_floating("x", x, rank=3)
-    if x.shape[0] != cache.lengths.shape[0]:
-        raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
-
-
-def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array | Sequence[int] | None) -> None:
-    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
-    check_floating("key", key, rank=4)
-    check_floating("value", value, rank=4)
-    check_cache(cache.keys, cache.values, key, value, ("cache.keys", "cache.values"))
-    if key.shape[:3] != value.shape[:3]:
-        raise Refusal(
-            "value", "have the shape of key but for its features", {"value.shape": value.shape, "key.shape": key.shape}
-        )
-    if value.dtype != key.dtype:
-        raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
-    check_room(cache, key.shape[2], new_lengths)
-
-
-def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> None:
-    """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
-    batch_size = cache.lengths.shape[0]
-    check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
-    if new_lengths is not None:
-        check_lengths("new_lengths", new_lengths, batch_size, seq_len)
-    added = seq_len if new_lengths is None else new_lengths
-    # Under jit values may not be known; they are 0 at least.
-    lengths, added = (np.zeros(1, np.int64) if isinstance(x, Tracer) else np.asarray(x) for x in (cache.lengths, added))
-    if bool((lengths.astype(np.int64) + added > cache.capacity).any()):
-        rule = f"not exceed the {cache.capacity} slots of the cache"
-        raise Refusal("lengths + new tokens", rule, lengths=lengths.tolist(), new_lengths=added.tolist())

@@ -1,165 +1,225 @@
-"""Multi-head latent attention (MLA): a cache of latents, and attention over them.
+"""Latents (MLA): how they are made, expanded into keys and values or absorbed into queries, and cached.
 
-Axes: B batch, T new tokens, S cache slots, N query heads, H head_dim, Hv value_head_dim, E d_model,
-W kv_rank + rope_dim.
-
-Without a cache the layer is that of `mha`: keys and values of all heads, made of the latents.
+Axes: B batch, T new tokens, S cache slots, N query heads, H head_dim, Hv value_head_dim, W kv_rank + rope_dim.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from mha_jax.cache import LatentCache, init_latent_cache
-from mha_jax.cache_mha import cached_layer
-from mha_jax.checks import check_cached_input, check_is_cache, check_weights
-from mha_jax.kernels import Kernel, fused
-from mha_jax.mha import AttentionLayer, FunctionalLayer, Projection
-from mha_spec import AttentionSpec
-from mha_spec.attention import check_latent, check_spec, spec_from
+from mha_jax.arrays import at_least_float32
+from mha_jax.cache import Cache, append_checked, check_cache, check_room, num_added
+from mha_jax.checks import check_count, check_floating, check_is_cache, check_latents
+from mha_jax.heads import split_heads
+from mha_jax.parallel.sharding import broadcast_beside
+from mha_jax.rope import apply_rope
+from mha_jax.temperature import apply_temperature
+from mha_jax.weights import Project
+from mha_spec import AttentionSpec, Latent, WrongType
+from mha_spec.attention import check_latent
 
 
-def multi_head_latent_attention(
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class LatentCache(Cache):
+    """Latents of the tokens seen so far, of which the keys and values of all heads are made.
+
+    Attributes:
+        latents: (B, 1, capacity, kv_rank + rope_dim): of each token the latent, normalised, and then what the heads
+            share of their keys, rotated. A slot at or beyond its sequence's length holds nothing.
+        lengths: number of tokens each sequence has cached, (B,), int32.
+    """
+
+    latents: Float[Array, "B 1 S W"]
+    lengths: Int[Array, " B"]
+
+    @property
+    def slots(self) -> dict[str, Float[Array, "B K S W"]]:
+        """What is cached, by name; all but the lengths."""
+        return {"latents": self.latents}
+
+
+def project_latents(
+    project: Project,
     x: Float[Array, "B T d_in"],
-    weights: Mapping[str, Any],
     spec: AttentionSpec,
-    cache: LatentCache,
-    *,
-    new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
-    mask: Bool[Array, "..."] | None = None,
-    bias: Float[Array, "..."] | None = None,
     positions: Int[Array, "... #B T"] | None = None,
-    absorb: bool | None = None,
-    kernel: Kernel = fused.attend,
-) -> tuple[Float[Array, "B T E"], LatentCache]:
-    """Causal self-attention of new tokens over all tokens so far, of which a cache holds the latents.
+) -> tuple[Float[Array, "B N T H"], Float[Array, "B 1 T W"]]:
+    """Project the input of a layer with latents: to queries, and to what a cache keeps of keys and values.
 
     Args:
-        x: the new tokens, (B, T, d_in).
-        weights: as `multi_head_attention` takes them.
-        spec: what the layer computes, with latents; nothing is dropped.
-        cache: the tokens so far. Do not use it afterwards; its storage may be reused.
-        new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding: not
-            cached, output 0. All of them when absent.
-        mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
-        bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
-        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); `cache.lengths`,
-            and so on, when absent.
-        absorb: attend over the latents themselves, kv_b_proj taken into queries and context; or, if False, over the
-            keys and values made of them. Whichever costs less when absent: see `AttentionSpec.absorbs`.
-        kernel: computes the context.
+        project: applies a projection or a norm by its name.
+        x: input of the layer.
+        spec: the layer, which has latents.
+        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
 
     Returns:
-        The output (B, T, E) and the cache with the new tokens.
+        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: of each token the latent, normalised
+        and times its factor, and then what the heads share of their keys, rotated.
 
     Raises:
-        TypeError: if x is not floating point, dtypes differ or the lengths are not integers.
-        ValueError: if the layer has no latents, the weights or the shapes do not fit, or the new tokens do not fit into
-            the capacity. (Under jit lengths are not known; there a sequence that does not fit gives NaN and keeps the
-            tokens it had.)
+        ValueError: if the layer has no latents.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
-    check_spec(spec, is_self_attention=True)
-    check_latent(spec)
-    check_weights(weights, spec)
-    check_is_cache(cache, LatentCache)
-    check_cached_input(x, cache)
-    absorb = spec.absorbs(x.shape[1], cache.capacity) if absorb is None else absorb
-    return cached_layer(
-        FunctionalLayer(weights, spec, kernel),
-        x,
-        cache,
-        mask,
-        bias,
-        new_lengths=new_lengths,
-        positions=positions,
-        kv_b=weights["kv_b_proj"]["kernel"] if absorb else None,
+    latent = check_latent(spec)
+    if spec.has_positions and positions is None:
+        positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+    if latent.q_rank is None:
+        q = project("q_proj", x)
+    else:
+        q = project("q_b_proj", _normed(project, "q_a_norm", project("q_a_proj", x), latent))
+    q, compressed = split_heads(q, spec.num_heads), project("kv_a_proj", x)
+    normed = _normed(project, "kv_a_norm", compressed[..., : latent.kv_rank], latent)
+    shared = compressed[..., latent.kv_rank :]
+    latents = jnp.concatenate([normed, shared], axis=-1)[:, None]
+    if spec.rope is not None and positions is not None:
+        q, latents = apply_rope(q, positions, spec.rope), apply_rope(latents, positions, spec.rope)
+    if spec.temperature is not None and positions is not None:
+        q = apply_temperature(q, positions, spec.temperature)
+    return q, latents
+
+
+def expand_latents(
+    project: Project, latents: Float[Array, "B 1 S W"], spec: AttentionSpec
+) -> tuple[Float[Array, "B N S H"], Float[Array, "B N S Hv"]]:
+    """The keys and values of all heads that latents stand for.
+
+    Args:
+        project: applies a projection by its name.
+        latents: (B, 1, S, kv_rank + rope_dim), as `project_latents` gives them.
+        spec: the layer, which has latents.
+
+    Returns:
+        k (B, N, S, H) and v (B, N, S, Hv).
+
+    Raises:
+        ValueError: if the layer has no latents, or they are of another width.
+    """
+    latent = check_latent(spec)
+    check_latents("latents", latents, latent)
+    shared, own_features = latents[..., latent.kv_rank :], spec.head_dim - latent.rope_dim
+    kv = split_heads(project("kv_b_proj", latents[:, 0, :, : latent.kv_rank]), spec.num_heads)
+    shared = broadcast_beside(shared, kv)
+    return jnp.concatenate([kv[..., :own_features], shared], axis=-1), kv[..., own_features:]
+
+
+def absorb_keys(
+    q: Float[Array, "B N T H"], kv_b: Float[Array, "kv_rank N*(H+Hv)"], spec: AttentionSpec
+) -> Float[Array, "B N T W"]:
+    """Queries whose products with latents are those of q with the keys that kv_b_proj would make of them.
+
+    Args:
+        q: queries (B, N, T, H).
+        kv_b: the kernel of kv_b_proj, (kv_rank, N * (H - rope_dim + Hv)).
+        spec: the layer, which has latents.
+
+    Returns:
+        Queries (B, N, T, kv_rank + rope_dim), in the dtype of q.
+
+    Raises:
+        ValueError: if the layer has no latents.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
+    """
+    of_keys, _ = _kernels_of_heads(kv_b, spec)
+    own_features = of_keys.shape[2]
+    absorbed = jnp.einsum("bnth,rnh->bntr", at_least_float32(q[..., :own_features]), at_least_float32(of_keys))
+    return jnp.concatenate([absorbed.astype(q.dtype), q[..., own_features:]], axis=-1)
+
+
+def absorb_values(
+    context: Float[Array, "B N T kv_rank"], kv_b: Float[Array, "kv_rank N*(H+Hv)"], spec: AttentionSpec
+) -> Float[Array, "B N T Hv"]:
+    """The context that kv_b_proj makes of weighed latents.
+
+    Args:
+        context: weighed latents (B, N, T, kv_rank).
+        kv_b: the kernel of kv_b_proj, (kv_rank, N * (H - rope_dim + Hv)).
+        spec: the layer, which has latents.
+
+    Returns:
+        The context (B, N, T, Hv), in the dtype of what it is made of.
+
+    Raises:
+        ValueError: if the layer has no latents.
+    """
+    _, of_values = _kernels_of_heads(kv_b, spec)
+    wide = jnp.einsum("bntr,rnh->bnth", at_least_float32(context), at_least_float32(of_values))
+    return wide.astype(context.dtype)
+
+
+def _normed(project: Project, name: str, x: Array, latent: Latent) -> Array:
+    """A latent after its norm, times its factor, in the dtype of what the norm gives."""
+    normed, factor = project(name, x), latent.factors[name]
+    return normed if factor == 1.0 else (at_least_float32(normed) * factor).astype(normed.dtype)
+
+
+def _kernels_of_heads(kv_b: Array, spec: AttentionSpec) -> tuple[Array, Array]:
+    """What makes the keys of a head, and what its values, (kv_rank, N, features) each."""
+    own_features = spec.head_dim - check_latent(spec).rope_dim
+    kernels = kv_b.reshape(kv_b.shape[0], spec.num_heads, own_features + spec.value_head_dim)
+    return kernels[..., :own_features], kernels[..., own_features:]
+
+
+def init_latent_cache(
+    batch_size: int, capacity: int, kv_rank: int, rope_dim: int, dtype: jnp.dtype = jnp.float32
+) -> LatentCache:
+    """An empty cache of latents: zeros in every slot, every length 0.
+
+    Args:
+        batch_size: number of sequences, B.
+        capacity: number of slots of each sequence.
+        kv_rank: width of the latent of keys and values.
+        rope_dim: features of a key that the heads share.
+        dtype: floating-point dtype of the latents.
+
+    Raises:
+        TypeError: if a size is not an integer or the dtype not floating point.
+        ValueError: if a size is below 1, or the batch size below 0.
+    """
+    check_count("batch_size", batch_size, minimum=0)
+    for name, size in {"capacity": capacity, "kv_rank": kv_rank, "rope_dim": rope_dim}.items():
+        check_count(name, size)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise WrongType("dtype", "be floating point", dtype=dtype)
+    return LatentCache(
+        latents=jnp.zeros((batch_size, 1, capacity, kv_rank + rope_dim), dtype),
+        lengths=jnp.zeros(batch_size, jnp.int32),
     )
 
 
-class MultiHeadLatentAttention(AttentionLayer):
-    """Causal multi-head latent self-attention over everything cached; made as `AttentionLayer`, of a spec with latents.
+def append_to_latent_cache(
+    cache: LatentCache,
+    latents: Float[Array, "B 1 T W"],
+    *,
+    new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
+) -> LatentCache:
+    """Append the latents of new tokens to those in the cache.
 
-    Without a cache `MultiHeadSelfAttention` is the same layer, with the same weights.
+    Args:
+        cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage may be reused.
+        latents: (B, 1, T, kv_rank + rope_dim), in the cache's dtype.
+        new_lengths: as `append_to_cache` takes them.
+
+    Returns:
+        The cache, holding `cache.lengths + new_lengths` tokens.
+
+    Raises:
+        TypeError: if the dtypes differ or the lengths are not integers.
+        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
+            (Under jit lengths are not known; there a sequence that does not fit keeps the tokens it had.)
     """
+    check_is_cache(cache, LatentCache)
+    check_latent_cache(cache, latents)
+    check_room(cache, latents.shape[2], new_lengths)
+    return append_checked(cache, (latents,), num_added(cache, latents.shape[2], new_lengths))
 
-    _is_self_attention = True
-    kv_b_proj: Projection  # held as the others are
 
-    def __init__(
-        self,
-        spec: AttentionSpec | int | None = None,
-        num_heads: int | None = None,
-        *,
-        param_dtype: jnp.dtype = jnp.float32,
-        rngs: nnx.Rngs,
-        **fields: Any,
-    ) -> None:
-        spec = spec_from(spec, num_heads, fields)
-        check_latent(spec)
-        super().__init__(spec, param_dtype=param_dtype, rngs=rngs)
-
-    def init_cache(self, batch_size: int, capacity: int, dtype: jnp.dtype | None = None) -> LatentCache:
-        """An empty cache for this module, beside its weights.
-
-        Args:
-            batch_size: number of sequences, B.
-            capacity: number of slots of each sequence.
-            dtype: floating-point dtype of the latents; that of the weights when absent.
-
-        Raises:
-            TypeError: if a size is not an integer or the dtype not floating point.
-            ValueError: if the capacity is below 1 or the batch size below 0.
-        """
-        latent = check_latent(self.spec)
-        if dtype is None:
-            held: Projection = getattr(self, next(iter(self.spec.projections)))
-            dtype = held.kernel[...].dtype
-        return init_latent_cache(batch_size, capacity, latent.kv_rank, latent.rope_dim, dtype=dtype)
-
-    def __call__(
-        self,
-        x: Float[Array, "B T d_in"],
-        cache: LatentCache,
-        *,
-        new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
-        mask: Bool[Array, "..."] | None = None,
-        bias: Float[Array, "..."] | None = None,
-        positions: Int[Array, "... #B T"] | None = None,
-    ) -> tuple[Float[Array, "B T E"], LatentCache]:
-        """Append the latents of the new tokens to the cache and attend from each to everything up to it.
-
-        Args:
-            x: the new tokens, (B, T, d_in): a prompt, a part of one, or one token each.
-            cache: the tokens so far. Do not use it afterwards; its storage may be reused.
-            new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding:
-                not cached, output 0. All of them when absent.
-            mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
-            bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
-            positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T);
-                `cache.lengths`, and so on, when absent.
-
-        Returns:
-            The output (B, T, E) and the cache with the new tokens.
-
-        Raises:
-            TypeError: if x is not floating point, dtypes differ or the lengths are not integers.
-            ValueError: if the shapes do not fit, or the new tokens do not fit into the capacity. (Under jit lengths
-                are not known; there a sequence that does not fit gives NaN and keeps the tokens it had.)
-        """
-        check_is_cache(cache, LatentCache)
-        check_cached_input(x, cache)
-        kv_b = self._kv_b() if self.spec.absorbs(x.shape[1], cache.capacity) else None
-        output, cache = cached_layer(
-            self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions, kv_b=kv_b
-        )
-        return self.drop_output(output), cache
-
-    def _kv_b(self) -> Array | None:
-        """The kernel of kv_b_proj; None where another layer has taken its place, which has to be called."""
-        held = self.kv_b_proj
-        return held.kernel[...] if type(held) is Projection else None
+def check_latent_cache(cache: LatentCache, latents: Array) -> None:
+    """Refuse cached latents (B, 1, S, W) that new ones (B, 1, T, W) cannot join."""
+    check_floating("latents", latents, rank=4)
+    check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))

@@ -14,20 +14,15 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import stages
-from mha_jax.checks import (
-    check_attention,
-    check_floating,
-    check_layer_inputs,
-    check_projected,
-    check_weights,
-)
+from mha_jax.checks import check_floating, check_layer_inputs, check_projected, check_weights
+from mha_jax.heads import combine_heads, split_heads
 from mha_jax.kernels import Kernel, fused
 from mha_jax.kernels.nonfinite import contained_projection
 from mha_jax.masks import Mask
 from mha_jax.norms import NormLayer
-from mha_jax.projections import combine_heads, project_output, project_qkv, split_heads
+from mha_jax.projections import project_output, project_qkv
 from mha_jax.scores import Scores
-from mha_jax.stages import apply_dropout, scaled_dot_product_attention
+from mha_jax.stages import apply_dropout, check_attention, scaled_dot_product_attention
 from mha_jax.weights import linear, project_with
 from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, Refusal, RelativeBias, Rope, Temperature, WrongType
 from mha_spec.attention import check_spec, spec_from

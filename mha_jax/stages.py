@@ -13,7 +13,6 @@ from jaxtyping import Array, Bool, Float, Int
 from mha_jax.alibi import alibi_bias
 from mha_jax.arrays import at_least_float32
 from mha_jax.checks import (
-    check_attention,
     check_floating,
     check_keep,
     check_mask,
@@ -23,30 +22,15 @@ from mha_jax.checks import (
     check_weighed,
 )
 from mha_jax.compiled import compiled
+from mha_jax.heads import repeat_kv_heads
 from mha_jax.kernels.nonfinite import contained_with_weights
 from mha_jax.masks import Mask, to_scores_rank
-from mha_jax.parallel.sharding import automatically, is_explicit, of_heads, placed, placed_beside, spec_of
+from mha_jax.parallel.sharding import automatically, of_heads, placed_beside
 from mha_jax.relative_bias import relative_position_bias
 from mha_jax.scores import Scores
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
-from mha_spec.rules import as_rate, check_head_groups
-
-
-def repeat_kv_heads(x: Float[Array, "B K S H"], num_heads: int) -> Float[Array, "B N S H"]:
-    """Repeat each key/value head for its group of query heads: query head n uses head n // (N // K).
-
-    Raises:
-        ValueError: if num_heads is not a multiple of the key/value heads.
-
-    Source: grouped-query attention, arXiv:2305.13245, section 2.2.
-    """
-    check_floating("x", x, rank=4)
-    check_head_groups(num_heads, x.shape[1])
-    if num_heads == x.shape[1]:  # it would be copied
-        return x
-    placement = placed(x, spec_of(x)) if is_explicit(x) else None
-    return jnp.repeat(x, num_heads // x.shape[1], axis=1, out_sharding=placement)  # repeat, not tile
+from mha_spec.rules import as_rate
 
 
 def attention_scores(
@@ -249,3 +233,19 @@ def attend(
 def attend_without_weights(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
     """Return the context alone, as a kernel does: XLA then keeps the attention weights no longer than it needs them."""
     return attend(query, key, value, mask, scores)[0]
+
+
+def check_attention(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> None:
+    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_floating(name, x, rank=4)
+        if x.dtype != query.dtype:
+            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+    if key.shape[:3] != value.shape[:3]:
+        raise Refusal(
+            "value", "have the shape of key but for its features", {"value.shape": value.shape, "key.shape": key.shape}
+        )
+    check_scored(query, key, None, scores.spec)  # the scores check their bias
+    scores_shape = (*query.shape[:3], key.shape[2])
+    mask.check(scores_shape)
+    scores.check(scores_shape, query)

@@ -1,22 +1,23 @@
 """Multi-head attention in PyTorch: masks, plain and fused attention, and a key/value cache."""
 
-from mha_torch.cache import (
-    KVCache,
-    LatentCache,
-    append_to_cache,
-    append_to_latent_cache,
-    create_cache_mask,
-    init_cache,
-    init_latent_cache,
-    kv_cache_nbytes,
-)
+from mha_torch.cache import KVCache, append_to_cache, create_cache_mask, init_cache, kv_cache_nbytes
 from mha_torch.cache_mha import (
     MultiHeadAttentionWithCache,
     multi_head_attention_with_cache,
     multi_head_attention_with_static_cache,
 )
+from mha_torch.heads import combine_heads, repeat_kv_heads, split_heads
 from mha_torch.kernels import fused
-from mha_torch.latent import MultiHeadLatentAttention, multi_head_latent_attention
+from mha_torch.latent import (
+    LatentCache,
+    absorb_keys,
+    absorb_values,
+    append_to_latent_cache,
+    expand_latents,
+    init_latent_cache,
+    project_latents,
+)
+from mha_torch.latent_mha import MultiHeadLatentAttention, multi_head_latent_attention
 from mha_torch.masks import (
     create_attention_mask,
     create_causal_mask,
@@ -31,27 +32,16 @@ from mha_torch.mha import (
     multi_head_attention_core,
 )
 from mha_torch.norms import apply_norm
-from mha_torch.projections import (
-    absorb_keys,
-    absorb_values,
-    apply_gate,
-    apply_temperature,
-    combine_heads,
-    expand_latents,
-    project_latents,
-    project_output,
-    project_qkv,
-    split_heads,
-)
+from mha_torch.projections import apply_gate, project_output, project_qkv
 from mha_torch.rope import apply_rope
 from mha_torch.stages import (
     apply_dropout,
     attention_context,
     attention_scores,
     masked_softmax,
-    repeat_kv_heads,
     scaled_dot_product_attention,
 )
+from mha_torch.temperature import apply_temperature
 from mha_torch.weights import project_with
 
 __all__ = [

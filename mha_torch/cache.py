@@ -16,14 +16,7 @@ from torch import Tensor
 from mha_spec import Refusal, WrongType
 from mha_spec.reach import reach_of
 from mha_torch.arrays import values_of
-from mha_torch.checks import (
-    check_appended,
-    check_count,
-    check_is_cache,
-    check_latent_cache,
-    check_lengths,
-    check_room,
-)
+from mha_torch.checks import check_count, check_device, check_floating, check_lengths
 from mha_torch.masks import Mask, as_lengths
 
 
@@ -153,26 +146,7 @@ class KVCache(Cache):
         return {"keys": self.keys, "values": self.values}
 
 
-@dataclass(frozen=True, eq=False)
-class LatentCache(Cache):
-    """Latents of the tokens seen so far, of which the keys and values of all heads are made.
-
-    Attributes:
-        latents: (B, 1, capacity, kv_rank + rope_dim): of each token the latent, normalised, and then what the heads
-            share of their keys, rotated. A slot at or beyond its sequence's length holds nothing.
-        lengths: number of tokens each sequence has cached, (B,), int32.
-    """
-
-    latents: Float[Tensor, "B 1 S W"]
-    lengths: Int[Tensor, " B"]
-
-    @property
-    def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
-        """What is cached, by name; all but the lengths."""
-        return {"latents": self.latents}
-
-
-CacheT = TypeVar("CacheT", KVCache, LatentCache)
+CacheT = TypeVar("CacheT", bound="Cache")
 
 
 def init_cache(
@@ -215,40 +189,6 @@ def init_cache(
     )
 
 
-def init_latent_cache(
-    batch_size: int,
-    capacity: int,
-    kv_rank: int,
-    rope_dim: int,
-    dtype: torch.dtype = torch.float32,
-    *,
-    device: torch.device | str | None = None,
-) -> LatentCache:
-    """An empty cache of latents: zeros in every slot, every length 0.
-
-    Args:
-        batch_size: number of sequences, B.
-        capacity: number of slots of each sequence.
-        kv_rank: width of the latent of keys and values.
-        rope_dim: features of a key that the heads share.
-        dtype: floating-point dtype of the latents.
-        device: where the cache lies.
-
-    Raises:
-        TypeError: if a size is not an integer or the dtype not floating point.
-        ValueError: if a size is below 1, or the batch size below 0.
-    """
-    check_count("batch_size", batch_size, minimum=0)
-    for name, size in {"capacity": capacity, "kv_rank": kv_rank, "rope_dim": rope_dim}.items():
-        check_count(name, size)
-    if not dtype.is_floating_point:
-        raise WrongType("dtype", "be floating point", dtype=dtype)
-    return LatentCache(
-        latents=torch.zeros((batch_size, 1, capacity, kv_rank + rope_dim), dtype=dtype, device=device),
-        lengths=torch.zeros(batch_size, dtype=torch.int32, device=device),
-    )
-
-
 def append_to_cache(
     cache: KVCache,
     key: Float[Tensor, "B K T H"],
@@ -275,31 +215,6 @@ def append_to_cache(
     """
     lengths = check_appended(cache, key, value, new_lengths)
     return append_checked(cache, (key, value), new_lengths, lengths)
-
-
-def append_to_latent_cache(
-    cache: LatentCache,
-    latents: Float[Tensor, "B 1 T W"],
-    *,
-    new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
-) -> LatentCache:
-    """Append the latents of new tokens to those in the cache.
-
-    Args:
-        cache: holds `cache.lengths` tokens. Do not use it afterwards: see `append_to_cache`.
-        latents: (B, 1, T, kv_rank + rope_dim), in the cache's dtype.
-        new_lengths: as `append_to_cache` takes them.
-
-    Returns:
-        The cache, holding `cache.lengths + new_lengths` tokens.
-
-    Raises:
-        TypeError: if the dtypes differ or the lengths are not integers.
-        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
-    """
-    check_is_cache(cache, LatentCache)
-    check_latent_cache(cache, latents)
-    return append_checked(cache, (latents,), new_lengths, check_room(cache, latents.shape[2], new_lengths))
 
 
 def append_checked(
@@ -429,3 +344,62 @@ def kv_cache_nbytes(
     for name, size in {**sizes, "value_head_dim": value_head_dim, "num_layers": num_layers}.items():
         check_count(name, size)
     return batch_size * num_kv_heads * capacity * (head_dim + value_head_dim) * num_layers * dtype.itemsize
+
+
+def check_cache(
+    cache_k: Tensor, cache_v: Tensor, key: Tensor, value: Tensor, names: tuple[str, str] = ("cache_k", "cache_v")
+) -> None:
+    """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
+    for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
+        check_floating(name, x, rank=4)
+        expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
+        if tuple(x.shape) != expected:
+            raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)})
+        if x.dtype != key.dtype:
+            raise WrongType(name, "have the dtype of the new keys", {f"{name}.dtype": x.dtype, "key.dtype": key.dtype})
+        check_device(name, x, key.device, "the new keys")
+
+
+def check_cached_input(x: Tensor, cache: Cache) -> None:
+    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
+    check_floating("x", x, rank=3)
+    if x.shape[0] != cache.lengths.shape[0]:
+        raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
+
+
+def check_appended(
+    cache: KVCache, key: Tensor, value: Tensor, new_lengths: Tensor | Sequence[int] | None
+) -> list[int] | None:
+    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity.
+
+    Returns:
+        The lengths of the cache, where they and those of the new tokens are known.
+    """
+    check_floating("key", key, rank=4)
+    check_floating("value", value, rank=4)
+    check_cache(cache.keys, cache.values, key, value, ("cache.keys", "cache.values"))
+    if key.shape[:3] != value.shape[:3]:
+        rule = "have the shape of key but for its features"
+        raise Refusal("value", rule, {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)})
+    if value.dtype != key.dtype:
+        raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
+    return check_room(cache, key.shape[2], new_lengths)
+
+
+def check_room(cache: Cache, seq_len: int, new_lengths: Tensor | Sequence[int] | None) -> list[int] | None:
+    """Refuse more new tokens than the cache has slots left: they would be written outside of it.
+
+    Returns:
+        The lengths of the cache, where they and those of the new tokens are known.
+    """
+    batch_size = cache.lengths.shape[0]
+    lengths = check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
+    added = [seq_len] * batch_size
+    if new_lengths is not None:
+        added = check_lengths("new_lengths", new_lengths, batch_size, seq_len)
+    if lengths is None or added is None:
+        return None
+    if any(length + new > cache.capacity for length, new in zip(lengths, added, strict=True)):
+        rule = f"not exceed the {cache.capacity} slots of the cache"
+        raise Refusal("lengths + new tokens", rule, lengths=lengths, new_lengths=added)
+    return lengths

@@ -14,32 +14,39 @@ from torch import Tensor
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_latent, check_spec
 from mha_torch.arrays import is_autocast_on
-from mha_torch.cache import CacheT, KVCache, LatentCache, append_checked, has_room, init_cache
-from mha_torch.checks import (
-    check_attention,
-    check_bias,
+from mha_torch.cache import (
+    Cache,
+    CacheT,
+    KVCache,
+    append_checked,
     check_cache,
     check_cached_input,
+    check_room,
+    has_room,
+    init_cache,
+)
+from mha_torch.checks import (
+    check_bias,
     check_floating,
     check_is_cache,
-    check_latent_cache,
     check_layer_positions,
     check_mask,
-    check_room,
     check_weights,
 )
 from mha_torch.kernels import Kernel, fused
 from mha_torch.kernels.nonfinite import contained_projection, nan_where, zero_where
-from mha_torch.masks import Mask, as_lengths
-from mha_torch.mha import AttentionLayer, FunctionalLayer
-from mha_torch.projections import (
+from mha_torch.latent import (
+    LatentCache,
     absorb_keys,
     absorb_values,
+    check_latent_cache,
     expand_latents,
     project_latents,
-    project_output,
-    project_qkv,
 )
+from mha_torch.masks import Mask, as_lengths
+from mha_torch.mha import AttentionLayer, FunctionalLayer
+from mha_torch.projections import project_output, project_qkv
+from mha_torch.stages import check_attention
 from mha_torch.weights import Project
 
 torch.export.register_dataclass(KVCache)  # pytrees,
@@ -201,7 +208,7 @@ def cached_layer(
 
 
 def _entering(
-    project: Project, x: Tensor, cache: KVCache | LatentCache, spec: AttentionSpec, positions: Tensor | None
+    project: Project, x: Tensor, cache: Cache, spec: AttentionSpec, positions: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The queries of new tokens, and what the cache keeps of them."""
     if isinstance(cache, LatentCache):
@@ -209,7 +216,8 @@ def _entering(
         check_latent_cache(cache, latents)
         return q, (latents,)
     q, k, v = project_qkv(project, x, x, x, spec, positions)
-    check_cache(cache.keys, cache.values, k, v, ("cache.keys", "cache.values"))
+    keys, values = cache.slots.values()
+    check_cache(keys, values, k, v, ("cache.keys", "cache.values"))
     return q, (k, v)
 
 
@@ -228,12 +236,12 @@ def _absorbing(absorb: Callable[..., Tensor], x: Tensor, kv_b: Tensor, spec: Att
 
 
 def _seen(
-    q: Tensor, cache: KVCache | LatentCache, slots: slice, spec: AttentionSpec, project: Project, kv_b: Tensor | None
+    q: Tensor, cache: Cache, slots: slice, spec: AttentionSpec, project: Project, kv_b: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
     """Return queries, keys and values of some slots, or the latents instead of both, and the layer that has these."""
     if isinstance(cache, KVCache):
         return q, cache.keys[:, :, slots], cache.values[:, :, slots], spec
-    latents = cache.latents[:, :, slots]
+    (latents,) = (x[:, :, slots] for x in cache.slots.values())
     if kv_b is None:
         return q, *expand_latents(project, latents, spec), spec
     return _absorbing(absorb_keys, q, kv_b, spec), latents, latents[..., : check_latent(spec).kv_rank], spec.absorbed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,11 +13,6 @@ from mha_spec.norm import check_norm
 from mha_spec.rope import position_shapes
 from mha_spec.rules import as_count, check_head_groups
 from mha_torch.arrays import is_autocast_on, is_distributed, values_of
-
-if TYPE_CHECKING:  # these modules import this one
-    from mha_torch.cache import Cache, KVCache, LatentCache
-    from mha_torch.masks import Mask
-    from mha_torch.scores import Scores
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
@@ -231,28 +225,6 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
             raise Refusal(name, f"have shape {shapes.get(name)} for {norm}", {f"{name}.shape": found})
 
 
-def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores, num_parts: int = 1) -> None:
-    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other.
-
-    Lengths in the mask are those of a sequence in so many parts, of which the keys are one.
-    """
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_floating(name, x, rank=4)
-        if x.dtype != query.dtype:
-            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
-        check_device(name, x, query.device, "query")
-    if key.shape[:3] != value.shape[:3]:
-        raise Refusal(
-            "value",
-            "have the shape of key but for its features",
-            {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
-        )
-    check_scored(query, key, None, scores.spec)  # the scores check their bias
-    scores_shape = (*query.shape[:3], key.shape[2])
-    mask.check(scores_shape, query)
-    scores.check(scores_shape, query)
-
-
 def check_scored(query: Tensor, key: Tensor, bias: Tensor | None, spec: AttentionSpec | None) -> None:
     """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
     check_floating("query", query, rank=4)
@@ -349,72 +321,7 @@ def check_relative_bias(table: Tensor | None, relative_bias: RelativeBias | None
         )
 
 
-def check_cache(
-    cache_k: Tensor, cache_v: Tensor, key: Tensor, value: Tensor, names: tuple[str, str] = ("cache_k", "cache_v")
-) -> None:
-    """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
-    for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
-        check_floating(name, x, rank=4)
-        expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
-        if tuple(x.shape) != expected:
-            raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)})
-        if x.dtype != key.dtype:
-            raise WrongType(name, "have the dtype of the new keys", {f"{name}.dtype": x.dtype, "key.dtype": key.dtype})
-        check_device(name, x, key.device, "the new keys")
-
-
-def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:
-    """Refuse cached latents (B, 1, S, W) that new ones (B, 1, T, W) cannot join."""
-    check_floating("latents", latents, rank=4)
-    check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))
-
-
-def check_is_cache(cache: object, kind: type[Cache]) -> None:
+def check_is_cache(cache: object, kind: type) -> None:
     """Refuse what is not a cache of that kind."""
     if not isinstance(cache, kind):
         raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)
-
-
-def check_cached_input(x: Tensor, cache: Cache) -> None:
-    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
-    check_floating("x", x, rank=3)
-    if x.shape[0] != cache.lengths.shape[0]:
-        raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
-
-
-def check_appended(
-    cache: KVCache, key: Tensor, value: Tensor, new_lengths: Tensor | Sequence[int] | None
-) -> list[int] | None:
-    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity.
-
-    Returns:
-        The lengths of the cache, where they and those of the new tokens are known.
-    """
-    check_floating("key", key, rank=4)
-    check_floating("value", value, rank=4)
-    check_cache(cache.keys, cache.values, key, value, ("cache.keys", "cache.values"))
-    if key.shape[:3] != value.shape[:3]:
-        rule = "have the shape of key but for its features"
-        raise Refusal("value", rule, {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)})
-    if value.dtype != key.dtype:
-        raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
-    return check_room(cache, key.shape[2], new_lengths)
-
-
-def check_room(cache: Cache, seq_len: int, new_lengths: Tensor | Sequence[int] | None) -> list[int] | None:
-    """Refuse more new tokens than the cache has slots left: they would be written outside of it.
-
-    Returns:
-        The lengths of the cache, where they and those of the new tokens are known.
-    """
-    batch_size = cache.lengths.shape[0]
-    lengths = check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
-    added = [seq_len] * batch_size
-    if new_lengths is not None:
-        added = check_lengths("new_lengths", new_lengths, batch_size, seq_len)
-    if lengths is None or added is None:
-        return None
-    if any(length + new > cache.capacity for length, new in zip(lengths, added, strict=True)):
-        rule = f"not exceed the {cache.capacity} slots of the cache"
-        raise Refusal("lengths + new tokens", rule, lengths=lengths, new_lengths=added)
-    return lengths

@@ -1,175 +1,230 @@
-"""Multi-head latent attention (MLA): a cache of latents, and attention over them.
+"""Latents (MLA): how they are made, expanded into keys and values or absorbed into queries, and cached.
 
-Axes: B batch, T new tokens, S cache slots, N query heads, H head_dim, Hv value_head_dim, E d_model,
-W kv_rank + rope_dim.
-
-Without a cache the layer is that of `mha`: keys and values of all heads, made of the latents.
+Axes: B batch, T new tokens, S cache slots, N query heads, H head_dim, Hv value_head_dim, W kv_rank + rope_dim.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from jaxtyping import Float, Int
+from torch import Tensor
 
-from mha_spec import AttentionSpec
-from mha_spec.attention import check_latent, check_spec, spec_from
-from mha_torch.arrays import is_distributed
-from mha_torch.cache import LatentCache, init_latent_cache
-from mha_torch.cache_mha import cache_dtype, cached_layer
-from mha_torch.checks import check_cached_input, check_is_cache, check_weights
-from mha_torch.kernels import Kernel, fused
-from mha_torch.mha import AttentionLayer, FunctionalLayer
+from mha_spec import AttentionSpec, Latent, WrongType
+from mha_spec.attention import check_latent
+from mha_torch.arrays import at_least_float32
+from mha_torch.cache import Cache, append_checked, check_cache, check_room
+from mha_torch.checks import check_count, check_features, check_floating, check_is_cache, check_latents
+from mha_torch.heads import split_heads
+from mha_torch.rope import apply_rope
+from mha_torch.temperature import apply_temperature
+from mha_torch.weights import Project
 
 
-def multi_head_latent_attention(
+@dataclass(frozen=True, eq=False)
+class LatentCache(Cache):
+    """Latents of the tokens seen so far, of which the keys and values of all heads are made.
+
+    Attributes:
+        latents: (B, 1, capacity, kv_rank + rope_dim): of each token the latent, normalised, and then what the heads
+            share of their keys, rotated. A slot at or beyond its sequence's length holds nothing.
+        lengths: number of tokens each sequence has cached, (B,), int32.
+    """
+
+    latents: Float[Tensor, "B 1 S W"]
+    lengths: Int[Tensor, " B"]
+
+    @property
+    def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
+        """What is cached, by name; all but the lengths."""
+        return {"latents": self.latents}
+
+
+def project_latents(
+    project: Project,
     x: Float[Tensor, "B T d_in"],
-    weights: Mapping[str, Tensor],
     spec: AttentionSpec,
-    cache: LatentCache,
-    *,
-    new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
-    mask: Bool[Tensor, "..."] | None = None,
-    bias: Float[Tensor, "..."] | None = None,
     positions: Int[Tensor, "... #B T"] | None = None,
-    absorb: bool | None = None,
-    kernel: Kernel = fused.attend,
-) -> tuple[Float[Tensor, "B T E"], LatentCache]:
-    """Causal self-attention of new tokens over all tokens so far, of which a cache holds the latents.
+) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B 1 T W"]]:
+    """Project the input of a layer with latents: to queries, and to what a cache keeps of keys and values.
 
     Args:
-        x: the new tokens, (B, T, d_in).
-        weights: as `multi_head_attention` takes them.
-        spec: what the layer computes, with latents; nothing is dropped.
-        cache: the tokens so far. Do not use it afterwards; its storage may be reused.
-        new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding: not
-            cached, output 0. All of them when absent.
-        mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
-        bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
-        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); `cache.lengths`
-            and those after it when absent.
-        absorb: attend over the latents themselves, kv_b_proj taken into queries and context; or, if False, over the
-            keys and values made of them. Whichever costs less when absent: see `AttentionSpec.absorbs`.
-        kernel: computes the context.
+        project: applies a projection or a norm by its name.
+        x: input of the layer.
+        spec: the layer, which has latents.
+        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
 
     Returns:
-        The output (B, T, E) and the cache with the new tokens.
+        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: of each token the latent, normalised
+        and times its factor, and then what the heads share of their keys, rotated.
 
     Raises:
-        TypeError: if x is not floating point, dtypes differ or the lengths are not integers.
-        ValueError: if the layer has no latents, the weights or the shapes do not fit, or the new tokens do not fit into
-            the capacity (where values are known).
+        ValueError: if the layer has no latents.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
-    check_spec(spec, is_self_attention=True)
-    check_latent(spec)
-    check_weights(weights, spec)
-    check_is_cache(cache, LatentCache)
-    check_cached_input(x, cache)
-    absorb = spec.absorbs(x.shape[1]) if absorb is None else absorb
-    return cached_layer(
-        FunctionalLayer(weights, spec, kernel),
-        x,
-        cache,
-        mask,
-        bias,
-        new_lengths=new_lengths,
-        positions=positions,
-        kv_b=weights["kv_b_proj.weight"] if absorb else None,
-    )
+    latent = check_latent(spec)
+    if spec.has_positions and positions is None:
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+    if latent.q_rank is None:
+        q = project("q_proj", x)
+    else:
+        q = project("q_b_proj", _normed(project, "q_a_norm", project("q_a_proj", x), latent))
+    compressed = project("kv_a_proj", x)
+    check_features("q_proj" if latent.q_rank is None else "q_b_proj", q, spec.q_width)
+    q = split_heads(q, spec.num_heads)
+    normed = _normed(project, "kv_a_norm", compressed[..., : latent.kv_rank], latent)
+    shared = compressed[..., latent.kv_rank :]
+    latents = torch.cat([normed, shared], dim=-1)[:, None]
+    if spec.rope is not None and positions is not None:
+        q, latents = apply_rope(q, positions, spec.rope), apply_rope(latents, positions, spec.rope)
+    if spec.temperature is not None and positions is not None:
+        q = apply_temperature(q, positions, spec.temperature)
+    return q, latents
 
 
-class MultiHeadLatentAttention(AttentionLayer):
-    """Causal multi-head latent self-attention over everything cached; made as `AttentionLayer`, of a spec with latents.
+def expand_latents(
+    project: Project, latents: Float[Tensor, "B 1 S W"], spec: AttentionSpec
+) -> tuple[Float[Tensor, "B N S H"], Float[Tensor, "B N S Hv"]]:
+    """The keys and values of all heads that latents stand for.
 
-    Without a cache `MultiHeadSelfAttention` is the same layer, with the same weights.
+    Args:
+        project: applies a projection by its name.
+        latents: (B, 1, S, kv_rank + rope_dim), as `project_latents` gives them.
+        spec: the layer, which has latents.
+
+    Returns:
+        k (B, N, S, H) and v (B, N, S, Hv).
+
+    Raises:
+        ValueError: if the layer has no latents, or they are of another width.
     """
-
-    _is_self_attention = True
-    kv_b_proj: nn.Linear  # held as the others are
-
-    def __init__(
-        self,
-        spec: AttentionSpec | int | None = None,
-        num_heads: int | None = None,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **fields: Any,
-    ) -> None:
-        spec = spec_from(spec, num_heads, fields)
-        check_latent(spec)
-        super().__init__(spec, device=device, dtype=dtype)
-
-    def init_cache(self, batch_size: int, capacity: int, dtype: torch.dtype | None = None) -> LatentCache:
-        """An empty cache for this module, beside its weights.
-
-        Args:
-            batch_size: number of sequences, B.
-            capacity: number of slots of each sequence.
-            dtype: floating-point dtype of the latents; that of the weights when absent, or autocast's where that is on.
-
-        Raises:
-            TypeError: if a size is not an integer or the dtype not floating point.
-            ValueError: if the capacity is below 1 or the batch size below 0.
-        """
-        latent, weight = check_latent(self.spec), next(self.parameters())
-        dtype = cache_dtype(weight) if dtype is None else dtype
-        return init_latent_cache(
-            batch_size, capacity, latent.kv_rank, latent.rope_dim, dtype=dtype, device=weight.device
-        )
-
-    def forward(
-        self,
-        x: Float[Tensor, "B T d_in"],
-        cache: LatentCache,
-        *,
-        new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
-        mask: Bool[Tensor, "..."] | None = None,
-        bias: Float[Tensor, "..."] | None = None,
-        positions: Int[Tensor, "... #B T"] | None = None,
-    ) -> tuple[Float[Tensor, "B T E"], LatentCache]:
-        """Append the latents of the new tokens to the cache and attend from each to everything up to it.
-
-        Args:
-            x: the new tokens, (B, T, d_in): a prompt, a part of one, or one token each.
-            cache: the tokens so far. Do not use it afterwards; its storage may be reused.
-            new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding:
-                not cached, output 0. All of them when absent.
-            mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
-            bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
-            positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T);
-                `cache.lengths` and those after it when absent.
-
-        Returns:
-            The output (B, T, E) and the cache with the new tokens.
-
-        Raises:
-            TypeError: if x is not floating point, dtypes differ or the lengths are not integers.
-            ValueError: if the shapes do not fit, devices differ, or the new tokens do not fit into the capacity (where
-                values are known).
-        """
-        check_is_cache(cache, LatentCache)
-        check_cached_input(x, cache)
-        kv_b = self._kv_b() if self.full_spec.absorbs(x.shape[1]) else None
-        output, cache = cached_layer(
-            self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions, kv_b=kv_b
-        )
-        return self.drop_output(output), cache
-
-    def _kv_b(self) -> Tensor | None:
-        """Return the weight of kv_b_proj; None if it does more than to multiply by it, so that it has to be called."""
-        held = self.kv_b_proj
-        is_plain = type(held) is nn.Linear and held.bias is None and "forward" not in vars(held) and not hooks_of(held)
-        return held.weight if is_plain and not is_distributed(held.weight) else None
+    latent = check_latent(spec)
+    check_latents("latents", latents, latent)
+    shared, own_features = latents[..., latent.kv_rank :], spec.head_dim - latent.rope_dim
+    kv = project("kv_b_proj", latents[:, 0, :, : latent.kv_rank])
+    check_features("kv_b_proj", kv, spec.num_heads * (own_features + spec.value_head_dim))
+    kv = split_heads(kv, spec.num_heads)
+    shared = shared.expand(-1, spec.num_heads, -1, -1)
+    return torch.cat([kv[..., :own_features], shared], dim=-1), kv[..., own_features:]
 
 
-def hooks_of(module: nn.Module) -> list[Any]:
-    """Return the hooks that run when a module is called."""
-    found = (
-        *(module._forward_hooks, module._forward_pre_hooks),
-        *(module._backward_hooks, module._backward_pre_hooks),
+def absorb_keys(
+    q: Float[Tensor, "B N T H"], kv_b: Float[Tensor, "N*(H+Hv) kv_rank"], spec: AttentionSpec
+) -> Float[Tensor, "B N T W"]:
+    """Queries whose products with latents are those of q with the keys that kv_b_proj would make of them.
+
+    Args:
+        q: queries (B, N, T, H).
+        kv_b: the weight of kv_b_proj, (N * (H - rope_dim + Hv), kv_rank).
+        spec: the layer, which has latents.
+
+    Returns:
+        Queries (B, N, T, kv_rank + rope_dim), in the dtype of q.
+
+    Raises:
+        ValueError: if the layer has no latents.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
+    """
+    of_keys, _ = _weights_of_heads(kv_b, spec)
+    own_features = of_keys.shape[1]
+    return torch.cat([torch.matmul(q[..., :own_features], of_keys), q[..., own_features:]], dim=-1)
+
+
+def absorb_values(
+    context: Float[Tensor, "B N T kv_rank"], kv_b: Float[Tensor, "N*(H+Hv) kv_rank"], spec: AttentionSpec
+) -> Float[Tensor, "B N T Hv"]:
+    """The context that kv_b_proj makes of weighed latents.
+
+    Args:
+        context: weighed latents (B, N, T, kv_rank).
+        kv_b: the weight of kv_b_proj, (N * (H - rope_dim + Hv), kv_rank).
+        spec: the layer, which has latents.
+
+    Returns:
+        The context (B, N, T, Hv), in the dtype of what it is made of.
+
+    Raises:
+        ValueError: if the layer has no latents.
+    """
+    _, of_values = _weights_of_heads(kv_b, spec)
+    return torch.matmul(context, of_values.mT)
+
+
+def _normed(project: Project, name: str, x: Tensor, latent: Latent) -> Tensor:
+    """A latent after its norm, times its factor, in the dtype of what the norm gives."""
+    normed, factor = project(name, x), latent.factors[name]
+    return normed if factor == 1.0 else (at_least_float32(normed) * factor).to(normed.dtype)
+
+
+def _weights_of_heads(kv_b: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """What makes the keys of a head, and what its values, (N, features, kv_rank) each."""
+    own_features = spec.head_dim - check_latent(spec).rope_dim
+    weights = kv_b.view(spec.num_heads, own_features + spec.value_head_dim, kv_b.shape[1])
+    return weights[:, :own_features], weights[:, own_features:]
+
+
+def init_latent_cache(
+    batch_size: int,
+    capacity: int,
+    kv_rank: int,
+    rope_dim: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    device: torch.device | str | None = None,
+) -> LatentCache:
+    """An empty cache of latents: zeros in every slot, every length 0.
+
+    Args:
+        batch_size: number of sequences, B.
+        capacity: number of slots of each sequence.
+        kv_rank: width of the latent of keys and values.
+        rope_dim: features of a key that the heads share.
+        dtype: floating-point dtype of the latents.
+        device: where the cache lies.
+
+    Raises:
+        TypeError: if a size is not an integer or the dtype not floating point.
+        ValueError: if a size is below 1, or the batch size below 0.
+    """
+    check_count("batch_size", batch_size, minimum=0)
+    for name, size in {"capacity": capacity, "kv_rank": kv_rank, "rope_dim": rope_dim}.items():
+        check_count(name, size)
+    if not dtype.is_floating_point:
+        raise WrongType("dtype", "be floating point", dtype=dtype)
+    return LatentCache(
+        latents=torch.zeros((batch_size, 1, capacity, kv_rank + rope_dim), dtype=dtype, device=device),
+        lengths=torch.zeros(batch_size, dtype=torch.int32, device=device),
     )
-    return [hook for each in found for hook in each.values()]
+
+
+def append_to_latent_cache(
+    cache: LatentCache,
+    latents: Float[Tensor, "B 1 T W"],
+    *,
+    new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+) -> LatentCache:
+    """Append the latents of new tokens to those in the cache.
+
+    Args:
+        cache: holds `cache.lengths` tokens. Do not use it afterwards: see `append_to_cache`.
+        latents: (B, 1, T, kv_rank + rope_dim), in the cache's dtype.
+        new_lengths: as `append_to_cache` takes them.
+
+    Returns:
+        The cache, holding `cache.lengths + new_lengths` tokens.
+
+    Raises:
+        TypeError: if the dtypes differ or the lengths are not integers.
+        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
+    """
+    check_is_cache(cache, LatentCache)
+    check_latent_cache(cache, latents)
+    return append_checked(cache, (latents,), new_lengths, check_room(cache, latents.shape[2], new_lengths))
+
+
+def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:
+    """Refuse cached latents (B, 1, S, W) that new ones (B, 1, T, W) cannot join."""
+    check_floating("latents", latents, rank=4)
+    check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))

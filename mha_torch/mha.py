@@ -17,21 +17,16 @@ from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec, spec_from
 from mha_torch import stages
 from mha_torch.arrays import is_distributed
-from mha_torch.checks import (
-    check_attention,
-    check_floating,
-    check_layer_inputs,
-    check_projected,
-    check_weights,
-)
+from mha_torch.checks import check_floating, check_layer_inputs, check_projected, check_weights
+from mha_torch.heads import combine_heads, split_heads
 from mha_torch.kernels import Kernel, fused
 from mha_torch.kernels.nonfinite import contained_projection, nonfinite_tokens
 from mha_torch.kernels.sdpa import check_context_parallel
 from mha_torch.masks import Mask
 from mha_torch.norms import NormLayer
-from mha_torch.projections import combine_heads, project_output, project_qkv, split_heads
+from mha_torch.projections import project_output, project_qkv
 from mha_torch.scores import Scores
-from mha_torch.stages import scaled_dot_product_attention
+from mha_torch.stages import check_attention, scaled_dot_product_attention
 from mha_torch.weights import project_with
 
 # ---- Functions -------------------------------------------------------------------------------------------------------

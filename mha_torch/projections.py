@@ -7,33 +7,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec, Latent, Refusal, Rope, Temperature
-from mha_spec.attention import check_latent, check_spec
-from mha_spec.temperature import check_temperature
+from mha_spec import AttentionSpec, Refusal, Rope
+from mha_spec.attention import check_spec
 from mha_torch.arrays import at_least_float32
-from mha_torch.checks import check_count, check_features, check_floating, check_gated, check_latents, check_positions
+from mha_torch.checks import check_features, check_gated
+from mha_torch.heads import combine_heads, split_heads
 from mha_torch.kernels.nonfinite import maybe_any, nan_where, nonfinite_tokens, zero_where
+from mha_torch.latent import expand_latents, project_latents
 from mha_torch.rope import apply_rope
+from mha_torch.temperature import apply_temperature
 from mha_torch.weights import Project
-
-
-def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
-    """Split the last axis into heads, outermost first, and move them before the tokens.
-
-    Raises:
-        ValueError: if the width is not a multiple of num_heads.
-    """
-    check_floating("x", x, rank=3)
-    check_count("num_heads", num_heads)
-    if x.shape[-1] % num_heads:
-        raise Refusal("the width", "be a multiple of num_heads", width=x.shape[-1], num_heads=num_heads)
-    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
-
-
-def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
-    """Put the heads side by side again: the inverse of `split_heads`."""
-    check_floating("x", x, rank=4)
-    return x.transpose(1, 2).flatten(-2)
 
 
 def project_qkv(
@@ -91,143 +74,6 @@ def project_qkv(
     return q, k, enter("v_norm", v, spec.num_kv_heads, None)
 
 
-def project_latents(
-    project: Project,
-    x: Float[Tensor, "B T d_in"],
-    spec: AttentionSpec,
-    positions: Int[Tensor, "... #B T"] | None = None,
-) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B 1 T W"]]:
-    """Project the input of a layer with latents: to queries, and to what a cache keeps of keys and values.
-
-    Args:
-        project: applies a projection or a norm by its name.
-        x: input of the layer.
-        spec: the layer, which has latents.
-        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
-
-    Returns:
-        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: of each token the latent, normalised
-        and times its factor, and then what the heads share of their keys, rotated.
-
-    Raises:
-        ValueError: if the layer has no latents.
-
-    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
-    """
-    latent = check_latent(spec)
-    if spec.has_positions and positions is None:
-        positions = torch.arange(x.shape[1], device=x.device)[None]
-    if latent.q_rank is None:
-        q = project("q_proj", x)
-    else:
-        q = project("q_b_proj", _normed(project, "q_a_norm", project("q_a_proj", x), latent))
-    compressed = project("kv_a_proj", x)
-    check_features("q_proj" if latent.q_rank is None else "q_b_proj", q, spec.q_width)
-    q = split_heads(q, spec.num_heads)
-    normed = _normed(project, "kv_a_norm", compressed[..., : latent.kv_rank], latent)
-    shared = compressed[..., latent.kv_rank :]
-    latents = torch.cat([normed, shared], dim=-1)[:, None]
-    if spec.rope is not None and positions is not None:
-        q, latents = apply_rope(q, positions, spec.rope), apply_rope(latents, positions, spec.rope)
-    if spec.temperature is not None and positions is not None:
-        q = apply_temperature(q, positions, spec.temperature)
-    return q, latents
-
-
-def expand_latents(
-    project: Project, latents: Float[Tensor, "B 1 S W"], spec: AttentionSpec
-) -> tuple[Float[Tensor, "B N S H"], Float[Tensor, "B N S Hv"]]:
-    """The keys and values of all heads that latents stand for.
-
-    Args:
-        project: applies a projection by its name.
-        latents: (B, 1, S, kv_rank + rope_dim), as `project_latents` gives them.
-        spec: the layer, which has latents.
-
-    Returns:
-        k (B, N, S, H) and v (B, N, S, Hv).
-
-    Raises:
-        ValueError: if the layer has no latents, or they are of another width.
-    """
-    latent = check_latent(spec)
-    check_latents("latents", latents, latent)
-    shared, own_features = latents[..., latent.kv_rank :], spec.head_dim - latent.rope_dim
-    kv = project("kv_b_proj", latents[:, 0, :, : latent.kv_rank])
-    check_features("kv_b_proj", kv, spec.num_heads * (own_features + spec.value_head_dim))
-    kv = split_heads(kv, spec.num_heads)
-    shared = shared.expand(-1, spec.num_heads, -1, -1)
-    return torch.cat([kv[..., :own_features], shared], dim=-1), kv[..., own_features:]
-
-
-def absorb_keys(
-    q: Float[Tensor, "B N T H"], kv_b: Float[Tensor, "N*(H+Hv) kv_rank"], spec: AttentionSpec
-) -> Float[Tensor, "B N T W"]:
-    """Queries whose products with latents are those of q with the keys that kv_b_proj would make of them.
-
-    Args:
-        q: queries (B, N, T, H).
-        kv_b: the weight of kv_b_proj, (N * (H - rope_dim + Hv), kv_rank).
-        spec: the layer, which has latents.
-
-    Returns:
-        Queries (B, N, T, kv_rank + rope_dim), in the dtype of q.
-
-    Raises:
-        ValueError: if the layer has no latents.
-
-    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
-    """
-    of_keys, _ = _weights_of_heads(kv_b, spec)
-    own_features = of_keys.shape[1]
-    return torch.cat([torch.matmul(q[..., :own_features], of_keys), q[..., own_features:]], dim=-1)
-
-
-def absorb_values(
-    context: Float[Tensor, "B N T kv_rank"], kv_b: Float[Tensor, "N*(H+Hv) kv_rank"], spec: AttentionSpec
-) -> Float[Tensor, "B N T Hv"]:
-    """The context that kv_b_proj makes of weighed latents.
-
-    Args:
-        context: weighed latents (B, N, T, kv_rank).
-        kv_b: the weight of kv_b_proj, (N * (H - rope_dim + Hv), kv_rank).
-        spec: the layer, which has latents.
-
-    Returns:
-        The context (B, N, T, Hv), in the dtype of what it is made of.
-
-    Raises:
-        ValueError: if the layer has no latents.
-    """
-    _, of_values = _weights_of_heads(kv_b, spec)
-    return torch.matmul(context, of_values.mT)
-
-
-def apply_temperature(
-    x: Float[Tensor, "B N T H"], positions: Int[Tensor, "#B T"], temperature: Temperature
-) -> Float[Tensor, "B N T H"]:
-    """Queries times 1 + scale * ln(1 + floor((position + first_position) / length)); in the dtype of x.
-
-    Args:
-        x: queries, split into heads, and rotated where there is RoPE; multiplied in at least float32.
-        positions: place of each token in its sequence, from 0, (B or 1, T).
-        temperature: length, scale and first position.
-
-    Raises:
-        TypeError: if x is not floating point, positions are not integers, or temperature is not a `Temperature`.
-        ValueError: if the positions do not fit.
-
-    Source: Scalable-Softmax, arXiv:2501.19399, as Llama 4 has it.
-    """
-    check_floating("x", x, rank=4)
-    check_temperature(temperature)
-    check_positions(positions, x.shape[0], x.shape[2], None)
-    wide = at_least_float32(x)
-    lengths = (positions + temperature.first_position) // temperature.length
-    factors = 1.0 + temperature.scale * torch.log1p(lengths.to(wide.dtype))
-    return (wide * factors[:, None, :, None]).to(x.dtype)
-
-
 def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"]) -> Float[Tensor, "B N T Hv"]:
     """The context times the sigmoid of what gate_proj gives, (B, T, N * Hv), or (B, T, N) for one number a head.
 
@@ -266,19 +112,6 @@ def _gated(context: Tensor, gate: Tensor, query: Tensor) -> Tensor:
     if not torch.is_grad_enabled() or not maybe_any(wrong.any() | of_token.any()):
         return apply_gate(context, gate)
     return nan_where(apply_gate(zero_where(context, wrong), zero_where(gate, of_token)), wrong | of_token[:, None])
-
-
-def _normed(project: Project, name: str, x: Tensor, latent: Latent) -> Tensor:
-    """A latent after its norm, times its factor, in the dtype of what the norm gives."""
-    normed, factor = project(name, x), latent.factors[name]
-    return normed if factor == 1.0 else (at_least_float32(normed) * factor).to(normed.dtype)
-
-
-def _weights_of_heads(kv_b: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """What makes the keys of a head, and what its values, (N, features, kv_rank) each."""
-    own_features = spec.head_dim - check_latent(spec).rope_dim
-    weights = kv_b.view(spec.num_heads, own_features + spec.value_head_dim, kv_b.shape[1])
-    return weights[:, :own_features], weights[:, own_features:]
 
 
 def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> list[Tensor]:

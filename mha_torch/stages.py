@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
-from mha_spec.rules import as_rate, check_head_groups
+from mha_spec.rules import as_rate
 from mha_torch.alibi import alibi_bias
 from mha_torch.arrays import at_least_float32
 from mha_torch.checks import (
-    check_attention,
+    check_device,
     check_floating,
     check_keep,
     check_mask,
@@ -28,25 +28,11 @@ from mha_torch.checks import (
     check_sinks,
     check_weighed,
 )
+from mha_torch.heads import repeat_kv_heads
 from mha_torch.kernels.nonfinite import contained_with_weights, maybe_any
 from mha_torch.masks import Mask
 from mha_torch.relative_bias import relative_position_bias
 from mha_torch.scores import Scores
-
-
-def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor, "B N S H"]:
-    """Repeat each key/value head for its group of query heads: query head n uses head n // (N // K).
-
-    Raises:
-        ValueError: if num_heads is not a multiple of the key/value heads.
-
-    Source: grouped-query attention, arXiv:2305.13245, section 2.2.
-    """
-    check_floating("x", x, rank=4)
-    check_head_groups(num_heads, x.shape[1])
-    if num_heads == x.shape[1]:  # it would be copied
-        return x
-    return x.repeat_interleave(num_heads // x.shape[1], dim=1)  # repeat, not tile
 
 
 def attention_scores(
@@ -228,3 +214,25 @@ def attend(
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device)
     attn_weights = masked_softmax(logits, hidden, scores.sinks).to(query.dtype)
     return attention_context(apply_dropout(attn_weights, scores.dropout, scores.dropout_keep), value), attn_weights
+
+
+def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores, num_parts: int = 1) -> None:
+    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other.
+
+    Lengths in the mask are those of a sequence in so many parts, of which the keys are one.
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_floating(name, x, rank=4)
+        if x.dtype != query.dtype:
+            raise WrongType(name, "have the dtype of query", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+        check_device(name, x, query.device, "query")
+    if key.shape[:3] != value.shape[:3]:
+        raise Refusal(
+            "value",
+            "have the shape of key but for its features",
+            {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
+        )
+    check_scored(query, key, None, scores.spec)  # the scores check their bias
+    scores_shape = (*query.shape[:3], key.shape[2])
+    mask.check(scores_shape, query)
+    scores.check(scores_shape, query)

@@ -10,16 +10,7 @@ if importlib.util.find_spec("ttnn") is None:
     )
 
 from mha_tt import mock
-from mha_tt.cache import (
-    KVCache,
-    LatentCache,
-    append_to_cache,
-    append_to_latent_cache,
-    create_cache_mask,
-    init_cache,
-    init_latent_cache,
-    kv_cache_nbytes,
-)
+from mha_tt.cache import KVCache, append_to_cache, create_cache_mask, init_cache, kv_cache_nbytes
 from mha_tt.cache_mha import (
     MultiHeadAttentionWithCache,
     multi_head_attention_with_cache,
@@ -27,8 +18,20 @@ from mha_tt.cache_mha import (
 )
 from mha_tt.decode.pages import PagedKVCache
 from mha_tt.device import accurate_config, download, download_parts, fast_config, upload
+from mha_tt.heads import combine_heads, repeat_kv_heads, split_heads
 from mha_tt.kernels import fused
-from mha_tt.latent import MultiHeadLatentAttention, multi_head_latent_attention
+from mha_tt.latent import (
+    HeadWeights,
+    LatentCache,
+    absorb_keys,
+    absorb_values,
+    append_to_latent_cache,
+    expand_latents,
+    init_latent_cache,
+    project_latents,
+    weights_of_heads,
+)
+from mha_tt.latent_mha import MultiHeadLatentAttention, multi_head_latent_attention
 from mha_tt.layout import head_slots, padded_head_dim
 from mha_tt.masks import (
     DeviceMask,
@@ -47,29 +50,16 @@ from mha_tt.mha import (
 from mha_tt.mock import recording
 from mha_tt.mock.targets import describe_config, describe_target, open_device, open_mesh, target
 from mha_tt.norms import apply_norm
-from mha_tt.projections import (
-    HeadWeights,
-    absorb_keys,
-    absorb_values,
-    apply_gate,
-    apply_temperature,
-    combine_heads,
-    expand_latents,
-    project_latents,
-    project_output,
-    project_qkv,
-    split_heads,
-    weights_of_heads,
-)
+from mha_tt.projections import apply_gate, project_output, project_qkv
 from mha_tt.rope import Rotation, apply_rope
 from mha_tt.stages import (
     apply_dropout,
     attention_context,
     attention_scores,
     masked_softmax,
-    repeat_kv_heads,
     scaled_dot_product_attention,
 )
+from mha_tt.temperature import apply_temperature
 from mha_tt.weights import download_weights, project_with, upload_weights
 
 __all__ = [

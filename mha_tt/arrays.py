@@ -6,7 +6,7 @@ from ttnn import Tensor
 
 
 def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return x in the dtype of sums: float32."""
+    """Return x in the dtype of sums: float64 stays, anything narrower becomes float32."""
     return as_dtype(x, ttnn.float32)
 
 

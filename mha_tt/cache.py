@@ -15,22 +15,14 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import Refusal
+from mha_spec import Refusal, WrongType
 from mha_spec.reach import reach_of
 from mha_tt.arrays import as_dtype
-from mha_tt.checks import (
-    check_appended,
-    check_count,
-    check_dtype,
-    check_is_cache,
-    check_latent_cache,
-    check_lengths,
-    check_room,
-)
+from mha_tt.checks import check_count, check_dtype, check_floating, check_lengths
 from mha_tt.decode.places import Places
 from mha_tt.decode.slots import extended, one_core_each, sequences, write_tokens
 from mha_tt.device import upload, upload_integers, zeros
-from mha_tt.layout import TILE, TILE_NBYTES, padded_head_dim, round_up
+from mha_tt.layout import TILE, TILE_NBYTES, round_up
 from mha_tt.masks import Mask
 
 MOST_KV_HEADS = TILE
@@ -171,29 +163,7 @@ class KVCache(Cache):
         return {"keys": self.keys, "values": self.values}
 
 
-@dataclass(frozen=True, eq=False)
-class LatentCache(Cache):
-    """Latents of the tokens seen so far, of which the keys and values of all heads are made.
-
-    Attributes:
-        latents: (B, 1, S, W), S being the capacity and W kv_rank + rope_dim, each of the three in whole tiles: of each
-            token the latent, normalised, and then what the heads share of their keys, rotated. A slot at or beyond its
-            sequence's length holds nothing.
-        lengths: number of tokens each sequence has cached, (B,), int32, on the host.
-        capacity: number of slots of each sequence.
-    """
-
-    latents: Float[Tensor, "B 1 S W"]
-    lengths: Int[np.ndarray, " B"]
-    capacity: int
-
-    @property
-    def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
-        """What is cached, by name; all but the lengths."""
-        return {"latents": self.latents}
-
-
-CacheT = TypeVar("CacheT", KVCache, LatentCache)
+CacheT = TypeVar("CacheT", bound="Cache")
 
 
 def init_cache(
@@ -238,38 +208,6 @@ def init_cache(
     )
 
 
-def init_latent_cache(
-    batch_size: int,
-    capacity: int,
-    kv_rank: int,
-    rope_dim: int,
-    dtype: ttnn.DataType = ttnn.bfloat16,
-    *,
-    device: ttnn.MeshDevice,
-) -> LatentCache:
-    """An empty cache of latents: zeros in every slot, every length 0.
-
-    Args:
-        batch_size: number of sequences, B.
-        capacity: number of slots of each sequence.
-        kv_rank: width of the latent of keys and values.
-        rope_dim: features of a key that the heads share.
-        dtype: of the latents: `ttnn.bfloat16`, `ttnn.bfloat8_b` or `ttnn.float32`.
-        device: where the cache lies.
-
-    Raises:
-        TypeError: if a size is not an integer or the dtype not floating point.
-        ValueError: if a size is below 1, or the batch size below 0.
-    """
-    check_count("batch_size", batch_size, minimum=0)
-    for name, size in {"capacity": capacity, "kv_rank": kv_rank, "rope_dim": rope_dim}.items():
-        check_count(name, size)
-    check_dtype("dtype", dtype)
-    width = round_up(kv_rank) + padded_head_dim(rope_dim, rope=True)
-    latents = zeros((batch_size, 1, round_up(capacity), width), dtype, device)
-    return LatentCache(latents, np.zeros(batch_size, np.int32), capacity)
-
-
 def append_to_cache(
     cache: KVCache,
     key: Float[Tensor, "B K T H"],
@@ -294,33 +232,6 @@ def append_to_cache(
     """
     check_appended(cache, key, value, new_lengths)
     return append_checked(cache, (key, value), num_added(cache, key.shape[2], new_lengths))
-
-
-def append_to_latent_cache(
-    cache: LatentCache,
-    latents: Float[Tensor, "B 1 T W"],
-    *,
-    new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
-) -> LatentCache:
-    """Append the latents of new tokens to those in the cache.
-
-    Args:
-        cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage is reused.
-        latents: (B, 1, T, W), as `project_latents` gives them, in the cache's dtype or, for a bfloat8_b cache,
-            bfloat16.
-        new_lengths: as `append_to_cache` takes them.
-
-    Returns:
-        The cache, holding `cache.lengths + new_lengths` tokens.
-
-    Raises:
-        TypeError: if the dtypes differ or the lengths are not integers.
-        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
-    """
-    check_is_cache(cache, LatentCache)
-    check_latent_cache(cache, latents)
-    check_room(cache, latents.shape[2], new_lengths)
-    return append_checked(cache, (latents,), num_added(cache, latents.shape[2], new_lengths))
 
 
 def append_checked(cache: CacheT, new: tuple[Tensor, ...], added: np.ndarray) -> CacheT:
@@ -428,3 +339,62 @@ def kv_cache_nbytes(
     check_dtype("dtype", dtype)
     tiles = round_up(capacity) // TILE * (round_up(head_dim) + round_up(value_head_dim)) // TILE
     return batch_size * num_kv_heads * tiles * num_layers * TILE_NBYTES[dtype]
+
+
+def check_cache(
+    cache_k: Tensor, cache_v: Tensor, key: Tensor, value: Tensor, names: tuple[str, str] = ("cache_k", "cache_v")
+) -> None:
+    """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
+    for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
+        check_floating(name, x, rank=4)
+        expected = (key.shape[0], key.shape[1], cache_k.shape[2], new.shape[3])
+        if tuple(x.shape) != expected:
+            raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)})
+        if (x.dtype == ttnn.float32) != (key.dtype == ttnn.float32):
+            raise WrongType(name, "be float32 if the new keys are", {f"{name}.dtype": x.dtype, "key.dtype": key.dtype})
+
+
+def check_cached_input(x: Tensor, cache: Cache) -> None:
+    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
+    check_floating("x", x, rank=3)
+    dtype = next(iter(cache.slots.values())).dtype
+    if (x.dtype == ttnn.float32) != (dtype == ttnn.float32):
+        raise WrongType("x", "be float32 if the cache is", {"x.dtype": x.dtype, "dtype": dtype})
+    if x.shape[0] != cache.lengths.shape[0]:
+        raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
+
+
+def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.ndarray | Sequence[int] | None) -> None:
+    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
+    if cache.pages is not None:
+        raise WrongType("cache", "be a KVCache without pages", type(cache).__name__, hint="a module takes it")
+    check_floating("key", key, rank=4)
+    check_floating("value", value, rank=4)
+    check_cache(cache.keys, cache.values, key, value)
+    if tuple(key.shape)[:3] != tuple(value.shape)[:3]:
+        rule = "have the shape of key but for its features"
+        raise Refusal("value", rule, {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)})
+    if value.dtype != key.dtype:
+        raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
+    check_room(cache, key.shape[2], new_lengths)
+
+
+def check_room(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> None:
+    """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
+    batch_size = next(iter(cache.slots.values())).shape[0] if cache.pages is None else len(cache.pages)
+    check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
+    if new_lengths is not None:
+        check_lengths("new_lengths", new_lengths, batch_size, seq_len)
+    added = np.full(len(cache.lengths), seq_len) if new_lengths is None else np.asarray(new_lengths)
+    if (cache.lengths + added > cache.capacity).any():
+        rule = f"not exceed the {cache.capacity} slots of the cache"
+        raise Refusal("lengths + new tokens", rule, lengths=cache.lengths.tolist(), new_lengths=added.tolist())
+
+
+def check_cache_holds(cache: Cache, num_heads: int, *features: int) -> None:
+    """Refuse a cache that was made for other heads, each of so many features, or for latents of another width."""
+    first = next(iter(cache.slots.values()))
+    for (name, x), width in zip(cache.slots.items(), features, strict=True):
+        expected = (first.shape[0], num_heads, first.shape[2], width)
+        if tuple(x.shape) != expected:
+            raise Refusal(f"cache.{name}", f"have shape {expected}", f"cache.{name}.shape={tuple(x.shape)}")

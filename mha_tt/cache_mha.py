@@ -17,38 +17,33 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
 from mha_tt.arrays import as_dtype
-from mha_tt.cache import CacheT, KVCache, LatentCache, append_checked, init_cache, num_added, write_rows
-from mha_tt.checks import (
-    check_attention,
-    check_bias,
+from mha_tt.cache import (
+    Cache,
+    CacheT,
+    KVCache,
+    append_checked,
     check_cache,
-    check_cache_of,
+    check_cache_holds,
     check_cached_input,
-    check_floating,
-    check_is_cache,
-    check_layer_positions,
-    check_mask,
     check_room,
-    check_weights,
+    init_cache,
+    num_added,
+    write_rows,
 )
+from mha_tt.checks import check_bias, check_floating, check_is_cache, check_layer_positions, check_mask, check_weights
 from mha_tt.decode.pages import paged
 from mha_tt.decode.slots import first_slots, joined
 from mha_tt.decode.step import advance, entering
 from mha_tt.device import upload, zeros
 from mha_tt.kernels import Kernel, fused
+from mha_tt.latent import HeadWeights, LatentCache, absorb_keys, absorb_values, expand_latents
 from mha_tt.layout import padded_features, padded_width, round_up
 from mha_tt.masks import DeviceMask, Mask, block_of
 from mha_tt.mha import AttentionLayer, FunctionalLayer
-from mha_tt.projections import (
-    HeadWeights,
-    absorb_keys,
-    absorb_values,
-    expand_latents,
-    project_output,
-    project_qkv,
-)
+from mha_tt.projections import project_output, project_qkv
 from mha_tt.rope import rotation_of
 from mha_tt.scores import Scores
+from mha_tt.stages import check_attention
 
 
 def multi_head_attention_with_cache(
@@ -175,7 +170,7 @@ def cached_layer(
     positions = positions if spec.has_positions else None  # ignored ones keep no step from its kernel
     check_mask(mask, (batch_size, spec.num_heads, seq_len, cache.capacity))
     check_bias(bias, (batch_size, spec.num_heads, seq_len, cache.capacity))
-    check_cache_of(cache, spec)
+    _check_is_of(cache, spec)
     check_room(cache, seq_len, new_lengths)
     visible, scores = Mask(mask, is_causal=True, reach=spec.reach), layer.scores(bias)
     scores = scores if kv_b is None else replace(scores, spec=spec.absorbed)
@@ -249,7 +244,7 @@ def _attend_in_step(
 def _kernel_of_step(
     layer: AttentionLayer | FunctionalLayer,
     x: Tensor,
-    cache: KVCache | LatentCache,
+    cache: Cache,
     mask: Mask,
     scores: Scores,
 ) -> fused.FusedAttention | None:
@@ -286,7 +281,7 @@ def _attend_in_prefill(
 def _attend_to_slots(
     layer: AttentionLayer | FunctionalLayer,
     q: Tensor,
-    cache: KVCache | LatentCache,
+    cache: Cache,
     before: np.ndarray,
     mask: Mask,
     scores: Scores,
@@ -382,3 +377,12 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         self.check_input("x", x)
         output, cache = cached_layer(self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions)
         return self.drop_output(output), cache
+
+
+def _check_is_of(cache: Cache, spec: AttentionSpec) -> None:
+    """Refuse a cache that was made for another layer."""
+
+    if isinstance(cache, LatentCache):
+        check_cache_holds(cache, 1, padded_features("kv_a_proj", spec))
+    else:
+        check_cache_holds(cache, spec.num_kv_heads, *(padded_features(f"{part}_proj", spec) for part in "kv"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import ttnn
@@ -14,13 +14,15 @@ from mha_spec.attention import check_spec
 from mha_spec.norm import check_norm
 from mha_spec.rope import position_shapes
 from mha_spec.rules import as_count, check_head_groups
-from mha_tt.layout import TAKEN, has_heads, padded_features, padded_head_dim, padded_width, parameter_shape
-
-if TYPE_CHECKING:  # these modules import this one
-    from mha_tt.cache import Cache, KVCache, LatentCache
-    from mha_tt.masks import DeviceMask, Mask
-    from mha_tt.rope import Rotation
-    from mha_tt.scores import Scores
+from mha_tt.layout import (
+    TAKEN,
+    has_heads,
+    norm_parameter_shape,
+    padded_features,
+    padded_head_dim,
+    padded_width,
+    parameter_shape,
+)
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
@@ -137,7 +139,7 @@ def check_layer_inputs(
     query: Tensor,
     key: Tensor | None,
     value: Tensor | None,
-    positions: np.ndarray | Rotation | None,
+    positions: object,
     spec: AttentionSpec,
 ) -> None:
     """Refuse layer inputs (B, T, d_in) and (B, S, d_kv) that do not fit each other."""
@@ -216,10 +218,7 @@ def check_pair_order(rope: Rope, head_dim: int | None, padded: int) -> None:
 
 def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope | None) -> None:
     """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
-    from mha_tt.rope import Rotation  # not at the top, since that imports this module
-
-    if isinstance(positions, Rotation):
-        found = positions.counts
+    if (found := getattr(positions, "counts", None)) is not None:  # a Rotation
         if found not in ((batch_size, seq_len), (1, seq_len)):
             raise Refusal("positions", f"be (B or 1, T) = ({batch_size} or 1, {seq_len})", f"those of {found}")
         return
@@ -236,9 +235,7 @@ def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope
         )
 
 
-def check_layer_positions(
-    positions: np.ndarray | Rotation | None, batch_size: int, seq_len: int, spec: AttentionSpec
-) -> None:
+def check_layer_positions(positions: object, batch_size: int, seq_len: int, spec: AttentionSpec) -> None:
     """Refuse positions that do not fit; a layer without RoPE and temperature ignores those that do."""
     if positions is not None:
         check_positions(positions, batch_size, seq_len, spec.rope)
@@ -253,28 +250,10 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
     width = x.shape[-1]
     shapes = norm.shapes(x.shape[1] if norm.per_head else 1, width)
     for name, parameter in (("weight", weight), ("bias", bias)):
-        expected = parameter_shape(shapes[name]) if name in shapes else None
+        expected = norm_parameter_shape(shapes[name]) if name in shapes else None
         found = None if parameter is None else tuple(parameter.shape)
         if found != expected:
             raise Refusal(name, f"have shape {expected} for {norm}", {f"{name}.shape": found})
-
-
-def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
-    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_floating(name, x, rank=4)
-        if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower than its queries
-            raise WrongType(name, "be float32 if query is", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
-    if tuple(key.shape)[:3] != tuple(value.shape)[:3]:
-        raise Refusal(
-            "value",
-            "have the shape of key but for its features",
-            {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
-        )
-    check_scored(query, key, None, scores.spec)  # the scores check their bias
-    scores_shape = (*tuple(query.shape)[:3], key.shape[2])
-    mask.check(scores_shape)
-    scores.check(scores_shape)
 
 
 def check_scored(query: Tensor, key: Tensor, bias: np.ndarray | Tensor | None, spec: AttentionSpec | None) -> None:
@@ -314,13 +293,11 @@ def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
     check_head_groups(attn_weights.shape[1], value.shape[1])
 
 
-def check_mask(mask: np.ndarray | DeviceMask | None, scores_shape: tuple[int, ...]) -> None:
+def check_mask(mask: Any, scores_shape: tuple[int, ...]) -> None:
     """Refuse a mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
     if mask is None:
         return
-    from mha_tt.masks import DeviceMask  # not at the top, since that imports this module
-
-    if not isinstance(mask, (np.ndarray, DeviceMask)):
+    if not isinstance(mask, np.ndarray) and not hasattr(mask, "additive"):  # a DeviceMask
         raise WrongType("mask", "be a NumPy array or a DeviceMask", type(mask).__name__)
     if isinstance(mask, np.ndarray) and mask.dtype != np.bool_:
         raise WrongType(
@@ -375,82 +352,7 @@ def check_relative_bias(table: Tensor | None, relative_bias: RelativeBias | None
         )
 
 
-def check_cache(
-    cache_k: Tensor, cache_v: Tensor, key: Tensor, value: Tensor, names: tuple[str, str] = ("cache_k", "cache_v")
-) -> None:
-    """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
-    for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
-        check_floating(name, x, rank=4)
-        expected = (key.shape[0], key.shape[1], cache_k.shape[2], new.shape[3])
-        if tuple(x.shape) != expected:
-            raise Refusal(name, f"have shape (B, K, S, H) = {expected}", {f"{name}.shape": tuple(x.shape)})
-        if (x.dtype == ttnn.float32) != (key.dtype == ttnn.float32):
-            raise WrongType(name, "be float32 if the new keys are", {f"{name}.dtype": x.dtype, "key.dtype": key.dtype})
-
-
-def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:
-    """Refuse cached latents (B, 1, S, W) that new ones (B, 1, T, W) cannot join."""
-    check_floating("latents", latents, rank=4)
-    check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))
-
-
-def check_is_cache(cache: object, kind: type[Cache]) -> None:
+def check_is_cache(cache: object, kind: type) -> None:
     """Refuse what is not a cache of that kind."""
     if not isinstance(cache, kind):
         raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)
-
-
-def check_cache_holds(cache: Cache, num_heads: int, *features: int) -> None:
-    """Refuse a cache that was made for other heads, each of so many features, or for latents of another width."""
-    first = next(iter(cache.slots.values()))
-    for (name, x), width in zip(cache.slots.items(), features, strict=True):
-        expected = (first.shape[0], num_heads, first.shape[2], width)
-        if tuple(x.shape) != expected:
-            raise Refusal(f"cache.{name}", f"have shape {expected}", f"cache.{name}.shape={tuple(x.shape)}")
-
-
-def check_cached_input(x: Tensor, cache: Cache) -> None:
-    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
-    check_floating("x", x, rank=3)
-    dtype = next(iter(cache.slots.values())).dtype
-    if (x.dtype == ttnn.float32) != (dtype == ttnn.float32):
-        raise WrongType("x", "be float32 if the cache is", {"x.dtype": x.dtype, "dtype": dtype})
-    if x.shape[0] != cache.lengths.shape[0]:
-        raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
-
-
-def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.ndarray | Sequence[int] | None) -> None:
-    """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
-    if cache.pages is not None:
-        raise WrongType("cache", "be a KVCache without pages", type(cache).__name__, hint="a module takes it")
-    check_floating("key", key, rank=4)
-    check_floating("value", value, rank=4)
-    check_cache(cache.keys, cache.values, key, value)
-    if tuple(key.shape)[:3] != tuple(value.shape)[:3]:
-        rule = "have the shape of key but for its features"
-        raise Refusal("value", rule, {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)})
-    if value.dtype != key.dtype:
-        raise WrongType("value", "have the dtype of key", {"value.dtype": value.dtype, "key.dtype": key.dtype})
-    check_room(cache, key.shape[2], new_lengths)
-
-
-def check_room(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> None:
-    """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
-    batch_size = next(iter(cache.slots.values())).shape[0] if cache.pages is None else len(cache.pages)
-    check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
-    if new_lengths is not None:
-        check_lengths("new_lengths", new_lengths, batch_size, seq_len)
-    added = np.full(len(cache.lengths), seq_len) if new_lengths is None else np.asarray(new_lengths)
-    if (cache.lengths + added > cache.capacity).any():
-        rule = f"not exceed the {cache.capacity} slots of the cache"
-        raise Refusal("lengths + new tokens", rule, lengths=cache.lengths.tolist(), new_lengths=added.tolist())
-
-
-def check_cache_of(cache: KVCache | LatentCache, spec: AttentionSpec) -> None:
-    """Refuse a cache that was made for another layer."""
-    from mha_tt.cache import LatentCache  # not at the top, since that imports this module
-
-    if isinstance(cache, LatentCache):
-        check_cache_holds(cache, 1, padded_features("kv_a_proj", spec))
-    else:
-        check_cache_holds(cache, spec.num_kv_heads, *(padded_features(f"{part}_proj", spec) for part in "kv"))

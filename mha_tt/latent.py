@@ -1,185 +1,344 @@
-"""Multi-head latent attention (MLA): a cache of latents, and attention over them.
+"""Latents (MLA): how they are made, expanded into keys and values or absorbed into queries, and cached.
 
-Axes: B batch, T new tokens, S cache slots, N query heads, H head_dim, Hv value_head_dim, E d_model,
-W kv_rank + rope_dim.
-
-Without a cache the layer is that of `mha`: keys and values of all heads, made of the latents.
+Axes: B batch, T new tokens, S cache slots, N query heads, H head_dim, Hv value_head_dim, W kv_rank + rope_dim.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import ttnn
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec
-from mha_spec.attention import check_latent, check_spec, spec_from
-from mha_tt.cache import LatentCache, init_latent_cache
-from mha_tt.cache_mha import cached_layer
-from mha_tt.checks import check_floating, check_is_cache, check_weights
-from mha_tt.kernels import Kernel, fused
-from mha_tt.masks import DeviceMask
-from mha_tt.mha import AttentionLayer, FunctionalLayer
-from mha_tt.projections import HeadWeights, weights_of_heads
+from mha_spec import AttentionSpec, Latent, Refusal
+from mha_spec.attention import check_latent
+from mha_tt.arrays import as_dtype, at_least_float32
+from mha_tt.cache import Cache, append_checked, check_cache, check_room, num_added
+from mha_tt.checks import check_count, check_dtype, check_floating, check_heads, check_is_cache, check_latents
+from mha_tt.device import accurate_config, zeros
+from mha_tt.heads import split_heads
+from mha_tt.layout import padded_features, padded_head_dim, padded_width, round_up
+from mha_tt.rope import Rotation, positions_and_rotation
+from mha_tt.temperature import apply_temperature
+from mha_tt.weights import Project
 
 
-def multi_head_latent_attention(
+@dataclass(frozen=True, eq=False)
+class LatentCache(Cache):
+    """Latents of the tokens seen so far, of which the keys and values of all heads are made.
+
+    Attributes:
+        latents: (B, 1, S, W), S being the capacity and W kv_rank + rope_dim, each of the three in whole tiles: of each
+            token the latent, normalised, and then what the heads share of their keys, rotated. A slot at or beyond its
+            sequence's length holds nothing.
+        lengths: number of tokens each sequence has cached, (B,), int32, on the host.
+        capacity: number of slots of each sequence.
+    """
+
+    latents: Float[Tensor, "B 1 S W"]
+    lengths: Int[np.ndarray, " B"]
+    capacity: int
+
+    @property
+    def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
+        """What is cached, by name; all but the lengths."""
+        return {"latents": self.latents}
+
+
+def project_latents(
+    project: Project,
     x: Float[Tensor, "B T d_in"],
-    weights: Mapping[str, Tensor],
     spec: AttentionSpec,
-    cache: LatentCache,
-    *,
-    new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
-    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
-    bias: Float[np.ndarray, "..."] | Tensor | None = None,
-    positions: Int[np.ndarray, "... #B T"] | None = None,
-    absorb: bool | None = None,
-    kernel: Kernel = fused.attend,
-    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
-) -> tuple[Float[Tensor, "B T E"], LatentCache]:
-    """Causal self-attention of new tokens over all tokens so far, of which a cache holds the latents.
+    positions: Int[np.ndarray, "... #B T"] | Rotation | None = None,
+) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B 1 T W"]]:
+    """Project the input of a layer with latents: to queries, and to what a cache keeps of keys and values.
 
     Args:
-        x: the new tokens, (B, T, d_in).
-        weights: as `multi_head_attention` takes them.
-        spec: what the layer computes, with latents; nothing is dropped.
-        cache: the tokens so far. Do not use it afterwards; its storage is reused.
-        new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding: not
-            cached, output 0. All of them when absent.
-        mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
-        bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a slot; on the device it is not read.
-        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host;
-            `cache.lengths` and those after it when absent.
-        absorb: attend over the latents themselves, kv_b_proj taken into queries and context; or, if False, over the
-            keys and values made of them. Whichever costs less when absent: see `AttentionSpec.absorbs`.
-        kernel: computes the context.
-        compute_kernel_config: arithmetic of the device, of the default kernel too; `accurate_config` when absent.
+        project: applies a projection or a norm by its name.
+        x: input of the layer.
+        spec: the layer, which has latents.
+        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent. A
+            `Rotation` made of them for heads of rope_dim features is uploaded once for many calls.
 
     Returns:
-        The output (B, T, E) and the cache with the new tokens.
+        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: of each token the latent, normalised
+        and times its factor, and then what the heads share of their keys, rotated. Both parts of H and of W are padded
+        by themselves.
 
     Raises:
-        TypeError: if x is not floating point, dtypes differ, the mask is not boolean or the lengths are not integers.
-        ValueError: if the layer has no latents, the weights or the shapes do not fit, or the new tokens do not fit into
-            the capacity.
+        ValueError: if the layer has no latents.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
-    check_spec(spec, is_self_attention=True)
-    check_latent(spec)
-    check_weights(weights, spec)
-    check_is_cache(cache, LatentCache)
-    check_floating("x", x, rank=3)
-    absorb = spec.absorbs(x.shape[1]) if absorb is None else absorb
-    return cached_layer(
-        FunctionalLayer(weights, spec, kernel, compute_kernel_config=compute_kernel_config),
-        x,
-        cache,
-        mask,
-        bias,
-        new_lengths=new_lengths,
-        positions=positions,
-        kv_b=(lambda: weights_of_heads(weights["kv_b_proj.weight"], spec)) if absorb else None,
-    )
+    (batch_size, seq_len, _), own_features = x.shape, _own_features(spec)
+    positions, rotation = positions_and_rotation(x, positions, spec)
+    q, normed, shared = _latent_parts(project, x, spec)
+    if 0 in (batch_size, seq_len):
+        return q, zeros((batch_size, 1, seq_len, padded_features("kv_a_proj", spec)), x.dtype, x.device())
+    if rotation is not None:
+        q = _side_by_side(q[:, :, :, :own_features], rotation.rotate(q[:, :, :, own_features:]))
+        shared = rotation.rotate(shared)
+    if spec.temperature is not None and positions is not None:
+        q = apply_temperature(q, positions, spec.temperature)
+    return q, _side_by_side(normed, shared)
 
 
-class MultiHeadLatentAttention(AttentionLayer):
-    """Causal multi-head latent self-attention over everything cached; made as `AttentionLayer`, of a spec with latents.
+class HeadWeights(NamedTuple):
+    """The weight of kv_b_proj head by head, made once for many calls: what makes the keys of a head, and its values."""
 
-    Without a cache `MultiHeadSelfAttention` is the same layer, with the same weights.
+    of_keys: Float[Tensor, "1 N kv_rank H"]
+    of_values: Float[Tensor, "1 N kv_rank Hv"]
+
+
+def project_absorbed(
+    project: Project,
+    x: Float[Tensor, "B T d_in"],
+    spec: AttentionSpec,
+    positions: Rotation | None,
+    kv_b: HeadWeights,
+    *,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> tuple[Float[Tensor, "B N T W"], Float[Tensor, "B 1 T W"]]:
+    """The same as `project_latents`, and `absorb_keys` of its queries, whose parts are put together only then.
+
+    Args:
+        project: applies a projection or a norm by its name.
+        x: input of the layer, of one token or more.
+        spec: the layer, which has latents and no temperature.
+        positions: the rotations of the tokens; None without RoPE.
+        kv_b: the weight of kv_b_proj head by head.
+        compute_kernel_config: arithmetic of the sums; `accurate_config` when absent.
+
+    Returns:
+        Queries (B, N, T, W), and the latents (B, 1, T, W), W = kv_rank + rope_dim.
     """
+    own_features = _own_features(spec)
+    q, normed, shared = _latent_parts(project, x, spec)
+    own, shared_q = q[:, :, :, :own_features], q[:, :, :, own_features:]
+    if positions is not None:
+        shared_q, shared = positions.rotate(shared_q), positions.rotate(shared)
+    absorbed = _head_by_head(own, kv_b.of_keys, True, compute_kernel_config)
+    return _side_by_side(absorbed, shared_q), _side_by_side(normed, shared)
 
-    _is_self_attention = True
 
-    def __init__(
-        self,
-        spec: AttentionSpec | int | None = None,
-        num_heads: int | None = None,
-        *,
-        device: ttnn.MeshDevice,
-        dtype: ttnn.DataType = ttnn.bfloat16,
-        weight_dtype: ttnn.DataType | None = None,
-        compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
-        rng: np.random.Generator | None = None,
-        **fields: Any,
-    ) -> None:
-        spec = spec_from(spec, num_heads, fields)
-        check_latent(spec)
-        self._heads: tuple[Tensor, HeadWeights] | None = None
-        super().__init__(
-            spec,
-            device=device,
-            dtype=dtype,
-            weight_dtype=weight_dtype,
-            compute_kernel_config=compute_kernel_config,
-            rng=rng,
+def expand_latents(
+    project: Project, latents: Float[Tensor, "B 1 S W"], spec: AttentionSpec
+) -> tuple[Float[Tensor, "B N S H"], Float[Tensor, "B N S Hv"]]:
+    """The keys and values of all heads that latents stand for.
+
+    Args:
+        project: applies a projection by its name.
+        latents: (B, 1, S, kv_rank + rope_dim), as `project_latents` gives them.
+        spec: the layer, which has latents.
+
+    Returns:
+        k (B, N, S, H) and v (B, N, S, Hv).
+
+    Raises:
+        ValueError: if the layer has no latents, or they are of another width.
+    """
+    check_latents("latents", latents, spec)
+    kv_rank, own_features = padded_features("kv_a_norm", spec), _own_features(spec)
+    batch_size, _, seq_len, _ = latents.shape
+    if 0 in (batch_size, seq_len):
+        widths = (padded_features(f"{part}_proj", spec) for part in "kv")
+        keys, values = (
+            zeros((batch_size, spec.num_heads, seq_len, width), latents.dtype, latents.device()) for width in widths
         )
+        return keys, values
+    compressed = ttnn.reshape(latents[:, :, :, :kv_rank], (batch_size, seq_len, kv_rank))
+    kv = split_heads(project("kv_b_proj", compressed), spec.num_heads)
+    shared = ttnn.repeat(latents[:, :, :, kv_rank:], (1, spec.num_heads, 1, 1))
+    return _side_by_side(kv[:, :, :, :own_features], shared), kv[:, :, :, own_features:]
 
-    def init_cache(self, batch_size: int, capacity: int, dtype: ttnn.DataType | None = None) -> LatentCache:
-        """An empty cache for this module, beside its weights.
 
-        Args:
-            batch_size: number of sequences, B.
-            capacity: number of slots of each sequence.
-            dtype: of the latents; that of the module's inputs when absent. bfloat8_b halves the memory of a module that
-                takes bfloat16.
+def weights_of_heads(kv_b: Float[Tensor, "kv_rank N*(H+Hv)"], spec: AttentionSpec) -> HeadWeights:
+    """Take the weight of kv_b_proj apart, as `absorb_keys` and `absorb_values` need it.
 
-        Raises:
-            TypeError: if a size is not an integer or the dtype not floating point.
-            ValueError: if the capacity is below 1 or the batch size below 0.
-        """
-        latent = check_latent(self.spec)
-        dtype = self.dtype if dtype is None else dtype
-        return init_latent_cache(batch_size, capacity, latent.kv_rank, latent.rope_dim, dtype=dtype, device=self.device)
+    Raises:
+        ValueError: if the layer has no latents, or the weight is of another shape.
+    """
+    own_features = _own_features(spec)
+    check_floating("kv_b", kv_b, rank=2)
+    expected = (padded_width("kv_a_norm", spec), padded_width("kv_b_proj", spec))
+    if tuple(kv_b.shape) != expected:
+        raise Refusal("kv_b", f"have shape {expected}", {"kv_b.shape": tuple(kv_b.shape)})
+    heads = split_heads(ttnn.reshape(kv_b, (1, *tuple(kv_b.shape))), spec.num_heads)
+    return HeadWeights(heads[:, :, :, :own_features], heads[:, :, :, own_features:])
 
-    def __call__(
-        self,
-        x: Float[Tensor, "B T d_in"],
-        cache: LatentCache,
-        *,
-        new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
-        mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
-        bias: Float[np.ndarray, "..."] | Tensor | None = None,
-        positions: Int[np.ndarray, "... #B T"] | None = None,
-    ) -> tuple[Float[Tensor, "B T E"], LatentCache]:
-        """Append the latents of the new tokens to the cache and attend from each to everything up to it.
 
-        Args:
-            x: the new tokens, (B, T, d_in): a prompt, a part of one, or one token each. On the device, in the dtype of
-                the module.
-            cache: the tokens so far. Do not use it afterwards; its storage is reused.
-            new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding:
-                not cached, output 0. All of them when absent.
-            mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). With a mask or a bias a
-                step takes the kernel that reads all heads of the filled slots.
-            bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a slot; on the device it is not
-                read.
-            positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host;
-                `cache.lengths` and those after it when absent.
+def absorb_keys(
+    q: Float[Tensor, "B N T H"],
+    kv_b: Float[Tensor, "kv_rank N*(H+Hv)"] | HeadWeights,
+    spec: AttentionSpec,
+    *,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> Float[Tensor, "B N T W"]:
+    """Queries whose products with latents are those of q with the keys that kv_b_proj would make of them.
 
-        Returns:
-            The output (B, T, E) and the cache with the new tokens.
+    Args:
+        q: queries (B, N, T, H).
+        kv_b: the weight of kv_b_proj, (kv_rank, N * (H - rope_dim + Hv)), or the `HeadWeights` made of it.
+        spec: the layer, which has latents.
+        compute_kernel_config: arithmetic of the sums; `accurate_config` when absent.
 
-        Raises:
-            TypeError: if x is not on the device, dtypes differ, the mask is not boolean or the lengths are not
-                integers.
-            ValueError: if the shapes do not fit, or the new tokens do not fit into the capacity.
-        """
-        check_is_cache(cache, LatentCache)
-        self.check_input("x", x)
-        kv_b = self._kv_b if self.spec.absorbs(x.shape[1]) else None
-        output, cache = cached_layer(
-            self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions, kv_b=kv_b
-        )
-        return self.drop_output(output), cache
+    Returns:
+        Queries (B, N, T, kv_rank + rope_dim), in the dtype of q.
 
-    def _kv_b(self) -> HeadWeights:
-        """The weight of kv_b_proj head by head, kept until other weights are loaded."""
-        weight = self.weights["kv_b_proj.weight"]
-        if self._heads is None or self._heads[0] is not weight:
-            self._heads = weight, weights_of_heads(weight, self.spec)
-        return self._heads[1]
+    Raises:
+        ValueError: if the layer has no latents, or the shapes do not fit.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2.
+    """
+    of_keys, _ = kv_b if isinstance(kv_b, HeadWeights) else weights_of_heads(kv_b, spec)
+    check_heads("q", q, spec, padded_features("q_proj", spec))
+    if 0 in tuple(q.shape):
+        return zeros((*tuple(q.shape)[:3], padded_features("kv_a_proj", spec)), q.dtype, q.device())
+    own_features = of_keys.shape[3]
+    absorbed = _head_by_head(q[:, :, :, :own_features], of_keys, True, compute_kernel_config)
+    return _side_by_side(absorbed, q[:, :, :, own_features:])
+
+
+def absorb_values(
+    context: Float[Tensor, "B N T kv_rank"],
+    kv_b: Float[Tensor, "kv_rank N*(H+Hv)"] | HeadWeights,
+    spec: AttentionSpec,
+    *,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> Float[Tensor, "B N T Hv"]:
+    """The context that kv_b_proj makes of weighed latents.
+
+    Args:
+        context: weighed latents (B, N, T, kv_rank).
+        kv_b: the weight of kv_b_proj, (kv_rank, N * (H - rope_dim + Hv)), or the `HeadWeights` made of it.
+        spec: the layer, which has latents.
+        compute_kernel_config: arithmetic of the sums; `accurate_config` when absent.
+
+    Returns:
+        The context (B, N, T, Hv), in the dtype of what it is made of.
+
+    Raises:
+        ValueError: if the layer has no latents, or the shapes do not fit.
+    """
+    _, of_values = kv_b if isinstance(kv_b, HeadWeights) else weights_of_heads(kv_b, spec)
+    check_heads("context", context, spec, of_values.shape[2])
+    if 0 in tuple(context.shape):
+        return zeros((*tuple(context.shape)[:3], of_values.shape[3]), context.dtype, context.device())
+    return _head_by_head(context, of_values, False, compute_kernel_config)
+
+
+def _own_features(spec: AttentionSpec) -> int:
+    """Features of queries and keys that heads do not share, as many as are padded."""
+    return round_up(spec.head_dim - check_latent(spec).rope_dim)
+
+
+def _latent_parts(project: Project, x: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (B, N, T, H), latents (B, 1, T, kv_rank) and what heads share (B, 1, T, rope_dim), not yet rotated."""
+    latent, (batch_size, seq_len, _) = check_latent(spec), x.shape
+    if latent.q_rank is None:
+        q = project("q_proj", x)
+    else:
+        q = project("q_b_proj", _normed(project, "q_a_norm", project("q_a_proj", x), latent))
+    q, compressed = split_heads(q, spec.num_heads), project("kv_a_proj", x)
+    if 0 in (batch_size, seq_len):
+        return q, compressed, compressed
+    kv_rank = padded_features("kv_a_norm", spec)
+    normed = _normed(project, "kv_a_norm", compressed[:, :, :kv_rank], latent)
+    shared = compressed[:, :, kv_rank:]
+    normed, shared = (ttnn.reshape(part, (batch_size, 1, seq_len, part.shape[2])) for part in (normed, shared))
+    return q, normed, shared
+
+
+def _normed(project: Project, name: str, x: Tensor, latent: Latent) -> Tensor:
+    """A latent after its norm, times its factor, in the dtype of what the norm gives."""
+    normed, factor = project(name, x), latent.factors[name]
+    return normed if factor == 1.0 else as_dtype(ttnn.multiply(at_least_float32(normed), factor), normed.dtype)
+
+
+def _side_by_side(first: Tensor, second: Tensor) -> Tensor:
+    """The features of both, in the dtype of the first, which concatenation may widen."""
+    return as_dtype(ttnn.concat([first, second], dim=-1), first.dtype)
+
+
+def _head_by_head(
+    x: Tensor, weights: Tensor, transposed: bool, compute_kernel_config: ttnn.DeviceComputeKernelConfig | None
+) -> Tensor:
+    """The products of heads (B, N, T, in) with matrices of their own, (1, N, in, out) or transposed, in the dtype of x.
+
+    A product of matrices broadcasts no batch axis: the tokens of all sequences become those of one.
+    """
+    batch_size, num_heads, seq_len, width = x.shape
+    if batch_size > 1:
+        x = ttnn.reshape(ttnn.transpose(x, 0, 1), (1, num_heads, batch_size * seq_len, width))
+    config = compute_kernel_config or accurate_config(x.device())
+    x = ttnn.matmul(x, weights, transpose_b=transposed, dtype=x.dtype, compute_kernel_config=config)
+    if batch_size > 1:
+        x = ttnn.transpose(ttnn.reshape(x, (num_heads, batch_size, seq_len, x.shape[3])), 0, 1)
+    return x
+
+
+def init_latent_cache(
+    batch_size: int,
+    capacity: int,
+    kv_rank: int,
+    rope_dim: int,
+    dtype: ttnn.DataType = ttnn.bfloat16,
+    *,
+    device: ttnn.MeshDevice,
+) -> LatentCache:
+    """An empty cache of latents: zeros in every slot, every length 0.
+
+    Args:
+        batch_size: number of sequences, B.
+        capacity: number of slots of each sequence.
+        kv_rank: width of the latent of keys and values.
+        rope_dim: features of a key that the heads share.
+        dtype: of the latents: `ttnn.bfloat16`, `ttnn.bfloat8_b` or `ttnn.float32`.
+        device: where the cache lies.
+
+    Raises:
+        TypeError: if a size is not an integer or the dtype not floating point.
+        ValueError: if a size is below 1, or the batch size below 0.
+    """
+    check_count("batch_size", batch_size, minimum=0)
+    for name, size in {"capacity": capacity, "kv_rank": kv_rank, "rope_dim": rope_dim}.items():
+        check_count(name, size)
+    check_dtype("dtype", dtype)
+    width = round_up(kv_rank) + padded_head_dim(rope_dim, rope=True)
+    latents = zeros((batch_size, 1, round_up(capacity), width), dtype, device)
+    return LatentCache(latents, np.zeros(batch_size, np.int32), capacity)
+
+
+def append_to_latent_cache(
+    cache: LatentCache,
+    latents: Float[Tensor, "B 1 T W"],
+    *,
+    new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
+) -> LatentCache:
+    """Append the latents of new tokens to those in the cache.
+
+    Args:
+        cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage is reused.
+        latents: (B, 1, T, W), as `project_latents` gives them, in the cache's dtype or, for a bfloat8_b cache,
+            bfloat16.
+        new_lengths: as `append_to_cache` takes them.
+
+    Returns:
+        The cache, holding `cache.lengths + new_lengths` tokens.
+
+    Raises:
+        TypeError: if the dtypes differ or the lengths are not integers.
+        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
+    """
+    check_is_cache(cache, LatentCache)
+    check_latent_cache(cache, latents)
+    check_room(cache, latents.shape[2], new_lengths)
+    return append_checked(cache, (latents,), num_added(cache, latents.shape[2], new_lengths))
+
+
+def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:
+    """Refuse cached latents (B, 1, S, W) that new ones (B, 1, T, W) cannot join."""
+    check_floating("latents", latents, rank=4)
+    check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))

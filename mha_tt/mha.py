@@ -21,24 +21,18 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec, spec_from
 from mha_tt import stages
-from mha_tt.checks import (
-    check_attention,
-    check_dtype,
-    check_floating,
-    check_input_dtype,
-    check_layer_inputs,
-    check_weights,
-)
+from mha_tt.checks import check_dtype, check_floating, check_input_dtype, check_layer_inputs, check_weights
 from mha_tt.decode.places import Kept
 from mha_tt.device import accurate_config
+from mha_tt.heads import combine_heads, split_heads
 from mha_tt.kernels import Kernel, fused
 from mha_tt.masks import CausalMask, DeviceMask, Mask
 from mha_tt.mock.targets import describe_config
 from mha_tt.parallel.local import summed
-from mha_tt.projections import combine_heads, project_output, project_qkv, split_heads
+from mha_tt.projections import project_output, project_qkv
 from mha_tt.rope import Rotation, rotation_of
 from mha_tt.scores import Scores
-from mha_tt.stages import drop, scaled_dot_product_attention
+from mha_tt.stages import check_attention, drop, scaled_dot_product_attention
 from mha_tt.weights import project_with, upload_weights
 
 # ---- Functions -------------------------------------------------------------------------------------------------------

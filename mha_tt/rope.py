@@ -110,6 +110,19 @@ def rotation_of(
     return Rotation(positions, spec.rope, head_dim=head_dim, padded=padded, device=device, side_by_side=side_by_side)
 
 
+def positions_and_rotation(
+    x: Tensor, positions: np.ndarray | Rotation | None, spec: AttentionSpec
+) -> tuple[np.ndarray | None, Rotation | None]:
+    """The positions of tokens (B, T, d_in), where anything depends on them, and with RoPE their rotations."""
+    if not spec.has_positions:
+        return None, None
+    positions = np.arange(x.shape[1])[None] if positions is None else positions
+    check_positions(positions, x.shape[0], x.shape[1], spec.rope)
+    if isinstance(positions, Rotation):
+        return positions.positions, positions
+    return positions, None if 0 in (x.shape[0], x.shape[1]) else rotation_of(positions, spec, device=x.device())
+
+
 def rotated_head(spec: AttentionSpec) -> tuple[int, int]:
     """Features of what a layer with RoPE rotates: those of a head, or that heads share, and as many as are padded."""
     head_dim = spec.head_dim if spec.latent is None else spec.latent.rope_dim

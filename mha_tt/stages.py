@@ -16,13 +16,12 @@ import ttnn
 from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, WrongType
+from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
-from mha_spec.rules import as_rate, check_head_groups
+from mha_spec.rules import as_rate
 from mha_tt.alibi import alibi_bias
 from mha_tt.arrays import as_dtype, at_least_float32
 from mha_tt.checks import (
-    check_attention,
     check_floating,
     check_keep,
     check_mask,
@@ -32,24 +31,11 @@ from mha_tt.checks import (
     check_weighed,
 )
 from mha_tt.device import accurate_config, upload
+from mha_tt.heads import repeat_kv_heads
 from mha_tt.kernels.nonfinite import contained_with_weights, nan_where, zero_masked_rows
 from mha_tt.masks import MASKED, DeviceMask, Mask, on_device
 from mha_tt.relative_bias import relative_position_bias
 from mha_tt.scores import Scores, bias_on_device
-
-
-def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor, "B N S H"]:
-    """Repeat each key/value head for its group of query heads: query head n uses head n // (N // K).
-
-    Raises:
-        ValueError: if num_heads is not a multiple of the key/value heads.
-
-    Source: grouped-query attention, arXiv:2305.13245, section 2.2.
-    """
-    check_floating("x", x, rank=4)
-    check_head_groups(num_heads, x.shape[1])
-    repeats = num_heads // x.shape[1]
-    return x if repeats == 1 else ttnn.repeat_interleave(x, repeats, dim=1)  # repeat, not tile
 
 
 def attention_scores(
@@ -268,3 +254,21 @@ def attend(
     attn_weights = as_dtype(masked_softmax(logits, hidden, scores.sinks, **config), query.dtype)
     dropped = apply_dropout(attn_weights, scores.dropout, scores.dropout_keep, seed=scores.seed)
     return as_dtype(attention_context(dropped, value, **config), query.dtype), attn_weights
+
+
+def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
+    """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_floating(name, x, rank=4)
+        if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower than its queries
+            raise WrongType(name, "be float32 if query is", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
+    if tuple(key.shape)[:3] != tuple(value.shape)[:3]:
+        raise Refusal(
+            "value",
+            "have the shape of key but for its features",
+            {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
+        )
+    check_scored(query, key, None, scores.spec)  # the scores check their bias
+    scores_shape = (*tuple(query.shape)[:3], key.shape[2])
+    mask.check(scores_shape)
+    scores.check(scores_shape)

@@ -56,6 +56,7 @@ EXTRA_FILES = {  # and folders
     },
     "tt": {
         "device.py",  # where arrays and weights enter a device and leave it
+        "layout.py",  # and how the features of heads are ordered and padded there
         "mock/",  # boards that do not exist, and what operations compute on them
         "kernels/nonfinite.py",  # keeps what is not finite where it is seen, around kernels that do not
         "parallel/heads.py",  # heads divided over the chips of a mesh, in the framework's words
@@ -148,7 +149,7 @@ EXTRA_NAMES = {
         *CACHE_PARTS["torch"],
     },
     "tt": {
-        *("slots_of", "padded_features", "padded_width"),  # where the features of padded heads lie
+        "as_dtype",  # converts on the device
         "MASKED",  # stands for -inf, of which the kernel makes NaN,
         "LOWEST_BIAS",  # and what a bias of the user's is raised to, so as to stay above it
         "DeviceMask",  # masks are made on the host, and uploaded once for many calls,
@@ -158,6 +159,7 @@ EXTRA_NAMES = {
         "CausalMask",
         "Rotation",  # turns are computed on the host, in float64, and uploaded once for many calls
         "rotation_of",
+        "positions_and_rotation",  # for all that is projected in a call,
         *("rotated_head", "cos_and_sin"),  # or as a table, of which the device picks
         *("HeadWeights", "weights_of_heads"),  # a weight is taken apart once for many calls
         "project_absorbed",  # and queries are put together once
@@ -176,6 +178,7 @@ EXTRA_NAMES = {
         "check_input_dtype",  # keep apart the dtype of inputs and that of weights, which differ here,
         "check_dtype",  # take three dtypes only,
         "check_head_dim",  # see the padding of heads as features,
+        *("check_heads", "check_pair_order"),  # whose order depends on the layer,
         "check_cache_holds",  # write into a cache before anything else would tell that it is another layer's,
         "check_cached_step",  # and have a kernel for one new token of each sequence
         "Cache.places",  # are counted on the device
@@ -188,7 +191,6 @@ EXTRA_NAMES = {
         "FunctionalLayer.compute_kernel_config",  # the arithmetic of the device is chosen for each layer
         "FunctionalLayer.kept",  # steps keep what they make,
         *("AttentionLayer.plain_weights", "FunctionalLayer.plain_weights"),  # for one, of the weights as they are
-        "parameter_shape",  # of a norm, which broadcasts on the device by itself
         "upload_weights",  # weights are padded on their way to the device
         "download_weights",
         *CACHE_PARTS["tt"],

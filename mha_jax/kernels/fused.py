@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax.checks import check_attention
 from mha_jax.kernels import Kernel, blockwise, library, windows
 from mha_jax.kernels.blocks import BlockSizes
 from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import automatically, of_heads
 from mha_jax.parallel.tokens import ContextParallel, token_axis
 from mha_jax.scores import Scores
-from mha_jax.stages import attend_without_weights
+from mha_jax.stages import attend_without_weights, check_attention
 from mha_spec import AttentionSpec, Refusal
 
 

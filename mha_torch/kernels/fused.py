@@ -14,11 +14,11 @@ from torch.autograd import forward_ad
 
 from mha_spec import AttentionSpec, Refusal
 from mha_torch import stages
-from mha_torch.checks import check_attention
 from mha_torch.kernels import flex, sdpa, windows
 from mha_torch.kernels.nonfinite import contained
 from mha_torch.masks import Mask
 from mha_torch.scores import Scores
+from mha_torch.stages import check_attention
 
 
 def scaled_dot_product_attention(

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, pa
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.shares import axis_of_heads, heads_of
 from mha_torch.arrays import is_distributed
-from mha_torch.latent import hooks_of
+from mha_torch.latent_mha import hooks_of
 from mha_torch.masks import Mask
 from mha_torch.mha import AttentionLayer
 from mha_torch.norms import NormLayer

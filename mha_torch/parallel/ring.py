@@ -22,11 +22,11 @@ from torch.autograd.function import once_differentiable
 
 from mha_spec import AttentionSpec, Refusal
 from mha_torch.arrays import at_least_float32
-from mha_torch.checks import check_attention, check_lengths
+from mha_torch.checks import check_lengths
 from mha_torch.kernels.nonfinite import attends_to_any, nonfinite_tokens, zero_where
 from mha_torch.masks import Mask, as_lengths
 from mha_torch.scores import Scores
-from mha_torch.stages import attention_context, attention_scores
+from mha_torch.stages import attention_context, attention_scores, check_attention
 
 _SCORES = 2**24
 """How many scores a process holds at a time, about."""

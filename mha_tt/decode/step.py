@@ -12,20 +12,14 @@ from jaxtyping import Float
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec
-from mha_tt.cache import CacheT, KVCache, LatentCache, write_rows
+from mha_tt.cache import Cache, CacheT, write_rows
 from mha_tt.decode.places import SUBBLOCK, Kept, Places
 from mha_tt.device import accurate_config
 from mha_tt.kernels import fused
+from mha_tt.latent import HeadWeights, LatentCache, absorb_values, project_absorbed, project_latents
 from mha_tt.layout import TILE, largest_divisor, padded_features, round_up
 from mha_tt.mha import AttentionLayer, FunctionalLayer
-from mha_tt.projections import (
-    HeadWeights,
-    absorb_values,
-    project_absorbed,
-    project_latents,
-    project_output,
-    project_qkv,
-)
+from mha_tt.projections import project_output, project_qkv
 from mha_tt.rope import Rotation
 from mha_tt.scores import Scores
 from mha_tt.weights import Project
@@ -96,7 +90,7 @@ def advance(
 def entering(
     project: Project,
     x: Float[Tensor, "B T d_in"],
-    cache: KVCache | LatentCache,
+    cache: Cache,
     spec: AttentionSpec,
     positions: Any,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -108,7 +102,7 @@ def entering(
     return q, (k, v)
 
 
-def _places(cache: KVCache | LatentCache, spec: AttentionSpec, kept: Kept, is_packed: bool) -> Places:
+def _places(cache: Cache, spec: AttentionSpec, kept: Kept, is_packed: bool) -> Places:
     """Those that the last step left, if they are still those of the cache, or new ones."""
     device = next(iter(cache.slots.values())).device()
     table = None
@@ -200,7 +194,7 @@ def _heads(
     return (q, (k, v)) if rotation is None else (rotation.rotate(q), (rotation.rotate(k), v))
 
 
-def _write(cache: KVCache | LatentCache, new: tuple[Tensor, Tensor], places: Places, are_apart: bool) -> None:
+def _write(cache: Cache, new: tuple[Tensor, Tensor], places: Places, are_apart: bool) -> None:
     """Write the keys and values of new tokens into their slots; at once where each lie on cores of their own."""
     if not (are_apart and all(x.is_sharded() for x in new)):
         write_rows(cache, new, places.slots)

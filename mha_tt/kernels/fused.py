@@ -19,13 +19,13 @@ from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.rules import check_head_groups
 from mha_tt import stages
 from mha_tt.arrays import as_dtype, at_least_float32
-from mha_tt.checks import check_attention, check_floating, check_head_dim, check_lengths, check_sinks
+from mha_tt.checks import check_floating, check_head_dim, check_lengths, check_sinks
 from mha_tt.device import accurate_config, upload_integers, with_bfloat16_sums, zeros
 from mha_tt.kernels.nonfinite import contained
 from mha_tt.layout import TILE, round_up
 from mha_tt.masks import MASKED, DeviceMask, Mask
 from mha_tt.scores import Scores, bias_on_device
-from mha_tt.stages import score_scale
+from mha_tt.stages import check_attention, score_scale
 
 LARGEST_CHUNK = 128
 """Queries and keys that the kernel takes at a time: what fits a core in every arithmetic, up to `WIDE` features."""

@@ -1,0 +1,48 @@
+"""Heads: split from a width, combined to one, and shared by groups of query heads.
+
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from mha_jax.checks import check_count, check_floating
+from mha_jax.parallel.sharding import is_explicit, placed, spec_of
+from mha_spec import Refusal
+from mha_spec.rules import check_head_groups
+
+
+def split_heads(x: Float[Array, "B T NH"], num_heads: int) -> Float[Array, "B N T H"]:
+    """Split the last axis into heads, outermost first, and move them before the tokens.
+
+    Raises:
+        ValueError: if the width is not a multiple of num_heads.
+    """
+    check_floating("x", x, rank=3)
+    check_count("num_heads", num_heads)
+    if x.shape[-1] % num_heads:
+        raise Refusal("the width", "be a multiple of num_heads", width=x.shape[-1], num_heads=num_heads)
+    return x.reshape(*x.shape[:2], num_heads, x.shape[-1] // num_heads).swapaxes(1, 2)
+
+
+def combine_heads(x: Float[Array, "B N T H"]) -> Float[Array, "B T NH"]:
+    """Put the heads side by side again: the inverse of `split_heads`."""
+    check_floating("x", x, rank=4)
+    batch_size, num_heads, seq_len, head_dim = x.shape
+    return x.swapaxes(1, 2).reshape(batch_size, seq_len, num_heads * head_dim)
+
+
+def repeat_kv_heads(x: Float[Array, "B K S H"], num_heads: int) -> Float[Array, "B N S H"]:
+    """Repeat each key/value head for its group of query heads: query head n uses head n // (N // K).
+
+    Raises:
+        ValueError: if num_heads is not a multiple of the key/value heads.
+
+    Source: grouped-query attention, arXiv:2305.13245, section 2.2.
+    """
+    check_floating("x", x, rank=4)
+    check_head_groups(num_heads, x.shape[1])
+    if num_heads == x.shape[1]:  # it would be copied
+        return x
+    placement = placed(x, spec_of(x)) if is_explicit(x) else None
+    return jnp.repeat(x, num_heads // x.shape[1], axis=1, out_sharding=placement)  # repeat, not tile

@@ -1,0 +1,176 @@
+"""Multi-head latent attention (MLA): a cache of latents, and attention over them.
+
+Axes: B batch, T new tokens, S cache slots, N query heads, H head_dim, Hv value_head_dim, E d_model,
+W kv_rank + rope_dim.
+
+Without a cache the layer is that of `mha`: keys and values of all heads, made of the latents.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from mha_spec import AttentionSpec
+from mha_spec.attention import check_latent, check_spec, spec_from
+from mha_torch.arrays import is_distributed
+from mha_torch.cache import check_cached_input
+from mha_torch.cache_mha import cache_dtype, cached_layer
+from mha_torch.checks import check_is_cache, check_weights
+from mha_torch.kernels import Kernel, fused
+from mha_torch.latent import LatentCache, init_latent_cache
+from mha_torch.mha import AttentionLayer, FunctionalLayer
+
+
+def multi_head_latent_attention(
+    x: Float[Tensor, "B T d_in"],
+    weights: Mapping[str, Tensor],
+    spec: AttentionSpec,
+    cache: LatentCache,
+    *,
+    new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+    mask: Bool[Tensor, "..."] | None = None,
+    bias: Float[Tensor, "..."] | None = None,
+    positions: Int[Tensor, "... #B T"] | None = None,
+    absorb: bool | None = None,
+    kernel: Kernel = fused.attend,
+) -> tuple[Float[Tensor, "B T E"], LatentCache]:
+    """Causal self-attention of new tokens over all tokens so far, of which a cache holds the latents.
+
+    Args:
+        x: the new tokens, (B, T, d_in).
+        weights: as `multi_head_attention` takes them.
+        spec: what the layer computes, with latents; nothing is dropped.
+        cache: the tokens so far. Do not use it afterwards; its storage may be reused.
+        new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding: not
+            cached, output 0. All of them when absent.
+        mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
+        bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
+        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); `cache.lengths`
+            and those after it when absent.
+        absorb: attend over the latents themselves, kv_b_proj taken into queries and context; or, if False, over the
+            keys and values made of them. Whichever costs less when absent: see `AttentionSpec.absorbs`.
+        kernel: computes the context.
+
+    Returns:
+        The output (B, T, E) and the cache with the new tokens.
+
+    Raises:
+        TypeError: if x is not floating point, dtypes differ or the lengths are not integers.
+        ValueError: if the layer has no latents, the weights or the shapes do not fit, or the new tokens do not fit into
+            the capacity (where values are known).
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
+    """
+    check_spec(spec, is_self_attention=True)
+    check_latent(spec)
+    check_weights(weights, spec)
+    check_is_cache(cache, LatentCache)
+    check_cached_input(x, cache)
+    absorb = spec.absorbs(x.shape[1]) if absorb is None else absorb
+    return cached_layer(
+        FunctionalLayer(weights, spec, kernel),
+        x,
+        cache,
+        mask,
+        bias,
+        new_lengths=new_lengths,
+        positions=positions,
+        kv_b=weights["kv_b_proj.weight"] if absorb else None,
+    )
+
+
+class MultiHeadLatentAttention(AttentionLayer):
+    """Causal multi-head latent self-attention over everything cached; made as `AttentionLayer`, of a spec with latents.
+
+    Without a cache `MultiHeadSelfAttention` is the same layer, with the same weights.
+    """
+
+    _is_self_attention = True
+    kv_b_proj: nn.Linear  # held as the others are
+
+    def __init__(
+        self,
+        spec: AttentionSpec | int | None = None,
+        num_heads: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **fields: Any,
+    ) -> None:
+        spec = spec_from(spec, num_heads, fields)
+        check_latent(spec)
+        super().__init__(spec, device=device, dtype=dtype)
+
+    def init_cache(self, batch_size: int, capacity: int, dtype: torch.dtype | None = None) -> LatentCache:
+        """An empty cache for this module, beside its weights.
+
+        Args:
+            batch_size: number of sequences, B.
+            capacity: number of slots of each sequence.
+            dtype: floating-point dtype of the latents; that of the weights when absent, or autocast's where that is on.
+
+        Raises:
+            TypeError: if a size is not an integer or the dtype not floating point.
+            ValueError: if the capacity is below 1 or the batch size below 0.
+        """
+        latent, weight = check_latent(self.spec), next(self.parameters())
+        dtype = cache_dtype(weight) if dtype is None else dtype
+        return init_latent_cache(
+            batch_size, capacity, latent.kv_rank, latent.rope_dim, dtype=dtype, device=weight.device
+        )
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T d_in"],
+        cache: LatentCache,
+        *,
+        new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
+        mask: Bool[Tensor, "..."] | None = None,
+        bias: Float[Tensor, "..."] | None = None,
+        positions: Int[Tensor, "... #B T"] | None = None,
+    ) -> tuple[Float[Tensor, "B T E"], LatentCache]:
+        """Append the latents of the new tokens to the cache and attend from each to everything up to it.
+
+        Args:
+            x: the new tokens, (B, T, d_in): a prompt, a part of one, or one token each.
+            cache: the tokens so far. Do not use it afterwards; its storage may be reused.
+            new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding:
+                not cached, output 0. All of them when absent.
+            mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
+            bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
+            positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T);
+                `cache.lengths` and those after it when absent.
+
+        Returns:
+            The output (B, T, E) and the cache with the new tokens.
+
+        Raises:
+            TypeError: if x is not floating point, dtypes differ or the lengths are not integers.
+            ValueError: if the shapes do not fit, devices differ, or the new tokens do not fit into the capacity (where
+                values are known).
+        """
+        check_is_cache(cache, LatentCache)
+        check_cached_input(x, cache)
+        kv_b = self._kv_b() if self.full_spec.absorbs(x.shape[1]) else None
+        output, cache = cached_layer(
+            self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions, kv_b=kv_b
+        )
+        return self.drop_output(output), cache
+
+    def _kv_b(self) -> Tensor | None:
+        """Return the weight of kv_b_proj; None if it does more than to multiply by it, so that it has to be called."""
+        held = self.kv_b_proj
+        is_plain = type(held) is nn.Linear and held.bias is None and "forward" not in vars(held) and not hooks_of(held)
+        return held.weight if is_plain and not is_distributed(held.weight) else None
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Return the hooks that run when a module is called."""
+    found = (
+        *(module._forward_hooks, module._forward_pre_hooks),
+        *(module._backward_hooks, module._backward_pre_hooks),
+    )
+    return [hook for each in found for hook in each.values()]

@@ -1,0 +1,35 @@
+"""The temperature of queries by their positions."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from mha_spec import Temperature
+from mha_spec.temperature import check_temperature
+from mha_torch.arrays import at_least_float32
+from mha_torch.checks import check_floating, check_positions
+
+
+def apply_temperature(
+    x: Float[Tensor, "B N T H"], positions: Int[Tensor, "#B T"], temperature: Temperature
+) -> Float[Tensor, "B N T H"]:
+    """Queries times 1 + scale * ln(1 + floor((position + first_position) / length)); in the dtype of x.
+
+    Args:
+        x: queries, split into heads, and rotated where there is RoPE; multiplied in at least float32.
+        positions: place of each token in its sequence, from 0, (B or 1, T).
+        temperature: length, scale and first position.
+
+    Raises:
+        TypeError: if x is not floating point, positions are not integers, or temperature is not a `Temperature`.
+        ValueError: if the positions do not fit.
+
+    Source: Scalable-Softmax, arXiv:2501.19399, as Llama 4 has it.
+    """
+    check_floating("x", x, rank=4)
+    check_temperature(temperature)
+    check_positions(positions, x.shape[0], x.shape[2], None)
+    wide = at_least_float32(x)
+    lengths = (positions + temperature.first_position) // temperature.length
+    factors = 1.0 + temperature.scale * torch.log1p(lengths.to(wide.dtype))
+    return (wide * factors[:, None, :, None]).to(x.dtype)

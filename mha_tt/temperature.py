@@ -1,0 +1,39 @@
+"""The temperature of queries by their positions."""
+
+import numpy as np
+import ttnn
+from jaxtyping import Float, Int
+from ttnn import Tensor
+
+from mha_spec import Temperature
+from mha_spec.temperature import check_temperature
+from mha_tt.arrays import as_dtype, at_least_float32
+from mha_tt.checks import check_floating, check_positions
+from mha_tt.device import upload
+
+
+def apply_temperature(
+    x: Float[Tensor, "B N T H"], positions: Int[np.ndarray, "#B T"], temperature: Temperature
+) -> Float[Tensor, "B N T H"]:
+    """Queries times 1 + scale * ln(1 + floor((position + first_position) / length)); in the dtype of x.
+
+    Args:
+        x: queries, split into heads, and rotated where there is RoPE; multiplied in at least float32.
+        positions: place of each token in its sequence, from 0, (B or 1, T), on the host.
+        temperature: length, scale and first position.
+
+    Raises:
+        TypeError: if x is not floating point, positions are not integers, or temperature is not a `Temperature`.
+        ValueError: if the positions do not fit.
+
+    Source: Scalable-Softmax, arXiv:2501.19399, as Llama 4 has it.
+    """
+    check_floating("x", x, rank=4)
+    check_temperature(temperature)
+    check_positions(positions, x.shape[0], x.shape[2], None)
+    lengths = (positions + temperature.first_position) // temperature.length
+    if 0 in (x.shape[0], x.shape[2]) or not lengths.any():  # every factor is 1
+        return x
+    factors = 1.0 + temperature.scale * np.log1p(lengths)
+    factors = upload(factors[:, None, :, None], device=x.device(), dtype=ttnn.float32)
+    return as_dtype(ttnn.multiply(at_least_float32(x), factors), x.dtype)
