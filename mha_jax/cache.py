@@ -206,7 +206,7 @@ def append_to_cache(
         cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage may be reused.
         key, value: (B, K, T, H) and (B, K, T, Hv), in the cache's dtype.
         new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding and is
-            not cached. All of them when absent.
+            not cached. Default: all.
 
     Returns:
         The cache, holding `cache.lengths + new_lengths` tokens.
@@ -251,7 +251,7 @@ def create_cache_mask(
         window_size, chunk_size: as `create_attention_mask` takes them.
 
     Returns:
-        Mask that broadcasts against the scores (B, N, T, S).
+        Mask that broadcasts to the scores (B, N, T, S).
 
     Example: create_cache_mask([1, 0], 1, 3)
         [[[[False, False, True ]]],

@@ -54,24 +54,16 @@ def multi_head_attention_with_cache(
 
     The plain definition of a cache; `multi_head_attention_with_static_cache` is the one of fixed capacity.
 
+    Errors and the arguments not listed are those of `multi_head_attention_with_static_cache`.
+
     Args:
-        x: the new tokens, (B, T, d_in).
-        weights: as `multi_head_attention` takes them.
-        spec: what the layer computes; nothing is dropped.
         cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None at
             first.
-        mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, S), S = P + T.
-        bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, S). -inf masks a key.
         positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
             absent.
-        kernel: computes the context.
 
     Returns:
         The output (B, T, E), and the keys and values of all S = P + T tokens.
-
-    Raises:
-        TypeError: if x is not floating point or dtypes differ.
-        ValueError: if the weights or the shapes do not fit, or only one of cache_k and cache_v is given.
     """
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
@@ -110,26 +102,12 @@ def multi_head_attention_with_static_cache(
 ) -> tuple[Float[Array, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
+    Results, errors and the arguments not listed are those of `MultiHeadAttentionWithCache`.
+
     Args:
-        x: the new tokens, (B, T, d_in).
         weights: as `multi_head_attention` takes them.
         spec: what the layer computes; nothing is dropped.
-        cache: the tokens so far. Do not use it afterwards; its storage may be reused.
-        new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding: not
-            cached, output 0. All of them when absent.
-        mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
-        bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
-        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); `cache.lengths`,
-            and so on, when absent.
         kernel: computes the context.
-
-    Returns:
-        The output (B, T, E) and the cache with the new tokens.
-
-    Raises:
-        TypeError: if x is not floating point, dtypes differ or the lengths are not integers.
-        ValueError: if the weights or the shapes do not fit, or the new tokens do not fit into the capacity. (Under jit
-            lengths are not known; there a sequence that does not fit gives NaN and keeps the tokens it had.)
     """
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
@@ -268,7 +246,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
             x: the new tokens, (B, T, d_in): a prompt, a part of one, or one token each.
             cache: the tokens so far. Do not use it afterwards; its storage may be reused.
             new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding:
-                not cached, output 0. All of them when absent.
+                not cached, output 0. Default: all.
             mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
             bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
             positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T);

@@ -38,29 +38,11 @@ def multi_head_latent_attention(
 ) -> tuple[Float[Array, "B T E"], LatentCache]:
     """Causal self-attention of new tokens over all tokens so far, of which a cache holds the latents.
 
+    Results, errors and the arguments not listed are those of `multi_head_attention_with_static_cache`.
+
     Args:
-        x: the new tokens, (B, T, d_in).
-        weights: as `multi_head_attention` takes them.
-        spec: what the layer computes, with latents; nothing is dropped.
-        cache: the tokens so far. Do not use it afterwards; its storage may be reused.
-        new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding: not
-            cached, output 0. All of them when absent.
-        mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
-        bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
-        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); `cache.lengths`,
-            and so on, when absent.
         absorb: attend over the latents themselves, kv_b_proj taken into queries and context; or, if False, over the
             keys and values made of them. Whichever costs less when absent: see `AttentionSpec.absorbs`.
-        kernel: computes the context.
-
-    Returns:
-        The output (B, T, E) and the cache with the new tokens.
-
-    Raises:
-        TypeError: if x is not floating point, dtypes differ or the lengths are not integers.
-        ValueError: if the layer has no latents, the weights or the shapes do not fit, or the new tokens do not fit into
-            the capacity. (Under jit lengths are not known; there a sequence that does not fit gives NaN and keeps the
-            tokens it had.)
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
@@ -134,23 +116,7 @@ class MultiHeadLatentAttention(AttentionLayer):
     ) -> tuple[Float[Array, "B T E"], LatentCache]:
         """Append the latents of the new tokens to the cache and attend from each to everything up to it.
 
-        Args:
-            x: the new tokens, (B, T, d_in): a prompt, a part of one, or one token each.
-            cache: the tokens so far. Do not use it afterwards; its storage may be reused.
-            new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding:
-                not cached, output 0. All of them when absent.
-            mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
-            bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
-            positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T);
-                `cache.lengths`, and so on, when absent.
-
-        Returns:
-            The output (B, T, E) and the cache with the new tokens.
-
-        Raises:
-            TypeError: if x is not floating point, dtypes differ or the lengths are not integers.
-            ValueError: if the shapes do not fit, or the new tokens do not fit into the capacity. (Under jit lengths
-                are not known; there a sequence that does not fit gives NaN and keeps the tokens it had.)
+        Results, errors and the arguments not listed are those of `MultiHeadAttentionWithCache`.
         """
         check_is_cache(cache, LatentCache)
         check_cached_input(x, cache)

@@ -22,10 +22,10 @@ def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> Bool[Arr
 
     Args:
         seq_len_q: number of queries, T.
-        seq_len_k: number of keys, S; as many as queries when absent.
+        seq_len_k: number of keys, S; default: as many as queries.
 
     Returns:
-        Mask that broadcasts against the scores (B, N, T, S).
+        Mask that broadcasts to the scores (B, N, T, S).
 
     Raises:
         ValueError: if a length is below 1.
@@ -48,7 +48,7 @@ def create_padding_mask(lengths: Int[Array, " B"] | Sequence[int], seq_len_k: in
         seq_len_k: number of keys, padding included, S.
 
     Returns:
-        Mask that broadcasts against the scores (B, N, T, S).
+        Mask that broadcasts to the scores (B, N, T, S).
 
     Raises:
         TypeError: if the lengths are not integers.
@@ -76,7 +76,7 @@ def create_attention_mask(
 
     Args:
         seq_len_q: number of queries, T.
-        seq_len_k: number of keys, S; as many as queries when absent.
+        seq_len_k: number of keys, S; default: as many as queries.
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         window_size: hide every key this many places away, or more, on either side.
@@ -114,7 +114,7 @@ def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int
         cache_len: number of tokens already in the cache.
 
     Returns:
-        Mask that broadcasts against the scores (B, N, T, S).
+        Mask that broadcasts to the scores (B, N, T, S).
 
     Raises:
         ValueError: if seq_len_k is not cache_len + seq_len_q.
@@ -140,11 +140,11 @@ def create_sliding_window_mask(seq_len_q: int, seq_len_k: int | None = None, *, 
 
     Args:
         seq_len_q: number of queries, T.
-        seq_len_k: number of keys, S; as many as queries when absent.
+        seq_len_k: number of keys, S; default: as many as queries.
         window_size: how many keys a query sees at most, its own position among them.
 
     Returns:
-        Mask that broadcasts against the scores (B, N, T, S).
+        Mask that broadcasts to the scores (B, N, T, S).
 
     Raises:
         ValueError: if a length or the window is below 1.

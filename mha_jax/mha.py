@@ -1,7 +1,7 @@
 """Multi-head attention: the functions made of the stages, and the modules that hold weights.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
-A mask is boolean and True where a query may not see a key; an additive term is a bias.
+A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
 from collections.abc import Mapping, Sequence
@@ -86,33 +86,16 @@ def multi_head_attention(
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
     """Multi-head attention with weights from outside: project, split, attend, combine, project.
 
+    Results, errors and the arguments not listed are those of `MultiHeadAttention`. Weights must be finite.
+
     Args:
-        query: (B, T, d_in).
         weights: of the projections of the spec: Flax params, {`<name>`: {`kernel` (in, out), `bias` (out,)}}; of its
             norms, {`<name>`: {`weight`, `bias`}}; its `sinks` (N,); and its `relative_bias` (num_buckets, N).
         spec: what the layer computes.
-        key: (B, S, d_kv); absent for self-attention.
-        value: (B, S, d_kv); the key when absent.
-        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
-        bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
-        is_causal: hide every key after the query's own position, as `create_causal_mask`.
-        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
-        need_weights: also return the attention weights, which takes the plain path.
-        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
         training: drop attention weights and outputs, at the rates of the spec.
-        dropout_keep: True where an attention weight is kept, in place of a random draw; takes the plain path.
+        dropout_keep: True where an attention weight is kept, instead of a random draw; takes the plain path.
         dropout_rng: random key to draw what is dropped from.
         kernel: computes the context, unless weights are asked for.
-
-    Returns:
-        The output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout
-        (B, N, T, S) or None.
-
-    Raises:
-        TypeError: if an input is not floating point, dtypes differ, the mask is not boolean or the lengths are not
-            integers.
-        ValueError: if names or shapes of the weights, or the shapes of the inputs, do not fit, a length lies outside
-            0..S, or a weight is not finite (where values are known: not under jit).
 
     Source: Attention Is All You Need, arXiv:1706.03762, section 3.2.2.
     """
@@ -313,18 +296,18 @@ class MultiHeadAttention(AttentionLayer):
 
         Args:
             query: (B, T, d_in).
-            key: (B, S, d_kv); absent for self-attention.
-            value: (B, S, d_kv); the key when absent.
+            key: (B, S, d_kv); default: self-attention.
+            value: (B, S, d_kv); default: the key.
             mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
             bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
             is_causal: hide every key after the query's own position, as `create_causal_mask`.
             key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
             need_weights: also return the attention weights, which takes the plain path.
-            positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when
-                absent.
+            positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
 
         Returns:
-            The output (B, T, E), and the attention weights before dropout (B, N, T, S) or None.
+            The output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout
+            (B, N, T, S) or None.
 
         Raises:
             TypeError: if an input is not floating point, dtypes differ, or the mask is not boolean.
@@ -360,21 +343,13 @@ class MultiHeadSelfAttention(AttentionLayer):
     ) -> Float[Array, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
+        Errors and the arguments not listed are those of `MultiHeadAttention`, of one sequence.
+
         Args:
             x: (B, T, d_in).
-            mask: boolean, True = masked; broadcasts to (B, N, T, T). A row in which every key is masked gives 0.
-            bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, T). -inf masks a key.
-            is_causal: hide every token after the query's own position.
-            key_padding_lengths: number of real tokens of each sequence, (B,); the padding is on the right.
-            positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when
-                absent.
 
         Returns:
             The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.
-
-        Raises:
-            TypeError: if x is not floating point, the mask is not boolean or the lengths are not integers.
-            ValueError: if the shapes do not fit or a length lies outside 0..T.
         """
         check_floating("x", x, rank=3)
         visible = Mask(mask, is_causal, key_padding_lengths)

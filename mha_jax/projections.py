@@ -34,7 +34,7 @@ def project_qkv(
         query, key, value: inputs of the layer; the same array three times for self-attention.
         spec: the layer: heads, norms, RoPE, temperature, and whether it holds one `qkv_proj` in place of three
             projections.
-        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent. Used with
+        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, …. Used with
             RoPE and a temperature only.
 
     Returns:

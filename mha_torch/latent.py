@@ -52,7 +52,7 @@ def project_latents(
         project: applies a projection or a norm by its name.
         x: input of the layer.
         spec: the layer, which has latents.
-        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
+        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
 
     Returns:
         q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: of each token the latent, normalised

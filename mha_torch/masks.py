@@ -22,11 +22,11 @@ def create_causal_mask(
 
     Args:
         seq_len_q: number of queries, T.
-        seq_len_k: number of keys, S; as many as queries when absent.
+        seq_len_k: number of keys, S; default: as many as queries.
         device: where the mask lies.
 
     Returns:
-        Mask that broadcasts against the scores (B, N, T, S).
+        Mask that broadcasts to the scores (B, N, T, S).
 
     Raises:
         ValueError: if a length is below 1.
@@ -52,7 +52,7 @@ def create_padding_mask(
         device: where the mask lies; by default where `lengths` lies.
 
     Returns:
-        Mask that broadcasts against the scores (B, N, T, S).
+        Mask that broadcasts to the scores (B, N, T, S).
 
     Raises:
         TypeError: if the lengths are not integers.
@@ -82,7 +82,7 @@ def create_attention_mask(
 
     Args:
         seq_len_q: number of queries, T.
-        seq_len_k: number of keys, S; as many as queries when absent.
+        seq_len_k: number of keys, S; default: as many as queries.
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         window_size: hide every key this many places away, or more, on either side.
@@ -124,7 +124,7 @@ def create_causal_mask_with_cache(
         device: where the mask lies.
 
     Returns:
-        Mask that broadcasts against the scores (B, N, T, S).
+        Mask that broadcasts to the scores (B, N, T, S).
 
     Raises:
         ValueError: if seq_len_k is not cache_len + seq_len_q.
@@ -152,12 +152,12 @@ def create_sliding_window_mask(
 
     Args:
         seq_len_q: number of queries, T.
-        seq_len_k: number of keys, S; as many as queries when absent.
+        seq_len_k: number of keys, S; default: as many as queries.
         window_size: how many keys a query sees at most, its own position among them.
         device: where the mask lies.
 
     Returns:
-        Mask that broadcasts against the scores (B, N, T, S).
+        Mask that broadcasts to the scores (B, N, T, S).
 
     Raises:
         ValueError: if a length or the window is below 1.

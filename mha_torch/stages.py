@@ -1,7 +1,7 @@
 """Attention stage by stage, and as one function: the definition that all else is tested against.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
-A mask is boolean and True where a query may not see a key; an additive term is a bias.
+A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
 from collections.abc import Sequence
@@ -174,14 +174,14 @@ def scaled_dot_product_attention(
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
-        spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
+        spec: layer of these heads, whose scale and other changes of scores apply; default: the scale 1 / sqrt(H).
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         need_weights: also return the attention weights.
         dropout: rate at which attention weights are dropped; 0 outside training.
-        dropout_keep: True where a weight is kept, in place of a random draw.
+        dropout_keep: True where a weight is kept, instead of a random draw.
         sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
         relative_bias: what scores gain for the distance of their keys, (num_buckets, N), where the layer has that.
 

@@ -63,25 +63,16 @@ def multi_head_attention_with_cache(
 
     The plain definition of a cache; `multi_head_attention_with_static_cache` is the one of fixed capacity.
 
+    Errors and the arguments not listed are those of `multi_head_attention_with_static_cache`.
+
     Args:
-        x: the new tokens, (B, T, d_in).
-        weights: as `multi_head_attention` takes them.
-        spec: what the layer computes; nothing is dropped.
         cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None at
             first.
-        mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, S). A row without a key gives 0.
-        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
         positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host; P, P
             + 1, … when absent.
-        kernel: computes the context.
-        compute_kernel_config: arithmetic of the device, of the default kernel too; `accurate_config` when absent.
 
     Returns:
         The output (B, T, E), and the keys and values of all S = P + T tokens.
-
-    Raises:
-        TypeError: if x is not floating point, dtypes differ or the mask is not boolean.
-        ValueError: if the weights or the shapes do not fit, or only one of cache_k and cache_v is given.
     """
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
@@ -120,26 +111,13 @@ def multi_head_attention_with_static_cache(
 ) -> tuple[Float[Tensor, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
+    Results, errors and the arguments not listed are those of `MultiHeadAttentionWithCache`.
+
     Args:
-        x: the new tokens, (B, T, d_in).
         weights: as `multi_head_attention` takes them.
         spec: what the layer computes; nothing is dropped.
-        cache: the tokens so far. Do not use it afterwards; its storage is reused.
-        new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding: not
-            cached, output 0, and seen by nobody, so that it may hold anything. All of them when absent.
-        mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key gives 0.
-        bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key.
-        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host;
-            `cache.lengths` and those after it when absent.
         kernel: computes the context.
-        compute_kernel_config: arithmetic of the device, of the default kernel too; `accurate_config` when absent.
-
-    Returns:
-        The output (B, T, E) and the cache with the new tokens.
-
-    Raises:
-        TypeError: if x is not floating point, dtypes differ, the mask is not boolean or the lengths are not integers.
-        ValueError: if the weights or the shapes do not fit, or the new tokens do not fit into the capacity.
+        compute_kernel_config: arithmetic of the device, of the default kernel too; default `accurate_config`.
     """
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
@@ -357,7 +335,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
                 the module.
             cache: the tokens so far. Do not use it afterwards; its storage is reused.
             new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding:
-                not cached, output 0, and seen by nobody, so that it may hold anything. All of them when absent.
+                not cached, output 0, and seen by nobody, so that it may hold anything. Default: all.
             mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key
                 gives 0. With a mask or a bias a step takes the kernel that reads all heads of the filled slots.
             bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key; on the device it is not

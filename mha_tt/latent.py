@@ -59,7 +59,7 @@ def project_latents(
         project: applies a projection or a norm by its name.
         x: input of the layer.
         spec: the layer, which has latents.
-        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent. A
+        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, …. A
             `Rotation` made of them for heads of rope_dim features is uploaded once for many calls.
 
     Returns:
@@ -109,7 +109,7 @@ def project_absorbed(
         spec: the layer, which has latents and no temperature.
         positions: the rotations of the tokens; None without RoPE.
         kv_b: the weight of kv_b_proj head by head.
-        compute_kernel_config: arithmetic of the sums; `accurate_config` when absent.
+        compute_kernel_config: arithmetic of the sums; default `accurate_config`.
 
     Returns:
         Queries (B, N, T, W), and the latents (B, 1, T, W), W = kv_rank + rope_dim.
@@ -182,7 +182,7 @@ def absorb_keys(
         q: queries (B, N, T, H).
         kv_b: the weight of kv_b_proj, (kv_rank, N * (H - rope_dim + Hv)), or the `HeadWeights` made of it.
         spec: the layer, which has latents.
-        compute_kernel_config: arithmetic of the sums; `accurate_config` when absent.
+        compute_kernel_config: arithmetic of the sums; default `accurate_config`.
 
     Returns:
         Queries (B, N, T, kv_rank + rope_dim), in the dtype of q.
@@ -214,7 +214,7 @@ def absorb_values(
         context: weighed latents (B, N, T, kv_rank).
         kv_b: the weight of kv_b_proj, (kv_rank, N * (H - rope_dim + Hv)), or the `HeadWeights` made of it.
         spec: the layer, which has latents.
-        compute_kernel_config: arithmetic of the sums; `accurate_config` when absent.
+        compute_kernel_config: arithmetic of the sums; default `accurate_config`.
 
     Returns:
         The context (B, N, T, Hv), in the dtype of what it is made of.

@@ -30,7 +30,7 @@ def apply_norm(
         norm: which norm.
         weight, bias: where the norm has them: (1, H), (1, heads, 1, H) where each head has its own, or (1, width).
         slots: where the features lie on the last axis, if there are zeros between or after them: see `head_slots`.
-        compute_kernel_config: arithmetic of the sums; `accurate_config` when absent.
+        compute_kernel_config: arithmetic of the sums; default `accurate_config`.
 
     Returns:
         The normalised features, in the shape and dtype of x.

@@ -1,7 +1,7 @@
 """Attention stage by stage, and as one function: the definition that all else is tested against.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
-A mask is boolean and True where a query may not see a key; an additive term is a bias.
+A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 
 On the device H is the padded head_dim: see `mha_tt.upload_weights`. Wherever the true one matters, the spec has it.
 """
@@ -206,7 +206,7 @@ def scaled_dot_product_attention(
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
-        spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
+        spec: layer of these heads, whose scale and other changes of scores apply; default: the scale 1 / sqrt(H).
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device it is not read: there a
             row of nothing but -inf gives the mean of the values.
@@ -214,13 +214,13 @@ def scaled_dot_product_attention(
         key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
         need_weights: also return the attention weights.
         dropout: rate at which attention weights are dropped; 0 outside training.
-        dropout_keep: True where a weight is kept, in place of a random draw.
+        dropout_keep: True where a weight is kept, instead of a random draw.
         seed: of that draw.
         sinks: the logit of each head that takes part in the softmax and has no value, (1, N, 1, 1), where the layer has
             them.
         relative_bias: what scores gain for the distance of their keys, (1, N, 1, num_buckets), where the layer has
             that.
-        compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
+        compute_kernel_config: arithmetic of the device; default `accurate_config`.
 
     Returns:
         The context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.

@@ -80,20 +80,11 @@ def scaled_dot_product_attention(
 ) -> tuple[Float[Array, "B N T Hv"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
+    Arguments not listed are those of `stages.scaled_dot_product_attention`.
+
     Args:
-        query: (B, N, T, H).
-        key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
-        spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
-        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
-        bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
-        is_causal: hide every key after the query's own position, as `create_causal_mask`.
-        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         need_weights: must be False, the weights are never stored here.
-        dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: must be absent, a fused kernel draws its own.
-        dropout_rng: random key to draw what is dropped from.
-        sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
-        relative_bias: what scores gain for the distance of their keys, (num_buckets, N), where the layer has that.
         kernel: computes the context: one with other block sizes, `parallel.ContextParallel`, or your own.
 
     Returns:

@@ -174,7 +174,7 @@ def _placed(x: Any, placement: NamedSharding) -> Any:
     return jax.device_put(x, placement)
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Validation ------------------------------------------------------------------------------------------------------
 
 
 def check_axis(name: str, axis: object, mesh: Mesh) -> None:

@@ -356,7 +356,7 @@ def _given(name: str, x: Any, mesh: DeviceMesh, spec: AttentionSpec) -> Any:
     return x.redistribute(mesh, [placement]).to_local(grad_placements=[placement if is_by_heads else Partial()])
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Validation ------------------------------------------------------------------------------------------------------
 
 
 def check_divides(spec: AttentionSpec, size: int) -> None:

@@ -421,7 +421,7 @@ def _joined(context: Tensor, logs: Tensor, own: Tensor, own_logs: Tensor) -> tup
     return context * (logs - known).exp() + own * (own_logs - known).exp(), total
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Validation ------------------------------------------------------------------------------------------------------
 
 
 def check_parts(query: Tensor, key: Tensor, tokens: RingAttention) -> None:

@@ -70,7 +70,7 @@ def _place_of(name: str, spec: AttentionSpec, size: int, chip: int) -> tuple[int
     return (axis, spec.num_kv_heads, keys) if is_of_keys else (axis, spec.num_heads, list(queries))
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Validation ------------------------------------------------------------------------------------------------------
 
 
 def check_divides(spec: AttentionSpec, size: int) -> None:
