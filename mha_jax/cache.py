@@ -337,6 +337,7 @@ def check_cached_input(x: Array, cache: Cache) -> None:
 
 def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array | Sequence[int] | None) -> None:
     """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
+    check_is_cache(cache, KVCache)
     check_floating("key", key, rank=4)
     check_floating("value", value, rank=4)
     check_cache(cache.keys, cache.values, key, value, ("cache.keys", "cache.values"))

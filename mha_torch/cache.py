@@ -375,6 +375,7 @@ def check_appended(
     Returns:
         The lengths of the cache, where they and those of the new tokens are known.
     """
+    check_is_cache(cache, KVCache)
     check_floating("key", key, rank=4)
     check_floating("value", value, rank=4)
     check_cache(cache.keys, cache.values, key, value, ("cache.keys", "cache.values"))

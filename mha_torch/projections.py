@@ -14,7 +14,7 @@ from mha_torch.checks import check_features, check_gated
 from mha_torch.heads import combine_heads, split_heads
 from mha_torch.kernels.nonfinite import maybe_any, nan_where, nonfinite_tokens, zero_where
 from mha_torch.latent import expand_latents, project_latents
-from mha_torch.rope import apply_rope
+from mha_torch.rope import apply_rope, rotation_of
 from mha_torch.temperature import apply_temperature
 from mha_torch.weights import Project
 
@@ -54,8 +54,9 @@ def project_qkv(
         check_features(name, x, width)
     if spec.has_positions and positions is None:
         positions = torch.arange(q.shape[1], device=q.device)[None]
-
-    norms = spec.norms
+    norms, rope, rotation = spec.norms, spec.rope, None
+    if rope is not None and positions is not None:
+        rotation = rotation_of(positions, rope, spec.head_dim, at_least_float32(q).dtype)
 
     def enter(name: str, x: Tensor, num_heads: int, rope: Rope | None) -> Tensor:
         norm = norms.get(name)
@@ -65,10 +66,10 @@ def project_qkv(
         x = split_heads(x, num_heads)
         if norm is not None and norm.over == "head" and not norm.after_rope:
             x = project(name, x)
-        x = x if rope is None or positions is None else apply_rope(x, positions, rope)
+        x = x if rope is None or rotation is None else apply_rope(x, rotation, rope)
         return project(name, x) if norm is not None and norm.after_rope else x
 
-    q, k = enter("q_norm", q, spec.num_heads, spec.rope), enter("k_norm", k, spec.num_kv_heads, spec.rope)
+    q, k = enter("q_norm", q, spec.num_heads, rope), enter("k_norm", k, spec.num_kv_heads, rope)
     if spec.temperature is not None and positions is not None:
         q = apply_temperature(q, positions, spec.temperature)
     return q, k, enter("v_norm", v, spec.num_kv_heads, None)

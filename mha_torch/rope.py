@@ -1,5 +1,7 @@
 """Rotary position embedding (RoPE): pairs of features, rotated by their positions."""
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -12,7 +14,7 @@ from mha_torch.checks import check_floating, check_positions
 
 
 def apply_rope(
-    x: Float[Tensor, "B heads T H"], positions: Int[Tensor, "... #B T"], rope: Rope
+    x: Float[Tensor, "B heads T H"], positions: "Int[Tensor, '... #B T'] | Rotation", rope: Rope
 ) -> Float[Tensor, "B heads T H"]:
     """Rotate each pair of features of the `Rope` by position * frequency.
 
@@ -21,7 +23,8 @@ def apply_rope(
 
     Args:
         x: queries or keys, split into heads; rotated in at least float32, returned in their own dtype.
-        positions: place of each token in its sequence, from 0, (B or 1, T), or with sections also (axes, B or 1, T).
+        positions: place of each token in its sequence, from 0, (B or 1, T), or with sections also (axes, B or 1, T);
+            or their `Rotation`, computed once for several arrays.
         rope: the pairs and their frequencies.
 
     Returns:
@@ -34,17 +37,33 @@ def apply_rope(
     Source: RoFormer, arXiv:2104.09864.
     """
     check_floating("x", x, rank=4)
-    check_rope(rope)
-    check_positions(positions, x.shape[0], x.shape[2], rope)
-    head_dim = int(x.shape[3])
-    wide, rotated = at_least_float32(x), rope.rotated_features(head_dim)
-    angles = _angles(positions, rope, head_dim, wide.dtype)
-    cos, sin = torch.cos(angles) * rope.attention_factor, torch.sin(angles) * rope.attention_factor
+    wide, head_dim = at_least_float32(x), int(x.shape[3])
+    if not isinstance(positions, Rotation):
+        check_rope(rope)
+        check_positions(positions, x.shape[0], x.shape[2], rope)
+        positions = rotation_of(positions, rope, head_dim, wide.dtype)
+    rotated, cos, sin = rope.rotated_features(head_dim), positions.cos, positions.sin
     first, second = _split_pairs(wide[..., rotated], rope)
     pairs = _join_pairs(first * cos - second * sin, second * cos + first * sin, rope)
     if rope.rotary_dim is not None:
         pairs = torch.cat([wide[..., : rotated.start], pairs, wide[..., rotated.stop :]], dim=-1)
     return pairs.to(x.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """Rotations by some positions, computed once for queries and keys."""
+
+    positions: Int[Tensor, "... #B T"]
+    cos: Float[Tensor, "#B 1 T pairs"]
+    sin: Float[Tensor, "#B 1 T pairs"]
+
+
+def rotation_of(positions: Int[Tensor, "... #B T"], rope: Rope, head_dim: int, dtype: torch.dtype) -> Rotation:
+    """Return the rotations by positions (B or 1, T) of heads in the dtype of their sums."""
+    angles = _angles(positions, rope, head_dim, dtype)
+    factor = rope.attention_factor
+    return Rotation(positions, torch.cos(angles) * factor, torch.sin(angles) * factor)
 
 
 def _angles(positions: Tensor, rope: Rope, head_dim: int, dtype: torch.dtype) -> Tensor:

@@ -368,6 +368,7 @@ def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.n
     """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
     if cache.pages is not None:
         raise WrongType("cache", "be a KVCache without pages", type(cache).__name__, hint="a module takes it")
+    check_is_cache(cache, KVCache)
     check_floating("key", key, rank=4)
     check_floating("value", value, rank=4)
     check_cache(cache.keys, cache.values, key, value)

@@ -408,6 +408,8 @@ def planted(hypothesis: str, problem: Problem, backend: str) -> Iterator[Problem
         for name, override in plan.functions.items():
             original = getattr(sibling if hasattr(sibling, name) else sibling.stages, name)
             broken = partial(override, plan, original)
+            if name == "apply_rope":  # mistakes act on the positions themselves
+                broken = _with_positions(broken)
             for holder in holders:
                 if getattr(holder, name, None) is original:
                     before.append((holder, name, original))
@@ -416,3 +418,8 @@ def planted(hypothesis: str, problem: Problem, backend: str) -> Iterator[Problem
     finally:
         for holder, name, original in before:
             setattr(holder, name, original)
+
+
+def _with_positions(rotate: Callable[..., Any]) -> Callable[..., Any]:
+    """`apply_rope` of positions instead of their rotations, which siblings compute once for queries and keys."""
+    return lambda x, positions, rope: rotate(x, getattr(positions, "positions", positions), rope)
