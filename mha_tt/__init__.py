@@ -9,7 +9,7 @@ if importlib.util.find_spec("ttnn") is None:
         f"this is {platform.python_implementation()} {platform.python_version()} on {platform.machine()}"
     )
 
-from mha_tt import mock
+from mha_tt import mock, recording
 from mha_tt.cache import (
     KVCache,
     LatentCache,
@@ -28,11 +28,16 @@ from mha_tt.cache_mha import (
 from mha_tt.decode.pages import PagedKVCache
 from mha_tt.device import (
     accurate_config,
+    describe_config,
+    describe_target,
     download,
     download_parts,
     fast_config,
     head_slots,
+    open_device,
+    open_mesh,
     padded_head_dim,
+    target,
     upload,
 )
 from mha_tt.kernels import fused
@@ -51,8 +56,6 @@ from mha_tt.mha import (
     multi_head_attention,
     multi_head_attention_core,
 )
-from mha_tt.mock import recording
-from mha_tt.mock.targets import describe_config, describe_target, open_device, open_mesh, target
 from mha_tt.norms import apply_norm
 from mha_tt.projections import (
     HeadWeights,

@@ -23,10 +23,9 @@ from mha_spec.attention import check_spec, spec_from
 from mha_tt import stages
 from mha_tt.arrays import check_dtype, check_floating, check_input_dtype
 from mha_tt.decode.places import Kept
-from mha_tt.device import accurate_config
+from mha_tt.device import accurate_config, describe_config
 from mha_tt.kernels import Kernel, fused
 from mha_tt.masks import CausalMask, DeviceMask, Mask
-from mha_tt.mock.targets import describe_config
 from mha_tt.parallel.local import summed
 from mha_tt.projections import combine_heads, project_output, project_qkv, split_heads
 from mha_tt.rope import Rotation, check_layer_positions, rotation_of

@@ -15,7 +15,6 @@ import parity
 from mha_tt import device as devices
 from mha_tt.device import round_up, with_bfloat16_sums
 from mha_tt.kernels.fused import loses_rows
-from mha_tt.mock import targets
 from parity.conversion.layouts.tables import LAYOUTS
 from parity.conversion.layouts.views import from_canonical, to_canonical
 
@@ -47,7 +46,7 @@ def surroundings(monkeypatch):
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(targets, "_cards", lambda: cards)
+        monkeypatch.setattr(devices, "_cards", lambda: cards)
 
     return put
 
