@@ -322,7 +322,7 @@ class AttentionLayer:
         """Return mask and positions of self-attention; a causal mask and default rotations are kept between calls."""
         if mask.is_causal and mask.mask is None and mask.key_padding_lengths is None:
             if self._causal_mask is None or self._causal_mask.seq_len != seq_len:
-                self._causal_mask = CausalMask(seq_len, device=self.device)
+                self._causal_mask = CausalMask(seq_len, self.spec.window_size, device=self.device)
             mask = Mask(self._causal_mask)
         if positions is not None or self.spec.rope is None or not seq_len:
             return mask, positions
