@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -133,7 +133,7 @@ class FusedAttention:
         # Recorded programs upload it before they look for non-finite values.
         attn_mask = None if only_causal else _attn_mask(hidden, bias, seq_len_q, seq_len_k, device)
         kernel = contained(partial(self._attend, attn_mask=attn_mask))
-        return kernel(query, key, value, Mask(hidden), scores)
+        return kernel(query, key, value, Mask(hidden), replace(scores, bias=None))  # which both masks have in them
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores, attn_mask: Tensor | None
