@@ -291,6 +291,9 @@ def loses_rows(config: ttnn.DeviceComputeKernelConfig) -> bool:
     With float32 sums it subtracts the first 8 bits of that score. Where the others come to more than 88, the largest
     exponential is infinite, and the row 0. With bfloat16 sums a score has no others, and exponentials that are
     approximated lose no row either: measured on a simulator (docs/upstream-ttnn.md).
+
+    A second run of the kernel stays: to skip it by a bound on the scores, the host would have to read that bound back
+    in every call, which stops the queue and which no trace can hold.
     """
     return config.fp32_dest_acc_en and not config.math_approx_mode
 
