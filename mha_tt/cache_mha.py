@@ -127,18 +127,16 @@ def multi_head_attention_with_static_cache(
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
     Args:
-        x: the new tokens, (B, T, d_in).
-        weights: as `multi_head_attention` takes them.
-        spec: what the layer computes; nothing is dropped.
+        x: the new tokens, (B, T, d_in): a prompt, a part of one, or one token each.
+        weights, spec, kernel, compute_kernel_config: as `multi_head_attention_with_cache` takes them.
         cache: the tokens so far. Do not use it afterwards; its storage is reused.
         new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding: not
             cached, output 0, and seen by nobody, so that it may hold anything. All of them when absent.
         mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key gives 0.
-        bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key.
+            With a mask or a bias a step takes the kernel that reads all heads of the filled slots.
+        bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key; on the device it is not read.
         positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host;
             `cache.lengths` and those after it when absent.
-        kernel: computes the context.
-        compute_kernel_config: arithmetic of the device, of the default kernel too; `accurate_config` when absent.
 
     Returns:
         The output (B, T, E) and the cache with the new tokens.
@@ -366,21 +364,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
     ) -> tuple[Float[Tensor, "B T E"], KVCache]:
         """Append the new tokens to the cache and attend from each to everything up to it.
 
-        Args:
-            x: the new tokens, (B, T, d_in): a prompt, a part of one, or one token each. On the device, in the dtype of
-                the module.
-            cache: the tokens so far. Do not use it afterwards; its storage is reused.
-            new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding:
-                not cached, output 0, and seen by nobody, so that it may hold anything. All of them when absent.
-            mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key
-                gives 0. With a mask or a bias a step takes the kernel that reads all heads of the filled slots.
-            bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key; on the device it is not
-                read.
-            positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host;
-                `cache.lengths` and those after it when absent.
-
-        Returns:
-            The output (B, T, E) and the cache with the new tokens.
+        Arguments and results are those of `multi_head_attention_with_static_cache`; x lies on the device, in the dtype
+        of the module.
 
         Raises:
             TypeError: if x is not on the device, dtypes differ, the mask is not boolean or the lengths are not

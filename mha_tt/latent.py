@@ -44,21 +44,12 @@ def multi_head_latent_attention(
 ) -> tuple[Float[Tensor, "B T E"], LatentCache]:
     """Causal self-attention of new tokens over all tokens so far, of which a cache holds the latents.
 
+    Arguments are those of `multi_head_attention_with_static_cache`, but for these.
+
     Args:
-        x: the new tokens, (B, T, d_in).
-        weights: as `multi_head_attention` takes them.
         spec: what the layer computes, with latents; nothing is dropped.
-        cache: the tokens so far. Do not use it afterwards; its storage is reused.
-        new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding: not
-            cached, output 0. All of them when absent.
-        mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
-        bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a slot; on the device it is not read.
-        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host;
-            `cache.lengths` and those after it when absent.
         absorb: attend over the latents themselves, kv_b_proj taken into queries and context; or, if False, over the
             keys and values made of them. Whichever costs less when absent: see `AttentionSpec.absorbs`.
-        kernel: computes the context.
-        compute_kernel_config: arithmetic of the device, of the default kernel too; `accurate_config` when absent.
 
     Returns:
         The output (B, T, E) and the cache with the new tokens.
@@ -149,21 +140,8 @@ class MultiHeadLatentAttention(AttentionLayer):
     ) -> tuple[Float[Tensor, "B T E"], LatentCache]:
         """Append the latents of the new tokens to the cache and attend from each to everything up to it.
 
-        Args:
-            x: the new tokens, (B, T, d_in): a prompt, a part of one, or one token each. On the device, in the dtype of
-                the module.
-            cache: the tokens so far. Do not use it afterwards; its storage is reused.
-            new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding:
-                not cached, output 0. All of them when absent.
-            mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). With a mask or a bias a
-                step takes the kernel that reads all heads of the filled slots.
-            bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a slot; on the device it is not
-                read.
-            positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host;
-                `cache.lengths` and those after it when absent.
-
-        Returns:
-            The output (B, T, E) and the cache with the new tokens.
+        Arguments and results are those of `multi_head_attention_with_static_cache`; x lies on the device, in the dtype
+        of the module.
 
         Raises:
             TypeError: if x is not on the device, dtypes differ, the mask is not boolean or the lengths are not

@@ -92,11 +92,13 @@ def multi_head_attention(
         value: (B, S, d_kv); the key when absent.
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0. A
             `DeviceMask` made of it is uploaded once for many calls.
-        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
+        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device it is not read: there a
+            row of nothing but -inf gives the mean of the values.
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
         need_weights: also return the attention weights, which takes the plain path.
-        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); 0, 1, … when absent.
+        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T), on the host; 0, 1, … when
+            absent.
         training: drop attention weights, which takes the plain path, and outputs, at the rates of the spec.
         dropout_keep: True where an attention weight is kept, in place of a random draw; takes the plain path.
         seed: of what is drawn.
@@ -372,22 +374,7 @@ class MultiHeadAttention(AttentionLayer):
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
-        Args:
-            query: (B, T, d_in), on the device, in the dtype of the module.
-            key: (B, S, d_kv); absent for self-attention.
-            value: (B, S, d_kv); the key when absent.
-            mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0. A
-                `DeviceMask` made of it is uploaded once for many calls.
-            bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key; on the device it is not read: there
-                a row of nothing but -inf gives the mean of the values.
-            is_causal: hide every key after the query's own position, as `create_causal_mask`.
-            key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
-            need_weights: also return the attention weights, which takes the plain path.
-            positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T), on the host; 0, 1,
-                … when absent.
-
-        Returns:
-            The output (B, T, E), and the attention weights before dropout (B, N, T, S) or None.
+        Arguments and results are those of `multi_head_attention`; inputs lie on the device, in the dtype of the module.
 
         Raises:
             TypeError: if an input is not on the device, not of the dtype, the mask is not boolean or the lengths are
@@ -421,16 +408,7 @@ class MultiHeadSelfAttention(AttentionLayer):
     ) -> Float[Tensor, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
-        Args:
-            x: (B, T, d_in), on the device, in the dtype of the module.
-            mask: boolean, True = masked; broadcasts to (B, N, T, T). A row in which every key is masked gives 0. A
-                `DeviceMask` made of it is uploaded once for many calls.
-            bias: added to the scores; broadcasts to (B, N, T, T). -inf masks a key; on the device it is not read: there
-                a row of nothing but -inf gives the mean of the values.
-            is_causal: hide every token after the query's own position.
-            key_padding_lengths: number of real tokens of each sequence, (B,); the padding is on the right.
-            positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T), on the host; 0, 1,
-                … when absent.
+        Arguments are those of `multi_head_attention`; x (B, T, d_in) lies on the device, in the dtype of the module.
 
         Returns:
             The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.

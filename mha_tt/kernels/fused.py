@@ -64,24 +64,14 @@ def scaled_dot_product_attention(
     masked key or value may hold NaN or infinity, a bias at a masked key may not. What is seen is never swallowed in
     IEEE arithmetic; a card's matrix unit has another, in which NaN is a number (docs/ttnn.md).
 
+    Arguments are those of `stages.scaled_dot_product_attention`, but for these.
+
     Args:
         query: (B, N, T, H), bfloat16 or bfloat8_b, H whole tiles.
-        key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
-        spec: the layer that these are the heads of, of which the scale of the scores is taken; 1 / sqrt(H) when absent.
-        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0. The causal
-            mask of as many queries as keys costs nothing, nor does that of a sliding window: they are never uploaded.
-        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device it is not read: there a
-            row of nothing but -inf gives the mean of the values.
-        is_causal: hide every key after the query's own position, as `create_causal_mask`.
-        key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
+        mask: the causal mask of as many queries as keys costs nothing, nor does that of a sliding window: they are
+            never uploaded.
         need_weights: must be False, the weights are never stored here.
-        dropout: must be 0, the kernel has none.
-        dropout_keep: must be absent, for the same reason.
-        sinks: the logit of each head that takes part in the softmax and has no value, (1, N, 1, 1), where the layer has
-            them.
-        relative_bias: what scores gain for the distance of their keys, (1, N, 1, num_buckets), where the layer has
-            that.
-        compute_kernel_config: arithmetic of the device; `accurate_config` when absent.
+        dropout, dropout_keep: must be 0 and absent, the kernel has no dropout.
 
     Returns:
         The context (B, N, T, Hv), in the dtype of query, and None.
