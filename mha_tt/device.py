@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -64,24 +64,31 @@ def open_device(device_id: int = 0, *, trace_region_size: int = 0) -> Iterator[t
     Raises:
         RuntimeError: if there is none or it does not open; says what was looked for.
     """
-    where = describe_target()
-    if target() is None:
-        raise RuntimeError(f"a device must be there to be opened, found {where}; mha_tt.mock.board() needs none")
     if target() == "simulator" and (reason := _simulator_lacks()):
         raise RuntimeError(f"{reason}; tools/tt-simulator sets it up")
-    try:
-        options = _of_dispatch() if target() == "mock" and ttnn.get_num_devices() > 1 else {}
+    with _opening(f"device {device_id}"):
+        options = _dispatch_of_mock() if target() == "mock" and ttnn.get_num_devices() > 1 else {}
         device = ttnn.open_device(device_id=device_id, trace_region_size=trace_region_size, **options)
-    except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise RuntimeError(f"device {device_id} must open, looked for {where}, got: {reason}") from error
     try:
         yield device
     finally:
         ttnn.close_device(device)
 
 
-def _of_dispatch() -> dict[str, ttnn.DispatchCoreConfig]:
+@contextmanager
+def _opening(what: str) -> Iterator[None]:
+    """Refuse to open nothing, and say what was looked for where something does not open."""
+    where = describe_target()
+    if target() is None:
+        raise RuntimeError(f"a device must be there to be opened, found {where}; mha_tt.mock.board() needs none")
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise RuntimeError(f"{what} must open, looked for {where}, got: {reason}") from error
+
+
+def _dispatch_of_mock() -> dict[str, ttnn.DispatchCoreConfig]:
     """Options of a mock board of several chips, on which the default place of dispatch is not validated."""
     return {"dispatch_core_config": ttnn.DispatchCoreConfig(ttnn.DispatchCoreType.WORKER)}
 
@@ -127,23 +134,13 @@ def open_mesh(shape: Sequence[int]) -> Iterator[ttnn.MeshDevice]:
     """
     if len(shape) != 2:
         raise Refusal("shape", "be rows and columns", shape=tuple(shape))
-    where = describe_target()
-    if target() is None:
-        raise RuntimeError(f"a device must be there to be opened, found {where}; mha_tt.mock.board() needs none")
-    options = _of_dispatch() if target() == "mock" else {}
-    ttnn.set_fabric_config(ttnn.FabricConfig.FABRIC_1D)  # before a mesh is opened, and not after
-    try:
-        try:
-            mesh = ttnn.open_mesh_device(ttnn.MeshShape(*shape), **options)
-        except RuntimeError as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise RuntimeError(f"a mesh of {tuple(shape)} must open, looked for {where}, got: {reason}") from error
-        try:
-            yield mesh
-        finally:
-            ttnn.close_mesh_device(mesh)
-    finally:
-        ttnn.set_fabric_config(ttnn.FabricConfig.DISABLED)
+    with ExitStack() as stack:
+        with _opening(f"a mesh of {tuple(shape)}"):
+            ttnn.set_fabric_config(ttnn.FabricConfig.FABRIC_1D)  # before a mesh is opened, and not after
+            stack.callback(ttnn.set_fabric_config, ttnn.FabricConfig.DISABLED)
+            mesh = ttnn.open_mesh_device(ttnn.MeshShape(*shape), **_dispatch_of_mock() if target() == "mock" else {})
+            stack.callback(ttnn.close_mesh_device, mesh)
+        yield mesh
 
 
 def _cards() -> list[str]:
@@ -224,7 +221,14 @@ def upload(
     # ttnn takes no float16 and no read-only array, and float64 aborts the process. Tiles made here are padded with what
     # was asked for.
     array = np.array(array, dtype=np.float32, order="C")
-    tensor = ttnn.to_device(ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT, pad_value=pad_value), device)
+    return _sent(ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT, pad_value=pad_value), device, array, pad_value)
+
+
+def _sent(
+    host: ttnn.Tensor, device: ttnn.MeshDevice, array: np.ndarray | list[np.ndarray], pad_value: float = 0.0
+) -> ttnn.Tensor:
+    """Put on a device a tensor that was made of an array, or of one for each chip, and tell who observes uploads."""
+    tensor = ttnn.to_device(host, device)
     for observe in observers:
         observe(tensor, array, pad_value)
     return tensor
@@ -248,10 +252,7 @@ def upload_parts(
     places = np.indices(tuple(device.shape))[axis].ravel().tolist()
     held = [parts[place] for place in places]
     hosts = [ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT) for array in held]
-    tensor = ttnn.to_device(ttnn.from_host_shards(hosts, device.shape), device)
-    for observe in observers:
-        observe(tensor, held, 0.0)
-    return tensor
+    return _sent(ttnn.from_host_shards(hosts, device.shape), device, held)
 
 
 def upload_integers(
@@ -261,19 +262,13 @@ def upload_integers(
     if not is_index:
         return upload_rows(np.asarray(array), device=device, dtype=ttnn.int32)
     array = np.array(array, dtype=np.uint32, order="C")
-    tensor = ttnn.to_device(ttnn.Tensor(array, ttnn.uint32, None, ttnn.TILE_LAYOUT), device)
-    for observe in observers:
-        observe(tensor, array, 0.0)
-    return tensor
+    return _sent(ttnn.Tensor(array, ttnn.uint32, None, ttnn.TILE_LAYOUT), device, array)
 
 
 def upload_rows(array: np.ndarray, *, device: ttnn.MeshDevice, dtype: ttnn.DataType) -> ttnn.Tensor:
     """Put an array on a device in rows, not in tiles: positions, the rows of a table to pick, and that table."""
     array = np.array(array, dtype={ttnn.int32: np.int32, ttnn.uint32: np.uint32}.get(dtype, np.float32), order="C")
-    tensor = ttnn.to_device(ttnn.Tensor(array, dtype, None, ttnn.ROW_MAJOR_LAYOUT), device)
-    for observe in observers:
-        observe(tensor, array, 0.0)
-    return tensor
+    return _sent(ttnn.Tensor(array, dtype, None, ttnn.ROW_MAJOR_LAYOUT), device, array)
 
 
 def download(tensor: ttnn.Tensor) -> np.ndarray:
