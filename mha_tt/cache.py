@@ -169,8 +169,7 @@ class LatentCache(Cache):
         latents: (B, 1, S, W), S being the capacity and W kv_rank + rope_dim, each of the three in whole tiles: of each
             token the latent, normalised, and then what the heads share of their keys, rotated. A slot at or beyond its
             sequence's length holds nothing.
-        lengths: number of tokens each sequence has cached, (B,), int32, on the host.
-        capacity: number of slots of each sequence.
+        lengths, capacity: as those of `KVCache`.
     """
 
     latents: Float[Tensor, "B 1 S W"]
@@ -240,12 +239,9 @@ def init_latent_cache(
     """An empty cache of latents: zeros in every slot, every length 0.
 
     Args:
-        batch_size: number of sequences, B.
-        capacity: number of slots of each sequence.
+        batch_size, capacity, dtype, device: as `init_cache` takes them.
         kv_rank: width of the latent of keys and values.
         rope_dim: features of a key that the heads share.
-        dtype: of the latents: `ttnn.bfloat16`, `ttnn.bfloat8_b` or `ttnn.float32`.
-        device: where the cache lies.
 
     Raises:
         TypeError: if a size is not an integer or the dtype not floating point.
@@ -295,17 +291,9 @@ def append_to_latent_cache(
     """Append the latents of new tokens to those in the cache.
 
     Args:
-        cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage is reused.
+        cache, new_lengths: as `append_to_cache` takes them, which gives and raises the same.
         latents: (B, 1, T, W), as `project_latents` gives them, in the cache's dtype or, for a bfloat8_b cache,
             bfloat16.
-        new_lengths: as `append_to_cache` takes them.
-
-    Returns:
-        The cache, holding `cache.lengths + new_lengths` tokens.
-
-    Raises:
-        TypeError: if the dtypes differ or the lengths are not integers.
-        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
     """
     check_is_cache(cache, LatentCache)
     check_latent_cache(cache, latents)

@@ -114,15 +114,7 @@ class MultiHeadLatentAttention(AttentionLayer):
     def init_cache(self, batch_size: int, capacity: int, dtype: ttnn.DataType | None = None) -> LatentCache:
         """An empty cache for this module, beside its weights.
 
-        Args:
-            batch_size: number of sequences, B.
-            capacity: number of slots of each sequence.
-            dtype: of the latents; that of the module's inputs when absent. bfloat8_b halves the memory of a module that
-                takes bfloat16.
-
-        Raises:
-            TypeError: if a size is not an integer or the dtype not floating point.
-            ValueError: if the capacity is below 1 or the batch size below 0.
+        Arguments are those of `MultiHeadAttentionWithCache.init_cache`, which raises the same; there are no pages.
         """
         latent = check_latent(self.spec)
         dtype = self.dtype if dtype is None else dtype

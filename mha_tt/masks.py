@@ -285,9 +285,8 @@ class CausalMask(DeviceMask):
     @cached_property
     def mask(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The boolean mask on the host, (1, 1, T, T)."""
-        if self.window_size is None:
-            return create_causal_mask(self.seq_len)[None, None]
-        return create_sliding_window_mask(self.seq_len, window_size=self.window_size)[None, None]
+        window_size = self.window_size or max(1, self.seq_len)
+        return create_sliding_window_mask(self.seq_len, window_size=window_size)[None, None]
 
     @property
     def shape(self) -> tuple[int, ...]:
