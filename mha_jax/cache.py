@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax.checks import check_count, check_floating, check_lengths
+from mha_jax.checks import check_count, check_floating, check_is_cache, check_lengths
 from mha_jax.compiled import compiled
 from mha_jax.kernels.nonfinite import zero_where
 from mha_jax.masks import Mask

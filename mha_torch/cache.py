@@ -16,7 +16,7 @@ from torch import Tensor
 from mha_spec import Refusal, WrongType
 from mha_spec.reach import reach_of
 from mha_torch.arrays import values_of
-from mha_torch.checks import check_count, check_device, check_floating, check_lengths
+from mha_torch.checks import check_count, check_device, check_floating, check_is_cache, check_lengths
 from mha_torch.masks import Mask, as_lengths
 
 

@@ -9,7 +9,7 @@ if importlib.util.find_spec("ttnn") is None:
         f"this is {platform.python_implementation()} {platform.python_version()} on {platform.machine()}"
     )
 
-from mha_tt import mock
+from mha_tt import mock, recording
 from mha_tt.cache import KVCache, append_to_cache, create_cache_mask, init_cache, kv_cache_nbytes
 from mha_tt.cache_mha import (
     MultiHeadAttentionWithCache,
@@ -17,7 +17,18 @@ from mha_tt.cache_mha import (
     multi_head_attention_with_static_cache,
 )
 from mha_tt.decode.pages import PagedKVCache
-from mha_tt.device import accurate_config, download, download_parts, fast_config, upload
+from mha_tt.device import (
+    accurate_config,
+    describe_config,
+    describe_target,
+    download,
+    download_parts,
+    fast_config,
+    open_device,
+    open_mesh,
+    target,
+    upload,
+)
 from mha_tt.heads import combine_heads, repeat_kv_heads, split_heads
 from mha_tt.kernels import fused
 from mha_tt.latent import (
@@ -47,8 +58,6 @@ from mha_tt.mha import (
     multi_head_attention,
     multi_head_attention_core,
 )
-from mha_tt.mock import recording
-from mha_tt.mock.targets import describe_config, describe_target, open_device, open_mesh, target
 from mha_tt.norms import apply_norm
 from mha_tt.projections import apply_gate, project_output, project_qkv
 from mha_tt.rope import Rotation, apply_rope

@@ -18,7 +18,7 @@ from ttnn import Tensor
 from mha_spec import Refusal, WrongType
 from mha_spec.reach import reach_of
 from mha_tt.arrays import as_dtype
-from mha_tt.checks import check_count, check_dtype, check_floating, check_lengths
+from mha_tt.checks import check_count, check_dtype, check_floating, check_is_cache, check_lengths
 from mha_tt.decode.places import Places
 from mha_tt.decode.slots import extended, one_core_each, sequences, write_tokens
 from mha_tt.device import upload, upload_integers, zeros

@@ -1,6 +1,11 @@
-"""The arithmetic of a device, and the places where arrays and weights enter it and leave it."""
+"""The device: how it is found and opened, its arithmetic, and how arrays and weights enter and leave it."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import numpy as np
 import ttnn
@@ -8,8 +13,134 @@ import ttnn
 from mha_spec import Refusal, WrongType
 from mha_tt.arrays import as_dtype
 from mha_tt.checks import check_dtype, check_on_device
-from mha_tt.mock.shadows import observers, read_back, readers
-from mha_tt.mock.targets import target
+from mha_tt.mock.shadows import observers, readers
+
+# ---- Opening ---------------------------------------------------------------------------------------------------------
+
+
+def target() -> str | None:
+    """Return the kind of device that would be opened now: `mock`, `simulator`, `silicon`, or None for none at all.
+
+    ttnn answers the same for a mock board as for a card, so the environment decides, in the order in which ttnn reads
+    it.
+    """
+    if os.environ.get("TT_METAL_MOCK_CLUSTER_DESC_PATH"):
+        return "mock"
+    if os.environ.get("TT_METAL_SIMULATOR"):
+        return "simulator"
+    return "silicon" if _cards() else None
+
+
+def describe_target() -> str:
+    """Describe the device that would be opened now, and why."""
+    found = target()
+    if found == "mock":
+        board = Path(os.environ["TT_METAL_MOCK_CLUSTER_DESC_PATH"]).stem
+        return f"mock {board} (no hardware: ttnn validates every program and computes nothing)"
+    if found == "simulator":
+        compiler = _compiler() or "none found"
+        return f"simulator (TT_METAL_SIMULATOR={os.environ['TT_METAL_SIMULATOR']}; compiler: {compiler})"
+    if found == "silicon":
+        return f"silicon ({', '.join(_cards())})"
+    return "nothing (no /dev/tenstorrent/*, TT_METAL_SIMULATOR is not set, no mock board is in use)"
+
+
+@contextmanager
+def open_device(device_id: int = 0, *, trace_region_size: int = 0) -> Iterator[ttnn.MeshDevice]:
+    """Open a device for the time of a `with` block.
+
+    Args:
+        device_id: which of several cards.
+        trace_region_size: bytes that are set aside for traces (`ttnn.begin_trace_capture`).
+
+    Yields:
+        The device, which is silicon, a simulator or a mock board: see `target`.
+
+    Raises:
+        RuntimeError: if there is none or it does not open; says what was looked for.
+    """
+    if target() == "simulator" and (reason := _simulator_lacks()):
+        raise RuntimeError(f"{reason}; tools/tt-simulator sets it up")
+    with _opening(f"device {device_id}"):
+        options = _dispatch_of_mock() if target() == "mock" and ttnn.get_num_devices() > 1 else {}
+        device = ttnn.open_device(device_id=device_id, trace_region_size=trace_region_size, **options)
+    try:
+        yield device
+    finally:
+        ttnn.close_device(device)
+
+
+@contextmanager
+def _opening(what: str) -> Iterator[None]:
+    """Refuse to open nothing, and say what was looked for where something does not open."""
+    where = describe_target()
+    if target() is None:
+        raise RuntimeError(f"a device must be there to be opened, found {where}; mha_tt.mock.board() needs none")
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise RuntimeError(f"{what} must open, looked for {where}, got: {reason}") from error
+
+
+def _dispatch_of_mock() -> dict[str, ttnn.DispatchCoreConfig]:
+    """Options of a mock board of several chips, on which the default place of dispatch is not validated."""
+    return {"dispatch_core_config": ttnn.DispatchCoreConfig(ttnn.DispatchCoreType.WORKER)}
+
+
+def _simulator_lacks() -> str | None:
+    """Describe the part that a simulator lacks, of which ttnn tells little or nothing; None if it has all."""
+    simulator = Path(os.environ["TT_METAL_SIMULATOR"])
+    if not simulator.exists():
+        return f"TT_METAL_SIMULATOR must be a simulator's library or folder, got {simulator}, which is not there"
+    folder = simulator if simulator.is_dir() else simulator.parent
+    if not (folder / "soc_descriptor.yaml").is_file():
+        return f"soc_descriptor.yaml, which describes the chip, must lie in {folder}, found none"
+    if _compiler() is None:
+        return f"Tenstorrent's compiler, SFPI, must lie in {' or '.join(map(str, _sfpi_folders()))}, found none"
+    return None
+
+
+def _compiler() -> Path | None:
+    """Return the compiler that ttnn would take."""
+    paths = (folder / "compiler" / "bin" / "riscv-tt-elf-g++" for folder in _sfpi_folders())
+    return next((path for path in paths if path.exists()), None)
+
+
+def _sfpi_folders() -> list[Path]:
+    """List the folders where ttnn looks for it, in order."""
+    root = os.environ.get("TT_METAL_RUNTIME_ROOT")
+    return [*([Path(root) / "runtime" / "sfpi"] if root else []), Path("/opt/tenstorrent/sfpi")]
+
+
+@contextmanager
+def open_mesh(shape: Sequence[int]) -> Iterator[ttnn.MeshDevice]:
+    """Open several chips, and the fabric that joins them, for the time of a `with` block.
+
+    Args:
+        shape: rows and columns of chips: (1, 2) for an n300, (1, 8) or (2, 4) for a T3000.
+
+    Yields:
+        The mesh, on which what is uploaded lies once on each chip.
+
+    Raises:
+        ValueError: if the shape is not two sizes.
+        RuntimeError: if there are not so many chips or they do not open; says what was looked for.
+    """
+    if len(shape) != 2:
+        raise Refusal("shape", "be rows and columns", shape=tuple(shape))
+    with ExitStack() as stack:
+        with _opening(f"a mesh of {tuple(shape)}"):
+            ttnn.set_fabric_config(ttnn.FabricConfig.FABRIC_1D)  # before a mesh is opened, and not after
+            stack.callback(ttnn.set_fabric_config, ttnn.FabricConfig.DISABLED)
+            mesh = ttnn.open_mesh_device(ttnn.MeshShape(*shape), **_dispatch_of_mock() if target() == "mock" else {})
+            stack.callback(ttnn.close_mesh_device, mesh)
+        yield mesh
+
+
+def _cards() -> list[str]:
+    return sorted(str(path) for path in Path("/dev/tenstorrent").glob("[0-9]*"))
+
 
 # ---- Arithmetic ------------------------------------------------------------------------------------------------------
 
@@ -51,6 +182,13 @@ def with_bfloat16_sums(
     )
 
 
+def describe_config(config: ttnn.DeviceComputeKernelConfig) -> str:
+    """Describe a compute-kernel configuration, such as `HiFi3, float32 sums, no approximations`."""
+    fidelity = str(config.math_fidelity).rpartition(".")[2]
+    sums = "float32" if config.fp32_dest_acc_en else "bfloat16"
+    return f"{fidelity}, {sums} sums, {'approximations' if config.math_approx_mode else 'no approximations'}"
+
+
 # ---- Arrays ----------------------------------------------------------------------------------------------------------
 
 
@@ -78,7 +216,14 @@ def upload(
     # ttnn takes no float16 and no read-only array, and float64 aborts the process. Tiles made here are padded with what
     # was asked for.
     array = np.array(array, dtype=np.float32, order="C")
-    tensor = ttnn.to_device(ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT, pad_value=pad_value), device)
+    return _sent(ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT, pad_value=pad_value), device, array, pad_value)
+
+
+def _sent(
+    host: ttnn.Tensor, device: ttnn.MeshDevice, array: np.ndarray | list[np.ndarray], pad_value: float = 0.0
+) -> ttnn.Tensor:
+    """Put on a device a tensor that was made of an array, or of one for each chip, and tell who observes uploads."""
+    tensor = ttnn.to_device(host, device)
     for observe in observers:
         observe(tensor, array, pad_value)
     return tensor
@@ -102,10 +247,7 @@ def upload_parts(
     places = np.indices(tuple(device.shape))[axis].ravel().tolist()
     held = [parts[place] for place in places]
     hosts = [ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT) for array in held]
-    tensor = ttnn.to_device(ttnn.from_host_shards(hosts, device.shape), device)
-    for observe in observers:
-        observe(tensor, held, 0.0)
-    return tensor
+    return _sent(ttnn.from_host_shards(hosts, device.shape), device, held)
 
 
 def upload_integers(
@@ -115,19 +257,13 @@ def upload_integers(
     if not is_index:
         return upload_rows(np.asarray(array), device=device, dtype=ttnn.int32)
     array = np.array(array, dtype=np.uint32, order="C")
-    tensor = ttnn.to_device(ttnn.Tensor(array, ttnn.uint32, None, ttnn.TILE_LAYOUT), device)
-    for observe in observers:
-        observe(tensor, array, 0.0)
-    return tensor
+    return _sent(ttnn.Tensor(array, ttnn.uint32, None, ttnn.TILE_LAYOUT), device, array)
 
 
 def upload_rows(array: np.ndarray, *, device: ttnn.MeshDevice, dtype: ttnn.DataType) -> ttnn.Tensor:
     """Put an array on a device in rows, not in tiles: positions, the rows of a table to pick, and that table."""
     array = np.array(array, dtype={ttnn.int32: np.int32, ttnn.uint32: np.uint32}.get(dtype, np.float32), order="C")
-    tensor = ttnn.to_device(ttnn.Tensor(array, dtype, None, ttnn.ROW_MAJOR_LAYOUT), device)
-    for observe in observers:
-        observe(tensor, array, 0.0)
-    return tensor
+    return _sent(ttnn.Tensor(array, dtype, None, ttnn.ROW_MAJOR_LAYOUT), device, array)
 
 
 def download(tensor: ttnn.Tensor) -> np.ndarray:
@@ -146,6 +282,22 @@ def download(tensor: ttnn.Tensor) -> np.ndarray:
             "values must come from a device that computes, got a mock one; mha_tt.mock.shadow() gives them"
         )
     return read_back(tensor)
+
+
+def read_back(tensor: ttnn.Tensor) -> np.ndarray:
+    """Read a tensor back from a device that computes, exactly, as float32."""
+    first, *others = (
+        ttnn.to_dtype(part, ttnn.float32).to_numpy() for part in ttnn.get_device_tensors(ttnn.from_device(tensor))
+    )
+    for chip, other in enumerate(others, 1):
+        if not np.array_equal(first, other, equal_nan=True):
+            raise Refusal(
+                "tensor",
+                "be the same on all chips to be read as one",
+                f"another value on chip {chip} and shape={tuple(tensor.shape)}",
+                hint="mha_tt.download_parts gives those of each",
+            )
+    return first
 
 
 def download_parts(tensor: ttnn.Tensor) -> list[np.ndarray]:

@@ -276,12 +276,17 @@ class CausalMask(DeviceMask):
         self.is_causal = True
         self.window_size = window_size if window_size is not None and window_size < seq_len else None
 
+    def within(self, window_size: int | None) -> CausalMask:
+        """Return the mask of a narrower window, or the mask itself if the window hides no more."""
+        if (window_size or self.seq_len) >= (self.window_size or self.seq_len):
+            return self
+        return CausalMask(self.seq_len, window_size, device=self.device)
+
     @cached_property
     def mask(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The boolean mask on the host, (1, 1, T, T)."""
-        if self.window_size is None:
-            return create_causal_mask(self.seq_len)[None, None]
-        return create_sliding_window_mask(self.seq_len, window_size=self.window_size)[None, None]
+        window_size = self.window_size or max(1, self.seq_len)
+        return create_sliding_window_mask(self.seq_len, window_size=window_size)[None, None]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -342,11 +347,11 @@ class Mask:
         """Return the mask for a device, with what causality, padding and span hide; None if nothing is hidden."""
         if not self.is_causal and self.key_padding_lengths is None and self.reach is None:
             return on_device(self.mask, device)
-        others = (self.mask, self.key_padding_lengths, self.offsets)
         window_size, chunk_size = self.reach or (None, None)
-        is_square = seq_len_q == seq_len_k and chunk_size is None
-        if self.is_causal and is_square and all(x is None for x in others):  # causality alone, or within a window
-            return CausalMask(seq_len_q, window_size, device=device)
+        if seq_len_q == seq_len_k and all(x is None for x in (self.key_padding_lengths, self.offsets, chunk_size)):
+            causal = CausalMask(seq_len_q, device=device) if self.is_causal and self.mask is None else self.mask
+            if isinstance(causal, CausalMask) and causal.seq_len == seq_len_q:
+                return causal.within(window_size)
         hidden = self.implicit_bool(seq_len_q, seq_len_k)
         return on_device(hidden if self.mask is None else hidden | on_host(self.mask), device)
 

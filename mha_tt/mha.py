@@ -23,11 +23,10 @@ from mha_spec.attention import check_spec, spec_from
 from mha_tt import stages
 from mha_tt.checks import check_dtype, check_floating, check_input_dtype, check_layer_inputs, check_weights
 from mha_tt.decode.places import Kept
-from mha_tt.device import accurate_config
+from mha_tt.device import accurate_config, describe_config
 from mha_tt.heads import combine_heads, split_heads
 from mha_tt.kernels import Kernel, fused
 from mha_tt.masks import CausalMask, DeviceMask, Mask
-from mha_tt.mock.targets import describe_config
 from mha_tt.parallel.local import summed
 from mha_tt.projections import project_output, project_qkv
 from mha_tt.rope import Rotation, rotation_of
@@ -306,7 +305,7 @@ class AttentionLayer:
         """Return mask and positions of self-attention; a causal mask and default rotations are kept between calls."""
         if mask.is_causal and mask.mask is None and mask.key_padding_lengths is None:
             if self._causal_mask is None or self._causal_mask.seq_len != seq_len:
-                self._causal_mask = CausalMask(seq_len, device=self.device)
+                self._causal_mask = CausalMask(seq_len, self.spec.window_size, device=self.device)
             mask = Mask(self._causal_mask)
         if positions is not None or self.spec.rope is None or not seq_len:
             return mask, positions

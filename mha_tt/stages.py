@@ -250,7 +250,7 @@ def attend(
     """Return the context and the attention weights before dropout: the definition, of shapes that are checked."""
     config: Any = {"compute_kernel_config": compute_kernel_config}
     logits = attention_scores(query, key, scores.bias, scores.spec, mask.offsets, scores.relative_bias, **config)
-    hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device())
+    hidden = mask.to_bool(query.shape[2], key.shape[2], query.device())  # joined with the bias for containment
     attn_weights = as_dtype(masked_softmax(logits, hidden, scores.sinks, **config), query.dtype)
     dropped = apply_dropout(attn_weights, scores.dropout, scores.dropout_keep, seed=scores.seed)
     return as_dtype(attention_context(dropped, value, **config), query.dtype), attn_weights

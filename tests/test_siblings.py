@@ -55,8 +55,9 @@ EXTRA_FILES = {  # and folders
         "parallel/ring.py",  # tokens divided over processes
     },
     "tt": {
-        "device.py",  # where arrays and weights enter a device and leave it
-        "layout.py",  # and how the features of heads are ordered and padded there
+        "device.py",  # which is opened, and where arrays and weights enter it and leave it
+        "layout.py",  # how the features of heads are ordered and padded there
+        "recording.py",  # what a program did on a device, given back where there is none
         "mock/",  # boards that do not exist, and what operations compute on them
         "kernels/nonfinite.py",  # keeps what is not finite where it is seen, around kernels that do not
         "parallel/heads.py",  # heads divided over the chips of a mesh, in the framework's words

@@ -17,7 +17,7 @@ from ttnn import Tensor
 from mha_spec import Refusal, WrongType
 from mha_tt.cache import KVCache
 from mha_tt.checks import check_count, check_lengths
-from mha_tt.device import upload_rows, zeros
+from mha_tt.device import upload_integers, zeros
 from mha_tt.layout import TILE, round_up
 
 
@@ -27,8 +27,7 @@ class PagedKVCache(KVCache):
 
     Attributes:
         keys, values: (pages, K, slots of a page, H) and (pages, K, slots of a page, Hv); else as those of `KVCache`.
-        lengths: number of tokens each sequence has cached, (B,), int32, on the host.
-        capacity: number of slots of each sequence.
+        lengths, capacity: as those of `KVCache`.
         pages: which pages each sequence has, in order, (B, P), on the host; no page is in it twice.
         page_table: the same on the device, int32.
     """
@@ -69,18 +68,7 @@ class PagedKVCache(KVCache):
         return self._with_pages(self.pages[indices], lengths=self.lengths[indices])
 
     def grow(self, capacity: int) -> Self:
-        """A cache of the same tokens with more slots, in pages behind those that there are.
-
-        Args:
-            capacity: number of slots of each sequence, at least as many as there are.
-
-        Returns:
-            A cache of that capacity, with storage of its own.
-
-        Raises:
-            TypeError: if the capacity is not an integer.
-            ValueError: if the capacity is below that of this cache.
-        """
+        """A cache of the same tokens with more slots, in pages behind those that there are; else as `KVCache.grow`."""
         check_count("capacity", capacity, minimum=self.capacity)
         (count, _, page_size, _), (batch_size, held) = self.keys.shape, self.pages.shape
         added = in_order(batch_size, round_up(capacity, page_size) // page_size - held)
@@ -103,7 +91,7 @@ class PagedKVCache(KVCache):
         return found
 
     def _with_pages(self, pages: np.ndarray, **others: np.ndarray) -> Self:
-        return replace(self, pages=pages, page_table=table_on_device(pages, self.keys.device()), **others)
+        return replace(self, pages=pages, page_table=upload_integers(pages, device=self.keys.device()), **others)
 
 
 def paged(cache: KVCache, page_size: int) -> PagedKVCache:
@@ -124,14 +112,9 @@ def paged(cache: KVCache, page_size: int) -> PagedKVCache:
     keys, values = (
         zeros((pages.size, x.shape[1], page_size, x.shape[3]), x.dtype, device) for x in cache.slots.values()
     )
-    return PagedKVCache(keys, values, cache.lengths, cache.capacity, pages, table_on_device(pages, device))
+    return PagedKVCache(keys, values, cache.lengths, cache.capacity, pages, upload_integers(pages, device=device))
 
 
 def in_order(batch_size: int, count: int) -> Int[np.ndarray, "B P"]:
     """So many pages for each sequence, those of each side by side."""
     return np.arange(batch_size * count).reshape(batch_size, count)
-
-
-def table_on_device(pages: Int[np.ndarray, "B P"], device: ttnn.MeshDevice) -> Int[Tensor, "B P"]:
-    """A table of pages as the kernels take it."""
-    return upload_rows(pages, device=device, dtype=ttnn.int32)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -68,9 +68,11 @@ def scaled_dot_product_attention(
     Arguments not listed are those of `stages.scaled_dot_product_attention`.
 
     Args:
+        query: (B, N, T, H), bfloat16 or bfloat8_b, H whole tiles.
+        mask: the causal mask of as many queries as keys costs nothing, nor does that of a sliding window: they are
+            never uploaded.
         need_weights: must be False, the weights are never stored here.
-        dropout_keep: must be absent, for the same reason.
-        compute_kernel_config: arithmetic of the device; default `accurate_config`.
+        dropout, dropout_keep: must be 0 and absent, the kernel has no dropout.
 
     Returns:
         The context (B, N, T, Hv), in the dtype of query, and None.
@@ -122,7 +124,7 @@ class FusedAttention:
         # Recorded programs upload it before they look for non-finite values.
         attn_mask = None if only_causal else _attn_mask(hidden, bias, seq_len_q, seq_len_k, device)
         kernel = contained(partial(self._attend, attn_mask=attn_mask))
-        return kernel(query, key, value, Mask(hidden), scores)
+        return kernel(query, key, value, Mask(hidden), replace(scores, bias=None))  # which both masks have in them
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores, attn_mask: Tensor | None
@@ -280,6 +282,9 @@ def loses_rows(config: ttnn.DeviceComputeKernelConfig) -> bool:
     With float32 sums it subtracts the first 8 bits of that score. Where the others come to more than 88, the largest
     exponential is infinite, and the row 0. With bfloat16 sums a score has no others, and exponentials that are
     approximated lose no row either: measured on a simulator (docs/upstream-ttnn.md).
+
+    A second run of the kernel stays: to skip it by a bound on the scores, the host would have to read that bound back
+    in every call, which stops the queue and which no trace can hold.
     """
     return config.fp32_dest_acc_en and not config.math_approx_mode
 

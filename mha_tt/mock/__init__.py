@@ -1,8 +1,7 @@
 """TTNN without hardware: boards that do not exist, and the values that they would compute."""
 
-from mha_tt.mock.boards import BOARDS
+from mha_tt.mock.boards import BOARDS, board, use
 from mha_tt.mock.goldens import golden
 from mha_tt.mock.shadows import Shadow, observed, shadow, value_of
-from mha_tt.mock.targets import board, use
 
 __all__ = ["BOARDS", "Shadow", "board", "golden", "observed", "shadow", "use", "value_of"]

@@ -1,4 +1,31 @@
-"""Boards that do not exist, as `mha_tt.mock` describes them to ttnn, in tt-umd's format."""
+"""Boards that do not exist, for any TTNN code.
+
+ttnn can open a *mock* board: every operation checks its arguments and builds its program for the real grid of cores,
+and computes nothing. `board` opens one on any machine, without a toolchain, and `shadow` adds the values. Together ttnn
+says that a program is valid, and ttnn says what it computes:
+
+    with mha_tt.mock.board("n150") as device:
+        x = ttnn.from_torch(torch.randn(2, 40, 64), dtype=ttnn.bfloat16, layout=ttnn.TILE_LAYOUT, device=device)
+        y = ttnn.to_torch(ttnn.softmax(x, dim=-1))
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import ttnn
+
+from mha_spec import Refusal
+from mha_tt.mock.shadows import shadow
+
+# ---- Their descriptions, in tt-umd's format --------------------------------------------------------------------------
 
 _BLACKHOLE = """\
 arch: {0: blackhole}
@@ -61,3 +88,130 @@ or 1 x 8; p100 and p150 are Blackholes."""
 
 MESHES = {"n300": (1, 2), "t3000": (1, 8)}
 """The shapes in which `mha_tt.mock.board` opens those of several chips."""
+
+# ---- Their use -------------------------------------------------------------------------------------------------------
+
+# What ttnn calls as a compiler. Its version text is part of the key under which ttnn caches kernels, so that nothing
+# compiled here is ever taken for a real kernel. The shell itself writes the file: a process less than `cp`.
+_COMPILER = """\
+#!/bin/sh
+case "$*" in *--version*) echo "riscv-tt-elf-g++ (mha_tt mock)"; exit;; esac
+while [ "$1" != -o ]; do shift; done
+printf 'KERNEL' > "$2" && echo "$2:" > "${2%.*}.d"
+"""
+
+_used: str | None = None
+
+
+def use(board: str) -> None:
+    """Let this process see a board that does not exist, from the first device that it opens to its end.
+
+    Writes to `$XDG_CACHE_HOME/mha_tt` (`~/.cache/mha_tt`) only: ttnn's own cache of kernels is left alone.
+
+    Args:
+        board: `n150`, `n300`, `t3000`, `p100` or `p150`.
+
+    Raises:
+        ValueError: if there is no such board, or the cache folder's path has blanks in it.
+        RuntimeError: if this process uses another board already; ttnn reads its environment once.
+    """
+    global _used
+    if board not in BOARDS:
+        raise Refusal("board", f"be one of {list(BOARDS)}", board=board)
+    if _used not in (None, board):
+        raise RuntimeError(f"board must stay the same for the whole process, got {board!r} after {_used!r}")
+    package = Path(ttnn.__file__).parent  # pyright: ignore
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = cache / "mha_tt" / f"mock-{zlib.crc32(str(package).encode()):08x}"  # two environments must not share one
+    if any(character.isspace() for character in str(root)):
+        raise Refusal("the cache folder", "have no blanks in its path, which ttnn's build cannot take", str(root))
+    binaries = root / "runtime" / "sfpi" / "compiler" / "bin"
+    binaries.mkdir(parents=True, exist_ok=True)
+    for name in ("tt_metal", "ttnn", "runtime/hw"):  # without the last ttnn links every kernel again in every process
+        with suppress(FileExistsError):  # from before, or from another process at this moment
+            (root / name).symlink_to(package / name)
+    kernel = "".join(f"\\{byte:03o}" for byte in _kernel_elf())
+    _write(binaries / "riscv-tt-elf-g++", _COMPILER.replace("KERNEL", kernel).encode(), mode=0o755)
+    _write(root / f"{board}.yaml", BOARDS[board].encode())
+    os.environ["TT_METAL_RUNTIME_ROOT"] = str(root)
+    os.environ["TT_METAL_CACHE"] = f"{root}/cache/"  # without the slash ttnn glues its key to the name
+    os.environ["TT_METAL_MOCK_CLUSTER_DESC_PATH"] = str(root / f"{board}.yaml")
+    os.environ.setdefault("TT_METAL_LOGS_PATH", str(root))  # else "generated" appears in the working directory
+    os.environ.setdefault("TT_METAL_LOGGER_LEVEL", "fatal")
+    os.environ.setdefault("TT_METAL_DISABLE_BACKTRACE", "1")
+    ttnn.begin_trace_capture = _refuse_traces  # which would end the process
+    _used = board
+
+
+def _refuse_traces(*_: Any, **__: Any) -> None:
+    raise RuntimeError(f"begin_trace_capture must have a device that computes, got a mock {_used}, which has no queue")
+
+
+@contextmanager
+def board(name: str = "n150", *, values: bool = True) -> Iterator[ttnn.MeshDevice]:
+    """Open a board that does not exist, for the time of a `with` block.
+
+    Args:
+        name: `n150`, `n300` (a mesh of 1 x 2), `t3000` (1 x 8), `p100` or `p150`.
+        values: also compute values, by golden functions, which needs torch. Without them a program is validated in any
+            size, and reading a tensor back is an error. Each chip of a mesh has its own.
+
+    Yields:
+        The device.
+
+    Raises:
+        ModuleNotFoundError: if values are wanted and torch is not installed.
+        RuntimeError: if the board does not open, or the process uses another already.
+    """
+    use(name)
+    with ExitStack() as stack:
+        if name in MESHES:
+            ttnn.set_fabric_config(ttnn.FabricConfig.FABRIC_1D)  # before a mesh is opened, and not after
+            stack.callback(ttnn.set_fabric_config, ttnn.FabricConfig.DISABLED)
+            workers = ttnn.DispatchCoreConfig(ttnn.DispatchCoreType.WORKER)  # the default place is not validated
+            device = ttnn.open_mesh_device(ttnn.MeshShape(*MESHES[name]), dispatch_core_config=workers)
+            stack.callback(ttnn.close_mesh_device, device)
+        else:
+            device = ttnn.open_device(device_id=0)
+            stack.callback(ttnn.close_device, device)
+        if values:
+            stack.enter_context(shadow())
+        yield device
+
+
+def _write(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Write a file whole: another process may be reading it, or executing it."""
+    if path.exists() and path.read_bytes() == content:
+        return
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+    os.chmod(temporary, mode)
+    os.replace(temporary, path)
+
+
+def _kernel_elf(address: int = 0x10000) -> bytes:
+    """The least that tt-metal's loader takes for a kernel: one text segment, a symbol table, a relocation section.
+
+    One file serves every processor of Wormhole and Blackhole; the loader looks neither at the address nor at the code.
+    """
+    names = b"\0.text\0.rela.text\0.symtab\0.strtab\0.shstrtab\0"
+    text, symbols, strings = struct.pack("<I", 0x00008067), bytes(16), bytes(4)  # ret
+    body = text + symbols + strings + names + bytes(-len(names) % 4)
+    at, sections_at = 96, 96 + len(body)
+    header = struct.pack("<HHIIIIIHHHHHH", 2, 243, 1, address, 52, sections_at, 0, 52, 32, 1, 40, 6, 5)
+    segment = struct.pack("<8I", 1, at, address, address, len(text), len(text), 5, 16)
+
+    def name(section: bytes) -> int:
+        return names.index(b"\0" + section + b"\0") + 1
+
+    sections = [
+        (0,) * 10,
+        (name(b".text"), 1, 6, address, at, 4, 0, 0, 4, 0),
+        (name(b".rela.text"), 4, 64, 0, at, 0, 3, 1, 4, 12),
+        (name(b".symtab"), 2, 0, 0, at + 4, 16, 4, 1, 4, 16),
+        (name(b".strtab"), 3, 0, 0, at + 20, 4, 0, 0, 1, 0),
+        (name(b".shstrtab"), 3, 0, 0, at + 24, len(names), 0, 0, 1, 0),
+    ]
+    start = b"\x7fELF\x01\x01\x01" + bytes(9) + header + segment
+    return start + bytes(at - len(start)) + body + b"".join(struct.pack("<10I", *section) for section in sections)

@@ -280,22 +280,6 @@ def observed(state: Any) -> Iterator[None]:
         ttnn.CONFIG.enable_fast_runtime_mode = fast
 
 
-def read_back(tensor: ttnn.Tensor) -> np.ndarray:
-    """Read a tensor back from a device that computes, exactly, as float32."""
-    first, *others = (
-        ttnn.to_dtype(part, ttnn.float32).to_numpy() for part in ttnn.get_device_tensors(ttnn.from_device(tensor))
-    )
-    for chip, other in enumerate(others, 1):
-        if not np.array_equal(first, other, equal_nan=True):
-            raise Refusal(
-                "tensor",
-                "be the same on all chips to be read as one",
-                f"another value on chip {chip} and shape={tuple(tensor.shape)}",
-                hint="mha_tt.download_parts gives those of each",
-            )
-    return first
-
-
 @contextmanager
 def _without_graphs() -> Iterator[None]:
     """Outside of its fast mode ttnn captures a graph of each operation, for reports: half of the time that it takes."""

@@ -11,8 +11,8 @@ import numpy as np
 import ttnn
 
 from mha_spec import Refusal, WrongType
+from mha_tt.device import target
 from mha_tt.mock.shadows import readers
-from mha_tt.mock.targets import target
 from mha_tt.parallel.local import check_divides, own_spec
 
 if TYPE_CHECKING:

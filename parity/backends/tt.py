@@ -26,7 +26,7 @@ import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other envi
 import mha_tt
 from mha_spec import AttentionSpec
 from mha_tt.layout import TILE, padded_features, slots_of
-from mha_tt.mock.recording import Recording, Replay
+from mha_tt.recording import Recording, Replay
 from parity.backends.port import Shapes, kind_of
 from parity.core.arrays import to_numpy
 from parity.core.cases import Case

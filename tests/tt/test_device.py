@@ -16,7 +16,6 @@ from mha_tt import device as devices
 from mha_tt.device import with_bfloat16_sums
 from mha_tt.kernels.fused import loses_rows
 from mha_tt.layout import round_up
-from mha_tt.mock import targets
 from parity.conversion.layouts.tables import LAYOUTS
 from parity.conversion.layouts.views import from_canonical, to_canonical
 
@@ -48,7 +47,7 @@ def surroundings(monkeypatch):
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(targets, "_cards", lambda: cards)
+        monkeypatch.setattr(devices, "_cards", lambda: cards)
 
     return put
 

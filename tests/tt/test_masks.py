@@ -298,6 +298,16 @@ def test_infinite_bias_joins_the_mask(device, on):
     assert Mask(mask).with_bias(BIAS).mask.reshape(2, 2).tolist() == [[True, True], [False, False]]
 
 
+@pytest.mark.parametrize("need_weights", [False, True], ids=["fused", "plain"])
+def test_a_call_joins_an_infinite_bias_once(device, monkeypatch, need_weights):
+    made, init = [], mha_tt.DeviceMask.__init__
+    monkeypatch.setattr(mha_tt.DeviceMask, "__init__", lambda mask, *of, **more: made.append(init(mask, *of, **more)))
+    heads = [mha_tt.upload(np.ones((1, 1, 2, 32)), device=device) for _ in range(3)]
+    attend = mha_tt.scaled_dot_product_attention if need_weights else mha_tt.fused.scaled_dot_product_attention
+    attend(*heads, mask=np.array([[True, False], [False, False]]), bias=BIAS, need_weights=need_weights)
+    assert len(made) == 1
+
+
 @pytest.mark.parametrize("on", ["host", "device"])
 def test_bias_on_the_device_is_never_so_low_that_a_masked_key_weighs_as_much(device, on):
     bias = mha_tt.upload(BIAS, device=device, dtype=ttnn.float32) if on == "device" else BIAS

@@ -9,7 +9,7 @@ import ttnn
 
 import mha_tt
 from mha_tt import recording
-from mha_tt.mock.recording import Recording
+from mha_tt.recording import Recording
 from parity import random_weights
 from parity.backends import tt
 from parity.backends.record import record

@@ -171,6 +171,35 @@ def test_prompt_of_a_layer_with_a_window_uploads_no_mask(device, calls, uploads)
     assert [array for array in uploads if array.shape[-2:] == (40, 40)] == []
 
 
+@pytest.mark.board
+def test_a_window_costs_the_host_no_table(device, uploads, monkeypatch):
+    module = module_of("MultiHeadSelfAttention", SPEC, device)
+    x = mha_tt.upload(np.ones((2, 40, 24)), device=device)
+    uploads.clear()
+    monkeypatch.setattr(mha_tt.masks, "create_sliding_window_mask", None)
+    monkeypatch.setattr(Mask, "implicit_bool", None)
+    module(x, is_causal=True)
+    assert uploads == []
+
+
+@pytest.mark.board
+def test_a_path_that_needs_the_table_of_a_window_uploads_it_once(device, uploads):
+    module = module_of("MultiHeadAttention", SPEC, device)
+    x = mha_tt.upload(np.ones((2, 40, 24)), device=device)
+    uploads.clear()
+    for _ in range(2):
+        module(x, is_causal=True, need_weights=True)
+    assert [array.shape for array in uploads] == [(1, 1, 40, 40)]
+
+
+@pytest.mark.parametrize(("window_size", "expected"), [(None, 3), (5, 3), (3, 3), (2, 2)])
+def test_a_mask_of_a_window_within_another_is_that_of_the_narrower(device, window_size, expected):
+    mask = CausalMask(5, 3, device=device)
+    within = mask.within(window_size)
+    assert within.window_size == expected
+    assert (within is mask) == (expected == 3)
+
+
 # ---- What is not finite ----------------------------------------------------------------------------------------------
 
 

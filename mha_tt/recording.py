@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import ttnn
 
-from mha_tt.mock.shadows import observed, read_back, shadow
-from mha_tt.mock.targets import describe_config, target
+from mha_tt.device import describe_config, read_back, target
+from mha_tt.mock.shadows import observed, shadow
 
 SAME_SUM = 1e-6
 """How far the sum of an upload may be from the recorded one, of the sum of magnitudes: tables differ by a rounding from
