@@ -136,6 +136,7 @@ EXTRA_NAMES = {
         "NormLayer",  # a module that holds the parameters of a norm
         "values_of",  # are known or not by more than a type
         "is_autocast_on",  # and narrowed or not by more than their own dtype
+        *("Rotation", "rotation_of"),  # JAX's compiler shares what queries and keys have in common
         *("is_distributed", "replicate_like"),  # a tensor may be a DTensor,
         "needs_gradient",  # or one that asks for a gradient,
         "check_features",  # and a projection may return one, or some of its features
