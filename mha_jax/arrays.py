@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,16 @@ from jaxtyping import Array
 
 from mha_spec import Refusal, WrongType
 from mha_spec.rules import as_count
+
+
+def platform_of(*arrays: Array) -> str:
+    """Return the platform that arrays lie on ("cpu", "gpu", "tpu"), or the default one where they are traced."""
+    known: list[Any] = [x.to_concrete_value() if isinstance(x, Tracer) else x for x in arrays]  # under a gradient, too
+    if all(isinstance(x, jax.Array) for x in known):
+        return next(iter(known[0].devices())).platform
+    # Under `jax.jit` arrays have no devices yet. `lax.platform_dependent` would trace every kernel for each call.
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.default_backend() if default is None else getattr(default, "platform", default)
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:

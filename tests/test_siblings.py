@@ -123,6 +123,7 @@ EXTRA_NAMES = {
         "Scores.has_dropout",  # no kernel has any
         "Mask.as_arrays",  # which compiled functions take
         "Mask.is_trivial",  # a gradient is kept from what is hidden
+        "platform_of",  # arrays lie on one, or on none yet where they are traced
         "linear",  # sums in float32, also where a bias is added
         "NormLayer",  # a module that holds the parameters of a norm
         "MultiHeadLatentAttention.kv_b_proj",  # a type for what its base sets by name
