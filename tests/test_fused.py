@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from refusals import refuses
 from selection import rest_thorough
 
@@ -1162,7 +1163,7 @@ def test_arrays_on_the_cpu_take_its_kernels_whatever_the_default_platform_is(mon
         return jax_fused(x, x, x, is_causal=True, kernel=SMALL_BLOCKS)[0]
 
     mesh = jax.make_mesh((1,), ("devices",))  # whose types say how arrays lie on it
-    divided = jax.device_put(x, jax.NamedSharding(mesh, jax.P()))
+    divided = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
     for function in (attend, jax.grad(lambda x: attend(x).sum())):
         np.testing.assert_array_equal(function(x), np.asarray(function(divided)))
     assert not library_calls

@@ -37,7 +37,8 @@ EXTRA_FILES = {  # and folders
         "kernels/blockwise.py",  # the fused kernel for a CPU, which the others' frameworks bring,
         "kernels/blocks.py",  # how it divides its work,
         "kernels/windows.py",  # and where it leaves out most keys
-        "kernels/library.py",  # the framework's own kernel, for other devices
+        "kernels/library.py",  # the framework's own kernel, for other devices,
+        "kernels/splash.py",  # and the one for TPUs
         "kernels/nonfinite.py",  # keeps what is not finite where it is seen, around kernels that do not
         "compiled.py",  # compiles once for callers who do not
         "parallel/heads.py",  # heads divided over the devices of a mesh, in the framework's words

@@ -1,8 +1,8 @@
 """The fast path: the same function without attention weights.
 
-On a CPU it goes block by block, as FlashAttention does, and skips blocks in which every key is masked; elsewhere it is
-JAX's own dot_product_attention behind the masks and the empty rows of this package, or the plain path where that cannot
-do with scores what a layer does.
+On a CPU it goes block by block, as FlashAttention does, and skips blocks in which every key is masked. On a TPU it is
+JAX's splash attention, if that supports the call. Elsewhere it is JAX's own dot_product_attention behind the masks and
+the empty rows of this package, or the plain path where that cannot do with scores what a layer does.
 """
 
 import math
@@ -13,7 +13,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax.arrays import platform_of
-from mha_jax.kernels import Kernel, blockwise, library, windows
+from mha_jax.kernels import Kernel, blockwise, library, splash, windows
 from mha_jax.kernels.blocks import BlockSizes
 from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import automatically, of_heads
@@ -51,6 +51,8 @@ class FusedAttention(BlockSizes):
         if platform == "cpu":
             kernel = windows if windows.supports(query, mask) else blockwise
             return kernel.attend(query, key, value, mask, scores, sizes=self)
+        if platform == "tpu" and splash.supports(query, key, mask, scores):
+            return splash.attend(query, key, value, mask, scores)
         if library.supports(query, scores):
             return library.attend(query, key, value, mask, scores, platform=platform)
         return attend_without_weights(query, key, value, mask, scores)
