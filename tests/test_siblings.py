@@ -70,7 +70,7 @@ EXTRA_PARAMETERS = {
         "rngs",  # randomness is explicit,
         "rng",
         "dropout_rng",
-        "param_dtype",  # and this is the word of flax for a dtype;
+        *("dtype", "param_dtype"),  # these are the words of flax for the dtypes of the work and of the weights;
         "kernel",  # of `fused`: the one for a CPU is its own, which is told how to divide its work
     },
     "torch": {"device", "dtype"},  # where tensors lie, and torch's word for a dtype
@@ -124,6 +124,7 @@ EXTRA_NAMES = {
         "Scores.has_dropout",  # no kernel has any
         "Mask.as_arrays",  # which compiled functions take
         "Mask.is_trivial",  # a gradient is kept from what is hidden
+        "cast",  # torch has autocast
         "platform_of",  # arrays lie on one, or on none yet where they are traced
         "linear",  # sums in float32, also where a bias is added
         "NormLayer",  # a module that holds the parameters of a norm
