@@ -1,7 +1,41 @@
 """Small functions of arrays that the others share."""
 
+from typing import Any, TypeVar
+
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+from mha_spec import WrongType
+
+_Tree = TypeVar("_Tree")
+
+
+def platform_of(*arrays: Array) -> str:
+    """Return the platform that arrays lie on ("cpu", "gpu", "tpu"), or the default one where they are traced."""
+    known: list[Any] = [x.to_concrete_value() if isinstance(x, Tracer) else x for x in arrays]  # under a gradient, too
+    if all(isinstance(x, jax.Array) for x in known):
+        return next(iter(known[0].devices())).platform
+    # Under `jax.jit` arrays have no devices yet. `lax.platform_dependent` would trace every kernel for each call.
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.default_backend() if default is None else getattr(default, "platform", default)
+
+
+def cast(arrays: _Tree, dtype: DTypeLike | None) -> _Tree:
+    """Return the floating-point arrays of a container in that dtype; in their own if it is None."""
+    if dtype is None:
+        return arrays
+    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        raise WrongType("dtype", "be floating point", dtype=jnp.dtype(dtype))
+
+    def cast_one(x: Any) -> Any:
+        is_floating = isinstance(x, (jax.Array, np.ndarray)) and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(dtype) if is_floating else x  # what it is not, is refused elsewhere
+
+    return jax.tree.map(cast_one, arrays)
 
 
 def at_least_float32(x: Float[Array, "..."]) -> Float[Array, "..."]:

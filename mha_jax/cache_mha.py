@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from mha_jax.arrays import cast
 from mha_jax.cache import (
     Cache,
     CacheT,
@@ -49,6 +50,7 @@ def multi_head_attention_with_cache(
     bias: Float[Array, "..."] | None = None,
     positions: Int[Array, "... #B T"] | None = None,
     kernel: Kernel = fused.attend,
+    dtype: jnp.dtype | None = None,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B K S H"], Float[Array, "B K S Hv"]]:
     """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
 
@@ -61,6 +63,7 @@ def multi_head_attention_with_cache(
             first.
         positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
             absent.
+        dtype: floating-point dtype that x, bias and weights are cast to, and that the cache has; their own by default.
 
     Returns:
         The output (B, T, E), and the keys and values of all S = P + T tokens.
@@ -68,6 +71,7 @@ def multi_head_attention_with_cache(
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
     check_floating("x", x, rank=3)
+    x, bias, weights = cast((x, bias, weights), dtype)
     check_layer_positions(positions, x.shape[0], x.shape[1], spec)
     if (cache_k is None) != (cache_v is None):
         raise Refusal("cache_k and cache_v", "be given together", "only one of them")
@@ -99,6 +103,7 @@ def multi_head_attention_with_static_cache(
     bias: Float[Array, "..."] | None = None,
     positions: Int[Array, "... #B T"] | None = None,
     kernel: Kernel = fused.attend,
+    dtype: jnp.dtype | None = None,
 ) -> tuple[Float[Array, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
@@ -108,10 +113,12 @@ def multi_head_attention_with_static_cache(
         weights: as `multi_head_attention` takes them.
         spec: what the layer computes; nothing is dropped.
         kernel: computes the context.
+        dtype: floating-point dtype that x, bias and weights are cast to, and that the cache has; their own by default.
     """
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
     check_is_cache(cache, KVCache)
+    x, bias, weights = cast((x, bias, weights), dtype)
     return cached_layer(
         FunctionalLayer(weights, spec, kernel), x, cache, mask, bias, new_lengths=new_lengths, positions=positions
     )
@@ -217,12 +224,13 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         Args:
             batch_size: number of sequences, B.
             capacity: number of slots of each sequence.
-            dtype: floating-point dtype of keys and values; that of the weights when absent.
+            dtype: floating-point dtype of keys and values; by default that of the layer, or of its weights.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.
             ValueError: if the capacity is below 1 or the batch size below 0.
         """
+        dtype = self.dtype if dtype is None else dtype
         if dtype is None:
             held: Projection = getattr(self, next(iter(self.spec.projections)))
             dtype = held.kernel[...].dtype
@@ -261,5 +269,6 @@ class MultiHeadAttentionWithCache(AttentionLayer):
                 are not known; there a sequence that does not fit gives NaN and keeps the tokens it had.)
         """
         check_is_cache(cache, KVCache)
+        x, bias = cast((x, bias), self.dtype)
         output, cache = cached_layer(self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions)
         return self.drop_output(output), cache

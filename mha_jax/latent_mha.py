@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from mha_jax.arrays import cast
 from mha_jax.cache import check_cached_input
 from mha_jax.cache_mha import cached_layer
 from mha_jax.checks import check_is_cache, check_weights
@@ -35,6 +36,7 @@ def multi_head_latent_attention(
     positions: Int[Array, "... #B T"] | None = None,
     absorb: bool | None = None,
     kernel: Kernel = fused.attend,
+    dtype: jnp.dtype | None = None,
 ) -> tuple[Float[Array, "B T E"], LatentCache]:
     """Causal self-attention of new tokens over all tokens so far, of which a cache holds the latents.
 
@@ -51,6 +53,7 @@ def multi_head_latent_attention(
     check_weights(weights, spec)
     check_is_cache(cache, LatentCache)
     check_cached_input(x, cache)
+    x, bias, weights = cast((x, bias, weights), dtype)
     absorb = spec.absorbs(x.shape[1], cache.capacity) if absorb is None else absorb
     return cached_layer(
         FunctionalLayer(weights, spec, kernel),
@@ -78,13 +81,14 @@ class MultiHeadLatentAttention(AttentionLayer):
         spec: AttentionSpec | int | None = None,
         num_heads: int | None = None,
         *,
+        dtype: jnp.dtype | None = None,
         param_dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,
         **fields: Any,
     ) -> None:
         spec = spec_from(spec, num_heads, fields)
         check_latent(spec)
-        super().__init__(spec, param_dtype=param_dtype, rngs=rngs)
+        super().__init__(spec, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
     def init_cache(self, batch_size: int, capacity: int, dtype: jnp.dtype | None = None) -> LatentCache:
         """An empty cache for this module, beside its weights.
@@ -92,13 +96,14 @@ class MultiHeadLatentAttention(AttentionLayer):
         Args:
             batch_size: number of sequences, B.
             capacity: number of slots of each sequence.
-            dtype: floating-point dtype of the latents; that of the weights when absent.
+            dtype: floating-point dtype of the latents; by default that of the layer, or of its weights.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.
             ValueError: if the capacity is below 1 or the batch size below 0.
         """
         latent = check_latent(self.spec)
+        dtype = self.dtype if dtype is None else dtype
         if dtype is None:
             held: Projection = getattr(self, next(iter(self.spec.projections)))
             dtype = held.kernel[...].dtype
@@ -120,6 +125,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         """
         check_is_cache(cache, LatentCache)
         check_cached_input(x, cache)
+        x, bias = cast((x, bias), self.dtype)
         kv_b = self._kv_b() if self.spec.absorbs(x.shape[1], cache.capacity) else None
         output, cache = cached_layer(
             self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions, kv_b=kv_b
@@ -129,4 +135,4 @@ class MultiHeadLatentAttention(AttentionLayer):
     def _kv_b(self) -> Array | None:
         """The kernel of kv_b_proj; None where another layer has taken its place, which has to be called."""
         held = self.kv_b_proj
-        return held.kernel[...] if type(held) is Projection else None
+        return cast(held.kernel[...], self.dtype) if type(held) is Projection else None

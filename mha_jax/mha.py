@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import stages
+from mha_jax.arrays import cast
 from mha_jax.checks import check_floating, check_layer_inputs, check_projected, check_weights
 from mha_jax.heads import combine_heads, split_heads
 from mha_jax.kernels import Kernel, fused
@@ -83,6 +84,7 @@ def multi_head_attention(
     dropout_keep: Bool[Array, "B N T S"] | None = None,
     dropout_rng: jax.Array | None = None,
     kernel: Kernel = fused.attend,
+    dtype: jnp.dtype | None = None,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
     """Multi-head attention with weights from outside: project, split, attend, combine, project.
 
@@ -96,10 +98,12 @@ def multi_head_attention(
         dropout_keep: True where an attention weight is kept, instead of a random draw; takes the plain path.
         dropout_rng: random key to draw what is dropped from.
         kernel: computes the context, unless weights are asked for.
+        dtype: floating-point dtype that inputs and weights are cast to; their own, which must agree, by default.
 
     Source: Attention Is All You Need, arXiv:1706.03762, section 3.2.2.
     """
     check_weights(weights, spec)
+    query, key, value, bias, weights = cast((query, key, value, bias, weights), dtype)
     if dropout_keep is not None and not training:
         raise Refusal("dropout_keep", "come with training=True", "dropout_keep and training=False")
     context_rng, output_rng = (None, None) if dropout_rng is None else jax.random.split(dropout_rng)
@@ -175,7 +179,14 @@ class Projection(nnx.Linear):
     """x @ kernel + bias, summed in at least float32. Xavier-uniform weights, each part on its own, and a bias of 0."""
 
     def __init__(
-        self, d_in: int, widths: tuple[int, ...], *, use_bias: bool, param_dtype: jnp.dtype, rngs: nnx.Rngs
+        self,
+        d_in: int,
+        widths: tuple[int, ...],
+        *,
+        use_bias: bool,
+        dtype: jnp.dtype | None = None,
+        param_dtype: jnp.dtype,
+        rngs: nnx.Rngs,
     ) -> None:
         xavier = nnx.initializers.xavier_uniform()
 
@@ -185,13 +196,19 @@ class Projection(nnx.Linear):
             return jnp.concatenate(parts, axis=1)
 
         super().__init__(
-            d_in, sum(widths), use_bias=use_bias, kernel_init=kernel_init, param_dtype=param_dtype, rngs=rngs
+            d_in,
+            sum(widths),
+            use_bias=use_bias,
+            kernel_init=kernel_init,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
         )
 
     def __call__(self, inputs: Float[Array, "B T d_in"], out_sharding: Any = None) -> Float[Array, "B T d_out"]:
-        """x @ kernel + bias, in the dtype of x."""
+        """x @ kernel + bias, in `dtype`, or in that of x by default."""
         del out_sharding  # of nnx.Linear; the placement follows from the inputs
-        return linear(inputs, self.kernel[...], None if self.bias is None else self.bias[...])
+        return linear(*cast((inputs, self.kernel[...], None if self.bias is None else self.bias[...]), self.dtype))
 
 
 class AttentionLayer(nnx.Module):
@@ -200,16 +217,18 @@ class AttentionLayer(nnx.Module):
     Args:
         spec: what the layer computes; or d_model, in place of a spec.
         num_heads: number of query heads, with d_model.
+        dtype: floating-point dtype that inputs and weights are cast to; their own, which must agree, by default.
         param_dtype: dtype of the weights.
         rngs: draws the weights from `params` and, in training, what is dropped from `dropout`.
         fields: other fields of `AttentionSpec` by name, with d_model.
 
     Attributes:
         spec: what the layer computes.
+        dtype: what inputs and weights are cast to, or None.
         kernel: computes the context, unless weights are asked for; another may take its place.
 
     Raises:
-        TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or the dtype not floating
+        TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or a dtype not floating
             point.
         ValueError: if fields come with a spec or do not fit, or the keys of self-attention have another width.
     """
@@ -221,23 +240,25 @@ class AttentionLayer(nnx.Module):
         spec: AttentionSpec | int | None = None,
         num_heads: int | None = None,
         *,
+        dtype: jnp.dtype | None = None,
         param_dtype: jnp.dtype = jnp.float32,
         rngs: nnx.Rngs,
         **fields: Any,
     ) -> None:
         spec = spec_from(spec, num_heads, fields)
         check_spec(spec, is_self_attention=self._is_self_attention)
-        if not jnp.issubdtype(jnp.dtype(param_dtype), jnp.floating):
-            raise WrongType("param_dtype", "be floating point", param_dtype=jnp.dtype(param_dtype))
-        self.spec = spec
+        dtype = None if dtype is None else jnp.dtype(dtype)
+        dtypes: Any = {"dtype": dtype, "param_dtype": param_dtype}
+        for name, given in dtypes.items():
+            if given is not None and not jnp.issubdtype(jnp.dtype(given), jnp.floating):
+                raise WrongType(name, "be floating point", {name: jnp.dtype(given)})
+        self.spec, self.dtype = spec, dtype
         self.kernel: Kernel = fused.attend
         for name, projection in spec.projections.items():
-            linear = Projection(
-                projection.d_in, projection.widths, use_bias=projection.has_bias, param_dtype=param_dtype, rngs=rngs
-            )
+            linear = Projection(projection.d_in, projection.widths, use_bias=projection.has_bias, **dtypes, rngs=rngs)
             setattr(self, name, linear)
         for name, norm in spec.norms.items():
-            setattr(self, name, NormLayer(norm, spec.norm_shapes(name), param_dtype=param_dtype))
+            setattr(self, name, NormLayer(norm, spec.norm_shapes(name), **dtypes))
 
         def learned(name: str) -> nnx.Param[Any] | None:
             shape = spec.parameters.get(name)
@@ -248,23 +269,28 @@ class AttentionLayer(nnx.Module):
         self.dropout_rngs = rngs["dropout"].fork() if spec.dropout or spec.output_dropout else None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.spec!r})"
+        dtype = "" if self.dtype is None else f", dtype={self.dtype}"
+        return f"{type(self).__name__}({self.spec!r}{dtype})"
 
     def project(self, name: str, x: Float[Array, "B T d_in"]) -> Float[Array, "B T d_out"]:
         """Apply the projection or the norm of that name, as a module, so that replaced layers take part."""
         if name in self.spec.norms:
             norm: NormLayer = getattr(self, name)
-            return norm(x)
+            return cast(norm(x), self.dtype)
         linear: Projection = getattr(self, name)
         if isinstance(getattr(linear, "kernel", None), nnx.Param):  # a replaced layer may keep its weights elsewhere
-            check_projected(name, x, linear.kernel[...])
-        return linear(x)
+            kernel: Any = linear.kernel[...]
+            if self.dtype is not None:  # the layer casts its kernel
+                kernel = jax.ShapeDtypeStruct(kernel.shape, x.dtype)
+            check_projected(name, x, kernel)
+        return cast(linear(x), self.dtype)
 
     def scores(self, bias: Float[Array, "..."] | None) -> Scores:
         """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
         sinks, relative_bias = (None if held is None else held[...] for held in (self.sinks, self.relative_bias))
         dropout = 0.0 if self.deterministic else self.spec.dropout
-        return Scores(self.spec, bias, sinks, relative_bias, dropout, dropout_rng=self.dropout_rng(dropout))
+        learned = cast((sinks, relative_bias), self.dtype)
+        return Scores(self.spec, bias, *learned, dropout, dropout_rng=self.dropout_rng(dropout))
 
     def dropout_rng(self, rate: float) -> jax.Array | None:
         """A fresh random key where something is dropped, in training and at a rate above 0."""
@@ -313,6 +339,7 @@ class MultiHeadAttention(AttentionLayer):
             TypeError: if an input is not floating point, dtypes differ, or the mask is not boolean.
             ValueError: if the shapes do not fit.
         """
+        query, key, value, bias = cast((query, key, value, bias), self.dtype)
         output, attn_weights = attention_layer(
             self,
             query,
@@ -352,6 +379,7 @@ class MultiHeadSelfAttention(AttentionLayer):
             The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.
         """
         check_floating("x", x, rank=3)
+        x, bias = cast((x, bias), self.dtype)
         visible = Mask(mask, is_causal, key_padding_lengths)
         output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=positions)
         return self.drop_output(output)

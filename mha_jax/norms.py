@@ -5,7 +5,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from mha_jax.arrays import at_least_float32
+from mha_jax.arrays import at_least_float32, cast
 from mha_jax.checks import check_normed
 from mha_jax.compiled import compiled
 from mha_spec import Norm
@@ -62,8 +62,10 @@ def _along(parameter: Array, norm: Norm, rank: int) -> Array:
 class NormLayer(nnx.Module):
     """The parameters of a norm: a weight that multiplies by 1, and a bias of 0, where it has them."""
 
-    def __init__(self, norm: Norm, shapes: dict[str, tuple[int, ...]], *, param_dtype: jnp.dtype) -> None:
-        self.norm = norm
+    def __init__(
+        self, norm: Norm, shapes: dict[str, tuple[int, ...]], *, dtype: jnp.dtype | None = None, param_dtype: jnp.dtype
+    ) -> None:
+        self.norm, self.dtype = norm, dtype
         initial = {"weight": norm.initial_weight, "bias": 0.0}
         for name, shape in shapes.items():
             setattr(self, name, nnx.Param(jnp.full(shape, initial[name], param_dtype)))
@@ -71,4 +73,5 @@ class NormLayer(nnx.Module):
     def __call__(self, x: Float[Array, "*tokens H"]) -> Float[Array, "*tokens H"]:
         """x, normalised."""
         weight, bias = (getattr(self, name, None) for name in ("weight", "bias"))
-        return apply_norm(x, self.norm, *(None if held is None else held[...] for held in (weight, bias)))
+        held = [None if held is None else held[...] for held in (weight, bias)]
+        return apply_norm(x, self.norm, *cast(held, self.dtype))

@@ -13,8 +13,17 @@ from mha_torch.arrays import at_least_float32
 from mha_torch.checks import check_floating, check_positions
 
 
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """Rotations by some positions, computed once for queries and keys."""
+
+    positions: Int[Tensor, "... #B T"]
+    cos: Float[Tensor, "#B 1 T pairs"]
+    sin: Float[Tensor, "#B 1 T pairs"]
+
+
 def apply_rope(
-    x: Float[Tensor, "B heads T H"], positions: "Int[Tensor, '... #B T'] | Rotation", rope: Rope
+    x: Float[Tensor, "B heads T H"], positions: Int[Tensor, "... #B T"] | Rotation, rope: Rope
 ) -> Float[Tensor, "B heads T H"]:
     """Rotate each pair of features of the `Rope` by position * frequency.
 
@@ -48,15 +57,6 @@ def apply_rope(
     if rope.rotary_dim is not None:
         pairs = torch.cat([wide[..., : rotated.start], pairs, wide[..., rotated.stop :]], dim=-1)
     return pairs.to(x.dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class Rotation:
-    """Rotations by some positions, computed once for queries and keys."""
-
-    positions: Int[Tensor, "... #B T"]
-    cos: Float[Tensor, "#B 1 T pairs"]
-    sin: Float[Tensor, "#B 1 T pairs"]
 
 
 def rotation_of(positions: Int[Tensor, "... #B T"], rope: Rope, head_dim: int, dtype: torch.dtype) -> Rotation:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from refusals import refuses
 from selection import rest_thorough
 
@@ -42,7 +43,7 @@ SMALL_BLOCKS = FusedAttention(few_scores=0, queries=16, keys=16, last_keys=4)  #
 @pytest.fixture
 def off_the_cpu(monkeypatch):
     """JAX takes the path that it takes on an accelerator."""
-    monkeypatch.setattr(mha_jax.fused, "_is_on_cpu", lambda: False)
+    monkeypatch.setattr(mha_jax.fused, "platform_of", lambda *arrays: "metal")  # has no kernel of its own
     with jax.numpy_dtype_promotion("standard"):  # the gradient of JAX's own function mixes dtypes
         yield
 
@@ -1152,6 +1153,25 @@ def test_flash_attention_of_a_gpu_is_taken_where_it_fits(
     x = jax.ShapeDtypeStruct((1, 2, 4, head_dim), dtype)
     jax.eval_shape(lambda x: jax_fused(x, x, x, is_causal=True)[0], x)
     assert [(call["implementation"], call["is_causal"]) for call in library_calls] == [(expected, True)]
+
+
+def test_arrays_on_the_cpu_take_its_kernels_whatever_the_default_platform_is(monkeypatch, library_calls):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x = jnp.ones((1, 2, 24, HEAD_DIM), jnp.float16)
+
+    def attend(x):
+        return jax_fused(x, x, x, is_causal=True, kernel=SMALL_BLOCKS)[0]
+
+    mesh = jax.make_mesh((1,), ("devices",))  # whose types say how arrays lie on it
+    divided = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+    for function in (attend, jax.grad(lambda x: attend(x).sum())):
+        np.testing.assert_array_equal(function(x), np.asarray(function(divided)))
+    assert not library_calls
+    jax.eval_shape(attend, x)  # nobody knows yet where these will lie
+    assert [call["implementation"] for call in library_calls] == ["cudnn"]
+    with jax.default_device("cpu"):
+        jax.eval_shape(attend, x)
+    assert len(library_calls) == 1
 
 
 # A window of JAX's own function, with rows that it leaves without a key: beyond the lengths, and beyond the keys.

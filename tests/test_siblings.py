@@ -37,7 +37,8 @@ EXTRA_FILES = {  # and folders
         "kernels/blockwise.py",  # the fused kernel for a CPU, which the others' frameworks bring,
         "kernels/blocks.py",  # how it divides its work,
         "kernels/windows.py",  # and where it leaves out most keys
-        "kernels/library.py",  # the framework's own kernel, for other devices
+        "kernels/library.py",  # the framework's own kernel, for other devices,
+        "kernels/splash.py",  # and the one for TPUs
         "kernels/nonfinite.py",  # keeps what is not finite where it is seen, around kernels that do not
         "compiled.py",  # compiles once for callers who do not
         "parallel/heads.py",  # heads divided over the devices of a mesh, in the framework's words
@@ -71,7 +72,7 @@ EXTRA_PARAMETERS = {
         "rngs",  # randomness is explicit,
         "rng",
         "dropout_rng",
-        "param_dtype",  # and this is the word of flax for a dtype;
+        *("dtype", "param_dtype"),  # these are the words of flax for the dtypes of the work and of the weights;
         "kernel",  # of `fused`: the one for a CPU is its own, which is told how to divide its work
     },
     "torch": {"device", "dtype"},  # where tensors lie, and torch's word for a dtype
@@ -125,6 +126,8 @@ EXTRA_NAMES = {
         "Scores.has_dropout",  # no kernel has any
         "Mask.as_arrays",  # which compiled functions take
         "Mask.is_trivial",  # a gradient is kept from what is hidden
+        "cast",  # torch has autocast
+        "platform_of",  # arrays lie on one, or on none yet where they are traced
         "linear",  # sums in float32, also where a bias is added
         "NormLayer",  # a module that holds the parameters of a norm
         "MultiHeadLatentAttention.kv_b_proj",  # a type for what its base sets by name

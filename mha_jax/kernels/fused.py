@@ -1,8 +1,8 @@
 """The fast path: the same function without attention weights.
 
-On a CPU it goes block by block, as FlashAttention does, and skips blocks in which every key is masked; elsewhere it is
-JAX's own dot_product_attention behind the masks and the empty rows of this package, or the plain path where that cannot
-do with scores what a layer does.
+On a CPU it goes block by block, as FlashAttention does, and skips blocks in which every key is masked. On a TPU it is
+JAX's splash attention, if that supports the call. Elsewhere it is JAX's own dot_product_attention behind the masks and
+the empty rows of this package, or the plain path where that cannot do with scores what a layer does.
 """
 
 import math
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax.kernels import Kernel, blockwise, library, windows
+from mha_jax.arrays import platform_of
+from mha_jax.kernels import Kernel, blockwise, library, splash, windows
 from mha_jax.kernels.blocks import BlockSizes
 from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import automatically, of_heads
@@ -31,30 +32,34 @@ class FusedAttention(BlockSizes):
         """Return the context."""
         if token_axis(query, key, mask) is not None:
             return ContextParallel(None, self)(query, key, value, mask, scores)
-        return automatically(of_heads)(self._attend)(query, key, value, mask, scores)
+        platform = platform_of(query, key, value)
+        return automatically(of_heads)(self._attend)(query, key, value, mask, scores, platform=platform)
 
     def step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
         """Return the context of one new token of each sequence; of a cache only the filled part is read."""
         is_plain = mask.mask is None and scores.bias is None and not scores.has_dropout
         if not is_plain or token_axis(query, key, mask) is not None:
             return self(query, key, value, mask, scores)
-        return automatically(of_heads)(self._step)(query, key, value, mask, scores)
+        platform = platform_of(query, key, value)
+        return automatically(of_heads)(self._step)(query, key, value, mask, scores, platform=platform)
 
-    def _attend(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+    def _attend(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:
         num_scores = math.prod(query.shape[:3]) * key.shape[2]
-        is_small = num_scores == 0 or (num_scores <= self.few_scores and _is_on_cpu())
+        is_small = num_scores == 0 or (num_scores <= self.few_scores and platform == "cpu")
         if is_small or scores.has_dropout:
             return attend_without_weights(query, key, value, mask, scores)
-        if _is_on_cpu():
+        if platform == "cpu":
             kernel = windows if windows.supports(query, mask) else blockwise
             return kernel.attend(query, key, value, mask, scores, sizes=self)
+        if platform == "tpu" and splash.supports(query, key, mask, scores):
+            return splash.attend(query, key, value, mask, scores)
         if library.supports(query, scores):
-            return library.attend(query, key, value, mask, scores)
+            return library.attend(query, key, value, mask, scores, platform=platform)
         return attend_without_weights(query, key, value, mask, scores)
 
-    def _step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
-        if not _is_on_cpu():
-            return self._attend(query, key, value, mask, scores)
+    def _step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:
+        if platform != "cpu":
+            return self._attend(query, key, value, mask, scores, platform=platform)
         if key.shape[2] > self.keys and query.size:
             return blockwise.attend_to_cache(query, key, value, mask, scores, sizes=self)
         return attend_without_weights(query, key, value, mask, scores)
@@ -104,7 +109,3 @@ def scaled_dot_product_attention(
 
 attend = FusedAttention()
 """Returns the context by the fastest kernel that supports the call: the default kernel of layers."""
-
-
-def _is_on_cpu() -> bool:
-    return jax.default_backend() == "cpu"

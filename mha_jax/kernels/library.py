@@ -23,14 +23,14 @@ def supports(query: Array, scores: Scores) -> bool:
     return scores.bias is None or scores.bias.dtype == query.dtype  # a relative bias in it is wider
 
 
-@compiled()
+@compiled("platform")
 @contained
-def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
-    """Return the context, with the cheapest form of the mask."""
+def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:
+    """Return the context on that platform, with the cheapest form of the mask."""
     seq_len_q, seq_len_k = query.shape[2], key.shape[2]
     width, head_dim = value.shape[3], max(query.shape[3], value.shape[3])  # it takes heads of one width
     is_half = query.dtype in (jnp.float16, jnp.bfloat16)
-    takes_cudnn = jax.default_backend() == "gpu" and is_half and head_dim % 8 == 0 and head_dim <= 128
+    takes_cudnn = platform == "gpu" and is_half and head_dim % 8 == 0 and head_dim <= 128
     told = _told(mask, scores, seq_len_q, seq_len_k, takes_cudnn=takes_cudnn)
     visible, bias, masked_rows, lengths = None, scores.bias, None, mask.key_padding_lengths
     scale = score_scale(query, scores.spec)

@@ -13,7 +13,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from mha_jax.compiled import compiled
-from mha_jax.kernels import Kernel
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.sharding import is_automatic
 from mha_jax.scores import Scores
@@ -77,17 +76,17 @@ _nan_where = compiled()(nan_where)
 # ---- Kernels ---------------------------------------------------------------------------------------------------------
 
 
-def contained(kernel: Kernel) -> Kernel:
+def contained(kernel: Callable[..., Array]) -> Callable[..., Array]:
     """Wrap a kernel for finite inputs, so that it keeps the rules for non-finite ones.
 
     Non-finite tokens are 0 to the kernel, and rows that attend to one are NaN afterwards.
     """
 
     @wraps(kernel)
-    def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
+    def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, **options: Any) -> Array:
         hidden = mask.with_bias(scores.bias)
         query, key, value, nonfinite_rows = _contained(query, key, value, hidden)
-        return nan_where(kernel(query, key, value, mask, scores), nonfinite_rows)
+        return nan_where(kernel(query, key, value, mask, scores, **options), nonfinite_rows)
 
     return attend
 

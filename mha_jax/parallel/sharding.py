@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -29,6 +30,15 @@ def is_automatic(x: Array) -> bool:
 def is_explicit(x: Array) -> bool:
     """Whether the type of an array says how it is divided."""
     return bool(_mesh_axes(jax.typeof(x).sharding.mesh, AxisType.Explicit))
+
+
+def is_on_one_device(x: Array) -> bool:
+    """Return True if work on an array surely is whole on a device, and nobody checks over which devices it varies."""
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty:  # a traced array may still be divided, by a `jax.jit` that is told how
+        return jax.device_count() == 1 or not isinstance(x, Tracer)
+    manual = _mesh_axes(mesh, AxisType.Manual)
+    return len(manual) == len(mesh.axis_names) and not any(_varying_over(lax.axis_index(name)) for name in manual)
 
 
 def _mesh_axes(mesh: AbstractMesh, kind: AxisType) -> tuple[str, ...]:
@@ -65,12 +75,16 @@ def varying(tree: Any, axis: str) -> Any:
     """Arrays that may differ from device to device; the gradient of one that is the same on all is summed over them."""
 
     def vary(x: Array) -> Array:
-        kind: Any = jax.typeof(x)
-        if axis in (kind.mat.varying if hasattr(kind, "mat") else kind.vma):  # before JAX 0.10
+        if axis in _varying_over(x):
             return x
         return lax.pcast(x, axis, to="varying") if hasattr(lax, "pcast") else getattr(lax, "pvary")(x, axis)  # noqa: B009
 
     return jax.tree.map(vary, tree)
+
+
+def _varying_over(x: Array) -> frozenset[str]:
+    kind: Any = jax.typeof(x)
+    return kind.mat.varying if hasattr(kind, "mat") else kind.vma  # before JAX 0.10
 
 
 def broadcast_beside(x: Array, other: Array) -> Array:

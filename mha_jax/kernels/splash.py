@@ -1,0 +1,90 @@
+"""JAX's splash attention, its fused kernel for TPUs, which skips blocks that causality, a window or chunks hide.
+
+Everything here is for finite inputs: `nonfinite.contained` is around it. The kernel has a derivative in reverse mode.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from mha_jax.compiled import compiled
+from mha_jax.kernels.nonfinite import contained
+from mha_jax.masks import Mask
+from mha_jax.parallel.sharding import is_on_one_device
+from mha_jax.rope import at_least_float32
+from mha_jax.scores import Scores
+from mha_jax.stages import score_scale
+
+LANES = 128  # of a vector in a TPU: the smallest block of tokens
+NO_SINK = -1e38  # between the scores that the kernel gives hidden keys, -2.4e38, and those of real ones
+
+
+def supports(query: Array, key: Array, mask: Mask, scores: Scores) -> bool:
+    """Return whether the kernel can compute the call, and has enough tokens for its blocks."""
+    if query.dtype not in (jnp.float32, jnp.bfloat16) or min(query.shape[2], key.shape[2]) < LANES:
+        return False
+    if any(x is not None for x in (mask.mask, mask.offsets, scores.bias)) or scores.has_distances or scores.has_dropout:
+        return False
+    if mask.reach is not None and mask.reach.chunk_size is not None and not mask.is_causal:
+        return False
+    # Its indices are of 32 bits, and XLA cannot divide it among devices.
+    return not jax.config.jax_enable_x64 and is_on_one_device(query)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@compiled("interpret")
+@contained
+def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, interpret: bool = False) -> Array:
+    """Return the context. Queries are scaled in their own dtype; `interpret` runs the kernel without a TPU."""
+    # Imported late: it takes a while, and is for TPUs alone.
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    (block_q, padded_q), (block_k, padded_k) = _block_of(query.shape[2]), _block_of(key.shape[2])
+    query = (at_least_float32(query) * score_scale(query, scores.spec)).astype(query.dtype)
+    lengths: Any = mask.key_padding_lengths
+    if lengths is None and padded_k > key.shape[2]:
+        lengths = jnp.full(query.shape[0], key.shape[2], jnp.int32)
+    segments, axes = None, None
+    if lengths is not None:  # padding is of another segment than all queries
+        is_padding = jnp.arange(padded_k, dtype=jnp.int32)[None] >= lengths[:, None]
+        segments = splash.SegmentIds(jnp.zeros(padded_q, jnp.int32), is_padding.astype(jnp.int32))
+        axes = splash.SegmentIds(None, 0)  # pyright: ignore[reportArgumentType]
+    # Softmax over no key is 0 / 0. A sink that weighs nothing beside a key gives a fully masked row 0, and no gradient.
+    sinks = jnp.full(query.shape[1], NO_SINK, jnp.float32)
+    sinks = sinks if scores.sinks is None else jnp.maximum(at_least_float32(scores.sinks), sinks)
+    hides = _mask_of(masks, mask, (padded_q, padded_k))
+    sizes = splash.BlockSizes(*(block_q, block_k, block_k), *(block_q, block_k, block_k), *(block_q, block_k))
+    with jax.numpy_dtype_promotion("standard"):
+        kernel: Any = splash.make_splash_mha(
+            masks.MultiHeadMask([hides] * query.shape[1]),
+            block_sizes=sizes,
+            head_shards=1,
+            q_seq_shards=1,
+            attn_logits_soft_cap=scores.soft_cap,
+            interpret=interpret,
+        )
+        tokens = (_padded(x, length) for x, length in ((query, padded_q), (key, padded_k), (value, padded_k)))
+        context = jax.vmap(kernel, in_axes=(0, 0, 0, axes, None))(*tokens, segments, sinks)
+    return context[:, :, : query.shape[2]]
+
+
+def _mask_of(masks: Any, mask: Mask, shape: tuple[int, int]) -> Any:
+    """What is hidden from queries by place, in the kernel's own words."""
+    if mask.reach is not None and mask.reach.window_size is not None:
+        before = mask.reach.window_size - 1
+        return masks.LocalMask(shape, (before, 0 if mask.is_causal else before), 0)
+    if mask.reach is not None and mask.reach.chunk_size is not None:
+        return masks.ChunkedCausalMask(shape, mask.reach.chunk_size)
+    return masks.CausalMask(shape) if mask.is_causal else masks.FullMask(shape)
+
+
+def _block_of(length: int) -> tuple[int, int]:
+    """Return the tokens of a block, and those of all blocks: the largest ones that need the least padding."""
+    padded = -(-length // LANES) * LANES
+    return next(size for size in (4 * LANES, 2 * LANES, LANES) if padded % size == 0), padded
+
+
+def _padded(x: Array, length: int) -> Array:
+    return jnp.pad(x, [(0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)])
