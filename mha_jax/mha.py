@@ -1,6 +1,7 @@
 """Multi-head attention: the functions made of the stages, and the modules that hold weights.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
+Layers take any number of batch axes in place of B, or none: see `axes`.
 A mask is boolean and True where a query may not see a key; an additive term is a bias.
 """
 
@@ -14,7 +15,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import stages
-from mha_jax.checks import check_floating, check_layer_inputs, check_projected, check_weights
+from mha_jax.axes import with_one_batch_axis
+from mha_jax.checks import check_layer_inputs, check_projected, check_tokens, check_weights
 from mha_jax.heads import combine_heads, split_heads
 from mha_jax.kernels import Kernel, fused
 from mha_jax.kernels.nonfinite import contained_projection
@@ -134,6 +136,7 @@ def multi_head_attention(
     return output, attn_weights
 
 
+@with_one_batch_axis
 def attention_layer(
     layer: "AttentionLayer | FunctionalLayer",
     query: Array,
@@ -376,7 +379,7 @@ class MultiHeadSelfAttention(AttentionLayer):
             TypeError: if x is not floating point, the mask is not boolean or the lengths are not integers.
             ValueError: if the shapes do not fit or a length lies outside 0..T.
         """
-        check_floating("x", x, rank=3)
+        check_tokens("x", x)
         visible = Mask(mask, is_causal, key_padding_lengths)
         output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=positions)
         return self.drop_output(output)

@@ -1,6 +1,7 @@
 """Multi-head attention: the functions made of the stages, and the modules that hold weights.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
+Layers take any number of batch axes in place of B, or none: see `axes`.
 A mask is boolean and True where a query may not see a key; an additive term is a bias.
 """
 
@@ -17,7 +18,8 @@ from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec, spec_from
 from mha_torch import stages
 from mha_torch.arrays import is_distributed
-from mha_torch.checks import check_floating, check_layer_inputs, check_projected, check_weights
+from mha_torch.axes import with_one_batch_axis
+from mha_torch.checks import check_layer_inputs, check_projected, check_tokens, check_weights
 from mha_torch.heads import combine_heads, split_heads
 from mha_torch.kernels import Kernel, fused
 from mha_torch.kernels.nonfinite import contained_projection, nonfinite_tokens
@@ -124,6 +126,7 @@ def multi_head_attention(
     return F.dropout(output, spec.output_dropout, training), attn_weights
 
 
+@with_one_batch_axis
 def attention_layer(
     layer: "AttentionLayer | FunctionalLayer",
     query: Tensor,
@@ -365,7 +368,7 @@ class MultiHeadSelfAttention(AttentionLayer):
             TypeError: if x is not floating point, the mask is not boolean or the lengths are not integers.
             ValueError: if the shapes do not fit, devices differ, or a length lies outside 0..T.
         """
-        check_floating("x", x, rank=3)
+        check_tokens("x", x)
         visible = Mask(mask, is_causal, key_padding_lengths)
         output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=positions)
         return self.drop_output(output)
