@@ -38,6 +38,14 @@ def check_floating(name: str, x: Array, rank: int) -> None:
         raise WrongType(name, "be floating point", {f"{name}.dtype": x.dtype})
 
 
+def check_tokens(name: str, x: Array) -> None:
+    """Refuse what is not floating-point tokens (…, T, d_in)."""
+    check_array(name, x)
+    if x.ndim < 2:
+        raise Refusal(name, "have at least 2 axes", {f"{name}.shape": x.shape})
+    check_floating(name, x, rank=x.ndim)
+
+
 def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
     """Refuse a shape that does not broadcast to the scores, or that would stretch them."""
     fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(scores_shape), strict=False))

@@ -1,6 +1,7 @@
 """Multi-head attention: the functions made of the stages, and the modules that hold weights.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
+Layers accept any number of batch axes instead of B, or none: see `axes`.
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
@@ -15,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mha_jax import stages
 from mha_jax.arrays import cast
-from mha_jax.checks import check_floating, check_layer_inputs, check_projected, check_weights
+from mha_jax.axes import with_one_batch_axis
+from mha_jax.checks import check_layer_inputs, check_projected, check_tokens, check_weights
 from mha_jax.heads import combine_heads, split_heads
 from mha_jax.kernels import Kernel, fused
 from mha_jax.kernels.nonfinite import contained_projection
@@ -121,6 +123,7 @@ def multi_head_attention(
     return output, attn_weights
 
 
+@with_one_batch_axis
 def attention_layer(
     layer: "AttentionLayer | FunctionalLayer",
     query: Array,
@@ -378,7 +381,7 @@ class MultiHeadSelfAttention(AttentionLayer):
         Returns:
             The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.
         """
-        check_floating("x", x, rank=3)
+        check_tokens("x", x)
         x, bias = cast((x, bias), self.dtype)
         visible = Mask(mask, is_causal, key_padding_lengths)
         output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=positions)

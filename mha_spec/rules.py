@@ -101,3 +101,27 @@ def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
     as_count("num_kv_heads", num_kv_heads)
     if num_heads % num_kv_heads:
         raise Refusal("num_heads", "be a multiple of num_kv_heads", num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+
+def merged_shapes(
+    name: str, shape: tuple[int, ...], axes: tuple[int, ...], kept: str, *, is_exact: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape to broadcast an array to, and the one to reshape it to, with one batch axis.
+
+    Args:
+        name: argument that is refused if its batch axes do not fit.
+        shape: shape of the array, batch axes first.
+        axes: batch axes of the query.
+        kept: letters of the axes after them.
+        is_exact: refuse an array with other batch axes; by default they need only broadcast.
+    """
+    letters = kept.split()
+    first = max(len(shape) - len(letters), 0)
+    own, rest = shape[:first], shape[first:]
+    fits = len(own) <= len(axes) and all(a in (1, b) for a, b in zip(own[::-1], axes[::-1], strict=False))
+    if not fits or (is_exact and (own, len(rest)) != (axes, len(letters))):
+        rule = f"{'have shape' if is_exact else 'broadcast to'} ({', '.join(map(str, (*axes, *letters)))})"
+        raise Refusal(name, rule, {f"{name}.shape": shape})
+    if math.prod(own) == 1:  # all sequences share it
+        return shape, (1, *rest)
+    return (*axes, *rest), (math.prod(axes), *rest)

@@ -36,6 +36,14 @@ def check_floating(name: str, x: Tensor, rank: int) -> None:
     raise WrongType(name, "be floating point", {f"{name}.dtype": x.dtype})
 
 
+def check_tokens(name: str, x: Tensor) -> None:
+    """Refuse what is not floating-point tokens (…, T, d_in)."""
+    check_array(name, x)
+    if x.ndim < 2:
+        raise Refusal(name, "have at least 2 axes", {f"{name}.shape": tuple(x.shape)})
+    check_floating(name, x, rank=x.ndim)
+
+
 def check_device(name: str, x: Tensor, expected: torch.device, of: str) -> None:
     """Refuse an array that lies on another device than the one that it meets."""
     if x.device != expected:

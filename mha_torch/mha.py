@@ -1,6 +1,7 @@
 """Multi-head attention: the functions made of the stages, and the modules that hold weights.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
+Layers accept any number of batch axes instead of B, or none: see `axes`.
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
@@ -17,7 +18,8 @@ from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec, spec_from
 from mha_torch import stages
 from mha_torch.arrays import is_distributed
-from mha_torch.checks import check_floating, check_layer_inputs, check_projected, check_weights
+from mha_torch.axes import with_one_batch_axis
+from mha_torch.checks import check_layer_inputs, check_projected, check_tokens, check_weights
 from mha_torch.heads import combine_heads, split_heads
 from mha_torch.kernels import Kernel, fused
 from mha_torch.kernels.nonfinite import contained_projection, nonfinite_tokens
@@ -106,6 +108,7 @@ def multi_head_attention(
     return F.dropout(output, spec.output_dropout, training), attn_weights
 
 
+@with_one_batch_axis
 def attention_layer(
     layer: "AttentionLayer | FunctionalLayer",
     query: Tensor,
@@ -339,7 +342,7 @@ class MultiHeadSelfAttention(AttentionLayer):
         Returns:
             The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.
         """
-        check_floating("x", x, rank=3)
+        check_tokens("x", x)
         visible = Mask(mask, is_causal, key_padding_lengths)
         output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=positions)
         return self.drop_output(output)

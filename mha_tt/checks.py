@@ -75,6 +75,14 @@ def check_floating(name: str, x: Tensor, rank: int) -> None:
         raise WrongType(name, "be in tiles (mha_tt.upload)", {f"{name}.layout": x.layout})
 
 
+def check_tokens(name: str, x: Tensor) -> None:
+    """Refuse what is not floating-point tokens (…, T, d_in)."""
+    check_on_device(name, x)
+    if len(x.shape) < 2:
+        raise Refusal(name, "have at least 2 axes", {f"{name}.shape": tuple(x.shape)})
+    check_floating(name, x, rank=len(x.shape))
+
+
 def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
     """Refuse a shape that does not broadcast to the scores, or that would stretch them."""
     fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(scores_shape), strict=False))

@@ -1,6 +1,7 @@
 """Multi-head attention: the functions made of the stages, and the modules that hold weights.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
+Layers accept any number of batch axes instead of B, or none: see `axes`.
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 
 On the device H is the padded head_dim: see `mha_tt.upload_weights`. Wherever the true one matters, the spec has it.
@@ -21,7 +22,8 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec, spec_from
 from mha_tt import stages
-from mha_tt.checks import check_dtype, check_floating, check_input_dtype, check_layer_inputs, check_weights
+from mha_tt.axes import with_one_batch_axis
+from mha_tt.checks import check_dtype, check_input_dtype, check_layer_inputs, check_tokens, check_weights
 from mha_tt.decode.places import Kept
 from mha_tt.device import accurate_config, describe_config
 from mha_tt.heads import combine_heads, split_heads
@@ -114,6 +116,7 @@ def multi_head_attention(
     return drop("output", output, spec.output_dropout if training else 0.0, seed + 1), attn_weights
 
 
+@with_one_batch_axis
 def attention_layer(
     layer: AttentionLayer | FunctionalLayer,
     query: Tensor,
@@ -314,8 +317,8 @@ class AttentionLayer:
         return mask, self._rotation
 
     def check_input(self, name: str, x: Tensor) -> None:
-        """Refuse, before any work, an input of another rank or dtype, and random dropout that ttnn does not support."""
-        check_floating(name, x, rank=3)
+        """Refuse, before any work, an input of a wrong rank or dtype, and random dropout that ttnn does not support."""
+        check_tokens(name, x)
         check_input_dtype(name, x, self.dtype)
         if self._drops and self.heads is not None:
             raise Refusal(
@@ -381,7 +384,7 @@ class MultiHeadAttention(AttentionLayer):
         self.check_input("query", query)
         visible, places = Mask(mask, is_causal, key_padding_lengths), positions
         if key is None:
-            visible, places = self._with_kept(query.shape[1], visible, positions)
+            visible, places = self._with_kept(query.shape[-2], visible, positions)
         output, attn_weights = attention_layer(
             self, query, key, value, visible, bias=bias, need_weights=need_weights, positions=places
         )
@@ -413,8 +416,8 @@ class MultiHeadSelfAttention(AttentionLayer):
         Returns:
             The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.
         """
-        check_floating("x", x, rank=3)
+        check_tokens("x", x)
         self.check_input("query", x)
-        visible, places = self._with_kept(x.shape[1], Mask(mask, is_causal, key_padding_lengths), positions)
+        visible, places = self._with_kept(x.shape[-2], Mask(mask, is_causal, key_padding_lengths), positions)
         output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=places)
         return self.drop_output(output)

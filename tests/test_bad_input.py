@@ -483,7 +483,7 @@ def test_core_refuses(sibling, name):
 
 SPEC = parity.AttentionSpec(8, 2, d_in=6, d_kv=5)
 LAYERS = {
-    "query rank": ({"query": ones(3, 6)}, refuses("query", {"query.shape": (3, 6)})),
+    "query rank": ({"query": ones(6)}, refuses("query", {"query.shape": (6,)})),
     "integer query": ({"query": integers(2, 3, 6)}, refuses_type("query", {"query.dtype": ...})),
     "query list": ({"query": [[[1.0] * 6]]}, refuses_type("query", "list")),
     "query width": ({"query": ones(2, 3, 7)}, refuses("the input of q_proj", shape=(2, 3, 7))),
@@ -565,7 +565,7 @@ def test_module_with_rope_refuses(sibling, name):
 
 SELF_ATTENTIONS = {
     **PADDING_LENGTHS,
-    "rank": ({"x": ones(3, 8)}, refuses("x", {"x.shape": (3, 8)})),
+    "rank": ({"x": ones(8)}, refuses("x", {"x.shape": (8,)})),
     "integers": ({"x": integers(2, 3, 8)}, refuses_type("x", {"x.dtype": ...})),
     "list": ({"x": [[[1.0] * 8]]}, refuses_type("x", "list")),
     "width": ({"x": ones(2, 3, 6)}, refuses("the input of q_proj", shape=(2, 3, 6))),

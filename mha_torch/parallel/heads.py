@@ -87,7 +87,8 @@ def _divide_tokens(layer: AttentionLayer, kernel: RingAttention) -> None:
             raise Refusal("need_weights", rule, need_weights=True)
         check_known_to_ring(Mask(named.get("mask")), layer.scores(named.get("bias")))
         if isinstance(x, Tensor) and layer.spec.has_positions and named.get("positions") is None:
-            named = named | {"positions": kernel.positions(x.shape[1], x.device)}
+            places = kernel.positions(x.shape[-2], x.device)
+            named = named | {"positions": places if x.ndim > 2 else places[0]}
         return inputs, named
 
     layer.kernel = kernel

@@ -1,0 +1,63 @@
+"""Batch axes: layers take any number of them, or none, as one.
+
+Arguments have the batch axes of the query, or broadcast to them; the result has them again.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from mha_jax.checks import check_tokens
+from mha_jax.masks import Mask
+from mha_spec import AttentionSpec
+from mha_spec.rules import merged_shapes
+
+Attend = Callable[..., tuple[Array, Array | None]]
+
+
+def with_one_batch_axis(attend: Attend) -> Attend:
+    """Wrap `attention_layer`, so that its inputs may have any number of batch axes."""
+
+    @wraps(attend)
+    def attend_any(layer: Any, query: Array, key: Any, value: Any, mask: Mask, **options: Any) -> Any:
+        if not isinstance(query, (jax.Array, np.ndarray)) or query.ndim == 3:
+            return attend(layer, query, key, value, mask, **options)
+        check_tokens("query", query)
+        axes, keep = tuple(query.shape)[:-2], getattr(layer, "dropout_keep", None)
+        if keep is not None:
+            layer = replace(layer, dropout_keep=_merge("dropout_keep", keep, axes))
+        lengths = mask.key_padding_lengths
+        if lengths is not None:
+            lengths = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
+            lengths = _merge("key_padding_lengths", lengths, axes, "", is_exact=True)
+        mask = replace(mask, mask=_merge("mask", mask.mask, axes), key_padding_lengths=lengths)
+        options["bias"] = _merge("bias", options["bias"], axes)
+        options["positions"] = _merge_positions(options["positions"], axes, layer.spec)
+        x = _merge("query", query, axes, "T d_in", is_exact=True)
+        x_k = x if key is query else _merge("key", key, axes, "S d_kv", is_exact=True)
+        x_v = x_k if value is key else _merge("value", value, axes, "S d_kv", is_exact=True)
+        results = attend(layer, x, x_k, x_v, mask, **options)
+        return tuple(x.reshape(*axes, *x.shape[1:]) if x is not None else None for x in results)
+
+    return attend_any
+
+
+def _merge(name: str, x: Any, axes: tuple[int, ...], kept: str = "N T S", *, is_exact: bool = False) -> Any:
+    """Return x with one batch axis, of length 1 if all sequences share it."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        return x  # the layer refuses it
+    whole, merged = merged_shapes(name, tuple(x.shape), axes, kept, is_exact=is_exact)
+    return (x if x.shape == whole else jnp.broadcast_to(x, whole)).reshape(merged)
+
+
+def _merge_positions(positions: Any, axes: tuple[int, ...], spec: AttentionSpec) -> Any:
+    """Return positions (…, T), or with sections (axes, …, T), with one batch axis."""
+    if spec.rope is None or spec.rope.sections is None or getattr(positions, "ndim", 0) != len(axes) + 2:
+        return _merge("positions", positions, axes, "T")
+    return jnp.moveaxis(_merge("positions", jnp.moveaxis(positions, 0, -2), axes, "axes T"), 1, 0)

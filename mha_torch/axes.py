@@ -1,0 +1,60 @@
+"""Batch axes: layers take any number of them, or none, as one.
+
+Arguments have the batch axes of the query, or broadcast to them; the result has them again.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mha_spec import AttentionSpec
+from mha_spec.rules import merged_shapes
+from mha_torch.checks import check_tokens
+from mha_torch.masks import Mask
+
+Attend = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def with_one_batch_axis(attend: Attend) -> Attend:
+    """Wrap `attention_layer`, so that its inputs may have any number of batch axes."""
+
+    @wraps(attend)
+    def attend_any(layer: Any, query: Tensor, key: Any, value: Any, mask: Mask, **options: Any) -> Any:
+        if not isinstance(query, Tensor) or query.ndim == 3:
+            return attend(layer, query, key, value, mask, **options)
+        check_tokens("query", query)
+        axes, keep = tuple(query.shape)[:-2], getattr(layer, "dropout_keep", None)
+        if keep is not None:
+            layer = replace(layer, dropout_keep=_merge("dropout_keep", keep, axes))
+        lengths = mask.key_padding_lengths
+        if lengths is not None:
+            lengths = _merge("key_padding_lengths", torch.as_tensor(lengths), axes, "", is_exact=True)
+        mask = replace(mask, mask=_merge("mask", mask.mask, axes), key_padding_lengths=lengths)
+        options["bias"] = _merge("bias", options["bias"], axes)
+        options["positions"] = _merge_positions(options["positions"], axes, layer.spec)
+        x = _merge("query", query, axes, "T d_in", is_exact=True)
+        x_k = x if key is query else _merge("key", key, axes, "S d_kv", is_exact=True)
+        x_v = x_k if value is key else _merge("value", value, axes, "S d_kv", is_exact=True)
+        results = attend(layer, x, x_k, x_v, mask, **options)
+        return tuple(x.reshape(*axes, *x.shape[1:]) if x is not None else None for x in results)
+
+    return attend_any
+
+
+def _merge(name: str, x: Any, axes: tuple[int, ...], kept: str = "N T S", *, is_exact: bool = False) -> Any:
+    """Return x with one batch axis, of length 1 if all sequences share it."""
+    if not isinstance(x, Tensor):
+        return x  # the layer refuses it
+    whole, merged = merged_shapes(name, tuple(x.shape), axes, kept, is_exact=is_exact)
+    return x.expand(whole).reshape(merged)
+
+
+def _merge_positions(positions: Any, axes: tuple[int, ...], spec: AttentionSpec) -> Any:
+    """Return positions (…, T), or with sections (axes, …, T), with one batch axis."""
+    if spec.rope is None or spec.rope.sections is None or getattr(positions, "ndim", 0) != len(axes) + 2:
+        return _merge("positions", positions, axes, "T")
+    return _merge("positions", positions.movedim(0, -2), axes, "axes T").movedim(1, 0)
