@@ -7,7 +7,6 @@ from jaxtyping import Array, Bool, Float
 
 from mha_jax.checks import check_bias, check_keep, check_relative_bias, check_sinks
 from mha_spec import AttentionSpec, Refusal, RelativeBias
-from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate
 
 
@@ -36,10 +35,8 @@ class Scores:
 
     def check(self, scores_shape: tuple[int, ...], query: Array) -> None:
         """Refuse changes that do not fit the scores (B, N, T, S), their queries or the layer."""
-        if self.spec is not None:
-            check_spec(self.spec)
-            if self.spec.sinks != (self.sinks is not None):
-                raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": self.spec.sinks})
+        if self.spec is not None and self.spec.sinks != (self.sinks is not None):
+            raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": self.spec.sinks})
         check_relative_bias(self.relative_bias, self.buckets, scores_shape[1])
         check_bias(self.bias, scores_shape, query)
         check_sinks(self.sinks, scores_shape[1])

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from mha_jax.alibi import alibi_bias
 from mha_jax.arrays import at_least_float32
 from mha_jax.checks import (
+    check_bias,
     check_floating,
     check_keep,
     check_mask,
@@ -49,7 +50,10 @@ def attention_scores(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
-    check_scored(query, key, bias, spec)
+    check_floating("query", query, rank=4)
+    check_floating("key", key, rank=4)
+    check_scored(query, key, spec)
+    check_bias(bias, (*query.shape[:3], key.shape[2]), query)
     scale, relative = score_scale(query, spec), None if spec is None else spec.relative_bias
     check_relative_bias(relative_bias, relative, query.shape[1])
     key = repeat_kv_heads(key, query.shape[1])
@@ -245,7 +249,7 @@ def check_attention(query: Array, key: Array, value: Array, mask: Mask, scores: 
         raise Refusal(
             "value", "have the shape of key but for its features", {"value.shape": value.shape, "key.shape": key.shape}
         )
-    check_scored(query, key, None, scores.spec)  # the scores check their bias
+    check_scored(query, key, scores.spec)
     scores_shape = (*query.shape[:3], key.shape[2])
     mask.check(scores_shape)
     scores.check(scores_shape, query)

@@ -43,7 +43,7 @@ from mha_torch.latent import (
     expand_latents,
     project_latents,
 )
-from mha_torch.masks import Mask, as_lengths
+from mha_torch.masks import Mask, as_lengths, block_of
 from mha_torch.mha import AttentionLayer, FunctionalLayer
 from mha_torch.projections import project_output, project_qkv
 from mha_torch.stages import check_attention
@@ -170,7 +170,7 @@ def cached_layer(
     before, cache = cache, append_checked(cache, new, new_lengths, lengths)
     slots, rows = _slots_seen(cache.capacity, spec, lengths, seq_len), slice(0, seq_len)
     q, k, v, seen_spec = _seen(q, cache, slots, spec, project, kv_b)
-    scores = replace(scores, spec=seen_spec).block(rows, slots)
+    scores = (scores if seen_spec is spec else replace(scores, spec=seen_spec)).block(rows, slots)
     visible = _mask_of_slots(mask, slots, spec, before.lengths, lengths, seq_len)
     check_attention(q, k, v, visible, scores)
     context = layer.kernel(q, k, v, visible, scores)
@@ -233,14 +233,12 @@ def _mask_of_slots(
     seq_len: int,
 ) -> Mask:
     """Return the mask of the slots that some new token attends to."""
+    if lengths and seq_len == 1 and not spec.has_distance_bias and min(lengths) == max(lengths):
+        return Mask(block_of(mask, slice(0, 1), slots))  # one token attends to all that is filled and in its span
     visible = Mask(mask, is_causal=True, reach=spec.reach, offsets=before)
     if lengths is None:
         return visible
-    first, last = min(lengths, default=0), max(lengths, default=0)
-    visible = visible.block(slice(0, seq_len), slots)
-    # One token attends to all that is filled and in its span.
-    if first == last and seq_len == 1 and not spec.has_distance_bias:
-        return Mask(visible.mask)
+    visible, last = visible.block(slice(0, seq_len), slots), max(lengths, default=0)
     return replace(visible, offsets=None) if last == 0 else visible  # a prompt; no real token sees right padding
 
 

@@ -233,10 +233,8 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
             raise Refusal(name, f"have shape {shapes.get(name)} for {norm}", {f"{name}.shape": found})
 
 
-def check_scored(query: Tensor, key: Tensor, bias: Tensor | None, spec: AttentionSpec | None) -> None:
-    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
-    check_floating("query", query, rank=4)
-    check_floating("key", key, rank=4)
+def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | None) -> None:
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or not those of the layer."""
     if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
         raise Refusal(
             "key",
@@ -244,7 +242,6 @@ def check_scored(query: Tensor, key: Tensor, bias: Tensor | None, spec: Attentio
             {"key.shape": tuple(key.shape), "query.shape": tuple(query.shape)},
         )
     check_head_groups(query.shape[1], key.shape[1])
-    check_bias(bias, (*query.shape[:3], key.shape[2]), query)
     if spec is None:
         return
     check_spec(spec)

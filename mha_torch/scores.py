@@ -6,7 +6,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mha_spec import AttentionSpec, Refusal, RelativeBias
-from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate
 from mha_torch.checks import (
     check_bias,
@@ -40,10 +39,8 @@ class Scores:
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
         """Refuse changes that do not fit the scores (B, N, T, S), their queries or the layer."""
-        if self.spec is not None:
-            check_spec(self.spec)
-            if self.spec.sinks != (self.sinks is not None):
-                raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": self.spec.sinks})
+        if self.spec is not None and self.spec.sinks != (self.sinks is not None):
+            raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": self.spec.sinks})
         check_relative_bias(self.relative_bias, self.buckets, scores_shape[1])
         check_bias(self.bias, scores_shape, query)
         check_sinks(self.sinks, scores_shape[1])

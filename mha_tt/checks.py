@@ -264,10 +264,8 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
             raise Refusal(name, f"have shape {expected} for {norm}", {f"{name}.shape": found})
 
 
-def check_scored(query: Tensor, key: Tensor, bias: np.ndarray | Tensor | None, spec: AttentionSpec | None) -> None:
-    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or a bias that does not fit them."""
-    check_floating("query", query, rank=4)
-    check_floating("key", key, rank=4)
+def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | None) -> None:
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or not those of the layer."""
     if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
         raise Refusal(
             "key",
@@ -275,7 +273,6 @@ def check_scored(query: Tensor, key: Tensor, bias: np.ndarray | Tensor | None, s
             {"key.shape": tuple(key.shape), "query.shape": tuple(query.shape)},
         )
     check_head_groups(query.shape[1], key.shape[1])
-    check_bias(bias, (*tuple(query.shape)[:3], key.shape[2]))
     if spec is None:
         return
     check_spec(spec)

@@ -22,6 +22,7 @@ from mha_spec.rules import as_rate
 from mha_tt.alibi import alibi_bias
 from mha_tt.arrays import as_dtype, at_least_float32
 from mha_tt.checks import (
+    check_bias,
     check_floating,
     check_keep,
     check_mask,
@@ -56,7 +57,10 @@ def attention_scores(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
-    check_scored(query, key, bias, spec)
+    check_floating("query", query, rank=4)
+    check_floating("key", key, rank=4)
+    check_scored(query, key, spec)
+    check_bias(bias, (*tuple(query.shape)[:3], key.shape[2]))
     scale, relative = score_scale(query, spec), None if spec is None else spec.relative_bias
     check_relative_bias(relative_bias, relative, query.shape[1])
     scores = ttnn.matmul(
@@ -268,7 +272,7 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, score
             "have the shape of key but for its features",
             {"value.shape": tuple(value.shape), "key.shape": tuple(key.shape)},
         )
-    check_scored(query, key, None, scores.spec)  # the scores check their bias
+    check_scored(query, key, scores.spec)
     scores_shape = (*tuple(query.shape)[:3], key.shape[2])
     mask.check(scores_shape)
     scores.check(scores_shape)

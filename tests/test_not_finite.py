@@ -418,3 +418,30 @@ def test_no_gradient_is_spoilt_beside_a_token_of_a_growing_cache_that_is_not_fin
     output, *_ = mha_torch.multi_head_attention_with_cache(x, weights, spec)
     output[:, :3].sum().backward()
     assert all(weight.grad.isfinite().all() for weight in weights.values())
+
+
+def test_an_accelerator_is_asked_for_no_value(monkeypatch):
+    """Each look would wait for it. Meta tensors stand for those of an accelerator."""
+
+    def fail(_):
+        raise AssertionError("a value was asked for")
+
+    for holder in (mha_torch.kernels.nonfinite, mha_torch.kernels.sdpa, mha_torch.checks):
+        monkeypatch.setattr(holder, "values_of", fail)
+    spec = AttentionSpec(16, 2, window_size=2, gate=Gate())
+    layer = mha_torch.MultiHeadSelfAttention(spec, device="meta")
+    x = torch.ones(2, 5, 16, device="meta", requires_grad=True)
+    layer(x, is_causal=True, bias=torch.zeros(5, 5, device="meta"), key_padding_lengths=[2, 5]).sum().backward()
+    assert x.grad is not None
+
+
+def test_what_an_accelerator_does_unasked_changes_no_gradient(monkeypatch):
+    layer = mha_torch.MultiHeadSelfAttention(AttentionSpec(16, 2))
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+
+    def gradients():
+        return torch.autograd.grad(layer(x, is_causal=True).sum(), [*layer.parameters()])
+
+    expected = gradients()
+    monkeypatch.setattr(mha_torch.kernels.nonfinite, "maybe_any", lambda _: True)
+    assert all(map(torch.equal, gradients(), expected))

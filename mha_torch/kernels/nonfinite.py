@@ -30,8 +30,8 @@ def _largest_features(x: Float[Tensor, "*tokens H"]) -> Float[Tensor, "*tokens 1
 
 
 def maybe_any(x: Bool[Tensor, "..."]) -> bool:
-    """Return whether any of x is True; True if its values are unavailable."""
-    return torch.compiler.is_compiling() or values_of(x.any()) is not False
+    """Return whether any of x is True; True if its values are unavailable, or only by waiting for an accelerator."""
+    return x.device.type != "cpu" or torch.compiler.is_compiling() or values_of(x.any()) is not False
 
 
 def zero_where(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
