@@ -11,7 +11,7 @@ def alibi_bias(
     slopes: tuple[float, ...],
     seq_len_q: int,
     seq_len_k: int,
-    offsets: Int[Array, " B"] | None = None,
+    q_offset: Int[Array, " B"] | None = None,
     *,
     scores_dtype: jnp.dtype,
 ) -> Float[Array, "#B N T S"]:
@@ -21,7 +21,7 @@ def alibi_bias(
         slopes: of the heads, N.
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S.
-        offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
+        q_offset: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
         scores_dtype: of the scores, and of the bias.
 
     Returns:
@@ -30,7 +30,7 @@ def alibi_bias(
     Source: Train Short, Test Long, arXiv:2108.12409, section 3.
     """
     places = jnp.arange(seq_len_q, dtype=jnp.int32)[None]
-    if offsets is not None:
-        places = offsets[:, None] + places
+    if q_offset is not None:
+        places = q_offset[:, None] + places
     distances = jnp.abs(places[:, None, :, None] - jnp.arange(seq_len_k, dtype=jnp.int32)[None, None, None])
     return -jnp.asarray(slopes, scores_dtype)[None, :, None, None] * distances.astype(scores_dtype)

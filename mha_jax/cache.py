@@ -18,9 +18,9 @@ from mha_jax.checks import check_count, check_floating, check_is_cache, check_le
 from mha_jax.compiled import compiled
 from mha_jax.kernels.nonfinite import zero_where
 from mha_jax.masks import Mask
-from mha_jax.parallel.sharding import automatically, specs_of
+from mha_jax.parallel.sharding import specs_of, with_auto_axes
 from mha_spec import Refusal, WrongType
-from mha_spec.reach import reach_of
+from mha_spec.span import span_of
 
 
 class Cache:
@@ -221,7 +221,7 @@ def append_to_cache(
 
 
 @compiled()
-@automatically(specs_of)
+@with_auto_axes(specs_of)
 def append_checked(cache: CacheT, new: tuple[Array, ...], added: Array) -> CacheT:
     """`append_to_cache` without its checks, of what goes into each array of slots."""
     seq_len = new[0].shape[2]
@@ -260,8 +260,8 @@ def create_cache_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
-    offsets, reach = jnp.asarray(lengths, jnp.int32), reach_of(window_size, chunk_size)
-    return Mask(is_causal=True, reach=reach, offsets=offsets).implicit_bool(seq_len_q, capacity)
+    q_offset, span = jnp.asarray(lengths, jnp.int32), span_of(window_size, chunk_size)
+    return Mask(is_causal=True, span=span, q_offset=q_offset).implicit_bool(seq_len_q, capacity)
 
 
 def num_added(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> Array:

@@ -86,8 +86,8 @@ def multi_head_attention_with_cache(
     if cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
         k, v = jnp.concatenate([cache_k, k], axis=2), jnp.concatenate([cache_v, v], axis=2)
-    offsets = jnp.full((1,), cache_len, jnp.int32) if cache_len else None
-    visible, scores = Mask(mask, is_causal=True, reach=spec.reach, offsets=offsets), layer.scores(bias)
+    q_offset = jnp.full((1,), cache_len, jnp.int32) if cache_len else None
+    visible, scores = Mask(mask, is_causal=True, span=spec.span, q_offset=q_offset), layer.scores(bias)
     check_attention(q, k, v, visible, scores)
     return project_output(project, kernel(q, k, v, visible, scores), x, spec), k, v
 
@@ -147,21 +147,21 @@ def cached_layer(
     if new_lengths is not None:  # padding makes no sequence longer
         positions = _of_real_tokens(positions, added)
     project = contained_projection(layer.project)
-    q, new = _entering(project, x, cache, spec, positions)
+    q, new = _project_new_tokens(project, x, cache, spec, positions)
     before, cache = cache, append_checked(cache, new, added)
-    q, k, v, seen_spec = _seen(q, cache, spec, project, kv_b)
+    q, k, v, seen_spec = _keys_and_values(q, cache, spec, project, kv_b)
     scores = replace(layer.scores(bias), spec=seen_spec)
     # A sequence that has no room sees a slot that is there, so that its output is finite before it is made NaN.
-    visible = Mask(mask, is_causal=True, reach=spec.reach, offsets=jnp.minimum(lengths, cache.capacity - 1))
+    visible = Mask(mask, is_causal=True, span=spec.span, q_offset=jnp.minimum(lengths, cache.capacity - 1))
     check_attention(q, k, v, visible, scores)
     attend = step_of(layer.kernel) if seq_len == 1 else layer.kernel
     context = attend(q, k, v, visible, scores)
-    context = context if kv_b is None else _absorbing(absorb_values, context, kv_b, spec)
+    context = context if kv_b is None else _absorb(absorb_values, context, kv_b, spec)
     output = project_output(project, context, x, spec)
     return _tell_what_fits(output, before, added), cache
 
 
-def _entering(
+def _project_new_tokens(
     project: Project, x: Array, cache: Cache, spec: AttentionSpec, positions: Array
 ) -> tuple[Array, tuple[Array, ...]]:
     """The queries of new tokens, and what the cache keeps of them."""
@@ -175,12 +175,12 @@ def _entering(
     return q, (k, v)
 
 
-def _absorbing(absorb: Callable[..., Array], x: Array, kv_b: Array, spec: AttentionSpec) -> Array:
+def _absorb(absorb: Callable[..., Array], x: Array, kv_b: Array, spec: AttentionSpec) -> Array:
     """`absorb_keys` or `absorb_values`, through which a token that is not finite spoils no gradient of kv_b."""
     return contained_projection(lambda _, x: absorb(x, kv_b, spec))("kv_b_proj", x)
 
 
-def _seen(
+def _keys_and_values(
     q: Array, cache: Cache, spec: AttentionSpec, project: Project, kv_b: Array | None
 ) -> tuple[Array, Array, Array, AttentionSpec]:
     """Return queries, keys and values, or the latents instead of both, and the layer that has these."""
@@ -189,7 +189,7 @@ def _seen(
     (latents,) = cache.slots.values()
     if kv_b is None:
         return q, *expand_latents(project, latents, spec), spec
-    return _absorbing(absorb_keys, q, kv_b, spec), latents, latents[..., : check_latent(spec).kv_rank], spec.absorbed
+    return _absorb(absorb_keys, q, kv_b, spec), latents, latents[..., : check_latent(spec).kv_rank], spec.absorbed
 
 
 @compiled()

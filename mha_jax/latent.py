@@ -14,7 +14,7 @@ from mha_jax.arrays import at_least_float32
 from mha_jax.cache import Cache, append_checked, check_cache, check_room, num_added
 from mha_jax.checks import check_count, check_floating, check_is_cache, check_latents
 from mha_jax.heads import split_heads
-from mha_jax.parallel.sharding import broadcast_beside
+from mha_jax.parallel.sharding import broadcast_like
 from mha_jax.rope import apply_rope
 from mha_jax.temperature import apply_temperature
 from mha_jax.weights import Project
@@ -103,7 +103,7 @@ def expand_latents(
     check_latents("latents", latents, latent)
     shared, own_features = latents[..., latent.kv_rank :], spec.head_dim - latent.rope_dim
     kv = split_heads(project("kv_b_proj", latents[:, 0, :, : latent.kv_rank]), spec.num_heads)
-    shared = broadcast_beside(shared, kv)
+    shared = broadcast_like(shared, kv)
     return jnp.concatenate([kv[..., :own_features], shared], axis=-1), kv[..., own_features:]
 
 

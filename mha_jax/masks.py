@@ -12,7 +12,7 @@ from mha_jax.checks import check_count, check_lengths, check_mask
 from mha_jax.compiled import compiled
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
-from mha_spec.reach import Reach, reach_of
+from mha_spec.span import Span, span_of
 
 
 def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> Bool[Array, "T S"]:
@@ -98,8 +98,8 @@ def create_attention_mask(
     check_count("seq_len_k", seq_len_k)
     if key_padding_lengths is not None:
         check_lengths("key_padding_lengths", key_padding_lengths, None, seq_len_k)
-    reach = reach_of(window_size, chunk_size)
-    return Mask(None, is_causal, key_padding_lengths, reach).implicit_bool(seq_len_q, seq_len_k)
+    span = span_of(window_size, chunk_size)
+    return Mask(None, is_causal, key_padding_lengths, span).implicit_bool(seq_len_q, seq_len_k)
 
 
 def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int) -> Bool[Array, "T S"]:
@@ -172,15 +172,15 @@ class Mask:
         mask: boolean, True = masked; broadcasts to (B, N, T, S).
         is_causal: hide every key after the query's own position.
         key_padding_lengths: number of real keys of each sequence, (B,).
-        reach: attention span of the layer, a window or chunks; None for all keys.
-        offsets: position of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 by default.
+        span: attention span of the layer, a window or chunks; None for all keys.
+        q_offset: position of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 by default.
     """
 
     mask: Bool[Array, "..."] | None = None
     is_causal: bool = field(default=False, metadata={"static": True})
     key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None
-    reach: Reach | None = field(default=None, metadata={"static": True})
-    offsets: Int[Array, " B"] | None = None
+    span: Span | None = field(default=None, metadata={"static": True})
+    q_offset: Int[Array, " B"] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
         """Refuse a mask that does not fit the scores (B, N, T, S)."""
@@ -191,14 +191,14 @@ class Mask:
     @property
     def is_trivial(self) -> bool:
         """True if every query attends to every key."""
-        return not self.is_causal and all(x is None for x in (self.mask, self.key_padding_lengths, self.reach))
+        return not self.is_causal and all(x is None for x in (self.mask, self.key_padding_lengths, self.span))
 
     def within(self, spec: AttentionSpec | None) -> "Mask":
         """Return the mask with the attention span of a layer."""
         if spec is None:
             return self
         check_spec(spec)
-        return self if spec.reach is None else replace(self, reach=spec.reach)
+        return self if spec.span is None else replace(self, span=spec.span)
 
     def as_arrays(self) -> "Mask":
         """Return the mask with its lengths as an array, which compiled functions take."""
@@ -217,7 +217,7 @@ class Mask:
 
     def to_bool(self, seq_len_q: int, seq_len_k: int) -> Bool[Array, "..."] | None:
         """Return the boolean mask, with what causality, padding and span hide; None if nothing is hidden."""
-        if not self.is_causal and self.key_padding_lengths is None and self.reach is None:
+        if not self.is_causal and self.key_padding_lengths is None and self.span is None:
             return self.mask
         hidden = self.implicit_bool(seq_len_q, seq_len_k)
         return hidden if self.mask is None else hidden | to_scores_rank(self.mask)
@@ -233,13 +233,13 @@ class Mask:
         """
         lengths: Any = self.as_arrays().key_padding_lengths
         places = _positions(seq_len_q)[None]  # (B or 1, T)
-        if self.offsets is not None:
-            places = self.offsets[:, None] + places
+        if self.q_offset is not None:
+            places = self.q_offset[:, None] + places
         first, stop = jnp.zeros_like(places), places + 1 if self.is_causal else jnp.full_like(places, seq_len_k)
         if lengths is not None:
             stop = jnp.minimum(stop, lengths[:, None])
-        if self.reach is not None:
-            first, stop = self.reach.first(places), jnp.minimum(stop, self.reach.stop(places))
+        if self.span is not None:
+            first, stop = self.span.first(places), jnp.minimum(stop, self.span.stop(places))
         return first, stop
 
 
@@ -267,7 +267,7 @@ def _implicit_bool(mask: Mask, seq_len_q: int, seq_len_k: int) -> Array:
     first, stop = mask.key_range(seq_len_q, seq_len_k)
     keys = _positions(seq_len_k)[None, None, None]
     hidden = keys >= stop[:, None, :, None]
-    return hidden if mask.reach is None else hidden | (keys < first[:, None, :, None])
+    return hidden if mask.span is None else hidden | (keys < first[:, None, :, None])
 
 
 def _positions(seq_len: int) -> Int[Array, " L"]:

@@ -15,7 +15,7 @@ def relative_position_bias(
     relative_bias: RelativeBias,
     seq_len_q: int,
     seq_len_k: int,
-    offsets: Int[Array, " B"] | None = None,
+    q_offset: Int[Array, " B"] | None = None,
     *,
     scores_dtype: jnp.dtype,
 ) -> Float[Array, "#B N T S"]:
@@ -26,7 +26,7 @@ def relative_position_bias(
         relative_bias: which distances share a bucket.
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S.
-        offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
+        q_offset: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
         scores_dtype: of the scores, and of the bias.
 
     Returns:
@@ -35,8 +35,8 @@ def relative_position_bias(
     Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1.
     """
     distances = jnp.arange(-seq_len_q, seq_len_k, dtype=jnp.int32)[None]
-    if offsets is not None:
-        distances = distances - offsets[:, None]
+    if q_offset is not None:
+        distances = distances - q_offset[:, None]
     farthest = relative_bias.max_distance
     buckets = jnp.asarray(relative_bias.buckets(), jnp.int32)
     buckets = buckets[jnp.clip(distances, -farthest, farthest) + farthest]

@@ -26,7 +26,7 @@ from mha_jax.compiled import compiled
 from mha_jax.heads import repeat_kv_heads
 from mha_jax.kernels.nonfinite import contained_with_weights
 from mha_jax.masks import Mask, to_scores_rank
-from mha_jax.parallel.sharding import automatically, of_heads, placed_beside
+from mha_jax.parallel.sharding import head_sharding, reshard_like, with_auto_axes
 from mha_jax.relative_bias import relative_position_bias
 from mha_jax.scores import Scores
 from mha_spec import AttentionSpec, Refusal, WrongType
@@ -39,13 +39,13 @@ def attention_scores(
     key: Float[Array, "B K S H"],
     bias: Float[Array, "..."] | None = None,
     spec: AttentionSpec | None = None,
-    offsets: Int[Array, " B"] | None = None,
+    q_offset: Int[Array, " B"] | None = None,
     relative_bias: Float[Array, "..."] | None = None,
 ) -> Float[Array, "B N T S"]:
     """Dot products of queries and keys, scaled, capped softly if the spec says so, plus the bias; at least float32.
 
     The scale is 1 / sqrt(H) where there is no spec, or none in it. With ALiBi scores lose by the distance of query and
-    key, with a relative bias they gain by it, from a table (num_buckets, N): `offsets` are the places of the first
+    key, with a relative bias they gain by it, from a table (num_buckets, N): `q_offset` are the places of the first
     query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
@@ -60,10 +60,10 @@ def attention_scores(
     scores = jnp.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
     scores = soft_capped(scores, spec)
     if spec is not None and spec.alibi_slopes is not None:
-        scores = scores + alibi_bias(spec.alibi_slopes, *scores.shape[2:], offsets, scores_dtype=scores.dtype)
+        scores = scores + alibi_bias(spec.alibi_slopes, *scores.shape[2:], q_offset, scores_dtype=scores.dtype)
     if relative_bias is not None and relative is not None:
         lengths = (scores.shape[2], scores.shape[3])
-        gained = relative_position_bias(relative_bias, relative, *lengths, offsets, scores_dtype=scores.dtype)
+        gained = relative_position_bias(relative_bias, relative, *lengths, q_offset, scores_dtype=scores.dtype)
         scores = scores + gained
     return scores if bias is None else scores + to_scores_rank(at_least_float32(bias))
 
@@ -91,7 +91,7 @@ def masked_softmax(
             mask = to_scores_rank(mask)
             mask = jnp.broadcast_to(mask, (*mask.shape[:3], scores.shape[3]))
             mask = jnp.pad(mask, [(0, 0), (0, 0), (0, 0), (0, 1)])
-        column = placed_beside(column.astype(scores.dtype), scores)
+        column = reshard_like(column.astype(scores.dtype), scores)
         return _softmax(jnp.concatenate([scores, column], axis=3), mask)[..., :-1]
     return _softmax(scores, mask)
 
@@ -216,7 +216,7 @@ def scaled_dot_product_attention(
 
 
 @compiled()
-@automatically(of_heads)
+@with_auto_axes(head_sharding)
 @contained_with_weights
 def attend(
     query: Float[Array, "B N T H"],
@@ -226,7 +226,7 @@ def attend(
     scores: Scores,
 ) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T S"]]:
     """Return the context and the attention weights before dropout: the definition, of shapes that are checked."""
-    logits = attention_scores(query, key, scores.bias, scores.spec, mask.offsets, scores.relative_bias)
+    logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, scores.relative_bias)
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2])
     attn_weights = masked_softmax(logits, hidden, scores.sinks).astype(query.dtype)
     dropped = apply_dropout(attn_weights, scores.dropout, scores.dropout_keep, rng=scores.dropout_rng)

@@ -13,7 +13,6 @@ from mha_spec.gate import Gate
 from mha_spec.latent import Latent, check_latent_rope
 from mha_spec.norm import Norm
 from mha_spec.projection import Projection, shapes_of
-from mha_spec.reach import Reach, reach_of
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
 from mha_spec.relative_bias import RelativeBias
@@ -21,6 +20,7 @@ from mha_spec.rope import Rope, check_rotated
 from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups
 from mha_spec.scaling import YarnScaling
 from mha_spec.serialization import from_json, to_json
+from mha_spec.span import Span, span_of
 from mha_spec.temperature import Temperature, check_temperature
 
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv", "value_head_dim")
@@ -132,7 +132,7 @@ class AttentionSpec(Record):
         for name in FACTORS:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, as_factor(name, getattr(self, name)))
-        reach_of(self.window_size, self.chunk_size)
+        span_of(self.window_size, self.chunk_size)
         for name in SIZES[2:]:  # in this order, since some are derived from others of these
             if getattr(self, name) is None:
                 object.__setattr__(self, name, self._derived_sizes()[name])
@@ -278,9 +278,9 @@ class AttentionSpec(Record):
         return tuple(factor * slope for slope in self.alibi.slopes(self.num_heads))
 
     @property
-    def reach(self) -> Reach | None:
+    def span(self) -> Span | None:
         """How far a query sees, where that is less than everything."""
-        return reach_of(self.window_size, self.chunk_size)
+        return span_of(self.window_size, self.chunk_size)
 
     @property
     def qkv_biases(self) -> tuple[bool, bool, bool]:

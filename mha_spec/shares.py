@@ -31,7 +31,7 @@ class Held(NamedTuple):
     keys: list[int]
 
 
-def heads_of(spec: AttentionSpec, size: int, rank: int) -> Held:
+def local_heads(spec: AttentionSpec, size: int, rank: int) -> Held:
     """The heads of one of so many ranks, whose number divides that of the query heads.
 
     Where there are fewer key/value heads than ranks, several ranks have the same one. Where neither number divides the

@@ -9,7 +9,7 @@ def alibi_bias(
     slopes: tuple[float, ...],
     seq_len_q: int,
     seq_len_k: int,
-    offsets: Int[Tensor, " B"] | None = None,
+    q_offset: Int[Tensor, " B"] | None = None,
     *,
     scores_dtype: torch.dtype,
     device: torch.device | str | None = None,
@@ -20,7 +20,7 @@ def alibi_bias(
         slopes: of the heads, N.
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S.
-        offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
+        q_offset: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
         scores_dtype: of the scores, and of the bias.
         device: where the bias lies.
 
@@ -30,7 +30,7 @@ def alibi_bias(
     Source: Train Short, Test Long, arXiv:2108.12409, section 3.
     """
     places = torch.arange(seq_len_q, device=device)[None]
-    if offsets is not None:
-        places = offsets.to(places)[:, None] + places
+    if q_offset is not None:
+        places = q_offset.to(places)[:, None] + places
     distances = (places[:, None, :, None] - torch.arange(seq_len_k, device=device)).abs()
     return -torch.tensor(slopes, dtype=scores_dtype, device=device)[:, None, None] * distances

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mha_spec import Refusal, WrongType
-from mha_spec.reach import reach_of
+from mha_spec.span import span_of
 from mha_torch.arrays import values_of
 from mha_torch.checks import check_count, check_device, check_floating, check_is_cache, check_lengths
 from mha_torch.masks import Mask, as_lengths
@@ -309,8 +309,8 @@ def create_cache_mask(
     check_count("seq_len_q", seq_len_q)
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
-    offsets, reach = torch.as_tensor(lengths), reach_of(window_size, chunk_size)
-    return Mask(is_causal=True, reach=reach, offsets=offsets).implicit_bool(seq_len_q, capacity, offsets.device)
+    q_offset, span = torch.as_tensor(lengths), span_of(window_size, chunk_size)
+    return Mask(is_causal=True, span=span, q_offset=q_offset).implicit_bool(seq_len_q, capacity, q_offset.device)
 
 
 def kv_cache_nbytes(

@@ -98,11 +98,11 @@ def multi_head_attention_with_cache(
     if cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
         k, v = torch.cat([cache_k, k], dim=2), torch.cat([cache_v, v], dim=2)
-    visible, scores = Mask(mask, is_causal=True, reach=spec.reach), layer.scores(bias)
-    if seq_len == 1 and visible.reach is None and not scores.has_distances:  # it attends to everything
+    visible, scores = Mask(mask, is_causal=True, span=spec.span), layer.scores(bias)
+    if seq_len == 1 and visible.span is None and not scores.has_distances:  # it attends to everything
         visible = Mask(mask)
     elif cache_len:
-        visible = replace(visible, offsets=torch.full((1,), cache_len))
+        visible = replace(visible, q_offset=torch.full((1,), cache_len))
     check_attention(q, k, v, visible, scores)
     return project_output(project, kernel(q, k, v, visible, scores), x, spec), k, v
 
@@ -163,13 +163,13 @@ def cached_layer(
         if is_real is not None:  # padding makes no sequence longer
             positions = torch.where(is_real, positions, positions[..., :1])
     project = contained_projection(layer.project, layer.find_nonfinite)
-    q, new = _entering(project, x, cache, spec, positions)
+    q, new = _project_new_tokens(project, x, cache, spec, positions)
     scores = layer.scores(bias)
     check_mask(mask, (*q.shape[:3], cache.capacity))
     check_bias(bias, (*q.shape[:3], cache.capacity), q)
     before, cache = cache, append_checked(cache, new, new_lengths, lengths)
     slots, rows = _slots_seen(cache.capacity, spec, lengths, seq_len), slice(0, seq_len)
-    q, k, v, seen_spec = _seen(q, cache, slots, spec, project, kv_b)
+    q, k, v, seen_spec = _keys_and_values(q, cache, slots, spec, project, kv_b)
     scores = (scores if seen_spec is spec else replace(scores, spec=seen_spec)).block(rows, slots)
     visible = _mask_of_slots(mask, slots, spec, before.lengths, lengths, seq_len)
     check_attention(q, k, v, visible, scores)
@@ -177,14 +177,14 @@ def cached_layer(
     if lengths is None:
         added = seq_len if new_lengths is None else as_lengths(new_lengths, q.device)
         context = nan_where(context, ~has_room(before, seq_len, added)[:, None, None, None])
-    context = context if kv_b is None else _absorbing(absorb_values, context, kv_b, spec)
+    context = context if kv_b is None else _absorb(absorb_values, context, kv_b, spec)
     output = project_output(project, context, x, spec)
     if is_real is not None:
         output = zero_where(output, ~is_real[:, :, None])
     return output, cache
 
 
-def _entering(
+def _project_new_tokens(
     project: Project, x: Tensor, cache: Cache, spec: AttentionSpec, positions: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The queries of new tokens, and what the cache keeps of them."""
@@ -204,15 +204,15 @@ def _slots_seen(capacity: int, spec: AttentionSpec, lengths: list[int] | None, s
         return slice(0, capacity)
     first, last = min(lengths, default=0), max(lengths, default=0)
     filled = min(last + seq_len, capacity)  # may pass the capacity where the last tokens are padding
-    return slice(0 if spec.reach is None else max(spec.reach.first(first), 0), filled)
+    return slice(0 if spec.span is None else max(spec.span.first(first), 0), filled)
 
 
-def _absorbing(absorb: Callable[..., Tensor], x: Tensor, kv_b: Tensor, spec: AttentionSpec) -> Tensor:
+def _absorb(absorb: Callable[..., Tensor], x: Tensor, kv_b: Tensor, spec: AttentionSpec) -> Tensor:
     """`absorb_keys` or `absorb_values`, through which a token that is not finite spoils no gradient of kv_b."""
     return contained_projection(lambda _, x: absorb(x, kv_b, spec))("kv_b_proj", x)
 
 
-def _seen(
+def _keys_and_values(
     q: Tensor, cache: Cache, slots: slice, spec: AttentionSpec, project: Project, kv_b: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
     """Return queries, keys and values of some slots, or the latents instead of both, and the layer that has these."""
@@ -221,7 +221,7 @@ def _seen(
     (latents,) = (x[:, :, slots] for x in cache.slots.values())
     if kv_b is None:
         return q, *expand_latents(project, latents, spec), spec
-    return _absorbing(absorb_keys, q, kv_b, spec), latents, latents[..., : check_latent(spec).kv_rank], spec.absorbed
+    return _absorb(absorb_keys, q, kv_b, spec), latents, latents[..., : check_latent(spec).kv_rank], spec.absorbed
 
 
 def _mask_of_slots(
@@ -235,11 +235,11 @@ def _mask_of_slots(
     """Return the mask of the slots that some new token attends to."""
     if lengths and seq_len == 1 and not spec.has_distance_bias and min(lengths) == max(lengths):
         return Mask(block_of(mask, slice(0, 1), slots))  # one token attends to all that is filled and in its span
-    visible = Mask(mask, is_causal=True, reach=spec.reach, offsets=before)
+    visible = Mask(mask, is_causal=True, span=spec.span, q_offset=before)
     if lengths is None:
         return visible
     visible, last = visible.block(slice(0, seq_len), slots), max(lengths, default=0)
-    return replace(visible, offsets=None) if last == 0 else visible  # a prompt; no real token sees right padding
+    return replace(visible, q_offset=None) if last == 0 else visible  # a prompt; no real token sees right padding
 
 
 def cache_dtype(weight: Tensor) -> torch.dtype:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
-from mha_spec.reach import Reach, reach_of
+from mha_spec.span import Span, span_of
 from mha_torch.checks import check_count, check_device, check_lengths, check_mask
 
 
@@ -105,8 +105,8 @@ def create_attention_mask(
     check_count("seq_len_k", seq_len_k)
     if key_padding_lengths is not None:
         check_lengths("key_padding_lengths", key_padding_lengths, None, seq_len_k)
-    reach = reach_of(window_size, chunk_size)
-    return Mask(None, is_causal, key_padding_lengths, reach).implicit_bool(seq_len_q, seq_len_k, device)
+    span = span_of(window_size, chunk_size)
+    return Mask(None, is_causal, key_padding_lengths, span).implicit_bool(seq_len_q, seq_len_k, device)
 
 
 def create_causal_mask_with_cache(
@@ -185,15 +185,15 @@ class Mask:
         mask: boolean, True = masked; broadcasts to (B, N, T, S).
         is_causal: hide every key after the query's own position.
         key_padding_lengths: number of real keys of each sequence, (B,).
-        reach: attention span of the layer, a window or chunks; None for all keys.
-        offsets: position of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 by default.
+        span: attention span of the layer, a window or chunks; None for all keys.
+        q_offset: position of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 by default.
     """
 
     mask: Bool[Tensor, "..."] | None = None
     is_causal: bool = False
     key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None
-    reach: Reach | None = None
-    offsets: Int[Tensor, " B"] | None = None
+    span: Span | None = None
+    q_offset: Int[Tensor, " B"] | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
         """Refuse a mask that does not fit the scores (B, N, T, S), or their queries."""
@@ -206,14 +206,14 @@ class Mask:
     @property
     def is_trivial(self) -> bool:
         """True if every query attends to every key."""
-        return not self.is_causal and all(x is None for x in (self.mask, self.key_padding_lengths, self.reach))
+        return not self.is_causal and all(x is None for x in (self.mask, self.key_padding_lengths, self.span))
 
     def within(self, spec: AttentionSpec | None) -> "Mask":
         """Return the mask with the attention span of a layer."""
         if spec is None:
             return self
         check_spec(spec)
-        return self if spec.reach is None else replace(self, reach=spec.reach)
+        return self if spec.span is None else replace(self, span=spec.span)
 
     def with_bias(self, bias: Float[Tensor, "..."] | None) -> "Mask":
         """Return the mask with the keys that a bias of -inf hides: a row of -inf is a fully masked row."""
@@ -226,21 +226,21 @@ class Mask:
         self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
     ) -> Bool[Tensor, "..."] | None:
         """Return the boolean mask, with what causality, padding and span hide; None if nothing is hidden."""
-        if not self.is_causal and self.key_padding_lengths is None and self.reach is None:
+        if not self.is_causal and self.key_padding_lengths is None and self.span is None:
             return self.mask
         hidden = self.implicit_bool(seq_len_q, seq_len_k, device)
         return hidden if self.mask is None else hidden | self.mask
 
     def block(self, rows: slice, keys: slice) -> "Mask":
         """Return the mask of some of the queries and some of the keys."""
-        lengths, offsets = self.key_padding_lengths, as_lengths([0] if self.offsets is None else self.offsets)
+        lengths, q_offset = self.key_padding_lengths, as_lengths([0] if self.q_offset is None else self.q_offset)
         if lengths is not None:
             lengths = (as_lengths(lengths) - keys.start).clamp(min=0)
         return replace(
             self,
             mask=block_of(self.mask, rows, keys),
             key_padding_lengths=lengths,
-            offsets=offsets + (rows.start - keys.start),
+            q_offset=q_offset + (rows.start - keys.start),
         )
 
     def implicit_bool(
@@ -251,7 +251,7 @@ class Mask:
         keys = _positions(seq_len_k, stop.device)
         hidden = keys >= stop[:, None, :, None]
         # Without a span there is one comparison, and one mask in memory.
-        return hidden if self.reach is None else hidden.logical_or_(keys < first[:, None, :, None])
+        return hidden if self.span is None else hidden.logical_or_(keys < first[:, None, :, None])
 
     def key_range(
         self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
@@ -262,13 +262,13 @@ class Mask:
         """
         lengths = None if self.key_padding_lengths is None else as_lengths(self.key_padding_lengths, device)
         places = _positions(seq_len_q, device if lengths is None else lengths.device)[None]  # (B or 1, T)
-        if self.offsets is not None:
-            places = self.offsets.to(places)[:, None] + places
+        if self.q_offset is not None:
+            places = self.q_offset.to(places)[:, None] + places
         first, stop = torch.zeros_like(places), places + 1 if self.is_causal else torch.full_like(places, seq_len_k)
         if lengths is not None:
             stop = torch.minimum(stop, lengths[:, None])
-        if self.reach is not None:
-            first, stop = self.reach.first(places), torch.minimum(stop, self.reach.stop(places))
+        if self.span is not None:
+            first, stop = self.span.first(places), torch.minimum(stop, self.span.stop(places))
         return first, stop
 
 

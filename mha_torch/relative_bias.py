@@ -12,7 +12,7 @@ def relative_position_bias(
     relative_bias: RelativeBias,
     seq_len_q: int,
     seq_len_k: int,
-    offsets: Int[Tensor, " B"] | None = None,
+    q_offset: Int[Tensor, " B"] | None = None,
     *,
     scores_dtype: torch.dtype,
 ) -> Float[Tensor, "#B N T S"]:
@@ -23,7 +23,7 @@ def relative_position_bias(
         relative_bias: which distances share a bucket.
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S.
-        offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
+        q_offset: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
         scores_dtype: of the scores, and of the bias.
 
     Returns:
@@ -32,8 +32,8 @@ def relative_position_bias(
     Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1.
     """
     distances = torch.arange(-seq_len_q, seq_len_k, device=table.device)[None]
-    if offsets is not None:
-        distances = distances - offsets.to(distances)[:, None]
+    if q_offset is not None:
+        distances = distances - q_offset.to(distances)[:, None]
     farthest = relative_bias.max_distance
     buckets = torch.as_tensor(relative_bias.buckets(), device=table.device)
     buckets = buckets[distances.clamp(-farthest, farthest) + farthest]

@@ -41,13 +41,13 @@ def attention_scores(
     key: Float[Tensor, "B K S H"],
     bias: Float[Tensor, "..."] | None = None,
     spec: AttentionSpec | None = None,
-    offsets: Int[Tensor, " B"] | None = None,
+    q_offset: Int[Tensor, " B"] | None = None,
     relative_bias: Float[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "B N T S"]:
     """Dot products of queries and keys, scaled, capped softly if the spec says so, plus the bias; at least float32.
 
     The scale is 1 / sqrt(H) where there is no spec, or none in it. With ALiBi scores lose by the distance of query and
-    key, with a relative bias they gain by it, from a table (num_buckets, N): `offsets` are the places of the first
+    key, with a relative bias they gain by it, from a table (num_buckets, N): `q_offset` are the places of the first
     query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
@@ -64,10 +64,10 @@ def attention_scores(
     scores = soft_capped(scores, spec)
     if spec is not None and spec.alibi_slopes is not None:
         lengths, like = (scores.shape[2], scores.shape[3]), {"scores_dtype": scores.dtype, "device": scores.device}
-        scores = scores + alibi_bias(spec.alibi_slopes, *lengths, offsets, **like)
+        scores = scores + alibi_bias(spec.alibi_slopes, *lengths, q_offset, **like)
     if relative_bias is not None and relative is not None:
         lengths = (scores.shape[2], scores.shape[3])
-        gained = relative_position_bias(relative_bias, relative, *lengths, offsets, scores_dtype=scores.dtype)
+        gained = relative_position_bias(relative_bias, relative, *lengths, q_offset, scores_dtype=scores.dtype)
         scores = scores + gained
     return scores if bias is None else scores + at_least_float32(bias)
 
@@ -214,7 +214,7 @@ def attend(
     scores: Scores,
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"]]:
     """Return the context and the attention weights before dropout: the definition, of shapes that are checked."""
-    logits = attention_scores(query, key, scores.bias, scores.spec, mask.offsets, scores.relative_bias)
+    logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, scores.relative_bias)
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device)
     attn_weights = masked_softmax(logits, hidden, scores.sinks).to(query.dtype)
     return attention_context(apply_dropout(attn_weights, scores.dropout, scores.dropout_keep), value), attn_weights

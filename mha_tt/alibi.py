@@ -10,7 +10,7 @@ def alibi_bias(
     slopes: tuple[float, ...],
     seq_len_q: int,
     seq_len_k: int,
-    offsets: Int[np.ndarray, " B"] | None = None,
+    q_offset: Int[np.ndarray, " B"] | None = None,
     *,
     scores_dtype: type[np.floating],
 ) -> Float[np.ndarray, "#B N T S"]:
@@ -20,7 +20,7 @@ def alibi_bias(
         slopes: of the heads, N.
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S.
-        offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
+        q_offset: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
         scores_dtype: of the scores, and of the bias.
 
     Returns:
@@ -29,7 +29,7 @@ def alibi_bias(
     Source: Train Short, Test Long, arXiv:2108.12409, section 3.
     """
     places = np.arange(seq_len_q)[None]
-    if offsets is not None:
-        places = np.asarray(offsets)[:, None] + places
+    if q_offset is not None:
+        places = np.asarray(q_offset)[:, None] + places
     distances = np.abs(places[:, None, :, None] - np.arange(seq_len_k))
     return -np.array(slopes, scores_dtype)[:, None, None] * distances.astype(scores_dtype)

@@ -16,10 +16,10 @@ from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
 from mha_spec import Refusal, WrongType
-from mha_spec.reach import reach_of
+from mha_spec.span import span_of
 from mha_tt.arrays import as_dtype
 from mha_tt.checks import check_count, check_dtype, check_floating, check_is_cache, check_lengths
-from mha_tt.decode.places import Places
+from mha_tt.decode.places import DecodePositions
 from mha_tt.decode.slots import extended, one_core_each, sequences, write_tokens
 from mha_tt.device import upload, upload_integers, zeros
 from mha_tt.layout import TILE, TILE_NBYTES, round_up
@@ -47,7 +47,7 @@ class Cache:
     capacity: int  # kept beside the slots, which take whole tiles, so that their shape does not tell it
     pages: Any = None  # of a cache in pages: which ones each sequence has, in order, (B, P), on the host,
     page_table: Int[Tensor, "B P"] | None = None  # and the same on the device
-    places: Places | None = None  # what a step leaves on the device for the next one, and any other change drops
+    places: DecodePositions | None = None  # left on the device for the next step; any other change drops it
 
     def with_slots(self, slots: Iterable[Float[Tensor, "B K S W"]], lengths: Int[np.ndarray, " B"]) -> Self:
         """A cache of the same kind that holds something else.
@@ -277,8 +277,8 @@ def create_cache_mask(
     check_count("seq_len_q", seq_len_q, minimum=0)
     check_count("capacity", capacity)
     check_lengths("lengths", lengths, None, capacity)
-    offsets, reach = np.asarray(lengths), reach_of(window_size, chunk_size)
-    return Mask(is_causal=True, reach=reach, offsets=offsets).implicit_bool(seq_len_q, capacity)
+    q_offset, span = np.asarray(lengths), span_of(window_size, chunk_size)
+    return Mask(is_causal=True, span=span, q_offset=q_offset).implicit_bool(seq_len_q, capacity)
 
 
 def num_added(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> np.ndarray:

@@ -33,7 +33,7 @@ from mha_tt.cache import (
 from mha_tt.checks import check_bias, check_floating, check_is_cache, check_layer_positions, check_mask, check_weights
 from mha_tt.decode.pages import paged
 from mha_tt.decode.slots import first_slots, joined
-from mha_tt.decode.step import advance, entering
+from mha_tt.decode.step import decode_step, project_new_tokens
 from mha_tt.device import upload, zeros
 from mha_tt.kernels import Kernel, fused
 from mha_tt.latent import HeadWeights, LatentCache, absorb_keys, absorb_values, expand_latents
@@ -90,8 +90,8 @@ def multi_head_attention_with_cache(
     if cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
         k, v = joined(cache_k, k), joined(cache_v, v)
-    offsets = np.array([cache_len]) if cache_len else None
-    visible, scores = Mask(mask, is_causal=True, reach=spec.reach, offsets=offsets), layer.scores(bias)
+    q_offset = np.array([cache_len]) if cache_len else None
+    visible, scores = Mask(mask, is_causal=True, span=spec.span, q_offset=q_offset), layer.scores(bias)
     check_attention(q, k, v, visible, scores)
     return project_output(layer.project, layer.kernel(q, k, v, visible, scores), x, spec), k, v
 
@@ -150,13 +150,13 @@ def cached_layer(
     check_bias(bias, (batch_size, spec.num_heads, seq_len, cache.capacity))
     _check_is_of(cache, spec)
     check_room(cache, seq_len, new_lengths)
-    visible, scores = Mask(mask, is_causal=True, reach=spec.reach), layer.scores(bias)
+    visible, scores = Mask(mask, is_causal=True, span=spec.span), layer.scores(bias)
     scores = scores if kv_b is None else replace(scores, spec=spec.absorbed)
     are_all_real = new_lengths is None or (np.asarray(new_lengths) == seq_len).all()
     is_plain_step = seq_len == 1 and batch_size and are_all_real and positions is None and spec.temperature is None
     kernel = _kernel_of_step(layer, x, cache, visible, scores)
     if is_plain_step and kernel is not None:
-        return advance(layer, kernel, x, cache, scores, None if kv_b is None else kv_b())
+        return decode_step(layer, kernel, x, cache, scores, None if kv_b is None else kv_b())
     if 0 in (batch_size, seq_len):
         output = zeros((batch_size, seq_len, padded_width("out_proj", spec)), x.dtype, x.device())
         return layer.project("out_proj", output) if spec.out_proj else output, cache
@@ -172,7 +172,7 @@ def cached_layer(
         x = ttnn.reshape(x, (1, batch_size, x.shape[2]))
         positions = np.broadcast_to(positions, (*positions.shape[:-2], batch_size, 1)).swapaxes(-1, -2)
     rotation = rotation_of(positions, spec, device=x.device(), side_by_side=is_step)
-    q, new = entering(layer.project, x, cache, spec, positions if rotation is None else rotation)
+    q, new = project_new_tokens(layer.project, x, cache, spec, positions if rotation is None else rotation)
     heads, config = None if kv_b is None else kv_b(), layer.compute_kernel_config
     q = q if heads is None else absorb_keys(q, heads, spec, compute_kernel_config=config)
     attend = _attend_in_step if is_step else _attend_in_prefill
@@ -233,7 +233,7 @@ def _kernel_of_step(
     """
     first, *others = cache.slots.values()
     are_alike = others[0].shape[3] == first.shape[3] if others else not _are_expanded(scores)
-    has_mask = mask.mask is not None or mask.reach is not None or scores.bias is not None
+    has_mask = mask.mask is not None or mask.span is not None or scores.bias is not None
     is_supported = are_alike and not has_mask and fused.step_supports(first.shape[3]) and fused.supports(x, scores)
     return layer.kernel if is_supported and isinstance(layer.kernel, fused.FusedAttention) else None
 
@@ -267,7 +267,7 @@ def _attend_to_slots(
     """Attend from new tokens, q (B, N, T, H), that are in the cache already, to everything up to each."""
     filled = min(round_up(int(before.max(initial=0)) + q.shape[2]), cache.capacity)
     slots = tuple(first_slots(x, filled, cache.pages) for x in cache.slots.values())
-    return _attend(layer, q, slots, replace(mask, offsets=before), scores)
+    return _attend(layer, q, slots, replace(mask, q_offset=before), scores)
 
 
 def _attend(

@@ -80,11 +80,11 @@ def project_latents(
     if 0 in (batch_size, seq_len):
         return q, zeros((batch_size, 1, seq_len, padded_features("kv_a_proj", spec)), x.dtype, x.device())
     if rotation is not None:
-        q = _side_by_side(q[:, :, :, :own_features], rotation.rotate(q[:, :, :, own_features:]))
+        q = _concat_features(q[:, :, :, :own_features], rotation.rotate(q[:, :, :, own_features:]))
         shared = rotation.rotate(shared)
     if spec.temperature is not None and positions is not None:
         q = apply_temperature(q, positions, spec.temperature)
-    return q, _side_by_side(normed, shared)
+    return q, _concat_features(normed, shared)
 
 
 class HeadWeights(NamedTuple):
@@ -122,7 +122,7 @@ def project_absorbed(
     if positions is not None:
         shared_q, shared = positions.rotate(shared_q), positions.rotate(shared)
     absorbed = _head_by_head(own, kv_b.of_keys, True, compute_kernel_config)
-    return _side_by_side(absorbed, shared_q), _side_by_side(normed, shared)
+    return _concat_features(absorbed, shared_q), _concat_features(normed, shared)
 
 
 def expand_latents(
@@ -153,7 +153,7 @@ def expand_latents(
     compressed = ttnn.reshape(latents[:, :, :, :kv_rank], (batch_size, seq_len, kv_rank))
     kv = split_heads(project("kv_b_proj", compressed), spec.num_heads)
     shared = ttnn.repeat(latents[:, :, :, kv_rank:], (1, spec.num_heads, 1, 1))
-    return _side_by_side(kv[:, :, :, :own_features], shared), kv[:, :, :, own_features:]
+    return _concat_features(kv[:, :, :, :own_features], shared), kv[:, :, :, own_features:]
 
 
 def weights_of_heads(kv_b: Float[Tensor, "kv_rank N*(H+Hv)"], spec: AttentionSpec) -> HeadWeights:
@@ -200,7 +200,7 @@ def absorb_keys(
         return zeros((*tuple(q.shape)[:3], padded_features("kv_a_proj", spec)), q.dtype, q.device())
     own_features = of_keys.shape[3]
     absorbed = _head_by_head(q[:, :, :, :own_features], of_keys, True, compute_kernel_config)
-    return _side_by_side(absorbed, q[:, :, :, own_features:])
+    return _concat_features(absorbed, q[:, :, :, own_features:])
 
 
 def absorb_values(
@@ -259,7 +259,7 @@ def _normed(project: Project, name: str, x: Tensor, latent: Latent) -> Tensor:
     return normed if factor == 1.0 else as_dtype(ttnn.multiply(at_least_float32(normed), factor), normed.dtype)
 
 
-def _side_by_side(first: Tensor, second: Tensor) -> Tensor:
+def _concat_features(first: Tensor, second: Tensor) -> Tensor:
     """The features of both, in the dtype of the first, which concatenation may widen."""
     return as_dtype(ttnn.concat([first, second], dim=-1), first.dtype)
 

@@ -14,7 +14,7 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
-from mha_spec.reach import Reach, reach_of
+from mha_spec.span import Span, span_of
 from mha_tt.checks import check_count, check_lengths, check_mask
 from mha_tt.device import upload
 
@@ -105,8 +105,8 @@ def create_attention_mask(
     check_count("seq_len_k", seq_len_k, minimum=0)
     if key_padding_lengths is not None:
         check_lengths("key_padding_lengths", key_padding_lengths, None, seq_len_k)
-    reach = reach_of(window_size, chunk_size)
-    return Mask(None, is_causal, key_padding_lengths, reach).implicit_bool(seq_len_q, seq_len_k)
+    span = span_of(window_size, chunk_size)
+    return Mask(None, is_causal, key_padding_lengths, span).implicit_bool(seq_len_q, seq_len_k)
 
 
 def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int) -> Bool[np.ndarray, "T S"]:
@@ -311,15 +311,15 @@ class Mask:
         mask: boolean, True = masked; broadcasts to (B, N, T, S).
         is_causal: hide every key after the query's own position.
         key_padding_lengths: number of real keys of each sequence, (B,), on the host.
-        reach: attention span of the layer, a window or chunks; None for all keys.
-        offsets: position of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 by default.
+        span: attention span of the layer, a window or chunks; None for all keys.
+        q_offset: position of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 by default.
     """
 
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None
     is_causal: bool = False
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None
-    reach: Reach | None = None
-    offsets: Int[np.ndarray, " B"] | None = None
+    span: Span | None = None
+    q_offset: Int[np.ndarray, " B"] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
         """Refuse a mask that does not fit the scores (B, N, T, S)."""
@@ -332,7 +332,7 @@ class Mask:
         if spec is None:
             return self
         check_spec(spec)
-        return self if spec.reach is None else replace(self, reach=spec.reach)
+        return self if spec.span is None else replace(self, span=spec.span)
 
     def with_bias(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Mask:
         """Return the mask with the keys that a bias of -inf hides: a row of -inf is a fully masked row."""
@@ -345,10 +345,10 @@ class Mask:
 
     def to_bool(self, seq_len_q: int, seq_len_k: int, device: ttnn.MeshDevice) -> DeviceMask | None:
         """Return the mask for a device, with what causality, padding and span hide; None if nothing is hidden."""
-        if not self.is_causal and self.key_padding_lengths is None and self.reach is None:
+        if not self.is_causal and self.key_padding_lengths is None and self.span is None:
             return on_device(self.mask, device)
-        window_size, chunk_size = self.reach or (None, None)
-        if seq_len_q == seq_len_k and all(x is None for x in (self.key_padding_lengths, self.offsets, chunk_size)):
+        window_size, chunk_size = self.span or (None, None)
+        if seq_len_q == seq_len_k and all(x is None for x in (self.key_padding_lengths, self.q_offset, chunk_size)):
             causal = CausalMask(seq_len_q, device=device) if self.is_causal and self.mask is None else self.mask
             if isinstance(causal, CausalMask) and causal.seq_len == seq_len_q:
                 return causal.within(window_size)
@@ -360,7 +360,7 @@ class Mask:
         first, stop = self.key_range(seq_len_q, seq_len_k)
         keys = np.arange(seq_len_k)
         hidden = keys >= stop[:, None, :, None]
-        if self.reach is not None:  # without a span there is one comparison, and one mask in memory
+        if self.span is not None:  # without a span there is one comparison, and one mask in memory
             hidden |= keys < first[:, None, :, None]
         return hidden
 
@@ -370,13 +370,13 @@ class Mask:
         They may lie before and behind the keys there are. A row whose first key is not before its last is fully masked.
         """
         places = np.arange(seq_len_q)[None]  # (B or 1, T)
-        if self.offsets is not None:
-            places = np.asarray(self.offsets)[:, None] + places
+        if self.q_offset is not None:
+            places = np.asarray(self.q_offset)[:, None] + places
         first, stop = np.zeros_like(places), places + 1 if self.is_causal else np.full_like(places, seq_len_k)
         if self.key_padding_lengths is not None:
             stop = np.minimum(stop, np.asarray(self.key_padding_lengths)[:, None])
-        if self.reach is not None:
-            first, stop = self.reach.first(places), np.minimum(stop, self.reach.stop(places))
+        if self.span is not None:
+            first, stop = self.span.first(places), np.minimum(stop, self.span.stop(places))
         return first, stop
 
 

@@ -24,12 +24,12 @@ from mha_spec.attention import check_spec, spec_from
 from mha_tt import stages
 from mha_tt.axes import with_one_batch_axis
 from mha_tt.checks import check_dtype, check_input_dtype, check_layer_inputs, check_tokens, check_weights
-from mha_tt.decode.places import Kept
+from mha_tt.decode.places import PreparedWeights
 from mha_tt.device import accurate_config, describe_config
 from mha_tt.heads import combine_heads, split_heads
 from mha_tt.kernels import Kernel, fused
 from mha_tt.masks import CausalMask, DeviceMask, Mask
-from mha_tt.parallel.local import summed
+from mha_tt.parallel.local import all_reduce
 from mha_tt.projections import project_output, project_qkv
 from mha_tt.rope import Rotation, rotation_of
 from mha_tt.scores import Scores
@@ -155,7 +155,7 @@ class FunctionalLayer:
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None
     seed: int = 0
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None
-    kept: Kept | None = None
+    kept: PreparedWeights | None = None
 
     def __post_init__(self) -> None:
         if self.kernel is fused.attend:
@@ -234,7 +234,7 @@ class AttentionLayer:
         self.rng = np.random.default_rng() if rng is None else rng
         self.training = True
         self.kernel: Kernel = fused.FusedAttention(self.compute_kernel_config)
-        self.kept = Kept()
+        self.kept = PreparedWeights()
         self._rotation: Rotation | None = None
         self._causal_mask: CausalMask | None = None
         self.load_weights(self._draw_weights())
@@ -285,7 +285,7 @@ class AttentionLayer:
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
         """Apply the projection or the norm of that name, as a module, so that replaced layers take part."""
         project = project_with(self.weights, self.spec, compute_kernel_config=self.compute_kernel_config)
-        return summed(project(name, x), self.heads if name == "out_proj" else None)
+        return all_reduce(project(name, x), self.heads if name == "out_proj" else None)
 
     def scores(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Scores:
         """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""

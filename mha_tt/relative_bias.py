@@ -17,7 +17,7 @@ def relative_position_bias(
     relative_bias: RelativeBias,
     seq_len_q: int,
     seq_len_k: int,
-    offsets: Int[np.ndarray, " B"] | None = None,
+    q_offset: Int[np.ndarray, " B"] | None = None,
     *,
     scores_dtype: ttnn.DataType,
 ) -> Float[Tensor, "#B N T S"]:
@@ -28,7 +28,7 @@ def relative_position_bias(
         relative_bias: which distances share a bucket.
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S.
-        offsets: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
+        q_offset: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
         scores_dtype: of the scores, and of the bias.
 
     Returns:
@@ -37,8 +37,8 @@ def relative_position_bias(
     Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1.
     """
     places = np.arange(seq_len_q)[None]
-    if offsets is not None:
-        places = np.asarray(offsets)[:, None] + places
+    if q_offset is not None:
+        places = np.asarray(q_offset)[:, None] + places
     farthest = relative_bias.max_distance
     distances = np.clip(np.arange(seq_len_k) - places[:, :, None], -farthest, farthest)
     buckets = relative_bias.buckets()[distances + farthest][:, None]  # (B or 1, 1, T, S)

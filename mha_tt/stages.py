@@ -44,7 +44,7 @@ def attention_scores(
     key: Float[Tensor, "B K S H"],
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
     spec: AttentionSpec | None = None,
-    offsets: Int[np.ndarray, " B"] | None = None,
+    q_offset: Int[np.ndarray, " B"] | None = None,
     relative_bias: Float[Tensor, "..."] | None = None,
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
@@ -52,7 +52,7 @@ def attention_scores(
     """Dot products of queries and keys, scaled, capped softly if the spec says so, plus the bias; at least float32.
 
     The scale is 1 / sqrt(H) where there is no spec, or none in it. With ALiBi scores lose by the distance of query and
-    key, with a relative bias they gain by it, from a table (1, N, 1, num_buckets): `offsets` are the places of the
+    key, with a relative bias they gain by it, from a table (1, N, 1, num_buckets): `q_offset` are the places of the
     first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
@@ -72,11 +72,11 @@ def attention_scores(
     )
     scores = soft_capped(ttnn.multiply(scores, scale), spec)
     if spec is not None and spec.alibi_slopes is not None:
-        lost = alibi_bias(spec.alibi_slopes, scores.shape[2], scores.shape[3], offsets, scores_dtype=np.float32)
+        lost = alibi_bias(spec.alibi_slopes, scores.shape[2], scores.shape[3], q_offset, scores_dtype=np.float32)
         scores = ttnn.add(scores, upload(lost, device=query.device(), dtype=ttnn.float32))
     if relative_bias is not None and relative is not None:
         lengths = (scores.shape[2], scores.shape[3])
-        gained = relative_position_bias(relative_bias, relative, *lengths, offsets, scores_dtype=ttnn.float32)
+        gained = relative_position_bias(relative_bias, relative, *lengths, q_offset, scores_dtype=ttnn.float32)
         scores = ttnn.add(scores, gained)
     return scores if bias is None else ttnn.add(scores, bias_on_device(bias, query.device(), ttnn.float32))
 
@@ -253,7 +253,7 @@ def attend(
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"]]:
     """Return the context and the attention weights before dropout: the definition, of shapes that are checked."""
     config: Any = {"compute_kernel_config": compute_kernel_config}
-    logits = attention_scores(query, key, scores.bias, scores.spec, mask.offsets, scores.relative_bias, **config)
+    logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, scores.relative_bias, **config)
     hidden = mask.to_bool(query.shape[2], key.shape[2], query.device())  # joined with the bias for containment
     attn_weights = as_dtype(masked_softmax(logits, hidden, scores.sinks, **config), query.dtype)
     dropped = apply_dropout(attn_weights, scores.dropout, scores.dropout_keep, seed=scores.seed)

@@ -24,7 +24,7 @@ from mha_tt.layout import (
 )
 from mha_tt.mock.goldens import lines_of
 from mha_tt.norms import apply_norm
-from mha_tt.parallel.local import own_spec, own_weights, whole_weights
+from mha_tt.parallel.local import local_spec, local_weights, whole_weights
 
 Project = Callable[[str, Tensor], Tensor]
 """Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an
@@ -72,8 +72,8 @@ def upload_weights(
         raise Refusal("weights", f"have the names and shapes {spec.weight_shapes}", str(shapes))
     check_finite(weights)
     size = 1 if heads is None else device.shape[heads]
-    own = own_spec(spec, size)
-    parts = [_arranged(own_weights(weights, spec, size, chip), own) for chip in range(size)]
+    own = local_spec(spec, size)
+    parts = [_arranged(local_weights(weights, spec, size, chip), own) for chip in range(size)]
     held = {}
     for name, array in parts[0].items():
         is_matrix = name.endswith(".weight") and name not in spec.parameters
@@ -127,7 +127,7 @@ def download_weights(
         check_weights(weights, spec)
         return _canonical({name: download(tensor) for name, tensor in weights.items()}, spec)
     mesh = next(iter(weights.values())).device().shape
-    own = own_spec(spec, mesh[heads])
+    own = local_spec(spec, mesh[heads])
     check_weights(weights, own)
     held = {name: download_parts(tensor) for name, tensor in weights.items()}
     line = lines_of(tuple(mesh), heads)[0]

@@ -145,7 +145,7 @@ def test_blocks_are_those_that_are_seen(lengths, reach):
     """On CUDA keys of other blocks are never read, and in blocks that are seen wholly nothing is hidden."""
     num_queries, num_keys = lengths
     for is_causal, padding in itertools.product([False, True], [None, [0, 127, num_keys]]):
-        reach_of_spec = AttentionSpec(16, 1, **reach).reach
+        reach_of_spec = AttentionSpec(16, 1, **reach).span
         visible = Mask(None, is_causal, padding, reach_of_spec)
         hidden = visible.implicit_bool(num_queries, num_keys).expand(BATCH, 1, -1, -1).numpy()
         more = [(0, 0), (0, 0), (0, -num_queries % 128), (0, -num_keys % 128)]
@@ -170,7 +170,7 @@ def test_blocks_are_those_that_are_seen(lengths, reach):
 
 
 def test_blocks_out_of_reach_are_skipped():
-    visible = Mask(None, True, [1024, 100], AttentionSpec(16, 1, window_size=128).reach)
+    visible = Mask(None, True, [1024, 100], AttentionSpec(16, 1, window_size=128).span)
     in_part, whole = flex._seen_blocks(*flex._seen_keys(visible, 2, 1024, 1024, torch.device("cpu")), 1024)
     assert not whole.any()
     assert in_part[0, 0].sum(dim=1).tolist() == [1] + [2] * 7

@@ -634,7 +634,7 @@ def cache_problem(heads, last_positions, dtype=np.float32):
 
 def attend_to_cache(query, key, value, key_padding_lengths, kernel=SMALL_BLOCKS):
     """A step of the fused kernel, as `results` calls it."""
-    return kernel.step(query, key, value, Mask(is_causal=True, offsets=key_padding_lengths - 1), Scores()), None
+    return kernel.step(query, key, value, Mask(is_causal=True, q_offset=key_padding_lengths - 1), Scores()), None
 
 
 @functools.cache
@@ -725,7 +725,7 @@ def test_a_token_over_a_cache_gains_the_relative_bias_of_the_plain_path():
     record, table = RelativeBias(8, 20, bidirectional=False), np.linspace(-1.0, 1.0, 32, dtype=np.float32).reshape(8, 4)
     head_dim = arrays["query"].shape[3]
     spec = AttentionSpec(4 * head_dim, 4, num_kv_heads=2, relative_bias=record, window_size=30)
-    visible = Mask(is_causal=True, reach=spec.reach, offsets=last_positions)
+    visible = Mask(is_causal=True, span=spec.span, q_offset=last_positions)
 
     def plain(query, key, value, relative_bias):
         return mha_jax.stages.attend(query, key, value, visible, Scores(spec, relative_bias=relative_bias))[0]

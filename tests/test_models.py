@@ -187,7 +187,7 @@ def other(family, prefix, options):
     layer = specs_of(config.to_dict())[0]
     embedding = rotary(config)
     of_type = {"layer_type": layer.kind} if rope is not ROTATED else {}
-    reach = layer.spec.reach
+    reach = layer.spec.span
 
     def sees(batch, head, query, key):
         near = True if reach is None else (key >= torch.as_tensor(reach.first(query))) & (key < reach.stop(query))

@@ -44,7 +44,7 @@ def test_a_layer_calls_its_kernel_with_heads_a_mask_and_scores(sibling):
     ((query, key, value, mask, scores),) = kernel.calls
     assert attn_weights is None
     assert [tuple(x.shape) for x in (query, key, value)] == [(2, 4, 5, 4), (2, 2, 5, 4), (2, 2, 5, 4)]
-    assert (mask.is_causal, mask.reach, mask.mask) == (True, SPEC.reach, None)
+    assert (mask.is_causal, mask.span, mask.mask) == (True, SPEC.span, None)
     assert (scores.scale, scores.soft_cap, scores.has_distances) == (0.5, 5.0, False)
     assert scores.bias is bias
 
@@ -75,7 +75,7 @@ def test_one_new_token_goes_to_the_step_of_a_kernel_that_has_one():
 
     class Stepping(mha_jax.fused.FusedAttention):
         def step(self, query, key, value, mask, scores):
-            steps.append((query.shape, mask.offsets.tolist()))
+            steps.append((query.shape, mask.q_offset.tolist()))
             return super().step(query, key, value, mask, scores)
 
     steps, layer = [], mha_jax.MultiHeadAttentionWithCache(SPEC, rngs=nnx.Rngs(0))

@@ -174,7 +174,7 @@ EXTRA_NAMES = {
         *("HALF_TILE", "STEP_FEATURES"),  # up to which the one of a step approximates, and is right
         *("FusedAttention", "attend"),  # a kernel is made for an arithmetic of the device,
         *("supports", "step_supports"),  # and the framework's do not support every call
-        "loses_rows",  # whether the one of prompts does, at logits of tens of thousands
+        "may_zero_rows",  # whether the one of prompts does, at logits of tens of thousands
         "MOST_KV_HEADS",  # more would be written wrongly, and unasked
         "AttentionLayer.load_weights",  # torch's state dict and nnx's state do this,
         "AttentionLayer.train",  # and their modules have these two

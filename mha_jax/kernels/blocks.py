@@ -74,7 +74,7 @@ class Scoring(NamedTuple):
         """The derivative of the cap, by what it gave."""
         return 1.0 if self.soft_cap is None else 1.0 - jnp.square(scores / self.soft_cap)
 
-    def lessened(self, scores: Array, heads: Array, num_kv_heads: int, distances: Array) -> Array:
+    def minus_alibi(self, scores: Array, heads: Array, num_kv_heads: int, distances: Array) -> Array:
         """Scores (heads, G, S) of some key/value heads, less what slots at distances (heads, S) cost."""
         if self.slopes is None:
             return scores
@@ -94,14 +94,14 @@ class Hidden(NamedTuple):
         bias: added to the scores, of such a shape too; what is -inf in it is also masked.
         lengths: number of real keys of each sequence, (B,).
         sinks: a logit of each head beside those of its keys, (1, K, G, 1, 1).
-        offsets: place of the first query among the keys, (B or 1,), for ALiBi; 0 when absent.
+        q_offset: place of the first query among the keys, (B or 1,), for ALiBi; 0 when absent.
     """
 
     mask: Array | None
     bias: Array | None
     lengths: Array | None
     sinks: Array | None
-    offsets: Array | None
+    q_offset: Array | None
 
 
 class Options(NamedTuple):
@@ -311,7 +311,7 @@ class Blocks:
         number = jnp.arange(seen.shape[-1], dtype=jnp.int32)[None, None, None]
         return jnp.where(seen, number, self.seq_len_k).min(axis=-1), jnp.where(seen, number + 1, 0).max(axis=-1)
 
-    def set_aside(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    def mark_nonfinite(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
         """Return the inputs if they are finite; else with 0 for non-finite queries and values, and NaN as their keys.
 
         So whoever sees a key that is not finite, or a value, has a score of NaN, and nobody else has.
@@ -373,9 +373,9 @@ class Blocks:
         positions = (keys.begin + jnp.arange(keys.size, dtype=jnp.int32)).reshape(1, 1, 1, 1, -1)
         places = jnp.arange(rows.begin, rows.stop, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
         if self.scoring.slopes is not None:
-            offsets = 0 if self.hidden.offsets is None else tile.part(self.hidden.offsets.reshape(-1, 1, 1, 1, 1))
+            q_offset = 0 if self.hidden.q_offset is None else tile.part(self.hidden.q_offset.reshape(-1, 1, 1, 1, 1))
             slopes = tile.part(self.scoring.slopes_of(self.num_kv_heads, scores.dtype))
-            scores -= arrange(slopes * jnp.abs(places + offsets - positions).astype(scores.dtype))
+            scores -= arrange(slopes * jnp.abs(places + q_offset - positions).astype(scores.dtype))
         parts = []
         if self.hidden.mask is not None:
             parts.append(self._block(self.hidden.mask, tile, rows, keys))

@@ -31,14 +31,14 @@ from mha_jax.parallel.sharding import is_automatic
 from mha_jax.relative_bias import relative_position_bias
 from mha_jax.scores import Scores
 from mha_spec import AttentionSpec
-from mha_spec.reach import Reach
+from mha_spec.span import Span
 
 
 def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, sizes: BlockSizes) -> Array:
     """Return the context block by block, of shapes that are checked; what is non-finite is kept apart in each block."""
     scores = with_relative_bias(mask, scores, query, key)
-    if mask.reach is not None or mask.offsets is not None:
-        mask = Mask(mask.to_bool(query.shape[2], key.shape[2]), offsets=mask.offsets)
+    if mask.span is not None or mask.q_offset is not None:
+        mask = Mask(mask.to_bool(query.shape[2], key.shape[2]), q_offset=mask.q_offset)
     return attend_by_block(query, key, value, mask, scores, sizes=sizes)
 
 
@@ -47,7 +47,7 @@ def with_relative_bias(mask: Mask, scores: Scores, query: Array, key: Array) -> 
     if scores.relative_bias is None or scores.spec is None or scores.buckets is None:
         return scores
     lengths, dtype = (query.shape[2], key.shape[2]), at_least_float32(query).dtype
-    gained = relative_position_bias(scores.relative_bias, scores.buckets, *lengths, mask.offsets, scores_dtype=dtype)
+    gained = relative_position_bias(scores.relative_bias, scores.buckets, *lengths, mask.q_offset, scores_dtype=dtype)
     bias = gained if scores.bias is None else gained + to_scores_rank(at_least_float32(scores.bias))
     return replace(scores, spec=replace(scores.spec, relative_bias=None), bias=bias, relative_bias=None)
 
@@ -77,13 +77,13 @@ def attend_by_block(
     )
     lengths: Any = mask.key_padding_lengths  # an array: see `Mask.as_arrays`
     sinks = None if scores.sinks is None else scores.sinks.reshape(1, num_kv_heads, -1, 1, 1)
-    hidden = Hidden(as_bool, bias, lengths, sinks, mask.offsets)
+    hidden = Hidden(as_bool, bias, lengths, sinks, mask.q_offset)
     options = Options(mask.is_causal, Scoring.of_layer(query, scores.spec), sizes, is_automatic(query))
-    attend: Any = _attend_at_once if options.is_automatic else _attend
+    attend: Any = _vmap_sequences if options.is_automatic else _attend
     return attend(options, group(query), key, value, hidden).reshape(*query.shape[:3], value.shape[3])
 
 
-def _attend_at_once(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
+def _vmap_sequences(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
     """All sequences at a time, and all heads of each: XLA divides products along these, and no loop over them."""
     batch_size = query.shape[0]
     axes = jax.tree.map(lambda x: 0 if x.shape[0] == batch_size else None, hidden)
@@ -103,23 +103,23 @@ class PartSums(NamedTuple):
 
     Attributes:
         context: softmax(scores) · value over these keys, (B, K, G, T, Hv).
-        log_sums: the logarithms of the sums of exponentials, infinity where no key gave anything, (B, K, G, T, 1).
+        lse: the logarithms of the sums of exponentials, infinity where no key gave anything, (B, K, G, T, 1).
         gave_nothing: where no key gave anything, (B, K, G, T, 1).
         is_empty: where every key is hidden, (B or 1, K or 1, G or 1, T or 1, 1).
     """
 
     context: Array
-    log_sums: Array
+    lse: Array
     gave_nothing: Array
     is_empty: Array
 
 
 def _forward(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> tuple[Array, tuple[Any, ...]]:
-    context, log_sums, gave_nothing, is_empty = sums_of_part(options, query, key, value, hidden)
+    context, lse, gave_nothing, is_empty = sums_of_part(options, query, key, value, hidden)
     # A row to which no key gave anything may see some: if all of its scores are -inf.
     if hidden.sinks is None:  # which have all the weight of such a row
-        context, log_sums = (nan_where(x, gave_nothing & ~is_empty) for x in (context, log_sums))
-    residuals = (query, key, value, hidden, context, log_sums)
+        context, lse = (nan_where(x, gave_nothing & ~is_empty) for x in (context, lse))
+    residuals = (query, key, value, hidden, context, lse)
     if options.hides(hidden):
         context = nan_where(context, nonfinite_tokens(query) & ~is_empty)
     return context.astype(query.dtype), residuals
@@ -131,7 +131,7 @@ def sums_of_part(options: Options, query: Array, key: Array, value: Array, hidde
 
     def attend_in_tile(tile: Tile, carry: None) -> tuple[Any, None]:
         q, k, v = (at_least_float32(tile.of(x)) for x in (query, key, value))
-        q, k, v = blocks.set_aside(q, k, v)
+        q, k, v = blocks.mark_nonfinite(q, k, v)
         results = []
         for rows in blocks.rows:
 
@@ -145,11 +145,11 @@ def sums_of_part(options: Options, query: Array, key: Array, value: Array, hidde
             results.append([rows.split(x, blocks.group_size) for x in sums.result()])
         return tuple(jnp.concatenate(parts, axis=-2) for parts in zip(*results, strict=True)), carry
 
-    (context, log_sums), _ = blocks.over_tiles(attend_in_tile, None)
-    context, log_sums = (x.reshape(*query.shape[:-1], x.shape[-1]) for x in (context, log_sums))
+    (context, lse), _ = blocks.over_tiles(attend_in_tile, None)
+    context, lse = (x.reshape(*query.shape[:-1], x.shape[-1]) for x in (context, lse))
     has_sinks = hidden.sinks is not None
-    gave_nothing = (context == 0.0).all(axis=-1, keepdims=True) if has_sinks else jnp.isposinf(log_sums)
-    return PartSums(context, log_sums, gave_nothing, blocks.empty_rows(gave_nothing))
+    gave_nothing = (context == 0.0).all(axis=-1, keepdims=True) if has_sinks else jnp.isposinf(lse)
+    return PartSums(context, lse, gave_nothing, blocks.empty_rows(gave_nothing))
 
 
 def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
@@ -157,15 +157,15 @@ def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: A
 
     Args:
         options: of the part.
-        residuals: queries, keys, values, what hides, and of all keys the context and `log_sums`.
+        residuals: queries, keys, values, what hides, and of all keys the context and `lse`.
         cotangent: of the context, (B, K, G, T, Hv).
     """
-    query, key, value, hidden, context, log_sums = residuals
+    query, key, value, hidden, context, lse = residuals
     blocks = Blocks(query.shape, key.shape, hidden, options)
 
     def differentiate_tile(tile: Tile, grad_bias: Array | None) -> tuple[Any, Array | None]:
-        q, k, v, *by_row = (at_least_float32(tile.of(x)) for x in (query, key, value, cotangent, context, log_sums))
-        q, k, v = blocks.set_aside(q, k, v)
+        q, k, v, *by_row = (at_least_float32(tile.of(x)) for x in (query, key, value, cotangent, context, lse))
+        q, k, v = blocks.mark_nonfinite(q, k, v)
         finite_k = zero_where(k, nonfinite_tokens(k)) if blocks.hides else k
         by_row = [q, *by_row]
         grads_q, grad_k, grad_v = [], jnp.zeros_like(k), jnp.zeros_like(v)
@@ -210,22 +210,22 @@ def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: A
     grads = (grad.reshape(x.shape).astype(x.dtype) for grad, x in zip(grads, (query, key, value), strict=True))
     if hidden.bias is not None:
         grad_bias = grad_bias.astype(hidden.bias.dtype)
-    return *grads, Hidden(None, grad_bias, None, gradient_of_sinks(hidden.sinks, log_sums, context, cotangent), None)
+    return *grads, Hidden(None, grad_bias, None, gradient_of_sinks(hidden.sinks, lse, context, cotangent), None)
 
 
-def gradient_of_sinks(sinks: Array | None, log_sums: Array, context: Array, cotangent: Array) -> Array | None:
+def gradient_of_sinks(sinks: Array | None, lse: Array, context: Array, cotangent: Array) -> Array | None:
     """The gradient of sinks (1, K, G, 1, 1): each takes weight from the keys, and gives nothing."""
     if sinks is None:
         return None
     given_sums = (at_least_float32(cotangent) * context).sum(axis=-1, keepdims=True)
-    grads = jnp.exp(at_least_float32(sinks) - log_sums) * given_sums
+    grads = jnp.exp(at_least_float32(sinks) - lse) * given_sums
     return -grads.sum(axis=(0, 3, 4)).reshape(sinks.shape).astype(sinks.dtype)
 
 
 _attend.defvjp(_forward, gradients_of_part)
 
 
-def weighed_sum(
+def weighted_sum(
     scores: Float[Array, "B N T S"], value: Float[Array, "B K S Hv"], sinks: Float[Array, " N"] | None = None
 ) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T 1"]]:
     """softmax(scores) · value, divided last, of scores that are -inf where a key is hidden; in at least float32.
@@ -233,14 +233,14 @@ def weighed_sum(
     With it the logarithm of each sum of exponentials; 0 and infinity for a row to which no key gave anything.
     """
     batch_size, num_kv_heads, seq_len_k, width = value.shape
-    of_heads = scores.reshape(batch_size * num_kv_heads, -1, seq_len_k)
+    head_sharding = scores.reshape(batch_size * num_kv_heads, -1, seq_len_k)
     values = at_least_float32(value).reshape(batch_size * num_kv_heads, seq_len_k, width)
-    sums = Sums.of(of_heads, values, may_be_empty=True)
+    sums = Sums.of(head_sharding, values, may_be_empty=True)
     if sinks is not None:
         sinks = jnp.broadcast_to(at_least_float32(sinks)[None, :, None, None], (*scores.shape[:3], 1))
         sums = sums.with_sinks(sinks.reshape(sums.largest.shape).astype(scores.dtype))
-    context, log_sums = (x.reshape(*scores.shape[:3], x.shape[2]) for x in sums.result())
-    return context, log_sums
+    context, lse = (x.reshape(*scores.shape[:3], x.shape[2]) for x in sums.result())
+    return context, lse
 
 
 @compiled("sizes")
@@ -260,11 +260,11 @@ def attend_to_cache(
     and divides the product of one row among no cores.
     """
     scores = with_relative_bias(mask, scores, query, keys)
-    options = (scores.spec, mask.reach, sizes)
-    return _attend_to_cache(options, query, keys, values, mask.offsets, scores.sinks, scores.bias)
+    options = (scores.spec, mask.span, sizes)
+    return _attend_to_cache(options, query, keys, values, mask.q_offset, scores.sinks, scores.bias)
 
 
-_OfCache = tuple[AttentionSpec | None, Reach | None, BlockSizes]
+_OfCache = tuple[AttentionSpec | None, Span | None, BlockSizes]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -282,7 +282,7 @@ def _attend_to_filled_slots(
     sinks: Array | None,
     bias: Array | None,
 ) -> Array:
-    spec, reach, sizes = options
+    spec, span, sizes = options
     scoring = Scoring.of_layer(query, spec)
     last_keys = min(sizes.last_keys, sizes.keys)
     batch_size, num_kv_heads, capacity, _ = keys.shape
@@ -298,7 +298,7 @@ def _attend_to_filled_slots(
 
     def attend_side_by_side(heads: Array) -> Array:
         last_of_heads = last_positions[heads // num_kv_heads]
-        first_of_heads = jnp.zeros_like(last_of_heads) if reach is None else reach.first(last_of_heads)
+        first_of_heads = jnp.zeros_like(last_of_heads) if span is None else span.first(last_of_heads)
         first_seen, last_seen = first_of_heads[:, None], last_of_heads[:, None]
         seen, filled = jnp.maximum(first_of_heads.min(), 0), last_of_heads.max() + 1  # from, and up to
         num_large = filled // sizes.keys
@@ -332,11 +332,11 @@ def _attend_to_filled_slots(
 
         scores = over_blocks(put_scores, jnp.zeros_like(queries, shape=(len(heads), group_size, capacity)))
         slots = jnp.arange(capacity, dtype=jnp.int32)[None]
-        scores = scoring.lessened(scoring.capped(scores), heads % num_kv_heads, num_kv_heads, last_seen - slots)
+        scores = scoring.minus_alibi(scoring.capped(scores), heads % num_kv_heads, num_kv_heads, last_seen - slots)
         scores = scores if bias is None else scores + bias.reshape(num_heads, group_size, capacity)[heads]
         is_seen = (slots >= first_seen) & (slots <= last_seen)
-        of_heads = None if sinks is None else sinks.reshape(num_kv_heads, group_size, 1)[heads % num_kv_heads]
-        attn_weights = _softmax_of_seen(scores, is_seen, of_heads)
+        head_sharding = None if sinks is None else sinks.reshape(num_kv_heads, group_size, 1)[heads % num_kv_heads]
+        attn_weights = _softmax_of_seen(scores, is_seen, head_sharding)
         return over_blocks(add_values, jnp.zeros_like(queries, shape=(len(heads), group_size, values.shape[3])))
 
     together = math.gcd(num_kv_heads if num_kv_heads > 1 else batch_size, sizes.heads_side_by_side)
@@ -354,18 +354,18 @@ def _attend_to_every_slot(
     bias: Array | None,
 ) -> Array:
     """Products of all sequences, heads and slots, which XLA divides among devices as the cache is."""
-    spec, reach, _ = options
+    spec, span, _ = options
     scoring = Scoring.of_layer(query, spec)
     batch_size, num_kv_heads, capacity, _ = keys.shape
     heads, slots = (jnp.arange(size, dtype=jnp.int32) for size in (num_kv_heads, capacity))
-    of_heads = None if sinks is None else sinks.reshape(num_kv_heads, -1, 1)
+    head_sharding = None if sinks is None else sinks.reshape(num_kv_heads, -1, 1)
 
     def attend_sequence(query: Array, keys: Array, values: Array, last: Array, bias: Array | None) -> Array:
         scores = scoring.capped(jnp.einsum("kgh,ksh->kgs", query, at_least_float32(keys)))
-        scores = scoring.lessened(scores, heads, num_kv_heads, (last - slots)[None])
+        scores = scoring.minus_alibi(scores, heads, num_kv_heads, (last - slots)[None])
         scores = scores if bias is None else scores + bias.reshape(scores.shape)
-        is_seen = slots <= last if reach is None else (slots <= last) & (slots >= reach.first(last))
-        attn_weights = _softmax_of_seen(scores, is_seen[None], of_heads)[..., :capacity]
+        is_seen = slots <= last if span is None else (slots <= last) & (slots >= span.first(last))
+        attn_weights = _softmax_of_seen(scores, is_seen[None], head_sharding)[..., :capacity]
         return jnp.einsum("kgs,ksh->kgh", attn_weights, zero_where(at_least_float32(values), ~is_seen[:, None]))
 
     query = at_least_float32(query.reshape(batch_size, num_kv_heads, -1, query.shape[3])) * scoring.scale
@@ -388,12 +388,12 @@ def _attend_to_cache_forward(options: _OfCache, *inputs: Any) -> tuple[Array, tu
 def _attend_to_cache_backward(
     options: _OfCache, residuals: tuple[Any, ...], cotangent: Array
 ) -> tuple[Array | None, ...]:
-    spec, reach, sizes = options
+    spec, span, sizes = options
     query, keys, values, last_positions, sinks, bias = residuals
-    mask = Mask(key_padding_lengths=last_positions + 1, offsets=last_positions)
-    if reach is not None:
-        as_bool = Mask(is_causal=True, reach=reach, offsets=last_positions).to_bool(1, keys.shape[2])
-        mask = Mask(as_bool, offsets=last_positions)
+    mask = Mask(key_padding_lengths=last_positions + 1, q_offset=last_positions)
+    if span is not None:
+        as_bool = Mask(is_causal=True, span=span, q_offset=last_positions).to_bool(1, keys.shape[2])
+        mask = Mask(as_bool, q_offset=last_positions)
 
     def attend_to_filled(query: Array, keys: Array, values: Array, sinks: Array | None, bias: Array | None) -> Array:
         return attend_by_block(query, keys, values, mask, Scores(spec, bias, sinks), sizes=sizes)

@@ -16,7 +16,7 @@ from mha_jax.arrays import platform_of
 from mha_jax.kernels import Kernel, blockwise, library, splash, windows
 from mha_jax.kernels.blocks import BlockSizes
 from mha_jax.masks import Mask
-from mha_jax.parallel.sharding import automatically, of_heads
+from mha_jax.parallel.sharding import head_sharding, with_auto_axes
 from mha_jax.parallel.tokens import ContextParallel, token_axis
 from mha_jax.scores import Scores
 from mha_jax.stages import attend_without_weights, check_attention
@@ -33,7 +33,7 @@ class FusedAttention(BlockSizes):
         if token_axis(query, key, mask) is not None:
             return ContextParallel(None, self)(query, key, value, mask, scores)
         platform = platform_of(query, key, value)
-        return automatically(of_heads)(self._attend)(query, key, value, mask, scores, platform=platform)
+        return with_auto_axes(head_sharding)(self._attend)(query, key, value, mask, scores, platform=platform)
 
     def step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
         """Return the context of one new token of each sequence; of a cache only the filled part is read."""
@@ -41,7 +41,7 @@ class FusedAttention(BlockSizes):
         if not is_plain or token_axis(query, key, mask) is not None:
             return self(query, key, value, mask, scores)
         platform = platform_of(query, key, value)
-        return automatically(of_heads)(self._step)(query, key, value, mask, scores, platform=platform)
+        return with_auto_axes(head_sharding)(self._step)(query, key, value, mask, scores, platform=platform)
 
     def _attend(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:
         num_scores = math.prod(query.shape[:3]) * key.shape[2]

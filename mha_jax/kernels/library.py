@@ -31,7 +31,7 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
     width, head_dim = value.shape[3], max(query.shape[3], value.shape[3])  # it takes heads of one width
     is_half = query.dtype in (jnp.float16, jnp.bfloat16)
     takes_cudnn = platform == "gpu" and is_half and head_dim % 8 == 0 and head_dim <= 128
-    told = _told(mask, scores, seq_len_q, seq_len_k, takes_cudnn=takes_cudnn)
+    told = _native_mask(mask, scores, seq_len_q, seq_len_k, takes_cudnn=takes_cudnn)
     visible, bias, masked_rows, lengths = None, scores.bias, None, mask.key_padding_lengths
     scale = score_scale(query, scores.spec)
     if told is None:
@@ -40,7 +40,7 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
         hidden = to_scores_rank(hidden)
         masked_rows = hidden.all(axis=-1, keepdims=True)
         visible = ~(hidden & ~masked_rows)  # the other polarity: True = attend
-    elif mask.reach is not None or lengths is not None:
+    elif mask.span is not None or lengths is not None:
         first, stop = (x.clip(0, seq_len_k) for x in mask.key_range(seq_len_q, seq_len_k))
         masked_rows = (first >= stop)[:, None, :, None]
     if told is not None and lengths is not None:  # what a kernel writes as the gradient of padding is not read
@@ -63,18 +63,20 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
     return context if masked_rows is None else zero_where(context, masked_rows)
 
 
-def _told(mask: Mask, scores: Scores, seq_len_q: int, seq_len_k: int, *, takes_cudnn: bool) -> dict[str, Any] | None:
-    """What is hidden in the library's own words, with which it needs no mask; None where it has none."""
-    reach, lengths = mask.reach, mask.key_padding_lengths
-    if any(x is not None for x in (mask.mask, scores.bias, mask.offsets)):
+def _native_mask(
+    mask: Mask, scores: Scores, seq_len_q: int, seq_len_k: int, *, takes_cudnn: bool
+) -> dict[str, Any] | None:
+    """Return the arguments that hide the same keys without a mask array; None if the library has none."""
+    span, lengths = mask.span, mask.key_padding_lengths
+    if any(x is not None for x in (mask.mask, scores.bias, mask.q_offset)):
         return None
     told: dict[str, Any] = {"is_causal": mask.is_causal}
-    if reach is not None:
+    if span is not None:
         # cuDNN takes a window with causality alone, and not more queries than keys.
         is_refused = takes_cudnn and (not mask.is_causal or lengths is not None or seq_len_q > seq_len_k)
-        if reach.window_size is None or is_refused:
+        if span.window_size is None or is_refused:
             return None
-        before = reach.window_size - 1
+        before = span.window_size - 1
         told["local_window_size"] = (before, 0 if mask.is_causal else before)
     if lengths is not None:  # a kernel without a key may give anything
         told["key_value_seq_lengths"] = jnp.maximum(jnp.asarray(lengths), 1)

@@ -35,7 +35,7 @@ def nan_where(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array,
 
 def attends_to_any(marked: Bool[Array, "B N S"], seq_len_q: int, mask: Mask) -> Bool[Array, "B N T 1"]:
     """Return whether a query attends to any of the marked keys; T and S are not 0."""
-    has_chunks = mask.reach is not None and mask.reach.chunk_size is not None
+    has_chunks = mask.span is not None and mask.span.chunk_size is not None
     if mask.mask is None and not has_chunks:  # of chunks a kernel makes a boolean mask anyway; with it XLA holds less
         first, stop = (x.clip(0, marked.shape[2]) for x in mask.key_range(seq_len_q, marked.shape[2]))
         counts = jnp.pad(lax.cumsum(marked.astype(jnp.int32), axis=2), [(0, 0), (0, 0), (1, 0)])  # before each key

@@ -25,9 +25,11 @@ def supports(query: Array, key: Array, mask: Mask, scores: Scores) -> bool:
     """Return whether the kernel can compute the call, and has enough tokens for its blocks."""
     if query.dtype not in (jnp.float32, jnp.bfloat16) or min(query.shape[2], key.shape[2]) < LANES:
         return False
-    if any(x is not None for x in (mask.mask, mask.offsets, scores.bias)) or scores.has_distances or scores.has_dropout:
+    if scores.has_distances or scores.has_dropout:
         return False
-    if mask.reach is not None and mask.reach.chunk_size is not None and not mask.is_causal:
+    if any(x is not None for x in (mask.mask, mask.q_offset, scores.bias)):
+        return False
+    if mask.span is not None and mask.span.chunk_size is not None and not mask.is_causal:
         return False
     # Its indices are of 32 bits, and XLA cannot divide it among devices.
     return not jax.config.jax_enable_x64 and is_on_one_device(query)  # pyright: ignore[reportAttributeAccessIssue]
@@ -72,11 +74,11 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
 
 def _mask_of(masks: Any, mask: Mask, shape: tuple[int, int]) -> Any:
     """What is hidden from queries by place, in the kernel's own words."""
-    if mask.reach is not None and mask.reach.window_size is not None:
-        before = mask.reach.window_size - 1
+    if mask.span is not None and mask.span.window_size is not None:
+        before = mask.span.window_size - 1
         return masks.LocalMask(shape, (before, 0 if mask.is_causal else before), 0)
-    if mask.reach is not None and mask.reach.chunk_size is not None:
-        return masks.ChunkedCausalMask(shape, mask.reach.chunk_size)
+    if mask.span is not None and mask.span.chunk_size is not None:
+        return masks.ChunkedCausalMask(shape, mask.span.chunk_size)
     return masks.CausalMask(shape) if mask.is_causal else masks.FullMask(shape)
 
 

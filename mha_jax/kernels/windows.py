@@ -16,12 +16,12 @@ from mha_jax.kernels.nonfinite import attends_to_any, nan_where, nonfinite_token
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.sharding import is_automatic
 from mha_jax.scores import Scores
-from mha_spec.reach import Reach
+from mha_spec.span import Span
 
 
 def supports(query: Array, mask: Mask) -> bool:
     """Return whether there is a window or a chunk, and queries enough to share keys of it."""
-    return mask.reach is not None and mask.offsets is None and query.shape[2] > _num_together(mask.reach)
+    return mask.span is not None and mask.q_offset is None and query.shape[2] > _num_together(mask.span)
 
 
 @compiled("sizes")
@@ -31,11 +31,11 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
     Non-finite tokens are found once here, since keys are in the reach of several parts.
     """
     (batch_size, num_heads, seq_len_q, _), seq_len_k = query.shape, key.shape[2]
-    reach: Any = mask.reach
-    size = _num_together(reach)
+    span: Any = mask.span
+    size = _num_together(span)
     num_parts = -(-seq_len_q // size)
-    before = -reach.first(0)  # keys that a part sees before its first query, and after its last
-    after = 0 if mask.is_causal else reach.stop(size - 1) - size
+    before = -span.first(0)  # keys that a part sees before its first query, and after its last
+    after = 0 if mask.is_causal else span.stop(size - 1) - size
     more_rows = (0, num_parts * size - seq_len_q)
     more_keys = (before, max(num_parts * size + after - seq_len_k, 0))
 
@@ -66,10 +66,10 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
         if batch_size * num_heads * size * parts.num_keys > sizes.few_scores:
             context = blockwise.attend(rows, keys, values, part, scores, sizes=sizes)
             return context, jnp.zeros((*rows.shape[:3], 1), bool)
-        logits = stages.attention_scores(rows, keys, scores.bias, scores.spec, part.offsets, scores.relative_bias)
+        logits = stages.attention_scores(rows, keys, scores.bias, scores.spec, part.q_offset, scores.relative_bias)
         logits = jnp.where(parts.hidden_from(begin), -jnp.inf, logits)
-        context, log_sums = blockwise.weighed_sum(logits, values, scores.sinks)
-        return context.astype(query.dtype), jnp.isposinf(log_sums)
+        context, lse = blockwise.weighted_sum(logits, values, scores.sinks)
+        return context.astype(query.dtype), jnp.isposinf(lse)
 
     # What a part stores for its gradient it computes again.
     begins = jnp.arange(num_parts, dtype=jnp.int32) * size
@@ -79,9 +79,9 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
     return contexts.reshape(batch_size, num_heads, num_parts * size, contexts.shape[4])[:, :, :seq_len_q]
 
 
-def _num_together(reach: Reach) -> int:
+def _num_together(span: Span) -> int:
     """Number of queries in a part: those of a chunk, or so many that they share most keys of a window."""
-    return reach.chunk_size or max(128, (reach.window_size or 0) // 4)
+    return span.chunk_size or max(128, (span.window_size or 0) // 4)
 
 
 class _Parts(NamedTuple):
@@ -112,14 +112,14 @@ class _Parts(NamedTuple):
     def mask_of(self, begin: Array) -> Mask:
         """Return the mask of a part."""
         whole, first = self.mask, self.before - begin  # the first key that there is
-        reach, lengths, mask = whole.reach, jnp.asarray(whole.key_padding_lengths), self._block_of(whole.mask, begin)
+        span, lengths, mask = whole.span, jnp.asarray(whole.key_padding_lengths), self._block_of(whole.mask, begin)
         if self.before:
             is_before = jnp.arange(self.num_keys, dtype=jnp.int32)[None, None, None] < first
             mask = is_before if mask is None else mask | is_before
-        part = replace(whole, mask=mask, key_padding_lengths=jnp.maximum(lengths + first, 0), reach=None)
-        if reach is None or reach.chunk_size is not None:  # of its own chunk a query sees all, or all up to itself
+        part = replace(whole, mask=mask, key_padding_lengths=jnp.maximum(lengths + first, 0), span=None)
+        if span is None or span.chunk_size is not None:  # of its own chunk a query sees all, or all up to itself
             return part
-        return replace(part, reach=reach, offsets=jnp.full((1,), self.before, jnp.int32))
+        return replace(part, span=span, q_offset=jnp.full((1,), self.before, jnp.int32))
 
     def scores_of(self, begin: Array) -> Scores:
         """Return the scores of a part."""

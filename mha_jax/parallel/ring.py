@@ -26,7 +26,7 @@ from mha_jax.kernels.nonfinite import nan_where, nonfinite_tokens
 from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import is_automatic, varying
 from mha_jax.scores import Scores
-from mha_spec.reach import Reach
+from mha_spec.span import Span
 
 
 class _Plan(NamedTuple):
@@ -44,7 +44,7 @@ class _Plan(NamedTuple):
     axis: str
     size: int
     is_causal: bool
-    reach: Reach | None
+    span: Span | None
     is_halved: bool
     is_cached: bool
     walks: tuple[tuple[int, int], ...]
@@ -58,14 +58,14 @@ class _Given(NamedTuple):
         mask, bias: (B or 1, K or 1, G or 1, t or 1, S or 1); of a cache the columns are those of its own slots.
         lengths: of real keys, (B,).
         sinks: (1, K, G, 1, 1).
-        offsets: place of the first query of each sequence, of a cache, (B,) or (1,).
+        q_offset: place of the first query of each sequence, of a cache, (B,) or (1,).
     """
 
     mask: Array | None
     bias: Array | None
     lengths: Array | None
     sinks: Array | None
-    offsets: Array | None
+    q_offset: Array | None
 
 
 class _Chunk(NamedTuple):
@@ -97,8 +97,8 @@ def attend_to_visitors(
         mask, scores: with the rows of its own queries and the columns of all keys; of a cache with those of its own
             slots.
     """
-    num_kv_heads, reach = key.shape[1], mask.reach
-    is_cached = mask.offsets is not None
+    num_kv_heads, span = key.shape[1], mask.span
+    is_cached = mask.q_offset is not None
 
     def group(x: Array) -> Array:
         heads = (1, 1) if x.shape[1] == 1 != query.shape[1] else (num_kv_heads, x.shape[1] // num_kv_heads)
@@ -106,14 +106,14 @@ def attend_to_visitors(
 
     as_bool, bias = (None if x is None else group(x) for x in (mask.with_bias(scores.bias).mask, scores.bias))
     sinks = None if scores.sinks is None else scores.sinks.reshape(1, num_kv_heads, -1, 1, 1)
-    given = _Given(as_bool, bias, mask.key_padding_lengths, sinks, mask.offsets)  # pyright: ignore[reportArgumentType]
-    same = query.shape[2] == key.shape[2] and reach is None and as_bool is None and bias is None
+    given = _Given(as_bool, bias, mask.key_padding_lengths, sinks, mask.q_offset)  # pyright: ignore[reportArgumentType]
+    same = query.shape[2] == key.shape[2] and span is None and as_bool is None and bias is None
     is_halved = mask.is_causal and not is_cached and same and query.shape[2] % 2 == 0
-    hides = mask.is_causal or reach is not None or as_bool is not None or given.lengths is not None
+    hides = mask.is_causal or span is not None or as_bool is not None or given.lengths is not None
     scoring = Scoring.of_layer(query, scores.spec)
     options = Options(False, scoring, sizes, is_automatic(query), is_part=hides)
     walks = () if is_cached else _walks(mask, query.shape[2], key.shape[2], size)
-    plan = _Plan(axis, size, mask.is_causal, reach, is_halved, is_cached, walks, options)
+    plan = _Plan(axis, size, mask.is_causal, span, is_halved, is_cached, walks, options)
     arrays = varying((group(query), key, value, given), axis)
     if is_halved:
         *tokens, given = arrays
@@ -127,11 +127,11 @@ def attend_to_visitors(
 
 def _walks(mask: Mask, seq_len_q: int, seq_len_k: int, size: int) -> tuple[tuple[int, int], ...]:
     """In which direction keys and values go on, and how often: to all devices, or as far as queries reach."""
-    reach = mask.reach
-    if reach is None or seq_len_q != seq_len_k:
+    span = mask.span
+    if span is None or seq_len_q != seq_len_k:
         return ((1, size - 1),)
-    far = (reach.window_size or reach.chunk_size or 1) - 1
-    count = 0 if reach.chunk_size and seq_len_q % reach.chunk_size == 0 else -(-far // seq_len_q)
+    far = (span.window_size or span.chunk_size or 1) - 1
+    count = 0 if span.chunk_size and seq_len_q % span.chunk_size == 0 else -(-far // seq_len_q)
     if mask.is_causal:
         return ((1, min(count, size - 1)),)
     return ((1, size - 1),) if 2 * count >= size - 1 else ((1, count), (-1, count))
@@ -188,10 +188,10 @@ def _pairs(plan: _Plan, given: _Given, source: Array, seq_len_q: int, seq_len_k:
     """What the queries of a device may see of the keys that came from a device, or are its own."""
     me = lax.axis_index(plan.axis)
     if not plan.is_halved:
-        begin = given.offsets if plan.is_cached else (me * seq_len_q)[None]
+        begin = given.q_offset if plan.is_cached else (me * seq_len_q)[None]
         rows = _Chunk(begin, seq_len_q)  # pyright: ignore[reportArgumentType]
         keys = _Chunk((source * seq_len_k)[None], seq_len_k)
-        return [_Pair(rows, keys, 0, 0, is_clear=not plan.is_causal and plan.reach is None)]
+        return [_Pair(rows, keys, 0, 0, is_clear=not plan.is_causal and plan.span is None)]
     half, last = seq_len_q // 2, 2 * plan.size - 1
 
     def chunk(number: Array) -> _Chunk:
@@ -238,8 +238,8 @@ def _hidden_of(plan: _Plan, given: _Given, pair: _Pair) -> Hidden:
         places, others = rows.places, keys.places[:, None, None, None]  # (B or 1, t) and (1, 1, 1, 1, s)
         stop = places + 1 if plan.is_causal else jnp.full_like(places, jnp.iinfo(jnp.int32).max)
         first = jnp.zeros_like(places)
-        if plan.reach is not None:
-            first, stop = plan.reach.first(places), jnp.minimum(stop, plan.reach.stop(places))
+        if plan.span is not None:
+            first, stop = plan.span.first(places), jnp.minimum(stop, plan.span.stop(places))
         first, stop = (x[:, None, None, :, None] for x in (first, stop))
         by_place = (others < first) | (others >= stop)
         mask = by_place if mask is None else mask | by_place
@@ -254,8 +254,8 @@ def _sees(plan: _Plan, pair: _Pair) -> Array | None:
     first, last = pair.rows.begin[0], pair.rows.begin[0] + pair.rows.size - 1
     begin, end = pair.keys.begin[0], pair.keys.begin[0] + pair.keys.size
     sees = begin <= last if plan.is_causal else begin <= jnp.iinfo(jnp.int32).max
-    if plan.reach is not None:
-        sees &= (end > plan.reach.first(first)) & (begin < plan.reach.stop(last))
+    if plan.span is not None:
+        sees &= (end > plan.span.first(first)) & (begin < plan.span.stop(last))
     return sees
 
 
@@ -277,7 +277,7 @@ class _Sums(NamedTuple):
     """What some keys give to queries: as `PartSums`, with logarithms of -infinity where none gave anything."""
 
     context: Array
-    log_sums: Array
+    lse: Array
     is_empty: Array
 
 
@@ -290,14 +290,14 @@ def _nothing(query: Array, width: int) -> _Sums:
 
 def _joined(ours: _Sums, theirs: _Sums) -> _Sums:
     """Those of both, whose logarithms are -infinity where no key gave anything."""
-    largest = jnp.maximum(ours.log_sums, theirs.log_sums)
+    largest = jnp.maximum(ours.lse, theirs.lse)
     shift = jnp.where(jnp.isneginf(largest), 0.0, largest)
-    weights = [jnp.exp(x.log_sums - shift) for x in (ours, theirs)]
+    weights = [jnp.exp(x.lse - shift) for x in (ours, theirs)]
     total = sum(weights)
     context = ours.context * weights[0] + theirs.context * weights[1]
     context = context / jnp.where(total == 0.0, 1.0, total)
-    log_sums = jnp.where(jnp.isneginf(largest), -jnp.inf, shift + jnp.log(jnp.where(total == 0.0, 1.0, total)))
-    return _Sums(context, log_sums, ours.is_empty & theirs.is_empty)
+    lse = jnp.where(jnp.isneginf(largest), -jnp.inf, shift + jnp.log(jnp.where(total == 0.0, 1.0, total)))
+    return _Sums(context, lse, ours.is_empty & theirs.is_empty)
 
 
 def _sums_of(plan: _Plan, given: _Given, pair: _Pair, query: Array, key: Array, value: Array) -> _Sums:
@@ -309,9 +309,9 @@ def _sums_of(plan: _Plan, given: _Given, pair: _Pair, query: Array, key: Array, 
     def look() -> _Sums:
         def of_sequence(hidden: Hidden, query: Array, key: Array, value: Array) -> _Sums:
             found = sums_of_part(options, query, key, value, hidden)
-            empty = jnp.broadcast_to(found.is_empty, found.log_sums.shape)
-            log_sums = jnp.where(jnp.isposinf(found.log_sums), -jnp.inf, found.log_sums)
-            return varying(_Sums(found.context, log_sums, empty), plan.axis)
+            empty = jnp.broadcast_to(found.is_empty, found.lse.shape)
+            lse = jnp.where(jnp.isposinf(found.lse), -jnp.inf, found.lse)
+            return varying(_Sums(found.context, lse, empty), plan.axis)
 
         return _by_sequence(plan, of_sequence, _hidden_of(plan, given, pair), rows, keys, values)
 
@@ -372,18 +372,18 @@ def _forward(plan: _Plan, query: Array, key: Array, value: Array, given: _Given)
 
     sums, _ = _walk(plan, visit, sums, (key, value), ())
     if given.sinks is not None:
-        sinks = jnp.broadcast_to(at_least_float32(given.sinks), sums.log_sums.shape)
+        sinks = jnp.broadcast_to(at_least_float32(given.sinks), sums.lse.shape)
         if plan.is_cached:  # one device has them
             sinks = jnp.where(lax.axis_index(plan.axis) == 0, sinks, -jnp.inf)
         sums = _joined(sums, _Sums(jnp.zeros_like(sums.context), sinks, sums.is_empty))
     if plan.is_cached:
         sums = _joined_by_all(plan, given, sums, nonfinite_tokens(query))
-    context, log_sums, is_empty = sums
-    log_sums = jnp.where(jnp.isneginf(log_sums), jnp.inf, log_sums)
+    context, lse, is_empty = sums
+    lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
     if given.sinks is None:  # a row to which no key gave anything may see some: if all of its scores are -inf
-        gave_nothing = jnp.isposinf(log_sums)
-        context, log_sums = (nan_where(x, gave_nothing & ~is_empty) for x in (context, log_sums))
-    residuals = (query, key, value, given, context, log_sums)
+        gave_nothing = jnp.isposinf(lse)
+        context, lse = (nan_where(x, gave_nothing & ~is_empty) for x in (context, lse))
+    residuals = (query, key, value, given, context, lse)
     if plan.options.is_part and not plan.is_cached:
         context = nan_where(context, nonfinite_tokens(query) & ~is_empty)
     return context.astype(query.dtype), residuals
@@ -391,29 +391,29 @@ def _forward(plan: _Plan, query: Array, key: Array, value: Array, given: _Given)
 
 def _joined_by_all(plan: _Plan, given: _Given, sums: _Sums, wrong: Array) -> _Sums:
     """Those of all devices, each with its own keys for the same queries; NaN for those that are wrong."""
-    context, log_sums, is_empty = sums
-    largest = lax.pmax(log_sums, plan.axis)
-    weights = jnp.exp(log_sums - jnp.where(jnp.isneginf(largest), 0.0, largest))
+    context, lse, is_empty = sums
+    largest = lax.pmax(lse, plan.axis)
+    weights = jnp.exp(lse - jnp.where(jnp.isneginf(largest), 0.0, largest))
     weights = nan_where(weights, wrong & ~is_empty)
     total = lax.psum(weights, plan.axis)
     context = lax.psum(context * weights, plan.axis) / jnp.where(total == 0.0, 1.0, total)
-    log_sums = jnp.where(total == 0.0, -jnp.inf, largest + jnp.log(jnp.where(total == 0.0, 1.0, total)))
+    lse = jnp.where(total == 0.0, -jnp.inf, largest + jnp.log(jnp.where(total == 0.0, 1.0, total)))
     if given.mask is None:  # each sees its own slot
-        return _Sums(context, log_sums, jnp.zeros_like(log_sums, dtype=bool))
-    return _Sums(context, log_sums, lax.pmin(is_empty.astype(jnp.int32), plan.axis) > 0)
+        return _Sums(context, lse, jnp.zeros_like(lse, dtype=bool))
+    return _Sums(context, lse, lax.pmin(is_empty.astype(jnp.int32), plan.axis) > 0)
 
 
 # ---- Their gradients -------------------------------------------------------------------------------------------------
 
 
 def _backward(plan: _Plan, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
-    query, key, value, given, context, log_sums = residuals
+    query, key, value, given, context, lse = residuals
     bias: Any = given.bias
-    query, cotangent, context, log_sums = varying((query, at_least_float32(cotangent), context, log_sums), plan.axis)
+    query, cotangent, context, lse = varying((query, at_least_float32(cotangent), context, lse), plan.axis)
     if plan.is_cached:  # what is NaN for its query gives no gradient to keys
         wrong = nonfinite_tokens(query)
-        context, log_sums = jnp.where(wrong, 0.0, context), jnp.where(wrong, jnp.inf, log_sums)
-    by_row = (at_least_float32(query), cotangent, context, log_sums)
+        context, lse = jnp.where(wrong, 0.0, context), jnp.where(wrong, jnp.inf, lse)
+    by_row = (at_least_float32(query), cotangent, context, lse)
     lengths = query.shape[3], key.shape[2]
     me = lax.axis_index(plan.axis)
 
@@ -438,7 +438,7 @@ def _backward(plan: _Plan, residuals: tuple[Any, ...], cotangent: Array) -> tupl
     grads, own = added(_pairs(plan, given, me, *lengths, is_own=True), grads, (key, value), none)
     (grad_q, grad_bias), gathered = _walk(plan, visit, grads, (key, value), none)
     grad_k, grad_v = jax.tree.map(jnp.add, own, gathered)
-    grad_sinks = gradient_of_sinks(given.sinks, log_sums, context, cotangent)
+    grad_sinks = gradient_of_sinks(given.sinks, lse, context, cotangent)
     if grad_sinks is not None and plan.is_cached:  # that of all keys, once
         grad_sinks = jnp.where(me == 0, grad_sinks, 0.0).astype(grad_sinks.dtype)
     grad_bias = None if grad_bias is None else grad_bias.astype(bias.dtype)

@@ -56,7 +56,7 @@ def specs_of(arrays: Any) -> Any:
     return jax.tree.map(spec_of, arrays)
 
 
-def of_heads(query: Array) -> PartitionSpec:
+def head_sharding(query: Array) -> PartitionSpec:
     """How sums over keys are divided, (B, N, T, ·), if their queries are as their type says."""
     return PartitionSpec(*spec_of(query)[:3], None)
 
@@ -66,9 +66,9 @@ def placed(like: Array, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(jax.typeof(like).sharding.mesh, spec)
 
 
-def placed_beside(x: Array, other: Array) -> Array:
+def reshard_like(x: Array, other: Array) -> Array:
     """x, (B, N, T, ·), divided as another array, to whose last axis it is to be joined."""
-    return jax.sharding.reshard(x, placed(other, of_heads(other))) if is_explicit(other) else x
+    return jax.sharding.reshard(x, placed(other, head_sharding(other))) if is_explicit(other) else x
 
 
 def varying(tree: Any, axis: str) -> Any:
@@ -87,15 +87,15 @@ def _varying_over(x: Array) -> frozenset[str]:
     return kind.mat.varying if hasattr(kind, "mat") else kind.vma  # before JAX 0.10
 
 
-def broadcast_beside(x: Array, other: Array) -> Array:
+def broadcast_like(x: Array, other: Array) -> Array:
     """x, (B, 1, T, ·), for every head of another array, divided as that; its gradient is summed where it lies."""
     shape = (*other.shape[:3], x.shape[3])
     if not is_explicit(other):
         return jnp.broadcast_to(x, shape)
-    return lax.broadcast_in_dim(x, shape, (0, 1, 2, 3), out_sharding=placed(other, of_heads(other)))
+    return lax.broadcast_in_dim(x, shape, (0, 1, 2, 3), out_sharding=placed(other, head_sharding(other)))
 
 
-def automatically(specs: Callable[[Any], Any]) -> Callable[[Function], Function]:
+def with_auto_axes(specs: Callable[[Any], Any]) -> Callable[[Function], Function]:
     """Decorate a function of arrays: where types say how these are divided, XLA divides its work by itself instead.
 
     Args:

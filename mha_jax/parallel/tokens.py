@@ -24,7 +24,7 @@ from mha_jax.kernels.blocks import BlockSizes
 from mha_jax.kernels.blockwise import with_relative_bias
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.ring import attend_to_visitors
-from mha_jax.parallel.sharding import automatically, is_explicit, of_heads, placed, spec_of, varying
+from mha_jax.parallel.sharding import head_sharding, is_explicit, placed, spec_of, varying, with_auto_axes
 from mha_jax.scores import Scores
 from mha_spec import Refusal
 
@@ -50,7 +50,7 @@ class ContextParallel:
         if axis is None:
             return self.kernel(query, key, value, mask, scores)
         passes_keys = self.passes_keys or _cannot_share(key, axis)
-        attend = automatically(of_heads)(replace(self, axis=axis, passes_keys=passes_keys)._attend)
+        attend = with_auto_axes(head_sharding)(replace(self, axis=axis, passes_keys=passes_keys)._attend)
         return attend(query, key, value, mask, scores)
 
     def step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
@@ -74,7 +74,7 @@ def token_axis(query: Array, key: Array, mask: Mask, axis: Any = None) -> str | 
     """
     mesh = jax.typeof(query).sharding.mesh
     if is_explicit(query):
-        told: Any = spec_of(query)[2] if mask.offsets is None else spec_of(key)[2]
+        told: Any = spec_of(query)[2] if mask.q_offset is None else spec_of(key)[2]
         axis = told[0] if isinstance(told, tuple) and len(told) == 1 else told
     if axis is None:
         return None
@@ -86,7 +86,7 @@ def token_axis(query: Array, key: Array, mask: Mask, axis: Any = None) -> str | 
         )
     size = mesh.shape[axis]
     is_manual = mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Manual
-    divided = {"keys": key.shape[2]} | ({} if mask.offsets is not None else {"queries": query.shape[2]})
+    divided = {"keys": key.shape[2]} | ({} if mask.q_offset is not None else {"queries": query.shape[2]})
     for name, count in divided.items():
         if count % size and not is_manual:
             raise Refusal(name, f"be a multiple of the devices along {axis}", f"{count} and {size}")
@@ -119,7 +119,7 @@ def _attend_to_tokens(
     """
     axis: Any = how.axis
     mesh = jax.typeof(query).sharding.mesh
-    size, is_cached = mesh.shape[axis], mask.offsets is not None
+    size, is_cached = mesh.shape[axis], mask.q_offset is not None
     is_manual = mesh.axis_types[mesh.axis_names.index(axis)] == AxisType.Manual
     mask, scores = _with(mask, scores, lambda x: None if x is None else to_scores_rank(x))
     if key.shape[1] % size == 0 and not (is_cached or how.passes_keys or scores.slopes):

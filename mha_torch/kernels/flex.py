@@ -30,9 +30,9 @@ _BLOCK_SIZE = 128
 
 def supports(query: Tensor, value: Tensor, mask: Mask, scores: Scores) -> bool:
     """Return whether attention is for this module: it can do it, and another kernel cannot without a mask."""
-    is_needed = any(x is not None for x in (mask.key_padding_lengths, mask.reach, scores.sinks))
+    is_needed = any(x is not None for x in (mask.key_padding_lengths, mask.span, scores.sinks))
     is_needed = is_needed or scores.soft_cap is not None or scores.slopes is not None
-    others = (mask.mask, mask.offsets, scores.bias, scores.relative_bias, scores.dropout_keep)
+    others = (mask.mask, mask.q_offset, scores.bias, scores.relative_bias, scores.dropout_keep)
     return is_needed and not scores.dropout and all(x is None for x in others) and _runs_here(query, value)
 
 
@@ -78,11 +78,11 @@ def attend(
         enable_gqa=num_heads != num_kv_heads,
         return_aux=library.AuxRequest(lse=True),
     )
-    log_sums = aux.lse[..., None]
+    lse = aux.lse[..., None]
     if scores.sinks is None:
-        nonfinite_rows = nonfinite_rows | torch.isneginf(log_sums)  # every score has overflowed
+        nonfinite_rows = nonfinite_rows | torch.isneginf(lse)  # every score has overflowed
     else:
-        share = torch.sigmoid(log_sums - at_least_float32(scores.sinks)[:, None, None])  # of the keys, beside the sink
+        share = torch.sigmoid(lse - at_least_float32(scores.sinks)[:, None, None])  # of the keys, beside the sink
         context = (context * share).to(context.dtype)
     return zero_where(nan_where(context, nonfinite_rows), (first == stop)[:, None, :, None])
 

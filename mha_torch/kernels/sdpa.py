@@ -34,7 +34,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
     in_blocks = scores.slopes is not None or (scores.relative_bias is not None and mask.is_causal)
     if in_blocks and query.shape[2] > _QUERIES_WITH_BIAS:
         return _attend_in_query_blocks(query, key, value, mask, scores)
-    is_plain = mask.mask is None and mask.reach is None and mask.offsets is None
+    is_plain = mask.mask is None and mask.span is None and mask.q_offset is None
     if is_plain and scores.bias is None and not scores.has_distances:
         lengths = mask.key_padding_lengths
         if lengths is None:  # nothing is hidden, or what the kernel supports
@@ -45,7 +45,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
     seq_len_k, bias = key.shape[2], scores.bias
     hidden = mask.with_bias(bias).to_bool(query.shape[2], seq_len_k, query.device)
     if scores.has_distances:
-        by_distance = _distance_bias(query, seq_len_k, mask.offsets, scores)
+        by_distance = _distance_bias(query, seq_len_k, mask.q_offset, scores)
         bias = by_distance if bias is None else by_distance + bias
     masked_rows = None
     attn_mask = bias
@@ -126,12 +126,12 @@ def _with_sinks(
     return query, key, value, F.pad(attn_mask, (1, 0), value=attn_mask.dtype == torch.bool)
 
 
-def _distance_bias(query: Tensor, seq_len_k: int, offsets: Tensor | None, scores: Scores) -> Tensor:
+def _distance_bias(query: Tensor, seq_len_k: int, q_offset: Tensor | None, scores: Scores) -> Tensor:
     """Return ALiBi or the relative bias of the scores of queries (B, N, T, H), in at least float32."""
     dtype, lengths = torch.promote_types(query.dtype, torch.float32), (query.shape[2], seq_len_k)
     if scores.relative_bias is not None and scores.buckets is not None:
-        return relative_position_bias(scores.relative_bias, scores.buckets, *lengths, offsets, scores_dtype=dtype)
-    return alibi_bias(scores.slopes or (), *lengths, offsets, scores_dtype=dtype, device=query.device)
+        return relative_position_bias(scores.relative_bias, scores.buckets, *lengths, q_offset, scores_dtype=dtype)
+    return alibi_bias(scores.slopes or (), *lengths, q_offset, scores_dtype=dtype, device=query.device)
 
 
 def _attend_in_query_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
@@ -139,16 +139,16 @@ def _attend_in_query_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mas
     seq_len_q, seq_len_k, size = query.shape[2], key.shape[2], _QUERIES_WITH_BIAS
     how = {"dropout": scores.dropout, "scale": scores.scale}
     contexts, shared, last = [], None, (seq_len_q - 1) // size * size
-    others = (mask.mask, scores.bias, mask.key_padding_lengths, mask.reach, mask.offsets)
+    others = (mask.mask, scores.bias, mask.key_padding_lengths, mask.span, mask.q_offset)
     if all(x is None for x in others):  # the bias of the last block, in which that of any other is found
         stop = last + (size if mask.is_causal else seq_len_k)
         shared = _distance_bias(query[:, :, :size], stop, torch.tensor([last]), scores)
         if mask.is_causal:
-            hidden = replace(mask, offsets=torch.tensor([last])).implicit_bool(size, stop, query.device)
+            hidden = replace(mask, q_offset=torch.tensor([last])).implicit_bool(size, stop, query.device)
             shared = shared.masked_fill_(hidden, -torch.inf)
     for begin in range(0, seq_len_q, size):
         end = min(begin + size, seq_len_q)
-        stop = min(end, seq_len_k) if mask.is_causal and mask.offsets is None else seq_len_k
+        stop = min(end, seq_len_k) if mask.is_causal and mask.q_offset is None else seq_len_k
         parts = (query[:, :, begin:end], key[:, :, :stop], value[:, :, :stop])
         if shared is not None:
             attn_mask = shared[:, :, : end - begin, last - begin : last - begin + stop]
@@ -185,7 +185,7 @@ def check_context_parallel(mask: Mask, scores: Scores, positions: Tensor | None,
         "mask": mask.mask,
         "bias": scores.bias,
         "key_padding_lengths": mask.key_padding_lengths,
-        "a window or chunks": mask.reach,
+        "a window or chunks": mask.span,
         "sinks": scores.sinks,
         "alibi": scores.slopes,
         "relative_bias": scores.relative_bias,

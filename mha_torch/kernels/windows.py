@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mha_spec.reach import Reach
+from mha_spec.span import Span
 from mha_torch.arrays import needs_gradient
 from mha_torch.kernels import sdpa
 from mha_torch.masks import Mask
@@ -18,14 +18,14 @@ from mha_torch.scores import Scores
 
 def supports(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> bool:
     """Return whether there are more queries than go together."""
-    return mask.reach is not None and mask.offsets is None and query.shape[2] > _block_size(mask.reach, key, value)
+    return mask.span is not None and mask.q_offset is None and query.shape[2] > _block_size(mask.span, key, value)
 
 
-def _block_size(reach: Reach, key: Tensor, value: Tensor) -> int:
+def _block_size(span: Span, key: Tensor, value: Tensor) -> int:
     """Return how many queries go together: a chunk, or so many that their windows have most keys in common."""
-    if reach.chunk_size is not None:
-        return reach.chunk_size
-    return max(64, (reach.window_size or 0) // 8) * (2 if needs_gradient(key, value) else 1)  # measured
+    if span.chunk_size is not None:
+        return span.chunk_size
+    return max(64, (span.window_size or 0) // 8) * (2 if needs_gradient(key, value) else 1)  # measured
 
 
 def _slicer(x: Tensor, size: int) -> Callable[[slice], Tensor]:
@@ -46,25 +46,25 @@ def _slicer(x: Tensor, size: int) -> Callable[[slice], Tensor]:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
     """Return the context of a mask with a span that this module `supports`."""
-    reach = mask.reach or Reach()
+    span = mask.span or Span()
     seq_len_q, seq_len_k, is_causal = query.shape[2], key.shape[2], mask.is_causal
-    size, how = _block_size(reach, key, value), {"dropout": scores.dropout, "scale": scores.scale}
+    size, how = _block_size(span, key, value), {"dropout": scores.dropout, "scale": scores.scale}
     keys_in, values_in = _slicer(key, size), _slicer(value, size)
     # If only the window hides, every query sees itself, and most blocks have the same mask: added, the fastest form.
     is_alone = mask.mask is None and scores.bias is None and mask.key_padding_lengths is None
-    is_alone = is_alone and reach.chunk_size is None and not scores.has_distances and seq_len_q <= seq_len_k
+    is_alone = is_alone and span.chunk_size is None and not scores.has_distances and seq_len_q <= seq_len_k
     added: dict[tuple[int, int, int], Tensor] = {}
     contexts, nothing, interior = [], value.new_zeros(value.shape[3]), range(0)
     if is_alone and scores.sinks is None and query.shape[3] == value.shape[3] and not needs_gradient(key, value):
-        interior = _interior_blocks(reach, is_causal, seq_len_q, seq_len_k, size)
+        interior = _interior_blocks(span, is_causal, seq_len_q, seq_len_k, size)
     for begin in range(0, seq_len_q, size):
         if begin in interior:
             if begin == interior[0]:
-                contexts.append(_attend_interior(query, key, value, mask, reach, interior, scores))
+                contexts.append(_attend_interior(query, key, value, mask, span, interior, scores))
             continue
         end = min(begin + size, seq_len_q)
-        first = min(max(reach.first(begin), 0) // size * size, seq_len_k)
-        stop = max(first, min(end if is_causal else reach.stop(end - 1), seq_len_k))
+        first = min(max(span.first(begin), 0) // size * size, seq_len_k)
+        stop = max(first, min(end if is_causal else span.stop(end - 1), seq_len_k))
         rows, keys = slice(begin, end), slice(first, stop)
         if stop == first:
             contexts.append(query[:, :, rows, :1] * nothing)
@@ -77,8 +77,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
             contexts.append(sdpa.call(*parts, scores.sinks, attn_mask=added[place], **how))
             continue
         inside = mask.block(rows, keys)
-        if reach.chunk_size is not None:  # a query attends to all of its own chunk, or to all up to itself
-            inside = replace(inside, reach=None, offsets=None)
+        if span.chunk_size is not None:  # a query attends to all of its own chunk, or to all up to itself
+            inside = replace(inside, span=None, q_offset=None)
         contexts.append(sdpa.attend(*parts, inside, scores.block(rows, keys)))
     return _concat_tokens(contexts)
 
@@ -95,19 +95,19 @@ def _window_bias(query: Tensor, mask: Mask, rows: slice, keys: slice) -> Tensor:
     return query.new_zeros(sizes).masked_fill_(hidden, -torch.inf)
 
 
-def _interior_blocks(reach: Reach, is_causal: bool, seq_len_q: int, seq_len_k: int, size: int) -> range:
+def _interior_blocks(span: Span, is_causal: bool, seq_len_q: int, seq_len_k: int, size: int) -> range:
     """Return where so many queries begin for which all keys of their window exist."""
-    before, after = -reach.first(0), 0 if is_causal else reach.stop(0) - 1
+    before, after = -span.first(0), 0 if is_causal else span.stop(0) - 1
     return range(-(-before // size) * size, min(seq_len_q, seq_len_k - after) - size + 1, size)
 
 
 def _attend_interior(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, reach: Reach, begins: range, scores: Scores
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, span: Span, begins: range, scores: Scores
 ) -> Tensor:
     """Attend blocks of a sequence as the sequences of one call: keys are read in place, though blocks share them."""
     size, num_parts, num_kv_heads = begins.step, len(begins), key.shape[1]
     first, last = begins[0], begins[-1]
-    start, stop = reach.first(first) // size * size, last + size if mask.is_causal else reach.stop(last + size - 1)
+    start, stop = span.first(first) // size * size, last + size if mask.is_causal else span.stop(last + size - 1)
     num_keys = stop - start - last + first  # of a block
     added = _window_bias(query, mask, slice(first, first + size), slice(start, start + num_keys))
     # Queries of a group go side by side, since the kernel would copy the keys for each: (B, blocks, K, G size, H).

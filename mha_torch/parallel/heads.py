@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 
 from mha_spec import AttentionSpec, Refusal, WrongType
-from mha_spec.shares import axis_of_heads, heads_of
+from mha_spec.shares import axis_of_heads, local_heads
 from mha_torch.arrays import is_distributed
 from mha_torch.latent_mha import hooks_of
 from mha_torch.masks import Mask
@@ -147,7 +147,7 @@ class _OwnSpec(AttentionSpec):
 
 def _spec_of(spec: AttentionSpec, size: int, rank: int) -> AttentionSpec:
     """What one of so many processes computes."""
-    queries, keys = heads_of(spec, size, rank)
+    queries, keys = local_heads(spec, size, rank)
     own: dict[str, Any] = {"num_heads": len(queries), "num_kv_heads": len(keys)}
     if spec.alibi_slopes is None:
         return replace(spec, **own)
@@ -161,7 +161,7 @@ def _heads_of_norm(spec: AttentionSpec, name: str) -> int:
 
 def _width_of(spec: AttentionSpec, name: str, mesh: DeviceMesh) -> WidthShard:
     """What a process has of the width of a norm."""
-    held = [heads_of(spec, mesh.size(), rank) for rank in range(mesh.get_local_rank() + 1)]
+    held = [local_heads(spec, mesh.size(), rank) for rank in range(mesh.get_local_rank() + 1)]
     *others, own = [list(each.queries) if name == "q_norm" else each.keys for each in held]
     before = {head for heads in others for head in heads}
     counted = [place for place, head in enumerate(own) if head not in {*before, *own[:place]}]
@@ -309,7 +309,7 @@ class _OfKeys(_Linear):
     def own(self, output: Tensor, mesh: DeviceMesh) -> Tensor:
         if self.placement.is_shard():
             return output
-        keys = heads_of(self.spec, mesh.size(), mesh.get_local_rank()).keys
+        keys = local_heads(self.spec, mesh.size(), mesh.get_local_rank()).keys
         return output.unflatten(-1, (self.spec.num_kv_heads, -1))[..., keys, :].flatten(-2)
 
 

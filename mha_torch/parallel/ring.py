@@ -141,7 +141,7 @@ class _Ring:
     def is_zigzag(self) -> bool:
         """Whether halves are exchanged: where causality alone makes the work of the parts unequal."""
         is_even = self.seq_len_q == self.seq_len_k and self.seq_len_q % 2 == 0
-        return self.tokens.num_parts > 1 and self.hidden.is_causal and self.hidden.reach is None and is_even
+        return self.tokens.num_parts > 1 and self.hidden.is_causal and self.hidden.span is None and is_even
 
     def pieces(self, rank: int, seq_len: int) -> list[range]:
         """The places of what a process works on, piece by piece."""
@@ -152,7 +152,7 @@ class _Ring:
 
     def steps(self) -> int:
         """How often parts are passed on: until nobody needs another one."""
-        if self.hidden.reach is None:
+        if self.hidden.span is None:
             return self.tokens.num_parts - 1
         size = self.tokens.num_parts
         far = (
@@ -173,7 +173,7 @@ class _Ring:
 
     def seen(self, rows: range) -> tuple[Tensor, Tensor]:
         """The first key that each row sees, and the one after the last, (B or 1, rows)."""
-        hidden = replace(self.hidden, offsets=torch.tensor([rows.start]))
+        hidden = replace(self.hidden, q_offset=torch.tensor([rows.start]))
         return hidden.key_range(len(rows), self.tokens.num_parts * self.seq_len_k)
 
     def sees(self, rows: range, keys: range) -> bool:
@@ -196,7 +196,7 @@ class _Ring:
 # ---- What moves ------------------------------------------------------------------------------------------------------
 
 
-class _Moved:
+class _Transfer:
     """Tensors that are on their way from another process, as others are to one."""
 
     def __init__(
@@ -222,14 +222,14 @@ class _Moved:
         return self.tensors
 
 
-def _passed_on(ring: _Ring, tensors: Sequence[Tensor], by: int = 1) -> _Moved:
+def _send_next(ring: _Ring, tensors: Sequence[Tensor], by: int = 1) -> _Transfer:
     """To the process so many places ahead, from the one as far behind."""
     rank, size = ring.tokens.rank, ring.tokens.num_parts
     ahead, behind = (rank + by) % size, (rank - by) % size
-    return _Moved(ring.tokens, [(x, ahead) for x in tensors], [(x, behind) for x in tensors])
+    return _Transfer(ring.tokens, [(x, ahead) for x in tensors], [(x, behind) for x in tensors])
 
 
-def _exchanged(ring: _Ring, tensors: Sequence[Tensor], *, back: bool = False) -> list[Tensor]:
+def _to_zigzag(ring: _Ring, tensors: Sequence[Tensor], *, back: bool = False) -> list[Tensor]:
     """Halves (…, T, ·) of sequences from their order to that of zigzag, or back."""
     rank, size = ring.tokens.rank, ring.tokens.num_parts
 
@@ -242,7 +242,7 @@ def _exchanged(ring: _Ring, tensors: Sequence[Tensor], *, back: bool = False) ->
     halves = {place: [x.chunk(2, dim=-2)[i] for x in tensors] for i, place in enumerate(held)}
     sent = [(x, to(place)) for place in held if to(place) != rank for x in halves[place]]
     received = [(x, whence(place)) for place in wanted if whence(place) != rank for x in halves[held[0]]]
-    come = iter(_Moved(ring.tokens, sent, received).wait())
+    come = iter(_Transfer(ring.tokens, sent, received).wait())
     found = [halves[place] if whence(place) == rank else [next(come) for _ in tensors] for place in wanted]
     return [torch.cat(pair, dim=-2) for pair in zip(*found, strict=True)]
 
@@ -259,38 +259,39 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         dtype = query.dtype
         if ring.is_zigzag:
-            query, key, value = _exchanged(ring, [query, key, value])
+            query, key, value = _to_zigzag(ring, [query, key, value])
         nonfinite_rows = nonfinite_tokens(query)
         query = zero_where(query, nonfinite_rows)
         context = torch.zeros((*query.shape[:3], value.shape[3]), dtype=at_least_float32(query).dtype)
         context = context.to(query.device)
-        logs = torch.full_like(context[..., :1], -torch.inf)
+        lse_parts = torch.full_like(context[..., :1], -torch.inf)
         held, steps = [key, value], ring.steps()
         for step in range(steps + 1):
-            moved = _passed_on(ring, held) if step < steps else None
+            moved = _send_next(ring, held) if step < steps else None
             for part in _parts(ring, query, held, ring.source(step)):
                 own, own_logs, wrong = _attended(part, table, ring.spec)
                 rows = part.rows
-                context[:, :, rows], logs[:, :, rows] = _joined(context[:, :, rows], logs[:, :, rows], own, own_logs)
+                before = context[:, :, rows], lse_parts[:, :, rows]
+                context[:, :, rows], lse_parts[:, :, rows] = _joined(*before, own, own_logs)
                 nonfinite_rows[:, :, rows] |= wrong
             held = held if moved is None else moved.wait()
-        has_key = ~torch.isneginf(logs)
+        has_key = ~torch.isneginf(lse_parts)
         if sinks is not None:
-            total = torch.logaddexp(logs, at_least_float32(sinks)[:, None, None])
-            context, logs = context * (logs - total).exp(), torch.where(has_key, total, logs)
+            total = torch.logaddexp(lse_parts, at_least_float32(sinks)[:, None, None])
+            context, lse_parts = context * (lse_parts - total).exp(), torch.where(has_key, total, lse_parts)
         ctx.ring = ring
-        ctx.save_for_backward(query, key, value, sinks, table, context, logs)
+        ctx.save_for_backward(query, key, value, sinks, table, context, lse_parts)
         found = context.masked_fill(nonfinite_rows & has_key, torch.nan)
-        return (_exchanged(ring, [found], back=True)[0] if ring.is_zigzag else found).to(dtype)
+        return (_to_zigzag(ring, [found], back=True)[0] if ring.is_zigzag else found).to(dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         ring: _Ring = ctx.ring
-        query, key, value, sinks, table, context, logs = ctx.saved_tensors
+        query, key, value, sinks, table, context, lse_parts = ctx.saved_tensors
         (cotangent,) = cotangents
         if ring.is_zigzag:
-            (cotangent,) = _exchanged(ring, [cotangent])
+            (cotangent,) = _to_zigzag(ring, [cotangent])
         cotangent = at_least_float32(cotangent)
         # Of rows whose output nobody asked for nothing comes back, whatever they hold.
         reduced = torch.where(cotangent == 0, 0.0, cotangent * context).sum(dim=-1, keepdim=True)
@@ -298,26 +299,26 @@ class _Attention(torch.autograd.Function):
         grad_table = None if table is None else torch.zeros_like(at_least_float32(table))
         held, steps = [key, value], ring.steps()
         for step in range(steps + 1):
-            moved = _passed_on(ring, held) if step < steps else None
+            moved = _send_next(ring, held) if step < steps else None
             for part in _parts(ring, query, held, ring.source(step)):
                 rows, keys = part.rows, part.keys
-                of_rows = (x[:, :, rows] for x in (logs, cotangent, reduced))
-                *own, own_table = _pulled_back(part, table, ring.spec, *of_rows)
+                of_rows = (x[:, :, rows] for x in (lse_parts, cotangent, reduced))
+                *own, own_table = _block_backward(part, table, ring.spec, *of_rows)
                 for grad, which, found in zip(grads, (rows, keys, keys), own, strict=True):
                     grad[:, :, which] += found
                 if grad_table is not None and own_table is not None:
                     grad_table += own_table
             if moved is not None:
                 held = moved.wait()
-                grads[1:] = _passed_on(ring, grads[1:]).wait()
+                grads[1:] = _send_next(ring, grads[1:]).wait()
         if steps:  # what came here is of keys that are so many places behind
-            grads[1:] = _passed_on(ring, grads[1:], -steps).wait()
+            grads[1:] = _send_next(ring, grads[1:], -steps).wait()
         if ring.is_zigzag:
-            grads = _exchanged(ring, grads, back=True)
+            grads = _to_zigzag(ring, grads, back=True)
         grad_sinks = None
         if sinks is not None:
-            lost = (at_least_float32(sinks)[:, None, None] - logs).exp() * reduced
-            grad_sinks = -lost.masked_fill(torch.isneginf(logs), 0.0).sum(dim=(0, 2, 3)).to(sinks.dtype)
+            lost = (at_least_float32(sinks)[:, None, None] - lse_parts).exp() * reduced
+            grad_sinks = -lost.masked_fill(torch.isneginf(lse_parts), 0.0).sum(dim=(0, 2, 3)).to(sinks.dtype)
         of_inputs = [grad.to(x.dtype) for grad, x in zip(grads, (query, key, value), strict=True)]
         return None, *of_inputs, grad_sinks, None if table is None or grad_table is None else grad_table.to(table.dtype)
 
@@ -363,8 +364,8 @@ def _parts(ring: _Ring, query: Tensor, held: Sequence[Tensor], source: int) -> I
 
 
 def _scores(part: _Part, query: Tensor, key: Tensor, table: Tensor | None, spec: AttentionSpec | None) -> Tensor:
-    offsets = torch.tensor([part.offset], device=query.device)
-    scores = attention_scores(query, key, None, spec, offsets, table)
+    q_offset = torch.tensor([part.offset], device=query.device)
+    scores = attention_scores(query, key, None, spec, q_offset, table)
     return scores if part.mask is None else scores.masked_fill(part.mask, -torch.inf)
 
 
@@ -379,17 +380,17 @@ def _attended(part: _Part, table: Tensor | None, spec: AttentionSpec | None) -> 
     """The context of the keys of a part, the logarithm of their sum, and which rows see what is not finite."""
     query, key, value, wrong = _finite(part)
     scores = _scores(part, query, key, table, spec)
-    logs = scores.logsumexp(dim=-1, keepdim=True)
-    context = attention_context((scores - _known(logs)).exp(), value)
+    lse_parts = scores.logsumexp(dim=-1, keepdim=True)
+    context = attention_context((scores - _known(lse_parts)).exp(), value)
     marked = wrong[..., 0].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return context, logs, attends_to_any(marked, query.shape[2], Mask(part.mask))
+    return context, lse_parts, attends_to_any(marked, query.shape[2], Mask(part.mask))
 
 
-def _pulled_back(
+def _block_backward(
     part: _Part,
     table: Tensor | None,
     spec: AttentionSpec | None,
-    logs: Tensor,
+    lse_parts: Tensor,
     cotangent: Tensor,
     reduced: Tensor,
 ) -> list[Any]:
@@ -403,22 +404,22 @@ def _pulled_back(
     leaves += [] if table is None else [table.detach().requires_grad_()]
     with torch.enable_grad():
         scores = _scores(part, leaves[0], leaves[1], leaves[3] if table is not None else None, spec)
-        weights = (scores - _known(logs)).exp()
+        weights = (scores - _known(lse_parts)).exp()
         found = (attention_context(weights, leaves[2]), weights.sum(dim=-1, keepdim=True))
     grads = torch.autograd.grad(found, leaves, (cotangent, -reduced))
     return [*grads, *([None] if table is None else [])]
 
 
-def _known(logs: Tensor) -> Tensor:
+def _known(lse_parts: Tensor) -> Tensor:
     """Logarithms, and 0 for rows without a key, whose weights are exp(-inf) then."""
-    return logs.masked_fill(torch.isneginf(logs), 0.0)
+    return lse_parts.masked_fill(torch.isneginf(lse_parts), 0.0)
 
 
-def _joined(context: Tensor, logs: Tensor, own: Tensor, own_logs: Tensor) -> tuple[Tensor, Tensor]:
+def _joined(context: Tensor, lse_parts: Tensor, own: Tensor, own_logs: Tensor) -> tuple[Tensor, Tensor]:
     """Two contexts of the same rows as one, each weighed by its sum."""
-    total = torch.logaddexp(logs, own_logs)
+    total = torch.logaddexp(lse_parts, own_logs)
     known = _known(total)
-    return context * (logs - known).exp() + own * (own_logs - known).exp(), total
+    return context * (lse_parts - known).exp() + own * (own_logs - known).exp(), total
 
 
 # ---- Validation ------------------------------------------------------------------------------------------------------

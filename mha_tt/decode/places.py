@@ -26,7 +26,7 @@ MATRIX_FEATURES = 256
 """Features of a head up to which it is rotated by one matrix for each sequence: a wider one does not fit a core."""
 
 
-class Places:
+class DecodePositions:
     """Where the next token of each sequence goes. The device counts on by itself, and so does the host.
 
     Attributes:
@@ -37,13 +37,13 @@ class Places:
 
     slots: Int[Tensor, " B"]
     table: RotaryTable | None
-    kept: Kept
+    kept: PreparedWeights
 
     def __init__(
         self,
         lengths: Int[np.ndarray, " B"],
         table: RotaryTable | None,
-        kept: Kept,
+        kept: PreparedWeights,
         *,
         is_row_each: bool,
         device: ttnn.MeshDevice,
@@ -57,12 +57,12 @@ class Places:
         rows = lengths[:, None] if is_row_each else lengths[None]
         self._rows = None if table is None else upload_rows(rows, device=device, dtype=ttnn.uint32)
 
-    def are_behind(self, lengths: Int[np.ndarray, " B"], table: RotaryTable | None, *, is_row_each: bool) -> bool:
+    def matches(self, lengths: Int[np.ndarray, " B"], table: RotaryTable | None, *, is_row_each: bool) -> bool:
         """Whether they are those that would be made of this."""
         is_alike = self.table is table and self._is_row_each == is_row_each
         return is_alike and np.array_equal(self._lengths, lengths)
 
-    def advance(self) -> None:
+    def decode_step(self) -> None:
         """Go on by one token of each sequence, in place."""
         for x in (self.slots, self._rows):
             if x is not None:
@@ -175,7 +175,7 @@ def _summed(x: Tensor, weight: Tensor, dtype: ttnn.DataType) -> Tensor:
 # ---- Weights ---------------------------------------------------------------------------------------------------------
 
 
-class Kept:
+class PreparedWeights:
     """What steps of a layer need and do not change: made by the first one, and kept for those that follow.
 
     A module keeps it, and beside a cache the functions do. What other weights are held for is made again.
@@ -204,18 +204,18 @@ class Kept:
 
         def make() -> tuple[Tensor, Tensor | None]:
             if not biases:
-                return _side_by_side(matrices), None
+                return _concat_features(matrices), None
             like = next(iter(biases.values()))
             widths = zip("qkv", (matrix.shape[1] for matrix in matrices), strict=True)
             parts = [
                 biases[part] if part in biases else zeros((1, width), like.dtype, like.device())
                 for part, width in widths
             ]
-            return _side_by_side(matrices), _side_by_side(parts)
+            return _concat_features(matrices), _concat_features(parts)
 
-        return self.once("qkv", (*matrices, *biases.values()), make)
+        return self.get_or_make("qkv", (*matrices, *biases.values()), make)
 
-    def once(self, name: Hashable, made_of: tuple[Tensor, ...], make: Callable[[], Any]) -> Any:
+    def get_or_make(self, name: Hashable, made_of: tuple[Tensor, ...], make: Callable[[], Any]) -> Any:
         """What was made under this name before, if of these very tensors, else what is made now."""
         known = self._made.get(name)
         if known is None or [id(x) for x in known[0]] != [id(x) for x in made_of]:  # `==` is an operation of ttnn
@@ -223,6 +223,6 @@ class Kept:
         return known[1]
 
 
-def _side_by_side(tensors: Sequence[Tensor]) -> Tensor:
+def _concat_features(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of whole tiles side by side, in their dtype, which concatenation may widen."""
     return as_dtype(ttnn.concat(list(tensors), dim=-1), tensors[0].dtype)

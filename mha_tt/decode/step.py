@@ -13,7 +13,7 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec
 from mha_tt.cache import Cache, CacheT, write_rows
-from mha_tt.decode.places import SUBBLOCK, Kept, Places
+from mha_tt.decode.places import SUBBLOCK, DecodePositions, PreparedWeights
 from mha_tt.device import accurate_config
 from mha_tt.kernels import fused
 from mha_tt.latent import HeadWeights, LatentCache, absorb_values, project_absorbed, project_latents
@@ -29,7 +29,7 @@ FEW = 4
 but for one row. More of them share tiles up to the end."""
 
 
-def advance(
+def decode_step(
     layer: AttentionLayer | FunctionalLayer,
     kernel: fused.FusedAttention,
     x: Float[Tensor, "B 1 d_in"],
@@ -44,7 +44,7 @@ def advance(
     step left beside the cache.
     """
     spec, (batch_size, _, width) = layer.spec, x.shape
-    kept = layer.kept or (Kept() if cache.places is None else cache.places.kept)
+    kept = layer.kept or (PreparedWeights() if cache.places is None else cache.places.kept)
     is_packed = _is_packed(x, spec)
     places = _places(cache, spec, kept, is_packed)
     rotation = places.rotation()
@@ -56,7 +56,7 @@ def advance(
         _write(cache, new, places, are_apart)
     else:
         if kv_b is None:
-            q, new = entering(layer.project, tokens, cache, spec, rotation)
+            q, new = project_new_tokens(layer.project, tokens, cache, spec, rotation)
         else:
             q, *new = project_absorbed(layer.project, tokens, spec, rotation, kv_b, **of_layer)
         q, *new = (ttnn.transpose(part, 1, 2) for part in (q, *new))
@@ -65,7 +65,7 @@ def advance(
     of_scores: Any = {"spec": scores.spec, "compute_kernel_config": config}
     if (learned := scores.sinks) is not None:
         made_for = ("sinks", scores.spec, config is not None and config.math_approx_mode)
-        of_scores["sinks"] = kept.once(
+        of_scores["sinks"] = kept.get_or_make(
             made_for, (learned,), lambda: fused.sinks_of_step(learned, q, slots[0], **of_scores)
         )
     context = fused.attend_to_cache(q, slots[0], slots[-1], places.slots, page_table=cache.page_table, **of_scores)
@@ -79,7 +79,7 @@ def advance(
             context = context[:, :, :, : padded_features("kv_a_norm", spec)]
             context = absorb_values(context, kv_b, spec, **of_layer)
         output = project_output(layer.project, context, tokens, spec)
-    places.advance()
+    places.decode_step()
     cache = cache.with_slots(slots, cache.lengths + 1)
     object.__setattr__(cache, "places", places)  # no part of its value
     if tuple(output.shape)[:2] != (batch_size, 1):
@@ -87,7 +87,7 @@ def advance(
     return output, cache
 
 
-def entering(
+def project_new_tokens(
     project: Project,
     x: Float[Tensor, "B T d_in"],
     cache: Cache,
@@ -102,7 +102,7 @@ def entering(
     return q, (k, v)
 
 
-def _places(cache: Cache, spec: AttentionSpec, kept: Kept, is_packed: bool) -> Places:
+def _places(cache: Cache, spec: AttentionSpec, kept: PreparedWeights, is_packed: bool) -> DecodePositions:
     """Those that the last step left, if they are still those of the cache, or new ones."""
     device = next(iter(cache.slots.values())).device()
     table = None
@@ -110,9 +110,9 @@ def _places(cache: Cache, spec: AttentionSpec, kept: Kept, is_packed: bool) -> P
         of_cache = None if cache.places is None else cache.places.table
         is_its = of_cache is not None and of_cache.is_for(spec, cache.capacity)
         table = of_cache if is_its else kept.rotary_table(spec, cache.capacity, device)
-    if cache.places is not None and cache.places.are_behind(cache.lengths, table, is_row_each=is_packed):
+    if cache.places is not None and cache.places.matches(cache.lengths, table, is_row_each=is_packed):
         return cache.places
-    return Places(cache.lengths, table, kept, is_row_each=is_packed, device=device)
+    return DecodePositions(cache.lengths, table, kept, is_row_each=is_packed, device=device)
 
 
 # ---- Queries, keys and values at once --------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def _is_packed(x: Tensor, spec: AttentionSpec) -> bool:
 
 
 def _packed(
-    layer: AttentionLayer | FunctionalLayer, x: Float[Tensor, "1 1 B d_in"], kept: Kept
+    layer: AttentionLayer | FunctionalLayer, x: Float[Tensor, "1 1 B d_in"], kept: PreparedWeights
 ) -> tuple[Float[Tensor, "1 1 B (N+2K)P"], bool]:
     """Queries, keys and values side by side; and whether each core has a part of a head, or one.
 
@@ -194,7 +194,7 @@ def _heads(
     return (q, (k, v)) if rotation is None else (rotation.rotate(q), (rotation.rotate(k), v))
 
 
-def _write(cache: Cache, new: tuple[Tensor, Tensor], places: Places, are_apart: bool) -> None:
+def _write(cache: Cache, new: tuple[Tensor, Tensor], places: DecodePositions, are_apart: bool) -> None:
     """Write the keys and values of new tokens into their slots; at once where each lie on cores of their own."""
     if not (are_apart and all(x.is_sharded() for x in new)):
         write_rows(cache, new, places.slots)

@@ -146,7 +146,7 @@ class FusedAttention:
             program_config=_program_config(device, config, seq_len_q, seq_len_k, _largest_chunk(query)),
         )
         context = kernel(compute_kernel_config=config)
-        if loses_rows(config):
+        if may_zero_rows(config):
             is_there = ttnn.max(ttnn.abs(context), dim=3, keepdim=True)
             context = ttnn.where(is_there, context, kernel(compute_kernel_config=with_bfloat16_sums(config, device)))
         return context
@@ -276,7 +276,7 @@ def step_supports(num_features: int) -> bool:
     return num_features <= STEP_FEATURES or num_features % STEP_FEATURES == 0
 
 
-def loses_rows(config: ttnn.DeviceComputeKernelConfig) -> bool:
+def may_zero_rows(config: ttnn.DeviceComputeKernelConfig) -> bool:
     """Whether the kernel of prompts may give 0 for a row whose largest score is 11 264 or more.
 
     With float32 sums it subtracts the first 8 bits of that score. Where the others come to more than 88, the largest

@@ -94,7 +94,7 @@ def contained(kernel: Kernel) -> Kernel:
     @wraps(kernel)
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
         hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device())
-        mask, nonfinite_rows = Mask(hidden, offsets=mask.offsets), None
+        mask, nonfinite_rows = Mask(hidden, q_offset=mask.q_offset), None
         if hidden is not None:
             (key, value), nonfinite_rows = hide_nonfinite(hidden, query.shape[2], key, value)
         return zero_masked_rows(nan_where(kernel(query, key, value, mask, scores), nonfinite_rows), hidden)
@@ -118,7 +118,7 @@ def contained_with_weights(attend: Callable[..., tuple[Tensor, Tensor]]) -> Call
             attn_weights = zeros((*shape, seq_len_k), query.dtype, device)
             return zeros((*shape, value.shape[3]), query.dtype, device), attn_weights
         hidden = mask.with_bias(scores.bias).to_bool(seq_len_q, seq_len_k, device)
-        mask, nonfinite_rows = Mask(hidden, offsets=mask.offsets), None
+        mask, nonfinite_rows = Mask(hidden, q_offset=mask.q_offset), None
         if hidden is not None:
             (value,), nonfinite_rows = hide_nonfinite(hidden, seq_len_q, value)
         context, attn_weights = attend(query, key, value, mask, scores, *arithmetic)

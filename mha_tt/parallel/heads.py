@@ -13,7 +13,7 @@ import ttnn
 from mha_spec import Refusal, WrongType
 from mha_tt.device import target
 from mha_tt.mock.shadows import readers
-from mha_tt.parallel.local import check_divides, own_spec
+from mha_tt.parallel.local import check_divides, local_spec
 
 if TYPE_CHECKING:
     from mha_tt.mha import AttentionLayer
@@ -64,5 +64,5 @@ def shard(layer: AttentionLayer, mesh: ttnn.MeshDevice, *, heads: int) -> Attent
     else:
         weights = download_weights(layer.weights, layer.full_spec)
     layer.weights = upload_weights(weights, layer.full_spec, device=mesh, dtype=layer.weight_dtype, heads=heads)
-    layer.spec, layer.heads = own_spec(layer.full_spec, shape[heads]), heads
+    layer.spec, layer.heads = local_spec(layer.full_spec, shape[heads]), heads
     return layer

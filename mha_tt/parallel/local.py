@@ -10,19 +10,21 @@ import ttnn
 from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Refusal
-from mha_spec.shares import OF_KEYS, OUT_BIAS, axis_of_heads, heads_of
+from mha_spec.shares import OF_KEYS, OUT_BIAS, axis_of_heads, local_heads
 
 
-def own_spec(spec: AttentionSpec, size: int) -> AttentionSpec:
+def local_spec(spec: AttentionSpec, size: int) -> AttentionSpec:
     """What each of so many chips computes: as many query heads, and the key/value heads that these see.
 
     Where there are fewer key/value heads than chips, several chips have the same one.
     """
-    queries, keys = heads_of(spec, size, 0)
+    queries, keys = local_heads(spec, size, 0)
     return replace(spec, num_heads=len(queries), num_kv_heads=len(keys))
 
 
-def own_weights(weights: Mapping[str, np.ndarray], spec: AttentionSpec, size: int, chip: int) -> dict[str, np.ndarray]:
+def local_weights(
+    weights: Mapping[str, np.ndarray], spec: AttentionSpec, size: int, chip: int
+) -> dict[str, np.ndarray]:
     """The canonical weights of a chip. The bias of out_proj is on the first one, and zeros on others: added once."""
     found = {}
     for name, weight in weights.items():
@@ -39,7 +41,7 @@ def own_weights(weights: Mapping[str, np.ndarray], spec: AttentionSpec, size: in
 
 
 def whole_weights(parts: Sequence[Mapping[str, np.ndarray]], spec: AttentionSpec) -> dict[str, np.ndarray]:
-    """The canonical weights of a layer from those of all chips: the inverse of `own_weights`."""
+    """The canonical weights of a layer from those of all chips: the inverse of `local_weights`."""
     whole = {}
     for name, shape in spec.weight_shapes.items():
         held = [part[name] for part in parts]
@@ -56,7 +58,7 @@ def whole_weights(parts: Sequence[Mapping[str, np.ndarray]], spec: AttentionSpec
     return whole
 
 
-def summed(x: Tensor, axis: int | None) -> Tensor:
+def all_reduce(x: Tensor, axis: int | None) -> Tensor:
     """The sum over the chips along an axis of a mesh, on each of them; x itself without an axis."""
     if axis is None or x.device().shape[axis] == 1 or 0 in tuple(x.shape):
         return x
@@ -65,7 +67,7 @@ def summed(x: Tensor, axis: int | None) -> Tensor:
 
 def _place_of(name: str, spec: AttentionSpec, size: int, chip: int) -> tuple[int | None, int, list[int]]:
     """The axis of a canonical weight on which its heads lie, how many there are, and which of them a chip has."""
-    (queries, keys), axis = heads_of(spec, size, chip), axis_of_heads(name, spec)
+    (queries, keys), axis = local_heads(spec, size, chip), axis_of_heads(name, spec)
     is_of_keys = name.partition(".")[0] in OF_KEYS
     return (axis, spec.num_kv_heads, keys) if is_of_keys else (axis, spec.num_heads, list(queries))
 

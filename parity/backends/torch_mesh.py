@@ -35,7 +35,7 @@ from parity.core.problem import Problem
 from parity.core.trace import Reference, Trace
 from parity.core.weights import Weights
 from parity.sharding.mesh import Counts, MeshPlan, why_not_divided
-from parity.sharding.shard import ShardPlan, heads_of, shard
+from parity.sharding.shard import ShardPlan, local_heads, shard
 
 WORDS = {"all_reduce": "all-reduce", "all_gather_into_tensor": "all-gather", "reduce_scatter_tensor": "reduce-scatter"}
 """What torch calls collectives, as reports have it."""
@@ -299,7 +299,7 @@ class _Parts(Shapes):
     def _keys(self) -> Sequence[list[int]]:
         """The key/value heads of each process."""
         size = self.port.tensor.size
-        return [heads_of(self.spec, ShardPlan(size), rank).keys for rank in range(size)]
+        return [local_heads(self.spec, ShardPlan(size), rank).keys for rank in range(size)]
 
     def gate_from_numpy(self, x: np.ndarray) -> Tensor:
         return self.port.tensor.part(self.port.from_numpy(x), 2)

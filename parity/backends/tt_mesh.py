@@ -23,12 +23,12 @@ import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other envi
 
 import mha_tt
 from mha_spec import AttentionSpec
-from mha_spec.shares import heads_of
+from mha_spec.shares import local_heads
 from mha_tt import parallel
 from mha_tt.device import upload_parts
 from mha_tt.mock.boards import MESHES
 from mha_tt.mock.goldens import is_collective, lines_of
-from mha_tt.parallel.local import check_divides, summed
+from mha_tt.parallel.local import all_reduce, check_divides
 from parity.backends import tt as port
 from parity.backends.port import Port
 from parity.backends.record import trace_of
@@ -103,7 +103,7 @@ class _OnMesh:
     def Filled(self, problem: Problem) -> _Filled:
         self.case, size = problem.case, self.plan.tensor
         self.queries, self.keys = zip(
-            *(map(list, heads_of(problem.spec, size, chip)) for chip in range(size)), strict=True
+            *(map(list, local_heads(problem.spec, size, chip)) for chip in range(size)), strict=True
         )
         filled = _Filled(problem, self)
         self.own = filled.module.spec
@@ -117,7 +117,7 @@ class _OnMesh:
         spec = self.case.spec
         found = port.call(function, *(self.own if argument is spec else argument for argument in arguments))
         is_part = spec.out_proj and function.__name__ == "_combine"
-        return summed(found, HEADS) if is_part else found
+        return all_reduce(found, HEADS) if is_part else found
 
     def from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
         """Tokens (B, T, ·) whole on each chip, what is (B, N, T, ·) by heads."""

@@ -51,7 +51,7 @@ class ShardPlan:
         return self.tensor * self.context
 
 
-def heads_of(spec: AttentionSpec, plan: ShardPlan, rank: int) -> Held:
+def local_heads(spec: AttentionSpec, plan: ShardPlan, rank: int) -> Held:
     """The heads of a rank, as `mha_spec.shares` has them.
 
     Raises:
@@ -59,12 +59,12 @@ def heads_of(spec: AttentionSpec, plan: ShardPlan, rank: int) -> Held:
         ValueError: if there is no such rank, or the ranks do not divide the query heads evenly.
     """
     _check(spec, plan, rank)
-    return shares.heads_of(spec, plan.tensor, rank % plan.tensor)
+    return shares.local_heads(spec, plan.tensor, rank % plan.tensor)
 
 
 def shard_spec(spec: AttentionSpec, plan: ShardPlan, rank: int, *, alone: bool = True) -> AttentionSpec:
     """The specification of what a rank computes, or holds: `shard` says what, and what it raises."""
-    held = heads_of(spec, plan, rank)
+    held = local_heads(spec, plan, rank)
     if alone and plan.tensor > 1:
         _check_alone(spec)
     has_bias = spec.out_bias and (rank % plan.tensor == 0 or not spec.out_proj)
@@ -110,7 +110,7 @@ def shard(
 
     Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
-    own, held = shard_spec(spec, plan, rank, alone=alone), heads_of(spec, plan, rank)
+    own, held = shard_spec(spec, plan, rank, alone=alone), local_heads(spec, plan, rank)
     whole, part = check_weights(weights, spec), {}
     for name, shape in own.weight_shapes.items():
         part[name] = np.empty(shape, whole[name].dtype)
@@ -144,7 +144,7 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
     for name, weight in whole.items():
         heads = _by_heads(name, weight, spec)
         parts = [
-            (rank, _heads_in(name, spec, heads_of(spec, plan, rank)), _by_heads(name, held[name], own))
+            (rank, _heads_in(name, spec, local_heads(spec, plan, rank)), _by_heads(name, held[name], own))
             for rank, (held, own) in enumerate(ranks)
             if name in held
         ]

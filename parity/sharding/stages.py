@@ -11,7 +11,7 @@ from mha_spec import AttentionSpec, Refusal
 from mha_spec.shares import Held
 from parity.core.arrays import to_numpy
 from parity.core.stages import STAGES, stage_named
-from parity.sharding.shard import ShardPlan, heads_of
+from parity.sharding.shard import ShardPlan, local_heads
 
 QUERIES = ("mask", "q", "scores", "attn_weights", "context")
 KEYS = ("k", "v", "cache.keys", "cache.values")
@@ -40,7 +40,7 @@ def unshard_stages(
     """
     if len(shards) != plan.num_ranks:
         raise Refusal("shards", "be one of each rank", f"{len(shards)} of them and {plan}")
-    held = [heads_of(spec, plan, rank) for rank in range(plan.tensor)]
+    held = [local_heads(spec, plan, rank) for rank in range(plan.tensor)]
     names = [name for name in shards[0] if all(name in shard for shard in shards)]
     if plan.context > 1 and (cached := [name for name in names if "cache." in name]):
         raise Refusal("stages", "be without a cache where tokens are divided", stages=cached[0])

@@ -287,7 +287,7 @@ MUTATIONS = {
     "empty rows are not emptied": at(
         "causal-padding-empty", "attn_weights", stages, "zero_masked_rows", lambda f, x, mask: x
     ),
-    "rows that the kernel loses": at("large-logits", "fused.output", fused, "loses_rows", lambda f, config: False),
+    "rows that the kernel loses": at("large-logits", "fused.output", fused, "may_zero_rows", lambda f, config: False),
     "empty rows are not emptied, fused": at(
         "causal-padding-empty", "fused.output", nonfinite, "zero_masked_rows", lambda f, x, mask: x
     ),

@@ -6,7 +6,7 @@ import ttnn
 
 import mha_tt
 import parity
-from mha_spec.reach import Reach
+from mha_spec.span import Span
 from mha_tt.masks import CausalMask, Mask
 
 from .formulas import assert_close, attend, both_dtypes, layer, module_of, rounded, rounded_weights
@@ -71,20 +71,20 @@ def test_late_mask_of_a_window_of_very_many_tokens_takes_no_memory(device):
 @pytest.mark.parametrize("window_size", [5, 6, 100])
 def test_window_over_everything_is_causality_alone(device, window_size):
     assert CausalMask(5, window_size, device=device).window_size is None
-    joined = Mask(is_causal=True, reach=Reach(window_size)).to_bool(5, 5, device)
+    joined = Mask(is_causal=True, span=Span(window_size)).to_bool(5, 5, device)
     assert (joined.is_causal, joined.window_size) == (True, None)
 
 
 JOINED = {
     # name: (what hides keys, the number of keys, the window that the kernel makes itself)
-    "window": (Mask(is_causal=True, reach=Reach(3)), 5, 3),
-    "and-a-causal-mask": (Mask(mha_tt.create_causal_mask(5), reach=Reach(3)), 5, 3),
-    "more-keys": (Mask(is_causal=True, reach=Reach(3)), 6, None),
-    "both-ways": (Mask(reach=Reach(3)), 5, None),
-    "chunks": (Mask(is_causal=True, reach=Reach(chunk_size=3)), 5, None),
-    "lengths": (Mask(is_causal=True, reach=Reach(3), key_padding_lengths=[4]), 5, None),
-    "offsets": (Mask(is_causal=True, reach=Reach(2), offsets=np.array([1])), 5, None),
-    "mask": (Mask(np.arange(5) == 1, is_causal=True, reach=Reach(3)), 5, None),
+    "window": (Mask(is_causal=True, span=Span(3)), 5, 3),
+    "and-a-causal-mask": (Mask(mha_tt.create_causal_mask(5), span=Span(3)), 5, 3),
+    "more-keys": (Mask(is_causal=True, span=Span(3)), 6, None),
+    "both-ways": (Mask(span=Span(3)), 5, None),
+    "chunks": (Mask(is_causal=True, span=Span(chunk_size=3)), 5, None),
+    "lengths": (Mask(is_causal=True, span=Span(3), key_padding_lengths=[4]), 5, None),
+    "offsets": (Mask(is_causal=True, span=Span(2), q_offset=np.array([1])), 5, None),
+    "mask": (Mask(np.arange(5) == 1, is_causal=True, span=Span(3)), 5, None),
 }
 
 

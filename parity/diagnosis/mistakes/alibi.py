@@ -41,7 +41,7 @@ def alibi(case: Case) -> Iterator[Mistake]:
             "restarted",
             "the distance is counted from the first key in each call with a cache",
             {"scores": _without_places},
-            lambda _, bias, slopes, seq_len_q, seq_len_k, offsets=None, **options: bias(
+            lambda _, bias, slopes, seq_len_q, seq_len_k, q_offset=None, **options: bias(
                 slopes, seq_len_q, seq_len_k, **options
             ),
         )

@@ -18,7 +18,7 @@ from parity.core.stages import Values
 from parity.core.trace import Reference
 from parity.core.weights import Weights
 from parity.diagnosis.mistakes.record import Changed
-from parity.sharding.shard import ShardPlan, heads_of, shard
+from parity.sharding.shard import ShardPlan, local_heads, shard
 
 PAGE = "ranks"
 
@@ -55,7 +55,7 @@ class Ranks:
 
     def held(self, rank: int) -> Held:
         """The heads of a rank."""
-        return heads_of(self.problem.spec, self.plan, rank)
+        return local_heads(self.problem.spec, self.plan, rank)
 
     def of_tokens(self, values: Values, rows: Any) -> dict[str, np.ndarray]:
         """Stages by (B, …, T, ·), of some tokens."""

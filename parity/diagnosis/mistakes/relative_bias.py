@@ -59,7 +59,7 @@ def relative_bias(case: Case) -> Iterator[Mistake]:
             "restarted",
             "the distance is counted from the first key in each call with a cache",
             {"scores": _without_places},
-            lambda _, bias, table, record, seq_len_q, seq_len_k, offsets=None, **options: bias(
+            lambda _, bias, table, record, seq_len_q, seq_len_k, q_offset=None, **options: bias(
                 table, record, seq_len_q, seq_len_k, **options
             ),
         )
@@ -119,10 +119,10 @@ def _as(kind: type[RelativeBias]) -> Override:
 
 
 def _a_place_later(
-    plan: Plan, bias: Any, table: Any, record: Any, seq_len_q: int, seq_len_k: int, offsets: Any = None, **options: Any
+    plan: Plan, bias: Any, table: Any, record: Any, seq_len_q: int, seq_len_k: int, q_offset: Any = None, **options: Any
 ) -> Any:
-    offsets = plan.backend.beside(np.zeros(1, np.int32)) if offsets is None else offsets
-    return bias(table, record, seq_len_q, seq_len_k, offsets + 1, **options)
+    q_offset = plan.backend.beside(np.zeros(1, np.int32)) if q_offset is None else q_offset
+    return bias(table, record, seq_len_q, seq_len_k, q_offset + 1, **options)
 
 
 def _share_of_distance(layer: Layer, _: Any, away: np.ndarray, exact: int) -> np.ndarray:

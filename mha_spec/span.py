@@ -8,7 +8,7 @@ from mha_spec.refusal import Refusal
 from mha_spec.rules import as_count
 
 
-class Reach(NamedTuple):
+class Span(NamedTuple):
     """The places, among the keys, that a query may see by its own.
 
     Attributes:
@@ -35,7 +35,7 @@ class Reach(NamedTuple):
         return places + (self.window_size or 0)
 
 
-def reach_of(window_size: int | None, chunk_size: int | None) -> Reach | None:
+def span_of(window_size: int | None, chunk_size: int | None) -> Span | None:
     """How far a query sees; None where that is everything.
 
     Raises:
@@ -47,4 +47,4 @@ def reach_of(window_size: int | None, chunk_size: int | None) -> Reach | None:
             as_count(name, size)
     if window_size is not None and chunk_size is not None:
         raise Refusal("window_size", "be None with chunk_size", window_size=window_size, chunk_size=chunk_size)
-    return None if window_size is None and chunk_size is None else Reach(window_size, chunk_size)
+    return None if window_size is None and chunk_size is None else Span(window_size, chunk_size)
