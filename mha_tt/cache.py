@@ -366,9 +366,9 @@ def check_cached_input(x: Tensor, cache: Cache) -> None:
 
 def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.ndarray | Sequence[int] | None) -> None:
     """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity."""
+    check_is_cache(cache, KVCache)
     if cache.pages is not None:
         raise WrongType("cache", "be a KVCache without pages", type(cache).__name__, hint="a module takes it")
-    check_is_cache(cache, KVCache)
     check_floating("key", key, rank=4)
     check_floating("value", value, rank=4)
     check_cache(cache.keys, cache.values, key, value)

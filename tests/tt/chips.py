@@ -63,12 +63,12 @@ def judged(plan, names, dtype="float32"):
 # ---- Controls --------------------------------------------------------------------------------------------------------
 
 
-def reversed_keys(spec, size, chip, right=local.heads_of):
+def reversed_keys(spec, size, chip, right=local.local_heads):
     """The key/value heads of another chip."""
     return right(spec, size, chip)[0], right(spec, size, size - 1 - chip)[1]
 
 
-def with_bias_on_all(weights, spec, size, chip, right=local.own_weights):
+def with_bias_on_all(weights, spec, size, chip, right=local.local_weights):
     """The bias of out_proj on every chip, which is to be added once."""
     return right(weights, spec, size, chip) | {"out_proj.bias": weights["out_proj.bias"]}
 
@@ -78,15 +78,15 @@ def without_sum(x, axis):
     return x
 
 
-def twice(x, axis, right=local.summed):
+def twice(x, axis, right=local.all_reduce):
     """The sum, added up once more than need be."""
     return x if axis is None else right(ttnn.multiply(right(x, axis), 1 / x.device().shape[axis]), axis)
 
 
 CONTROLS = {
-    "without all_reduce": [(mha, "summed", without_sum)],
-    "key/value heads in the wrong order": [(local, "heads_of", reversed_keys)],
-    "the bias of out_proj on every chip": [(mha_tt.weights, "own_weights", with_bias_on_all)],
+    "without all_reduce": [(mha, "all_reduce", without_sum)],
+    "key/value heads in the wrong order": [(local, "local_heads", reversed_keys)],
+    "the bias of out_proj on every chip": [(mha_tt.weights, "local_weights", with_bias_on_all)],
 }
 
 
@@ -98,7 +98,7 @@ def controls(plan):
             for where, what, wrong in mistakes:
                 stack.enter_context(mock.patch.object(where, what, wrong))
             found[title] = judged(plan, ["gqa-causal"])[1]
-    with mock.patch.object(mha, "summed", twice):
+    with mock.patch.object(mha, "all_reduce", twice):
         found["a sum too many"] = judged(plan, ["gqa-causal"])
     return found
 

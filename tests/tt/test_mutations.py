@@ -17,7 +17,21 @@ from selection import rest_thorough
 
 import mha_tt
 from mha_tt import cache as caches
-from mha_tt import cache_mha, device, masks, mha, norms, projections, rope, stages, weights
+from mha_tt import (
+    cache_mha,
+    device,
+    heads,
+    latent,
+    layout,
+    masks,
+    mha,
+    norms,
+    projections,
+    rope,
+    stages,
+    temperature,
+    weights,
+)
 from mha_tt.decode import places, step
 from mha_tt.decode.slots import as_cached
 from mha_tt.device import upload
@@ -73,7 +87,8 @@ class Mutation:
 def one(case: str, stage: str, function: Callable[..., Any], broken: Override, dtype: str = "bfloat16") -> Mutation:
     """A function that is broken for everyone who holds it."""
     name = function.__name__
-    modules = (mha_tt, caches, cache_mha, device, fused, masks, mha, norms, projections, stages, step, weights)
+    modules = (mha_tt, caches, cache_mha, device, fused, heads, latent, layout, masks, mha, norms, projections, stages)
+    modules += (step, temperature, weights)
     holders = tuple((module, name) for module in modules if vars(module).get(name) is function)
     return Mutation(case, stage, broken, holders, dtype)
 
@@ -242,11 +257,11 @@ MUTATIONS = {
     "no bias of k": without_bias("k_proj", "k"),
     "no bias of v": without_bias("v_proj", "v"),
     "no bias of the output": without_bias("out_proj", "output"),
-    "heads padded with ones": one("causal", "run", weights._pad_heads, padded_with_ones),
-    "heads padded at their beginning": one("causal", "run", weights._pad_heads, padded_at_the_beginning),
+    "heads padded with ones": one("causal", "run", layout.pad_heads, padded_with_ones),
+    "heads padded at their beginning": one("causal", "run", layout.pad_heads, padded_at_the_beginning),
     "output projection of the heads in another order": one("causal", "output", weights.upload_weights, out_proj_rolled),
     "heads combined in another order": one(
-        "causal", "output", projections.combine_heads, lambda f, x: f(ttnn.concat([x[:, 1:], x[:, :1]], dim=1))
+        "causal", "output", heads.combine_heads, lambda f, x: f(ttnn.concat([x[:, 1:], x[:, :1]], dim=1))
     ),
     "packed keys and values exchanged": one(
         "fused-qkv", "k", projections._unpack_qkv, lambda f, *x: (lambda q, k, v: (q, v, k))(*f(*x))
@@ -324,7 +339,7 @@ MUTATIONS = {
     ),
     # ---- Features of today's layers
     "temperature one position late": one(
-        "temperature", "q", projections.apply_temperature, lambda f, x, positions, *rest: f(x, positions + 1, *rest)
+        "temperature", "q", temperature.apply_temperature, lambda f, x, positions, *rest: f(x, positions + 1, *rest)
     ),
     "features that pad a value are counted": one(
         "value-head-dim", "v", norms.apply_norm, lambda f, *inputs, slots, **o: f(*inputs, slots=None, **o)
@@ -342,7 +357,7 @@ MUTATIONS = {
     "latents not normalised": one(
         "latent",
         "latents",
-        projections.project_latents,
+        latent.project_latents,
         lambda f, project, *rest: f(lambda name, x: x if name == "kv_a_norm" else project(name, x), *rest),
     ),
     "latents without their factor": Mutation("latent-factors", "latents", "latent-kv-factor-missing"),
@@ -350,13 +365,13 @@ MUTATIONS = {
     "keys of other heads taken into queries": one(
         "decode-latent",
         "step0.module.output",
-        projections.absorb_keys,
+        latent.absorb_keys,
         lambda f, q, *rest, **o: f(ttnn.concat([q[:, 1:], q[:, :1]], dim=1), *rest, **o),
     ),
     "values of other heads made of latents": one(
         "decode-latent",
         "step0.module.output",
-        projections.absorb_values,
+        latent.absorb_values,
         lambda f, x, *rest, **o: f(ttnn.concat([x[:, 1:], x[:, :1]], dim=1), *rest, **o),
     ),
     # ---- The cache
