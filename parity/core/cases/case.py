@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -85,9 +85,14 @@ class Case:
         return bool(self.chunks)
 
     @property
+    def hides(self) -> dict[str, Any]:
+        """What `create_attention_mask` of the siblings takes."""
+        return {"is_causal": self.is_causal, "key_padding_lengths": self.key_padding_lengths}
+
+    @property
     def has_mask(self) -> bool:
         """Whether anything is hidden."""
-        return self.is_causal or self.random_mask or bool(self.key_padding_lengths or self.window_size)
+        return self.random_mask or bool(self.window_size) or any(map(bool, self.hides.values()))
 
     @property
     def has_gradients(self) -> bool:
