@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -163,15 +163,27 @@ def create_sliding_window_mask(seq_len_q: int, seq_len_k: int | None = None, *, 
     return _hides_later(seq_len_q, seq_len_k, window_size=window_size)
 
 
+class MaskKeywords(TypedDict, total=False):
+    """Keywords of a call that hide keys from queries; a key is hidden if any of them hides it.
+
+    Attributes:
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+        is_causal: hide every key after the query's own position, as `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
+    """
+
+    mask: Bool[Array, "..."] | None
+    is_causal: bool
+    key_padding_lengths: Int[Array, " B"] | Sequence[int] | None
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
 class Mask:
     """Keys that each query may not attend to, in whichever form they were told.
 
     Attributes:
-        mask: boolean, True = masked; broadcasts to (B, N, T, S).
-        is_causal: hide every key after the query's own position.
-        key_padding_lengths: number of real keys of each sequence, (B,).
+        mask, is_causal, key_padding_lengths: as `MaskKeywords` has them.
         reach: attention span of the layer, a window or chunks; None for all keys.
         offsets: position of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 by default.
     """
@@ -189,9 +201,19 @@ class Mask:
             check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
 
     @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the fields that say something: kernels ask for them, so that none ignores a field by mistake."""
+        values = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
+        return tuple(name for name, value in values if value is not None and value is not False)
+
+    def has_only(self, *names: str) -> bool:
+        """Return whether no field but these says anything."""
+        return all(name in names for name in self.given)
+
+    @property
     def is_trivial(self) -> bool:
         """True if every query attends to every key."""
-        return not self.is_causal and all(x is None for x in (self.mask, self.key_padding_lengths, self.reach))
+        return self.has_only("offsets")
 
     def within(self, spec: AttentionSpec | None) -> "Mask":
         """Return the mask with the attention span of a layer."""
@@ -217,7 +239,7 @@ class Mask:
 
     def to_bool(self, seq_len_q: int, seq_len_k: int) -> Bool[Array, "..."] | None:
         """Return the boolean mask, with what causality, padding and span hide; None if nothing is hidden."""
-        if not self.is_causal and self.key_padding_lengths is None and self.reach is None:
+        if self.has_only("mask", "offsets"):
             return self.mask
         hidden = self.implicit_bool(seq_len_q, seq_len_k)
         return hidden if self.mask is None else hidden | to_scores_rank(self.mask)

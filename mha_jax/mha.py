@@ -4,9 +4,9 @@ Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from mha_jax.checks import check_floating, check_layer_inputs, check_projected, 
 from mha_jax.heads import combine_heads, split_heads
 from mha_jax.kernels import Kernel, fused
 from mha_jax.kernels.nonfinite import contained_projection
-from mha_jax.masks import Mask
+from mha_jax.masks import Mask, MaskKeywords
 from mha_jax.norms import NormLayer
 from mha_jax.projections import project_output, project_qkv
 from mha_jax.scores import Scores
@@ -73,16 +73,14 @@ def multi_head_attention(
     key: Float[Array, "B S d_kv"] | None = None,
     value: Float[Array, "B S d_kv"] | None = None,
     *,
-    mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
-    is_causal: bool = False,
-    key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     positions: Int[Array, "... #B T"] | None = None,
     training: bool = False,
     dropout_keep: Bool[Array, "B N T S"] | None = None,
     dropout_rng: jax.Array | None = None,
     kernel: Kernel = fused.attend,
+    **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
     """Multi-head attention with weights from outside: project, split, attend, combine, project.
 
@@ -108,7 +106,7 @@ def multi_head_attention(
         query,
         key,
         value,
-        Mask(mask, is_causal, key_padding_lengths),
+        Mask(**masks),
         bias=bias,
         need_weights=need_weights,
         positions=positions,
@@ -285,12 +283,10 @@ class MultiHeadAttention(AttentionLayer):
         key: Float[Array, "B S d_kv"] | None = None,
         value: Float[Array, "B S d_kv"] | None = None,
         *,
-        mask: Bool[Array, "..."] | None = None,
         bias: Float[Array, "..."] | None = None,
-        is_causal: bool = False,
-        key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
         need_weights: bool = False,
         positions: Int[Array, "... #B T"] | None = None,
+        **masks: Unpack[MaskKeywords],
     ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
@@ -298,10 +294,8 @@ class MultiHeadAttention(AttentionLayer):
             query: (B, T, d_in).
             key: (B, S, d_kv); default: self-attention.
             value: (B, S, d_kv); default: the key.
-            mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+            masks: which keys are hidden, as `MaskKeywords` says.
             bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
-            is_causal: hide every key after the query's own position, as `create_causal_mask`.
-            key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
             need_weights: also return the attention weights, which takes the plain path.
             positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
 
@@ -318,7 +312,7 @@ class MultiHeadAttention(AttentionLayer):
             query,
             key,
             value,
-            Mask(mask, is_causal, key_padding_lengths),
+            Mask(**masks),
             bias=bias,
             need_weights=need_weights,
             positions=positions,
@@ -335,11 +329,9 @@ class MultiHeadSelfAttention(AttentionLayer):
         self,
         x: Float[Array, "B T d_in"],
         *,
-        mask: Bool[Array, "..."] | None = None,
         bias: Float[Array, "..."] | None = None,
-        is_causal: bool = False,
-        key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
         positions: Int[Array, "... #B T"] | None = None,
+        **masks: Unpack[MaskKeywords],
     ) -> Float[Array, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
@@ -352,6 +344,6 @@ class MultiHeadSelfAttention(AttentionLayer):
             The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.
         """
         check_floating("x", x, rank=3)
-        visible = Mask(mask, is_causal, key_padding_lengths)
+        visible = Mask(**masks)
         output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=positions)
         return self.drop_output(output)

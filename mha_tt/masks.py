@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import ttnn
@@ -298,14 +298,26 @@ class CausalMask(DeviceMask):
         return np.zeros((1, 1, self.seq_len, 1), bool)
 
 
+class MaskKeywords(TypedDict, total=False):
+    """Keywords of a call that hide keys from queries; a key is hidden if any of them hides it.
+
+    Attributes:
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+        is_causal: hide every key after the query's own position, as `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
+    """
+
+    mask: Bool[np.ndarray, "..."] | DeviceMask | None
+    is_causal: bool
+    key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None
+
+
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
 class Mask:
     """Keys that each query may not attend to, in whichever form they were told.
 
     Attributes:
-        mask: boolean, True = masked; broadcasts to (B, N, T, S).
-        is_causal: hide every key after the query's own position.
-        key_padding_lengths: number of real keys of each sequence, (B,), on the host.
+        mask, is_causal, key_padding_lengths: as `MaskKeywords` has them.
         reach: attention span of the layer, a window or chunks; None for all keys.
         offsets: position of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 by default.
     """
@@ -321,6 +333,16 @@ class Mask:
         check_mask(self.mask, scores_shape)
         if self.key_padding_lengths is not None:
             check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the fields that say something: kernels ask for them, so that none ignores a field by mistake."""
+        values = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
+        return tuple(name for name, value in values if value is not None and value is not False)
+
+    def has_only(self, *names: str) -> bool:
+        """Return whether no field but these says anything."""
+        return all(name in names for name in self.given)
 
     def within(self, spec: AttentionSpec | None) -> Mask:
         """Return the mask with the attention span of a layer."""
@@ -340,12 +362,11 @@ class Mask:
 
     def to_bool(self, seq_len_q: int, seq_len_k: int, device: ttnn.MeshDevice) -> DeviceMask | None:
         """Return the mask for a device, with what causality, padding and span hide; None if nothing is hidden."""
-        if not self.is_causal and self.key_padding_lengths is None and self.reach is None:
+        if self.has_only("mask", "offsets"):
             return on_device(self.mask, device)
-        others = (self.mask, self.key_padding_lengths, self.offsets)
         window_size, chunk_size = self.reach or (None, None)
         is_square = seq_len_q == seq_len_k and chunk_size is None
-        if self.is_causal and is_square and all(x is None for x in others):  # causality alone, or within a window
+        if self.is_causal and is_square and self.has_only("is_causal", "reach"):
             return CausalMask(seq_len_q, window_size, device=device)
         hidden = self.implicit_bool(seq_len_q, seq_len_k)
         return on_device(hidden if self.mask is None else hidden | on_host(self.mask), device)

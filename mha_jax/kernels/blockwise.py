@@ -37,7 +37,7 @@ from mha_spec.reach import Reach
 def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, sizes: BlockSizes) -> Array:
     """Return the context block by block, of shapes that are checked; what is non-finite is kept apart in each block."""
     scores = with_relative_bias(mask, scores, query, key)
-    if mask.reach is not None or mask.offsets is not None:
+    if not mask.has_only("mask", "is_causal", "key_padding_lengths"):
         mask = Mask(mask.to_bool(query.shape[2], key.shape[2]), offsets=mask.offsets)
     return attend_by_block(query, key, value, mask, scores, sizes=sizes)
 

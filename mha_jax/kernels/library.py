@@ -66,7 +66,7 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -
 def _told(mask: Mask, scores: Scores, seq_len_q: int, seq_len_k: int, *, takes_cudnn: bool) -> dict[str, Any] | None:
     """What is hidden in the library's own words, with which it needs no mask; None where it has none."""
     reach, lengths = mask.reach, mask.key_padding_lengths
-    if any(x is not None for x in (mask.mask, scores.bias, mask.offsets)):
+    if scores.bias is not None or not mask.has_only("is_causal", "key_padding_lengths", "reach"):
         return None
     told: dict[str, Any] = {"is_causal": mask.is_causal}
     if reach is not None:

@@ -21,7 +21,8 @@ from mha_spec.reach import Reach
 
 def supports(query: Array, mask: Mask) -> bool:
     """Return whether there is a window or a chunk, and queries enough to share keys of it."""
-    return mask.reach is not None and mask.offsets is None and query.shape[2] > _num_together(mask.reach)
+    is_known = mask.has_only("mask", "is_causal", "key_padding_lengths", "reach")
+    return is_known and mask.reach is not None and query.shape[2] > _num_together(mask.reach)
 
 
 @compiled("sizes")

@@ -49,6 +49,9 @@ class ContextParallel:
         axis = token_axis(query, key, mask, self.axis)
         if axis is None:
             return self.kernel(query, key, value, mask, scores)
+        for name in mask.given:
+            if name not in ("mask", "is_causal", "key_padding_lengths", "reach", "offsets"):
+                raise Refusal(name, "be None where tokens are divided", {"axis": axis})
         passes_keys = self.passes_keys or _cannot_share(key, axis)
         attend = automatically(of_heads)(replace(self, axis=axis, passes_keys=passes_keys)._attend)
         return attend(query, key, value, mask, scores)

@@ -30,9 +30,10 @@ _BLOCK_SIZE = 128
 
 def supports(query: Tensor, value: Tensor, mask: Mask, scores: Scores) -> bool:
     """Return whether attention is for this module: it can do it, and another kernel cannot without a mask."""
-    is_needed = any(x is not None for x in (mask.key_padding_lengths, mask.reach, scores.sinks))
-    is_needed = is_needed or scores.soft_cap is not None or scores.slopes is not None
-    others = (mask.mask, mask.offsets, scores.bias, scores.relative_bias, scores.dropout_keep)
+    changes = (scores.sinks, scores.soft_cap, scores.slopes)
+    is_needed = not mask.has_only("is_causal") or any(x is not None for x in changes)
+    is_needed = is_needed and mask.has_only("is_causal", "key_padding_lengths", "reach")
+    others = (scores.bias, scores.relative_bias, scores.dropout_keep)
     return is_needed and not scores.dropout and all(x is None for x in others) and _runs_here(query, value)
 
 
