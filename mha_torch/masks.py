@@ -79,7 +79,7 @@ def create_attention_mask(
     chunk_size: int | None = None,
     device: torch.device | str | None = None,
 ) -> Bool[Tensor, "#B 1 T S"]:
-    """True where a query may not see a key, for causality, for padding, for a window or a chunk.
+    """True where a query may not see a key, by any of the arguments.
 
     Args:
         seq_len_q: number of queries, T.
