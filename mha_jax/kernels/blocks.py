@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from mha_jax.arrays import at_least_float32
 from mha_jax.kernels.nonfinite import nonfinite_tokens, zero_where
+from mha_jax.masks import Mask
 from mha_jax.stages import score_scale
 from mha_spec import AttentionSpec
 from mha_spec.rules import as_count
@@ -86,6 +87,10 @@ class Scoring(NamedTuple):
         return jnp.asarray(self.slopes, dtype).reshape(1, num_kv_heads, -1, 1, 1)
 
 
+MASK_FIELDS = ("mask", "is_causal", "key_padding_lengths")
+"""Fields of a `Mask` that blocks know; whatever others say has to be in its boolean mask."""
+
+
 class Hidden(NamedTuple):
     """What hides keys, and what is added to scores.
 
@@ -102,6 +107,12 @@ class Hidden(NamedTuple):
     lengths: Array | None
     sinks: Array | None
     offsets: Array | None
+
+    @classmethod
+    def of(cls, mask: Mask, as_bool: Array | None, bias: Array | None, sinks: Array | None) -> "Hidden":
+        """What a mask hides whose arrays are JAX's, with its boolean mask, a bias and sinks by groups of heads."""
+        lengths: Any = mask.key_padding_lengths
+        return cls(as_bool, bias, lengths, sinks, mask.offsets)
 
 
 class Options(NamedTuple):
