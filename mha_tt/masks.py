@@ -15,7 +15,7 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.reach import Reach, reach_of
-from mha_tt.checks import check_count, check_lengths, check_mask
+from mha_tt.checks import check_count, check_integers, check_lengths, check_mask
 from mha_tt.device import upload
 
 MASKED = -1e9
@@ -78,6 +78,7 @@ def create_attention_mask(
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
     window_size: int | None = None,
     chunk_size: int | None = None,
+    segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None,
 ) -> Bool[np.ndarray, "#B 1 T S"]:
     """True where a query may not see a key, by any of the arguments.
 
@@ -88,13 +89,14 @@ def create_attention_mask(
         key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         window_size: hide every key this many places away, or more, on either side.
         chunk_size: hide every key of another chunk, the chunks being so many places long.
+        segment_ids: hide every key of another segment, as `MaskKeywords` says.
 
     Returns:
         Mask of shape (B or 1, 1, T, S), on the host.
 
     Raises:
-        TypeError: if the lengths are not integers.
-        ValueError: if a length lies outside its range, or there are both a window and chunks.
+        TypeError: if the lengths or the ids are not integers.
+        ValueError: if a length lies outside its range, the ids do not fit, or there are both a window and chunks.
 
     Example: create_attention_mask(2, is_causal=True, key_padding_lengths=[1])
         [[[[False, True],
@@ -103,10 +105,14 @@ def create_attention_mask(
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
     check_count("seq_len_q", seq_len_q, minimum=0)
     check_count("seq_len_k", seq_len_k, minimum=0)
+    reach, batch_size = reach_of(window_size, chunk_size), None
+    visible = Mask(None, is_causal, key_padding_lengths, reach, segment_ids=segment_ids)
+    if visible.segments is not None:
+        batch_size = next(iter(getattr(next(iter(visible.segments), None), "shape", ())), 0)
+        _check_segments(visible.segments, batch_size, seq_len_q, seq_len_k)
     if key_padding_lengths is not None:
-        check_lengths("key_padding_lengths", key_padding_lengths, None, seq_len_k)
-    reach = reach_of(window_size, chunk_size)
-    return Mask(None, is_causal, key_padding_lengths, reach).implicit_bool(seq_len_q, seq_len_k)
+        check_lengths("key_padding_lengths", key_padding_lengths, batch_size, seq_len_k)
+    return visible.implicit_bool(seq_len_q, seq_len_k)
 
 
 def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int) -> Bool[np.ndarray, "T S"]:
@@ -305,11 +311,14 @@ class MaskKeywords(TypedDict, total=False):
         mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
         is_causal: hide every key after the query's own position, as `create_causal_mask`.
         key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
+        segment_ids: segment of each token, (B, T), on the host: hide every key whose id is not the query's. A pair
+            where keys have others: (B, T) of the queries and (B, S) of the keys.
     """
 
     mask: Bool[np.ndarray, "..."] | DeviceMask | None
     is_causal: bool
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None
+    segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
@@ -317,7 +326,7 @@ class Mask:
     """Keys that each query may not attend to, in whichever form they were told.
 
     Attributes:
-        mask, is_causal, key_padding_lengths: as `MaskKeywords` has them.
+        mask, is_causal, key_padding_lengths, segment_ids: as `MaskKeywords` has them.
         reach: attention span of the layer, a window or chunks; None for all keys.
         offsets: position of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 by default.
     """
@@ -327,18 +336,27 @@ class Mask:
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None
     reach: Reach | None = None
     offsets: Int[np.ndarray, " B"] | None = None
+    segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
         """Refuse a mask that does not fit the scores (B, N, T, S)."""
         check_mask(self.mask, scores_shape)
         if self.key_padding_lengths is not None:
             check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
+        if self.segments is not None:
+            _check_segments(self.segments, scores_shape[0], *scores_shape[2:])
 
     @property
     def given(self) -> tuple[str, ...]:
         """Names of the fields that say something: kernels ask for them, so that none ignores a field by mistake."""
         values = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
         return tuple(name for name, value in values if value is not None and value is not False)
+
+    @property
+    def segments(self) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None:
+        """The segments of the queries, (B, T), and of the keys, (B, S)."""
+        ids = self.segment_ids
+        return ids if ids is None or isinstance(ids, tuple) else (ids, ids)
 
     def has_only(self, *names: str) -> bool:
         """Return whether no field but these says anything."""
@@ -361,7 +379,7 @@ class Mask:
         return replace(self, mask=is_hidden if self.mask is None else is_hidden | on_host(self.mask))
 
     def to_bool(self, seq_len_q: int, seq_len_k: int, device: ttnn.MeshDevice) -> DeviceMask | None:
-        """Return the mask for a device, with what causality, padding and span hide; None if nothing is hidden."""
+        """Return the mask for a device, with what the other fields hide, too; None if nothing is hidden."""
         if self.has_only("mask", "offsets"):
             return on_device(self.mask, device)
         window_size, chunk_size = self.reach or (None, None)
@@ -372,18 +390,22 @@ class Mask:
         return on_device(hidden if self.mask is None else hidden | on_host(self.mask), device)
 
     def implicit_bool(self, seq_len_q: int, seq_len_k: int) -> Bool[np.ndarray, "#B 1 T S"]:
-        """Return what causality, padding and span hide, of zero tokens too: all keys outside of `key_range`."""
+        """Return what causality, padding, span and segments hide, of zero tokens too."""
         first, stop = self.key_range(seq_len_q, seq_len_k)
         keys = np.arange(seq_len_k)
         hidden = keys >= stop[:, None, :, None]
         if self.reach is not None:  # without a span there is one comparison, and one mask in memory
             hidden |= keys < first[:, None, :, None]
-        return hidden
+        if self.segments is None:
+            return hidden
+        of_queries, of_keys = self.segments
+        return hidden | (of_queries[:, None, :, None] != of_keys[:, None, None, :])
 
     def key_range(self, seq_len_q: int, seq_len_k: int) -> tuple[Int[np.ndarray, "#B T"], Int[np.ndarray, "#B T"]]:
         """Return the first key that causality, padding and span leave each query, and the one after the last.
 
         They may lie before and behind the keys there are. A row whose first key is not before its last is fully masked.
+        Segments hide keys between them, too.
         """
         places = np.arange(seq_len_q)[None]  # (B or 1, T)
         if self.offsets is not None:
@@ -420,3 +442,13 @@ def on_device(mask: np.ndarray | DeviceMask | None, device: ttnn.MeshDevice) -> 
     if mask is None or isinstance(mask, DeviceMask):
         return mask
     return DeviceMask(mask, device=device) if mask.any() else None
+
+
+def _check_segments(segments: tuple[np.ndarray, np.ndarray], batch_size: int, seq_len_q: int, seq_len_k: int) -> None:
+    """Refuse segments that are not integers (B, T), or a pair of these, of the queries and of the keys, (B, S)."""
+    if len(segments) != 2:
+        raise Refusal("segment_ids", "be ids or a pair of them, of queries and of keys", f"{len(segments)} in a tuple")
+    shapes = [(batch_size, seq_len_q), (batch_size, seq_len_k)]
+    in_words = f"(B, T) = {shapes[0]}" + ("" if seq_len_q == seq_len_k else f" and (B, S) = {shapes[1]}, as a pair")
+    for ids, shape in zip(segments, shapes, strict=True):
+        check_integers("segment_ids", ids, [shape], in_words)

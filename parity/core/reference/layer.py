@@ -44,6 +44,8 @@ class Layer:
         masked |= self.is_out_of_reach(t, s)
         if case.key_padding_lengths is not None:
             masked |= self.is_padding(s, np.array(case.key_padding_lengths)[:, None, None, None])
+        if case.segment_ids is not None:
+            masked |= self.is_in_another_segment(np.array(case.segment_ids)[:, None])
         masked |= self.problem.inputs.get("mask", False)
         return {"mask": np.broadcast_to(self.hidden(masked), shape)}
 
@@ -163,6 +165,9 @@ class Layer:
 
     def is_padding(self, s: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         return s >= lengths
+
+    def is_in_another_segment(self, ids: np.ndarray) -> np.ndarray:
+        return ids[..., :, None] != ids[..., None, :]
 
     def hidden(self, masked: np.ndarray) -> np.ndarray:
         """The mask as it is used: True where a key is hidden."""
