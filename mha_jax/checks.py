@@ -174,18 +174,21 @@ def check_latents(name: str, latents: Array, latent: Latent) -> None:
         raise Refusal(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})
 
 
+def check_integers(name: str, x: Array, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
+    """Refuse an array that does not hold integers, or has none of these shapes."""
+    check_array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise WrongType(name, "be integers", {f"{name}.dtype": x.dtype})
+    if x.shape not in shapes:
+        raise Refusal(name, f"have shape {in_words}", {f"{name}.shape": x.shape})
+
+
 def check_positions(positions: Array, batch_size: int, seq_len: int, rope: Rope | None) -> None:
     """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
     check_array("positions", positions)
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise WrongType("positions", "be integers", {"positions.dtype": positions.dtype})
     axes = () if rope is None or rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
-    if positions.shape not in ((*axes, batch_size, seq_len), (*axes, 1, seq_len)):
-        raise Refusal(
-            "positions",
-            f"have shape {position_shapes(batch_size, seq_len, rope)}",
-            {"positions.shape": positions.shape},
-        )
+    shapes = [(*axes, batch_size, seq_len), (*axes, 1, seq_len)]
+    check_integers("positions", positions, shapes, position_shapes(batch_size, seq_len, rope))
 
 
 def check_layer_positions(positions: Array | None, batch_size: int, seq_len: int, spec: AttentionSpec) -> None:

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mha_jax.checks import check_count, check_lengths, check_mask
+from mha_jax.checks import check_count, check_integers, check_lengths, check_mask
 from mha_jax.compiled import compiled
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
@@ -71,8 +71,9 @@ def create_attention_mask(
     key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
     window_size: int | None = None,
     chunk_size: int | None = None,
+    segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
 ) -> Bool[Array, "#B 1 T S"]:
-    """True where a query may not see a key, for causality, for padding, for a window or a chunk.
+    """True where a query may not see a key, by any of the arguments.
 
     Args:
         seq_len_q: number of queries, T.
@@ -81,13 +82,14 @@ def create_attention_mask(
         key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         window_size: hide every key this many places away, or more, on either side.
         chunk_size: hide every key of another chunk, the chunks being so many places long.
+        segment_ids: hide every key of another segment, as `MaskKeywords` says.
 
     Returns:
         Mask of shape (B or 1, 1, T, S).
 
     Raises:
-        TypeError: if the lengths are not integers.
-        ValueError: if a length lies outside its range, or there are both a window and chunks.
+        TypeError: if the lengths or the ids are not integers.
+        ValueError: if a length lies outside its range, the ids do not fit, or there are both a window and chunks.
 
     Example: create_attention_mask(2, is_causal=True, key_padding_lengths=[1])
         [[[[False, True],
@@ -96,10 +98,14 @@ def create_attention_mask(
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
+    span, batch_size = span_of(window_size, chunk_size), None
+    visible = Mask(None, is_causal, key_padding_lengths, span, segment_ids=segment_ids)
+    if visible.segments is not None:
+        batch_size = next(iter(getattr(next(iter(visible.segments), None), "shape", ())), 0)
+        _check_segments(visible.segments, batch_size, seq_len_q, seq_len_k)
     if key_padding_lengths is not None:
-        check_lengths("key_padding_lengths", key_padding_lengths, None, seq_len_k)
-    span = span_of(window_size, chunk_size)
-    return Mask(None, is_causal, key_padding_lengths, span).implicit_bool(seq_len_q, seq_len_k)
+        check_lengths("key_padding_lengths", key_padding_lengths, batch_size, seq_len_k)
+    return visible.implicit_bool(seq_len_q, seq_len_k)
 
 
 def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int) -> Bool[Array, "T S"]:
@@ -163,15 +169,30 @@ def create_sliding_window_mask(seq_len_q: int, seq_len_k: int | None = None, *, 
     return _hides_later(seq_len_q, seq_len_k, window_size=window_size)
 
 
+class MaskKeywords(TypedDict, total=False):
+    """Keywords of a call that hide keys from queries; a key is hidden if any of them hides it.
+
+    Attributes:
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+        is_causal: hide every key after the query's own position, as `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
+        segment_ids: segment of each token, (B, T): hide every key whose id is not the query's. A pair where keys
+            have others: (B, T) of the queries and (B, S) of the keys.
+    """
+
+    mask: Bool[Array, "..."] | None
+    is_causal: bool
+    key_padding_lengths: Int[Array, " B"] | Sequence[int] | None
+    segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
 class Mask:
     """Keys that each query may not attend to, in whichever form they were told.
 
     Attributes:
-        mask: boolean, True = masked; broadcasts to (B, N, T, S).
-        is_causal: hide every key after the query's own position.
-        key_padding_lengths: number of real keys of each sequence, (B,).
+        mask, is_causal, key_padding_lengths, segment_ids: as `MaskKeywords` has them.
         span: attention span of the layer, a window or chunks; None for all keys.
         q_offset: position of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 by default.
     """
@@ -181,17 +202,42 @@ class Mask:
     key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None
     span: Span | None = field(default=None, metadata={"static": True})
     q_offset: Int[Array, " B"] | None = None
+    segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
         """Refuse a mask that does not fit the scores (B, N, T, S)."""
         check_mask(self.mask, scores_shape)
         if self.key_padding_lengths is not None:
             check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
+        if self.segments is not None:
+            _check_segments(self.segments, scores_shape[0], *scores_shape[2:])
+
+    @classmethod
+    def of(cls, keywords: MaskKeywords) -> "Mask":
+        """Return the mask of a call with these keywords."""
+        for name in keywords:
+            if name not in MaskKeywords.__annotations__:
+                raise TypeError(f"attention got an unexpected keyword argument {name!r}")
+        return cls(**keywords)
+
+    @property
+    def segments(self) -> tuple[Int[Array, "B T"], Int[Array, "B S"]] | None:
+        """The segments of the queries, (B, T), and of the keys, (B, S)."""
+        ids = self.segment_ids
+        return ids if ids is None or isinstance(ids, tuple) else (ids, ids)
+
+    def fields_beyond(self, *known: str) -> list[str]:
+        """Return the names of the other fields in use: kernels ask, so that none ignores a field by mistake."""
+        return [name for name, x in vars(self).items() if x is not None and x is not False and name not in known]
+
+    def has_only(self, *known: str) -> bool:
+        """Return whether no field but these is in use."""
+        return not self.fields_beyond(*known)
 
     @property
     def is_trivial(self) -> bool:
         """True if every query attends to every key."""
-        return not self.is_causal and all(x is None for x in (self.mask, self.key_padding_lengths, self.span))
+        return self.has_only("q_offset")
 
     def within(self, spec: AttentionSpec | None) -> "Mask":
         """Return the mask with the attention span of a layer."""
@@ -216,20 +262,21 @@ class Mask:
         )
 
     def to_bool(self, seq_len_q: int, seq_len_k: int) -> Bool[Array, "..."] | None:
-        """Return the boolean mask, with what causality, padding and span hide; None if nothing is hidden."""
-        if not self.is_causal and self.key_padding_lengths is None and self.span is None:
+        """Return the boolean mask, with what causality, padding, span and segments hide; None if nothing is hidden."""
+        if self.has_only("mask", "q_offset"):
             return self.mask
         hidden = self.implicit_bool(seq_len_q, seq_len_k)
         return hidden if self.mask is None else hidden | to_scores_rank(self.mask)
 
     def implicit_bool(self, seq_len_q: int, seq_len_k: int) -> Bool[Array, "#B 1 T S"]:
-        """Return what causality, padding and span hide, of zero tokens too: all keys outside of `key_range`."""
+        """Return what causality, padding, span and segments hide, of zero tokens too."""
         return _implicit_bool(replace(self.as_arrays(), mask=None), seq_len_q, seq_len_k)
 
     def key_range(self, seq_len_q: int, seq_len_k: int) -> tuple[Int[Array, "#B T"], Int[Array, "#B T"]]:
         """Return the first key that causality, padding and span leave each query, and the one after the last.
 
         They may lie before and behind the keys there are. A row whose first key is not before its last is fully masked.
+        Segments hide keys between them, too.
         """
         lengths: Any = self.as_arrays().key_padding_lengths
         places = _positions(seq_len_q)[None]  # (B or 1, T)
@@ -267,8 +314,22 @@ def _implicit_bool(mask: Mask, seq_len_q: int, seq_len_k: int) -> Array:
     first, stop = mask.key_range(seq_len_q, seq_len_k)
     keys = _positions(seq_len_k)[None, None, None]
     hidden = keys >= stop[:, None, :, None]
-    return hidden if mask.span is None else hidden | (keys < first[:, None, :, None])
+    hidden = hidden if mask.span is None else hidden | (keys < first[:, None, :, None])
+    if mask.segments is None:
+        return hidden
+    of_queries, of_keys = mask.segments
+    return hidden | (of_queries[:, None, :, None] != of_keys[:, None, None, :])
 
 
 def _positions(seq_len: int) -> Int[Array, " L"]:
     return jnp.arange(seq_len, dtype=jnp.int32)
+
+
+def _check_segments(segments: tuple[Array, Array], batch_size: int, seq_len_q: int, seq_len_k: int) -> None:
+    """Refuse segments that are not integers (B, T), or a pair of these, of the queries and of the keys, (B, S)."""
+    if len(segments) != 2:
+        raise Refusal("segment_ids", "be ids or a pair of them, of queries and of keys", f"{len(segments)} in a tuple")
+    shapes = [(batch_size, seq_len_q), (batch_size, seq_len_k)]
+    in_words = f"(B, T) = {shapes[0]}" + ("" if seq_len_q == seq_len_k else f" and (B, S) = {shapes[1]}, as a pair")
+    for ids, shape in zip(segments, shapes, strict=True):
+        check_integers("segment_ids", ids, [shape], in_words)

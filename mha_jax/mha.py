@@ -5,9 +5,9 @@ Layers accept any number of batch axes instead of B, or none: see `axes`.
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from mha_jax.checks import check_layer_inputs, check_projected, check_tokens, ch
 from mha_jax.heads import combine_heads, split_heads
 from mha_jax.kernels import Kernel, fused
 from mha_jax.kernels.nonfinite import contained_projection
-from mha_jax.masks import Mask
+from mha_jax.masks import Mask, MaskKeywords
 from mha_jax.norms import NormLayer
 from mha_jax.projections import project_output, project_qkv
 from mha_jax.scores import Scores
@@ -76,10 +76,7 @@ def multi_head_attention(
     key: Float[Array, "B S d_kv"] | None = None,
     value: Float[Array, "B S d_kv"] | None = None,
     *,
-    mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
-    is_causal: bool = False,
-    key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     positions: Int[Array, "... #B T"] | None = None,
     training: bool = False,
@@ -87,6 +84,7 @@ def multi_head_attention(
     dropout_rng: jax.Array | None = None,
     kernel: Kernel = fused.attend,
     dtype: jnp.dtype | None = None,
+    **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
     """Multi-head attention with weights from outside: project, split, attend, combine, project.
 
@@ -114,7 +112,7 @@ def multi_head_attention(
         query,
         key,
         value,
-        Mask(mask, is_causal, key_padding_lengths),
+        Mask.of(masks),
         bias=bias,
         need_weights=need_weights,
         positions=positions,
@@ -314,12 +312,10 @@ class MultiHeadAttention(AttentionLayer):
         key: Float[Array, "B S d_kv"] | None = None,
         value: Float[Array, "B S d_kv"] | None = None,
         *,
-        mask: Bool[Array, "..."] | None = None,
         bias: Float[Array, "..."] | None = None,
-        is_causal: bool = False,
-        key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
         need_weights: bool = False,
         positions: Int[Array, "... #B T"] | None = None,
+        **masks: Unpack[MaskKeywords],
     ) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
@@ -327,10 +323,8 @@ class MultiHeadAttention(AttentionLayer):
             query: (B, T, d_in).
             key: (B, S, d_kv); default: self-attention.
             value: (B, S, d_kv); default: the key.
-            mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+            masks: which keys are hidden, as `MaskKeywords` says.
             bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
-            is_causal: hide every key after the query's own position, as `create_causal_mask`.
-            key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
             need_weights: also return the attention weights, which takes the plain path.
             positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
 
@@ -348,7 +342,7 @@ class MultiHeadAttention(AttentionLayer):
             query,
             key,
             value,
-            Mask(mask, is_causal, key_padding_lengths),
+            Mask.of(masks),
             bias=bias,
             need_weights=need_weights,
             positions=positions,
@@ -365,11 +359,9 @@ class MultiHeadSelfAttention(AttentionLayer):
         self,
         x: Float[Array, "B T d_in"],
         *,
-        mask: Bool[Array, "..."] | None = None,
         bias: Float[Array, "..."] | None = None,
-        is_causal: bool = False,
-        key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
         positions: Int[Array, "... #B T"] | None = None,
+        **masks: Unpack[MaskKeywords],
     ) -> Float[Array, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
@@ -383,6 +375,6 @@ class MultiHeadSelfAttention(AttentionLayer):
         """
         check_tokens("x", x)
         x, bias = cast((x, bias), self.dtype)
-        visible = Mask(mask, is_causal, key_padding_lengths)
+        visible = Mask.of(masks)
         output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=positions)
         return self.drop_output(output)

@@ -4,7 +4,7 @@ Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
-from collections.abc import Sequence
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from mha_jax.checks import (
 from mha_jax.compiled import compiled
 from mha_jax.heads import repeat_kv_heads
 from mha_jax.kernels.nonfinite import contained_with_weights
-from mha_jax.masks import Mask, to_scores_rank
+from mha_jax.masks import Mask, MaskKeywords, to_scores_rank
 from mha_jax.parallel.sharding import head_sharding, reshard_like, with_auto_axes
 from mha_jax.relative_bias import relative_position_bias
 from mha_jax.scores import Scores
@@ -171,16 +171,14 @@ def scaled_dot_product_attention(
     value: Float[Array, "B K S Hv"],
     spec: AttentionSpec | None = None,
     *,
-    mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
-    is_causal: bool = False,
-    key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[Array, "B N T S"] | None = None,
     dropout_rng: jax.Array | None = None,
     sinks: Float[Array, "..."] | None = None,
     relative_bias: Float[Array, "..."] | None = None,
+    **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T S"] | None]:
     """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
 
@@ -188,10 +186,8 @@ def scaled_dot_product_attention(
         query: (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
         spec: layer of these heads, whose scale and other changes of scores apply; default: the scale 1 / sqrt(H).
-        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+        masks: which keys are hidden, as `MaskKeywords` says.
         bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
-        is_causal: hide every key after the query's own position, as `create_causal_mask`.
-        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         need_weights: also return the attention weights.
         dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: True where a weight is kept, instead of a random draw.
@@ -208,7 +204,7 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    visible = Mask(mask, is_causal, key_padding_lengths).within(spec)
+    visible = Mask.of(masks).within(spec)
     scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep, dropout_rng)
     check_attention(query, key, value, visible, scores)
     inputs = (query, key, value, visible.as_arrays(), scores)

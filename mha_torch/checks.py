@@ -200,18 +200,21 @@ def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
         raise Refusal(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})
 
 
+def check_integers(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
+    """Refuse an array that does not hold integers, or has none of these shapes."""
+    check_array(name, x)
+    if x.is_floating_point() or x.dtype == torch.bool:
+        raise WrongType(name, "be integers", {f"{name}.dtype": x.dtype})
+    if tuple(x.shape) not in shapes:
+        raise Refusal(name, f"have shape {in_words}", {f"{name}.shape": tuple(x.shape)})
+
+
 def check_positions(positions: Tensor, batch_size: int, seq_len: int, rope: Rope | None) -> None:
     """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
     check_array("positions", positions)
-    if positions.is_floating_point() or positions.dtype == torch.bool:
-        raise WrongType("positions", "be integers", {"positions.dtype": positions.dtype})
     axes = () if rope is None or rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
-    if tuple(positions.shape) not in ((*axes, batch_size, seq_len), (*axes, 1, seq_len)):
-        raise Refusal(
-            "positions",
-            f"have shape {position_shapes(batch_size, seq_len, rope)}",
-            {"positions.shape": tuple(positions.shape)},
-        )
+    shapes = [(*axes, batch_size, seq_len), (*axes, 1, seq_len)]
+    check_integers("positions", positions, shapes, position_shapes(batch_size, seq_len, rope))
 
 
 def check_layer_positions(positions: Tensor | None, batch_size: int, seq_len: int, spec: AttentionSpec) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,7 +11,7 @@ from torch import Tensor
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
 from mha_spec.span import Span, span_of
-from mha_torch.checks import check_count, check_device, check_lengths, check_mask
+from mha_torch.checks import check_count, check_device, check_integers, check_lengths, check_mask
 
 
 def create_causal_mask(
@@ -76,9 +77,10 @@ def create_attention_mask(
     key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
     window_size: int | None = None,
     chunk_size: int | None = None,
+    segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None,
     device: torch.device | str | None = None,
 ) -> Bool[Tensor, "#B 1 T S"]:
-    """True where a query may not see a key, for causality, for padding, for a window or a chunk.
+    """True where a query may not see a key, by any of the arguments.
 
     Args:
         seq_len_q: number of queries, T.
@@ -87,14 +89,15 @@ def create_attention_mask(
         key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         window_size: hide every key this many places away, or more, on either side.
         chunk_size: hide every key of another chunk, the chunks being so many places long.
+        segment_ids: hide every key of another segment, as `MaskKeywords` says.
         device: where the mask lies.
 
     Returns:
         Mask of shape (B or 1, 1, T, S).
 
     Raises:
-        TypeError: if the lengths are not integers.
-        ValueError: if a length lies outside its range, or there are both a window and chunks.
+        TypeError: if the lengths or the ids are not integers.
+        ValueError: if a length lies outside its range, the ids do not fit, or there are both a window and chunks.
 
     Example: create_attention_mask(2, is_causal=True, key_padding_lengths=[1])
         [[[[False, True],
@@ -103,10 +106,14 @@ def create_attention_mask(
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
     check_count("seq_len_q", seq_len_q)
     check_count("seq_len_k", seq_len_k)
+    span, batch_size = span_of(window_size, chunk_size), None
+    visible = Mask(None, is_causal, key_padding_lengths, span, segment_ids=segment_ids)
+    if visible.segments is not None:
+        batch_size = next(iter(getattr(next(iter(visible.segments), None), "shape", ())), 0)
+        _check_segments(visible.segments, batch_size, seq_len_q, seq_len_k)
     if key_padding_lengths is not None:
-        check_lengths("key_padding_lengths", key_padding_lengths, None, seq_len_k)
-    span = span_of(window_size, chunk_size)
-    return Mask(None, is_causal, key_padding_lengths, span).implicit_bool(seq_len_q, seq_len_k, device)
+        check_lengths("key_padding_lengths", key_padding_lengths, batch_size, seq_len_k)
+    return visible.implicit_bool(seq_len_q, seq_len_k, device)
 
 
 def create_causal_mask_with_cache(
@@ -177,14 +184,29 @@ def create_sliding_window_mask(
     return visible.tril_().triu_(1 - window_size).logical_not_()  # in place: it may be large
 
 
+class MaskKeywords(TypedDict, total=False):
+    """Keywords of a call that hide keys from queries; a key is hidden if any of them hides it.
+
+    Attributes:
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+        is_causal: hide every key after the query's own position, as `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
+        segment_ids: segment of each token, (B, T): hide every key whose id is not the query's. A pair where keys
+            have others: (B, T) of the queries and (B, S) of the keys.
+    """
+
+    mask: Bool[Tensor, "..."] | None
+    is_causal: bool
+    key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None
+    segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None
+
+
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
 class Mask:
     """Keys that each query may not attend to, in whichever form they were told.
 
     Attributes:
-        mask: boolean, True = masked; broadcasts to (B, N, T, S).
-        is_causal: hide every key after the query's own position.
-        key_padding_lengths: number of real keys of each sequence, (B,).
+        mask, is_causal, key_padding_lengths, segment_ids: as `MaskKeywords` has them.
         span: attention span of the layer, a window or chunks; None for all keys.
         q_offset: position of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 by default.
     """
@@ -194,6 +216,7 @@ class Mask:
     key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None
     span: Span | None = None
     q_offset: Int[Tensor, " B"] | None = None
+    segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
         """Refuse a mask that does not fit the scores (B, N, T, S), or their queries."""
@@ -202,11 +225,37 @@ class Mask:
             check_device("mask", self.mask, query.device, "query")
         if self.key_padding_lengths is not None:
             check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
+        if self.segments is not None:
+            _check_segments(self.segments, scores_shape[0], *scores_shape[2:])
+            for ids in self.segments:
+                check_device("segment_ids", ids, query.device, "query")
+
+    @classmethod
+    def of(cls, keywords: MaskKeywords) -> "Mask":
+        """Return the mask of a call with these keywords."""
+        for name in keywords:
+            if name not in MaskKeywords.__annotations__:
+                raise TypeError(f"attention got an unexpected keyword argument {name!r}")
+        return cls(**keywords)
+
+    @property
+    def segments(self) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None:
+        """The segments of the queries, (B, T), and of the keys, (B, S)."""
+        ids = self.segment_ids
+        return ids if ids is None or isinstance(ids, tuple) else (ids, ids)
+
+    def fields_beyond(self, *known: str) -> list[str]:
+        """Return the names of the other fields in use: kernels ask, so that none ignores a field by mistake."""
+        return [name for name, x in vars(self).items() if x is not None and x is not False and name not in known]
+
+    def has_only(self, *known: str) -> bool:
+        """Return whether no field but these is in use."""
+        return not self.fields_beyond(*known)
 
     @property
     def is_trivial(self) -> bool:
         """True if every query attends to every key."""
-        return not self.is_causal and all(x is None for x in (self.mask, self.key_padding_lengths, self.span))
+        return self.has_only("q_offset")
 
     def within(self, spec: AttentionSpec | None) -> "Mask":
         """Return the mask with the attention span of a layer."""
@@ -225,8 +274,8 @@ class Mask:
     def to_bool(
         self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
     ) -> Bool[Tensor, "..."] | None:
-        """Return the boolean mask, with what causality, padding and span hide; None if nothing is hidden."""
-        if not self.is_causal and self.key_padding_lengths is None and self.span is None:
+        """Return the boolean mask, with what causality, padding, span and segments hide; None if nothing is hidden."""
+        if self.has_only("mask", "q_offset"):
             return self.mask
         hidden = self.implicit_bool(seq_len_q, seq_len_k, device)
         return hidden if self.mask is None else hidden | self.mask
@@ -236,22 +285,32 @@ class Mask:
         lengths, q_offset = self.key_padding_lengths, as_lengths([0] if self.q_offset is None else self.q_offset)
         if lengths is not None:
             lengths = (as_lengths(lengths) - keys.start).clamp(min=0)
+        segments = self.segments
+        if segments is not None:
+            segments = segments[0][:, rows], segments[1][:, keys]
         return replace(
             self,
             mask=block_of(self.mask, rows, keys),
             key_padding_lengths=lengths,
             q_offset=q_offset + (rows.start - keys.start),
+            segment_ids=segments,
         )
 
     def implicit_bool(
         self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
     ) -> Bool[Tensor, "#B 1 T S"]:
-        """Return what causality, padding and span hide, of zero tokens too: all keys outside of `key_range`."""
+        """Return what causality, padding, span and segments hide, of zero tokens too."""
+        if device is None and self.segments is not None:
+            device = self.segments[0].device
         first, stop = self.key_range(seq_len_q, seq_len_k, device)
         keys = _positions(seq_len_k, stop.device)
         hidden = keys >= stop[:, None, :, None]
-        # Without a span there is one comparison, and one mask in memory.
-        return hidden if self.span is None else hidden.logical_or_(keys < first[:, None, :, None])
+        if self.span is not None:  # without a span there is one comparison, and one mask in memory
+            hidden = hidden.logical_or_(keys < first[:, None, :, None])
+        if self.segments is None:
+            return hidden
+        of_queries, of_keys = (ids.to(stop.device) for ids in self.segments)
+        return hidden | (of_queries[:, None, :, None] != of_keys[:, None, None, :])
 
     def key_range(
         self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
@@ -259,6 +318,7 @@ class Mask:
         """Return the first key that causality, padding and span leave each query, and the one after the last.
 
         They may lie before and behind the keys there are. A row whose first key is not before its last is fully masked.
+        Segments hide keys between them, too.
         """
         lengths = None if self.key_padding_lengths is None else as_lengths(self.key_padding_lengths, device)
         places = _positions(seq_len_q, device if lengths is None else lengths.device)[None]  # (B or 1, T)
@@ -287,3 +347,13 @@ def as_lengths(lengths: Tensor | Sequence[int], device: torch.device | str | Non
 
 def _positions(seq_len: int, device: torch.device | str | None) -> Int[Tensor, " L"]:
     return torch.arange(seq_len, device=device)
+
+
+def _check_segments(segments: tuple[Tensor, Tensor], batch_size: int, seq_len_q: int, seq_len_k: int) -> None:
+    """Refuse segments that are not integers (B, T), or a pair of these, of the queries and of the keys, (B, S)."""
+    if len(segments) != 2:
+        raise Refusal("segment_ids", "be ids or a pair of them, of queries and of keys", f"{len(segments)} in a tuple")
+    shapes = [(batch_size, seq_len_q), (batch_size, seq_len_k)]
+    in_words = f"(B, T) = {shapes[0]}" + ("" if seq_len_q == seq_len_k else f" and (B, S) = {shapes[1]}, as a pair")
+    for ids, shape in zip(segments, shapes, strict=True):
+        check_integers("segment_ids", ids, [shape], in_words)

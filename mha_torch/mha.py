@@ -5,9 +5,9 @@ Layers accept any number of batch axes instead of B, or none: see `axes`.
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from mha_torch.heads import combine_heads, split_heads
 from mha_torch.kernels import Kernel, fused
 from mha_torch.kernels.nonfinite import contained_projection, nonfinite_tokens
 from mha_torch.kernels.sdpa import check_context_parallel
-from mha_torch.masks import Mask
+from mha_torch.masks import Mask, MaskKeywords
 from mha_torch.norms import NormLayer
 from mha_torch.projections import project_output, project_qkv
 from mha_torch.scores import Scores
@@ -68,15 +68,13 @@ def multi_head_attention(
     key: Float[Tensor, "B S d_kv"] | None = None,
     value: Float[Tensor, "B S d_kv"] | None = None,
     *,
-    mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
-    is_causal: bool = False,
-    key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     positions: Int[Tensor, "... #B T"] | None = None,
     training: bool = False,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
     kernel: Kernel = fused.attend,
+    **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
     """Multi-head attention with weights from outside: project, split, attend, combine, project.
 
@@ -100,7 +98,7 @@ def multi_head_attention(
         query,
         key,
         value,
-        Mask(mask, is_causal, key_padding_lengths),
+        Mask.of(masks),
         bias=bias,
         need_weights=need_weights,
         positions=positions,
@@ -275,12 +273,10 @@ class MultiHeadAttention(AttentionLayer):
         key: Float[Tensor, "B S d_kv"] | None = None,
         value: Float[Tensor, "B S d_kv"] | None = None,
         *,
-        mask: Bool[Tensor, "..."] | None = None,
         bias: Float[Tensor, "..."] | None = None,
-        is_causal: bool = False,
-        key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
         need_weights: bool = False,
         positions: Int[Tensor, "... #B T"] | None = None,
+        **masks: Unpack[MaskKeywords],
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
@@ -288,10 +284,8 @@ class MultiHeadAttention(AttentionLayer):
             query: (B, T, d_in).
             key: (B, S, d_kv); default: self-attention.
             value: (B, S, d_kv); default: the key.
-            mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+            masks: which keys are hidden, as `MaskKeywords` says.
             bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
-            is_causal: hide every key after the query's own position, as `create_causal_mask`.
-            key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
             need_weights: also return the attention weights, which takes the plain path.
             positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
 
@@ -309,7 +303,7 @@ class MultiHeadAttention(AttentionLayer):
             query,
             key,
             value,
-            Mask(mask, is_causal, key_padding_lengths),
+            Mask.of(masks),
             bias=bias,
             need_weights=need_weights,
             positions=positions,
@@ -326,11 +320,9 @@ class MultiHeadSelfAttention(AttentionLayer):
         self,
         x: Float[Tensor, "B T d_in"],
         *,
-        mask: Bool[Tensor, "..."] | None = None,
         bias: Float[Tensor, "..."] | None = None,
-        is_causal: bool = False,
-        key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
         positions: Int[Tensor, "... #B T"] | None = None,
+        **masks: Unpack[MaskKeywords],
     ) -> Float[Tensor, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
@@ -343,6 +335,6 @@ class MultiHeadSelfAttention(AttentionLayer):
             The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.
         """
         check_tokens("x", x)
-        visible = Mask(mask, is_causal, key_padding_lengths)
+        visible = Mask.of(masks)
         output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=positions)
         return self.drop_output(output)

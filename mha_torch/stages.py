@@ -4,9 +4,8 @@ Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +30,7 @@ from mha_torch.checks import (
 )
 from mha_torch.heads import repeat_kv_heads
 from mha_torch.kernels.nonfinite import contained_with_weights, maybe_any
-from mha_torch.masks import Mask
+from mha_torch.masks import Mask, MaskKeywords
 from mha_torch.relative_bias import relative_position_bias
 from mha_torch.scores import Scores
 
@@ -163,15 +162,13 @@ def scaled_dot_product_attention(
     value: Float[Tensor, "B K S Hv"],
     spec: AttentionSpec | None = None,
     *,
-    mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
-    is_causal: bool = False,
-    key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
     sinks: Float[Tensor, "..."] | None = None,
     relative_bias: Float[Tensor, "..."] | None = None,
+    **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
     """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
 
@@ -179,10 +176,8 @@ def scaled_dot_product_attention(
         query: (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
         spec: layer of these heads, whose scale and other changes of scores apply; default: the scale 1 / sqrt(H).
-        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+        masks: which keys are hidden, as `MaskKeywords` says.
         bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
-        is_causal: hide every key after the query's own position, as `create_causal_mask`.
-        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         need_weights: also return the attention weights.
         dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: True where a weight is kept, instead of a random draw.
@@ -198,7 +193,7 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    visible = Mask(mask, is_causal, key_padding_lengths).within(spec)
+    visible = Mask.of(masks).within(spec)
     scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep)
     check_attention(query, key, value, visible, scores)
     context, attn_weights = attend(query, key, value, visible, scores)

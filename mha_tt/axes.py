@@ -35,6 +35,11 @@ def with_one_batch_axis(attend: Attend) -> Attend:
         if lengths is not None:
             lengths = _merge("key_padding_lengths", np.asarray(lengths), axes, "", is_exact=True)
         mask = replace(mask, mask=_merge("mask", mask.mask, axes), key_padding_lengths=lengths)
+        if mask.segments is not None:
+            ids = zip(mask.segments, "TS", strict=True)
+            mask = replace(
+                mask, segment_ids=tuple(_merge("segment_ids", x, axes, own, is_exact=True) for x, own in ids)
+            )
         options["bias"] = _merge("bias", options["bias"], axes)
         options["positions"] = _merge_positions(options["positions"], axes, layer.spec)
         x = _merge("query", query, axes, "T d_in", is_exact=True)

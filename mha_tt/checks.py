@@ -224,23 +224,26 @@ def check_pair_order(rope: Rope, head_dim: int | None, padded: int) -> None:
         )
 
 
+def check_integers(name: str, x: object, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
+    """Refuse an array that does not hold integers, or has none of these shapes."""
+    if not isinstance(x, np.ndarray):
+        raise WrongType(name, "be a NumPy array", type(x).__name__)
+    if x.dtype.kind not in "iu":
+        raise WrongType(name, "be integers", {f"{name}.dtype": x.dtype})
+    if x.shape not in shapes:
+        raise Refusal(name, f"have shape {in_words}", {f"{name}.shape": x.shape})
+
+
 def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope | None) -> None:
     """Refuse positions that are not integers of shape (B, T) or (1, T), or with sections (axes, B or 1, T)."""
     if (found := getattr(positions, "counts", None)) is not None:  # a Rotation
         if found not in ((batch_size, seq_len), (1, seq_len)):
             raise Refusal("positions", f"be (B or 1, T) = ({batch_size} or 1, {seq_len})", f"those of {found}")
         return
-    if not isinstance(positions, np.ndarray):
-        raise WrongType("positions", "be a NumPy array", type(positions).__name__)
-    if positions.dtype.kind not in "iu":
-        raise WrongType("positions", "be integers", {"positions.dtype": positions.dtype})
-    axes = () if rope is None or rope.sections is None or positions.ndim == 2 else (len(rope.sections),)
-    if positions.shape not in ((*axes, batch_size, seq_len), (*axes, 1, seq_len)):
-        raise Refusal(
-            "positions",
-            f"have shape {position_shapes(batch_size, seq_len, rope)}",
-            {"positions.shape": positions.shape},
-        )
+    is_flat = getattr(positions, "ndim", 2) == 2
+    axes = () if is_flat or rope is None or rope.sections is None else (len(rope.sections),)
+    shapes = [(*axes, batch_size, seq_len), (*axes, 1, seq_len)]
+    check_integers("positions", positions, shapes, position_shapes(batch_size, seq_len, rope))
 
 
 def check_layer_positions(positions: object, batch_size: int, seq_len: int, spec: AttentionSpec) -> None:

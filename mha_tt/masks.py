@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import ttnn
@@ -15,7 +15,7 @@ from ttnn import Tensor
 from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.span import Span, span_of
-from mha_tt.checks import check_count, check_lengths, check_mask
+from mha_tt.checks import check_count, check_integers, check_lengths, check_mask
 from mha_tt.device import upload
 
 MASKED = -1e9
@@ -78,8 +78,9 @@ def create_attention_mask(
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
     window_size: int | None = None,
     chunk_size: int | None = None,
+    segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None,
 ) -> Bool[np.ndarray, "#B 1 T S"]:
-    """True where a query may not see a key, for causality, for padding, for a window or a chunk.
+    """True where a query may not see a key, by any of the arguments.
 
     Args:
         seq_len_q: number of queries, T.
@@ -88,13 +89,14 @@ def create_attention_mask(
         key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
         window_size: hide every key this many places away, or more, on either side.
         chunk_size: hide every key of another chunk, the chunks being so many places long.
+        segment_ids: hide every key of another segment, as `MaskKeywords` says.
 
     Returns:
         Mask of shape (B or 1, 1, T, S), on the host.
 
     Raises:
-        TypeError: if the lengths are not integers.
-        ValueError: if a length lies outside its range, or there are both a window and chunks.
+        TypeError: if the lengths or the ids are not integers.
+        ValueError: if a length lies outside its range, the ids do not fit, or there are both a window and chunks.
 
     Example: create_attention_mask(2, is_causal=True, key_padding_lengths=[1])
         [[[[False, True],
@@ -103,10 +105,14 @@ def create_attention_mask(
     seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
     check_count("seq_len_q", seq_len_q, minimum=0)
     check_count("seq_len_k", seq_len_k, minimum=0)
+    span, batch_size = span_of(window_size, chunk_size), None
+    visible = Mask(None, is_causal, key_padding_lengths, span, segment_ids=segment_ids)
+    if visible.segments is not None:
+        batch_size = next(iter(getattr(next(iter(visible.segments), None), "shape", ())), 0)
+        _check_segments(visible.segments, batch_size, seq_len_q, seq_len_k)
     if key_padding_lengths is not None:
-        check_lengths("key_padding_lengths", key_padding_lengths, None, seq_len_k)
-    span = span_of(window_size, chunk_size)
-    return Mask(None, is_causal, key_padding_lengths, span).implicit_bool(seq_len_q, seq_len_k)
+        check_lengths("key_padding_lengths", key_padding_lengths, batch_size, seq_len_k)
+    return visible.implicit_bool(seq_len_q, seq_len_k)
 
 
 def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int) -> Bool[np.ndarray, "T S"]:
@@ -303,14 +309,29 @@ class CausalMask(DeviceMask):
         return np.zeros((1, 1, self.seq_len, 1), bool)
 
 
+class MaskKeywords(TypedDict, total=False):
+    """Keywords of a call that hide keys from queries; a key is hidden if any of them hides it.
+
+    Attributes:
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+        is_causal: hide every key after the query's own position, as `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
+        segment_ids: segment of each token, (B, T), on the host: hide every key whose id is not the query's. A pair
+            where keys have others: (B, T) of the queries and (B, S) of the keys.
+    """
+
+    mask: Bool[np.ndarray, "..."] | DeviceMask | None
+    is_causal: bool
+    key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None
+    segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None
+
+
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
 class Mask:
     """Keys that each query may not attend to, in whichever form they were told.
 
     Attributes:
-        mask: boolean, True = masked; broadcasts to (B, N, T, S).
-        is_causal: hide every key after the query's own position.
-        key_padding_lengths: number of real keys of each sequence, (B,), on the host.
+        mask, is_causal, key_padding_lengths, segment_ids: as `MaskKeywords` has them.
         span: attention span of the layer, a window or chunks; None for all keys.
         q_offset: position of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 by default.
     """
@@ -320,12 +341,37 @@ class Mask:
     key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None
     span: Span | None = None
     q_offset: Int[np.ndarray, " B"] | None = None
+    segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
         """Refuse a mask that does not fit the scores (B, N, T, S)."""
         check_mask(self.mask, scores_shape)
         if self.key_padding_lengths is not None:
             check_lengths("key_padding_lengths", self.key_padding_lengths, scores_shape[0], scores_shape[3])
+        if self.segments is not None:
+            _check_segments(self.segments, scores_shape[0], *scores_shape[2:])
+
+    @classmethod
+    def of(cls, keywords: MaskKeywords) -> Mask:
+        """Return the mask of a call with these keywords."""
+        for name in keywords:
+            if name not in MaskKeywords.__annotations__:
+                raise TypeError(f"attention got an unexpected keyword argument {name!r}")
+        return cls(**keywords)
+
+    @property
+    def segments(self) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None:
+        """The segments of the queries, (B, T), and of the keys, (B, S)."""
+        ids = self.segment_ids
+        return ids if ids is None or isinstance(ids, tuple) else (ids, ids)
+
+    def fields_beyond(self, *known: str) -> list[str]:
+        """Return the names of the other fields in use: kernels ask, so that none ignores a field by mistake."""
+        return [name for name, x in vars(self).items() if x is not None and x is not False and name not in known]
+
+    def has_only(self, *known: str) -> bool:
+        """Return whether no field but these is in use."""
+        return not self.fields_beyond(*known)
 
     def within(self, spec: AttentionSpec | None) -> Mask:
         """Return the mask with the attention span of a layer."""
@@ -344,11 +390,11 @@ class Mask:
         return replace(self, mask=is_hidden if self.mask is None else is_hidden | on_host(self.mask))
 
     def to_bool(self, seq_len_q: int, seq_len_k: int, device: ttnn.MeshDevice) -> DeviceMask | None:
-        """Return the mask for a device, with what causality, padding and span hide; None if nothing is hidden."""
-        if not self.is_causal and self.key_padding_lengths is None and self.span is None:
+        """Return the mask for a device, with what the other fields hide, too; None if nothing is hidden."""
+        if self.has_only("mask", "q_offset"):
             return on_device(self.mask, device)
         window_size, chunk_size = self.span or (None, None)
-        if seq_len_q == seq_len_k and all(x is None for x in (self.key_padding_lengths, self.q_offset, chunk_size)):
+        if seq_len_q == seq_len_k and chunk_size is None and self.has_only("mask", "is_causal", "span"):
             causal = CausalMask(seq_len_q, device=device) if self.is_causal and self.mask is None else self.mask
             if isinstance(causal, CausalMask) and causal.seq_len == seq_len_q:
                 return causal.within(window_size)
@@ -356,18 +402,22 @@ class Mask:
         return on_device(hidden if self.mask is None else hidden | on_host(self.mask), device)
 
     def implicit_bool(self, seq_len_q: int, seq_len_k: int) -> Bool[np.ndarray, "#B 1 T S"]:
-        """Return what causality, padding and span hide, of zero tokens too: all keys outside of `key_range`."""
+        """Return what causality, padding, span and segments hide, of zero tokens too."""
         first, stop = self.key_range(seq_len_q, seq_len_k)
         keys = np.arange(seq_len_k)
         hidden = keys >= stop[:, None, :, None]
         if self.span is not None:  # without a span there is one comparison, and one mask in memory
             hidden |= keys < first[:, None, :, None]
-        return hidden
+        if self.segments is None:
+            return hidden
+        of_queries, of_keys = self.segments
+        return hidden | (of_queries[:, None, :, None] != of_keys[:, None, None, :])
 
     def key_range(self, seq_len_q: int, seq_len_k: int) -> tuple[Int[np.ndarray, "#B T"], Int[np.ndarray, "#B T"]]:
         """Return the first key that causality, padding and span leave each query, and the one after the last.
 
         They may lie before and behind the keys there are. A row whose first key is not before its last is fully masked.
+        Segments hide keys between them, too.
         """
         places = np.arange(seq_len_q)[None]  # (B or 1, T)
         if self.q_offset is not None:
@@ -404,3 +454,13 @@ def on_device(mask: np.ndarray | DeviceMask | None, device: ttnn.MeshDevice) -> 
     if mask is None or isinstance(mask, DeviceMask):
         return mask
     return DeviceMask(mask, device=device) if mask.any() else None
+
+
+def _check_segments(segments: tuple[np.ndarray, np.ndarray], batch_size: int, seq_len_q: int, seq_len_k: int) -> None:
+    """Refuse segments that are not integers (B, T), or a pair of these, of the queries and of the keys, (B, S)."""
+    if len(segments) != 2:
+        raise Refusal("segment_ids", "be ids or a pair of them, of queries and of keys", f"{len(segments)} in a tuple")
+    shapes = [(batch_size, seq_len_q), (batch_size, seq_len_k)]
+    in_words = f"(B, T) = {shapes[0]}" + ("" if seq_len_q == seq_len_k else f" and (B, S) = {shapes[1]}, as a pair")
+    for ids, shape in zip(segments, shapes, strict=True):
+        check_integers("segment_ids", ids, [shape], in_words)

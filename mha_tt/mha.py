@@ -9,10 +9,10 @@ On the device H is the padded head_dim: see `mha_tt.upload_weights`. Wherever th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import ttnn
@@ -28,7 +28,7 @@ from mha_tt.decode.places import PreparedWeights
 from mha_tt.device import accurate_config, describe_config
 from mha_tt.heads import combine_heads, split_heads
 from mha_tt.kernels import Kernel, fused
-from mha_tt.masks import CausalMask, DeviceMask, Mask
+from mha_tt.masks import CausalMask, DeviceMask, Mask, MaskKeywords
 from mha_tt.parallel.local import all_reduce
 from mha_tt.projections import project_output, project_qkv
 from mha_tt.rope import Rotation, rotation_of
@@ -73,10 +73,7 @@ def multi_head_attention(
     key: Float[Tensor, "B S d_kv"] | None = None,
     value: Float[Tensor, "B S d_kv"] | None = None,
     *,
-    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
-    is_causal: bool = False,
-    key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     positions: Int[np.ndarray, "... #B T"] | None = None,
     training: bool = False,
@@ -84,6 +81,7 @@ def multi_head_attention(
     seed: int = 0,
     kernel: Kernel = fused.attend,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+    **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
     """Multi-head attention with weights from outside: project, split, attend, combine, project.
 
@@ -108,7 +106,7 @@ def multi_head_attention(
         query,
         key,
         value,
-        Mask(mask, is_causal, key_padding_lengths),
+        Mask.of(masks),
         bias=bias,
         need_weights=need_weights,
         positions=positions,
@@ -306,7 +304,7 @@ class AttentionLayer:
         self, seq_len: int, mask: Mask, positions: np.ndarray | None
     ) -> tuple[Mask, np.ndarray | Rotation | None]:
         """Return mask and positions of self-attention; a causal mask and default rotations are kept between calls."""
-        if mask.is_causal and mask.mask is None and mask.key_padding_lengths is None:
+        if mask.is_causal and mask.has_only("is_causal"):
             if self._causal_mask is None or self._causal_mask.seq_len != seq_len:
                 self._causal_mask = CausalMask(seq_len, self.spec.window_size, device=self.device)
             mask = Mask(self._causal_mask)
@@ -349,12 +347,10 @@ class MultiHeadAttention(AttentionLayer):
         key: Float[Tensor, "B S d_kv"] | None = None,
         value: Float[Tensor, "B S d_kv"] | None = None,
         *,
-        mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
         bias: Float[np.ndarray, "..."] | Tensor | None = None,
-        is_causal: bool = False,
-        key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
         need_weights: bool = False,
         positions: Int[np.ndarray, "... #B T"] | None = None,
+        **masks: Unpack[MaskKeywords],
     ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
         """Attend from each query token to the key tokens.
 
@@ -362,12 +358,9 @@ class MultiHeadAttention(AttentionLayer):
             query: (B, T, d_in), on the device, in the dtype of the module.
             key: (B, S, d_kv); default: self-attention.
             value: (B, S, d_kv); default: the key.
-            mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0. A
-                `DeviceMask` made of it is uploaded once for many calls.
+            masks: which keys are hidden, as `MaskKeywords` says.
             bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key; on the device it is not read: there
                 a row of nothing but -inf gives the mean of the values.
-            is_causal: hide every key after the query's own position, as `create_causal_mask`.
-            key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
             need_weights: also return the attention weights, which takes the plain path.
             positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T), on the host; 0, 1,
                 … when absent.
@@ -382,7 +375,7 @@ class MultiHeadAttention(AttentionLayer):
             ValueError: if the shapes do not fit, or a length lies outside 0..S.
         """
         self.check_input("query", query)
-        visible, places = Mask(mask, is_causal, key_padding_lengths), positions
+        visible, places = Mask.of(masks), positions
         if key is None:
             visible, places = self._with_kept(query.shape[-2], visible, positions)
         output, attn_weights = attention_layer(
@@ -400,11 +393,9 @@ class MultiHeadSelfAttention(AttentionLayer):
         self,
         x: Float[Tensor, "B T d_in"],
         *,
-        mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
         bias: Float[np.ndarray, "..."] | Tensor | None = None,
-        is_causal: bool = False,
-        key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
         positions: Int[np.ndarray, "... #B T"] | None = None,
+        **masks: Unpack[MaskKeywords],
     ) -> Float[Tensor, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
@@ -418,6 +409,6 @@ class MultiHeadSelfAttention(AttentionLayer):
         """
         check_tokens("x", x)
         self.check_input("query", x)
-        visible, places = self._with_kept(x.shape[-2], Mask(mask, is_causal, key_padding_lengths), positions)
+        visible, places = self._with_kept(x.shape[-2], Mask.of(masks), positions)
         output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=places)
         return self.drop_output(output)

@@ -8,8 +8,7 @@ On the device H is the padded head_dim: see `mha_tt.upload_weights`. Wherever th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import ttnn
@@ -34,7 +33,7 @@ from mha_tt.checks import (
 from mha_tt.device import accurate_config, upload
 from mha_tt.heads import repeat_kv_heads
 from mha_tt.kernels.nonfinite import contained_with_weights, nan_where, zero_masked_rows
-from mha_tt.masks import MASKED, DeviceMask, Mask, on_device
+from mha_tt.masks import MASKED, DeviceMask, Mask, MaskKeywords, on_device
 from mha_tt.relative_bias import relative_position_bias
 from mha_tt.scores import Scores, bias_on_device
 
@@ -190,10 +189,7 @@ def scaled_dot_product_attention(
     value: Float[Tensor, "B K S Hv"],
     spec: AttentionSpec | None = None,
     *,
-    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
-    is_causal: bool = False,
-    key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
@@ -201,6 +197,7 @@ def scaled_dot_product_attention(
     sinks: Float[Tensor, "..."] | None = None,
     relative_bias: Float[Tensor, "..."] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+    **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
     """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
 
@@ -211,11 +208,9 @@ def scaled_dot_product_attention(
         query: (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
         spec: layer of these heads, whose scale and other changes of scores apply; default: the scale 1 / sqrt(H).
-        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
+        masks: which keys are hidden, as `MaskKeywords` says.
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device it is not read: there a
             row of nothing but -inf gives the mean of the values.
-        is_causal: hide every key after the query's own position, as `create_causal_mask`.
-        key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
         need_weights: also return the attention weights.
         dropout: rate at which attention weights are dropped; 0 outside training.
         dropout_keep: True where a weight is kept, instead of a random draw.
@@ -235,7 +230,7 @@ def scaled_dot_product_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
-    visible = Mask(mask, is_causal, key_padding_lengths).within(spec)
+    visible = Mask.of(masks).within(spec)
     scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep, seed)
     check_attention(query, key, value, visible, scores)
     context, attn_weights = attend(query, key, value, visible, scores, compute_kernel_config)

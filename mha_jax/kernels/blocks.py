@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from mha_jax.arrays import at_least_float32
 from mha_jax.kernels.nonfinite import nonfinite_tokens, zero_where
+from mha_jax.masks import Mask
 from mha_jax.stages import score_scale
 from mha_spec import AttentionSpec
 from mha_spec.rules import as_count
@@ -86,6 +87,10 @@ class Scoring(NamedTuple):
         return jnp.asarray(self.slopes, dtype).reshape(1, num_kv_heads, -1, 1, 1)
 
 
+MASK_FIELDS = ("mask", "is_causal", "key_padding_lengths", "segment_ids")
+"""Fields of a `Mask` that blocks know; whatever others say has to be in its boolean mask."""
+
+
 class Hidden(NamedTuple):
     """What hides keys, and what is added to scores.
 
@@ -95,6 +100,7 @@ class Hidden(NamedTuple):
         lengths: number of real keys of each sequence, (B,).
         sinks: a logit of each head beside those of its keys, (1, K, G, 1, 1).
         q_offset: place of the first query among the keys, (B or 1,), for ALiBi; 0 when absent.
+        segments: of the queries, (B, T), and of the keys, (B, S): a key of another segment is hidden.
     """
 
     mask: Array | None
@@ -102,6 +108,13 @@ class Hidden(NamedTuple):
     lengths: Array | None
     sinks: Array | None
     q_offset: Array | None
+    segments: tuple[Array, Array] | None = None
+
+    @classmethod
+    def of(cls, mask: Mask, as_bool: Array | None, bias: Array | None, sinks: Array | None) -> "Hidden":
+        """Return what a mask hides; `as_bool`, its boolean part, and bias and sinks are by groups of heads."""
+        lengths: Any = mask.key_padding_lengths
+        return cls(as_bool, bias, lengths, sinks, mask.q_offset, mask.segments)
 
 
 class Options(NamedTuple):
@@ -115,7 +128,8 @@ class Options(NamedTuple):
 
     def hides(self, hidden: Hidden) -> bool:
         """Whether a key may be hidden from a query."""
-        return self.is_causal or self.is_part or hidden.mask is not None or hidden.lengths is not None
+        others = (hidden.mask, hidden.lengths, hidden.segments)
+        return self.is_causal or self.is_part or any(x is not None for x in others)
 
 
 class Sums(NamedTuple):
@@ -242,7 +256,7 @@ class Blocks:
             self.tile_shape = (1, self.num_kv_heads)
         # Where every query sees the same, larger matrices are faster; elsewhere smaller ones leave out more. (A group
         # of heads makes them larger, too.)
-        sees_alike = not is_causal and hidden.mask is None and self.group_size == 1
+        sees_alike = not is_causal and hidden.mask is None and hidden.segments is None and self.group_size == 1
         block_queries = max(sizes.queries * (2 if sees_alike else 1), -(-self.seq_len_q // sizes.most_blocks))
         self.rows = [
             Rows(number, begin, min(begin + block_queries, self.seq_len_q))
@@ -250,6 +264,14 @@ class Blocks:
         ]
         self.block_keys = min(sizes.keys, self.seq_len_k)
         self.seen_blocks = None if hidden.mask is None or is_automatic else self.seen(hidden.mask)
+        self.segments, self.seen_by_segment = None, None
+        if hidden.segments is not None:
+            of_queries, of_keys = hidden.segments
+            self.segments = (
+                of_queries.reshape(-1, 1, 1, self.seq_len_q, 1),
+                of_keys.reshape(-1, 1, 1, 1, self.seq_len_k),
+            )
+            self.seen_by_segment = None if is_automatic else self.seen_within(of_queries, of_keys)
 
     def over_tiles(self, function: Callable[[Tile, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
         """The results of a function for each tile, and what it hands on from one tile to the next."""
@@ -274,7 +296,7 @@ class Blocks:
             return add(sums, Keys(jnp.minimum(first, self.seq_len_k - size), size, first))
 
         is_loop = self.is_automatic  # or else XLA holds the scores of all blocks at the same time
-        if is_loop or self.hidden.mask is not None or self.hidden.lengths is not None:
+        if is_loop or self.may_hide_all(Keys(0, size)):
             return lax.fori_loop(*self.seen_of(num_blocks, tile, rows), add_block, zeros)
         # First the blocks of which every query sees all, then the rest: at once, if it is a block at most.
         clear = min(rows.begin, stop) if self.is_causal else stop
@@ -289,13 +311,16 @@ class Blocks:
         return add(sums, Keys(num_clear * size, rest, is_clear=clear == stop)) if rest else sums
 
     def seen_of(self, num_blocks: int, tile: Tile, rows: Rows) -> tuple[Array | int, Array | int]:
-        """Of so many blocks of keys, those that mask and lengths show a block of queries: the first, where to stop."""
+        """Return which blocks of keys a block of queries may see, causality aside: the first, and where to stop."""
         first, last = 0, num_blocks
         if self.is_automatic:  # devices would have to agree on what all of them may leave out
             return first, last
         if self.seen_blocks is not None:
             first_seen, last_seen = (tile.part(x)[..., rows.number] for x in self.seen_blocks)
             first, last = first_seen.min(), jnp.minimum(last, last_seen.max())
+        if self.seen_by_segment is not None:
+            first_seen, last_seen = (x[tile.sequence, rows.number] for x in self.seen_by_segment)
+            first, last = jnp.maximum(first, first_seen), jnp.minimum(last, last_seen)
         if self.hidden.lengths is not None:
             last = jnp.minimum(last, -(-self.hidden.lengths[tile.sequence] // self.block_keys))
         return first, last
@@ -307,8 +332,19 @@ class Blocks:
             seen = jnp.stack([seen[:, :, rows.begin : rows.stop].any(axis=2) for rows in self.rows], axis=2)
         seen = jnp.broadcast_to(seen, (*seen.shape[:2], len(self.rows), self.seq_len_k))
         seen = jnp.pad(seen, [(0, 0)] * 3 + [(0, -self.seq_len_k % self.block_keys)])
-        seen = seen.reshape(*seen.shape[:3], -1, self.block_keys).any(axis=-1)
-        number = jnp.arange(seen.shape[-1], dtype=jnp.int32)[None, None, None]
+        return self._ends(seen.reshape(*seen.shape[:3], -1, self.block_keys).any(axis=-1))
+
+    def seen_within(self, of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
+        """The blocks with ids between the least and the largest of each block of queries, as `seen`, (B, rows)."""
+        of_rows = [of_queries[:, rows.begin : rows.stop] for rows in self.rows]
+        least, largest = (jnp.stack([end(x, axis=1) for x in of_rows], axis=1)[..., None] for end in (jnp.min, jnp.max))
+        padded = jnp.pad(of_keys, [(0, 0), (0, -self.seq_len_k % self.block_keys)], mode="edge")
+        blocks = padded.reshape(padded.shape[0], 1, -1, self.block_keys)
+        return self._ends((blocks.min(axis=-1) <= largest) & (blocks.max(axis=-1) >= least))
+
+    def _ends(self, seen: Array) -> tuple[Array, Array]:
+        """The first of the blocks that are seen, (…, blocks), and the one after the last."""
+        number = jnp.arange(seen.shape[-1], dtype=jnp.int32).reshape((1,) * (seen.ndim - 1) + (-1,))
         return jnp.where(seen, number, self.seq_len_k).min(axis=-1), jnp.where(seen, number + 1, 0).max(axis=-1)
 
     def mark_nonfinite(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
@@ -325,17 +361,33 @@ class Blocks:
         """Those of the rows to which no key gave anything that may see none, (B or 1, K or 1, G or 1, T or 1, 1)."""
         mask, lengths = self.hidden.mask, self.hidden.lengths
         lengths = None if lengths is None else lengths.reshape(-1, 1, 1, 1, 1)
-        if mask is None:
+        if mask is None and self.segments is None:
             return jnp.zeros((1,) * 5, bool) if lengths is None else lengths == 0
 
-        def look() -> Array:
-            positions = jnp.arange(self.seq_len_k, dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
-            hidden = mask
+        def are_hidden(begin: Array | int, size: int) -> Array:
+            """Return whether all of these keys are hidden from a row."""
+            positions = (begin + jnp.arange(size, dtype=jnp.int32)).reshape(1, 1, 1, 1, -1)
+            parts = []
+            if mask is not None:
+                parts.append(mask if mask.shape[4] == 1 else lax.dynamic_slice_in_dim(mask, begin, size, axis=4))
             if self.is_causal:
-                hidden |= positions > jnp.arange(self.seq_len_q, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+                parts.append(positions > jnp.arange(self.seq_len_q, dtype=jnp.int32).reshape(1, 1, 1, -1, 1))
             if lengths is not None:
-                hidden |= positions >= lengths
-            return gave_nothing & hidden.all(axis=-1, keepdims=True)
+                parts.append(positions >= lengths)
+            if self.segments is not None:
+                of_queries, of_keys = self.segments
+                parts.append(of_queries != lax.dynamic_slice_in_dim(of_keys, begin, size, axis=4))
+            return reduce(jnp.logical_or, parts).all(axis=-1, keepdims=True)
+
+        def look() -> Array:
+            if self.segments is None:
+                return gave_nothing & are_hidden(0, self.seq_len_k)
+            size = self.block_keys  # block by block, or all pairs of tokens would be compared at once
+
+            def add(i: Array, found: Array) -> Array:
+                return found & are_hidden(jnp.minimum(i * size, self.seq_len_k - size), size)
+
+            return gave_nothing & lax.fori_loop(1, -(-self.seq_len_k // size), add, are_hidden(0, size))
 
         # Several devices would have to agree on whether to look.
         return look() if self.is_automatic else lax.cond(gave_nothing.any(), look, lambda: gave_nothing)
@@ -350,7 +402,8 @@ class Blocks:
 
     def may_hide_all(self, keys: Keys) -> bool:
         """Whether a query may see no key of a block: by a mask, or as causality cuts up what is not clear."""
-        return self.hidden.mask is not None or self.hidden.lengths is not None or keys.first is not None
+        others = (self.hidden.mask, self.hidden.lengths, self.hidden.segments, keys.first)
+        return any(x is not None for x in others)
 
     def scores(
         self, q_rows: Array, k_block: Array, tile: Tile, rows: Rows, keys: Keys, *, by_key: bool = False
@@ -383,6 +436,9 @@ class Blocks:
             parts.append(positions > places)
         if self.hidden.lengths is not None:
             parts.append(positions >= tile.part(self.hidden.lengths.reshape(-1, 1, 1, 1, 1)))
+        if self.segments is not None:
+            of_queries, of_keys = (self._block(x, tile, rows, keys) for x in self.segments)
+            parts.append(of_queries != of_keys)
         if keys.first is not None and self.seq_len_k % self.block_keys:
             parts.append(positions < keys.first)
         if not parts:

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from mha_jax.arrays import at_least_float32
 from mha_jax.compiled import compiled
-from mha_jax.kernels.blocks import Blocks, BlockSizes, Hidden, Keys, Options, Rows, Scoring, Sums, Tile
+from mha_jax.kernels.blocks import MASK_FIELDS, Blocks, BlockSizes, Hidden, Keys, Options, Rows, Scoring, Sums, Tile
 from mha_jax.kernels.nonfinite import nan_where, nonfinite_tokens, zero_where
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.sharding import is_automatic
@@ -37,7 +37,7 @@ from mha_spec.span import Span
 def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, sizes: BlockSizes) -> Array:
     """Return the context block by block, of shapes that are checked; what is non-finite is kept apart in each block."""
     scores = with_relative_bias(mask, scores, query, key)
-    if mask.span is not None or mask.q_offset is not None:
+    if not mask.has_only(*MASK_FIELDS):
         mask = Mask(mask.to_bool(query.shape[2], key.shape[2]), q_offset=mask.q_offset)
     return attend_by_block(query, key, value, mask, scores, sizes=sizes)
 
@@ -75,9 +75,8 @@ def attend_by_block(
     as_bool, bias = (
         None if x is None else group(to_scores_rank(x)) for x in (mask.with_bias(scores.bias).mask, scores.bias)
     )
-    lengths: Any = mask.key_padding_lengths  # an array: see `Mask.as_arrays`
     sinks = None if scores.sinks is None else scores.sinks.reshape(1, num_kv_heads, -1, 1, 1)
-    hidden = Hidden(as_bool, bias, lengths, sinks, mask.q_offset)
+    hidden = Hidden.of(mask, as_bool, bias, sinks)
     options = Options(mask.is_causal, Scoring.of_layer(query, scores.spec), sizes, is_automatic(query))
     attend: Any = _vmap_sequences if options.is_automatic else _attend
     return attend(options, group(query), key, value, hidden).reshape(*query.shape[:3], value.shape[3])

@@ -6,16 +6,16 @@ the empty rows of this package, or the plain path where that cannot do with scor
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import jax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from mha_jax.arrays import platform_of
 from mha_jax.kernels import Kernel, blockwise, library, splash, windows
 from mha_jax.kernels.blocks import BlockSizes
-from mha_jax.masks import Mask
+from mha_jax.masks import Mask, MaskKeywords
 from mha_jax.parallel.sharding import head_sharding, with_auto_axes
 from mha_jax.parallel.tokens import ContextParallel, token_axis
 from mha_jax.scores import Scores
@@ -37,7 +37,7 @@ class FusedAttention(BlockSizes):
 
     def step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
         """Return the context of one new token of each sequence; of a cache only the filled part is read."""
-        is_plain = mask.mask is None and scores.bias is None and not scores.has_dropout
+        is_plain = mask.has_only("is_causal", "span", "q_offset") and scores.bias is None and not scores.has_dropout
         if not is_plain or token_axis(query, key, mask) is not None:
             return self(query, key, value, mask, scores)
         platform = platform_of(query, key, value)
@@ -71,10 +71,7 @@ def scaled_dot_product_attention(
     value: Float[Array, "B K S Hv"],
     spec: AttentionSpec | None = None,
     *,
-    mask: Bool[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
-    is_causal: bool = False,
-    key_padding_lengths: Int[Array, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[Array, "B N T S"] | None = None,
@@ -82,6 +79,7 @@ def scaled_dot_product_attention(
     sinks: Float[Array, "..."] | None = None,
     relative_bias: Float[Array, "..."] | None = None,
     kernel: Kernel = FusedAttention(),
+    **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Array, "B N T Hv"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
@@ -101,7 +99,7 @@ def scaled_dot_product_attention(
     """
     if need_weights or dropout_keep is not None:
         raise Refusal("need_weights and dropout_keep", "be left out on the fused path, which stores no weights")
-    visible = Mask(mask, is_causal, key_padding_lengths).within(spec)
+    visible = Mask.of(masks).within(spec)
     scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_rng=dropout_rng)
     check_attention(query, key, value, visible, scores)
     return kernel(query, key, value, visible.as_arrays(), scores), None

@@ -68,7 +68,7 @@ def _native_mask(
 ) -> dict[str, Any] | None:
     """Return the arguments that hide the same keys without a mask array; None if the library has none."""
     span, lengths = mask.span, mask.key_padding_lengths
-    if any(x is not None for x in (mask.mask, scores.bias, mask.q_offset)):
+    if scores.bias is not None or not mask.has_only("is_causal", "key_padding_lengths", "span"):
         return None
     told: dict[str, Any] = {"is_causal": mask.is_causal}
     if span is not None:

@@ -17,6 +17,8 @@ from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.sharding import is_automatic
 from mha_jax.scores import Scores
 
+_RANGES = ("is_causal", "key_padding_lengths", "span", "q_offset")  # all that they hide lies outside of `key_range`
+
 
 def nonfinite_tokens(x: Float[Array, "*tokens H"]) -> Bool[Array, "*tokens 1"]:
     """Return True for each token that contains a NaN or an infinity."""
@@ -36,7 +38,9 @@ def nan_where(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array,
 def attends_to_any(marked: Bool[Array, "B N S"], seq_len_q: int, mask: Mask) -> Bool[Array, "B N T 1"]:
     """Return whether a query attends to any of the marked keys; T and S are not 0."""
     has_chunks = mask.span is not None and mask.span.chunk_size is not None
-    if mask.mask is None and not has_chunks:  # of chunks a kernel makes a boolean mask anyway; with it XLA holds less
+    if (
+        mask.has_only(*_RANGES) and not has_chunks
+    ):  # of chunks a kernel makes a boolean mask anyway; with it XLA holds less
         first, stop = (x.clip(0, marked.shape[2]) for x in mask.key_range(seq_len_q, marked.shape[2]))
         counts = jnp.pad(lax.cumsum(marked.astype(jnp.int32), axis=2), [(0, 0), (0, 0), (1, 0)])  # before each key
         before, within = (jnp.take_along_axis(counts, places[:, None], axis=2) for places in (first, stop))
@@ -121,7 +125,7 @@ def _contained(query: Array, key: Array, value: Array, hidden: Mask) -> tuple[Ar
 
 def _has_key(hidden: Mask, seq_len_q: int, seq_len_k: int) -> Bool[Array, "#B #N #T 1"]:
     """Return whether a row attends to any key."""
-    if hidden.mask is not None:
+    if not hidden.has_only(*_RANGES):
         as_bool: Any = hidden.to_bool(seq_len_q, seq_len_k)
         return ~to_scores_rank(as_bool).all(axis=-1, keepdims=True)
     first, stop = (x.clip(0, seq_len_k) for x in hidden.key_range(seq_len_q, seq_len_k))

@@ -25,9 +25,9 @@ def supports(query: Array, key: Array, mask: Mask, scores: Scores) -> bool:
     """Return whether the kernel can compute the call, and has enough tokens for its blocks."""
     if query.dtype not in (jnp.float32, jnp.bfloat16) or min(query.shape[2], key.shape[2]) < LANES:
         return False
-    if scores.has_distances or scores.has_dropout:
+    if scores.has_distances or scores.has_dropout or scores.bias is not None:
         return False
-    if any(x is not None for x in (mask.mask, mask.q_offset, scores.bias)):
+    if not mask.has_only("is_causal", "key_padding_lengths", "span", "segment_ids"):
         return False
     if mask.span is not None and mask.span.chunk_size is not None and not mask.is_causal:
         return False
@@ -49,10 +49,16 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
     if lengths is None and padded_k > key.shape[2]:
         lengths = jnp.full(query.shape[0], key.shape[2], jnp.int32)
     segments, axes = None, None
-    if lengths is not None:  # padding is of another segment than all queries
-        is_padding = jnp.arange(padded_k, dtype=jnp.int32)[None] >= lengths[:, None]
-        segments = splash.SegmentIds(jnp.zeros(padded_q, jnp.int32), is_padding.astype(jnp.int32))
-        axes = splash.SegmentIds(None, 0)  # pyright: ignore[reportArgumentType]
+    if lengths is not None or mask.segments is not None:
+        ids = mask.segments or tuple(jnp.zeros((x.shape[0], x.shape[2]), jnp.int32) for x in (query, key))
+        of_queries, of_keys = (
+            jnp.pad(x.astype(jnp.int32), [(0, 0), (0, length - x.shape[1])])
+            for x, length in zip(ids, (padded_q, padded_k), strict=True)
+        )
+        if lengths is not None:  # padding is of another segment than all queries
+            is_padding = jnp.arange(padded_k, dtype=jnp.int32)[None] >= lengths[:, None]
+            of_keys = jnp.where(is_padding, of_queries.min() - 1, of_keys)
+        segments, axes = splash.SegmentIds(of_queries, of_keys), splash.SegmentIds(0, 0)  # pyright: ignore[reportArgumentType]
     # Softmax over no key is 0 / 0. A sink that weighs nothing beside a key gives a fully masked row 0, and no gradient.
     sinks = jnp.full(query.shape[1], NO_SINK, jnp.float32)
     sinks = sinks if scores.sinks is None else jnp.maximum(at_least_float32(scores.sinks), sinks)

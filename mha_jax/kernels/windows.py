@@ -21,7 +21,8 @@ from mha_spec.span import Span
 
 def supports(query: Array, mask: Mask) -> bool:
     """Return whether there is a window or a chunk, and queries enough to share keys of it."""
-    return mask.span is not None and mask.q_offset is None and query.shape[2] > _num_together(mask.span)
+    is_known = mask.has_only("mask", "is_causal", "key_padding_lengths", "span")
+    return is_known and mask.span is not None and query.shape[2] > _num_together(mask.span)
 
 
 @compiled("sizes")

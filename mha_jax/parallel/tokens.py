@@ -49,6 +49,8 @@ class ContextParallel:
         axis = token_axis(query, key, mask, self.axis)
         if axis is None:
             return self.kernel(query, key, value, mask, scores)
+        for name in mask.fields_beyond("mask", "is_causal", "key_padding_lengths", "span", "q_offset"):
+            raise Refusal(name, "be None where tokens are divided", {"axis": axis})
         passes_keys = self.passes_keys or _cannot_share(key, axis)
         attend = with_auto_axes(head_sharding)(replace(self, axis=axis, passes_keys=passes_keys)._attend)
         return attend(query, key, value, mask, scores)

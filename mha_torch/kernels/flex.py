@@ -2,7 +2,7 @@
 
 A soft cap and ALiBi are written into the kernel, and what is hidden goes in as the first key that each query sees and
 the one after the last: no mask and no bias is made, and blocks of keys that no query sees are skipped. Sinks need
-nothing but the sums of the exponentials, which the kernel gives.
+nothing but the sums of the exponentials, which the kernel gives. Segments are compared in the kernel.
 """
 
 from collections.abc import Callable
@@ -30,9 +30,10 @@ _BLOCK_SIZE = 128
 
 def supports(query: Tensor, value: Tensor, mask: Mask, scores: Scores) -> bool:
     """Return whether attention is for this module: it can do it, and another kernel cannot without a mask."""
-    is_needed = any(x is not None for x in (mask.key_padding_lengths, mask.span, scores.sinks))
-    is_needed = is_needed or scores.soft_cap is not None or scores.slopes is not None
-    others = (mask.mask, mask.q_offset, scores.bias, scores.relative_bias, scores.dropout_keep)
+    changes = (scores.sinks, scores.soft_cap, scores.slopes)
+    is_needed = not mask.has_only("is_causal") or any(x is not None for x in changes)
+    is_needed = is_needed and mask.has_only("is_causal", "key_padding_lengths", "span", "segment_ids")
+    others = (scores.bias, scores.relative_bias, scores.dropout_keep)
     return is_needed and not scores.dropout and all(x is None for x in others) and _runs_here(query, value)
 
 
@@ -67,13 +68,17 @@ def attend(
         zero_where(value, nonfinite_keys),
     )
     marked = nonfinite_keys[..., 0].repeat_interleave(num_heads // num_kv_heads, dim=1)
-    nonfinite_rows = nonfinite_rows | _sees_any_between(marked, first, stop)
+    begin, end = first, stop
+    if mask.segments is not None:
+        order, begin, end = _in_segments(mask.segments, first, stop)
+        marked = marked.gather(2, order[:, None].expand_as(marked))
+    nonfinite_rows = nonfinite_rows | _sees_any_between(marked, begin, end)
     context, aux = _kernel()(
         query,
         key,
         value,
         _score_mod(query, scores),
-        _block_mask(first, stop, seq_len_k),
+        _block_mask(first, stop, seq_len_k, mask.segments),
         scale=scores.scale,
         enable_gqa=num_heads != num_kv_heads,
         return_aux=library.AuxRequest(lse=True),
@@ -84,7 +89,7 @@ def attend(
     else:
         share = torch.sigmoid(lse - at_least_float32(scores.sinks)[:, None, None])  # of the keys, beside the sink
         context = (context * share).to(context.dtype)
-    return zero_where(nan_where(context, nonfinite_rows), (first == stop)[:, None, :, None])
+    return zero_where(nan_where(context, nonfinite_rows), (begin == end)[:, None, :, None])
 
 
 @cache
@@ -124,6 +129,17 @@ def _seen_keys(
     return torch.minimum(first, stop), stop
 
 
+def _in_segments(
+    segments: tuple[Tensor, Tensor], first: Int[Tensor, "B T"], stop: Int[Tensor, "B T"]
+) -> tuple[Int[Tensor, "B S"], Int[Tensor, "B T"], Int[Tensor, "B T"]]:
+    """Return the keys segment by segment, and where in this order those begin and end that each query sees."""
+    of_queries, of_keys = (ids.long() for ids in segments)
+    order, seq_len_k = of_keys.argsort(dim=1, stable=True), of_keys.shape[1]
+    places = of_keys.gather(1, order) * seq_len_k + order
+    begin, end = (torch.searchsorted(places, of_queries * seq_len_k + limit) for limit in (first, stop))
+    return order, begin, end
+
+
 def _sees_any_between(
     marked: Bool[Tensor, "B N S"], first: Int[Tensor, "B T"], stop: Int[Tensor, "B T"]
 ) -> Bool[Tensor, "B N T 1"]:
@@ -134,13 +150,16 @@ def _sees_any_between(
     return (within > before)[..., None]
 
 
-def _block_mask(first: Int[Tensor, "B T"], stop: Int[Tensor, "B T"], seq_len_k: int) -> Any:
+def _block_mask(
+    first: Int[Tensor, "B T"], stop: Int[Tensor, "B T"], seq_len_k: int, segments: tuple[Tensor, Tensor] | None = None
+) -> Any:
     """The same to the kernel: which blocks of keys each block of queries sees, wholly or in part, and which keys."""
 
     def mask_mod(batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
-        return (place >= first[batch, row]) & (place < stop[batch, row])
+        is_seen = (place >= first[batch, row]) & (place < stop[batch, row])
+        return is_seen if segments is None else is_seen & (segments[0][batch, row] == segments[1][batch, place])
 
-    in_part, whole = _seen_blocks(first, stop, seq_len_k)
+    in_part, whole = _seen_blocks(first, stop, seq_len_k, segments)
     return library.BlockMask.from_kv_blocks(
         *_listed(in_part),
         *_listed(whole),
@@ -151,7 +170,7 @@ def _block_mask(first: Int[Tensor, "B T"], stop: Int[Tensor, "B T"], seq_len_k: 
 
 
 def _seen_blocks(
-    first: Int[Tensor, "B T"], stop: Int[Tensor, "B T"], seq_len_k: int
+    first: Int[Tensor, "B T"], stop: Int[Tensor, "B T"], seq_len_k: int, segments: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Bool[Tensor, "B 1 Tb Sb"], Bool[Tensor, "B 1 Tb Sb"]]:
     """Which blocks of keys each block of queries sees in part, and which wholly; none wholly that is not full."""
     is_empty, more = first == stop, (0, -first.shape[1] % _BLOCK_SIZE)
@@ -162,7 +181,19 @@ def _seen_blocks(
     ends = begins + _BLOCK_SIZE
     sees = (first.amin(2)[..., None] < ends) & (stop.amax(2)[..., None] > begins)
     whole = (first.amax(2)[..., None] <= begins) & (stop.amin(2)[..., None] >= ends)
+    if segments is not None:
+        (least, largest), (least_key, largest_key) = (_id_ranges(ids) for ids in segments)
+        sees = sees & (least[..., None] <= largest_key[:, None]) & (largest[..., None] >= least_key[:, None])
+        # Wholly where both blocks are of one segment, the same.
+        whole = whole & (least[..., None] == largest_key[:, None]) & (largest[..., None] == least_key[:, None])
     return (sees & ~whole)[:, None], whole[:, None]
+
+
+def _id_ranges(ids: Int[Tensor, "B L"]) -> tuple[Int[Tensor, "B blocks"], Int[Tensor, "B blocks"]]:
+    """Return the least and the largest segment id of each block."""
+    more = ids[:, -1:].expand(-1, -ids.shape[1] % _BLOCK_SIZE)
+    blocks = torch.cat([ids, more], dim=1).unflatten(1, (-1, _BLOCK_SIZE))
+    return blocks.amin(2), blocks.amax(2)
 
 
 def _listed(blocks: Bool[Tensor, "B 1 Tb Sb"]) -> tuple[Int[Tensor, "B 1 Tb"], Int[Tensor, "B 1 Tb Sb"]]:

@@ -5,10 +5,10 @@ that returns 0 for some rows of NaN, and lets a masked NaN through; here neither
 what that function does not support.
 """
 
-from collections.abc import Sequence
+from typing import Unpack
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -16,7 +16,7 @@ from mha_spec import AttentionSpec, Refusal
 from mha_torch import stages
 from mha_torch.kernels import flex, sdpa, windows
 from mha_torch.kernels.nonfinite import contained
-from mha_torch.masks import Mask
+from mha_torch.masks import Mask, MaskKeywords
 from mha_torch.scores import Scores
 from mha_torch.stages import check_attention
 
@@ -27,15 +27,13 @@ def scaled_dot_product_attention(
     value: Float[Tensor, "B K S Hv"],
     spec: AttentionSpec | None = None,
     *,
-    mask: Bool[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
-    is_causal: bool = False,
-    key_padding_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
     sinks: Float[Tensor, "..."] | None = None,
     relative_bias: Float[Tensor, "..."] | None = None,
+    **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Tensor, "B N T Hv"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
@@ -60,7 +58,7 @@ def scaled_dot_product_attention(
     """
     if need_weights or dropout_keep is not None:
         raise Refusal("need_weights and dropout_keep", "be left out on the fused path, which stores no weights")
-    visible = Mask(mask, is_causal, key_padding_lengths).within(spec)
+    visible = Mask.of(masks).within(spec)
     scores = Scores(spec, bias, sinks, relative_bias, dropout)
     check_attention(query, key, value, visible, scores)
     return attend(query, key, value, visible, scores), None

@@ -47,7 +47,7 @@ def nan_where(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tens
 def attends_to_any(marked: Bool[Tensor, "B N S"], seq_len_q: int, mask: Mask) -> Bool[Tensor, "B N #T 1"]:
     """Return whether a query attends to any of the marked keys; T and S are not 0."""
     seq_len_k, device = marked.shape[2], marked.device
-    is_plain = mask.mask is None and mask.span is None and mask.q_offset is None
+    is_plain = mask.has_only("is_causal", "key_padding_lengths")
     hidden = None if is_plain else mask.to_bool(seq_len_q, seq_len_k, device)
     if hidden is not None:
         hidden = hidden[(None,) * (4 - hidden.ndim)]

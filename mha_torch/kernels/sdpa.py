@@ -34,7 +34,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
     in_blocks = scores.slopes is not None or (scores.relative_bias is not None and mask.is_causal)
     if in_blocks and query.shape[2] > _QUERIES_WITH_BIAS:
         return _attend_in_query_blocks(query, key, value, mask, scores)
-    is_plain = mask.mask is None and mask.span is None and mask.q_offset is None
+    is_plain = mask.has_only("is_causal", "key_padding_lengths")
     if is_plain and scores.bias is None and not scores.has_distances:
         lengths = mask.key_padding_lengths
         if lengths is None:  # nothing is hidden, or what the kernel supports
@@ -139,8 +139,9 @@ def _attend_in_query_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mas
     seq_len_q, seq_len_k, size = query.shape[2], key.shape[2], _QUERIES_WITH_BIAS
     how = {"dropout": scores.dropout, "scale": scores.scale}
     contexts, shared, last = [], None, (seq_len_q - 1) // size * size
-    others = (mask.mask, scores.bias, mask.key_padding_lengths, mask.span, mask.q_offset)
-    if all(x is None for x in others):  # the bias of the last block, in which that of any other is found
+    if (
+        mask.has_only("is_causal") and scores.bias is None
+    ):  # the bias of the last block, in which that of any other is found
         stop = last + (size if mask.is_causal else seq_len_k)
         shared = _distance_bias(query[:, :, :size], stop, torch.tensor([last]), scores)
         if mask.is_causal:
@@ -184,7 +185,7 @@ def check_context_parallel(mask: Mask, scores: Scores, positions: Tensor | None,
         "need_weights": need_weights or None,
         "mask": mask.mask,
         "bias": scores.bias,
-        "key_padding_lengths": mask.key_padding_lengths,
+        **{name: getattr(mask, name) for name in mask.fields_beyond("mask", "is_causal", "span")},
         "a window or chunks": mask.span,
         "sinks": scores.sinks,
         "alibi": scores.slopes,

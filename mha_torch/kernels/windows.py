@@ -51,7 +51,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
     size, how = _block_size(span, key, value), {"dropout": scores.dropout, "scale": scores.scale}
     keys_in, values_in = _slicer(key, size), _slicer(value, size)
     # If only the window hides, every query sees itself, and most blocks have the same mask: added, the fastest form.
-    is_alone = mask.mask is None and scores.bias is None and mask.key_padding_lengths is None
+    is_alone = mask.has_only("is_causal", "span") and scores.bias is None
     is_alone = is_alone and span.chunk_size is None and not scores.has_distances and seq_len_q <= seq_len_k
     added: dict[tuple[int, int, int], Tensor] = {}
     contexts, nothing, interior = [], value.new_zeros(value.shape[3]), range(0)

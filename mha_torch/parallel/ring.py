@@ -445,12 +445,14 @@ def check_parts(query: Tensor, key: Tensor, tokens: RingAttention) -> None:
 
 def check_known_to_ring(mask: Mask, scores: Scores) -> None:
     """Refuse masks and biases, whose columns would have to go round with the keys, and dropout."""
-    for name, given in (("mask", mask.mask), ("bias", scores.bias)):
+    unknown = mask.fields_beyond("is_causal", "key_padding_lengths", "span")
+    named = {name: getattr(mask, name) for name in unknown} | {"bias": scores.bias}
+    for name, given in named.items():
         if given is not None:
             raise Refusal(
                 name,
                 "be None where tokens are divided; causality, lengths, windows and chunks hold for whole sequences",
-                {f"{name}.shape": tuple(given.shape)},
+                {f"{name}.shape": tuple(given.shape)} if isinstance(given, Tensor) else type(given).__name__,
             )
     if scores.dropout or scores.dropout_keep is not None:
         raise Refusal("dropout", "be 0 where tokens are divided (eval() switches it off)", dropout=scores.dropout)

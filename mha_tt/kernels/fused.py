@@ -6,9 +6,9 @@ It is ttnn's own flash attention behind the masks and the empty rows of this pac
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Unpack
 
 import numpy as np
 import ttnn
@@ -23,7 +23,7 @@ from mha_tt.checks import check_floating, check_head_dim, check_lengths, check_s
 from mha_tt.device import accurate_config, upload_integers, with_bfloat16_sums, zeros
 from mha_tt.kernels.nonfinite import contained
 from mha_tt.layout import TILE, round_up
-from mha_tt.masks import MASKED, DeviceMask, Mask
+from mha_tt.masks import MASKED, DeviceMask, Mask, MaskKeywords
 from mha_tt.scores import Scores, bias_on_device
 from mha_tt.stages import check_attention, score_scale
 
@@ -47,16 +47,14 @@ def scaled_dot_product_attention(
     value: Float[Tensor, "B K S Hv"],
     spec: AttentionSpec | None = None,
     *,
-    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
     bias: Float[np.ndarray, "..."] | Tensor | None = None,
-    is_causal: bool = False,
-    key_padding_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
     need_weights: bool = False,
     dropout: float = 0.0,
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
     sinks: Float[Tensor, "..."] | None = None,
     relative_bias: Float[Tensor, "..."] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+    **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Tensor, "B N T Hv"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
@@ -85,7 +83,7 @@ def scaled_dot_product_attention(
     """
     if need_weights:
         raise Refusal("need_weights and dropout", "be left out on the fused path, which stores no weights")
-    visible = Mask(mask, is_causal, key_padding_lengths).within(spec)
+    visible = Mask.of(masks).within(spec)
     scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep)
     check_attention(query, key, value, visible, scores)
     _check_supported(query)

@@ -121,8 +121,7 @@ class _Layer:
             self.sibling.create_attention_mask(
                 case.seq_len,
                 case.key_len,
-                is_causal=case.is_causal,
-                key_padding_lengths=case.key_padding_lengths,
+                **{name: self.port.whole(x) if isinstance(x, np.ndarray) else x for name, x in case.hides.items()},
                 window_size=None if spec is None else spec.window_size,
                 chunk_size=None if spec is None else spec.chunk_size,
             )

@@ -71,7 +71,8 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
         return f"{refusal.argument} must {refusal.rule}"
     if plan.sequence == 1:
         return None
-    if case.random_mask or case.window_size is not None or case.bias:
+    known = {**case.hides, "is_causal": None, "key_padding_lengths": None}
+    if case.random_mask or case.window_size is not None or case.bias or any(x is not None for x in known.values()):
         return "masks and biases would have to go round with the keys"
     rope = case.spec.rope
     if rope is not None and rope.depends_on_length:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack, get_args, get_origin
 
 from mha_spec import Refusal
 
@@ -85,9 +85,26 @@ def parameters_of(target: Any) -> Parameters | None:
     elif not inspect.isclass(target) and not inspect.isroutine(target) and hasattr(type(target), "__call__"):  # noqa: B004
         target = target if hasattr(target, "func") else target.__call__
     try:
-        return inspect.signature(target).parameters
+        parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):
         return None
+    return {own.name: own for parameter in parameters.values() for own in _spread(target, parameter)}
+
+
+def _spread(target: Any, parameter: inspect.Parameter) -> list[inspect.Parameter]:
+    """Return a parameter; of `**keywords: Unpack[AsTypedDict]` each of the keywords."""
+    kind = parameter.annotation
+    if parameter.kind is parameter.VAR_KEYWORD and isinstance(kind, str):
+        try:
+            kind = inspect.signature(target, eval_str=True).parameters[parameter.name].annotation
+        except Exception:  # names that only a type checker knows
+            return [parameter]
+    if parameter.kind is not parameter.VAR_KEYWORD or get_origin(kind) is not Unpack:
+        return [parameter]
+    return [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for name in get_args(kind)[0].__annotations__
+    ]
 
 
 def required(parameters: Parameters) -> list[str]:

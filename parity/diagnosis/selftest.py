@@ -248,6 +248,7 @@ SELFTEST_CASES = [
         seq_len=7,
         key_padding_lengths=(5, 3, 6),
     ),
+    CASES["packed-padding"],
     Case("rope-far", _rotating(Rope()), "positions that a bfloat16 cannot count", seq_len=9, first_position=1000),
     CASES["rope-llama3"],
 ]

@@ -31,6 +31,7 @@ def covers(case: Case) -> str:
     said = {
         "causal": case.is_causal,
         "padding": case.key_padding_lengths is not None,
+        "segments": case.segment_ids is not None,
         f"window {case.window_size}": case.window_size is not None,
         "random mask": case.random_mask,
         "bias": case.bias,

@@ -37,6 +37,18 @@ TABLES = {
             [[[1, 1, 1], [1, 1, 1], [1, 1, 1]]],
         ],
     ),
+    "attention-segments": (
+        "create_attention_mask",
+        (3,),
+        {"segment_ids": np.array([[7, 7, 2]]), "key_padding_lengths": [2]},
+        [[[[0, 0, 1], [0, 0, 1], [1, 1, 1]]]],
+    ),
+    "attention-segments-2x3": (
+        "create_attention_mask",
+        (2, 3),
+        {"segment_ids": (np.array([[1, 2]]), np.array([[2, 1, 1]])), "is_causal": True},
+        [[[[1, 1, 1], [0, 1, 1]]]],
+    ),
     "cached-prefill": ("create_causal_mask_with_cache", (3, 3, 0), {}, [[0, 1, 1], [0, 0, 1], [0, 0, 0]]),
     "cached-step": ("create_causal_mask_with_cache", (1, 4, 3), {}, [[0, 0, 0, 0]]),
     "cached-chunk": ("create_causal_mask_with_cache", (2, 5, 3), {}, [[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]),
@@ -105,6 +117,13 @@ def test_cached_mask_is_the_last_rows_of_the_causal_mask(cache_len):
     assert np.array_equal(cached, mha_tt.create_causal_mask(cache_len + 3)[cache_len:])
 
 
+@pytest.mark.parametrize("ids", [np.zeros((1, 3), np.float32), np.zeros((1, 2), int), [[0, 0, 0]], (), np.array(3)])
+def test_other_segments_are_refused(ids):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        mha_tt.create_attention_mask(3, segment_ids=ids)
+    assert caught.value.argument == "segment_ids"
+
+
 # ---- Recognised ------------------------------------------------------------------------------------------------------
 
 CAUSAL = {
@@ -139,6 +158,21 @@ def test_device_mask_takes_no_other_for_the_causal_mask(device, name):
 
 
 # ---- On the device ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attend", [mha_tt.scaled_dot_product_attention, mha_tt.fused.scaled_dot_product_attention])
+@pytest.mark.parametrize("told", [{}, {"is_causal": True}], ids=str)
+def test_segments_are_hidden_as_by_their_mask(device, attend, told):
+    rng, ids = np.random.default_rng(0), np.array([[0] * 9 + [1] * 24 + [2] * 7, [4] * 30 + [3] * 10])
+    arrays = [rng.standard_normal((2, 2, 40, 32)).astype(np.float32) for _ in range(3)]
+    arrays[2][0, :, 12] = np.nan  # of the second segment
+    tensors = [mha_tt.upload(x, device=device, dtype=ttnn.bfloat16) for x in arrays]
+    mask = mha_tt.create_attention_mask(40, segment_ids=ids, **told)
+    found, expected = (
+        mha_tt.download(attend(*tensors, **hides)[0]) for hides in ({**told, "segment_ids": ids}, {"mask": mask})
+    )
+    np.testing.assert_array_equal(found, expected)
+    assert np.array_equal(np.isnan(found[0, 0]).any(axis=1), ~mask[0, 0, :, 12])
 
 
 @pytest.mark.parametrize(("shape", "expected"), [((4,), (1, 1, 1, 4)), ((3, 4), (1, 1, 3, 4)), ((2, 1, 3, 4),) * 2])

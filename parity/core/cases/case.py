@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,6 +28,7 @@ class Case:
         seq_len_k: number of key tokens, S; None for self-attention.
         is_causal: hide every key after the query's own position.
         key_padding_lengths: number of real keys of each sequence.
+        segment_ids: segment of each token of each sequence, which hides the others; positions begin anew in each.
         window_size: hide all but this many last keys.
         random_mask: hide keys at random, other ones for each head, and one row of each sequence entirely.
         bias: add a random bias to the scores.
@@ -66,6 +67,7 @@ class Case:
     first_position: int = 0
     trained: str | None = None
     dtype: str | None = None
+    segment_ids: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         def must(rule: str, name: str, holds: bool) -> None:
@@ -76,6 +78,17 @@ class Case:
         must("come with chunks", "new_lengths", bool(self.chunks) or not self.new_lengths)
         for rows, name in ((self.new_lengths, "new_lengths"), ([self.key_padding_lengths], "key_padding_lengths")):
             must(f"have batch={self.batch} numbers", name, all(row is None or len(row) == self.batch for row in rows))
+        ids, tokens = self.segment_ids or (), (self.seq_len,) * self.batch
+        must(
+            f"have batch={self.batch} rows of seq_len={self.seq_len} ids",
+            "segment_ids",
+            tuple(map(len, ids)) in ((), tokens),
+        )
+        must(
+            "be those of self-attention without a cache",
+            "segment_ids",
+            not ids or (not self.chunks and self.seq_len_k is None),
+        )
         must(f"be of each of chunks={self.chunks}", "new_lengths", len(self.new_lengths) in (0, len(self.chunks)))
         must("be one of float32, bfloat16, float16, float64, or None", "dtype", self.dtype in (None, *DTYPES))
 
@@ -85,9 +98,16 @@ class Case:
         return bool(self.chunks)
 
     @property
+    def hides(self) -> dict[str, Any]:
+        """Keywords of the siblings' `create_attention_mask`."""
+        ids = None if self.segment_ids is None else np.array(self.segment_ids, np.int32)
+        return {"is_causal": self.is_causal, "key_padding_lengths": self.key_padding_lengths, "segment_ids": ids}
+
+    @property
     def has_mask(self) -> bool:
         """Whether anything is hidden."""
-        return self.is_causal or self.random_mask or bool(self.key_padding_lengths or self.window_size)
+        told = self.random_mask or self.segment_ids is not None or bool(self.window_size)
+        return told or self.is_causal or bool(self.key_padding_lengths)
 
     @property
     def has_gradients(self) -> bool:
@@ -104,7 +124,7 @@ class Case:
         """Whether layers are told positions: where they are not 0, 1, … or the number of cached tokens and so on."""
         if self.spec.rope is not None and self.spec.rope.sections:
             return True
-        return self.spec.has_positions and bool(self.first_position)
+        return self.spec.has_positions and (bool(self.first_position) or self.segment_ids is not None)
 
     def positions(self, step: int | None = None) -> np.ndarray:
         """The positions of all tokens, or of those of the call of that index: (B or 1, T).
@@ -113,6 +133,9 @@ class Case:
         the position of the first token, so that it makes no sequence longer.
         """
         tokens = np.arange(self.seq_len if step is None else self.chunks[step])[None]
+        if self.segment_ids is not None:  # how many of the same segment lie before each
+            ids = np.array(self.segment_ids)
+            tokens = np.tril(ids[:, :, None] == ids[:, None, :], -1).sum(axis=2)
         if step is not None:
             is_real = tokens < np.array(self.added(step))[:, None]
             tokens = np.array(self.lengths_before(step))[:, None] + np.where(is_real, tokens, 0)
@@ -126,7 +149,10 @@ class Case:
         lengths = self.key_padding_lengths
         if lengths is not None:
             lengths = None if min(lengths) >= count else tuple(min(length, count) for length in lengths)
-        return replace(self, seq_len=count, key_padding_lengths=lengths)
+        ids = self.segment_ids
+        if ids is not None:
+            ids = tuple((row + row[-1:] * count)[:count] for row in ids)
+        return replace(self, seq_len=count, key_padding_lengths=lengths, segment_ids=ids)
 
     def lengths_before(self, step: int) -> tuple[int, ...]:
         """Number of tokens each sequence has cached before the call of that index."""

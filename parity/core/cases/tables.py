@@ -94,6 +94,7 @@ _CROSS = AttentionSpec(32, 4, d_in=24, d_kv=40)
 _LONGROPE = LongRopeScaling(4.0, 4096, (1.0, 1.1, 1.3, 1.6), (1.0, 2.0, 8.0, 30.0))
 _DYNAMIC = DynamicScaling(4.0, 6)
 _FRAMES = Rope(100.0, sections=(2, 1, 1))  # of time, rows and columns
+_PACKED = ((0, 0, 0, 1, 1, 1, 1, 2, 2), (0, 0, 0, 0, 0, 1, 1, 1, 1))
 _RAGGED = ((4, 2, 0), (1, 1, 1), (0, 3, 2), (1, 1, 1))
 
 
@@ -109,6 +110,8 @@ MASKS = [
     Case("causal-tall", _MHA, "causal, fewer keys than queries", seq_len=8, seq_len_k=5, is_causal=True),
     Case("padding", _MHA, "right padding is hidden", key_padding_lengths=(3, 5)),
     Case("causal-padding-empty", _MHA, "an empty sequence gives 0", is_causal=True, key_padding_lengths=(0, 4)),
+    Case("packed", _GQA_ROPE, "sequences in a row, apart", seq_len=9, is_causal=True, segment_ids=_PACKED),
+    Case("packed-padding", _MHA, "packed and padded", seq_len=9, key_padding_lengths=(6, 9), segment_ids=_PACKED),
     Case("random-mask", _MHA, "any mask, with empty rows", seq_len=7, random_mask=True),
     Case("sliding-window", _MHA, "the last three keys only", seq_len=9, window_size=3),
     Case("window-cross", _MHA, "a window over more keys than queries", seq_len_k=9, window_size=3),

@@ -44,8 +44,9 @@ class Layer:
         masked |= self.is_out_of_reach(t, s)
         if case.key_padding_lengths is not None:
             masked |= self.is_padding(s, np.array(case.key_padding_lengths)[:, None, None, None])
-        if case.random_mask:
-            masked |= self.problem.inputs["mask"]
+        if case.segment_ids is not None:
+            masked |= self.is_in_another_segment(np.array(case.segment_ids)[:, None])
+        masked |= self.problem.inputs.get("mask", False)
         return {"mask": np.broadcast_to(self.hidden(masked), shape)}
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
@@ -165,6 +166,9 @@ class Layer:
     def is_padding(self, s: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         return s >= lengths
 
+    def is_in_another_segment(self, ids: np.ndarray) -> np.ndarray:
+        return ids[..., :, None] != ids[..., None, :]
+
     def hidden(self, masked: np.ndarray) -> np.ndarray:
         """The mask as it is used: True where a key is hidden."""
         return masked
@@ -222,10 +226,7 @@ class Layer:
         return np.where(away < exact, away, np.minimum(exact + np.floor(steps).astype(np.int64), count - 1))
 
     def share_of_logarithm(self, away: np.ndarray, exact: int) -> np.ndarray:
-        """How far a distance lies between the first that is not exact, 0, and the largest, 1, by their logarithms.
-
-        Of float32, rounded at every step, since T5's buckets begin where it says.
-        """
+        """Where a distance lies between the first inexact one, 0, and the largest, 1: in float32, as in T5."""
         largest = np.log(self.relative_bias().max_distance / exact)
         ratio = away.astype(np.float32) / np.float32(exact)
         return np.log(ratio.astype(np.float64)).astype(np.float32) / np.float32(largest)
@@ -257,9 +258,8 @@ class Layer:
 
     def sinks(self) -> np.ndarray | None:
         """The logit of each query head beside those of its keys, (1, N, 1, 1), or None."""
-        if not self.problem.spec.sinks:
-            return None
-        return self.arithmetic.widen(self.parameter("sinks")).reshape(1, -1, 1, 1)
+        held = self.arithmetic.widen(self.parameter("sinks")) if self.problem.spec.sinks else None
+        return None if held is None else held.reshape(1, -1, 1, 1)
 
     def has_bias(self, name: str) -> bool:
         """Whether a projection has one."""

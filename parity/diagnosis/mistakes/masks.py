@@ -25,6 +25,16 @@ def used_or_made(case: Case) -> Iterator[Mistake]:
         # What is made otherwise is planted mask by mask, below.
         yield _flipped("made", ("mask",), _making(np.logical_not), None)
         yield _ignored("the mask is empty", ("mask",), _making(np.zeros_like), None)
+    if case.segment_ids is not None:
+        yield Mistake(
+            "segment-ids-ignored",
+            "sequences that are packed in a row attend to each other",
+            "hide the keys of other segments: those whose id is not the query's",
+            "mask-ignored",
+            ("mask",),
+            {"is_in_another_segment": instead(lambda ids: np.zeros((*ids.shape[:2], 1, 1), bool))},
+            breaking(create_attention_mask=lambda _, f, t, s, **options: f(t, s, **{**options, "segment_ids": None})),
+        )
 
 
 def _flipped(where: str, stages: tuple[str, ...], in_reference: dict[str, Override], in_sibling: Any) -> Mistake:
@@ -90,7 +100,7 @@ def causal(case: Case) -> Iterator[Mistake]:
     if case.is_causal and case.key_len != case.seq_len:
         yield _bottom_right(case)
     reach = case.window_size or case.spec.window_size or case.spec.chunk_size
-    if case.is_causal and (case.key_padding_lengths or case.random_mask):
+    if case.is_causal and (case.key_padding_lengths or case.random_mask or case.segment_ids):
         yield _causal_ignored()
     elif case.is_cached or (is_causal and reach):
         yield _causal_ignored(is_planted=False)
@@ -231,7 +241,7 @@ def _unasked() -> Mistake:
 def padding(case: Case) -> Iterator[Mistake]:
     if case.key_padding_lengths is None:
         return
-    if case.is_causal or case.random_mask or case.window_size is not None:
+    if case.is_causal or case.random_mask or case.window_size is not None or case.segment_ids:
         yield Mistake(
             "padding-ignored",
             "padding is not hidden",
