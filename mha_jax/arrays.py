@@ -1,5 +1,6 @@
 """Small functions of arrays that the others share."""
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -31,11 +32,17 @@ def cast(arrays: _Tree, dtype: DTypeLike | None) -> _Tree:
     if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise WrongType("dtype", "be floating point", dtype=jnp.dtype(dtype))
 
-    def cast_one(x: Any) -> Any:
-        is_floating = isinstance(x, (jax.Array, np.ndarray)) and jnp.issubdtype(x.dtype, jnp.floating)
-        return x.astype(dtype) if is_floating else x  # what it is not, is refused elsewhere
+    found: dict[int, Any] = {}  # one array that is two arguments stays one
 
-    return jax.tree.map(cast_one, arrays)
+    def cast_one(x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return {name: cast_one(each) for name, each in x.items()}
+        if isinstance(x, (tuple, list)):
+            return tuple(map(cast_one, x))
+        is_floating = isinstance(x, (jax.Array, np.ndarray)) and jnp.issubdtype(x.dtype, jnp.floating)
+        return found.setdefault(id(x), x.astype(dtype)) if is_floating else x  # what it is not, is refused elsewhere
+
+    return cast_one(arrays)
 
 
 def at_least_float32(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from mha_jax.checks import check_tokens
 from mha_jax.masks import Mask
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, Refusal
 from mha_spec.rules import merged_shapes
 
 Attend = Callable[..., tuple[Array, Array | None]]
@@ -58,11 +58,15 @@ def _merge(name: str, x: Any, axes: tuple[int, ...], kept: str = "N T S", *, is_
     if not isinstance(x, (jax.Array, np.ndarray)):
         return x  # the layer refuses it
     whole, merged = merged_shapes(name, tuple(x.shape), axes, kept, is_exact=is_exact)
-    return (x if x.shape == whole else jnp.broadcast_to(x, whole)).reshape(merged)
+    xp = np if isinstance(x, np.ndarray) else jnp  # jnp would narrow NumPy's float64
+    return (x if x.shape == whole else xp.broadcast_to(x, whole)).reshape(merged)
 
 
 def _merge_positions(positions: Any, axes: tuple[int, ...], spec: AttentionSpec) -> Any:
     """Return positions (…, T), or with sections (axes, …, T), with one batch axis."""
-    if spec.rope is None or spec.rope.sections is None or getattr(positions, "ndim", 0) != len(axes) + 2:
+    rank = getattr(positions, "ndim", 0)
+    if spec.rope is None or spec.rope.sections is None or rank < 2:
         return _merge("positions", positions, axes, "T")
+    if rank != len(axes) + 2:
+        raise Refusal("positions", f"have the axes of sections, {len(axes)} batch axes and T", {"positions.ndim": rank})
     return jnp.moveaxis(_merge("positions", jnp.moveaxis(positions, 0, -2), axes, "axes T"), 1, 0)

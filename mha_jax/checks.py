@@ -115,7 +115,7 @@ def _are_finite(arrays: dict[str, Array]) -> dict[str, Array]:
 
 
 def check_projected(name: str, x: Array, kernel: Array) -> None:
-    """Refuse an input whose width or dtype is not that of the projection it goes into."""
+    """Refuse an input that does not fit the projection it goes into."""
     if x.shape[-1] != kernel.shape[0]:
         raise Refusal(f"the input of {name}", f"have {kernel.shape[0]} features", shape=x.shape)
     if x.dtype != kernel.dtype:

@@ -50,10 +50,10 @@ def multi_head_latent_attention(
     """
     check_spec(spec, is_self_attention=True)
     check_latent(spec)
+    x, bias, weights = cast((x, bias, weights), dtype)
     check_weights(weights, spec)
     check_is_cache(cache, LatentCache)
     check_cached_input(x, cache)
-    x, bias, weights = cast((x, bias, weights), dtype)
     absorb = spec.absorbs(x.shape[1], cache.capacity) if absorb is None else absorb
     return cached_layer(
         FunctionalLayer(weights, spec, kernel),

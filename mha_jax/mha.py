@@ -102,8 +102,8 @@ def multi_head_attention(
 
     Source: Attention Is All You Need, arXiv:1706.03762, section 3.2.2.
     """
-    check_weights(weights, spec)
     query, key, value, bias, weights = cast((query, key, value, bias, weights), dtype)
+    check_weights(weights, spec)
     if dropout_keep is not None and not training:
         raise Refusal("dropout_keep", "come with training=True", "dropout_keep and training=False")
     context_rng, output_rng = (None, None) if dropout_rng is None else jax.random.split(dropout_rng)
@@ -365,7 +365,7 @@ class MultiHeadSelfAttention(AttentionLayer):
     ) -> Float[Array, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
-        Errors and the arguments not listed are those of `MultiHeadAttention`, of one sequence.
+        Errors and the arguments not listed are those of `MultiHeadAttention`, with x as query, key and value.
 
         Args:
             x: (B, T, d_in).

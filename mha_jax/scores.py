@@ -72,6 +72,3 @@ class Scores:
     def has_dropout(self) -> bool:
         """Whether attention weights are dropped, at random or as given."""
         return self.dropout > 0.0 or self.dropout_keep is not None
-
-
-# ---- Validation ------------------------------------------------------------------------------------------------------

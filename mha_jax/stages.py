@@ -45,8 +45,8 @@ def attention_scores(
     """Dot products of queries and keys, scaled, capped softly if the spec says so, plus the bias; at least float32.
 
     The scale is 1 / sqrt(H) where there is no spec, or none in it. With ALiBi scores lose by the distance of query and
-    key, with a relative bias they gain by it, from a table (num_buckets, N): `q_offset` are the places of the first
-    query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
+    key, with a relative bias they gain by it, from a table (num_buckets, N): `q_offset` is the place of the first
+    query among the keys, of every sequence or of each, (1,) or (B,); default 0.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """

@@ -118,8 +118,12 @@ def merged_shapes(
     letters = kept.split()
     first = max(len(shape) - len(letters), 0)
     own, rest = shape[:first], shape[first:]
-    fits = len(own) <= len(axes) and all(a in (1, b) for a, b in zip(own[::-1], axes[::-1], strict=False))
-    if not fits or (is_exact and (own, len(rest)) != (axes, len(letters))):
+    fits = len(own) <= len(axes) and all(a == 1 or a == b for a, b in zip(own[::-1], axes[::-1], strict=False))
+    # One by one: a compiler that knows lengths as symbols compares no tuples of them.
+    is_same = (
+        len(own) == len(axes) and len(rest) == len(letters) and all(a == b for a, b in zip(own, axes, strict=True))
+    )
+    if not fits or (is_exact and not (is_same and len(rest) == len(letters))):
         rule = f"{'have shape' if is_exact else 'broadcast to'} ({', '.join(map(str, (*axes, *letters)))})"
         raise Refusal(name, rule, {f"{name}.shape": shape})
     if math.prod(own) == 1:  # all sequences share it

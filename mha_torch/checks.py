@@ -121,7 +121,7 @@ def check_finite(weights: Mapping[str, Tensor]) -> None:
 
 
 def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
-    """Refuse an input whose width or dtype is not that of the projection it goes into.
+    """Refuse an input that does not fit the projection it goes into.
 
     What a distributed weight is when it is used its engine knows: of which part, in which dtype, on which device.
     """

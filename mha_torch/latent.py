@@ -14,9 +14,9 @@ from mha_spec import AttentionSpec, Latent, WrongType
 from mha_spec.attention import check_latent
 from mha_torch.arrays import at_least_float32
 from mha_torch.cache import Cache, append_checked, check_cache, check_room
-from mha_torch.checks import check_count, check_features, check_floating, check_is_cache, check_latents
+from mha_torch.checks import check_count, check_features, check_floating, check_is_cache, check_latents, check_positions
 from mha_torch.heads import split_heads
-from mha_torch.rope import apply_rope
+from mha_torch.rope import apply_rope, rotation_of
 from mha_torch.temperature import apply_temperature
 from mha_torch.weights import Project
 
@@ -77,7 +77,9 @@ def project_latents(
     shared = compressed[..., latent.kv_rank :]
     latents = torch.cat([normed, shared], dim=-1)[:, None]
     if spec.rope is not None and positions is not None:
-        q, latents = apply_rope(q, positions, spec.rope), apply_rope(latents, positions, spec.rope)
+        check_positions(positions, x.shape[0], x.shape[1], spec.rope)
+        rotation = rotation_of(positions, spec.rope, spec.head_dim, q.dtype)
+        q, latents = apply_rope(q, rotation, spec.rope), apply_rope(latents, rotation, spec.rope)
     if spec.temperature is not None and positions is not None:
         q = apply_temperature(q, positions, spec.temperature)
     return q, latents

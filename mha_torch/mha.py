@@ -326,7 +326,7 @@ class MultiHeadSelfAttention(AttentionLayer):
     ) -> Float[Tensor, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
-        Errors and the arguments not listed are those of `MultiHeadAttention`, of one sequence.
+        Errors and the arguments not listed are those of `MultiHeadAttention`, with x as query, key and value.
 
         Args:
             x: (B, T, d_in).

@@ -10,7 +10,7 @@ from torch import Tensor
 from mha_spec import AttentionSpec, Refusal, Rope
 from mha_spec.attention import check_spec
 from mha_torch.arrays import at_least_float32
-from mha_torch.checks import check_features, check_gated
+from mha_torch.checks import check_features, check_gated, check_positions
 from mha_torch.heads import combine_heads, split_heads
 from mha_torch.kernels.nonfinite import maybe_any, nan_where, nonfinite_tokens, zero_where
 from mha_torch.latent import expand_latents, project_latents
@@ -52,11 +52,13 @@ def project_qkv(
         q, k, v = (_unpack_qkv(project("qkv_proj", x), spec)[i] for i, x in enumerate((query, key, value)))
     for name, x, width in (("q_proj", q, spec.q_width), ("k_proj", k, spec.k_width), ("v_proj", v, spec.v_width)):
         check_features(name, x, width)
-    if spec.has_positions and positions is None:
-        positions = torch.arange(q.shape[1], device=q.device)[None]
     norms, rope, rotation = spec.norms, spec.rope, None
+    if positions is not None:
+        check_positions(positions, q.shape[0], q.shape[1], rope)
+    elif spec.has_positions:
+        positions = torch.arange(q.shape[1], device=q.device)[None]
     if rope is not None and positions is not None:
-        rotation = rotation_of(positions, rope, spec.head_dim, at_least_float32(q).dtype)
+        rotation = rotation_of(positions, rope, spec.head_dim, q.dtype)
 
     def enter(name: str, x: Tensor, num_heads: int, rope: Rope | None) -> Tensor:
         norm = norms.get(name)

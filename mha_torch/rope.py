@@ -50,7 +50,7 @@ def apply_rope(
     if not isinstance(positions, Rotation):
         check_rope(rope)
         check_positions(positions, x.shape[0], x.shape[2], rope)
-        positions = rotation_of(positions, rope, head_dim, wide.dtype)
+        positions = rotation_of(positions, rope, head_dim, x.dtype)
     rotated, cos, sin = rope.rotated_features(head_dim), positions.cos, positions.sin
     first, second = _split_pairs(wide[..., rotated], rope)
     pairs = _join_pairs(first * cos - second * sin, second * cos + first * sin, rope)
@@ -60,8 +60,8 @@ def apply_rope(
 
 
 def rotation_of(positions: Int[Tensor, "... #B T"], rope: Rope, head_dim: int, dtype: torch.dtype) -> Rotation:
-    """Return the rotations by positions (B or 1, T) of heads in the dtype of their sums."""
-    angles = _angles(positions, rope, head_dim, dtype)
+    """Return the rotations by positions (B or 1, T) of heads of a dtype, in at least float32."""
+    angles = _angles(positions, rope, head_dim, torch.promote_types(dtype, torch.float32))
     factor = rope.attention_factor
     return Rotation(positions, torch.cos(angles) * factor, torch.sin(angles) * factor)
 

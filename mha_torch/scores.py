@@ -81,6 +81,3 @@ class Scores:
             return self
         bias, keep = (block_of(x, rows, keys) for x in (self.bias, self.dropout_keep))
         return replace(self, bias=bias, dropout_keep=keep)
-
-
-# ---- Validation ------------------------------------------------------------------------------------------------------

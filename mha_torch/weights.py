@@ -1,4 +1,4 @@
-"""Weights from outside, in the container that the functions take: the projections made of them, and what is refused."""
+"""Weights from outside, in the container that the functions take: and the projections made of them."""
 
 from __future__ import annotations
 

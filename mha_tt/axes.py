@@ -66,6 +66,9 @@ def _merge(name: str, x: Any, axes: tuple[int, ...], kept: str = "N T S", *, is_
 
 def _merge_positions(positions: Any, axes: tuple[int, ...], spec: AttentionSpec) -> Any:
     """Return positions (…, T), or with sections (axes, …, T), with one batch axis."""
-    if spec.rope is None or spec.rope.sections is None or getattr(positions, "ndim", 0) != len(axes) + 2:
+    rank = getattr(positions, "ndim", 0)
+    if spec.rope is None or spec.rope.sections is None or rank < 2:
         return _merge("positions", positions, axes, "T")
+    if rank != len(axes) + 2:
+        raise Refusal("positions", f"have the axes of sections, {len(axes)} batch axes and T", {"positions.ndim": rank})
     return np.moveaxis(_merge("positions", np.moveaxis(positions, 0, -2), axes, "axes T"), 1, 0)

@@ -1,4 +1,4 @@
-"""The cache of keys and values, or of latents: a value of fixed capacity, how it is filled, and what is refused of it.
+"""The cache of keys and values: a value of fixed capacity, how it is filled, and its checks.
 
 Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
 Hv value_head_dim, E d_model.

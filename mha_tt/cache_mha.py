@@ -63,16 +63,22 @@ def multi_head_attention_with_cache(
 
     The plain definition of a cache; `multi_head_attention_with_static_cache` is the one of fixed capacity.
 
-    Errors and the arguments not listed are those of `multi_head_attention_with_static_cache`.
+    Arguments not listed are those of `multi_head_attention_with_static_cache`.
 
     Args:
         cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None at
             first.
+        mask, bias: broadcast to (B, N, T, S), beside causality.
         positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host; P, P
             + 1, … when absent.
 
     Returns:
         The output (B, T, E), and the keys and values of all S = P + T tokens.
+
+    Raises:
+        TypeError: if x is not floating point, dtypes differ or the mask is not boolean.
+        ValueError: if the weights or the shapes do not fit, a weight is not finite, or only one of cache_k and cache_v
+            is given.
     """
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
@@ -111,7 +117,7 @@ def multi_head_attention_with_static_cache(
 ) -> tuple[Float[Tensor, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
-    Results, errors and the arguments not listed are those of `MultiHeadAttentionWithCache`.
+    Results, errors and the arguments not listed are those of `MultiHeadAttentionWithCache`. Weights must be finite.
 
     Args:
         weights: as `multi_head_attention` takes them.

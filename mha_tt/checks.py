@@ -138,7 +138,7 @@ def check_finite(weights: Mapping[str, np.ndarray]) -> None:
 
 
 def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
-    """Refuse an input whose width or dtype is not that of the projection it goes into."""
+    """Refuse an input that does not fit the projection it goes into."""
     if x.shape[-1] != weight.shape[0]:
         raise Refusal(f"the input of {name}", f"have {weight.shape[0]} features", shape=tuple(x.shape))
 

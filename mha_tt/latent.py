@@ -55,8 +55,6 @@ def project_latents(
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B 1 T W"]]:
     """Project the input of a layer with latents: to queries, and to what a cache keeps of keys and values.
 
-    Arguments are those of `multi_head_attention_with_static_cache`, but for these.
-
     Args:
         project: applies a projection or a norm by its name.
         x: input of the layer.

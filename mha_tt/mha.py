@@ -399,7 +399,7 @@ class MultiHeadSelfAttention(AttentionLayer):
     ) -> Float[Tensor, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
-        Errors and the arguments not listed are those of `MultiHeadAttention`, of one sequence.
+        Errors and the arguments not listed are those of `MultiHeadAttention`, with x as query, key and value.
 
         Args:
             x: (B, T, d_in), on the device, in the dtype of the module.
@@ -407,8 +407,7 @@ class MultiHeadSelfAttention(AttentionLayer):
         Returns:
             The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.
         """
-        check_tokens("x", x)
-        self.check_input("query", x)
+        self.check_input("x", x)
         visible, places = self._with_kept(x.shape[-2], Mask.of(masks), positions)
         output, _ = attention_layer(self, x, None, None, visible, bias=bias, need_weights=False, positions=places)
         return self.drop_output(output)

@@ -89,6 +89,3 @@ def bias_on_device(bias: np.ndarray | Tensor, device: ttnn.MeshDevice, dtype: tt
         return upload(np.maximum(bias.astype(np.float64), LOWEST_BIAS).reshape(shape), device=device, dtype=dtype)
     bias = bias if len(bias.shape) == 4 else ttnn.reshape(bias, shape)
     return ttnn.maximum(as_dtype(bias, dtype), LOWEST_BIAS)
-
-
-# ---- Validation ------------------------------------------------------------------------------------------------------

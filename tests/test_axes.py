@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from refusals import refuses
 
+import mha_torch
 from mha_spec import AttentionSpec, Rope
 
 SPEC = AttentionSpec(8, 2, head_dim=8, fused_qkv=True, rope=Rope(sections=(1, 2, 1)))
@@ -125,3 +127,26 @@ def test_what_has_other_batch_axes_is_refused(sibling, name, wrong):
     given = {"query": numbers(*AXES, T, 8), "key": numbers(*AXES, S, 6), name: wrong}
     with refuses(name, {f"{name}.shape": wrong.shape}):
         layer(**{name: sibling.array(x) for name, x in given.items()})
+
+
+def test_positions_of_sections_with_too_few_batch_axes_are_refused(sibling):
+    """(3, 1, T) could be three sections, or batch axes that broadcast."""
+    layer = sibling.module("MultiHeadSelfAttention", SPEC)
+    with refuses("positions", {"positions.ndim": 3}):
+        layer(sibling.array(numbers(3, 2, T, 8)), positions=sibling.array(np.zeros((3, 1, T), np.int32)))
+
+
+def test_segments_have_batch_axes(sibling):
+    layer, x = sibling.module("MultiHeadSelfAttention", AttentionSpec(8, 2)), numbers(*AXES, T, 8)
+    ids = np.arange(2 * 3 * T, dtype=np.int32).reshape(*AXES, T) // 3
+    found = layer(sibling.array(x), segment_ids=sibling.array(ids))
+    expected = layer(sibling.array(x.reshape(6, T, 8)), segment_ids=sibling.array(ids.reshape(6, T)))
+    np.testing.assert_array_equal(sibling.numpy(found).reshape(6, T, 8), sibling.numpy(expected))
+
+
+def test_compiled_layer_takes_other_sizes():
+    layer = mha_torch.MultiHeadAttention(AttentionSpec(8, 2))
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    for size in (2, 4):
+        x = torch.ones(size, 3, T, 8)
+        torch.testing.assert_close(compiled(x, key_padding_lengths=[[1, 2, 3]] * size)[0], layer(x)[0])

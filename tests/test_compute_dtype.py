@@ -1,5 +1,7 @@
 """The dtype of the work in JAX, beside that of the weights: the same as weights that are cast by hand, to the bit."""
 
+from types import MappingProxyType
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,3 +124,24 @@ def test_dtype_that_is_not_floating_point_is_refused():
     weights = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
     with is_refused:
         mha_jax.multi_head_attention(tokens(), weights, layer.spec, dtype=jnp.int32)
+
+
+def test_one_input_stays_one(monkeypatch):
+    """Queries, keys and values of one packed projection are projected together."""
+    layer = mha_jax.MultiHeadAttention(16, 2, fused_qkv=True, dtype=DTYPE, rngs=nnx.Rngs(0))
+    x = tokens()
+    assert str(jax.make_jaxpr(lambda x: layer(x, x, x)[0])(x)).count("dot_general") == str(
+        jax.make_jaxpr(lambda x: layer(x)[0])(x)
+    ).count("dot_general")
+
+
+def test_weights_may_lie_in_any_mapping():
+    layer = mha_jax.MultiHeadAttention(16, 2, rngs=nnx.Rngs(0))
+    weights = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+    expected, _ = mha_jax.multi_head_attention(tokens(), weights, layer.spec, dtype=DTYPE)
+    found, _ = mha_jax.multi_head_attention(tokens(), MappingProxyType(weights), layer.spec, dtype=DTYPE)
+    assert_same(found, expected)
+    with refuses("weights"):  # infinite in that dtype
+        mha_jax.multi_head_attention(
+            tokens(), jax.tree.map(lambda x: x * 1e6 + 1e6, weights), layer.spec, dtype=jnp.float16
+        )

@@ -136,17 +136,17 @@ def test_row_of_which_all_scores_are_minus_infinity_is_not_empty():
     assert torch.isfinite(found[2, 2:]).all()
 
 
-REACHES = [{}, {"window_size": 130}, {"window_size": 300}, {"chunk_size": 200}, {"chunk_size": 128}]
+SPANS = [{}, {"window_size": 130}, {"window_size": 300}, {"chunk_size": 200}, {"chunk_size": 128}]
 
 
 @pytest.mark.parametrize("lengths", [(300, 517), (517, 300), (256, 256)], ids=str)
-@pytest.mark.parametrize("reach", REACHES, ids=str)
-def test_blocks_are_those_that_are_seen(lengths, reach):
+@pytest.mark.parametrize("span", SPANS, ids=str)
+def test_blocks_are_those_that_are_seen(lengths, span):
     """On CUDA keys of other blocks are never read, and in blocks that are seen wholly nothing is hidden."""
     num_queries, num_keys = lengths
     for is_causal, padding in itertools.product([False, True], [None, [0, 127, num_keys]]):
-        reach_of_spec = AttentionSpec(16, 1, **reach).span
-        visible = Mask(None, is_causal, padding, reach_of_spec)
+        span_of_spec = AttentionSpec(16, 1, **span).span
+        visible = Mask(None, is_causal, padding, span_of_spec)
         hidden = visible.implicit_bool(num_queries, num_keys).expand(BATCH, 1, -1, -1).numpy()
         more = [(0, 0), (0, 0), (0, -num_queries % 128), (0, -num_keys % 128)]
         padded = np.pad(hidden, more, constant_values=True).reshape(BATCH, -(-num_queries // 128), 128, -1, 128)

@@ -276,7 +276,7 @@ def test_lengths_may_be_of_any_kind(sibling, form, kind):
 
 # ---- Windows and chunks: a few queries at a time ---------------------------------------------------------------------
 
-REACHES = {
+SPANS = {
     "window": ({"window_size": 20}, {}, True),
     "window-padding": ({"window_size": 20}, {"padding": (0, 100, 290)}, True),
     "window-both-ways-mask": ({"window_size": 150}, {"mask": (1, 2, 290, 290)}, False),
@@ -287,18 +287,18 @@ REACHES = {
 }
 
 
-@pytest.mark.parametrize("name", REACHES)
+@pytest.mark.parametrize("name", SPANS)
 def test_a_few_queries_at_a_time_give_what_all_at_once_give(sibling, name):
-    """What a layer's reach hides is hidden by a mask made here; more queries than go together in either sibling."""
-    reach, keywords, is_causal = REACHES[name]
+    """What a layer's span hides is hidden by a mask made here; more queries than go together in either sibling."""
+    span, keywords, is_causal = SPANS[name]
     arrays = problem(**{"lengths": (290, 290), **keywords})
     num_queries, num_keys = arrays["query"].shape[2], arrays["key"].shape[2]
     places, keys = np.arange(num_queries)[:, None], np.arange(num_keys)
-    if "window_size" in reach:
-        out_of_reach = abs(places - keys) >= reach["window_size"]
+    if "window_size" in span:
+        out_of_reach = abs(places - keys) >= span["window_size"]
     else:
-        out_of_reach = places // reach["chunk_size"] != keys // reach["chunk_size"]
-    spec = parity.AttentionSpec(2 * HEAD_DIM, 2, **reach)
+        out_of_reach = places // span["chunk_size"] != keys // span["chunk_size"]
+    spec = parity.AttentionSpec(2 * HEAD_DIM, 2, **span)
     function = sibling.package.fused.scaled_dot_product_attention
     options = {"kernel": FusedAttention(few_scores=0)} if sibling.package is mha_jax else {}
     found = results(sibling.package, function, arrays, spec=spec, is_causal=is_causal, **options)
@@ -335,10 +335,10 @@ def in_blocks(arrays, is_causal=False):
     return numpy_of(jitted_in_blocks(is_causal)(as_jax(arrays)))
 
 
-@pytest.mark.parametrize("reach", [{"window_size": 20}, {"chunk_size": 64}])
-def test_parts_of_few_scores_give_what_blocks_give(reach):
+@pytest.mark.parametrize("span", [{"window_size": 20}, {"chunk_size": 64}])
+def test_parts_of_few_scores_give_what_blocks_give(span):
     """Of a batch: a part takes the plain path, and the whole does not."""
-    spec, arrays = parity.AttentionSpec(2 * HEAD_DIM, 2, **reach), problem(lengths=(290, 290))
+    spec, arrays = parity.AttentionSpec(2 * HEAD_DIM, 2, **span), problem(lengths=(290, 290))
     inputs = [jnp.asarray(arrays[name]) for name in ("query", "key", "value")]
     assert inputs[0].shape[0] > 1
     found, expected = (
@@ -1214,7 +1214,7 @@ TOLD = {  # what there is of whom, and the words in which the library is told of
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize("name", TOLD)
 def test_library_is_told_what_it_has_words_for_and_no_array_of_scores_is_made_for_it(monkeypatch, platform, name):
-    sizes, reach, is_causal, has_lengths, window = TOLD[name]
+    sizes, span, is_causal, has_lengths, window = TOLD[name]
     calls = []
 
     def library(query, *others, **keywords):
@@ -1225,14 +1225,14 @@ def test_library_is_told_what_it_has_words_for_and_no_array_of_scores_is_made_fo
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     num_queries, num_keys = NUM_TOLD[sizes]
     query, key = (jnp.zeros((2, 2, count, 16), jnp.bfloat16) for count in (num_queries, num_keys))
-    spec = AttentionSpec(32, 2, **reach)
+    spec = AttentionSpec(32, 2, **span)
 
     def function(query, key, lengths):
         return jax_fused(query, key, key, spec, is_causal=is_causal, key_padding_lengths=lengths)[0]
 
     made = str(jax.make_jaxpr(function)(query, key, jnp.array([0, 30], jnp.int32) if has_lengths else None))
     [(mask_and_bias, told)] = calls
-    if platform == "tpu" and "window_size" in reach:  # XLA takes any window
+    if platform == "tpu" and "window_size" in span:  # XLA takes any window
         window = {"local_window_size": (7, 0 if is_causal else 7)}
     is_told = mask_and_bias == (None, None)
     assert is_told == (window is not None)
@@ -1250,16 +1250,16 @@ def test_library_is_told_what_it_has_words_for_and_no_array_of_scores_is_made_fo
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("hidden", [{}, {"key_padding_lengths": [150, 290]}], ids=["alone", "padding"])
-@pytest.mark.parametrize("reach", [{}, {"window_size": 40}, {"chunk_size": 100}], ids=["all", "window", "chunk"])
+@pytest.mark.parametrize("span", [{}, {"window_size": 40}, {"chunk_size": 100}], ids=["all", "window", "chunk"])
 @pytest.mark.parametrize("added", ["alibi", "relative_bias"])
-def test_what_many_queries_gain_by_distance_is_that_of_the_plain_path(added, reach, is_causal, hidden):
+def test_what_many_queries_gain_by_distance_is_that_of_the_plain_path(added, span, is_causal, hidden):
     """In torch, which makes the bias of a few queries at a time; JAX's small blocks are in every case."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 290, 8, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3))
     leaves, sinks = {"query": q, "key": k, "value": v}, torch.tensor([0.5, -1.0], dtype=torch.float64)
     if added == "relative_bias":
         leaves[added] = torch.randn(8, 2, dtype=torch.float64, generator=generator).requires_grad_()
-    spec = AttentionSpec(16, 2, **{added: Alibi() if added == "alibi" else RelativeBias(8, 200)}, sinks=True, **reach)
+    spec = AttentionSpec(16, 2, **{added: Alibi() if added == "alibi" else RelativeBias(8, 200)}, sinks=True, **span)
     contexts = [
         attend(spec=spec, is_causal=is_causal, sinks=sinks, **leaves, **hidden)[0]
         for attend in (mha_torch.scaled_dot_product_attention, torch_fused)

@@ -154,13 +154,13 @@ def test_row_of_which_all_scores_are_minus_infinity_is_not_empty(attend, kind):
     assert np.isnan(found[0, 1, 4]).all()
 
 
-@pytest.mark.parametrize("reach", [{}, {"window_size": 6}], ids=["lengths", "window"])
-def test_nan_stays_where_it_is_seen_where_a_library_is_told_what_is_hidden(monkeypatch, reach):
+@pytest.mark.parametrize("span", [{}, {"window_size": 6}], ids=["lengths", "window"])
+def test_nan_stays_where_it_is_seen_where_a_library_is_told_what_is_hidden(monkeypatch, span):
     """Off the CPU JAX's own function is told lengths and windows; some rows have no key, of some sequences all."""
     monkeypatch.setattr(mha_jax.fused, "platform_of", lambda *arrays: "metal")  # has no kernel of its own
     hides = {**KINDS["padding"], "is_causal": True}
-    hidden, spec = hidden_by(**hides), AttentionSpec(32, 4, num_kv_heads=2, **reach)
-    if reach:
+    hidden, spec = hidden_by(**hides), AttentionSpec(32, 4, num_kv_heads=2, **span)
+    if span:
         hidden |= abs(np.arange(NUM_QUERIES)[:, None] - np.arange(NUM_KEYS)) >= 6
 
     @jax.jit

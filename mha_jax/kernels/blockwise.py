@@ -232,9 +232,9 @@ def weighted_sum(
     With it the logarithm of each sum of exponentials; 0 and infinity for a row to which no key gave anything.
     """
     batch_size, num_kv_heads, seq_len_k, width = value.shape
-    head_sharding = scores.reshape(batch_size * num_kv_heads, -1, seq_len_k)
+    scores_by_head = scores.reshape(batch_size * num_kv_heads, -1, seq_len_k)
     values = at_least_float32(value).reshape(batch_size * num_kv_heads, seq_len_k, width)
-    sums = Sums.of(head_sharding, values, may_be_empty=True)
+    sums = Sums.of(scores_by_head, values, may_be_empty=True)
     if sinks is not None:
         sinks = jnp.broadcast_to(at_least_float32(sinks)[None, :, None, None], (*scores.shape[:3], 1))
         sums = sums.with_sinks(sinks.reshape(sums.largest.shape).astype(scores.dtype))
@@ -334,8 +334,8 @@ def _attend_to_filled_slots(
         scores = scoring.minus_alibi(scoring.capped(scores), heads % num_kv_heads, num_kv_heads, last_seen - slots)
         scores = scores if bias is None else scores + bias.reshape(num_heads, group_size, capacity)[heads]
         is_seen = (slots >= first_seen) & (slots <= last_seen)
-        head_sharding = None if sinks is None else sinks.reshape(num_kv_heads, group_size, 1)[heads % num_kv_heads]
-        attn_weights = _softmax_of_seen(scores, is_seen, head_sharding)
+        sinks_by_head = None if sinks is None else sinks.reshape(num_kv_heads, group_size, 1)[heads % num_kv_heads]
+        attn_weights = _softmax_of_seen(scores, is_seen, sinks_by_head)
         return over_blocks(add_values, jnp.zeros_like(queries, shape=(len(heads), group_size, values.shape[3])))
 
     together = math.gcd(num_kv_heads if num_kv_heads > 1 else batch_size, sizes.heads_side_by_side)
@@ -357,14 +357,14 @@ def _attend_to_every_slot(
     scoring = Scoring.of_layer(query, spec)
     batch_size, num_kv_heads, capacity, _ = keys.shape
     heads, slots = (jnp.arange(size, dtype=jnp.int32) for size in (num_kv_heads, capacity))
-    head_sharding = None if sinks is None else sinks.reshape(num_kv_heads, -1, 1)
+    sinks_by_head = None if sinks is None else sinks.reshape(num_kv_heads, -1, 1)
 
     def attend_sequence(query: Array, keys: Array, values: Array, last: Array, bias: Array | None) -> Array:
         scores = scoring.capped(jnp.einsum("kgh,ksh->kgs", query, at_least_float32(keys)))
         scores = scoring.minus_alibi(scores, heads, num_kv_heads, (last - slots)[None])
         scores = scores if bias is None else scores + bias.reshape(scores.shape)
         is_seen = slots <= last if span is None else (slots <= last) & (slots >= span.first(last))
-        attn_weights = _softmax_of_seen(scores, is_seen[None], head_sharding)[..., :capacity]
+        attn_weights = _softmax_of_seen(scores, is_seen[None], sinks_by_head)[..., :capacity]
         return jnp.einsum("kgs,ksh->kgh", attn_weights, zero_where(at_least_float32(values), ~is_seen[:, None]))
 
     query = at_least_float32(query.reshape(batch_size, num_kv_heads, -1, query.shape[3])) * scoring.scale

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from mha_jax.arrays import at_least_float32
 from mha_jax.compiled import compiled
 from mha_jax.kernels.nonfinite import contained
 from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import is_on_one_device
-from mha_jax.rope import at_least_float32
 from mha_jax.scores import Scores
 from mha_jax.stages import score_scale
 
@@ -79,7 +79,7 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
 
 
 def _mask_of(masks: Any, mask: Mask, shape: tuple[int, int]) -> Any:
-    """What is hidden from queries by place, in the kernel's own words."""
+    """Return the kernel's own mask of what positions hide."""
     if mask.span is not None and mask.span.window_size is not None:
         before = mask.span.window_size - 1
         return masks.LocalMask(shape, (before, 0 if mask.is_causal else before), 0)

@@ -30,7 +30,7 @@ def _largest_features(x: Float[Tensor, "*tokens H"]) -> Float[Tensor, "*tokens 1
 
 
 def maybe_any(x: Bool[Tensor, "..."]) -> bool:
-    """Return whether any of x is True; True if its values are unavailable, or only by waiting for an accelerator."""
+    """Return whether any of x is True; True if values are unavailable, or available only by waiting."""
     return x.device.type != "cpu" or torch.compiler.is_compiling() or values_of(x.any()) is not False
 
 

@@ -264,23 +264,23 @@ class _Attention(torch.autograd.Function):
         query = zero_where(query, nonfinite_rows)
         context = torch.zeros((*query.shape[:3], value.shape[3]), dtype=at_least_float32(query).dtype)
         context = context.to(query.device)
-        lse_parts = torch.full_like(context[..., :1], -torch.inf)
+        lse = torch.full_like(context[..., :1], -torch.inf)
         held, steps = [key, value], ring.steps()
         for step in range(steps + 1):
             moved = _send_next(ring, held) if step < steps else None
             for part in _parts(ring, query, held, ring.source(step)):
-                own, own_logs, wrong = _attended(part, table, ring.spec)
+                own, own_lse, wrong = _attended(part, table, ring.spec)
                 rows = part.rows
-                before = context[:, :, rows], lse_parts[:, :, rows]
-                context[:, :, rows], lse_parts[:, :, rows] = _joined(*before, own, own_logs)
+                before = context[:, :, rows], lse[:, :, rows]
+                context[:, :, rows], lse[:, :, rows] = _joined(*before, own, own_lse)
                 nonfinite_rows[:, :, rows] |= wrong
             held = held if moved is None else moved.wait()
-        has_key = ~torch.isneginf(lse_parts)
+        has_key = ~torch.isneginf(lse)
         if sinks is not None:
-            total = torch.logaddexp(lse_parts, at_least_float32(sinks)[:, None, None])
-            context, lse_parts = context * (lse_parts - total).exp(), torch.where(has_key, total, lse_parts)
+            total = torch.logaddexp(lse, at_least_float32(sinks)[:, None, None])
+            context, lse = context * (lse - total).exp(), torch.where(has_key, total, lse)
         ctx.ring = ring
-        ctx.save_for_backward(query, key, value, sinks, table, context, lse_parts)
+        ctx.save_for_backward(query, key, value, sinks, table, context, lse)
         found = context.masked_fill(nonfinite_rows & has_key, torch.nan)
         return (_to_zigzag(ring, [found], back=True)[0] if ring.is_zigzag else found).to(dtype)
 
@@ -288,7 +288,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         ring: _Ring = ctx.ring
-        query, key, value, sinks, table, context, lse_parts = ctx.saved_tensors
+        query, key, value, sinks, table, context, lse = ctx.saved_tensors
         (cotangent,) = cotangents
         if ring.is_zigzag:
             (cotangent,) = _to_zigzag(ring, [cotangent])
@@ -302,7 +302,7 @@ class _Attention(torch.autograd.Function):
             moved = _send_next(ring, held) if step < steps else None
             for part in _parts(ring, query, held, ring.source(step)):
                 rows, keys = part.rows, part.keys
-                of_rows = (x[:, :, rows] for x in (lse_parts, cotangent, reduced))
+                of_rows = (x[:, :, rows] for x in (lse, cotangent, reduced))
                 *own, own_table = _block_backward(part, table, ring.spec, *of_rows)
                 for grad, which, found in zip(grads, (rows, keys, keys), own, strict=True):
                     grad[:, :, which] += found
@@ -317,8 +317,8 @@ class _Attention(torch.autograd.Function):
             grads = _to_zigzag(ring, grads, back=True)
         grad_sinks = None
         if sinks is not None:
-            lost = (at_least_float32(sinks)[:, None, None] - lse_parts).exp() * reduced
-            grad_sinks = -lost.masked_fill(torch.isneginf(lse_parts), 0.0).sum(dim=(0, 2, 3)).to(sinks.dtype)
+            lost = (at_least_float32(sinks)[:, None, None] - lse).exp() * reduced
+            grad_sinks = -lost.masked_fill(torch.isneginf(lse), 0.0).sum(dim=(0, 2, 3)).to(sinks.dtype)
         of_inputs = [grad.to(x.dtype) for grad, x in zip(grads, (query, key, value), strict=True)]
         return None, *of_inputs, grad_sinks, None if table is None or grad_table is None else grad_table.to(table.dtype)
 
@@ -380,17 +380,17 @@ def _attended(part: _Part, table: Tensor | None, spec: AttentionSpec | None) -> 
     """The context of the keys of a part, the logarithm of their sum, and which rows see what is not finite."""
     query, key, value, wrong = _finite(part)
     scores = _scores(part, query, key, table, spec)
-    lse_parts = scores.logsumexp(dim=-1, keepdim=True)
-    context = attention_context((scores - _known(lse_parts)).exp(), value)
+    lse = scores.logsumexp(dim=-1, keepdim=True)
+    context = attention_context((scores - _known(lse)).exp(), value)
     marked = wrong[..., 0].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return context, lse_parts, attends_to_any(marked, query.shape[2], Mask(part.mask))
+    return context, lse, attends_to_any(marked, query.shape[2], Mask(part.mask))
 
 
 def _block_backward(
     part: _Part,
     table: Tensor | None,
     spec: AttentionSpec | None,
-    lse_parts: Tensor,
+    lse: Tensor,
     cotangent: Tensor,
     reduced: Tensor,
 ) -> list[Any]:
@@ -404,22 +404,22 @@ def _block_backward(
     leaves += [] if table is None else [table.detach().requires_grad_()]
     with torch.enable_grad():
         scores = _scores(part, leaves[0], leaves[1], leaves[3] if table is not None else None, spec)
-        weights = (scores - _known(lse_parts)).exp()
+        weights = (scores - _known(lse)).exp()
         found = (attention_context(weights, leaves[2]), weights.sum(dim=-1, keepdim=True))
     grads = torch.autograd.grad(found, leaves, (cotangent, -reduced))
     return [*grads, *([None] if table is None else [])]
 
 
-def _known(lse_parts: Tensor) -> Tensor:
+def _known(lse: Tensor) -> Tensor:
     """Logarithms, and 0 for rows without a key, whose weights are exp(-inf) then."""
-    return lse_parts.masked_fill(torch.isneginf(lse_parts), 0.0)
+    return lse.masked_fill(torch.isneginf(lse), 0.0)
 
 
-def _joined(context: Tensor, lse_parts: Tensor, own: Tensor, own_logs: Tensor) -> tuple[Tensor, Tensor]:
+def _joined(context: Tensor, lse: Tensor, own: Tensor, own_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Two contexts of the same rows as one, each weighed by its sum."""
-    total = torch.logaddexp(lse_parts, own_logs)
+    total = torch.logaddexp(lse, own_lse)
     known = _known(total)
-    return context * (lse_parts - known).exp() + own * (own_logs - known).exp(), total
+    return context * (lse - known).exp() + own * (own_lse - known).exp(), total
 
 
 # ---- Validation ------------------------------------------------------------------------------------------------------

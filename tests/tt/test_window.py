@@ -83,7 +83,7 @@ JOINED = {
     "both-ways": (Mask(span=Span(3)), 5, None),
     "chunks": (Mask(is_causal=True, span=Span(chunk_size=3)), 5, None),
     "lengths": (Mask(is_causal=True, span=Span(3), key_padding_lengths=[4]), 5, None),
-    "offsets": (Mask(is_causal=True, span=Span(2), q_offset=np.array([1])), 5, None),
+    "q_offset": (Mask(is_causal=True, span=Span(2), q_offset=np.array([1])), 5, None),
     "mask": (Mask(np.arange(5) == 1, is_causal=True, span=Span(3)), 5, None),
 }
 
