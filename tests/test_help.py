@@ -249,7 +249,9 @@ def test_bugs_without_a_name_prints_the_list(tmp_path, capsys):
 def test_a_command_of_a_clone_says_so_elsewhere(name, capsys, monkeypatch):
     monkeypatch.delitem(COMMANDS, name)
     assert main([name, "--json", "-"]) == 2
-    assert capsys.readouterr().err == f"mha-parity: {name} needs a clone of the repository: the wheel leaves it out\n"
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"mha-parity: {name} is not in the wheel")
+    assert (captured.err.count("\n"), captured.out) == (1, "")
     assert f"\n    {name} " not in make_parser().format_help()
 
 
@@ -281,4 +283,4 @@ def test_the_wheel_is_small_and_holds_every_page_and_the_list_of_public_names(tm
     command = [sys.executable, "-m", "parity", "bench"]  # -m: of the folder that it runs in
     done = subprocess.run(command, cwd=tmp_path / "installed", capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "bench needs a clone" in done.stderr
+    assert "bench is not in the wheel" in done.stderr

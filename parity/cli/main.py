@@ -89,7 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             name = next(iter(sys.argv[1:] if arguments is None else arguments), "")
             if name in FROM_A_CLONE and name not in COMMANDS:
-                raise ModuleNotFoundError(f"{name} needs a clone of the repository: the wheel leaves it out")
+                raise ModuleNotFoundError(
+                    f"{name} is not in the wheel: it needs a clone, and there `make` or pip install --editable"
+                )
             options = make_parser().parse_args(arguments)
             with _warnings_in_a_line():
                 status = _run_command(options)
