@@ -24,9 +24,9 @@ from mha_jax.kernels.fused import FusedAttention
 from mha_jax.parallel import ContextParallel
 from mha_spec import Alibi, AttentionSpec, Norm, RelativeBias, Rope
 from parity.backends.jax import QUICKLY
-from parity.sharding.costs import cost_of
 from parity.sharding.hlo import collectives_in, counts_of
 from parity.sharding.mesh import MeshPlan
+from parity_lab.costs import cost_of
 
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 SMALL_BLOCKS = FusedAttention(few_scores=0, queries=8, keys=8, last_keys=4, most_blocks=2)

@@ -36,7 +36,8 @@ def environment(pytest_options: str = PYTEST_OPTIONS) -> dict[str, str]:
 def found_by(program: str, *arguments: str) -> Any:
     """What a program of this folder prints as JSON. It has a process of its own, where JAX has other devices."""
     command = [sys.executable, str(ROOT / "tests" / program), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}  # for parity_lab
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -23,10 +23,12 @@ from refusals import refuses
 from selection import rest_thorough
 
 import parity.backends
-import parity.bench
+import parity_lab.bench
 from mha_spec import AttentionSpec
-from parity.bench import Bench, Row, Work, bench, bench_work, plan
-from parity.bench.measure import (
+from parity.cli.main import main
+from parity.reporting.console import console
+from parity_lab.bench import Bench, Row, Work, bench, bench_work, plan
+from parity_lab.bench.measure import (
     LIMIT,
     OURS,
     Contender,
@@ -38,10 +40,8 @@ from parity.bench.measure import (
     run_in_turn,
     times_of,
 )
-from parity.bench.models import bench_model
-from parity.cli.main import main
-from parity.reporting.bench import lines_of, plot_growth, print_bench
-from parity.reporting.console import console
+from parity_lab.bench.models import bench_model
+from parity_lab.bench.report import lines_of, plot_growth, print_bench
 
 KEYS = ["what", "framework", "shape", "dtype", "ours_ms", "peers", "best_peer", "ratio", "limit_ms", "limit_ratio"]
 TINY = {"num_heads": 2, "head_dim": 8}
@@ -55,8 +55,8 @@ def as_users_have_it(monkeypatch):
     But each round is run once, and the garbage that is looked for before is not that of all libraries and tests.
     """
     gc.freeze()
-    effort = parity.bench.effort
-    for module in (parity.bench, parity.bench.models):
+    effort = parity_lab.bench.effort
+    for module in (parity_lab.bench, parity_lab.bench.models):
         monkeypatch.setattr(module, "effort", lambda quick: {**effort(quick), **ONCE})
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
@@ -64,8 +64,8 @@ def as_users_have_it(monkeypatch):
 
 @pytest.fixture(scope="module")
 def sides():
-    from parity.bench.jax import Side as JaxSide
-    from parity.bench.torch import Side as TorchSide
+    from parity_lab.bench.jax import Side as JaxSide
+    from parity_lab.bench.torch import Side as TorchSide
 
     return {"jax": JaxSide(), "torch": TorchSide()}
 
@@ -213,13 +213,13 @@ def test_growth_is_told_over_tokens_and_over_sequences():
 
 @pytest.mark.parametrize("options", [{}, {"quick": True}, {"long": True}], ids=["all", "quick", "long"])
 def test_the_plan_has_work_of_every_group_and_nothing_twice(options):
-    works = plan(parity.bench.GROUPS, ["float32"], **options)
-    assert {work.group for work in works} == set(parity.bench.GROUPS) - {"import", "convert"}
+    works = plan(parity_lab.bench.GROUPS, ["float32"], **options)
+    assert {work.group for work in works} == set(parity_lab.bench.GROUPS) - {"import", "convert"}
     assert len({(work.what, *work.shape) for work in works}) == len(works)
 
 
 def test_the_plan_covers_what_there_is_to_compare():
-    works = plan(parity.bench.GROUPS, ["float32"])
+    works = plan(parity_lab.bench.GROUPS, ["float32"])
     whats = {work.what for work in works}
     hidden = {"full", "causal", "padded", "causal+padded"}
     assert whats >= {f"layer {which} forward" for which in hidden} | {"layer causal with weights forward"}
@@ -352,8 +352,8 @@ def test_the_settings_that_change_the_speed_are_told(sides, framework):
 
 @pytest.mark.thorough
 def test_imports_and_conversion_have_rows_of_the_same_kind():
-    from parity.bench.conversion import bench_conversion
-    from parity.bench.imports import bench_imports
+    from parity_lab.bench.conversion import bench_conversion
+    from parity_lab.bench.imports import bench_imports
 
     module, help_ = bench_imports(["torch"], repeats=1)
     (conversion,) = bench_conversion(num_layers=1, repeats=1)
@@ -376,7 +376,9 @@ def tiny_plan(monkeypatch):
         *(Work("growth", "core", 1, seq_len, **options) for seq_len in (8, 16)),
         Work("memory", "core", 1, 8, **options, is_timed=False),
     ]
-    monkeypatch.setattr(parity.bench, "plan", lambda groups, *a, **o: [work for work in works if work.group in groups])
+    monkeypatch.setattr(
+        parity_lab.bench, "plan", lambda groups, *a, **o: [work for work in works if work.group in groups]
+    )
     return works
 
 
@@ -489,10 +491,10 @@ def test_bad_usage_is_refused_before_the_work(capsys, arguments, refusal):
 def test_a_framework_that_is_not_there_is_refused_by_name_and_left_out_otherwise(monkeypatch, capsys):
     why = parity.backends.why_missing
     missing = "torch needs torch, not installed here"
-    monkeypatch.setattr(parity.bench, "why_missing", lambda name: missing if name == "torch" else why(name))
+    monkeypatch.setattr(parity_lab.bench, "why_missing", lambda name: missing if name == "torch" else why(name))
     assert main(["bench", "--frameworks", "torch"]) == 2
     assert missing in capsys.readouterr().err
-    assert parity.bench.count_rows(["import"]) == 1 + 1  # of JAX, and the command's own
+    assert parity_lab.bench.count_rows(["import"]) == 1 + 1  # of JAX, and the command's own
 
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch, capsys):

@@ -18,9 +18,10 @@ from refusals import refuses, refuses_type
 import mha_torch
 from mha_spec import AttentionSpec, Rope
 from parity import (
+    CASES,
     NotCarriedWarning,
     first_difference,
-    pretrained,
+    make_problem,
     random_weights,
     save,
     spec_of,
@@ -751,7 +752,8 @@ def smollm2(tmp_path):
     """A trained layer as a GGUF file and as half-split weights."""
     import gguf
 
-    weights, spec = load(pretrained.path("smollm2-causal"))
+    problem = make_problem(CASES["trained-smollm2-causal"], "float32")
+    weights, spec = problem.weights, problem.spec
     writer = gguf.GGUFWriter(tmp_path / "layer.gguf", "llama")
     names = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "out_proj": "attn_output"}
     heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}

@@ -26,10 +26,10 @@ from parity.core.weights import dtype_named
 from parity.diagnosis.diagnose import diagnose, observe
 from parity.diagnosis.mistakes import mistakes_for, wrong_layer
 from parity.diagnosis.mistakes.record import Changed
-from parity.diagnosis.selftest import SELFTEST_CASES, mistakes_in, planted
 from parity.diagnosis.verdicts import UNNAMED
 from parity.diagnosis.weights import diagnose_weights
 from parity.running.run import run_cases
+from parity_lab.selftest import SELFTEST_CASES, mistakes_in, planted
 
 CASE_OF = {case.name: case for case in SELFTEST_CASES}
 SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))

@@ -16,7 +16,7 @@ from shell import environment, run
 import parity
 from parity.core.stages import STAGES
 from parity.diagnosis.mistakes import FIDELITIES, PRECISIONS, mistakes_for, page_by_mistake, ranks
-from parity.diagnosis.selftest import SELFTEST_CASES, planted_in
+from parity_lab.selftest import SELFTEST_CASES, planted_in
 
 ROOT = Path(__file__).parent.parent
 BUGS = ROOT / "parity" / "bugs"

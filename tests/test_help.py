@@ -9,22 +9,26 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from refusals import refuses
+from setuptools import find_packages
 
 import parity.backends
 import parity.cli
+import parity_lab.commands
 from parity.backends import BACKENDS
+from parity.cli.clone import FROM_A_CLONE
 from parity.cli.main import COMMANDS, main, make_parser
 from parity.core.cases import CASES, DTYPES
 from parity.core.packages import OPTIONAL
 from parity.diagnosis.mistakes import mistakes_for
-from parity.diagnosis.selftest import SELFTEST_CASES
 from parity.reporting.cases import covers
+from parity_lab.selftest import SELFTEST_CASES
 
 ROOT = Path(__file__).parent.parent
 PAGES = {name: command.PAGE for name, command in COMMANDS.items()}
@@ -41,7 +45,9 @@ def commands():
 
 def test_every_module_with_a_page_is_a_command():
     modules = [
-        importlib.import_module(f"parity.cli.{found.name}") for found in pkgutil.iter_modules(parity.cli.__path__)
+        importlib.import_module(f"{package.__name__}.{found.name}")
+        for package in (parity.cli, parity_lab.commands)
+        for found in pkgutil.iter_modules(package.__path__)
     ]
     assert {module.__name__ for module in modules if hasattr(module, "PAGE")} == {
         command.__name__ for command in COMMANDS.values()
@@ -236,11 +242,32 @@ def test_bugs_without_a_name_prints_the_list(tmp_path, capsys):
     assert json.loads((tmp_path / "b.json").read_text())["pages"].keys() == {"README"}
 
 
+# ---- The wheel -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FROM_A_CLONE)
+def test_a_command_of_a_clone_says_so_elsewhere(name, capsys, monkeypatch):
+    monkeypatch.delitem(COMMANDS, name)
+    assert main([name, "--json", "-"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"mha-parity: {name} is not in the wheel")
+    assert (captured.err.count("\n"), captured.out) == (1, "")
+    assert f"\n    {name} " not in make_parser().format_help()
+
+
+def test_the_wheel_has_no_package_that_only_a_clone_has():
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
+    found = set(find_packages(str(ROOT), **config["packages"]["find"]))
+    assert {name.partition(".")[0] for name in found} == {"mha_spec", "mha_jax", "mha_torch", "mha_tt", "parity"}
+    assert {"parity.cli", "parity.pretrained", "mha_jax.kernels"} <= found
+    assert not any("npz" in pattern for patterns in config["package-data"].values() for pattern in patterns)
+
+
 @pytest.mark.thorough
-def test_the_wheel_holds_every_page_and_the_list_of_public_names(tmp_path):
+def test_the_wheel_is_small_and_holds_every_page_and_the_list_of_public_names(tmp_path):
     source = tmp_path / "source"
     ignore = shutil.ignore_patterns("__pycache__")
-    for package in ("parity", "mha_jax", "mha_torch", "mha_tt"):
+    for package in ("mha_spec", "mha_jax", "mha_torch", "mha_tt", "parity", "parity_lab"):
         shutil.copytree(ROOT / package, source / package, ignore=ignore)
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
@@ -250,3 +277,10 @@ def test_the_wheel_holds_every_page_and_the_list_of_public_names(tmp_path):
     held = set(zipfile.ZipFile(wheel).namelist())
     assert {f"parity/bugs/{page.name}" for page in (ROOT / "parity" / "bugs").glob("*.md")} <= held
     assert {"parity/__init__.pyi", "parity/py.typed"} <= held
+    assert not any(name.startswith("parity_lab") for name in held)
+    assert wheel.stat().st_size < 4_000_000
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    command = [sys.executable, "-m", "parity", "bench"]  # -m: of the folder that it runs in
+    done = subprocess.run(command, cwd=tmp_path / "installed", capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "bench is not in the wheel" in done.stderr

@@ -17,8 +17,9 @@ ROOT = Path(__file__).parents[1]
 
 # ---- The plan of the house -------------------------------------------------------------------------------------------
 
-PACKAGES = [["mha_spec"], ["mha_jax", "mha_torch", "mha_tt"], ["parity"]]
-"""From the bottom. Arrows point downward only; those of one line know nothing of each other."""
+PACKAGES = [["mha_spec"], ["mha_jax", "mha_torch", "mha_tt"], ["parity"], ["parity_lab"]]
+"""From the bottom. Arrows point downward only; those of one line know nothing of each other. The last one is in
+no wheel: `parity.cli.clone` looks for its commands by their names."""
 
 ROOMS = [
     ["text"],
@@ -34,7 +35,6 @@ ROOMS = [
     ["running"],
     ["conformance"],
     ["mutating"],
-    ["bench"],
     ["reporting"],
     ["testing"],
     ["cli"],
@@ -358,6 +358,8 @@ def test_a_circle_is_seen_with_its_arrows(tmp_path):
         ("parity.core.a", "parity.cli.b", False),
         ("parity.files.a", "parity.pretrained.b", False),
         ("parity.cli.a", "parity", False),
+        ("parity_lab.a", "parity.cli.b", True),
+        ("parity.cli.a", "parity_lab.b", False),
     ],
 )
 def test_only_arrows_downward_are_allowed(importer, imported, is_downward, tmp_path):

@@ -14,7 +14,7 @@ from parity.core.stages import run_steps, stage_named
 from parity.core.trace import Reference
 from parity.core.weights import dtype_named
 from parity.diagnosis.mistakes import mistakes_for, wrong_layer
-from parity.diagnosis.selftest import SELFTEST_CASES, planted
+from parity_lab.selftest import SELFTEST_CASES, planted
 
 CASE_OF = {case.name: case for case in SELFTEST_CASES}
 LOSSES = {

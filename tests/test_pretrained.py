@@ -7,15 +7,29 @@ from pathlib import Path
 import pytest
 from refusals import refuses
 
-from parity import CASES, make_problem, pretrained
+from parity import CASES, load_tensors, make_problem, pretrained
 from parity.core import reference
 from parity.core.stages import run_steps
 
 FOLDER = Path(pretrained.__file__).parent
 
 
-def test_all_files_together_are_below_6_megabytes():
-    assert sum(path.stat().st_size for path in FOLDER.glob("*.safetensors")) < 6_000_000
+def test_all_files_together_are_below_3_megabytes():
+    assert sum(path.stat().st_size for path in FOLDER.glob("*.safetensors")) < 3_000_000
+
+
+def test_weights_in_q4_1_have_the_bits_that_gguf_gives():
+    from gguf import GGMLQuantizationType, dequantize
+
+    tensors, _ = load_tensors(pretrained.path("smollm2-causal"))
+    weights = make_problem(CASES["trained-smollm2-causal"], "float32").weights
+    packed = {
+        name.removesuffix(pretrained.PACKED): x for name, x in tensors.items() if name.endswith(pretrained.PACKED)
+    }
+    assert packed.keys() == weights.keys()
+    for name, x in packed.items():
+        expected = dequantize(x, GGMLQuantizationType.Q4_1)
+        assert (expected.dtype, expected.tobytes()) == (weights[name].dtype, weights[name].tobytes())
 
 
 @pytest.mark.parametrize("name", pretrained.NAMES)

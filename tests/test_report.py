@@ -7,11 +7,11 @@ import pytest
 from rich.console import Console
 
 from parity.core.compare import compare
-from parity.diagnosis.selftest import Outcome
 from parity.reporting.console import short_ratio
-from parity.reporting.diagnosis import print_divergence, print_selftest
+from parity.reporting.diagnosis import print_divergence
 from parity.reporting.run import print_case_table, print_comparison_table, print_stage_table
 from parity.running.report import Report
+from parity_lab.selftest import Outcome, print_selftest
 
 CASE = "trained-smollm2-causal"
 WRONG = "step0.module.attn_weights"

@@ -15,8 +15,9 @@ from parity.backends import driver, load_backend
 from parity.cli.main import main
 from parity.core.stages import run_steps, stage_named
 from parity.diagnosis.mistakes import PRECISIONS, mistakes_for, page_by_mistake, wrong_layer
+from parity.diagnosis.planting import plan_of
 from parity.diagnosis.replay import Replay
-from parity.diagnosis.selftest import SELFTEST_CASES, Outcome, plan_of, plant, planted, planted_in
+from parity_lab.selftest import SELFTEST_CASES, Outcome, plant, planted, planted_in
 
 CASE_OF = {case.name: case for case in SELFTEST_CASES}
 TRAINED = "trained-anarcii-causal", "trained-smollm2-causal"
@@ -205,7 +206,7 @@ def test_the_command_prints_a_table_and_writes_the_outcomes(capsys, tmp_path):
 
 
 def test_the_command_fails_where_a_mistake_survives(capsys, monkeypatch):
-    monkeypatch.setattr("parity.diagnosis.selftest.planted", lambda name, problem, backend: nullcontext(problem))
+    monkeypatch.setattr("parity_lab.selftest.planted", lambda name, problem, backend: nullcontext(problem))
     assert main(["selftest", "--backends", "torch", "--cases", "window"]) == 1
     assert "NOT SEEN: out_proj-transposed in window on torch: all stages passed" in capsys.readouterr().out
 

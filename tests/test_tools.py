@@ -278,7 +278,7 @@ def test_mutants_are_edits_of_what_runs_and_can_be_compiled(mutants, tmp_path, m
 
 def test_mutants_of_a_seed_are_always_those(mutants, monkeypatch):
     assert sum(mutants.COUNTS.values()) >= 200
-    assert mutants.COUNTS.keys() == {"mha_spec", "mha_jax", "mha_torch", "mha_tt", "parity"}
+    assert mutants.COUNTS.keys() == {"mha_spec", "mha_jax", "mha_torch", "mha_tt", "parity", "parity_lab"}
     monkeypatch.setattr(mutants, "COUNTS", {"mha_spec": 25})
     assert mutants.drawn(0) == mutants.drawn(0) != mutants.drawn(1)
     assert {each.package for each in mutants.drawn(0)} == {"mha_spec"}

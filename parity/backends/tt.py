@@ -33,8 +33,8 @@ from parity.core.cases import Case
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_weights
 
-RECORDINGS = Path(__file__).parents[1] / "recorded"
-"""What devices gave, a folder for each kind: see `tools/record-tt`."""
+RECORDINGS = Path(__file__).parents[2] / "parity_lab" / "recorded"
+"""Where a clone of the repository has what devices gave, a folder for each kind: see `tools/record-tt`."""
 
 DTYPES = {"float32": ttnn.float32, "bfloat16": ttnn.bfloat16}
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from parity.cli import (
-    bench,
     bugs,
     cache_size,
     cases,
@@ -36,10 +35,10 @@ from parity.cli import (
     mutate,
     plot,
     run,
-    selftest,
     spec,
     verify,
 )
+from parity.cli.clone import FROM_A_CLONE, commands_of_a_clone
 from parity.cli.help import EXIT_STATUS
 from parity.cli.messages import is_writable, refusal, say, warn
 from parity.cli.paths import REPORTS, STANDARD_OUTPUT, check_destinations
@@ -49,7 +48,7 @@ from parity.text import in_line
 if TYPE_CHECKING:
     from types import FrameType
 
-COMMANDS = {
+COMMANDS: dict[str, Any] = {
     "run": run,
     "cases": cases,
     "compare": compare,
@@ -65,8 +64,7 @@ COMMANDS = {
     "conformance": conformance,
     "mutate": mutate,
     "diagnose": diagnose,
-    "selftest": selftest,
-    "bench": bench,
+    **dict(commands_of_a_clone()),
 }
 """A module for each: its `PAGE` of help, `add_arguments`, and `run`, which imports what takes time: --help need not."""
 
@@ -89,6 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     with _signals_raise(for_good=arguments is None) as received:
         try:
+            name = next(iter(sys.argv[1:] if arguments is None else arguments), "")
+            if name in FROM_A_CLONE and name not in COMMANDS:
+                raise ModuleNotFoundError(
+                    f"{name} is not in the wheel: it needs a clone, and there `make` or pip install --editable"
+                )
             options = make_parser().parse_args(arguments)
             with _warnings_in_a_line():
                 status = _run_command(options)

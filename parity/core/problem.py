@@ -145,7 +145,7 @@ def make_problem(case: Case | str, dtype: str, weights: Mapping[str, Any] | None
     if weights is None:
         weights = random_weights(spec, [1, *seed])
         if case.trained is not None:
-            tensors, _ = load_tensors(pretrained.path(case.trained))
+            tensors = pretrained.unpacked(load_tensors(pretrained.path(case.trained))[0])
             weights = {name: tensors[name] for name in weight_shapes(spec)}
             inputs |= {name: tensors[f"inputs.{name}"] for name in ("query", "key") if f"inputs.{name}" in tensors}
         elif case.name == "textbook":

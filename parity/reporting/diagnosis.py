@@ -1,4 +1,4 @@
-"""What a diagnosis found, where two traces part, and what became of planted mistakes."""
+"""What a diagnosis found, and where two traces part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from parity.reporting.console import begin_table, short_ratio
 if TYPE_CHECKING:
     from parity.conversion.differences import WeightsComparison
     from parity.diagnosis.diagnose import Diagnosis
-    from parity.diagnosis.selftest import Outcome
 
 
 def print_diagnosis(diagnosis: Diagnosis, out: Console) -> None:
@@ -80,34 +79,3 @@ def print_divergence(sides: list[list[Comparison]], distances: dict[str, float],
         out.print(Text(f"{side[0].backend} {words}", style="green" if wrong is None else "red"), soft_wrap=True)
         if wrong is not None:
             out.print(Text(str(wrong), style="red"))
-
-
-def print_selftest(outcomes: list[Outcome], out: Console) -> None:
-    """Print what became of the mistakes that were planted: a row for each kind, what was not as it should be, a sum."""
-    table = begin_table(out, "Planted mistakes: seen at their stage, and named by the diagnosis")
-    is_narrow = out.width < 80
-    table.add_column("mistake", overflow="fold", no_wrap=not is_narrow)
-    table.add_column("stage", overflow="fold", no_wrap=not is_narrow)
-    for column in ("planted", "seen", "named"):
-        table.add_column(column, justify="right", no_wrap=True)
-    kinds: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        kinds.setdefault(outcome.hypothesis or "(none)", []).append(outcome)
-    for kind, of_kind in kinds.items():
-        seen, named = (sum(getattr(outcome, what) for outcome in of_kind) for what in ("is_caught", "is_named"))
-        style = "" if seen == named == len(of_kind) else "red"
-        stages = ", ".join(dict.fromkeys(outcome.stage for outcome in of_kind if outcome.stage)) or "—"
-        table.add_row(kind, stages, str(len(of_kind)), str(seen), str(named), style=style)
-    out.print(table)
-    for outcome in outcomes:
-        where = f"{outcome.hypothesis or 'nothing'} in {outcome.case} on {outcome.backend}"
-        if not outcome.is_caught:
-            out.print(
-                Text(f"NOT SEEN: {where}: {outcome.stage or 'all stages passed'}", style="bold red"), soft_wrap=True
-            )
-        elif not outcome.is_named:
-            named = ", ".join(outcome.named) or "nothing"
-            out.print(Text(f"not named: {where}: the diagnosis says {named}", style="yellow"), soft_wrap=True)
-    seen, named = (sum(getattr(outcome, what) for outcome in outcomes) for what in ("is_caught", "is_named"))
-    style = "bold green" if seen == len(outcomes) else "bold red"
-    out.print(Text(f"{len(outcomes)} planted, {seen} seen at their stage, {named} named", style=style))

@@ -39,7 +39,7 @@ from mha_tt.kernels import fused, nonfinite
 from mha_tt.layout import TILE, head_slots, padded_head_dim, round_up
 from mha_tt.masks import MASKED, on_host
 from parity import CASES, AttentionSpec, Case, Rope, make_problem, run_cases
-from parity.diagnosis.selftest import planted
+from parity_lab.selftest import planted
 
 from .formulas import IS_MOCK
 

@@ -29,7 +29,7 @@ def _plan(name: str, backend: str) -> Plan:
     from mha_spec import AttentionSpec
     from parity.core.cases import Case  # these take longer to import than most tests run
     from parity.core.problem import make_problem
-    from parity.diagnosis.selftest import plan_of
+    from parity.diagnosis.planting import plan_of
 
     case = Case("ours", AttentionSpec(32, 4), "any that has a mask", seq_len=5, is_causal=True)
     return plan_of(name, make_problem(case, "float32"), backend)

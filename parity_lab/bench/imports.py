@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from parity.bench.measure import OURS, Row, run_in_turn, times_of
+from parity_lab.bench.measure import OURS, Row, run_in_turn, times_of
 
 IMPORTS = {"jax": "import jax, flax.nnx", "torch": "import torch"}
 

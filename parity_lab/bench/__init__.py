@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from mha_spec import Refusal
 from parity.backends import why_missing
-from parity.bench.measure import (
+from parity_lab.bench.measure import (
     ALLOWED,
     LIMIT,
     OURS,
@@ -25,7 +25,7 @@ from parity.bench.measure import (
     run_in_turn,
     times_of,
 )
-from parity.bench.work import DTYPES, GROUPS, Inputs, Work, draw_inputs, plan
+from parity_lab.bench.work import DTYPES, GROUPS, Inputs, Work, draw_inputs, plan
 
 FRAMEWORKS = ("jax", "torch")
 DEVICES = ("cpu", "cuda")
@@ -135,11 +135,11 @@ def bench(
         on_row(f"{work.what} {work.shape}")
         rows += bench_work(work, sides, **effort(quick))
     if "import" in groups:
-        from parity.bench.imports import bench_imports
+        from parity_lab.bench.imports import bench_imports
 
         rows += bench_imports(frameworks, repeats=2 if quick else 7, on_row=on_row)
     if "convert" in groups:
-        from parity.bench.conversion import bench_conversion
+        from parity_lab.bench.conversion import bench_conversion
 
         on_row("conversion of a checkpoint")
         rows += bench_conversion(num_layers=2 if quick else 8, repeats=3 if quick else 7)
@@ -191,7 +191,7 @@ def open_sides(frameworks: Sequence[str], device: str) -> tuple[dict[str, Side],
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     sides, names = {}, {}
     for framework in frameworks:
-        module = importlib.import_module(f"parity.bench.{framework}")
+        module = importlib.import_module(f"parity_lab.bench.{framework}")
         sides[framework] = module.Side(device) if framework == "torch" else module.Side()
         names[framework] = module.NAMES
     return sides, names

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.text import Text
 
 from mha_spec import Refusal
-from parity.bench import Bench, Row
-from parity.bench.measure import OURS
 from parity.files.target import write_whole
 from parity.reporting.console import begin_table
 from parity.reporting.plot import check_destination
 from parity.reporting.summary import counted
+from parity_lab.bench import Bench, Row
+from parity_lab.bench.measure import OURS
 
 TITLES = {"jax": "JAX", "torch": "torch", "": "Command line and files"}
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Refusal
-from parity.bench import Bench, Make, bench_work, checked, effort, environment_of, open_sides
-from parity.bench.measure import Contender
-from parity.bench.work import Work, draw_inputs
 from parity.conversion.layers import Layer, open_layers
 from parity.running.models import chosen_layers, number_of, skeleton_of
+from parity_lab.bench import Bench, Make, bench_work, checked, effort, environment_of, open_sides
+from parity_lab.bench.measure import Contender
+from parity_lab.bench.work import Work, draw_inputs
 
 TRANSFORMERS = "transformers"
 NAMES = {TRANSFORMERS: "the model's own module of transformers, with SDPA where it has that"}

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.bench.measure import LIMIT, OURS, Row, run_in_turn, times_of
 from parity.conversion.convert import convert_file
 from parity.core.weights import random_weights
+from parity_lab.bench.measure import LIMIT, OURS, Row, run_in_turn, times_of
 
 SPEC = AttentionSpec(1024, 16, qkv_bias=False, out_bias=False)
 PREFIX = "model.layers.{i}.self_attn"

@@ -37,10 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, and print what was measured."""
-    from parity.bench import DEVICES, DTYPES, FRAMEWORKS, GROUPS, bench, count_rows
-    from parity.reporting.bench import plot_growth, print_bench
     from parity.reporting.console import console, progress_bar
     from parity.reporting.json import write_json
+    from parity_lab.bench import DEVICES, DTYPES, FRAMEWORKS, GROUPS, bench, count_rows
+    from parity_lab.bench.report import plot_growth, print_bench
 
     check_names("--what", options.what, GROUPS)
     check_names("--frameworks", options.frameworks, FRAMEWORKS)
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     asked = {"dtypes": options.dtypes, "device": options.device, "quick": options.quick}
     _check_model_options(options)
     if options.model is not None:
-        from parity.bench.models import bench_model
+        from parity_lab.bench.models import bench_model
 
         about = {"layers": options.layers, "layout": options.layout, "prefix": options.prefix, **layer_options(options)}
         with progress_bar(None) as on_row, in_flags(options):

@@ -18,10 +18,10 @@ from torch import Tensor
 
 import mha_torch
 from parity.backends.torch import from_numpy, to_numpy
-from parity.bench.keras import keras_layer
-from parity.bench.measure import OURS, Contender, Probe, large_enough
-from parity.bench.work import Inputs, Work
 from parity.foreign import load_adapter, load_into
+from parity_lab.bench.keras import keras_layer
+from parity_lab.bench.measure import OURS, Contender, Probe, large_enough
+from parity_lab.bench.work import Inputs, Work
 
 NAMES = {
     "plain path": "mha_torch.scaled_dot_product_attention, ours, with every stage",

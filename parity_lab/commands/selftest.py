@@ -30,10 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Plant the mistakes, and print what became of them."""
     from parity.backends import why_missing
-    from parity.diagnosis.selftest import SELFTEST_CASES, SELFTESTED, mistakes_in, selftest
     from parity.reporting.console import console, progress_bar
-    from parity.reporting.diagnosis import print_selftest
     from parity.reporting.json import write_json
+    from parity_lab.selftest import SELFTEST_CASES, SELFTESTED, mistakes_in, print_selftest, selftest
 
     backends = options.backends or [name for name in SELFTESTED if not why_missing(name)]
     check_names("--backends", backends, SELFTESTED)

@@ -1,7 +1,7 @@
 """Would the harness notice? Every mistake that it knows is made in a sibling on purpose; it must be seen, and named.
 
-`mistakes` has them. They are planted in the siblings' own functions, in their frameworks, or in the weights that
-they are given.
+`parity.diagnosis.mistakes` has them. They are planted in the siblings' own functions, in their frameworks, or in the
+weights that they are given.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from mha_spec import (
     Alibi,
@@ -21,13 +24,12 @@ from mha_spec import (
     LongRopeScaling,
     Norm,
     ProportionalScaling,
-    Refusal,
     RelativeBias,
     Rope,
     Temperature,
     YarnScaling,
 )
-from parity.backends import BACKENDS, load_backend, why_missing
+from parity.backends import BACKENDS, why_missing
 from parity.backends.record import record
 from parity.core.cases import CASES, Case
 from parity.core.compare import first_difference
@@ -36,7 +38,8 @@ from parity.core.stages import stage_named
 from parity.core.trace import Reference, judge
 from parity.core.weights import random_weights
 from parity.diagnosis.diagnose import Diagnosis, diagnose
-from parity.diagnosis.mistakes import PRECISIONS, Mistake, Plan, mistakes_for
+from parity.diagnosis.planting import mistake_to_plant, mistakes_of, plan_of
+from parity.reporting.console import begin_table
 
 SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_mistakes]
 """The backends that every mistake can be planted in. Of mha_tt only masks are arrays: tests/tt plants a few there."""
@@ -324,20 +327,15 @@ def selftest(
 
 def mistakes_in(case: Case) -> list[str]:
     """The names of the mistakes that can be planted in a case."""
-    return list(dict.fromkeys(mistake.name for mistake in _mistakes(case) if mistake.in_sibling is not None))
+    return list(dict.fromkeys(mistake.name for mistake in mistakes_of(case) if mistake.in_sibling is not None))
 
 
 def planted_in(case: Case) -> list[str]:
     """The names of the mistakes that the self-test plants in one of its cases."""
     place = SELFTEST_CASES.index(case)
     before = {name for earlier in SELFTEST_CASES[:place] if earlier.trained is None for name in mistakes_in(earlier)}
-    once = {mistake.name for mistake in _mistakes(case) if mistake.is_loss or place >= NUM_GENERAL}
+    once = {mistake.name for mistake in mistakes_of(case) if mistake.is_loss or place >= NUM_GENERAL}
     return [name for name in mistakes_in(case) if name not in once & before]
-
-
-@cache
-def _mistakes(case: Case) -> tuple[Mistake, ...]:
-    return (*mistakes_for(case), *(() if case.is_cached else PRECISIONS.values()))
 
 
 def plant(hypothesis: str, case: Case, backend: str, *, seed: int = 0) -> Outcome:
@@ -357,7 +355,7 @@ def plant(hypothesis: str, case: Case, backend: str, *, seed: int = 0) -> Outcom
         case.name,
         backend,
         seed,
-        _mistake(hypothesis, case).stages if hypothesis else (),
+        mistake_to_plant(hypothesis, case).stages if hypothesis else (),
         "" if difference is None else stage_named(difference.stage).kind,
         tuple(name for explanation in found.explanations for name in explanation.hypotheses),
         tuple(words for explanation in found.explanations for words in explanation.others),
@@ -370,28 +368,6 @@ def _reference(case: Case, seed: int) -> Reference:
     """What every mistake in a case is judged by."""
     weights = None if case.trained is not None else random_weights(case.spec, seed)
     return Reference(make_problem(case, "float32", weights))
-
-
-def _mistake(name: str, case: Case) -> Mistake:
-    """The one of a name that can be planted."""
-    for mistake in _mistakes(case):
-        if mistake.name == name and mistake.in_sibling is not None:
-            return mistake
-    raise Refusal("hypothesis", f"be one that can be planted in {case.name}", hypothesis=name)
-
-
-def plan_of(hypothesis: str, problem: Problem, backend: str) -> Plan:
-    """What to break in a sibling for a mistake; nothing where it has no name.
-
-    Raises:
-        ValueError: if there is no such mistake.
-    """
-    port, xp = load_backend(backend), importlib.import_module(BACKENDS[backend].arrays)
-    plan = Plan(problem, port.SIBLING, xp, port, dict(problem.weights), {})
-    make = _mistake(hypothesis, problem.case).in_sibling if hypothesis else None
-    if make is not None:
-        make(plan)
-    return plan
 
 
 @contextmanager
@@ -424,3 +400,34 @@ def planted(hypothesis: str, problem: Problem, backend: str) -> Iterator[Problem
 def _with_positions(rotate: Callable[..., Any]) -> Callable[..., Any]:
     """`apply_rope` of positions instead of their rotations, which siblings compute once for queries and keys."""
     return lambda x, positions, rope: rotate(x, getattr(positions, "positions", positions), rope)
+
+
+def print_selftest(outcomes: list[Outcome], out: Console) -> None:
+    """Print what became of the mistakes that were planted: a row for each kind, what was not as it should be, a sum."""
+    table = begin_table(out, "Planted mistakes: seen at their stage, and named by the diagnosis")
+    is_narrow = out.width < 80
+    table.add_column("mistake", overflow="fold", no_wrap=not is_narrow)
+    table.add_column("stage", overflow="fold", no_wrap=not is_narrow)
+    for column in ("planted", "seen", "named"):
+        table.add_column(column, justify="right", no_wrap=True)
+    kinds: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        kinds.setdefault(outcome.hypothesis or "(none)", []).append(outcome)
+    for kind, of_kind in kinds.items():
+        seen, named = (sum(getattr(outcome, what) for outcome in of_kind) for what in ("is_caught", "is_named"))
+        style = "" if seen == named == len(of_kind) else "red"
+        stages = ", ".join(dict.fromkeys(outcome.stage for outcome in of_kind if outcome.stage)) or "—"
+        table.add_row(kind, stages, str(len(of_kind)), str(seen), str(named), style=style)
+    out.print(table)
+    for outcome in outcomes:
+        where = f"{outcome.hypothesis or 'nothing'} in {outcome.case} on {outcome.backend}"
+        if not outcome.is_caught:
+            out.print(
+                Text(f"NOT SEEN: {where}: {outcome.stage or 'all stages passed'}", style="bold red"), soft_wrap=True
+            )
+        elif not outcome.is_named:
+            named = ", ".join(outcome.named) or "nothing"
+            out.print(Text(f"not named: {where}: the diagnosis says {named}", style="yellow"), soft_wrap=True)
+    seen, named = (sum(getattr(outcome, what) for outcome in outcomes) for what in ("is_caught", "is_named"))
+    style = "bold green" if seen == len(outcomes) else "bold red"
+    out.print(Text(f"{len(outcomes)} planted, {seen} seen at their stage, {named} named", style=style))

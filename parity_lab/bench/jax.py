@@ -14,10 +14,10 @@ from flax import nnx
 from jaxtyping import Array
 
 import mha_jax
-from parity.bench.keras import keras_layer
-from parity.bench.measure import OURS, Contender, Probe, large_enough
-from parity.bench.work import Inputs, Work
 from parity.foreign import load_adapter, load_into
+from parity_lab.bench.keras import keras_layer
+from parity_lab.bench.measure import OURS, Contender, Probe, large_enough
+from parity_lab.bench.work import Inputs, Work
 
 NAMES = {
     "plain path": "mha_jax.scaled_dot_product_attention, ours, with every stage",

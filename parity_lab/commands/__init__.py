@@ -1,0 +1,1 @@
+"""The commands of `mha-parity` that only a clone of the repository has."""
