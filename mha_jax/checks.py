@@ -53,6 +53,15 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
         raise Refusal(name, f"broadcast to the scores (B, N, T, S) = {scores_shape}", {f"{name}.shape": shape})
 
 
+def check_integers(name: str, x: Array, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
+    """Refuse an array that does not hold integers, or has none of these shapes."""
+    check_array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise WrongType(name, "be integers", {f"{name}.dtype": x.dtype})
+    if x.shape not in shapes:
+        raise Refusal(name, f"have shape {in_words}", {f"{name}.shape": x.shape})
+
+
 def check_lengths(name: str, lengths: Array | Sequence[int], batch_size: int | None, maximum: int) -> None:
     """Refuse lengths that are not one integer in 0..maximum for each sequence."""
     array = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
@@ -114,16 +123,6 @@ def _are_finite(arrays: dict[str, Array]) -> dict[str, Array]:
     return {name: jnp.isfinite(array).all() for name, array in arrays.items()}
 
 
-def check_projected(name: str, x: Array, kernel: Array) -> None:
-    """Refuse an input that does not fit the projection it goes into."""
-    if x.shape[-1] != kernel.shape[0]:
-        raise Refusal(f"the input of {name}", f"have {kernel.shape[0]} features", shape=x.shape)
-    if x.dtype != kernel.dtype:
-        raise WrongType(
-            f"the input of {name}", "have the dtype of its kernel", {"x.dtype": x.dtype, "kernel.dtype": kernel.dtype}
-        )
-
-
 def check_layer_inputs(
     query: Array, key: Array | None, value: Array | None, positions: Array | None, spec: AttentionSpec
 ) -> None:
@@ -152,35 +151,14 @@ def check_layer_inputs(
         )
 
 
-def check_gated(context: Array, gate: Array) -> None:
-    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
-    check_floating("context", context, rank=4)
-    check_floating("gate", gate, rank=3)
-    batch_size, num_heads, seq_len, head_dim = context.shape
-    widths = (num_heads * head_dim, num_heads)
-    if gate.shape not in [(batch_size, seq_len, width) for width in widths]:
-        raise Refusal(
-            "gate",
-            f"have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]})",
-            {"gate.shape": gate.shape},
+def check_projected(name: str, x: Array, kernel: Array) -> None:
+    """Refuse an input that does not fit the projection it goes into."""
+    if x.shape[-1] != kernel.shape[0]:
+        raise Refusal(f"the input of {name}", f"have {kernel.shape[0]} features", shape=x.shape)
+    if x.dtype != kernel.dtype:
+        raise WrongType(
+            f"the input of {name}", "have the dtype of its kernel", {"x.dtype": x.dtype, "kernel.dtype": kernel.dtype}
         )
-
-
-def check_latents(name: str, latents: Array, latent: Latent) -> None:
-    """Refuse what is not latents (B, 1, S, kv_rank + rope_dim)."""
-    check_floating(name, latents, rank=4)
-    if (latents.shape[1], latents.shape[3]) != (1, latent.width):
-        shape = latents.shape
-        raise Refusal(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})
-
-
-def check_integers(name: str, x: Array, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
-    """Refuse an array that does not hold integers, or has none of these shapes."""
-    check_array(name, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise WrongType(name, "be integers", {f"{name}.dtype": x.dtype})
-    if x.shape not in shapes:
-        raise Refusal(name, f"have shape {in_words}", {f"{name}.shape": x.shape})
 
 
 def check_positions(positions: Array, batch_size: int, seq_len: int, rope: Rope | None) -> None:
@@ -210,6 +188,14 @@ def check_normed(x: Array, norm: Norm, weight: Array | None, bias: Array | None)
             raise Refusal(name, f"have shape {shapes.get(name)} for {norm}", {f"{name}.shape": found})
 
 
+def check_latents(name: str, latents: Array, latent: Latent) -> None:
+    """Refuse what is not latents (B, 1, S, kv_rank + rope_dim)."""
+    check_floating(name, latents, rank=4)
+    if (latents.shape[1], latents.shape[3]) != (1, latent.width):
+        shape = latents.shape
+        raise Refusal(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})
+
+
 def check_scored(query: Array, key: Array, spec: AttentionSpec | None) -> None:
     """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or not those of the layer."""
     if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
@@ -226,19 +212,6 @@ def check_scored(query: Array, key: Array, spec: AttentionSpec | None) -> None:
             "have the heads of a spec with alibi, whose slopes are theirs",
             f"{query.shape[1]} heads and num_heads={spec.num_heads}",
         )
-
-
-def check_weighed(attn_weights: Array, value: Array) -> None:
-    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
-    check_floating("attn_weights", attn_weights, rank=4)
-    check_floating("value", value, rank=4)
-    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
-        raise Refusal(
-            "value",
-            "have the batch size and the keys of attn_weights",
-            {"value.shape": value.shape, "attn_weights.shape": attn_weights.shape},
-        )
-    check_head_groups(attn_weights.shape[1], value.shape[1])
 
 
 def check_mask(mask: Array | None, scores_shape: tuple[int, ...]) -> None:
@@ -263,6 +236,20 @@ def check_bias(bias: Array | None, scores_shape: tuple[int, ...], query: Array) 
     check_broadcasts("bias", bias.shape, scores_shape)
 
 
+def check_relative_bias(table: Array | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
+    """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
+    if (table is None) != (relative_bias is None):
+        raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
+    if table is None or relative_bias is None:
+        return
+    check_array("relative_bias", table)
+    if not jnp.issubdtype(table.dtype, jnp.floating):
+        raise WrongType("relative_bias", "be floating point", {"relative_bias.dtype": table.dtype})
+    shape = (relative_bias.num_buckets, num_heads)
+    if table.shape != shape:
+        raise Refusal("relative_bias", f"have shape (num_buckets, N) = {shape}", {"relative_bias.shape": table.shape})
+
+
 def check_sinks(sinks: Array | None, num_heads: int) -> None:
     """Refuse sinks that are not a number for each head."""
     if sinks is None:
@@ -284,18 +271,31 @@ def check_keep(keep: Array | None, scores_shape: tuple[int, ...]) -> None:
     check_broadcasts("keep", keep.shape, scores_shape)
 
 
-def check_relative_bias(table: Array | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
-    """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
-    if (table is None) != (relative_bias is None):
-        raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
-    if table is None or relative_bias is None:
-        return
-    check_array("relative_bias", table)
-    if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise WrongType("relative_bias", "be floating point", {"relative_bias.dtype": table.dtype})
-    shape = (relative_bias.num_buckets, num_heads)
-    if table.shape != shape:
-        raise Refusal("relative_bias", f"have shape (num_buckets, N) = {shape}", {"relative_bias.shape": table.shape})
+def check_weighed(attn_weights: Array, value: Array) -> None:
+    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
+    check_floating("attn_weights", attn_weights, rank=4)
+    check_floating("value", value, rank=4)
+    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
+        raise Refusal(
+            "value",
+            "have the batch size and the keys of attn_weights",
+            {"value.shape": value.shape, "attn_weights.shape": attn_weights.shape},
+        )
+    check_head_groups(attn_weights.shape[1], value.shape[1])
+
+
+def check_gated(context: Array, gate: Array) -> None:
+    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
+    check_floating("context", context, rank=4)
+    check_floating("gate", gate, rank=3)
+    batch_size, num_heads, seq_len, head_dim = context.shape
+    widths = (num_heads * head_dim, num_heads)
+    if gate.shape not in [(batch_size, seq_len, width) for width in widths]:
+        raise Refusal(
+            "gate",
+            f"have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]})",
+            {"gate.shape": gate.shape},
+        )
 
 
 def check_is_cache(cache: object, kind: type) -> None:

@@ -57,6 +57,15 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
         raise Refusal(name, f"broadcast to the scores (B, N, T, S) = {scores_shape}", {f"{name}.shape": shape})
 
 
+def check_integers(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
+    """Refuse an array that does not hold integers, or has none of these shapes."""
+    check_array(name, x)
+    if x.is_floating_point() or x.dtype == torch.bool:
+        raise WrongType(name, "be integers", {f"{name}.dtype": x.dtype})
+    if tuple(x.shape) not in shapes:
+        raise Refusal(name, f"have shape {in_words}", {f"{name}.shape": tuple(x.shape)})
+
+
 def check_lengths(name: str, lengths: Tensor | Sequence[int], batch_size: int | None, maximum: int) -> list[int] | None:
     """Refuse lengths that are not one integer in 0..maximum for each sequence.
 
@@ -120,23 +129,6 @@ def check_finite(weights: Mapping[str, Tensor]) -> None:
         raise Refusal("weights", "be finite", f"NaN or infinities in {wrong}")
 
 
-def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
-    """Refuse an input that does not fit the projection it goes into.
-
-    What a distributed weight is when it is used its engine knows: of which part, in which dtype, on which device.
-    """
-    if (x.shape[-1], x.dtype, x.device) == (weight.shape[1], weight.dtype, weight.device) or is_distributed(weight):
-        return
-    if x.shape[-1] != weight.shape[1]:
-        raise Refusal(f"the input of {name}", f"have {weight.shape[1]} features", shape=tuple(x.shape))
-    mixed = x.dtype != weight.dtype and weight.is_floating_point()
-    if mixed and not is_autocast_on(x.device):
-        raise WrongType(
-            f"the input of {name}", "have the dtype of its weight", {"x.dtype": x.dtype, "weight.dtype": weight.dtype}
-        )
-    check_device(f"the input of {name}", x, weight.device, "its weight")
-
-
 def check_layer_inputs(
     query: Tensor, key: Tensor | None, value: Tensor | None, positions: Tensor | None, spec: AttentionSpec
 ) -> None:
@@ -166,6 +158,23 @@ def check_layer_inputs(
         )
 
 
+def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
+    """Refuse an input that does not fit the projection it goes into.
+
+    What a distributed weight is when it is used its engine knows: of which part, in which dtype, on which device.
+    """
+    if (x.shape[-1], x.dtype, x.device) == (weight.shape[1], weight.dtype, weight.device) or is_distributed(weight):
+        return
+    if x.shape[-1] != weight.shape[1]:
+        raise Refusal(f"the input of {name}", f"have {weight.shape[1]} features", shape=tuple(x.shape))
+    mixed = x.dtype != weight.dtype and weight.is_floating_point()
+    if mixed and not is_autocast_on(x.device):
+        raise WrongType(
+            f"the input of {name}", "have the dtype of its weight", {"x.dtype": x.dtype, "weight.dtype": weight.dtype}
+        )
+    check_device(f"the input of {name}", x, weight.device, "its weight")
+
+
 def check_features(name: str, x: Tensor, width: int) -> None:
     """Refuse the output of a projection if it is distributed or has another width, as if it had some of the heads."""
     if x.shape[-1] != width or is_distributed(x):
@@ -176,37 +185,6 @@ def check_features(name: str, x: Tensor, width: int) -> None:
             f"{x.shape[-1]} features {kind}".rstrip(),
             hint="mha_torch.parallel.plan divides heads with all that belongs to them",
         )
-
-
-def check_gated(context: Tensor, gate: Tensor) -> None:
-    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
-    check_floating("context", context, rank=4)
-    check_floating("gate", gate, rank=3)
-    batch_size, num_heads, seq_len, head_dim = context.shape
-    widths = (num_heads * head_dim, num_heads)
-    if tuple(gate.shape) not in [(batch_size, seq_len, width) for width in widths]:
-        raise Refusal(
-            "gate",
-            f"have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]})",
-            {"gate.shape": tuple(gate.shape)},
-        )
-
-
-def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
-    """Refuse what is not latents (B, 1, S, kv_rank + rope_dim)."""
-    check_floating(name, latents, rank=4)
-    if (latents.shape[1], latents.shape[3]) != (1, latent.width):
-        shape = tuple(latents.shape)
-        raise Refusal(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})
-
-
-def check_integers(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
-    """Refuse an array that does not hold integers, or has none of these shapes."""
-    check_array(name, x)
-    if x.is_floating_point() or x.dtype == torch.bool:
-        raise WrongType(name, "be integers", {f"{name}.dtype": x.dtype})
-    if tuple(x.shape) not in shapes:
-        raise Refusal(name, f"have shape {in_words}", {f"{name}.shape": tuple(x.shape)})
 
 
 def check_positions(positions: Tensor, batch_size: int, seq_len: int, rope: Rope | None) -> None:
@@ -236,6 +214,14 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
             raise Refusal(name, f"have shape {shapes.get(name)} for {norm}", {f"{name}.shape": found})
 
 
+def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
+    """Refuse what is not latents (B, 1, S, kv_rank + rope_dim)."""
+    check_floating(name, latents, rank=4)
+    if (latents.shape[1], latents.shape[3]) != (1, latent.width):
+        shape = tuple(latents.shape)
+        raise Refusal(name, f"have shape (B, 1, S, {latent.width})", {f"{name}.shape": shape})
+
+
 def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | None) -> None:
     """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or not those of the layer."""
     if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
@@ -254,19 +240,6 @@ def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | None) -> None
             "have the heads of a spec with alibi, whose slopes are theirs",
             f"{query.shape[1]} heads and num_heads={spec.num_heads}",
         )
-
-
-def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
-    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
-    check_floating("attn_weights", attn_weights, rank=4)
-    check_floating("value", value, rank=4)
-    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
-        raise Refusal(
-            "value",
-            "have the batch size and the keys of attn_weights",
-            {"value.shape": tuple(value.shape), "attn_weights.shape": tuple(attn_weights.shape)},
-        )
-    check_head_groups(attn_weights.shape[1], value.shape[1])
 
 
 def check_mask(mask: Tensor | None, scores_shape: tuple[int, ...]) -> None:
@@ -292,6 +265,22 @@ def check_bias(bias: Tensor | None, scores_shape: tuple[int, ...], query: Tensor
     check_device("bias", bias, query.device, "query")
 
 
+def check_relative_bias(table: Tensor | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
+    """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
+    if (table is None) != (relative_bias is None):
+        raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
+    if table is None or relative_bias is None:
+        return
+    check_array("relative_bias", table)
+    if not table.is_floating_point():
+        raise WrongType("relative_bias", "be floating point", {"relative_bias.dtype": table.dtype})
+    shape = (relative_bias.num_buckets, num_heads)
+    if tuple(table.shape) != shape:
+        raise Refusal(
+            "relative_bias", f"have shape (num_buckets, N) = {shape}", {"relative_bias.shape": tuple(table.shape)}
+        )
+
+
 def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
     """Refuse sinks that are not a number for each head."""
     if sinks is None:
@@ -313,19 +302,30 @@ def check_keep(keep: Tensor | None, scores_shape: tuple[int, ...]) -> None:
     check_broadcasts("keep", tuple(keep.shape), scores_shape)
 
 
-def check_relative_bias(table: Tensor | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
-    """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
-    if (table is None) != (relative_bias is None):
-        raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
-    if table is None or relative_bias is None:
-        return
-    check_array("relative_bias", table)
-    if not table.is_floating_point():
-        raise WrongType("relative_bias", "be floating point", {"relative_bias.dtype": table.dtype})
-    shape = (relative_bias.num_buckets, num_heads)
-    if tuple(table.shape) != shape:
+def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
+    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
+    check_floating("attn_weights", attn_weights, rank=4)
+    check_floating("value", value, rank=4)
+    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
         raise Refusal(
-            "relative_bias", f"have shape (num_buckets, N) = {shape}", {"relative_bias.shape": tuple(table.shape)}
+            "value",
+            "have the batch size and the keys of attn_weights",
+            {"value.shape": tuple(value.shape), "attn_weights.shape": tuple(attn_weights.shape)},
+        )
+    check_head_groups(attn_weights.shape[1], value.shape[1])
+
+
+def check_gated(context: Tensor, gate: Tensor) -> None:
+    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
+    check_floating("context", context, rank=4)
+    check_floating("gate", gate, rank=3)
+    batch_size, num_heads, seq_len, head_dim = context.shape
+    widths = (num_heads * head_dim, num_heads)
+    if tuple(gate.shape) not in [(batch_size, seq_len, width) for width in widths]:
+        raise Refusal(
+            "gate",
+            f"have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]})",
+            {"gate.shape": tuple(gate.shape)},
         )
 
 

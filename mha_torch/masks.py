@@ -21,16 +21,7 @@ def create_causal_mask(
 
     Aligned top-left: query i sees keys 0..i, however many keys there are.
 
-    Args:
-        seq_len_q: number of queries, T.
-        seq_len_k: number of keys, S; default: as many as queries.
-        device: where the mask lies.
-
-    Returns:
-        Mask that broadcasts to the scores (B, N, T, S).
-
-    Raises:
-        ValueError: if a length is below 1.
+    Arguments are those of `create_attention_mask`.
 
     Example: create_causal_mask(2, 3)
         [[False, True,  True],
@@ -47,13 +38,10 @@ def create_padding_mask(
 ) -> Bool[Tensor, "B 1 1 S"]:
     """True at the padding: the keys at or after the length of their sequence.
 
+    Arguments not listed are those of `create_attention_mask`.
+
     Args:
         lengths: number of real keys of each sequence, 0..S, (B,); the padding is on the right.
-        seq_len_k: number of keys, padding included, S.
-        device: where the mask lies; by default where `lengths` lies.
-
-    Returns:
-        Mask that broadcasts to the scores (B, N, T, S).
 
     Raises:
         TypeError: if the lengths are not integers.
@@ -124,14 +112,11 @@ def create_causal_mask_with_cache(
     Aligned to the end of the cache: the queries are the newest tokens, at positions cache_len, cache_len + 1, …,
     and query i sees keys 0..cache_len + i.
 
+    Arguments not listed are those of `create_attention_mask`.
+
     Args:
-        seq_len_q: number of new tokens, T.
         seq_len_k: number of keys, S = cache_len + T.
         cache_len: number of tokens already in the cache.
-        device: where the mask lies.
-
-    Returns:
-        Mask that broadcasts to the scores (B, N, T, S).
 
     Raises:
         ValueError: if seq_len_k is not cache_len + seq_len_q.
@@ -157,17 +142,10 @@ def create_sliding_window_mask(
 
     Aligned top-left: query i sees keys i - window_size + 1..i. With window_size >= S it is the causal mask.
 
+    Arguments not listed are those of `create_attention_mask`.
+
     Args:
-        seq_len_q: number of queries, T.
-        seq_len_k: number of keys, S; default: as many as queries.
         window_size: how many keys a query sees at most, its own position among them.
-        device: where the mask lies.
-
-    Returns:
-        Mask that broadcasts to the scores (B, N, T, S).
-
-    Raises:
-        ValueError: if a length or the window is below 1.
 
     Example: create_sliding_window_mask(3, window_size=2)
         [[False, True,  True ],

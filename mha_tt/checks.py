@@ -49,22 +49,6 @@ def check_dtype(name: str, dtype: object) -> None:
         raise WrongType(name, "be ttnn.bfloat16, ttnn.bfloat8_b or ttnn.float32", {name: dtype})
 
 
-def check_input_dtype(name: str, x: Tensor, dtype: ttnn.DataType) -> None:
-    """Refuse an input of another dtype than the module's."""
-    check_on_device(name, x)
-    if x.dtype != dtype:
-        raise WrongType(name, "have the dtype of the module", {f"{name}.dtype": x.dtype, "dtype": dtype})
-
-
-def check_head_dim(head_dim: int | None, padded: int) -> None:
-    """Refuse a head_dim that does not fit into the features that a head has on the device."""
-    if head_dim is None:
-        return
-    check_count("head_dim", head_dim)
-    if head_dim > padded:
-        raise Refusal("head_dim", f"be at most the {padded} features of a head", head_dim=head_dim)
-
-
 def check_floating(name: str, x: Tensor, rank: int) -> None:
     """Refuse an array of another rank, or one that does not hold floating-point numbers."""
     check_on_device(name, x)
@@ -90,6 +74,16 @@ def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int,
         raise Refusal(name, f"broadcast to the scores (B, N, T, S) = {scores_shape}", {f"{name}.shape": shape})
 
 
+def check_integers(name: str, x: object, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
+    """Refuse an array that does not hold integers, or has none of these shapes."""
+    if not isinstance(x, np.ndarray):
+        raise WrongType(name, "be a NumPy array", type(x).__name__)
+    if x.dtype.kind not in "iu":
+        raise WrongType(name, "be integers", {f"{name}.dtype": x.dtype})
+    if x.shape not in shapes:
+        raise Refusal(name, f"have shape {in_words}", {f"{name}.shape": x.shape})
+
+
 def check_lengths(name: str, lengths: np.ndarray | Sequence[int], batch_size: int | None, maximum: int) -> None:
     """Refuse lengths that are not one integer in 0..maximum for each sequence."""
     lengths = np.asarray(lengths)
@@ -100,6 +94,22 @@ def check_lengths(name: str, lengths: np.ndarray | Sequence[int], batch_size: in
         raise Refusal(name, f"have shape {expected}", {f"{name}.shape": lengths.shape})
     if ((lengths < 0) | (lengths > maximum)).any():
         raise Refusal(name, f"lie in 0..{maximum}", {name: lengths.tolist()})
+
+
+def check_head_dim(head_dim: int | None, padded: int) -> None:
+    """Refuse a head_dim that does not fit into the features that a head has on the device."""
+    if head_dim is None:
+        return
+    check_count("head_dim", head_dim)
+    if head_dim > padded:
+        raise Refusal("head_dim", f"be at most the {padded} features of a head", head_dim=head_dim)
+
+
+def check_input_dtype(name: str, x: Tensor, dtype: ttnn.DataType) -> None:
+    """Refuse an input of another dtype than the module's."""
+    check_on_device(name, x)
+    if x.dtype != dtype:
+        raise WrongType(name, "have the dtype of the module", {f"{name}.dtype": x.dtype, "dtype": dtype})
 
 
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
@@ -137,12 +147,6 @@ def check_finite(weights: Mapping[str, np.ndarray]) -> None:
         raise Refusal("weights", "be finite", f"NaN or infinities in {wrong}")
 
 
-def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
-    """Refuse an input that does not fit the projection it goes into."""
-    if x.shape[-1] != weight.shape[0]:
-        raise Refusal(f"the input of {name}", f"have {weight.shape[0]} features", shape=tuple(x.shape))
-
-
 def check_layer_inputs(
     query: Tensor,
     key: Tensor | None,
@@ -175,27 +179,10 @@ def check_layer_inputs(
         )
 
 
-def check_gated(context: Tensor, gate: Tensor) -> None:
-    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
-    check_floating("context", context, rank=4)
-    check_floating("gate", gate, rank=3)
-    batch_size, num_heads, seq_len, head_dim = context.shape
-    widths = (num_heads * head_dim, num_heads)
-    if tuple(gate.shape) not in [(batch_size, seq_len, width) for width in widths]:
-        raise Refusal(
-            "gate",
-            f"have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]})",
-            {"gate.shape": tuple(gate.shape)},
-        )
-
-
-def check_latents(name: str, latents: Tensor, spec: AttentionSpec) -> None:
-    """Refuse what is not latents (B, 1, S, kv_rank + rope_dim)."""
-    check_floating(name, latents, rank=4)
-    width = padded_features("kv_a_proj", spec)
-    if (latents.shape[1], latents.shape[3]) != (1, width):
-        shape = tuple(latents.shape)
-        raise Refusal(name, f"have shape (B, 1, S, {width})", {f"{name}.shape": shape})
+def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
+    """Refuse an input that does not fit the projection it goes into."""
+    if x.shape[-1] != weight.shape[0]:
+        raise Refusal(f"the input of {name}", f"have {weight.shape[0]} features", shape=tuple(x.shape))
 
 
 def check_heads(name: str, x: Tensor, spec: AttentionSpec, features: int) -> None:
@@ -222,16 +209,6 @@ def check_pair_order(rope: Rope, head_dim: int | None, padded: int) -> None:
             "spec that has rope)",
             str(padded),
         )
-
-
-def check_integers(name: str, x: object, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
-    """Refuse an array that does not hold integers, or has none of these shapes."""
-    if not isinstance(x, np.ndarray):
-        raise WrongType(name, "be a NumPy array", type(x).__name__)
-    if x.dtype.kind not in "iu":
-        raise WrongType(name, "be integers", {f"{name}.dtype": x.dtype})
-    if x.shape not in shapes:
-        raise Refusal(name, f"have shape {in_words}", {f"{name}.shape": x.shape})
 
 
 def check_positions(positions: object, batch_size: int, seq_len: int, rope: Rope | None) -> None:
@@ -267,6 +244,15 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
             raise Refusal(name, f"have shape {expected} for {norm}", {f"{name}.shape": found})
 
 
+def check_latents(name: str, latents: Tensor, spec: AttentionSpec) -> None:
+    """Refuse what is not latents (B, 1, S, kv_rank + rope_dim)."""
+    check_floating(name, latents, rank=4)
+    width = padded_features("kv_a_proj", spec)
+    if (latents.shape[1], latents.shape[3]) != (1, width):
+        shape = tuple(latents.shape)
+        raise Refusal(name, f"have shape (B, 1, S, {width})", {f"{name}.shape": shape})
+
+
 def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | None) -> None:
     """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or not those of the layer."""
     if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
@@ -286,19 +272,6 @@ def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | None) -> None
             f"{query.shape[1]} heads and num_heads={spec.num_heads}",
         )
     check_head_dim(spec.head_dim, query.shape[3])
-
-
-def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
-    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
-    check_floating("attn_weights", attn_weights, rank=4)
-    check_floating("value", value, rank=4)
-    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
-        raise Refusal(
-            "value",
-            "have the batch size and the keys of attn_weights",
-            {"value.shape": tuple(value.shape), "attn_weights.shape": tuple(attn_weights.shape)},
-        )
-    check_head_groups(attn_weights.shape[1], value.shape[1])
 
 
 def check_mask(mask: Any, scores_shape: tuple[int, ...]) -> None:
@@ -326,6 +299,20 @@ def check_bias(bias: np.ndarray | Tensor | None, scores_shape: tuple[int, ...]) 
     check_broadcasts("bias", tuple(bias.shape), scores_shape)
 
 
+def check_relative_bias(table: Tensor | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
+    """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
+    if (table is None) != (relative_bias is None):
+        raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
+    if table is None or relative_bias is None:
+        return
+    check_floating("relative_bias", table, rank=4)
+    shape = (1, num_heads, 1, relative_bias.num_buckets)
+    if tuple(table.shape) != shape:
+        raise Refusal(
+            "relative_bias", f"have shape (1, N, 1, num_buckets) = {shape}", {"relative_bias.shape": tuple(table.shape)}
+        )
+
+
 def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
     """Refuse sinks that are not a number for each head."""
     if sinks is None:
@@ -346,17 +333,30 @@ def check_keep(keep: np.ndarray | None, scores_shape: tuple[int, ...]) -> None:
     check_broadcasts("keep", keep.shape, scores_shape)
 
 
-def check_relative_bias(table: Tensor | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
-    """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
-    if (table is None) != (relative_bias is None):
-        raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
-    if table is None or relative_bias is None:
-        return
-    check_floating("relative_bias", table, rank=4)
-    shape = (1, num_heads, 1, relative_bias.num_buckets)
-    if tuple(table.shape) != shape:
+def check_weighed(attn_weights: Tensor, value: Tensor) -> None:
+    """Refuse attention weights (B, N, T, S) and values (B, K, S, Hv) that do not fit each other."""
+    check_floating("attn_weights", attn_weights, rank=4)
+    check_floating("value", value, rank=4)
+    if (attn_weights.shape[0], attn_weights.shape[3]) != (value.shape[0], value.shape[2]):
         raise Refusal(
-            "relative_bias", f"have shape (1, N, 1, num_buckets) = {shape}", {"relative_bias.shape": tuple(table.shape)}
+            "value",
+            "have the batch size and the keys of attn_weights",
+            {"value.shape": tuple(value.shape), "attn_weights.shape": tuple(attn_weights.shape)},
+        )
+    check_head_groups(attn_weights.shape[1], value.shape[1])
+
+
+def check_gated(context: Tensor, gate: Tensor) -> None:
+    """Refuse a context (B, N, T, Hv) and a gate that is not (B, T, N * Hv) or (B, T, N)."""
+    check_floating("context", context, rank=4)
+    check_floating("gate", gate, rank=3)
+    batch_size, num_heads, seq_len, head_dim = context.shape
+    widths = (num_heads * head_dim, num_heads)
+    if tuple(gate.shape) not in [(batch_size, seq_len, width) for width in widths]:
+        raise Refusal(
+            "gate",
+            f"have shape (B, T, N * H or N) = ({batch_size}, {seq_len}, {widths[0]} or {widths[1]})",
+            {"gate.shape": tuple(gate.shape)},
         )
 
 

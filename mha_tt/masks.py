@@ -27,15 +27,7 @@ def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> Bool[np.
 
     Aligned top-left: query i sees keys 0..i, however many keys there are.
 
-    Args:
-        seq_len_q: number of queries, T.
-        seq_len_k: number of keys, S; default: as many as queries.
-
-    Returns:
-        Mask that broadcasts to the scores (B, N, T, S), on the host.
-
-    Raises:
-        ValueError: if a length is negative.
+    Arguments are those of `create_attention_mask`.
 
     Example: create_causal_mask(2, 3)
         [[False, True,  True],
@@ -50,12 +42,10 @@ def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> Bool[np.
 def create_padding_mask(lengths: Int[np.ndarray, " B"] | Sequence[int], seq_len_k: int) -> Bool[np.ndarray, "B 1 1 S"]:
     """True at the padding: the keys at or after the length of their sequence.
 
+    Arguments not listed are those of `create_attention_mask`.
+
     Args:
         lengths: number of real keys of each sequence, 0..S, (B,); the padding is on the right.
-        seq_len_k: number of keys, padding included, S.
-
-    Returns:
-        Mask that broadcasts to the scores (B, N, T, S), on the host.
 
     Raises:
         TypeError: if the lengths are not integers.
@@ -121,13 +111,11 @@ def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int
     Aligned to the end of the cache: the queries are the newest tokens, at positions cache_len, cache_len + 1, …,
     and query i sees keys 0..cache_len + i.
 
+    Arguments not listed are those of `create_attention_mask`.
+
     Args:
-        seq_len_q: number of new tokens, T.
         seq_len_k: number of keys, S = cache_len + T.
         cache_len: number of tokens already in the cache.
-
-    Returns:
-        Mask that broadcasts to the scores (B, N, T, S), on the host.
 
     Raises:
         ValueError: if seq_len_k is not cache_len + seq_len_q.
@@ -153,16 +141,10 @@ def create_sliding_window_mask(
 
     Aligned top-left: query i sees keys i - window_size + 1..i. With window_size >= S it is the causal mask.
 
+    Arguments not listed are those of `create_attention_mask`.
+
     Args:
-        seq_len_q: number of queries, T.
-        seq_len_k: number of keys, S; default: as many as queries.
         window_size: how many keys a query sees at most, its own position among them.
-
-    Returns:
-        Mask that broadcasts to the scores (B, N, T, S), on the host.
-
-    Raises:
-        ValueError: if a length is negative or the window below 1.
 
     Example: create_sliding_window_mask(3, window_size=2)
         [[False, True,  True ],
