@@ -19,6 +19,7 @@ import huggingface_hub
 import jax
 import jax.numpy as jnp
 import ml_dtypes
+import msgpack
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -1498,6 +1499,11 @@ def test_a_compressed_file_of_torch_is_refused(tmp_path):
 # msgpack and gguf
 
 
+def array(*values):
+    """An array as Flax writes it: a shape, a dtype and bytes, or something else instead."""
+    return msgpack.ExtType(1, msgpack.packb(values))
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -1512,13 +1518,17 @@ def test_a_compressed_file_of_torch_is_refused(tmp_path):
         b"\x82\xa1a\1\xa1a\1",
         b"\x81\xa1a\1\1",
         b"\x81\xa1\xff\1",
-        msgpack_format._map_head(1) + msgpack_format._text("a") + msgpack_format._array_head((2**62, 8), "float32", 0),
-        msgpack_format._map_head(1)
-        + msgpack_format._text("a")
-        + msgpack_format._array_head((1,), "object", 8)
-        + bytes(8),
-        msgpack_format._map_head(1) + msgpack_format._text("a") + msgpack_format._array_head((1,), "<f4", 4) + bytes(4),
-        msgpack_format._map_head(1) + msgpack_format._text(msgpack_format.CHUNKED) + b"\xc3",
+        msgpack.packb({"a": array((2**62, 8), "float32", b"")}),
+        msgpack.packb({"a": array((1,), "object", bytes(8))}),
+        msgpack.packb({"a": array((1,), "<f4", bytes(4))}),
+        msgpack.packb({"a": array((1,), "float32", bytes(3))}),
+        msgpack.packb({"a": array((1,), "float32", "four")}),
+        msgpack.packb({"a": array((0,), "float32", [])}),
+        msgpack.packb({"a": array((b"1",), "float32", bytes(4))}),
+        msgpack.packb({"a": array((1,), "float32", bytes(4))})[:-1] + b"\0\0",
+        msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb([(1,), "float32"]))}),
+        msgpack.packb({"a": msgpack.ExtType(1, b"\x93" * 1000)}),
+        msgpack.packb({msgpack_format.CHUNKED: True}),
     ],
 )
 def test_a_hostile_msgpack_file_is_refused(tmp_path, data):
@@ -1674,7 +1684,9 @@ def test_a_damaged_orbax_checkpoint_loads_or_is_refused_in_one_line(tmp_path):
 # ---- What is not installed -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("suffix", "module"), [(".pt", "torch"), (".orbax", "orbax.checkpoint")])
+@pytest.mark.parametrize(
+    ("suffix", "module"), [(".pt", "torch"), (".msgpack", "msgpack"), (".orbax", "orbax.checkpoint")]
+)
 def test_a_library_that_is_missing_is_told(tmp_path, monkeypatch, suffix, module):
     write(tmp_path / f"w{suffix}", {"a": np.ones(1)})
     monkeypatch.setitem(sys.modules, module, None)

@@ -5,7 +5,7 @@
 | safetensors | `.safetensors`, shards with an index, a folder of shards | by seeking | yes, and in shards |
 | torch | `.pt` `.pth` `.bin` (zip archives), shards with an index | mapped, `weights_only` | yes, and in shards |
 | npz | `.npz` | member by member | yes |
-| msgpack | `.msgpack` as Flax writes it | by seeking | yes |
+| msgpack | `.msgpack` as Flax writes it, with the package `msgpack` | by seeking | yes |
 | orbax | a folder | tensor by tensor | yes, but all tensors are in memory |
 | gguf | `.gguf`; quantised tensors as float32, with the package `gguf` | by seeking | no |
 

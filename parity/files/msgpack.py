@@ -1,7 +1,7 @@
 """Flax's msgpack files: nested dicts whose leaves are arrays.
 
-Read and written here, and not by `flax.serialization`, which has the whole file in memory twice: this walks from head
-to head and leaves the arrays on the disk. The metadata lie beside the arrays, as a dict of the name `__metadata__`.
+The package `msgpack` writes and reads all but the heads of arrays: it would take the bytes of each into memory to pass
+over them. The metadata lie beside the arrays, as a dict of the name `__metadata__`.
 
 Source: https://github.com/msgpack/msgpack/blob/master/spec.md and flax/serialization.py
 """
@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import numpy as np
 
 from mha_spec import Refusal
 from parity.files.tensor_file import (
@@ -38,68 +40,65 @@ MAX_CHUNK = 1 << 30  # bytes of an array, as Flax has it; a larger one is divide
 _ARRAY, _SCALAR = 1, 3  # Flax's types: an array, and one that was a NumPy scalar
 
 
+def msgpack_library(path: Path) -> Any:
+    """The library, without which there is no such file."""
+    try:
+        import msgpack
+    except ImportError as error:
+        raise ImportError(f"{path} needs msgpack: {error}; pip install msgpack") from None
+    return msgpack
+
+
 # ---- Writing ---------------------------------------------------------------------------------------------------------
 
 
 def write_msgpack(path: Path, tensors: Tensors) -> None:
     """Write a file that `flax.serialization` reads."""
-    tree = nest(tensors.infos)
     with path.open("wb") as file:
-        file.write(_map_head(len(tree) + 1))
-        _write_entries(file, tree, tensors)
-        file.write(_text(METADATA) + _map_head(len(tensors.metadata)))
-        for pair in tensors.metadata.items():
-            file.write(b"".join(map(_text, pair)))
+        _Writer(file, msgpack_library(path).Packer(), tensors).write_file()
 
 
-def _write_entries(file: BinaryIO, tree: Mapping[str, Any], tensors: Tensors) -> None:
-    for key, node in tree.items():
-        file.write(_text(key))
-        if isinstance(node, dict):
-            file.write(_map_head(len(node)))
-            _write_entries(file, node, tensors)
-        else:
-            _write_tensor(file, node, tensors.infos[node], tensors)
+@dataclass
+class _Writer:
+    """Writes nested dicts: what is small by the library, arrays with a head of a fixed width."""
 
+    file: BinaryIO
+    packer: Any
+    tensors: Tensors
 
-def _write_tensor(file: BinaryIO, name: str, info: TensorInfo, tensors: Tensors) -> None:
-    step = max(1, MAX_CHUNK // info.dtype.itemsize)
-    if info.nbytes <= MAX_CHUNK:
-        file.write(_array_head(info.shape, info.dtype.name, info.nbytes))
-        file.write(raw(tensors.read(name)))
-        return
-    file.write(_map_head(3) + _text(CHUNKED) + b"\xc3")  # true
-    file.write(_text("shape") + _map_head(len(info.shape)))
-    for i, size in enumerate(info.shape):
-        file.write(_text(str(i)) + struct.pack(">BQ", 0xCF, size))
-    flat = tensors.read(name).reshape(-1)
-    file.write(_text("chunks") + _map_head(-(-flat.size // step)))
-    for i, start in enumerate(range(0, flat.size, step)):
-        chunk = flat[start : start + step]
-        file.write(_text(str(i)) + _array_head(chunk.shape, info.dtype.name, chunk.nbytes))
-        file.write(raw(chunk))
+    def write_file(self) -> None:
+        tree = nest(self.tensors.infos)
+        self.file.write(self.packer.pack_map_header(len(tree) + 1))
+        self.write_entries(tree)
+        self.file.write(self.packer.pack(METADATA) + self.packer.pack(self.tensors.metadata))
 
+    def write_entries(self, tree: Mapping[str, Any]) -> None:
+        for key, node in tree.items():
+            self.file.write(self.packer.pack(key))
+            if isinstance(node, dict):
+                self.file.write(self.packer.pack_map_header(len(node)))
+                self.write_entries(node)
+            else:
+                self.write_tensor(node, self.tensors.infos[node])
 
-# Everything has the widest head that there is for it, which every reader knows.
+    def write_tensor(self, name: str, info: TensorInfo) -> None:
+        array = self.tensors.read(name)
+        if info.nbytes <= MAX_CHUNK:
+            self.write_array(array)
+            return
+        step, flat, pack = max(1, MAX_CHUNK // info.dtype.itemsize), array.reshape(-1), self.packer.pack
+        self.file.write(self.packer.pack_map_header(3) + pack(CHUNKED) + pack(True))
+        self.file.write(pack("shape") + pack({str(i): size for i, size in enumerate(info.shape)}))
+        self.file.write(pack("chunks") + self.packer.pack_map_header(-(-flat.size // step)))
+        for i, start in enumerate(range(0, flat.size, step)):
+            self.file.write(pack(str(i)))
+            self.write_array(flat[start : start + step])
 
-
-def _text(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack(">BI", 0xDB, len(data)) + data
-
-
-def _map_head(length: int) -> bytes:
-    return struct.pack(">BI", 0xDF, length)
-
-
-def _list_head(length: int) -> bytes:
-    return struct.pack(">BI", 0xDD, length)
-
-
-def _array_head(shape: tuple[int, ...], dtype: str, nbytes: int) -> bytes:
-    sizes = b"".join(struct.pack(">BQ", 0xCF, size) for size in shape)
-    head = _list_head(3) + _list_head(len(shape)) + sizes + _text(dtype) + struct.pack(">BI", 0xC6, nbytes)
-    return struct.pack(">BIB", 0xC9, len(head) + nbytes, _ARRAY) + head
+    def write_array(self, array: np.ndarray) -> None:
+        head = self.packer.pack_array_header(3) + self.packer.pack(array.shape) + self.packer.pack(array.dtype.name)
+        head += struct.pack(">BI", 0xC6, array.nbytes)
+        self.file.write(struct.pack(">BIB", 0xC9, len(head) + array.nbytes, _ARRAY) + head)
+        self.file.write(raw(array))
 
 
 # ---- Reading ---------------------------------------------------------------------------------------------------------
@@ -116,7 +115,7 @@ class _Array:
 def open_msgpack(path: Path, file: BinaryIO) -> TensorFile:
     """Open a file. What is not an array in it is ignored."""
     cursor = Cursor(file)
-    tree = _Walker(cursor).node()
+    tree = _Walker(cursor, msgpack_library(path).Unpacker).node()
     if not isinstance(tree, dict) or cursor.tell() != cursor.size:
         raise Refusal(path, "be one dict in msgpack and nothing more, but it is not")
     metadata = text_by_name(tree.pop(METADATA, None))
@@ -128,60 +127,44 @@ def open_msgpack(path: Path, file: BinaryIO) -> TensorFile:
     return TensorFile(path, "msgpack", infos, metadata, places, ignored=ignored)
 
 
-# By the first byte: what follows, and how many of them there are, or how that is packed.
-_HEADS: list[tuple[str, int | str]] = [
-    *(("number", i) for i in range(128)),
-    *(("map", i) for i in range(16)),
-    *(("list", i) for i in range(16)),
-    *(("text", i) for i in range(32)),
-    *(("none", 0), ("unused", 0), ("bool", 0), ("bool", 1)),
-    *(("bytes", code) for code in (">B", ">H", ">I")),
-    *(("typed", code) for code in (">B", ">H", ">I")),
-    *(("number", code) for code in (">f", ">d", ">B", ">H", ">I", ">Q", ">b", ">h", ">i", ">q")),
-    *(("typed", 1 << i) for i in range(5)),
-    *(("text", code) for code in (">B", ">H", ">I")),
-    *(("list", code) for code in (">H", ">I")),
-    *(("map", code) for code in (">H", ">I")),
-    *(("number", i) for i in range(-32, 0)),
-]
+_LENGTHS = {0xC7: ">B", 0xC8: ">H", 0xC9: ">I"}
+"""How the length of an extension type is packed, by its first byte; of 0xD4 to 0xD8 it is 1 to 16."""
+
+_BYTES = {b"\xc4": 2, b"\xc5": 3, b"\xc6": 5}
+"""The size of the head of bytes, by its first one; their length follows."""
 
 
 class _Walker:
     """Reads nested dicts, and of the arrays in them only their heads."""
 
-    def __init__(self, cursor: Cursor) -> None:
+    def __init__(self, cursor: Cursor, unpacker: Callable[..., Any]) -> None:
         self.cursor = cursor
+        self.unpacker = unpacker
         self.count = itertools.count(1)
 
-    def head(self) -> tuple[str, Any]:
-        """What follows, and how many of them there are; of a number, the number."""
-        (first,) = self.cursor.take(1)
-        kind, length = _HEADS[first]
-        return kind, self.cursor.unpack(length) if isinstance(length, str) else length
+    def next(self, method: str) -> Any:
+        """Read what a method of the library's reads here, and go behind it."""
+        begin = self.cursor.tell()
+        unpacker = self.unpacker(self.cursor.file, read_size=256)
+        value = getattr(unpacker, method)()
+        self.cursor.file.seek(begin + unpacker.tell())
+        return value
 
     def node(self, depth: int = 0) -> Any:
-        """The next value; None for one of a type that is not Flax's array."""
+        """Read the next value; None for one of a type that is not Flax's array."""
         if depth > MAX_DEPTH or next(self.count) > MAX_ENTRIES:
             raise Refusal("dicts", f"have at most {MAX_DEPTH} levels and {MAX_ENTRIES} entries", "more")
-        kind, length = self.head()
-        match kind:
-            case "map":
-                return _joined(self.entries(length, depth + 1))
-            case "list":
-                return [self.node(depth + 1) for _ in range(length)]
-            case "text":
-                return self.cursor.take(length).decode()
-            case "bytes":
-                return self.cursor.take(length)
-            case "typed":
-                return self.array(length, depth + 1)
-            case "number":
-                return length
-            case "bool":
-                return bool(length)
-            case "none":
-                return None
-        raise Refusal("a value", f"be of a kind that msgpack has, but one at {self.cursor.tell() - 1} is not")
+        (first,) = self.cursor.take(1)
+        if first in _LENGTHS:
+            return self.array(self.cursor.unpack(_LENGTHS[first]), depth + 1)
+        if 0xD4 <= first <= 0xD8:
+            return self.array(1 << first - 0xD4, depth + 1)
+        self.cursor.file.seek(-1, 1)
+        if 0x80 <= first <= 0x8F or first in (0xDE, 0xDF):
+            return _joined(self.entries(self.next("read_map_header"), depth + 1))
+        if 0x90 <= first <= 0x9F or first in (0xDC, 0xDD):
+            return [self.node(depth + 1) for _ in range(self.next("read_array_header"))]
+        return self.next("unpack")
 
     def entries(self, length: int, depth: int) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
@@ -198,18 +181,18 @@ class _Walker:
         if code not in (_ARRAY, _SCALAR):
             self.cursor.skip(length)
             return None
-        if self.head() != ("list", 3):
+        if self.next("read_array_header") != 3:
             raise Refusal("an array", "be a shape, a dtype and bytes, but one is not")
         shape, dtype = self.node(depth), self.node(depth)
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise Refusal("an array", f"hold one of {sorted(DTYPES)}", str(dtype))
         info = TensorInfo.of(shape, DTYPES[dtype])
-        kind, size = self.head()
-        begin = self.cursor.tell()
-        if kind != "bytes" or info.nbytes != size or begin + size != end:
+        begin = end - info.nbytes
+        head = self.cursor.take(max(0, min(5, begin - self.cursor.tell())))
+        if _BYTES.get(head[:1]) != len(head) or int.from_bytes(head[1:]) != info.nbytes or self.cursor.tell() != begin:
             raise Refusal("an array", f"have {info.nbytes} bytes, as its shape says, but one does not")
-        self.cursor.skip(size)
-        return _Array(info, [Piece(self.cursor.file, begin, size)])
+        self.cursor.skip(info.nbytes)
+        return _Array(info, [Piece(self.cursor.file, begin, info.nbytes)])
 
 
 def _joined(entries: dict[Any, Any]) -> Any:

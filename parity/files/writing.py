@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Refusal, WrongType
-from parity.files.msgpack import METADATA, write_msgpack
+from parity.files.msgpack import METADATA, msgpack_library, write_msgpack
 from parity.files.orbax import orbax_library, write_orbax
 from parity.files.reading import INDEX, SUFFIXES, open_tensors
 from parity.files.safetensors import CODES, write_safetensors
@@ -39,7 +39,7 @@ WRITERS = {
 }
 """By format: how it is written, and the names of the dtypes that it holds."""
 
-LIBRARIES = {"torch": torch_library, "orbax": orbax_library}
+LIBRARIES = {"torch": torch_library, "msgpack": msgpack_library, "orbax": orbax_library}
 """By format: what it cannot be written without."""
 
 SHARDED = ("safetensors", "torch")
