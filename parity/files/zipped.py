@@ -1,6 +1,9 @@
 """npz and torch files: zip archives of arrays.
 
-Both are written with the metadata as JSON in the archive's comment, which other readers pass over.
+Both are written with the metadata as JSON in the archive's comment, which other readers pass over. NumPy and torch read
+them; Python's `zipfile` is silent on overlaps, names that are there twice and bombs, which are refused here. torch's
+archives are written here: `torch.save` wants all tensors at once, and with `torch.serialization.skip_data`, by which
+they could follow one by one, the archive has no checksum of any.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
     import torch
 
 
-MAX_HEADER = 10_000  # characters, as NumPy has it
+MAX_HEADER = 1_000  # bytes, of which 64 axes need some 300: far from what overwhelms Python's parser, which NumPy asks
 ALIGNMENT = 64  # of what torch maps
 
 
@@ -172,30 +175,24 @@ def _dotted(name: str) -> str:
 
 
 def _read_header(stream: IO[bytes]) -> tuple[TensorInfo, np.dtype, bool]:
-    """What a .npy file says of its array: the array, how its numbers are stored, whether it is in Fortran's order.
-
-    NumPy gives this text to Python's parser, of which some versions never recover from what can be written there.
-    """
+    """Read what a .npy file says of its array: the array, its dtype as stored, whether it is in Fortran's order."""
     version = npy.read_magic(stream)
-    if version not in ((1, 0), (2, 0)):
+    if version not in _HEADERS:
         raise Refusal("an array", "be of version 1 or 2 of .npy", str(version))
-    size = stream.read(2 if version == (1, 0) else 4)
-    text = stream.read(min(MAX_HEADER, int.from_bytes(size, "little"))).decode("latin1")
-    for old, new in {"'": '"', "(": "[", ")": "]", "True": "true", "False": "false"}.items():
-        text = text.replace(old, new)
-    header = parse_json(re.sub(r",\s*([]}])", r"\1", text).encode())
-    if not isinstance(header, dict) or header.keys() != {"descr", "fortran_order", "shape"}:
-        raise Refusal("an array", "have a descr, a fortran_order and a shape in its header, but one does not")
-    descr, is_fortran = header["descr"], header["fortran_order"]
-    plain = isinstance(descr, str) and re.fullmatch(r"[<>|=]?[A-Za-z]\d{1,2}", descr) is not None
-    stored = np.dtype(descr) if plain else np.dtype(object)
-    if stored == np.dtype("V2"):  # what NumPy makes of bfloat16
-        dtype = BFLOAT16
-    elif stored.newbyteorder("=") in NATIVE.values():
-        dtype = stored.newbyteorder("=")
-    else:
-        raise Refusal("an array", f"hold one of {sorted(NATIVE)} or bfloat16", str(descr))
-    return TensorInfo.of(header["shape"], dtype), stored, bool(is_fortran)
+    width, read = _HEADERS[version]
+    size = stream.peek(width)[:width]  # pyright: ignore[reportAttributeAccessIssue]
+    if int.from_bytes(size, "little") > MAX_HEADER:  # NumPy reads it all first
+        raise Refusal("the header of an array", f"have at most {MAX_HEADER} bytes", "more")
+    with warnings.catch_warnings(action="ignore"):  # of strange text, which is refused
+        shape, is_fortran, stored = read(stream, max_header_size=MAX_HEADER)
+    dtype = BFLOAT16 if stored == np.dtype("V2") else stored.newbyteorder("=")  # NumPy has no name for bfloat16
+    if dtype not in (*NATIVE.values(), BFLOAT16):
+        raise Refusal("an array", f"hold one of {sorted(NATIVE)} or bfloat16", str(stored))
+    return TensorInfo.of(shape, dtype), stored, is_fortran
+
+
+_HEADERS = {(1, 0): (2, npy.read_array_header_1_0), (2, 0): (4, npy.read_array_header_2_0)}
+"""By the version of .npy: the bytes that hold the size of a header, and how it is read."""
 
 
 # ---- torch -----------------------------------------------------------------------------------------------------------
