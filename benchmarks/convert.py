@@ -26,8 +26,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from mha_spec import Rope
+
 PREFIX = "model.layers.{i}.self_attn"
-HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 64, "rope_theta": 500000.0}
+HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 64, "rope": Rope(500000.0)}
 WIDTH, MLP_WIDTH, VOCABULARY = 2048, 8192, 32000
 ALLOWED_BYTES = (1.5, 500 * 10**6)  # times the largest tensor, and more
 
