@@ -311,7 +311,6 @@ def _check_segments(segments: tuple[Array, Array], batch_size: int, seq_len_q: i
     """Refuse segments that are not integers (B, T), or a pair of these, of the queries and of the keys, (B, S)."""
     if len(segments) != 2:
         raise Refusal("segment_ids", "be ids or a pair of them, of queries and of keys", f"{len(segments)} in a tuple")
-    shapes = [(batch_size, seq_len_q), (batch_size, seq_len_k)]
-    in_words = f"(B, T) = {shapes[0]}" + ("" if seq_len_q == seq_len_k else f" and (B, S) = {shapes[1]}, as a pair")
-    for ids, shape in zip(segments, shapes, strict=True):
-        check_integers("segment_ids", ids, [shape], in_words)
+    for ids, axes, seq_len in zip(segments, ("(B, T)", "(B, S)"), (seq_len_q, seq_len_k), strict=True):
+        shape = (batch_size, seq_len)
+        check_integers("segment_ids", ids, [shape], f"{axes} = {shape}")

@@ -73,7 +73,7 @@ def local_positions(tokens, seq_len, device):
     return torch.arange(seq_len, device=device)[None]
 
 
-def left_in_zigzag(tokens, tensors, *, back=False, right=ring._exchanged):
+def left_in_zigzag(tokens, tensors, *, back=False, right=ring._to_zigzag):
     """Halves that are not brought back to their order."""
     return list(tensors) if back else right(tokens, tensors)
 
@@ -85,7 +85,7 @@ def average(context, logs, own, own_logs):
     return joined, torch.logaddexp(logs, own_logs)
 
 
-def by_local_sums(part, table, spec, logs, *others, right=ring._pulled_back):
+def by_local_sums(part, table, spec, logs, *others, right=ring._block_backward):
     """A gradient from the sums of each part by itself."""
     _, own_logs, _ = ring._attended(part, table, spec)
     return right(part, table, spec, own_logs, *others)
@@ -93,9 +93,9 @@ def by_local_sums(part, table, spec, logs, *others, right=ring._pulled_back):
 
 MISTAKES = {
     "local positions": (ring.RingAttention, "positions", local_positions),
-    "left in zigzag": (ring, "_exchanged", left_in_zigzag),
+    "left in zigzag": (ring, "_to_zigzag", left_in_zigzag),
     "sums of parts not weighed": (ring, "_joined", average),
-    "local sums backward": (ring, "_pulled_back", by_local_sums),
+    "local sums backward": (ring, "_block_backward", by_local_sums),
 }
 
 
@@ -136,7 +136,7 @@ def counted(mesh, make):
             parallel.shard(layer, mesh, tokens=mesh.mesh_dim_names[0])
             passed, scores = [], []
 
-            def pass_on(*arguments, right=ring._passed_on, to=passed):
+            def pass_on(*arguments, right=ring._send_next, to=passed):
                 to.append(len(arguments[1]))
                 return right(*arguments)
 
@@ -145,7 +145,7 @@ def counted(mesh, make):
                 to.append(found.shape[2] * found.shape[3])
                 return found
 
-            with mock.patch.multiple(ring, _passed_on=pass_on, _scores=score), torch.no_grad():
+            with mock.patch.multiple(ring, _send_next=pass_on, _scores=score), torch.no_grad():
                 layer(torch.zeros(1, SEQ_LEN // mesh.size(), 32), is_causal=kind == "causal")
             every = [torch.zeros(2, dtype=torch.int64) for _ in range(mesh.size())]
             dist.all_gather(every, torch.tensor([len(passed), sum(scores)]), group=mesh.get_group())

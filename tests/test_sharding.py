@@ -17,7 +17,7 @@ from parity.core import reference
 from parity.core.problem import Problem
 from parity.core.stages import run_steps
 from parity.core.trace import Reference
-from parity.sharding.shard import heads_of
+from parity.sharding.shard import local_heads
 from parity.sharding.stages import part_of
 
 RANKS = (2, 4, 8)
@@ -238,7 +238,7 @@ def test_stages_of_parts_of_the_tokens_are_joined():
     whole = {name: x for name, x in whole.items() if name in ("mask", "q", "k", "v", "scores", "context", "output")}
     parts = []
     for rank in range(plan.num_ranks):
-        tokens, held = slice(rank // 2 * 3, rank // 2 * 3 + 3), heads_of(case.spec, plan, rank)
+        tokens, held = slice(rank // 2 * 3, rank // 2 * 3 + 3), local_heads(case.spec, plan, rank)
         own = {name: part_of(name, x, case.spec, held) for name, x in whole.items()}
         parts.append({name: x[:, tokens] if x.ndim == 3 else x[:, :, tokens] for name, x in own.items()})
     found = parity.unshard_stages(parts, case.spec, plan, summed=True)
@@ -305,7 +305,7 @@ def test_stages_of_ranks_that_compute_nothing_alone_are_joined(name):
     case, plan = CASES[name], ShardPlan(2)
     whole = Reference(make_problem(case, "float64")).accumulated
     whole = {name: whole[name] for name in ("mask", "q", "k", "v", "scores", "attn_weights", "context", "output")}
-    held = [heads_of(case.spec, plan, rank) for rank in range(2)]
+    held = [local_heads(case.spec, plan, rank) for rank in range(2)]
     parts = [{name: part_of(name, x, case.spec, own) for name, x in whole.items()} for own in held]
     assert_bits_equal(parity.unshard_stages(parts, case.spec, plan, summed=True), whole)
 
