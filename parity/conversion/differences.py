@@ -18,6 +18,7 @@ from parity.conversion.ulps import MOST_ULPS, coarser, is_copy, ulps
 from parity.conversion.verify import check_alike, same_bits, with_biases
 from parity.core.compare import finite
 from parity.core.weights import Weights, check_weights
+from parity.text import and_listed
 
 MOST_NAMED = 8  # heads, rows or columns
 MOST_COUNTED = 1e6  # units in the last place: more say nothing
@@ -173,8 +174,8 @@ def compare_weights(
     max_ulp = max((each.max_ulp for each in found), default=0.0)
     kind, how = _same_values(one, two, found, max_ulp)
     if kind == "different" and (words := in_other_words(one, two, spec)):
-        names = " and ".join(filter(None, [", ".join(each.name for each in found[:-1]), found[-1].name]))
         verb = "differs" if len(found) == 1 else "differ"
+        names = and_listed(each.name for each in found)
         kind, how = "function", f"{names} {verb}, and it is the same function: {words}"
     if kind == "different":
         pairs = [_pair(each, one, two, held) for each in found]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from parity.conversion.layers import Layer, OpenLayers, key_in_words
-from parity.core.words import some_of
+from parity.text import some_of
 
 Path = str | os.PathLike[str]
 

@@ -12,6 +12,7 @@ import numpy as np
 from parity.core.compare import finite
 from parity.core.stages import stage_named
 from parity.diagnosis.laws import Findings, Law
+from parity.text import some_of
 
 
 @dataclass(frozen=True)
@@ -279,6 +280,4 @@ def _by_quantity(conventions: Mapping[str, str]) -> list[str]:
 
 def _listed(stages: Sequence[str], of_one: str = "matches", of_more: str = "match") -> str:
     """Some stages and how many more, with a verb."""
-    shown = ", ".join(stages[:3])
-    more = f" and {len(stages) - 3} more" if len(stages) > 3 else ""
-    return f"{shown}{more} {of_one if len(stages) == 1 else of_more}"
+    return f"{some_of(stages, 3)} {of_one if len(stages) == 1 else of_more}"

@@ -17,7 +17,7 @@ from parity.bench.measure import OURS
 from parity.files.target import write_whole
 from parity.reporting.console import begin_table
 from parity.reporting.plot import check_destination
-from parity.reporting.summary import counted
+from parity.text import counted
 
 TITLES = {"jax": "JAX", "torch": "torch", "": "Command line and files"}
 

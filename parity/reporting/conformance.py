@@ -9,6 +9,7 @@ from rich.text import Text
 
 from parity.conformance.answers import Conformance
 from parity.reporting.console import begin_table
+from parity.text import counted
 
 STYLES = {"ok": "green", "note": "yellow", "absent": "dim", "differs": "bold red", "broken": "bold red"}
 LABEL, CELL = 16, 18  # columns
@@ -55,12 +56,11 @@ def print_conformance(found: Sequence[Conformance], out: Console, again: Callabl
     out.print()
     answers = [answer for subject in examined for answer in subject.answers]
     asked, promises = sum(answer.was_asked for answer in answers), sum(answer.is_broken for answer in answers)
-    how_many = f"{len(examined)} subject{'s' if len(examined) != 1 else ''}"
-    verdict = f"{promises} broken promise{'s' if promises != 1 else ''}" if promises else "no broken promises"
+    verdict = counted(promises, "broken promise") if promises else "no broken promises"
     verdict = verdict if asked else "nothing to ask"
     out.print(
         Text(
-            f"{how_many} examined, {asked} of {len(answers)} questions answered: {verdict}",
+            f"{counted(len(examined), 'subject')} examined, {asked} of {len(answers)} questions answered: {verdict}",
             style="bold red" if promises or not asked else "bold green",
         ),
         soft_wrap=True,

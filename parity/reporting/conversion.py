@@ -14,7 +14,7 @@ from rich.text import Text
 from parity.core.compare import Comparison, first_difference
 from parity.reporting.console import begin_table, short_ratio
 from parity.reporting.diagnosis import print_explanation
-from parity.reporting.summary import counted
+from parity.text import counted
 
 if TYPE_CHECKING:
     from parity.conversion.convert import Converted

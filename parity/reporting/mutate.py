@@ -9,6 +9,7 @@ from rich.text import Text
 
 from parity.mutating.run import Outcome, Status
 from parity.reporting.console import begin_table
+from parity.text import counted
 
 STYLES = {
     Status.NOTICED: "green",
@@ -55,7 +56,7 @@ def print_mutations(
     counts = {status: sum(outcome.status is status for outcome in outcomes) for status in Status}
     verdict = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
     is_well = all(outcome.is_caught for outcome in outcomes)
-    words = f"{len(outcomes)} mistake{'s' if len(outcomes) != 1 else ''} planted: {verdict}"
+    words = f"{counted(len(outcomes), 'mistake')} planted: {verdict}"
     out.print(Text(words, style="bold green" if is_well else "bold red"), soft_wrap=True)
 
 
