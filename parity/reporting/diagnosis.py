@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
 from parity.core.compare import Comparison, first_difference
-from parity.reporting.console import begin_table, short_ratio
+from parity.reporting.console import print_table, short_ratio
 
 if TYPE_CHECKING:
     from parity.conversion.differences import WeightsComparison
@@ -54,26 +55,14 @@ def print_divergence(sides: list[list[Comparison]], distances: dict[str, float],
     names = [side[0].backend for side in sides]
     title = "Error / budget of each against the reference, and their difference"
     by_stage = [{comparison.stage: comparison for comparison in side} for side in sides]
-    rows = []
+    rows, styles = [], []
     for stage, distance in distances.items():
         found = [side.get(stage) for side in by_stage]
         ratios = ("—" if each is None else short_ratio(each.worse_ratio) for each in found)
-        style = "" if all(each is None or each.passed for each in found) else "red"
-        rows.append((stage, [*ratios, f"{distance:.1e}"], style))
-    columns = (*names, "difference")
-    if out.width < 80:  # no room for columns
-        out.print(Text(title, style="bold"))
-        for stage, numbers, style in rows:
-            said = ", ".join(map(" ".join, zip(columns, numbers, strict=True)))
-            out.print(Text(f"{stage}: {said}", style=style, overflow="fold"))
-    else:
-        table = begin_table(out, title)
-        table.add_column("stage", no_wrap=True)
-        for column in columns:
-            table.add_column(column, justify="right")
-        for stage, numbers, style in rows:
-            table.add_row(stage, *numbers, style=style)
-        out.print(table)
+        styles.append("" if all(each is None or each.passed for each in found) else "red")
+        rows.append([stage, *ratios, f"{distance:.1e}"])
+    columns = [Column("stage", no_wrap=True), *(Column(name, justify="right") for name in (*names, "difference"))]
+    print_table(out, title, columns, rows, styles, narrow=out.width < 80)
     for side in sides:
         wrong = first_difference(side)
         words = "is right" if wrong is None else f"goes wrong at {wrong.stage}"
@@ -84,21 +73,18 @@ def print_divergence(sides: list[list[Comparison]], distances: dict[str, float],
 
 def print_selftest(outcomes: list[Outcome], out: Console) -> None:
     """Print what became of the mistakes that were planted: a row for each kind, what was not as it should be, a sum."""
-    table = begin_table(out, "Planted mistakes: seen at their stage, and named by the diagnosis")
-    is_narrow = out.width < 80
-    table.add_column("mistake", overflow="fold", no_wrap=not is_narrow)
-    table.add_column("stage", overflow="fold", no_wrap=not is_narrow)
-    for column in ("planted", "seen", "named"):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = [Column(name, overflow="fold", no_wrap=out.width >= 80) for name in ("mistake", "stage")]
+    columns += [Column(name, justify="right", no_wrap=True) for name in ("planted", "seen", "named")]
+    rows, styles = [], []
     kinds: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         kinds.setdefault(outcome.hypothesis or "(none)", []).append(outcome)
     for kind, of_kind in kinds.items():
         seen, named = (sum(getattr(outcome, what) for outcome in of_kind) for what in ("is_caught", "is_named"))
-        style = "" if seen == named == len(of_kind) else "red"
+        styles.append("" if seen == named == len(of_kind) else "red")
         stages = ", ".join(dict.fromkeys(outcome.stage for outcome in of_kind if outcome.stage)) or "—"
-        table.add_row(kind, stages, str(len(of_kind)), str(seen), str(named), style=style)
-    out.print(table)
+        rows.append((kind, stages, str(len(of_kind)), str(seen), str(named)))
+    print_table(out, "Planted mistakes: seen at their stage, and named by the diagnosis", columns, rows, styles)
     for outcome in outcomes:
         where = f"{outcome.hypothesis or 'nothing'} in {outcome.case} on {outcome.backend}"
         if not outcome.is_caught:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
 from parity.mutating.run import Outcome, Status
-from parity.reporting.console import begin_table
+from parity.reporting.console import print_table
 from parity.text import counted
 
 STYLES = {
@@ -33,13 +34,9 @@ def print_mutations(
         out: a console, see `parity.reporting.console.console`.
         note: why the callable could not be examined beforehand, if it could not.
     """
-    table = begin_table(out, f"Mistakes planted in {target}")
-    table.add_column("mistake", no_wrap=True)
-    table.add_column("page (mha-parity bugs …)", no_wrap=True)
-    table.add_column("noticed by", overflow="fold")
-    for outcome in outcomes:
-        table.add_row(outcome.mistake, outcome.page, Text(_words(outcome), style=STYLES[outcome.status]))
-    out.print(table)
+    columns = [Column(name, no_wrap=True) for name in ("mistake", "page (mha-parity bugs …)")]
+    rows = [(each.mistake, each.page, Text(_words(each), style=STYLES[each.status])) for each in outcomes]
+    print_table(out, f"Mistakes planted in {target}", [*columns, "noticed by"], rows)
     if note:
         out.print(Text(f"\nnot examined, so that only what is declared is known: {note}", style="dim"), soft_wrap=True)
     by_reason: dict[str, list[str]] = {}
