@@ -98,6 +98,5 @@ def run(options: argparse.Namespace) -> int:
 
     print_conformance(found, console(), again)
     if options.json is not None:
-        subjects = [subject.to_dict() for subject in found]
-        write_json(options.json, {"format": 1, "packages": installed(), "subjects": subjects})
+        write_json(options.json, {"format": 1, "packages": installed(), "subjects": found})
     return exit_status(found)

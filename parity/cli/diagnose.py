@@ -124,7 +124,7 @@ def _diagnose_weights(options: argparse.Namespace, out: Console) -> int:
     weights, diagnosis = cast(Any, shown)  # there is a layer
     print_weights(weights, diagnosis, out)
     if options.json is not None:
-        told = {"weights": weights.to_dict(), "not_compared": [each.to_dict() for each in pairs.not_compared]}
+        told = {"weights": weights, "not_compared": pairs.not_compared}
         write_json(options.json, {"format": 1, **diagnosis.to_dict(), **told})
     return status_of(weights.same, pairs)
 

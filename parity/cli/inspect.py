@@ -25,8 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what a file holds."""
-    from dataclasses import asdict
-
     from parity.conversion.inspect import find_layers
     from parity.conversion.ranks import open_checkpoint
     from parity.reporting.console import console
@@ -42,5 +40,5 @@ def run(options: argparse.Namespace) -> int:
         told = {"file_format": file.format, "metadata": dict(file.metadata), "tensors": infos}
     warn_of_parts(options.file)
     if options.json is not None:
-        write_json(options.json, {"format": 1, **told, "layers": [asdict(layer) for layer in found]})
+        write_json(options.json, {"format": 1, **told, "layers": found})
     return 0

@@ -36,5 +36,5 @@ def run(options: argparse.Namespace) -> int:
         shown = [find_layout(options.name)]
         print_layout(shown[0], out)
     if options.json is not None:
-        write_json(options.json, {"format": 1, "layouts": [layout.to_dict() for layout in shown]})
+        write_json(options.json, {"format": 1, "layouts": shown})
     return 0

@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         raise _nothing(options, left_out)
     print_mutations(options.subject, outcomes, left_out, console(), view.note)
     if options.json is not None:
-        found = {"outcomes": [outcome.to_dict() for outcome in outcomes], "not_planted": left_out}
+        found = {"outcomes": outcomes, "not_planted": left_out}
         write_json(options.json, {"format": 1, "subject": options.subject, "not_examined": view.note, **found})
     return 0 if all(outcome.is_caught for outcome in outcomes) else 1
 

@@ -63,8 +63,7 @@ def run(options: argparse.Namespace) -> int:
             warn(f"{path} is quantised, {', '.join(sorted(kinds))}: compared is what is left of its weights")
     print_verdicts(verdicts, diagnosis, options.files, console(), pairs.not_compared)
     if options.json is not None:
-        results = [each.to_dict() for verdict in verdicts for each in verdict.stages]
-        told = {"results": results, "layers": [each.to_dict() for each in verdicts], "diagnosis": diagnosis.to_dict()}
-        told["not_compared"] = [each.to_dict() for each in pairs.not_compared]
+        results = [each for verdict in verdicts for each in verdict.stages]
+        told = {"results": results, "layers": verdicts, "diagnosis": diagnosis, "not_compared": pairs.not_compared}
         write_json(options.json, {"format": 1, **told})
     return status_of(all(verdict.weights.same for verdict in verdicts), pairs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -16,7 +16,7 @@ from parity.conversion.roles import Role, roles
 from parity.conversion.same_function import in_other_words
 from parity.conversion.ulps import MOST_ULPS, coarser, is_copy, ulps
 from parity.conversion.verify import check_alike, same_bits, with_biases
-from parity.core.compare import finite
+from parity.core.records import JsonRecord
 from parity.core.weights import Weights, check_weights
 from parity.text import and_listed
 
@@ -86,7 +86,7 @@ class TensorDifference:
 
 
 @dataclass(frozen=True)
-class WeightsComparison:
+class WeightsComparison(JsonRecord):
     """Whether two sets of weights hold the same attention, by what the tensors say.
 
     Attributes:
@@ -105,6 +105,8 @@ class WeightsComparison:
     differences: tuple[TensorDifference, ...]
     how: str = ""
 
+    IN_JSON = ("*", "same")
+
     @property
     def same(self) -> bool:
         """Whether both hold the same attention."""
@@ -114,10 +116,6 @@ class WeightsComparison:
     def unexplained(self) -> list[str]:
         """The tensors that no law explains."""
         return [each.name for each in self.differences if each.law is None] if not self.same else []
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them, and whether it is the same attention."""
-        return {name: finite(value) for name, value in {**asdict(self), "same": self.same}.items()}
 
     def __str__(self) -> str:
         if self.how:
