@@ -6,7 +6,7 @@ import argparse
 
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, layer_options, warn_of_parts
-from parity.cli.options import add_json_option
+from parity.cli.options import add_json_option, write_json
 
 PAGE = Page(
     "what a file holds, and which layouts its attention layers fit",
@@ -29,7 +29,6 @@ def run(options: argparse.Namespace) -> int:
     from parity.conversion.ranks import open_checkpoint
     from parity.reporting.console import console
     from parity.reporting.conversion import print_inspection
-    from parity.reporting.json import write_json
 
     with open_checkpoint(options.file) as file:
         found = find_layers(file, **layer_options(options))
@@ -39,6 +38,5 @@ def run(options: argparse.Namespace) -> int:
         print_inspection(options.file, file, found, console())
         told = {"file_format": file.format, "metadata": dict(file.metadata), "tensors": infos}
     warn_of_parts(options.file)
-    if options.json is not None:
-        write_json(options.json, {"format": 1, **told, "layers": found})
+    write_json(options, {**told, "layers": found})
     return 0

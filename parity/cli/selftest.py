@@ -7,7 +7,7 @@ import fnmatch
 
 from parity.cli.help import Page
 from parity.cli.messages import no_framework, refusal
-from parity.cli.options import add_json_option, check_names, name_list
+from parity.cli.options import add_json_option, check_names, name_list, write_json
 
 PAGE = Page(
     "would the harness notice? plant every mistake that it knows",
@@ -33,7 +33,6 @@ def run(options: argparse.Namespace) -> int:
     from parity.diagnosis.selftest import SELFTEST_CASES, SELFTESTED, mistakes_in, selftest
     from parity.reporting.console import console, progress_bar
     from parity.reporting.diagnosis import print_selftest
-    from parity.reporting.json import write_json
 
     backends = options.backends or [name for name in SELFTESTED if not why_missing(name)]
     check_names("--backends", backends, SELFTESTED)
@@ -50,6 +49,5 @@ def run(options: argparse.Namespace) -> int:
     with progress_bar(total) as on_mistake:
         outcomes = list(selftest(backends, cases, seeds=[options.seed], on_mistake=on_mistake))
     print_selftest(outcomes, console())
-    if options.json is not None:
-        write_json(options.json, {"format": 1, "outcomes": [outcome.to_dict() for outcome in outcomes]})
+    write_json(options, {"outcomes": [outcome.to_dict() for outcome in outcomes]})
     return 0 if all(outcome.is_caught for outcome in outcomes) else 1

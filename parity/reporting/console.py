@@ -107,6 +107,8 @@ def progress_bar(total: int | None) -> Iterator[Any]:
         yield begin
 
 
-def short_ratio(ratio: float) -> str:
-    """An error over its budget, in as few characters as a column has."""
+def short_ratio(ratio: float | None) -> str:
+    """An error over its budget, in as few characters as a column has; a dash for none."""
+    if ratio is None:
+        return "—"
     return f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0e}"

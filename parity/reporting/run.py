@@ -173,8 +173,7 @@ def print_comparison_table(report: Report, out: Console) -> None:
     columns += [Column(name, justify="right") for name in ("error", "budget", "ratio", "local", "max abs", "max ulp")]
     rows = []
     for each in report.comparisons:
-        local = "—" if each.local_ratio is None else short_ratio(each.local_ratio)
-        errors = (f"{each.error:.0e}", f"{each.budget:.0e}", short_ratio(each.ratio), local)
+        errors = (f"{each.error:.0e}", f"{each.budget:.0e}", short_ratio(each.ratio), short_ratio(each.local_ratio))
         sizes = (f"{each.max_abs:.0e}", f"{each.max_ulp:.0f}")
         rows.append((each.case, each.stage, each.dtype, each.backend, *errors, *sizes))
     print_table(out, "Every comparison", columns, rows, styles)
