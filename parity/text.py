@@ -1,6 +1,9 @@
-"""Text of files and errors, made fit to show."""
+"""Text of files and errors made fit to show, and lists in words."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 MAX_SHOWN = 500  # characters
 
@@ -31,3 +34,20 @@ def in_line(text: str, most: int = MAX_SHOWN) -> str:
     if len(text) > most:  # before the rest, which takes time for each character
         text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
     return printable("; ".join(filter(None, map(str.strip, text.splitlines()))), keep="")
+
+
+def some_of(names: Iterable[str], most: int = 8) -> str:
+    """Names in a line, and how many there are beyond some."""
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def and_listed(items: Iterable[Any]) -> str:
+    """All of some things, at least one, in a line: `0, 2 and 5`."""
+    *most, last = map(str, items)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things: `1 case`, `2 cases`."""
+    return f"{number} {what}{'s' if number != 1 else ''}"

@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
 from mha_spec import (
@@ -39,7 +40,7 @@ from parity.core.trace import Reference, judge
 from parity.core.weights import random_weights
 from parity.diagnosis.diagnose import Diagnosis, diagnose
 from parity.diagnosis.planting import mistake_to_plant, mistakes_of, plan_of
-from parity.reporting.console import begin_table
+from parity.reporting.console import print_table
 
 SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_mistakes]
 """The backends that every mistake can be planted in. Of mha_tt only masks are arrays: tests/tt plants a few there."""
@@ -404,21 +405,18 @@ def _with_positions(rotate: Callable[..., Any]) -> Callable[..., Any]:
 
 def print_selftest(outcomes: list[Outcome], out: Console) -> None:
     """Print what became of the mistakes that were planted: a row for each kind, what was not as it should be, a sum."""
-    table = begin_table(out, "Planted mistakes: seen at their stage, and named by the diagnosis")
-    is_narrow = out.width < 80
-    table.add_column("mistake", overflow="fold", no_wrap=not is_narrow)
-    table.add_column("stage", overflow="fold", no_wrap=not is_narrow)
-    for column in ("planted", "seen", "named"):
-        table.add_column(column, justify="right", no_wrap=True)
+    columns = [Column(name, overflow="fold", no_wrap=out.width >= 80) for name in ("mistake", "stage")]
+    columns += [Column(name, justify="right", no_wrap=True) for name in ("planted", "seen", "named")]
+    rows, styles = [], []
     kinds: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         kinds.setdefault(outcome.hypothesis or "(none)", []).append(outcome)
     for kind, of_kind in kinds.items():
         seen, named = (sum(getattr(outcome, what) for outcome in of_kind) for what in ("is_caught", "is_named"))
-        style = "" if seen == named == len(of_kind) else "red"
+        styles.append("" if seen == named == len(of_kind) else "red")
         stages = ", ".join(dict.fromkeys(outcome.stage for outcome in of_kind if outcome.stage)) or "—"
-        table.add_row(kind, stages, str(len(of_kind)), str(seen), str(named), style=style)
-    out.print(table)
+        rows.append((kind, stages, str(len(of_kind)), str(seen), str(named)))
+    print_table(out, "Planted mistakes: seen at their stage, and named by the diagnosis", columns, rows, styles)
     for outcome in outcomes:
         where = f"{outcome.hypothesis or 'nothing'} in {outcome.case} on {outcome.backend}"
         if not outcome.is_caught:

@@ -23,7 +23,7 @@ from parity.cli.main import main
 from parity.cli.messages import warn
 from parity.conversion.layouts import LAYOUTS, find_spec
 from parity.files import open_tensors
-from parity.reporting.console import begin_table, console
+from parity.reporting.console import console, print_table
 from parity.running.elsewhere import Elsewhere
 from parity.running.jobs import by_processes
 from parity.running.run import compare_traces
@@ -78,10 +78,7 @@ def test_nothing_in_a_text_is_markup_or_drives_a_terminal(monkeypatch):
     out = console()
     assert out.is_terminal
     out.print(f"[link=https://a.b]x[/red] :smile: {ESCAPES}")
-    table = begin_table(out, f"[/red]{ESCAPES}")
-    table.add_column(f"[/red]{ESCAPES}")
-    table.add_row(f"[bold]{ESCAPES}")
-    out.print(table)
+    print_table(out, f"[/red]{ESCAPES}", [f"[/red]{ESCAPES}"], [[f"[bold]{ESCAPES}"]])
     printed = sys.stdout.getvalue()
     assert "[link=https://a.b]x[/red] :smile: \\x1b[2J\\x9b2J\\x07\\u202e" in printed
     assert "\x1b[2J" not in printed

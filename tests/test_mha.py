@@ -20,6 +20,7 @@ import pytest
 import torch
 from flax import nnx
 from refusals import refuses, refuses_type
+from textbook import TEXTBOOK_OUTPUT
 
 import mha_jax
 import mha_torch
@@ -240,14 +241,6 @@ TEXTBOOK_INPUT = [
     [0.22, 0.58, 0.33],
     [0.77, 0.25, 0.10],
     [0.05, 0.80, 0.55],
-]
-TEXTBOOK_OUTPUT = [
-    [-0.3132, -0.2272, 0.4772, 0.1063],
-    [-0.2308, 0.0329, 0.5764, 0.3007],
-    [-0.2059, 0.1190, 0.6097, 0.3654],
-    [-0.1642, 0.1340, 0.5431, 0.3503],
-    [-0.1689, 0.1794, 0.5296, 0.3389],
-    [-0.1407, 0.1699, 0.5040, 0.3403],
 ]
 FOUR_DECIMALS = 0.5e-4 + 1e-6  # half of the last digit printed, and float32's own rounding
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from refusals import refuses, refuses_type
+from textbook import TEXTBOOK_OUTPUT
 
 import parity
 from parity import CASES, make_problem
 from parity.core import reference
-from parity.core.problem import TEXTBOOK_OUTPUT
 from parity.core.stages import run_steps
 from parity.core.trace import Reference
 

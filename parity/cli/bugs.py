@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from parity.cli.help import Page
-from parity.cli.options import add_json_option
+from parity.cli.options import add_json_option, write_json
 
 PAGE = Page(
     "the mistakes that are known: symptoms, reproduction and fix of each",
@@ -26,10 +26,8 @@ def run(options: argparse.Namespace) -> int:
     """Print pages."""
     from parity.reporting.bugs import bug_page, print_pages
     from parity.reporting.console import console
-    from parity.reporting.json import write_json
 
     pages = {name: bug_page(name) for name in options.names or ["README"]}
     print_pages(pages.values(), console())
-    if options.json is not None:
-        write_json(options.json, {"format": 1, "pages": pages})
+    write_json(options, {"pages": pages})
     return 0

@@ -6,7 +6,7 @@ import argparse
 
 from parity.cli.help import Page
 from parity.cli.messages import refusal
-from parity.cli.options import add_json_option, flag_of
+from parity.cli.options import add_json_option, flag_of, write_json
 
 MOST_SIZE = 2**63 - 1  # of an axis, as arrays have it
 
@@ -38,7 +38,6 @@ def run(options: argparse.Namespace) -> int:
     from parity.core.cases import DTYPES
     from parity.core.weights import dtype_named
     from parity.reporting.console import console
-    from parity.reporting.json import write_json
 
     if options.dtype not in DTYPES:
         raise refusal("--dtype", f"be one of {', '.join(DTYPES)}", {"--dtype": options.dtype})
@@ -58,6 +57,5 @@ def run(options: argparse.Namespace) -> int:
         f"{nbytes} bytes = {nbytes / 2**30:.3g} GiB",
         soft_wrap=True,
     )
-    if options.json is not None:
-        write_json(options.json, {"format": 1, "nbytes": nbytes})
+    write_json(options, {"nbytes": nbytes})
     return 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from parity.cli.help import Page
 from parity.cli.messages import near, refusal
-from parity.cli.options import add_json_option
+from parity.cli.options import add_json_option, write_json
 
 if TYPE_CHECKING:
     from parity.core.cases import Case
@@ -34,13 +34,11 @@ def run(options: argparse.Namespace) -> int:
 
     from parity.reporting.cases import covers, print_cases
     from parity.reporting.console import console
-    from parity.reporting.json import write_json
 
     cases = cases_named("GLOB", options.names)
     print_cases(cases, console())
-    if options.json is not None:
-        listed = [{"covers": covers(case), **asdict(case)} for case in cases]
-        write_json(options.json, {"format": 1, "cases": listed})
+    listed = [{"covers": covers(case), **asdict(case)} for case in cases]
+    write_json(options, {"cases": listed})
     return 0
 
 

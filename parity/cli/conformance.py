@@ -14,6 +14,7 @@ from parity.cli.options import (
     flag_of,
     name_list,
     named_by_flags,
+    write_json,
 )
 
 PAGE = Page(
@@ -62,7 +63,6 @@ def run(options: argparse.Namespace) -> int:
     from parity.core.packages import installed
     from parity.reporting.conformance import print_conformance
     from parity.reporting.console import console, progress_bar
-    from parity.reporting.json import write_json
 
     if options.peers == (options.target is not None):
         raise refusal("either a subject", "be given as pkg.module:callable, or --peers")
@@ -97,7 +97,5 @@ def run(options: argparse.Namespace) -> int:
         )
 
     print_conformance(found, console(), again)
-    if options.json is not None:
-        subjects = [subject.to_dict() for subject in found]
-        write_json(options.json, {"format": 1, "packages": installed(), "subjects": subjects})
+    write_json(options, {"packages": installed(), "subjects": found})
     return exit_status(found)

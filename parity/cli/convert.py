@@ -7,7 +7,7 @@ import argparse
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, in_flags, layer_options, warn_of_parts
 from parity.cli.messages import refusal, warn
-from parity.cli.options import add_json_option, name_list
+from parity.cli.options import add_json_option, name_list, write_json
 
 MOST_GIB = 2**20  # of a shard: a pebibyte
 
@@ -56,7 +56,6 @@ def run(options: argparse.Namespace) -> int:
     from parity.conversion.inspect import count_tensors
     from parity.reporting.console import console, progress_bar
     from parity.reporting.conversion import print_conversion
-    from parity.reporting.json import write_json
 
     gib = options.max_shard_gib
     if gib is not None and not 0 < gib <= MOST_GIB:
@@ -96,6 +95,5 @@ def run(options: argparse.Namespace) -> int:
         if names:
             some = f"{', '.join(names[:6])}{', …' if len(names) > 6 else ''}"
             warn(f"{what}: {some} ({len(names)})")
-    if options.json is not None:
-        write_json(options.json, {"format": 1, **converted.to_dict()})
+    write_json(options, converted.to_dict())
     return 0

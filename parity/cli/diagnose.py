@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, in_flags, layer_options, pairs_of_layers, status_of
 from parity.cli.messages import refusal
-from parity.cli.options import add_json_option, add_params_option, named_by_flags
+from parity.cli.options import add_json_option, add_params_option, named_by_flags, write_json
 from parity.cli.paths import is_trace
 
 if TYPE_CHECKING:
@@ -69,7 +69,6 @@ def run(options: argparse.Namespace) -> int:
     from parity.cli import ranks, taps
     from parity.reporting.console import console
     from parity.reporting.diagnosis import print_diagnosis
-    from parity.reporting.json import write_json
 
     out = console()
     if options.ranks is not None:
@@ -96,8 +95,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         raise refusal("diagnose", "be given a trace, two traces, two weight files or a function", str(options.files))
     print_diagnosis(diagnosis, out)
-    if options.json is not None:
-        write_json(options.json, {"format": 1, **diagnosis.to_dict()})
+    write_json(options, diagnosis.to_dict())
     return 1 if diagnosis.is_wrong else 0
 
 
@@ -107,7 +105,6 @@ def _diagnose_weights(options: argparse.Namespace, out: Console) -> int:
     from parity.diagnosis.diagnose import Diagnosis
     from parity.diagnosis.weights import diagnose_weights
     from parity.reporting.diagnosis import print_weights
-    from parity.reporting.json import write_json
 
     shown: tuple[Any, Any] | None = None
     with pairs_of_layers(options) as pairs:
@@ -123,9 +120,7 @@ def _diagnose_weights(options: argparse.Namespace, out: Console) -> int:
                 break
     weights, diagnosis = cast(Any, shown)  # there is a layer
     print_weights(weights, diagnosis, out)
-    if options.json is not None:
-        told = {"weights": weights.to_dict(), "not_compared": [each.to_dict() for each in pairs.not_compared]}
-        write_json(options.json, {"format": 1, **diagnosis.to_dict(), **told})
+    write_json(options, {**diagnosis.to_dict(), "weights": weights, "not_compared": pairs.not_compared})
     return status_of(weights.same, pairs)
 
 

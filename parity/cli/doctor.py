@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from parity.cli.help import Page
-from parity.cli.options import add_json_option
+from parity.cli.options import add_json_option, write_json
 
 PAGE = Page(
     "what is installed, and what would be skipped and why",
@@ -28,7 +28,6 @@ def run(options: argparse.Namespace) -> int:
     from parity.core.packages import OPTIONAL, is_installed, version_of
     from parity.reporting.console import console
     from parity.reporting.environment import print_environment
-    from parity.reporting.json import write_json
 
     missing = {name: reason for name in BACKENDS if (reason := why_missing(name))}
     for name in BACKENDS.keys() - missing.keys():
@@ -39,6 +38,5 @@ def run(options: argparse.Namespace) -> int:
     found = environment(name for name in BACKENDS if name not in missing)
     optional = {name: version_of(name) if is_installed(name) else None for name in OPTIONAL}
     print_environment(found, {name: missing.get(name) for name in BACKENDS}, optional, console())
-    if options.json is not None:
-        write_json(options.json, {"format": 1, "environment": found, "missing": missing, "optional": optional})
+    write_json(options, {"environment": found, "missing": missing, "optional": optional})
     return 0

@@ -6,7 +6,7 @@ import argparse
 
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, layer_options, warn_of_parts
-from parity.cli.options import add_json_option
+from parity.cli.options import add_json_option, write_json
 
 PAGE = Page(
     "what a file holds, and which layouts its attention layers fit",
@@ -25,13 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what a file holds."""
-    from dataclasses import asdict
-
     from parity.conversion.inspect import find_layers
     from parity.conversion.ranks import open_checkpoint
     from parity.reporting.console import console
     from parity.reporting.conversion import print_inspection
-    from parity.reporting.json import write_json
 
     with open_checkpoint(options.file) as file:
         found = find_layers(file, **layer_options(options))
@@ -41,6 +38,5 @@ def run(options: argparse.Namespace) -> int:
         print_inspection(options.file, file, found, console())
         told = {"file_format": file.format, "metadata": dict(file.metadata), "tensors": infos}
     warn_of_parts(options.file)
-    if options.json is not None:
-        write_json(options.json, {"format": 1, **told, "layers": [asdict(layer) for layer in found]})
+    write_json(options, {**told, "layers": found})
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from parity.cli.help import Page
-from parity.cli.options import add_json_option
+from parity.cli.options import add_json_option, write_json
 
 PAGE = Page(
     "the known layouts, or the tensors of one",
@@ -26,7 +26,6 @@ def run(options: argparse.Namespace) -> int:
     from parity.conversion.layouts import LAYOUTS, find_layout
     from parity.reporting.console import console
     from parity.reporting.conversion import print_layout, print_layouts
-    from parity.reporting.json import write_json
 
     out = console()
     if options.name is None:
@@ -35,6 +34,5 @@ def run(options: argparse.Namespace) -> int:
     else:
         shown = [find_layout(options.name)]
         print_layout(shown[0], out)
-    if options.json is not None:
-        write_json(options.json, {"format": 1, "layouts": [layout.to_dict() for layout in shown]})
+    write_json(options, {"layouts": shown})
     return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from parity.cli.help import Page
 from parity.cli.messages import refusal
-from parity.cli.options import add_json_option, add_params_option, name_list, named_by_flags
+from parity.cli.options import add_json_option, add_params_option, name_list, named_by_flags, write_json
 
 if TYPE_CHECKING:
     from mha_spec import Refusal
@@ -52,7 +52,6 @@ def run(options: argparse.Namespace) -> int:
     from parity.mutating.run import Status, Suite, mutate
     from parity.mutating.view import view_of
     from parity.reporting.console import console, progress_bar
-    from parity.reporting.json import write_json
     from parity.reporting.mutate import print_mutations
 
     if options.jobs < 1:
@@ -77,9 +76,8 @@ def run(options: argparse.Namespace) -> int:
     if not outcomes:
         raise _nothing(options, left_out)
     print_mutations(options.subject, outcomes, left_out, console(), view.note)
-    if options.json is not None:
-        found = {"outcomes": [outcome.to_dict() for outcome in outcomes], "not_planted": left_out}
-        write_json(options.json, {"format": 1, "subject": options.subject, "not_examined": view.note, **found})
+    found = {"outcomes": outcomes, "not_planted": left_out}
+    write_json(options, {"subject": options.subject, "not_examined": view.note, **found})
     return 0 if all(outcome.is_caught for outcome in outcomes) else 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,3 +90,11 @@ def check_names(flag: str, given: Sequence[str] | None, known: Collection[str]) 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
     """The option that every command has."""
     parser.add_argument("--json", metavar="PATH", help="also write the result as JSON; - is standard output")
+
+
+def write_json(options: argparse.Namespace, content: Mapping[str, Any]) -> None:
+    """Write a result where `--json` says, if it says anything."""
+    if options.json is not None:
+        from parity.reporting import json
+
+        json.write_json(options.json, {"format": 1, **content})

@@ -9,7 +9,7 @@ from typing import Any
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, in_flags, layer_options
 from parity.cli.messages import near, refusal
-from parity.cli.options import add_json_option, number_list
+from parity.cli.options import add_json_option, number_list, write_json
 from parity.cli.paths import is_trace
 
 PAGE = Page(
@@ -48,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Draw, and print what was drawn."""
     from parity.reporting.console import console
-    from parity.reporting.json import write_json
     from parity.reporting.plot import check_destination, plot_attention
 
     check_destination(options.target, "DST")
@@ -69,9 +68,8 @@ def run(options: argparse.Namespace) -> int:
     drawn = f"head{'s' if len(heads) != 1 else ''} {', '.join(map(str, heads))}"
     told = f"{stage}, sequence {options.sequence}, {drawn}; wrote {options.target}"
     console().print(told, soft_wrap=True)
-    if options.json is not None:
-        content = {"stage": stage, "sequence": options.sequence, "heads": heads, "shape": list(attn_weights.shape)}
-        write_json(options.json, {"format": 1, **content, "target": options.target})
+    content = {"stage": stage, "sequence": options.sequence, "heads": heads, "shape": list(attn_weights.shape)}
+    write_json(options, {**content, "target": options.target})
     return 0
 
 

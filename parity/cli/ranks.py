@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from parity.cli.layers import in_flags, layer_options
 from parity.cli.messages import refusal
-from parity.cli.options import flag_of
+from parity.cli.options import flag_of, write_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +29,6 @@ def diagnose(options: argparse.Namespace) -> int:
     from parity.core.weights import load_tensors
     from parity.diagnosis.ranks import diagnose_ranks
     from parity.reporting.console import console
-    from parity.reporting.json import write_json
 
     divided = _divided(options.ranks)
     size, paths = max(divided.values()), options.files
@@ -45,8 +44,7 @@ def diagnose(options: argparse.Namespace) -> int:
     diagnosis = diagnose_ranks(observed, problem, **divided)
     style = "" if diagnosis.is_wrong else "bold green"
     console().print(str(diagnosis), style=style, soft_wrap=True)
-    if options.json is not None:
-        write_json(options.json, {"format": 1, **diagnosis.to_dict()})
+    write_json(options, diagnosis.to_dict())
     return 1 if diagnosis.is_wrong else 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from parity.cli.help import Page
-from parity.cli.options import add_json_option
+from parity.cli.options import add_json_option, write_json
 
 PAGE = Page(
     "what each attention layer of a model computes, by its config.json",
@@ -33,7 +33,6 @@ def run(options: argparse.Namespace) -> int:
     from parity.models.config import read_config
     from parity.models.specs import known_parts, part_of, specs_of, unknown_parts
     from parity.reporting.console import console
-    from parity.reporting.json import write_json
     from parity.reporting.models import print_heading, print_layers
 
     config, out = read_config(options.path), console()
@@ -46,7 +45,6 @@ def run(options: argparse.Namespace) -> int:
         print_layers(str(part_of(config, name or None)["model_type"]), found, out)
     for name, why in unread.items():
         print_heading(name or str(config["model_type"]), out, f"not read: {why}")
-    if options.json is not None:
-        told = [{**layer.to_dict(), "section": name} for name, found in layers.items() for layer in found]
-        write_json(options.json, {"format": 1, "layers": told, "not_read": unread})
+    told = [{**layer.to_dict(), "section": name} for name, found in layers.items() for layer in found]
+    write_json(options, {"layers": told, "not_read": unread})
     return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parity.cli.messages import refusal
+from parity.cli.options import write_json
 from parity.cli.paths import kind_of
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ def compare(options: argparse.Namespace) -> int:
 def diagnose(options: argparse.Namespace) -> int:
     """Say which layer goes wrong, at which stage, and why."""
     from parity.reporting.console import console
-    from parity.reporting.json import write_json
     from parity.reporting.taps import print_verdict
     from parity.running.taps import compare_with
 
@@ -57,16 +57,14 @@ def diagnose(options: argparse.Namespace) -> int:
     verdicts = compare_with(options.weights, options.files)
     for path, verdict in verdicts.items():
         print_verdict(verdict, path if len(verdicts) > 1 else "", console())
-    if options.json is not None:
-        told = [{"recording": path, **verdict.to_dict()} for path, verdict in verdicts.items()]
-        write_json(options.json, {"format": 1, "recordings": told})
+    told = [{"recording": path, **verdict.to_dict()} for path, verdict in verdicts.items()]
+    write_json(options, {"recordings": told})
     return 0 if all(verdict.passed for verdict in verdicts.values()) else 1
 
 
 def _compare_two(paths: Sequence[str], options: argparse.Namespace, *, with_table: bool) -> int:
     from parity.diagnosis.tap_pairs import judge_taps
     from parity.reporting.console import console
-    from parity.reporting.json import write_json
     from parity.reporting.taps import print_difference
     from parity.tapping.record import load_tap
 
@@ -74,6 +72,5 @@ def _compare_two(paths: Sequence[str], options: argparse.Namespace, *, with_tabl
         raise refusal("--weights", f"name the folder of the model that {paths[0]} should be of, or give two")
     difference: TapDifference = judge_taps(*map(load_tap, paths))
     print_difference(difference, console(), with_table=with_table)
-    if options.json is not None:
-        write_json(options.json, {"format": 1, **difference.to_dict()})
+    write_json(options, difference.to_dict())
     return 0 if difference.agrees else 1

@@ -7,7 +7,7 @@ import argparse
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, pairs_of_layers, status_of
 from parity.cli.messages import warn
-from parity.cli.options import add_json_option
+from parity.cli.options import add_json_option, write_json
 
 PAGE = Page(
     "do two files hold the same attention?",
@@ -42,7 +42,6 @@ def run(options: argparse.Namespace) -> int:
     from parity.diagnosis.weights import diagnose_weights
     from parity.reporting.console import console
     from parity.reporting.conversion import Verdict, print_verdicts
-    from parity.reporting.json import write_json
 
     verdicts: list[Verdict] = []
     diagnosis = Diagnosis("none")
@@ -62,9 +61,7 @@ def run(options: argparse.Namespace) -> int:
         if kinds:
             warn(f"{path} is quantised, {', '.join(sorted(kinds))}: compared is what is left of its weights")
     print_verdicts(verdicts, diagnosis, options.files, console(), pairs.not_compared)
-    if options.json is not None:
-        results = [each.to_dict() for verdict in verdicts for each in verdict.stages]
-        told = {"results": results, "layers": [each.to_dict() for each in verdicts], "diagnosis": diagnosis.to_dict()}
-        told["not_compared"] = [each.to_dict() for each in pairs.not_compared]
-        write_json(options.json, {"format": 1, **told})
+    results = [each for verdict in verdicts for each in verdict.stages]
+    told = {"results": results, "layers": verdicts, "diagnosis": diagnosis, "not_compared": pairs.not_compared}
+    write_json(options, told)
     return status_of(all(verdict.weights.same for verdict in verdicts), pairs)

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from parity.conformance.subjects import Path
+from parity.core.records import JsonRecord
 
 
 class Kind(Enum):
@@ -68,7 +69,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(JsonRecord):
     """What one question found.
 
     Attributes:
@@ -88,6 +89,8 @@ class Answer:
     findings: Mapping[Path, Finding] = field(default_factory=dict)
     refusal: Refusal | None = None
     exception: BaseException | None = field(default=None, compare=False)
+
+    IN_JSON = ("question", "status", "words", "example", "by_path", "refusal")
 
     @property
     def status(self) -> str:
@@ -111,14 +114,7 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON takes them."""
-        return {
-            "question": self.question,
-            "status": self.status,
-            "words": self.words,
-            "example": self.example,
-            "by_path": self.by_path,
-            "refusal": "" if self.refusal is None else str(self.refusal),
-        }
+        return {**super().to_dict(), "refusal": str(self.refusal or "")}
 
 
 @dataclass(frozen=True)
@@ -151,7 +147,7 @@ def asks(name: str, words: str) -> Callable[[Callable[[Any, Question], Answer]],
 
 
 @dataclass(frozen=True)
-class Conformance:
+class Conformance(JsonRecord):
     """All answers of one subject; of one that could not be examined, the reason and no answers."""
 
     name: str
@@ -159,6 +155,8 @@ class Conformance:
     version: str
     answers: tuple[Answer, ...] = ()
     missing: str = ""
+
+    IN_JSON = ("name", "framework", "version", "missing", "answers")
 
     def __getitem__(self, question: str) -> Answer:
         """The answer to a question.
@@ -175,16 +173,6 @@ class Conformance:
     def broken(self) -> list[Answer]:
         """The broken promises."""
         return [answer for answer in self.answers if answer.is_broken]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them."""
-        return {
-            "name": self.name,
-            "framework": self.framework,
-            "version": self.version,
-            "missing": self.missing,
-            "answers": [answer.to_dict() for answer in self.answers],
-        }
 
 
 def exit_status(found: Sequence[Conformance]) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from mha_spec import AttentionSpec
+from parity.core.records import JsonRecord
 
 
 @dataclass(frozen=True)
-class Converted:
+class Converted(JsonRecord):
     """What `convert_file` did.
 
     Attributes:
@@ -47,7 +47,3 @@ class Converted:
     dequantised: list[str] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
     metadata_left_out: list[str] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them."""
-        return asdict(self)

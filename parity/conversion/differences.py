@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -16,8 +16,9 @@ from parity.conversion.roles import Role, roles
 from parity.conversion.same_function import in_other_words
 from parity.conversion.ulps import MOST_ULPS, coarser, is_copy, ulps
 from parity.conversion.verify import check_alike, same_bits, with_biases
-from parity.core.compare import finite
+from parity.core.records import JsonRecord
 from parity.core.weights import Weights, check_weights
+from parity.text import and_listed
 
 MOST_NAMED = 8  # heads, rows or columns
 MOST_COUNTED = 1e6  # units in the last place: more say nothing
@@ -85,7 +86,7 @@ class TensorDifference:
 
 
 @dataclass(frozen=True)
-class WeightsComparison:
+class WeightsComparison(JsonRecord):
     """Whether two sets of weights hold the same attention, by what the tensors say.
 
     Attributes:
@@ -104,6 +105,8 @@ class WeightsComparison:
     differences: tuple[TensorDifference, ...]
     how: str = ""
 
+    IN_JSON = ("*", "same")
+
     @property
     def same(self) -> bool:
         """Whether both hold the same attention."""
@@ -113,10 +116,6 @@ class WeightsComparison:
     def unexplained(self) -> list[str]:
         """The tensors that no law explains."""
         return [each.name for each in self.differences if each.law is None] if not self.same else []
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them, and whether it is the same attention."""
-        return {name: finite(value) for name, value in {**asdict(self), "same": self.same}.items()}
 
     def __str__(self) -> str:
         if self.how:
@@ -173,8 +172,8 @@ def compare_weights(
     max_ulp = max((each.max_ulp for each in found), default=0.0)
     kind, how = _same_values(one, two, found, max_ulp)
     if kind == "different" and (words := in_other_words(one, two, spec)):
-        names = " and ".join(filter(None, [", ".join(each.name for each in found[:-1]), found[-1].name]))
         verb = "differs" if len(found) == 1 else "differ"
+        names = and_listed(each.name for each in found)
         kind, how = "function", f"{names} {verb}, and it is the same function: {words}"
     if kind == "different":
         pairs = [_pair(each, one, two, held) for each in found]

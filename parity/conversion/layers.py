@@ -23,9 +23,9 @@ from parity.conversion.not_carried import NotCarriedWarning
 from parity.conversion.prefixes import fitting_prefixes, numbered
 from parity.conversion.ranks import open_checkpoint
 from parity.core.weights import Weights, is_finite, is_floating, weight_shapes
-from parity.core.words import some_of
 from parity.files import TensorFile
 from parity.models.specs import ModelLayer, sections_named
+from parity.text import some_of
 
 
 @contextmanager
@@ -364,7 +364,7 @@ def _check_values(layer: Layer) -> None:
     is_shared = any(tensor.is_shared for tensor in layer.form)
     if is_shared != layer.model.keys_are_values:
         rule = "be made as keys are" if layer.model.keys_are_values else "have a projection of their own"
-        raise DoesNotFit("values", f"{rule}, by config.json", str(shorten(layer.sources.values())), where=layer.label)
+        raise DoesNotFit("values", f"{rule}, by config.json", shorten(layer.sources.values()), where=layer.label)
 
 
 def _of_model(file: TensorCache, prefix: str, held: Mapping[str, str], known: Known) -> dict[str, str]:

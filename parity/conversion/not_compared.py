@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from parity.conversion.layers import Layer, OpenLayers, key_in_words
-from parity.core.words import some_of
+from parity.core.records import JsonRecord
+from parity.text import some_of
 
 Path = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
-class NotCompared:
+class NotCompared(JsonRecord):
     """Something that a comparison of two files leaves out.
 
     Attributes:
@@ -28,10 +29,6 @@ class NotCompared:
     reason: str
     labels: list[str] = field(default_factory=list, compare=False)
     is_open: bool = True
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them."""
-        return asdict(self)
 
 
 def by_reason(parts: Sequence[NotCompared]) -> list[str]:

@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from parity.core.records import JsonRecord
 from parity.core.stages import stage_named
 from parity.core.weights import dtype_named
 from parity.core.zeros import WRONG_ZEROS, largest_zero, with_wrong_zeros, zero_on_one_side
@@ -62,12 +63,8 @@ POSITIONS = 64
 """How many places along the tokens a comparison tells apart."""
 
 
-NOT_IN_JSON = ("by_position", "library", "by_reference", "test")
-"""The fields of a comparison that its JSON leaves out."""
-
-
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(JsonRecord):
     """One stage of one case, as an implementation computed it, against the float64 reference.
 
     Attributes:
@@ -114,10 +111,12 @@ class Comparison:
     shape: tuple[int, ...]
     local_ratio: float | None = None
     reason: str = ""
-    by_position: tuple[float, ...] = ()
-    library: str = ""
-    by_reference: bool = True
-    test: tuple[str, str] | None = None
+    by_position: tuple[float, ...] = field(default=(), repr=False)
+    library: str = field(default="", repr=False)
+    by_reference: bool = field(default=True, repr=False)
+    test: tuple[str, str] | None = field(default=None, repr=False)
+
+    IN_JSON = ("*", "against")
 
     @property
     def against(self) -> str:
@@ -150,11 +149,6 @@ class Comparison:
         reason = self.reason or (reason if ratio > 1.0 else "")
         status = "failed" if failed else "passed"
         return replace(self, status=status, local_ratio=ratio, reason=reason if failed else "")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them: an infinity or NaN becomes null."""
-        told = {name: value for name, value in asdict(self).items() if name not in NOT_IN_JSON}
-        return {name: finite(value) for name, value in {**told, "against": self.against}.items()}
 
     def __str__(self) -> str:
         axes = " ".join(axis_names(self.stage, len(self.shape)))
@@ -485,14 +479,3 @@ def _correlation(actual: np.ndarray, expected: np.ndarray) -> float | None:
     x, y = actual - actual.mean(), expected - expected.mean()
     norms = math.sqrt((x**2).sum() * (y**2).sum())
     return float((x * y).sum() / norms) if norms > 0.0 else None
-
-
-def finite(value: Any) -> Any:
-    """The value as JSON takes it, and all that is in it: an infinity or NaN becomes null, a tuple a list."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, (tuple, list)):
-        return [finite(item) for item in value]
-    if isinstance(value, Mapping):
-        return {name: finite(item) for name, item in value.items()}
-    return value

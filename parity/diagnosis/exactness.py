@@ -43,9 +43,7 @@ def told_by_dtype(replay: Replay, before: Mapping[str, Verdict], wrong: Sequence
         return None
     own = [stage for stage in wrong if not stage_named(stage).path] or list(wrong)
     for dtype in NARROWER.get(replay.problem.dtype, ()):
-        results = [
-            stage for stage in replay.stages if stage_named(stage).quantity in ("q", "k", "v", "context", "output")
-        ]
+        results = [stage for stage in replay.stages if stage_named(stage).quantity in RESULTS]
         if not results or not all(_is_of(replay.observed[stage], dtype) for stage in {*results, *own}):
             continue
         shares = [_share(replay, stage, dtype) for stage in own]

@@ -7,13 +7,13 @@ A layer that is given nearly the same and gives something else explains what com
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from mha_spec import Refusal
-from parity.core.compare import finite, norms_of, unit_of_rounding
+from parity.core.compare import norms_of, unit_of_rounding
+from parity.core.records import JsonRecord
 from parity.diagnosis.tapped import OF_KEYS, Sequences, sequences_by_prompt
 from parity.tapping.record import Tapped, TappedLayer
 
@@ -31,7 +31,7 @@ STAGES = ("mask", "q", "k", "v", "attn_weights", "context", "output")
 
 
 @dataclass(frozen=True)
-class LayerDifference:
+class LayerDifference(JsonRecord):
     """How far apart two recordings of a layer are.
 
     Attributes:
@@ -49,6 +49,8 @@ class LayerDifference:
     errors: dict[str, float]
     grows: tuple[str, ...]
 
+    IN_JSON = ("*", "stage")
+
     @property
     def is_culprit(self) -> bool:
         """Whether the layer gives something else for nearly the same, or hides other keys."""
@@ -65,7 +67,7 @@ class LayerDifference:
 
 
 @dataclass(frozen=True)
-class TapDifference:
+class TapDifference(JsonRecord):
     """Two recordings side by side.
 
     Attributes:
@@ -81,6 +83,8 @@ class TapDifference:
     unit: float
     left_out: int = 0
 
+    IN_JSON = ("agrees", "alone", "left_out", "layers")
+
     @property
     def differs_before(self) -> bool:
         """Whether the first layer is given different things already."""
@@ -95,12 +99,6 @@ class TapDifference:
     def agrees(self) -> bool:
         """Whether no layer makes a difference grow, and both were given the same."""
         return bool(self.layers) and self.first is None and not self.differs_before and not self.left_out
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them."""
-        layers = [{**asdict(layer), "stage": layer.stage} for layer in self.layers]
-        told = {"agrees": self.agrees, "alone": self.alone, "left_out": self.left_out}
-        return {**told, "layers": finite(layers)}
 
     def __str__(self) -> str:
         lines = [f"only one of them called {', '.join(self.alone)}"] if self.alone else []

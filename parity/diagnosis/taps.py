@@ -12,6 +12,7 @@ import numpy as np
 from mha_spec import AttentionSpec
 from parity.core.compare import Comparison, compare, first_difference
 from parity.core.problem import Problem
+from parity.core.records import JsonRecord
 from parity.core.reference import UNFUSED
 from parity.core.stages import stage_named
 from parity.core.trace import Reference
@@ -44,7 +45,7 @@ class LikeAnother(Diagnosis):
 
 
 @dataclass(frozen=True)
-class LayerVerdict:
+class LayerVerdict(JsonRecord):
     """A layer alone: what it gave for what it got, against the float64 reference.
 
     Attributes:
@@ -62,6 +63,8 @@ class LayerVerdict:
     comparisons: list[Comparison] = field(default_factory=list)
     diagnosis: Diagnosis | None = None
     not_judged: str = ""
+
+    IN_JSON = ("layer", "name", "index", "passed", "not_judged", "comparisons", "diagnosis", "like")
 
     @property
     def difference(self) -> Comparison | None:
@@ -83,19 +86,6 @@ class LayerVerdict:
         """Whether it is just beyond its budget, and no mistake explains that."""
         return self.diagnosis is not None and self.diagnosis.kind == "rounding"
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them."""
-        return {
-            "layer": self.layer,
-            "name": self.name,
-            "index": self.index,
-            "passed": self.passed,
-            "not_judged": self.not_judged,
-            "comparisons": [comparison.to_dict() for comparison in self.comparisons],
-            "diagnosis": self.diagnosis.to_dict() if self.diagnosis else None,
-            "like": self.like,
-        }
-
     def __str__(self) -> str:
         difference = self.difference
         if self.not_judged:
@@ -107,10 +97,12 @@ class LayerVerdict:
 
 
 @dataclass(frozen=True)
-class TapVerdict:
+class TapVerdict(JsonRecord):
     """Every layer of a recording, each alone."""
 
     layers: list[LayerVerdict]
+
+    IN_JSON = ("passed", "layers")
 
     @property
     def wrong(self) -> list[LayerVerdict]:
@@ -126,10 +118,6 @@ class TapVerdict:
     def passed(self) -> bool:
         """Whether some layer was judged, and none goes wrong."""
         return self.first is None and any(layer.passed for layer in self.layers)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them."""
-        return {"passed": self.passed, "layers": [layer.to_dict() for layer in self.layers]}
 
     def __str__(self) -> str:
         wrong = self.wrong

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from parity.core.compare import finite
+from parity.core.records import JsonRecord
 from parity.core.stages import stage_named
 from parity.diagnosis.laws import Findings, Law
+from parity.text import some_of
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Unknown:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(JsonRecord):
     """What is wrong, as far as it was found.
 
     Attributes:
@@ -171,6 +171,8 @@ class Diagnosis:
     taken: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
     sample: str = ""
 
+    IN_JSON = ("*", "unexplained", "nearest", "headline", "text")
+
     @property
     def is_wrong(self) -> bool:
         """Whether anything is: neither rounding within the budget nor another way to record is."""
@@ -211,15 +213,10 @@ class Diagnosis:
         """What lessens the error of that stage most."""
         return list(self.unknowns[0].nearest) if self.unknowns else []
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them."""
-        told = asdict(replace(self, taken={}))
-        del told["taken"]
-        for unknown, given in zip(self.unknowns, told["unknowns"], strict=True):
-            given["findings"] = None if unknown.findings is None else unknown.findings.to_dict()
-        told = {**told, "unexplained": self.unexplained, "nearest": self.nearest}
-        told |= {"headline": self.headline, "text": str(self)}
-        return {name: finite(value) for name, value in told.items()}
+    @property
+    def text(self) -> str:
+        """All of it in words."""
+        return str(self)
 
     def __str__(self) -> str:
         return "\n".join([*self._told_dtypes(), self._told()])
@@ -279,6 +276,4 @@ def _by_quantity(conventions: Mapping[str, str]) -> list[str]:
 
 def _listed(stages: Sequence[str], of_one: str = "matches", of_more: str = "match") -> str:
     """Some stages and how many more, with a verb."""
-    shown = ", ".join(stages[:3])
-    more = f" and {len(stages) - 3} more" if len(stages) > 3 else ""
-    return f"{shown}{more} {of_one if len(stages) == 1 else of_more}"
+    return f"{some_of(stages, 3)} {of_one if len(stages) == 1 else of_more}"

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-UNITS = 16
-"""Of rounding, relative to the largest value, that two calls of the same shapes may differ by."""
+from parity.conformance.examination import tolerance
 
 
 class Unfit(Exception):
@@ -37,12 +35,10 @@ def same(before: Any, after: Any) -> bool:
     """Whether two arrays of any framework are equal within rounding; NaN is equal to NaN."""
     if tuple(before.shape) != tuple(after.shape):
         return False
-    name = str(before.dtype).split(".")[-1]
     x, y = (_numpy(each) for each in (before, after))
     if not x.size:
         return True
-    finite = np.abs(x[np.isfinite(x)])
-    allowed = UNITS * float(ml_dtypes.finfo(name).eps) * (float(finite.max()) if finite.size else 1.0)
+    allowed = tolerance(x, str(before.dtype).split(".")[-1])
     with np.errstate(invalid="ignore"):
         return bool(np.all((x == y) | (np.isnan(x) & np.isnan(y)) | (np.abs(x - y) <= allowed)))
 

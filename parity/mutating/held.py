@@ -10,6 +10,7 @@ from typing import Any
 from parity.conformance.signatures import BIASES, LEAVES, PACKED, PROJECTIONS
 from parity.mutating.calls import Call, Function, library_of
 from parity.mutating.compare import Unfit
+from parity.text import some_of
 
 PACKED_PROJECTION = "qkv_proj"
 Arrays = dict[str, Any]
@@ -121,9 +122,8 @@ def _projections(words_by_path: Mapping[Path, list[str]]) -> dict[str, Path]:
         group[leaf] = path
     layers = [prefix for prefix, group in groups.items() if _is_attention(group)]
     if not layers:
-        names = [".".join(words) for words in words_by_path.values()]
-        listed = ", ".join(names[:6]) + (", …" if len(names) > 6 else "") if names else "it has none"
-        raise Unfit(f"no projections of q and k are known among its weights: {listed}")
+        names = some_of(map(".".join, words_by_path.values()), 6) or "it has none"
+        raise Unfit(f"no projections of q and k are known among its weights: {names}")
     if len(layers) > 1:
         named = ", ".join(".".join(prefix) or "itself" for prefix in layers[:4])
         raise Unfit(f"it holds {len(layers)} attention layers, {named}: name the class of one")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mha_spec import Refusal
+from parity.core.records import JsonRecord
 from parity.mutating.mistakes import page_of, planted_in
 from parity.mutating.record import VARIABLE, Event, events
 from parity.mutating.view import View
@@ -46,7 +47,7 @@ class Status(Enum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(JsonRecord):
     """What became of a mistake that was planted.
 
     Attributes:
@@ -65,14 +66,12 @@ class Outcome:
     by: str = ""
     seconds: float = 0.0
 
+    IN_JSON = ("*", "is_caught")
+
     @property
     def is_caught(self) -> bool:
         """Whether nobody needs another test for it."""
         return self.status in (Status.NOTICED, Status.REFUSED)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them."""
-        return {**asdict(self), "status": self.status.value, "is_caught": self.is_caught}
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
-from parity.conformance.answers import Conformance
-from parity.reporting.console import begin_table
+from parity.conformance.answers import Answer, Conformance
+from parity.reporting.console import print_table
+from parity.text import counted
 
 STYLES = {"ok": "green", "note": "yellow", "absent": "dim", "differs": "bold red", "broken": "bold red"}
 LABEL, CELL = 16, 18  # columns
@@ -28,18 +30,14 @@ def print_conformance(found: Sequence[Conformance], out: Console, again: Callabl
     for start in range(0, len(examined), side_by_side):
         block = examined[start : start + side_by_side]
         versions = dict.fromkeys(subject.version or subject.framework for subject in block)
-        table = begin_table(out, f"Conformance: {', '.join(versions)}")
-        table.add_column("", no_wrap=True, min_width=LABEL)
         width = min(40, (out.width - LABEL - between) // len(block) - between)
+        columns = [Column("", no_wrap=True, min_width=LABEL)]
         for subject in block:
             name = subject.name if ":" in subject.name else ".\n".join(subject.name.rsplit(".", 1))
-            table.add_column(name, overflow="fold", min_width=CELL, max_width=width)
-        for answer in block[0].answers:
-            cells = [subject[answer.question] for subject in block]
-            marks = ("! " if cell.is_broken else "" for cell in cells)
-            row = [Text(mark + cell.words, style=STYLES[cell.status]) for mark, cell in zip(marks, cells, strict=True)]
-            table.add_row(answer.question, *row)
-        out.print(table)
+            columns.append(Column(name, overflow="fold", min_width=CELL, max_width=width))
+        questions = [answer.question for answer in block[0].answers]
+        rows = [[question, *(_cell(subject[question]) for subject in block)] for question in questions]
+        print_table(out, f"Conformance: {', '.join(versions)}", columns, rows)
     for subject in found:
         if subject.missing:
             out.print(Text(f"{subject.name}: {subject.missing}", style="dim"), soft_wrap=True)
@@ -55,13 +53,16 @@ def print_conformance(found: Sequence[Conformance], out: Console, again: Callabl
     out.print()
     answers = [answer for subject in examined for answer in subject.answers]
     asked, promises = sum(answer.was_asked for answer in answers), sum(answer.is_broken for answer in answers)
-    how_many = f"{len(examined)} subject{'s' if len(examined) != 1 else ''}"
-    verdict = f"{promises} broken promise{'s' if promises != 1 else ''}" if promises else "no broken promises"
+    verdict = counted(promises, "broken promise") if promises else "no broken promises"
     verdict = verdict if asked else "nothing to ask"
     out.print(
         Text(
-            f"{how_many} examined, {asked} of {len(answers)} questions answered: {verdict}",
+            f"{counted(len(examined), 'subject')} examined, {asked} of {len(answers)} questions answered: {verdict}",
             style="bold red" if promises or not asked else "bold green",
         ),
         soft_wrap=True,
     )
+
+
+def _cell(answer: Answer) -> Text:
+    return Text("! " * answer.is_broken + answer.words, style=STYLES[answer.status])

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from parity.text import printable
@@ -48,10 +49,36 @@ def console() -> Console:
     return _Console(width=max(PIPE_WIDTH, int(told) if told.isdigit() else 0))
 
 
-def begin_table(out: Console, title: str, **options: Any) -> Table:
-    """Print a title and begin a table: with lines on a terminal, columns of plain text elsewhere."""
+def print_table(
+    out: Console,
+    title: str,
+    columns: Sequence[str | Column],
+    rows: Iterable[Sequence[str | Text]],
+    styles: Iterable[str] = repeat(""),
+    *,
+    narrow: bool = False,
+) -> None:
+    """Print a title and a table: with lines on a terminal, columns of plain text elsewhere.
+
+    Args:
+        out: where to.
+        title: above it.
+        columns: their headers, or how they are drawn, too: text is folded. None for a table without headers.
+        rows: their cells.
+        styles: of each row.
+        narrow: there is no room for columns, so that each row is a line, `cell: header cell, header cell`.
+    """
     out.print(Text(title, style="bold"))
-    return Table(box=box.ROUNDED if out.is_terminal else None, padding=(0, 1), **options)
+    drawn = [Column(each, overflow="fold") if isinstance(each, str) else each for each in columns]
+    table = Table(*drawn, box=box.ROUNDED if out.is_terminal else None, padding=(0, 1), show_header=bool(columns))
+    for row, style in zip(rows, styles, strict=False):
+        if narrow:
+            cells = (Text(f"{column.header} ").append(cell) for column, cell in zip(drawn[1:], row[1:], strict=True))
+            out.print(Text(f"{row[0]}: ", style=style, overflow="fold") + Text(", ").join(cells))
+        else:
+            table.add_row(*row, style=style)
+    if not narrow:
+        out.print(table)
 
 
 @contextmanager
@@ -80,6 +107,8 @@ def progress_bar(total: int | None) -> Iterator[Any]:
         yield begin
 
 
-def short_ratio(ratio: float) -> str:
-    """An error over its budget, in as few characters as a column has."""
+def short_ratio(ratio: float | None) -> str:
+    """An error over its budget, in as few characters as a column has; a dash for none."""
+    if ratio is None:
+        return "—"
     return f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0e}"

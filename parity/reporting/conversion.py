@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
 from parity.core.compare import Comparison, first_difference
-from parity.reporting.console import begin_table, short_ratio
+from parity.reporting.console import print_table, short_ratio
 from parity.reporting.diagnosis import print_explanation
-from parity.reporting.summary import counted
+from parity.text import counted
 
 if TYPE_CHECKING:
     from parity.conversion.convert import Converted
@@ -28,12 +29,8 @@ if TYPE_CHECKING:
 
 def print_layouts(layouts: Iterable[Layout], out: Console) -> None:
     """Print a table of layouts, one in each row."""
-    table = begin_table(out, "Layouts")
-    for column in ("layout", "what it is", "RoPE pairs"):
-        table.add_column(column, overflow="fold")
-    for layout in layouts:
-        table.add_row(layout.name, layout.about, layout.rope)
-    out.print(table)
+    rows = [(layout.name, layout.about, layout.rope) for layout in layouts]
+    print_table(out, "Layouts", ("layout", "what it is", "RoPE pairs"), rows)
 
 
 def print_layout(layout: Layout, out: Console) -> None:
@@ -42,22 +39,17 @@ def print_layout(layout: Layout, out: Console) -> None:
 
     letters = {"p": "projections", "n": "heads", "h": "head_dim", "d": "input", "e": "output"}
     out.print(Text(f"{layout.about} ({layout.source})"), soft_wrap=True)
+    columns = ("tensor", "holds", "axes")
     for number, form in enumerate(layout.forms):
-        table = begin_table(out, layout.name if number == 0 else "or")
-        for column in ("tensor", "holds", "axes"):
-            table.add_column(column, overflow="fold")
+        rows = []
         for tensor in form:
             axes = [" x ".join(letters[letter] for letter in group) or "1" for group in tensor.groups()]
-            table.add_row(tensor.name, ", ".join(tensor.parts), f"[{' | '.join(axes)}]")
-        out.print(table)
+            rows.append((tensor.name, ", ".join(tensor.parts), f"[{' | '.join(axes)}]"))
+        print_table(out, layout.name if number == 0 else "or", columns, rows)
     if layout.others:
-        table = begin_table(out, "where a layer has them")
-        for column in ("tensor", "holds", "axes"):
-            table.add_column(column, overflow="fold")
-        for tensor in layout.others:
-            words = {"...": "as they are", "d e": "transposed", "d n h": "transposed, heads as an axis"}[tensor.axes]
-            table.add_row(tensor.name, tensor.holds, words)
-        out.print(table)
+        words = {"...": "as they are", "d e": "transposed", "d n h": "transposed, heads as an axis"}
+        rows = [(tensor.name, tensor.holds, words[tensor.axes]) for tensor in layout.others]
+        print_table(out, "where a layer has them", columns, rows)
     if shared := [tensor.name for tensor in layout.tensors if tensor.is_shared]:
         out.print(f"one projection for keys and values: {', '.join(shared)}, where both are made alike")
     for order in filter(None, layout.packing.split("; ")):
@@ -83,22 +75,20 @@ def print_inspection(path: str, file: TensorFile, found: list[Found], out: Conso
         dtype = f"{file.quantised[name]}, read as {info.dtype}" if name in file.quantised else info.dtype.name
         key = (pattern, " x ".join(map(str, info.shape)) or "scalar", dtype)
         grouped[key] = grouped.get(key, 0) + 1
-    table = begin_table(out, f"{path}: {file.format}, {len(file.infos)} tensors")
-    for column in ("tensor", "shape", "dtype", "how many"):
-        table.add_column(column, overflow="fold")
-    for (pattern, shape, dtype), count in grouped.items():
-        table.add_row(Text(pattern), shape, dtype, str(count))
-    out.print(table)
-    table = begin_table(out, "Attention layers" if found else "No attention layer that a layout fits")
-    for column in ("prefix", "layers", "layout", "heads"):
-        table.add_column(column, overflow="fold", no_wrap=column == "prefix")  # one copies it from here
+    rows: list[Sequence[str | Text]] = [(Text(name), *others, str(count)) for (name, *others), count in grouped.items()]
+    title = f"{path}: {file.format}, {len(file.infos)} tensors"
+    print_table(out, title, ("tensor", "shape", "dtype", "how many"), rows)
+    if not found:
+        out.print(Text("No attention layer that a layout fits", style="bold"))
+        return
+    rows = []
     for layer in found:
         count = f"{layer.layers}, stacked" if layer.is_stacked else str(layer.layers)
         words = layer.heads + (f"; packed: {layer.packing}" if layer.packing else "")
         words += f"; not understood: {', '.join(layer.unread)}" if layer.unread else ""
-        table.add_row(Text(layer.prefix), count, layer.layout, Text(words))
-    if found:
-        out.print(table)
+        rows.append((Text(layer.prefix), count, layer.layout, Text(words)))
+    prefix = Column("prefix", overflow="fold", no_wrap=True)  # one copies it from here
+    print_table(out, "Attention layers", (prefix, "layers", "layout", "heads"), rows)
 
 
 def print_conversion(converted: Converted, layout: str, out: Console) -> None:
@@ -224,10 +214,7 @@ def _print_difference(verdict: Verdict, diagnosis: Diagnosis, out: Console) -> N
 
 
 def _print_stages(comparisons: list[Comparison], out: Console) -> None:
-    table = begin_table(out, "Error of the second file on probe inputs, as a share of what rounding explains")
-    for column in ("stage", "share", "max abs"):
-        table.add_column(column, justify="left" if column == "stage" else "right")
-    for comparison in comparisons:
-        style = "" if comparison.passed else "red"
-        table.add_row(comparison.stage, short_ratio(comparison.ratio), f"{comparison.max_abs:.1e}", style=style)
-    out.print(table)
+    title = "Error of the second file on probe inputs, as a share of what rounding explains"
+    columns = ["stage", *(Column(name, justify="right") for name in ("share", "max abs"))]
+    rows = [(each.stage, short_ratio(each.ratio), f"{each.max_abs:.1e}") for each in comparisons]
+    print_table(out, title, columns, rows, ["" if each.passed else "red" for each in comparisons])

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
 from parity.core.compare import Comparison, first_difference
-from parity.reporting.console import begin_table, short_ratio
+from parity.reporting.console import print_table, short_ratio
 
 if TYPE_CHECKING:
     from parity.conversion.differences import WeightsComparison
@@ -53,26 +54,14 @@ def print_divergence(sides: list[list[Comparison]], distances: dict[str, float],
     names = [side[0].backend for side in sides]
     title = "Error / budget of each against the reference, and their difference"
     by_stage = [{comparison.stage: comparison for comparison in side} for side in sides]
-    rows = []
+    rows, styles = [], []
     for stage, distance in distances.items():
         found = [side.get(stage) for side in by_stage]
         ratios = ("—" if each is None else short_ratio(each.worse_ratio) for each in found)
-        style = "" if all(each is None or each.passed for each in found) else "red"
-        rows.append((stage, [*ratios, f"{distance:.1e}"], style))
-    columns = (*names, "difference")
-    if out.width < 80:  # no room for columns
-        out.print(Text(title, style="bold"))
-        for stage, numbers, style in rows:
-            said = ", ".join(map(" ".join, zip(columns, numbers, strict=True)))
-            out.print(Text(f"{stage}: {said}", style=style, overflow="fold"))
-    else:
-        table = begin_table(out, title)
-        table.add_column("stage", no_wrap=True)
-        for column in columns:
-            table.add_column(column, justify="right")
-        for stage, numbers, style in rows:
-            table.add_row(stage, *numbers, style=style)
-        out.print(table)
+        styles.append("" if all(each is None or each.passed for each in found) else "red")
+        rows.append([stage, *ratios, f"{distance:.1e}"])
+    columns = [Column("stage", no_wrap=True), *(Column(name, justify="right") for name in (*names, "difference"))]
+    print_table(out, title, columns, rows, styles, narrow=out.width < 80)
     for side in sides:
         wrong = first_difference(side)
         words = "is right" if wrong is None else f"goes wrong at {wrong.stage}"

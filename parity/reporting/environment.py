@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
 from parity.core.packages import OPTIONAL
-from parity.reporting.console import begin_table
+from parity.reporting.console import print_table
 
 
 def print_environment(
@@ -26,39 +27,27 @@ def print_environment(
         optional: by name, the version of each optional package, or nothing.
         out: where to.
     """
-    table = begin_table(out, "Environment", show_header=False)
-    table.add_row("python", found["python"])
-    table.add_row("platform", found["platform"])
-    table.add_row("cpus", str(found["cpus"]))
-    for package, version in found["packages"].items():
-        table.add_row(package, version)
-    out.print(table)
+    facts = [(name, str(found[name])) for name in ("python", "platform", "cpus")]
+    print_table(out, "Environment", (), [*facts, *found["packages"].items()])
     _print_backends(found["backends"], backends, out)
-    table = begin_table(out, "Optional packages")
-    table.add_column("package", no_wrap=True)
-    table.add_column("version", no_wrap=True)
-    table.add_column("needed for", overflow="fold")
+    rows: list[Sequence[str | Text]] = []
     for name, version in optional.items():
         _, purpose = OPTIONAL[name]
-        table.add_row(
-            name,
-            Text("missing", style="yellow") if version is None else version,
-            purpose if version is not None else f"skipped or refused: {purpose}; pip install {name}",
-        )
-    out.print(table)
+        lack = (Text("missing", style="yellow"), f"skipped or refused: {purpose}; pip install {name}")
+        rows.append((name, *(lack if version is None else (version, purpose))))
+    columns = [Column(name, no_wrap=True) for name in ("package", "version")]
+    print_table(out, "Optional packages", [*columns, "needed for"], rows)
 
 
 def _print_backends(found: Mapping[str, Any], backends: Mapping[str, str | None], out: Console) -> None:
-    table = begin_table(out, "Backends")
-    for column in ("backend", "runs here", "device", "numerics while a case runs"):
-        table.add_column(column, overflow="fold")
+    rows: list[Sequence[str | Text]] = []
     for name, missing in backends.items():
         if missing is not None:
-            table.add_row(name, Text("no", style="yellow"), "", f"skipped: {missing}")
+            rows.append((name, Text("no", style="yellow"), "", f"skipped: {missing}"))
             continue
         facts = found[name]
         device, devices = facts["device"], facts.get("cuda_devices") or facts.get("devices") or []
         others = ", ".join(each for each in devices if each != device)
         numerics = ", ".join(f"{key}={value}" for key, value in facts["numerics"].items())
-        table.add_row(name, Text("yes", style="green"), f"{device} ({others})" if others else device, numerics)
-    out.print(table)
+        rows.append((name, Text("yes", style="green"), f"{device} ({others})" if others else device, numerics))
+    print_table(out, "Backends", ("backend", "runs here", "device", "numerics while a case runs"), rows)

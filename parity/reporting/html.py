@@ -22,6 +22,7 @@ from parity.core.compare import Comparison, axis_names, errors_of, first_differe
 from parity.core.stages import stage_named
 from parity.core.trace import Reference, Trace
 from parity.files.target import write_whole
+from parity.reporting.console import short_ratio
 from parity.reporting.plot import downsample
 from parity.reporting.summary import reproduction, sent_by_program, skipped_reasons, summary_line
 from parity.running.report import Report, flattened
@@ -371,11 +372,7 @@ def _anchor(case: str, dtype: str) -> str:
 
 
 def _ratio(ratio: float | None) -> str:
-    if ratio is None:
-        return "—"
-    if not math.isfinite(ratio):
-        return "∞"
-    return f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0e}"
+    return short_ratio(ratio) if ratio is None or math.isfinite(ratio) else "∞"
 
 
 def _number(number: float) -> str:

@@ -7,14 +7,15 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from parity.core.records import as_json
 from parity.files.target import write_whole
 
 
 def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write JSON to a file, whole or not at all.
+    """Write JSON to a file, records of results as their `to_dict`, whole or not at all.
 
     Raises:
         OSError: if the file cannot be written.
         ValueError: if a number is NaN or infinite, which JSON does not have.
     """
-    write_whole(path, f"{json.dumps(content, indent=1, allow_nan=False)}\n".encode())
+    write_whole(path, f"{json.dumps(content, indent=1, allow_nan=False, default=as_json)}\n".encode())

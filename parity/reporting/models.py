@@ -8,9 +8,10 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
-from parity.reporting.console import begin_table
+from parity.reporting.console import print_table
 
 if TYPE_CHECKING:
     from parity.models.specs import ModelLayer
@@ -41,16 +42,13 @@ def print_layers(model_type: str, layers: Sequence[ModelLayer], out: Console) ->
         if first.spec is None:
             out.print(Text(f"{title}, which is not attention over keys", style="bold"))
             continue
-        table = begin_table(out, title)
         names = [field.name for field in fields(first.spec) if field.name in first.origins]
         # What leaves room for the others: keys of a configuration stay in one piece.
         keys = max(len(word) for name in names for word in first.origins[name].split())
         room = out.width - max(map(len, names)) - keys - LINES
-        for column, most in (("field", None), ("value", max(room, LEAST)), ("from", None)):
-            table.add_column(column, overflow="fold", max_width=most)
-        for name in names:
-            table.add_row(name, Text(repr(getattr(first.spec, name))), Text(first.origins[name]))
-        out.print(table)
+        columns = ("field", Column("value", overflow="fold", max_width=max(room, LEAST)), "from")
+        rows = [(name, Text(repr(getattr(first.spec, name))), Text(first.origins[name])) for name in names]
+        print_table(out, title, columns, rows)
 
 
 def _numbers(indices: Iterable[int]) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
 from parity.mutating.run import Outcome, Status
-from parity.reporting.console import begin_table
+from parity.reporting.console import print_table
+from parity.text import counted
 
 STYLES = {
     Status.NOTICED: "green",
@@ -32,13 +34,9 @@ def print_mutations(
         out: a console, see `parity.reporting.console.console`.
         note: why the callable could not be examined beforehand, if it could not.
     """
-    table = begin_table(out, f"Mistakes planted in {target}")
-    table.add_column("mistake", no_wrap=True)
-    table.add_column("page (mha-parity bugs …)", no_wrap=True)
-    table.add_column("noticed by", overflow="fold")
-    for outcome in outcomes:
-        table.add_row(outcome.mistake, outcome.page, Text(_words(outcome), style=STYLES[outcome.status]))
-    out.print(table)
+    columns = [Column(name, no_wrap=True) for name in ("mistake", "page (mha-parity bugs …)")]
+    rows = [(each.mistake, each.page, Text(_words(each), style=STYLES[each.status])) for each in outcomes]
+    print_table(out, f"Mistakes planted in {target}", [*columns, "noticed by"], rows)
     if note:
         out.print(Text(f"\nnot examined, so that only what is declared is known: {note}", style="dim"), soft_wrap=True)
     by_reason: dict[str, list[str]] = {}
@@ -55,7 +53,7 @@ def print_mutations(
     counts = {status: sum(outcome.status is status for outcome in outcomes) for status in Status}
     verdict = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
     is_well = all(outcome.is_caught for outcome in outcomes)
-    words = f"{len(outcomes)} mistake{'s' if len(outcomes) != 1 else ''} planted: {verdict}"
+    words = f"{counted(len(outcomes), 'mistake')} planted: {verdict}"
     out.print(Text(words, style="bold green" if is_well else "bold red"), soft_wrap=True)
 
 

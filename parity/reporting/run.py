@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
 from parity.core.cases import find_case
 from parity.core.compare import Comparison, first_difference
 from parity.core.stages import stage_named
-from parity.reporting.console import begin_table, short_ratio
+from parity.reporting.console import print_table, short_ratio
 from parity.reporting.diagnosis import print_diagnosis
 from parity.reporting.summary import reproduction, sent_by_program, skipped_reasons, summary_line
 
@@ -86,26 +87,21 @@ def print_case_table(report: Report, out: Console) -> None:
     between = 3 if out.is_terminal else 2  # columns
     taken = longest + 6 + 2 * between + (8 + between if len(dtypes) > 1 else 0)
     width = (out.width - taken - 1) // max(len(backends), 1) - between
-    title = "Worst error / budget of each case (1.00 is the limit)"
-    if width < NARROWEST:  # no room for columns: a line for each verdict
-        out.print(Text(title, style="bold"))
-        for case, dtype in pairs:
-            out.print(Text(f"{case}, {dtype}" if len(dtypes) > 1 else case, overflow="fold"))
-            for backend in backends:
-                out.print(Text(f"  {backend}: ", overflow="fold") + _verdict(groups.get((case, dtype, backend))))
-        return
-    table = begin_table(out, title)
-    table.add_column("case", no_wrap=True, min_width=longest)
-    if len(dtypes) > 1:
-        table.add_column("dtype", no_wrap=True, min_width=8)
-    table.add_column("stages", justify="right", no_wrap=True, min_width=6)
+    columns = [
+        Column("case", no_wrap=True, min_width=longest),
+        *([Column("dtype", no_wrap=True, min_width=8)] if len(dtypes) > 1 else []),
+        Column("stages", justify="right", no_wrap=True, min_width=6),
+    ]
     for backend in backends:
-        table.add_column(Text(backend, no_wrap=True, overflow="ellipsis"), min_width=NARROWEST, max_width=width)
+        header = Text(backend, no_wrap=True, overflow="ellipsis")
+        columns.append(Column(header, min_width=NARROWEST, max_width=width))
+    rows = []
     for case, dtype in pairs:
         of_backends = [groups.get((case, dtype, backend)) for backend in backends]
         row = [case, *([dtype] if len(dtypes) > 1 else []), str(max(len(group or []) for group in of_backends))]
-        table.add_row(*row, *(_verdict(comparisons) for comparisons in of_backends))
-    out.print(table)
+        rows.append([*row, *map(_verdict, of_backends)])
+    title = "Worst error / budget of each case (1.00 is the limit)"
+    print_table(out, title, columns, rows, narrow=width < NARROWEST)
 
 
 def _verdict(comparisons: list[Comparison] | None) -> Text:
@@ -138,21 +134,14 @@ def print_stage_table(report: Report, out: Console) -> None:
         style = "" if all(comparison.passed for comparison in comparisons) else "bold red"
         return Text(short_ratio(max(comparison.worse_ratio for comparison in comparisons)), style=style)
 
-    title = "Stage by stage: worst error / budget"
-    if room < 0:  # no room for columns: a line for each stage
-        out.print(Text(title, style="bold"))
-        for kind, comparisons in kinds.items():
-            ratios = (Text(f"{backend} ") + ratio(_of(backend, comparisons)) for backend in backends)
-            out.print(Text(f"{kind}: ", overflow="fold") + Text(", ").join(ratios))
-        return
-    table = begin_table(out, f"{title}, and largest absolute error" if room_for_sizes else title)
-    table.add_column("stage", no_wrap=True)
+    columns = [Column("stage", no_wrap=True)]
     for backend, width in zip(backends, widths, strict=True):
-        table.add_column(backend, justify="right", no_wrap=True, min_width=width, max_width=width)
+        columns.append(Column(backend, justify="right", no_wrap=True, min_width=width, max_width=width))
         if room_for_sizes:
-            table.add_column("max abs", justify="right", no_wrap=True, min_width=7)
+            columns.append(Column("max abs", justify="right", no_wrap=True, min_width=7))
     if room_for_cases:
-        table.add_column("worst in", no_wrap=True, style="dim", max_width=room - 10 * len(backends) - 3)
+        columns.append(Column("worst in", no_wrap=True, style="dim", max_width=room - 10 * len(backends) - 3))
+    rows = []
     for kind, comparisons in kinds.items():
         row: list[str | Text] = [kind]
         for backend in backends:
@@ -162,8 +151,9 @@ def print_stage_table(report: Report, out: Console) -> None:
                 row.append(f"{max(comparison.max_abs for comparison in of_backend):.1e}" if of_backend else "—")
         worst = max(comparisons, key=lambda comparison: comparison.worse_ratio)
         place = f"{worst.case} ({worst.backend})" if worst.worse_ratio else ""
-        table.add_row(*row, *([place] if room_for_cases else []))
-    out.print(table)
+        rows.append([*row, *([place] if room_for_cases else [])])
+    title = "Stage by stage: worst error / budget" + ", and largest absolute error" * room_for_sizes
+    print_table(out, title, columns, rows, narrow=room < 0)
 
 
 def _of(backend: str, comparisons: list[Comparison]) -> list[Comparison]:
@@ -172,26 +162,18 @@ def _of(backend: str, comparisons: list[Comparison]) -> list[Comparison]:
 
 def print_comparison_table(report: Report, out: Console) -> None:
     """One row a comparison; where there is no room for columns, a line with its ratio."""
+    styles = ["" if each.passed else "red" for each in report.comparisons]
     if out.width < 80:
         out.print(Text("Every comparison: error / budget", style="bold"))
-        for comparison in report.comparisons:
-            names = f"{comparison.case} {comparison.stage} {comparison.dtype} {comparison.backend}"
-            style = "" if comparison.passed else "red"
-            out.print(Text(f"{names} {short_ratio(comparison.worse_ratio)}", style=style, overflow="fold"))
+        for each, style in zip(report.comparisons, styles, strict=True):
+            words = f"{each.case} {each.stage} {each.dtype} {each.backend} {short_ratio(each.worse_ratio)}"
+            out.print(Text(words, style=style, overflow="fold"))
         return
-    table = begin_table(out, "Every comparison")
-    for name in ("case", "stage"):
-        table.add_column(name, overflow="fold")
-    table.add_column("dtype")
-    table.add_column("backend")
-    for name in ("error", "budget", "ratio", "local", "max abs", "max ulp"):
-        table.add_column(name, justify="right")
-    for comparison in report.comparisons:
-        local = "—" if comparison.local_ratio is None else short_ratio(comparison.local_ratio)
-        numbers = (f"{comparison.error:.0e}", f"{comparison.budget:.0e}", short_ratio(comparison.ratio), local)
-        sizes = (f"{comparison.max_abs:.0e}", f"{comparison.max_ulp:.0f}")
-        style = "" if comparison.passed else "red"
-        table.add_row(
-            comparison.case, comparison.stage, comparison.dtype, comparison.backend, *numbers, *sizes, style=style
-        )
-    out.print(table)
+    columns = ["case", "stage", Column("dtype"), Column("backend")]
+    columns += [Column(name, justify="right") for name in ("error", "budget", "ratio", "local", "max abs", "max ulp")]
+    rows = []
+    for each in report.comparisons:
+        errors = (f"{each.error:.0e}", f"{each.budget:.0e}", short_ratio(each.ratio), short_ratio(each.local_ratio))
+        sizes = (f"{each.max_abs:.0e}", f"{each.max_ulp:.0f}")
+        rows.append((each.case, each.stage, each.dtype, each.backend, *errors, *sizes))
+    print_table(out, "Every comparison", columns, rows, styles)

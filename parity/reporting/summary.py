@@ -10,6 +10,7 @@ from rich.text import Text
 from parity.core.cases import find_case
 from parity.core.stages import stage_named
 from parity.sharding.mesh import words_of
+from parity.text import and_listed, counted
 
 if TYPE_CHECKING:
     from parity.core.compare import Comparison
@@ -31,11 +32,10 @@ def summary_line(report: Report) -> Text:
     counts += f", {skipped} skipped" if skipped else ""
     counts += f", {counted(len(report.needless), 'program')} sent more than needed" if report.needless else ""
     counts += f", {counted(len(report.missing), 'trace')} missing" if report.missing else ""
-    names = " and ".join(filter(None, (", ".join(backends[:-1]), backends[-1])))
     by_reference = all(comparison.by_reference for comparison in report.comparisons)
     expected = "the float64 reference" if by_reference else "what was expected"
     return Text(
-        f"{names} {verdict} with {expected}: {counted(count, 'case')}, {counts}",
+        f"{and_listed(backends)} {verdict} with {expected}: {counted(count, 'case')}, {counts}",
         style="bold red" if report.status else "bold green",
     )
 
@@ -87,8 +87,3 @@ def reproduction(comparison: Comparison) -> str:
         return ""
     command = f"mha-parity run --backends {comparison.library} --cases {comparison.case} --dtypes {comparison.dtype}"
     return f"{command}{' --grad' if stage_named(comparison.stage).is_gradient else ''}"
-
-
-def counted(number: int, what: str) -> str:
-    """A number of things: `1 case`, `2 cases`."""
-    return f"{number} {what}{'s' if number != 1 else ''}"

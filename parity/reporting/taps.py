@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
 from parity.diagnosis.tap_pairs import STAGES, TapDifference
 from parity.diagnosis.taps import TapVerdict
-from parity.reporting.console import begin_table
+from parity.reporting.console import print_table
 
 
 def print_verdict(verdict: TapVerdict, name: str, out: Console) -> None:
@@ -26,15 +27,14 @@ def print_verdict(verdict: TapVerdict, name: str, out: Console) -> None:
 def print_difference(difference: TapDifference, out: Console, *, with_table: bool) -> None:
     """Print how far apart two recordings are, layer by layer, and which layer explains it."""
     if with_table and out.width >= 80:
-        table = begin_table(out, "How far apart, as a share of the first (root mean square)")
         stages = [each for each in ("input", *STAGES) if any(each in layer.errors for layer in difference.layers)]
-        table.add_column("layer", no_wrap=True)
-        for stage in stages:
-            table.add_column(stage, justify="right", no_wrap=True)
+        columns = [Column("layer", no_wrap=True), *(Column(name, justify="right", no_wrap=True) for name in stages)]
+        rows = []
         for layer in difference.layers:
             numbers = (f"{layer.errors[stage]:.0e}" if stage in layer.errors else "—" for stage in stages)
-            table.add_row(layer.layer, *numbers, style="red" if layer.is_culprit else "")
-        out.print(table)
+            rows.append([layer.layer, *numbers])
+        styles = ["red" if layer.is_culprit else "" for layer in difference.layers]
+        print_table(out, "How far apart, as a share of the first (root mean square)", columns, rows, styles)
     elif with_table:  # no room for columns
         for layer in difference.layers:
             out.print(Text(str(layer), style="red" if layer.is_culprit else "", overflow="fold"))

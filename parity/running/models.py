@@ -15,11 +15,10 @@ from parity.core.compare import SAME_PRECISION, compare
 from parity.core.problem import make_problem
 from parity.core.stages import run_steps
 from parity.core.weights import Weights
-from parity.core.words import some_of
 from parity.running.report import Report, SkippedCase
 from parity.running.run import OnJudged, run_cases
 from parity.sharding.mesh import MeshPlan
-from parity.text import printable
+from parity.text import printable, some_of
 
 if TYPE_CHECKING:
     from parity.foreign.transformers import Skeleton

@@ -21,13 +21,12 @@ from parity.core.compare import Comparison
 from parity.core.problem import make_problem
 from parity.core.trace import Reference, Trace, judge
 from parity.core.weights import Weights, weight_shapes
-from parity.core.words import some_of
 from parity.diagnosis.diagnose import Diagnosis, diagnose_trace
 from parity.running.jobs import by_processes
 from parity.running.report import Report, SkippedCase
 from parity.running.traces import load_traces, save_trace
 from parity.sharding.mesh import Collectives, MeshPlan, collectives_of
-from parity.text import printable
+from parity.text import printable, some_of
 
 OnJudged = Callable[[Trace, Reference, list[Comparison]], None]
 """Called with each trace that was judged, its reference and the comparisons, while the arrays are still there."""

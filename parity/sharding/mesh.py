@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from mha_spec import Refusal
 from mha_spec.rules import as_count
 from parity.core.cases import Case
+from parity.core.records import JsonRecord
 from parity.core.trace import Trace
 
 AxisKind = Literal["automatic", "explicit"]
@@ -106,7 +107,7 @@ def words_of(counts: Counts) -> str:
 
 
 @dataclass(frozen=True)
-class Collectives:
+class Collectives(JsonRecord):
     """What the devices of a mesh send each other in a program of a case.
 
     Attributes:
@@ -125,6 +126,8 @@ class Collectives:
     ideal: Counts
     excuse: str = ""
 
+    IN_JSON = ("case", "dtype", "backend", "program", "passed", "counted", "ideal", "excuse")
+
     @property
     def passed(self) -> bool:
         """Whether there is none that need not be, or there is an excuse."""
@@ -134,11 +137,6 @@ class Collectives:
     def is_ideal(self) -> bool:
         """Whether there is none that need not be."""
         return all(count <= self.ideal.get(name, 0) for name, count in self.counted.items())
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        about = {"case": self.case, "dtype": self.dtype, "backend": self.backend, "program": self.program}
-        return {**about, "passed": self.passed, "counted": self.counted, "ideal": self.ideal, "excuse": self.excuse}
 
 
 def collectives_of(trace: Trace) -> list[Collectives]:

@@ -30,6 +30,7 @@ from parity.core.stages import STAGES, stage_named
 from parity.core.trace import Reference
 from parity.diagnosis.diagnose import Diagnosis, diagnose_stages
 from parity.testing.recorded import as_recorded
+from parity.text import some_of
 
 Stages = Mapping[str, np.ndarray]
 
@@ -45,9 +46,6 @@ and 1.9. This is without random-1, whose logits reach 51: it needs 71 in float32
 class ConventionWarning(UserWarning):
     """A stage is right and recorded in another way than the reference's, or computed in a way that is no mistake."""
 
-
-MOST_LISTED = 8
-"""Stages that a message names; of more it says how many there are."""
 
 NEXT = "pass what was computed, problem=parity.make_problem(case, dtype): then the mistake is looked for and named"
 
@@ -186,18 +184,12 @@ def message(comparisons: Iterable[Comparison], diagnosis: Diagnosis | None = Non
     lines = [] if diagnosis is None or not diagnosis.cause else [f"{difference.case}: {diagnosis.cause}"]
     lines.append(str(difference))
     if agreed := [comparison.stage for comparison in comparisons if comparison.passed]:
-        lines.append(f"  agree       {_listed(agreed)}")
+        lines.append(f"  agree       {some_of(agreed)}")
     if later := [each.stage for each in comparisons if not each.passed and each is not difference]:
-        lines.append(f"  differ too  {_listed(later)}")
+        lines.append(f"  differ too  {some_of(later)}")
     lines += [f"  next        {next_step}"] if next_step else []
     lines += [] if diagnosis is None else [str(diagnosis)]
     return "\n".join(lines)
-
-
-def _listed(stages: Sequence[str]) -> str:
-    """The first of some stages, and how many more there are."""
-    more = len(stages) - MOST_LISTED
-    return ", ".join(stages[:MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def explained(

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Column
 from rich.text import Text
 
 from mha_spec import Refusal
 from parity.files.target import write_whole
-from parity.reporting.console import begin_table
+from parity.reporting.console import print_table
 from parity.reporting.plot import check_destination
-from parity.reporting.summary import counted
+from parity.text import counted
 from parity_lab.bench import Bench, Row
 from parity_lab.bench.measure import OURS
 
@@ -34,20 +35,19 @@ def print_bench(found: Bench, out: Console) -> None:
 
 
 def _print_rows(rows: Sequence[Row], framework: str, out: Console) -> None:
-    table = begin_table(out, f"{TITLES[framework]}: times in ms; ratio: best peer / ours; limit: ours / limit")
-    table.add_column("what", overflow="fold", max_width=30)
-    table.add_column("shape", no_wrap=True)
-    if several := len({row.dtype for row in rows if row.dtype}) > 1:
-        table.add_column("dtype", no_wrap=True)
-    for column in ("ours", "ratio", "limit", "MB"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("peers, best first (others)", overflow="fold")
+    several = len({row.dtype for row in rows if row.dtype}) > 1
+    columns = [Column("what", overflow="fold", max_width=30)]
+    columns += [Column(name, no_wrap=True) for name in ("shape", *(["dtype"] if several else []))]
+    columns += [Column(name, justify="right", no_wrap=True) for name in ("ours", "ratio", "limit", "MB")]
+    columns += [Column("peers, best first (others)", overflow="fold")]
+    cells = []
     for row in rows:
         shape = "x".join(map(str, row.shape)) or "—"
         numbers = (_number(row.ours_ms), _number(row.ratio), _number(row.limit_ratio), _megabytes(row.peak_bytes))
-        style = "" if row.ratio is None or row.ratio >= 1 else "yellow"
-        table.add_row(row.what, shape, *([row.dtype] if several else []), *numbers, _peers(row), style=style)
-    out.print(table)
+        cells.append([row.what, shape, *([row.dtype] if several else []), *numbers, _peers(row)])
+    styles = ["" if row.ratio is None or row.ratio >= 1 else "yellow" for row in rows]
+    title = f"{TITLES[framework]}: times in ms; ratio: best peer / ours; limit: ours / limit"
+    print_table(out, title, columns, cells, styles)
 
 
 def _peers(row: Row) -> str:
@@ -73,20 +73,19 @@ def _megabytes(nbytes: float | None) -> str:
 
 
 def _print_growth(growth: Sequence[dict[str, Any]], out: Console) -> None:
-    table = begin_table(out, "Growth of the causal core: the exponent of time and of memory, over the larger half")
     series = list(dict.fromkeys((line["of"], line["over"]) for line in growth))
-    for column in ("framework", "dtype", "whose"):
-        table.add_column(column, no_wrap=True)
-    for of, over in series:
-        table.add_column(f"{of} over {over}", justify="right", no_wrap=True)
+    columns = [Column(name, no_wrap=True) for name in ("framework", "dtype", "whose")]
+    columns += [Column(f"{of} over {over}", justify="right", no_wrap=True) for of, over in series]
     lines: dict[tuple[str, str, str], dict[tuple[str, str], float | None]] = {}
     for line in growth:
         of_name = lines.setdefault((line["framework"], line["dtype"], line["name"]), {})
         of_name[line["of"], line["over"]] = line["exponent"]
+    rows = []
     for key, exponents in lines.items():
         found = (exponents.get(each) for each in series)
-        table.add_row(*key, *("—" if value is None else f"{value:.2f}" for value in found))
-    out.print(table)
+        rows.append([*key, *("—" if value is None else f"{value:.2f}" for value in found)])
+    title = "Growth of the causal core: the exponent of time and of memory, over the larger half"
+    print_table(out, title, columns, rows)
 
 
 # ---- A picture -------------------------------------------------------------------------------------------------------

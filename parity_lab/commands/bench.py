@@ -7,7 +7,7 @@ import argparse
 from parity.cli.help import Page
 from parity.cli.layers import add_layer_options, in_flags, layer_options, said_of_layers
 from parity.cli.messages import refusal
-from parity.cli.options import add_json_option, check_names, name_list, range_list
+from parity.cli.options import add_json_option, check_names, name_list, range_list, write_json
 
 PAGE = Page(
     "how fast: against other libraries in one process, and against the limit",
@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure, and print what was measured."""
     from parity.reporting.console import console, progress_bar
-    from parity.reporting.json import write_json
     from parity_lab.bench import DEVICES, DTYPES, FRAMEWORKS, GROUPS, bench, count_rows
     from parity_lab.bench.report import plot_growth, print_bench
 
@@ -67,8 +66,7 @@ def run(options: argparse.Namespace) -> int:
     print_bench(found, console())
     if options.plot is not None:
         plot_growth(found, options.plot)
-    if options.json is not None:
-        write_json(options.json, found.to_dict())
+    write_json(options, found.to_dict())
     return 0
 
 

@@ -7,7 +7,7 @@ import fnmatch
 
 from parity.cli.help import Page
 from parity.cli.messages import no_framework, refusal
-from parity.cli.options import add_json_option, check_names, name_list
+from parity.cli.options import add_json_option, check_names, name_list, write_json
 
 PAGE = Page(
     "would the harness notice? plant every mistake that it knows",
@@ -31,7 +31,6 @@ def run(options: argparse.Namespace) -> int:
     """Plant the mistakes, and print what became of them."""
     from parity.backends import why_missing
     from parity.reporting.console import console, progress_bar
-    from parity.reporting.json import write_json
     from parity_lab.selftest import SELFTEST_CASES, SELFTESTED, mistakes_in, print_selftest, selftest
 
     backends = options.backends or [name for name in SELFTESTED if not why_missing(name)]
@@ -49,6 +48,5 @@ def run(options: argparse.Namespace) -> int:
     with progress_bar(total) as on_mistake:
         outcomes = list(selftest(backends, cases, seeds=[options.seed], on_mistake=on_mistake))
     print_selftest(outcomes, console())
-    if options.json is not None:
-        write_json(options.json, {"format": 1, "outcomes": [outcome.to_dict() for outcome in outcomes]})
+    write_json(options, {"outcomes": [outcome.to_dict() for outcome in outcomes]})
     return 0 if all(outcome.is_caught for outcome in outcomes) else 1

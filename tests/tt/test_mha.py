@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import ttnn
 from refusals import refuses, refuses_type
+from textbook import TEXTBOOK_OUTPUT
 
 import mha_tt
 import parity
 from mha_spec import Latent
 from mha_tt import device as devices
-from parity.core.problem import TEXTBOOK_INPUT, TEXTBOOK_OUTPUT, TEXTBOOK_WEIGHTS
+from parity.core.problem import TEXTBOOK_INPUT, TEXTBOOK_WEIGHTS
 
 from .formulas import (
     TOLERANCES,

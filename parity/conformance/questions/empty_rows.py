@@ -44,7 +44,7 @@ def empty_row(exam: Examination, question: Question) -> Answer:
             exam.run(path, mapped(inputs, lambda x, sign=sign: x + sign * step), hidden).output[..., EMPTY_ROW, :]
             for sign in (1.0, -1.0)
         )
-        if np.abs(up + down - 2.0 * row).max() <= 4 * tolerance(up, path):
+        if np.abs(up + down - 2.0 * row).max() <= 4 * tolerance(up, path.dtype):
             return Finding("mean(V)", Kind.NOTE, seen)
         unmasked = exam.run(path, inputs).output[..., EMPTY_ROW, :]
         if np.abs(unmasked - row).max() <= 0.01 * np.abs(row).max():  # the penalty costs the scores their last digits

@@ -88,7 +88,7 @@ def _floats(exam: Examination) -> Finding:
             output = run(exam.subject, exam.base, inputs, mask=mask).output
         except Refused:
             return Finding("floats refused")
-        if np.abs(output - wanted).max() <= tolerance(wanted, exam.base):
+        if np.abs(output - wanted).max() <= tolerance(wanted, exam.base.dtype):
             return finding
     return Finding("floats taken for something else", Kind.NOTE)
 

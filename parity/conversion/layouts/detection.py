@@ -22,6 +22,7 @@ from parity.conversion.layouts.layout import (
     shapes_of,
     weights_of_norm,
 )
+from parity.text import some_of
 
 MAX_SIZE = 1 << 24  # of an axis; the widest models have some 1 << 16
 MAX_LAYERS = 10_000  # of a stack
@@ -48,11 +49,9 @@ class SpecUnknown(HeadsUnknown):
     """Tensors are those of a layout, and what some of them do no shape shows."""
 
 
-def shorten(names: Iterable[str], most: int = 8) -> str:
+def shorten(names: Iterable[str]) -> str:
     """Names as a list, of which no more than some are shown."""
-    names = list(names)
-    shown = ", ".join(map(repr, names[:most]))
-    return f"[{shown}]" if len(names) <= most else f"[{shown}, … {len(names) - most} more]"
+    return f"[{some_of(map(repr, names))}]"
 
 
 def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:

@@ -11,11 +11,12 @@ import fnmatch
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from mha_spec import AttentionSpec, Latent, Norm, Refusal, Rope
+from parity.core.records import JsonRecord
 
 TILE = 32  # rows and columns in which TTNN keeps tensors
 
@@ -124,7 +125,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(JsonRecord):
     """How a checkpoint holds an attention layer.
 
     Attributes:
@@ -196,10 +197,6 @@ class Layout:
     def leaves_unsaid(self, name: str) -> bool:
         """Whether a name under the prefix of a layer is of what no specification says."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.unsaid)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The layout as JSON takes it."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

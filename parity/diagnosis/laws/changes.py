@@ -13,8 +13,8 @@ from mha_spec import Norm
 from parity.core.problem import Problem
 from parity.core.stages import Values
 from parity.core.weights import QKV
-from parity.diagnosis.laws.words import and_listed
 from parity.diagnosis.mistakes.record import Changed
+from parity.text import and_listed
 
 Part = tuple[str, Changed]
 """What would be the case, and the same in the reference."""

@@ -12,7 +12,8 @@ import numpy as np
 
 from parity.core.stages import Stage
 from parity.diagnosis.laws.record import Law, Seen
-from parity.diagnosis.laws.words import and_listed, said
+from parity.diagnosis.laws.words import said
+from parity.text import and_listed
 
 LEAST_FACTOR = 1.01
 """What dropout multiplies by what it keeps, at least."""

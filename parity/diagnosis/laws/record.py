@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from parity.core.compare import finite
 from parity.core.problem import Problem
+from parity.core.records import JsonRecord
 from parity.core.stages import Stage
 from parity.diagnosis.mistakes.record import Change
 
@@ -63,7 +63,7 @@ class Law:
 
 
 @dataclass(frozen=True)
-class Findings:
+class Findings(JsonRecord):
     """What is wrong with a stage.
 
     Attributes:
@@ -89,13 +89,6 @@ class Findings:
     def plain(self) -> Findings:
         """The same as plain data, without what makes the laws in the reference."""
         return replace(self, found=tuple(replace(law, change=None) for law in self.found))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them."""
-        told = asdict(self.plain())
-        for law in told["found"]:
-            del law["change"]
-        return {name: finite(value) for name, value in told.items()}
 
 
 @dataclass(frozen=True)

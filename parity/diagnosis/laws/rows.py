@@ -8,7 +8,8 @@ import numpy as np
 
 from parity.diagnosis.laws.record import Law, Seen
 from parity.diagnosis.laws.values import sizes_of
-from parity.diagnosis.laws.words import and_listed, known_as, listed, number_words, said
+from parity.diagnosis.laws.words import known_as, listed, number_words, said
+from parity.text import and_listed
 
 SUMS = {0: "the batch", 1: "the heads", 2: "the queries"}
 """The other axes of attention weights that a softmax may be taken over by mistake."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from parity.core.problem import Problem
+from parity.text import and_listed
 
 MOST_LISTED = 16
 """Numbers that are listed; of more the first and the last are said."""
@@ -161,12 +161,6 @@ def indices(which: np.ndarray, size: int, names: tuple[str, str], *, in_time: bo
     if count <= MOST_LISTED // 2:
         return f"{several} {and_listed(which)} (of {size})"
     return f"{count} of {size} {several}"
-
-
-def and_listed(which: Sequence[Any] | np.ndarray) -> str:
-    """0, 2 and 5."""
-    *most, last = map(str, which)
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _ordinal(n: int) -> str:

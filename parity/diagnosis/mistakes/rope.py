@@ -205,9 +205,6 @@ def _shifted(of: str, whose: str, by: str, step: int) -> Mistake:
 
 
 def _twice(of: str, whose: str, suffix: str) -> Mistake:
-    def planted(_: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
-        return rotate(rotate(x, positions, rope), positions, rope)
-
     return Mistake(
         f"rope-twice{suffix}",
         f"{whose} RoPE is applied twice",

@@ -253,73 +253,50 @@ def _interleaved(size: int) -> np.ndarray:
     return np.arange(size).reshape(2, -1).T.ravel()
 
 
+def _planted(name: str, about: str, change: Callable[[Weights], Arrays], *needs: str) -> Planted:
+    return Planted(name, about, ("layer", "projections", *needs), _with(change))
+
+
 HEADS_REORDERED = (
     *(
-        Planted(f"{name}-heads-{word}", f"{name}'s heads are {word}", ("layer", "projections"), _with(change))
+        _planted(f"{name}-heads-{word}", f"{name}'s heads are {word}", _heads(f"{name}_proj", order, fewest))
         for name in "qkv"
-        for word, change in (
-            ("reversed", _heads(f"{name}_proj", lambda count: np.arange(count)[::-1], 2)),
-            ("rolled", _heads(f"{name}_proj", lambda count: np.roll(np.arange(count), 1), 3)),
+        for word, order, fewest in (
+            ("reversed", lambda count: np.arange(count)[::-1], 2),
+            ("rolled", lambda count: np.roll(np.arange(count), 1), 3),
         )
     ),
-    Planted("kv-heads-tiled", "key/value heads are tiled and not repeated", ("layer", "projections"), _with(_tiled)),
-    Planted(
-        "scale-after-softmax",
-        "the scale is applied after the softmax",
-        ("layer", "projections"),
-        _with(_after_softmax),
-    ),
-    Planted(
+    _planted("kv-heads-tiled", "key/value heads are tiled and not repeated", _tiled),
+    _planted("scale-after-softmax", "the scale is applied after the softmax", _after_softmax),
+    _planted(
         "rope-weights-interleaved",
         "the weights of q and k are in the order of interleaved RoPE pairs",
-        ("layer", "projections"),
-        _with(_pairs(_interleaved)),
+        _pairs(_interleaved),
     ),
-    Planted(
+    _planted(
         "rope-weights-deinterleaved",
         "the weights of q and k were un-interleaved, though they had been in order",
-        ("layer", "projections"),
-        _with(_pairs(lambda size: np.argsort(_interleaved(size)))),
+        _pairs(lambda size: np.argsort(_interleaved(size))),
     ),
 )
 """What is planted in layers by another order of the features of their projections."""
 
 PROJECTED = (
     *(
-        Planted(
-            f"{name}-transposed",
-            f"{name}'s square kernel is transposed",
-            ("layer", "projections"),
-            _with(_transposed(name)),
-        )
+        _planted(f"{name}-transposed", f"{name}'s square kernel is transposed", _transposed(name))
         for name in PROJECTIONS
     ),
     *(
-        Planted(
-            f"{one}-{other}-swapped",
-            f"the projections of {one} and {other} are exchanged",
-            ("layer", "projections"),
-            _with(_swapped(one, other)),
-        )
-        for one, other in (("q", "k"), ("k", "v"), ("q", "v"))
+        _planted(f"{a}-{b}-swapped", f"the projections of {a} and {b} are exchanged", _swapped(a, b))
+        for a, b in (("q", "k"), ("k", "v"), ("q", "v"))
     ),
     *(
-        Planted(
-            f"{name}-bias-missing",
-            f"the bias of {name} is missing",
-            ("layer", "projections", "biases"),
-            _with(_without_bias(name)),
-        )
+        _planted(f"{name}-bias-missing", f"the bias of {name} is missing", _without_bias(name), "biases")
         for name in ("q_proj", "v_proj", "out_proj")  # one of keys adds the same to every score of a query
     ),
-    *(
-        Planted(name, about, ("layer", "projections"), _with(_scaled(power)))
-        for name, about, power in (
-            ("scale-missing", "the scale of the scores is missing", lambda size, _: size**0.5),
-            ("scale-squared", "the scale is applied twice", lambda size, _: size**-0.5),
-            ("scale-by-d-model", "the scale is 1 / sqrt(d_model)", lambda size, width: (size / width) ** 0.5),
-        )
-    ),
-    Planted("out-proj-missing", "the output is not projected", ("layer", "projections"), _with(_no_out_proj)),
+    _planted("scale-missing", "the scale of the scores is missing", _scaled(lambda size, _: size**0.5)),
+    _planted("scale-squared", "the scale is applied twice", _scaled(lambda size, _: size**-0.5)),
+    _planted("scale-by-d-model", "the scale is 1 / sqrt(d_model)", _scaled(lambda size, width: (size / width) ** 0.5)),
+    _planted("out-proj-missing", "the output is not projected", _no_out_proj),
 )
 """What is planted in weights."""
