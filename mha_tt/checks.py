@@ -69,8 +69,8 @@ def check_tokens(name: str, x: Tensor) -> None:
 
 def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
     """Refuse a shape that does not broadcast to the scores, or that would stretch them."""
-    fits = len(shape) <= 4 and all(a in (1, b) for a, b in zip(reversed(shape), reversed(scores_shape), strict=False))
-    if not fits:
+    sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
+    if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
         raise Refusal(name, f"broadcast to the scores (B, N, T, S) = {scores_shape}", {f"{name}.shape": shape})
 
 
