@@ -30,15 +30,17 @@ _BLOCK_SIZE = 128
 
 def supports(query: Tensor, value: Tensor, mask: Mask, scores: Scores) -> bool:
     """Return whether attention is for this module: it can do it, and another kernel cannot without a mask."""
+    if not _runs_here(query, value):
+        return False
     changes = (scores.sinks, scores.soft_cap, scores.slopes)
     is_needed = not mask.has_only("is_causal") or any(x is not None for x in changes)
     is_needed = is_needed and mask.has_only("is_causal", "key_padding_lengths", "span", "segment_ids")
     others = (scores.bias, scores.relative_bias, scores.dropout_keep)
-    return is_needed and not scores.dropout and all(x is None for x in others) and _runs_here(query, value)
+    return is_needed and not scores.dropout and all(x is None for x in others)
 
 
 def _runs_here(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernel takes such heads where they lie, in the kind of call that this is."""
+    """Return whether the kernel supports such heads, on their device and in this kind of call."""
     if not (_CAN_COMPILE and query.is_cuda and type(query) is Tensor and query.numel() and value.numel()):
         return False
     # It has no rules for vmap and its like.
