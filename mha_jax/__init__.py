@@ -8,6 +8,7 @@ from mha_jax.cache_mha import (
     multi_head_attention_with_cache,
     multi_head_attention_with_static_cache,
 )
+from mha_jax.functional import multi_head_attention, multi_head_attention_core
 from mha_jax.heads import combine_heads, repeat_kv_heads, split_heads
 from mha_jax.kernels import fused
 from mha_jax.latent import (
@@ -20,19 +21,14 @@ from mha_jax.latent import (
     project_latents,
 )
 from mha_jax.latent_mha import MultiHeadLatentAttention, multi_head_latent_attention
-from mha_jax.masks import (
-    create_attention_mask,
+from mha_jax.mask_arrays import (
     create_causal_mask,
     create_causal_mask_with_cache,
     create_padding_mask,
     create_sliding_window_mask,
 )
-from mha_jax.mha import (
-    MultiHeadAttention,
-    MultiHeadSelfAttention,
-    multi_head_attention,
-    multi_head_attention_core,
-)
+from mha_jax.masks import create_attention_mask
+from mha_jax.mha import MultiHeadAttention, MultiHeadSelfAttention
 from mha_jax.norms import apply_norm
 from mha_jax.projections import apply_gate, project_output, project_qkv
 from mha_jax.rope import apply_rope

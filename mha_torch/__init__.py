@@ -6,6 +6,7 @@ from mha_torch.cache_mha import (
     multi_head_attention_with_cache,
     multi_head_attention_with_static_cache,
 )
+from mha_torch.functional import multi_head_attention, multi_head_attention_core
 from mha_torch.heads import combine_heads, repeat_kv_heads, split_heads
 from mha_torch.kernels import fused
 from mha_torch.latent import (
@@ -18,19 +19,14 @@ from mha_torch.latent import (
     project_latents,
 )
 from mha_torch.latent_mha import MultiHeadLatentAttention, multi_head_latent_attention
-from mha_torch.masks import (
-    create_attention_mask,
+from mha_torch.mask_arrays import (
     create_causal_mask,
     create_causal_mask_with_cache,
     create_padding_mask,
     create_sliding_window_mask,
 )
-from mha_torch.mha import (
-    MultiHeadAttention,
-    MultiHeadSelfAttention,
-    multi_head_attention,
-    multi_head_attention_core,
-)
+from mha_torch.masks import create_attention_mask
+from mha_torch.mha import MultiHeadAttention, MultiHeadSelfAttention
 from mha_torch.norms import apply_norm
 from mha_torch.projections import apply_gate, project_output, project_qkv
 from mha_torch.rope import apply_rope

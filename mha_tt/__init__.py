@@ -29,6 +29,7 @@ from mha_tt.device import (
     target,
     upload,
 )
+from mha_tt.functional import multi_head_attention, multi_head_attention_core
 from mha_tt.heads import combine_heads, repeat_kv_heads, split_heads
 from mha_tt.kernels import fused
 from mha_tt.latent import (
@@ -44,20 +45,14 @@ from mha_tt.latent import (
 )
 from mha_tt.latent_mha import MultiHeadLatentAttention, multi_head_latent_attention
 from mha_tt.layout import head_slots, padded_head_dim
-from mha_tt.masks import (
-    DeviceMask,
-    create_attention_mask,
+from mha_tt.mask_arrays import (
     create_causal_mask,
     create_causal_mask_with_cache,
     create_padding_mask,
     create_sliding_window_mask,
 )
-from mha_tt.mha import (
-    MultiHeadAttention,
-    MultiHeadSelfAttention,
-    multi_head_attention,
-    multi_head_attention_core,
-)
+from mha_tt.masks import DeviceMask, create_attention_mask
+from mha_tt.mha import MultiHeadAttention, MultiHeadSelfAttention
 from mha_tt.norms import apply_norm
 from mha_tt.projections import apply_gate, project_output, project_qkv
 from mha_tt.rope import Rotation, apply_rope

@@ -47,7 +47,7 @@ SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_mist
 
 HOLDERS = (
     *("alibi", "relative_bias", "masks", "rope", "norms", "weights", "projections", "stages", "mha", "cache"),
-    *("cache_mha", "latent", "latent_mha", "heads", "temperature"),
+    *("cache_mha", "latent", "latent_mha", "heads", "temperature", "mask_arrays", "functional"),
 )
 """The modules of a sibling that hold its functions, beside the package itself."""
 

@@ -20,9 +20,11 @@ from mha_tt import cache as caches
 from mha_tt import (
     cache_mha,
     device,
+    functional,
     heads,
     latent,
     layout,
+    mask_arrays,
     masks,
     mha,
     norms,
@@ -88,7 +90,7 @@ def one(case: str, stage: str, function: Callable[..., Any], broken: Override, d
     """A function that is broken for everyone who holds it."""
     name = function.__name__
     modules = (mha_tt, caches, cache_mha, device, fused, heads, latent, layout, masks, mha, norms, projections, stages)
-    modules += (step, temperature, weights)
+    modules += (functional, mask_arrays, step, temperature, weights)
     holders = tuple((module, name) for module in modules if vars(module).get(name) is function)
     return Mutation(case, stage, broken, holders, dtype)
 

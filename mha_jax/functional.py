@@ -1,0 +1,100 @@
+"""Multi-head attention as functions, with weights from outside.
+
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
+A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mha_jax.arrays import cast
+from mha_jax.checks import check_weights
+from mha_jax.heads import combine_heads, split_heads
+from mha_jax.kernels import Kernel, fused
+from mha_jax.masks import Mask, MaskKeywords
+from mha_jax.mha import FunctionalLayer, attention_layer
+from mha_jax.stages import apply_dropout, scaled_dot_product_attention
+from mha_spec import AttentionSpec, Refusal
+
+
+def multi_head_attention_core(
+    query: Float[Array, "B T E"],
+    key: Float[Array, "B S E"],
+    value: Float[Array, "B S E"],
+    num_heads: int,
+    mask: Bool[Array, "..."] | None = None,
+) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
+    """Multi-head attention of inputs that are projected already: split, attend, combine.
+
+    Args:
+        query: (B, T, E).
+        key, value: (B, S, E).
+        num_heads: number of heads, N, a divisor of E.
+        mask: boolean, True = masked; broadcasts to (B, N, T, S).
+
+    Returns:
+        The output (B, T, E), before any output projection, and the attention weights (B, N, T, S).
+
+    Raises:
+        TypeError: if an input is not floating point or the mask is not boolean.
+        ValueError: if the shapes do not fit.
+    """
+    q, k, v = (split_heads(x, num_heads) for x in (query, key, value))
+    context, attn_weights = scaled_dot_product_attention(q, k, v, mask=mask, need_weights=True)
+    return combine_heads(context), attn_weights
+
+
+def multi_head_attention(
+    query: Float[Array, "B T d_in"],
+    weights: Mapping[str, Any],
+    spec: AttentionSpec,
+    key: Float[Array, "B S d_kv"] | None = None,
+    value: Float[Array, "B S d_kv"] | None = None,
+    *,
+    bias: Float[Array, "..."] | None = None,
+    need_weights: bool = False,
+    positions: Int[Array, "... #B T"] | None = None,
+    training: bool = False,
+    dropout_keep: Bool[Array, "B N T S"] | None = None,
+    dropout_rng: jax.Array | None = None,
+    kernel: Kernel = fused.attend,
+    dtype: jnp.dtype | None = None,
+    **masks: Unpack[MaskKeywords],
+) -> tuple[Float[Array, "B T E"], Float[Array, "B N T S"] | None]:
+    """Multi-head attention with weights from outside: project, split, attend, combine, project.
+
+    Results, errors and the arguments not listed are those of `MultiHeadAttention`. Weights must be finite.
+
+    Args:
+        weights: of the projections of the spec: Flax params, {`<name>`: {`kernel` (in, out), `bias` (out,)}}; of its
+            norms, {`<name>`: {`weight`, `bias`}}; its `sinks` (N,); and its `relative_bias` (num_buckets, N).
+        spec: what the layer computes.
+        training: drop attention weights and outputs, at the rates of the spec.
+        dropout_keep: True where an attention weight is kept, instead of a random draw; takes the plain path.
+        dropout_rng: random key to draw what is dropped from.
+        kernel: computes the context, unless weights are asked for.
+        dtype: floating-point dtype that inputs and weights are cast to; their own, which must agree, by default.
+
+    Source: Attention Is All You Need, arXiv:1706.03762, section 3.2.2.
+    """
+    query, key, value, bias, weights = cast((query, key, value, bias, weights), dtype)
+    check_weights(weights, spec)
+    if dropout_keep is not None and not training:
+        raise Refusal("dropout_keep", "come with training=True", "dropout_keep and training=False")
+    context_rng, output_rng = (None, None) if dropout_rng is None else jax.random.split(dropout_rng)
+    output, attn_weights = attention_layer(
+        FunctionalLayer(weights, spec, kernel, training, dropout_keep, context_rng),
+        query,
+        key,
+        value,
+        Mask.of(masks),
+        bias=bias,
+        need_weights=need_weights,
+        positions=positions,
+    )
+    output = apply_dropout(output, spec.output_dropout if training else 0.0, rng=output_rng)
+    return output, attn_weights

@@ -1,0 +1,92 @@
+"""Multi-head attention as functions, with weights from outside.
+
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
+A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
+"""
+
+from collections.abc import Mapping
+from typing import Unpack
+
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mha_spec import AttentionSpec, Refusal
+from mha_torch.checks import check_weights
+from mha_torch.heads import combine_heads, split_heads
+from mha_torch.kernels import Kernel, fused
+from mha_torch.masks import Mask, MaskKeywords
+from mha_torch.mha import FunctionalLayer, attention_layer
+from mha_torch.stages import scaled_dot_product_attention
+
+
+def multi_head_attention_core(
+    query: Float[Tensor, "B T E"],
+    key: Float[Tensor, "B S E"],
+    value: Float[Tensor, "B S E"],
+    num_heads: int,
+    mask: Bool[Tensor, "..."] | None = None,
+) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
+    """Multi-head attention of inputs that are projected already: split, attend, combine.
+
+    Args:
+        query: (B, T, E).
+        key, value: (B, S, E).
+        num_heads: number of heads, N, a divisor of E.
+        mask: boolean, True = masked; broadcasts to (B, N, T, S).
+
+    Returns:
+        The output (B, T, E), before any output projection, and the attention weights (B, N, T, S).
+
+    Raises:
+        TypeError: if an input is not floating point or the mask is not boolean.
+        ValueError: if the shapes do not fit.
+    """
+    q, k, v = (split_heads(x, num_heads) for x in (query, key, value))
+    context, attn_weights = scaled_dot_product_attention(q, k, v, mask=mask, need_weights=True)
+    return combine_heads(context), attn_weights
+
+
+def multi_head_attention(
+    query: Float[Tensor, "B T d_in"],
+    weights: Mapping[str, Tensor],
+    spec: AttentionSpec,
+    key: Float[Tensor, "B S d_kv"] | None = None,
+    value: Float[Tensor, "B S d_kv"] | None = None,
+    *,
+    bias: Float[Tensor, "..."] | None = None,
+    need_weights: bool = False,
+    positions: Int[Tensor, "... #B T"] | None = None,
+    training: bool = False,
+    dropout_keep: Bool[Tensor, "B N T S"] | None = None,
+    kernel: Kernel = fused.attend,
+    **masks: Unpack[MaskKeywords],
+) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
+    """Multi-head attention with weights from outside: project, split, attend, combine, project.
+
+    Results, errors and the arguments not listed are those of `MultiHeadAttention`. Weights must be finite.
+
+    Args:
+        weights: of the projections of the spec: the state dict of `MultiHeadAttention`, `<name>.weight` (out, in) and
+            `<name>.bias` (out,); of its norms; its `sinks` (N,); and its `relative_bias` (num_buckets, N).
+        spec: what the layer computes.
+        training: drop attention weights and outputs, at the rates of the spec.
+        dropout_keep: True where an attention weight is kept, instead of a random draw; takes the plain path.
+        kernel: computes the context, unless weights are asked for.
+
+    Source: Attention Is All You Need, arXiv:1706.03762, section 3.2.2.
+    """
+    check_weights(weights, spec)
+    if dropout_keep is not None and not training:
+        raise Refusal("dropout_keep", "come with training=True", "dropout_keep and training=False")
+    output, attn_weights = attention_layer(
+        FunctionalLayer(weights, spec, kernel, training, dropout_keep),
+        query,
+        key,
+        value,
+        Mask.of(masks),
+        bias=bias,
+        need_weights=need_weights,
+        positions=positions,
+    )
+    return F.dropout(output, spec.output_dropout, training), attn_weights

@@ -1,0 +1,112 @@
+"""Boolean masks as arrays: True = masked, and they broadcast to the scores (B, N, T, S)."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from mha_spec import Refusal
+from mha_torch.checks import check_count, check_lengths
+from mha_torch.masks import as_lengths
+
+
+def create_causal_mask(
+    seq_len_q: int, seq_len_k: int | None = None, *, device: torch.device | str | None = None
+) -> Bool[Tensor, "T S"]:
+    """True where a query may not see a key: every key after its own position, counted from the first key.
+
+    Aligned top-left: query i sees keys 0..i, however many keys there are.
+
+    Arguments are those of `create_attention_mask`.
+
+    Example: create_causal_mask(2, 3)
+        [[False, True,  True],
+         [False, False, True]]
+    """
+    seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
+    return torch.arange(seq_len_k, device=device)[None, :] > torch.arange(seq_len_q, device=device)[:, None]
+
+
+def create_padding_mask(
+    lengths: Int[Tensor, " B"] | Sequence[int], seq_len_k: int, *, device: torch.device | str | None = None
+) -> Bool[Tensor, "B 1 1 S"]:
+    """True at the padding: the keys at or after the length of their sequence.
+
+    Arguments not listed are those of `create_attention_mask`.
+
+    Args:
+        lengths: number of real keys of each sequence, 0..S, (B,); the padding is on the right.
+
+    Raises:
+        TypeError: if the lengths are not integers.
+        ValueError: if a length lies outside 0..S.
+
+    Example: create_padding_mask([1, 3], 3)
+        [[[[False, True,  True ]]],
+         [[[False, False, False]]]]
+    """
+    check_count("seq_len_k", seq_len_k)
+    check_lengths("lengths", lengths, None, seq_len_k)
+    lengths = as_lengths(lengths, device)
+    return torch.arange(seq_len_k, device=lengths.device) >= lengths[:, None, None, None]
+
+
+def create_causal_mask_with_cache(
+    seq_len_q: int, seq_len_k: int, cache_len: int, *, device: torch.device | str | None = None
+) -> Bool[Tensor, "T S"]:
+    """True where a new token may not see a key: every key after its own position, counted from the first cached key.
+
+    Aligned to the end of the cache: the queries are the newest tokens, at positions cache_len, cache_len + 1, …,
+    and query i sees keys 0..cache_len + i.
+
+    Arguments not listed are those of `create_attention_mask`.
+
+    Args:
+        seq_len_k: number of keys, S = cache_len + T.
+        cache_len: number of tokens already in the cache.
+
+    Raises:
+        ValueError: if seq_len_k is not cache_len + seq_len_q.
+
+    Example: create_causal_mask_with_cache(2, 3, 1)
+        [[False, False, True ],
+         [False, False, False]]
+    """
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
+    check_count("cache_len", cache_len, minimum=0)
+    if seq_len_k != cache_len + seq_len_q:
+        raise Refusal(
+            "seq_len_k", "be cache_len + seq_len_q", seq_len_k=seq_len_k, cache_len=cache_len, seq_len_q=seq_len_q
+        )
+    return torch.arange(seq_len_k, device=device)[None, :] > cache_len + torch.arange(seq_len_q, device=device)[:, None]
+
+
+def create_sliding_window_mask(
+    seq_len_q: int, seq_len_k: int | None = None, *, window_size: int, device: torch.device | str | None = None
+) -> Bool[Tensor, "T S"]:
+    """True where a query may not see a key: every key but the last window_size up to its own position.
+
+    Aligned top-left: query i sees keys i - window_size + 1..i. With window_size >= S it is the causal mask.
+
+    Arguments not listed are those of `create_attention_mask`.
+
+    Args:
+        window_size: how many keys a query sees at most, its own position among them.
+
+    Example: create_sliding_window_mask(3, window_size=2)
+        [[False, True,  True ],
+         [False, False, True ],
+         [True,  False, False]]
+
+    Source: Longformer, arXiv:2004.05150, section 3.1; causal as in Mistral 7B, arXiv:2310.06825, section 2.
+    """
+    seq_len_k = seq_len_q if seq_len_k is None else seq_len_k
+    check_count("seq_len_q", seq_len_q)
+    check_count("seq_len_k", seq_len_k)
+    check_count("window_size", window_size)
+    visible = torch.ones(seq_len_q, seq_len_k, dtype=torch.bool, device=device)
+    return visible.tril_().triu_(1 - window_size).logical_not_()  # in place: it may be large

@@ -1,0 +1,96 @@
+"""Multi-head attention as functions, with weights from outside.
+
+Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
+A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
+"""
+
+from collections.abc import Mapping
+from typing import Unpack
+
+import numpy as np
+import ttnn
+from jaxtyping import Bool, Float, Int
+from ttnn import Tensor
+
+from mha_spec import AttentionSpec, Refusal
+from mha_tt.checks import check_weights
+from mha_tt.heads import combine_heads, split_heads
+from mha_tt.kernels import Kernel, fused
+from mha_tt.masks import DeviceMask, Mask, MaskKeywords
+from mha_tt.mha import FunctionalLayer, attention_layer
+from mha_tt.stages import drop, scaled_dot_product_attention
+
+
+def multi_head_attention_core(
+    query: Float[Tensor, "B T E"],
+    key: Float[Tensor, "B S E"],
+    value: Float[Tensor, "B S E"],
+    num_heads: int,
+    mask: Bool[np.ndarray, "..."] | DeviceMask | None = None,
+) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
+    """Multi-head attention of inputs that are projected already: split, attend, combine.
+
+    Args:
+        query: (B, T, E).
+        key, value: (B, S, E).
+        num_heads: number of heads, N, a divisor of E.
+        mask: boolean, True = masked; broadcasts to (B, N, T, S).
+
+    Returns:
+        The output (B, T, E), before any output projection, and the attention weights (B, N, T, S).
+
+    Raises:
+        TypeError: if an input is not floating point or the mask is not boolean.
+        ValueError: if the shapes do not fit.
+    """
+    q, k, v = (split_heads(x, num_heads) for x in (query, key, value))
+    context, attn_weights = scaled_dot_product_attention(q, k, v, mask=mask, need_weights=True)
+    return combine_heads(context), attn_weights
+
+
+def multi_head_attention(
+    query: Float[Tensor, "B T d_in"],
+    weights: Mapping[str, Tensor],
+    spec: AttentionSpec,
+    key: Float[Tensor, "B S d_kv"] | None = None,
+    value: Float[Tensor, "B S d_kv"] | None = None,
+    *,
+    bias: Float[np.ndarray, "..."] | Tensor | None = None,
+    need_weights: bool = False,
+    positions: Int[np.ndarray, "... #B T"] | None = None,
+    training: bool = False,
+    dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
+    seed: int = 0,
+    kernel: Kernel = fused.attend,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+    **masks: Unpack[MaskKeywords],
+) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
+    """Multi-head attention with weights from outside: project, split, attend, combine, project.
+
+    Results, errors and the arguments not listed are those of `MultiHeadAttention`. Weights must be finite.
+
+    Args:
+        weights: of the projections of the spec, as `upload_weights` gives them.
+        spec: what the layer computes.
+        training: drop attention weights, which takes the plain path, and outputs, at the rates of the spec.
+        dropout_keep: True where an attention weight is kept, instead of a random draw; takes the plain path.
+        seed: of what is drawn.
+        kernel: computes the context, unless weights are asked for.
+        compute_kernel_config: arithmetic of the device, of the default kernel too; default `accurate_config`.
+
+    Source: Attention Is All You Need, arXiv:1706.03762, section 3.2.2.
+    """
+    check_weights(weights, spec)
+    if dropout_keep is not None and not training:
+        raise Refusal("dropout_keep", "come with training=True", "dropout_keep and training=False")
+    output, attn_weights = attention_layer(
+        FunctionalLayer(weights, spec, kernel, training, dropout_keep, seed, compute_kernel_config),
+        query,
+        key,
+        value,
+        Mask.of(masks),
+        bias=bias,
+        need_weights=need_weights,
+        positions=positions,
+    )
+    return drop("output", output, spec.output_dropout if training else 0.0, seed + 1), attn_weights
