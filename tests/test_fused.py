@@ -1047,7 +1047,7 @@ def no_masks(monkeypatch):
 
     monkeypatch.setattr(mha_torch.masks.Mask, "implicit_bool", fail)
     for name in ("create_causal_mask", "create_padding_mask"):
-        monkeypatch.setattr(mha_torch.masks, name, fail)
+        monkeypatch.setattr(mha_torch.mask_arrays, name, fail)
 
 
 @pytest.mark.usefixtures("no_masks")
