@@ -1,5 +1,7 @@
 """Small functions of arrays that the others share."""
 
+from __future__ import annotations
+
 import ttnn
 from jaxtyping import Float
 from ttnn import Tensor

@@ -3,6 +3,8 @@
 Arguments have the batch axes of the query, or broadcast to them; the result has them again.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps

@@ -4,6 +4,8 @@ Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Unpack
 

@@ -3,6 +3,8 @@
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim.
 """
 
+from __future__ import annotations
+
 import ttnn
 from jaxtyping import Float
 from ttnn import Tensor

@@ -1,5 +1,7 @@
 """The order and the padding of features on a device: where those of a head lie, and the shapes that follow."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Boolean masks as arrays: True = masked, and they broadcast to the scores (B, N, T, S)."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

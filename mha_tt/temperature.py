@@ -1,5 +1,7 @@
 """The temperature of queries by their positions."""
 
+from __future__ import annotations
+
 import numpy as np
 import ttnn
 from jaxtyping import Float, Int
