@@ -120,9 +120,7 @@ def merged_shapes(
     own, rest = shape[:first], shape[first:]
     fits = len(own) <= len(axes) and all(a == 1 or a == b for a, b in zip(own[::-1], axes[::-1], strict=False))
     # One by one: a compiler that knows lengths as symbols compares no tuples of them.
-    is_same = (
-        len(own) == len(axes) and len(rest) == len(letters) and all(a == b for a, b in zip(own, axes, strict=True))
-    )
+    is_same = len(own) == len(axes) and all(a == b for a, b in zip(own, axes, strict=True))
     if not fits or (is_exact and not (is_same and len(rest) == len(letters))):
         rule = f"{'have shape' if is_exact else 'broadcast to'} ({', '.join(map(str, (*axes, *letters)))})"
         raise Refusal(name, rule, {f"{name}.shape": shape})

@@ -33,12 +33,12 @@ def with_one_batch_axis(attend: Attend) -> Attend:
         lengths = mask.key_padding_lengths
         if lengths is not None:
             lengths = _merge("key_padding_lengths", torch.as_tensor(lengths), axes, "", is_exact=True)
-        mask = replace(mask, mask=_merge("mask", mask.mask, axes), key_padding_lengths=lengths)
-        if mask.segments is not None:
-            ids = zip(mask.segments, "TS", strict=True)
-            mask = replace(
-                mask, segment_ids=tuple(_merge("segment_ids", x, axes, own, is_exact=True) for x, own in ids)
-            )
+        segments = mask.segments
+        if segments is not None:
+            kinds = zip(segments, "TS", strict=True)
+            segments = tuple(_merge("segment_ids", ids, axes, kept, is_exact=True) for ids, kept in kinds)
+        hidden = _merge("mask", mask.mask, axes)
+        mask = replace(mask, mask=hidden, key_padding_lengths=lengths, segment_ids=segments)
         options["bias"] = _merge("bias", options["bias"], axes)
         options["positions"] = _merge_positions(options["positions"], axes, layer.spec)
         x = _merge("query", query, axes, "T d_in", is_exact=True)

@@ -139,9 +139,7 @@ def _attend_in_query_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mas
     seq_len_q, seq_len_k, size = query.shape[2], key.shape[2], _QUERIES_WITH_BIAS
     how = {"dropout": scores.dropout, "scale": scores.scale}
     contexts, shared, last = [], None, (seq_len_q - 1) // size * size
-    if (
-        mask.has_only("is_causal") and scores.bias is None
-    ):  # the bias of the last block, in which that of any other is found
+    if mask.has_only("is_causal") and scores.bias is None:  # the bias of the last block holds that of any other
         stop = last + (size if mask.is_causal else seq_len_k)
         shared = _distance_bias(query[:, :, :size], stop, torch.tensor([last]), scores)
         if mask.is_causal:
