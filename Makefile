@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 TWO_WORKERS := --numprocesses 2 --dist worksteal
 IF_TT := [ ! -e .venv-tt/installed ] ||
 
-.PHONY: parity test test-tt test-thorough sim check-html fuzz lint clean
+.PHONY: parity test test-tt test-thorough test-cuda sim check-html fuzz lint clean
 
 parity: .venv/installed .venv-tt/installed
 	$(BIN)/mha-parity run --jobs 2 $$($(IF_TT) echo --python tt=$(BIN_TT)/python)
@@ -37,6 +37,11 @@ test-thorough: .venv/installed .venv-tt/installed
 	$(BIN)/pytest -m thorough $(TWO_WORKERS)
 	$(IF_TT) MHA_TT_MOCK=n150 $(BIN_TT)/pytest -m thorough tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-thorough.xml
 	$(IF_TT) MHA_TT_MOCK=p150 $(BIN_TT)/pytest -m board tests/tt --confcutdir tests/tt $(TWO_WORKERS) --junit-xml build/tt-p150.xml
+
+# mha_torch's kernels for CUDA, with whichever Python has a torch for it, and every case there. CI has no GPU.
+test-cuda:
+	$(PYTHON) -m pytest tests/cuda --confcutdir tests/cuda
+	$(PYTHON) -m parity run --backends torch --device cuda --dtypes float32,bfloat16,float16 --grad --quiet
 
 # The real kernels, without a card, on a simulator that you have: make sim SIMULATOR=/path/libttsim_bh.so. Or a few of them:
 # make sim SIMULATOR=wolfpine. What that downloads and trusts: tools/tt-simulator --help.

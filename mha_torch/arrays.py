@@ -1,7 +1,9 @@
 """Small functions of arrays that the others share."""
 
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -15,8 +17,8 @@ def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def values_of(x: Tensor) -> Any:
-    """Return the values of x as Python's; None if unknown: in a compiled graph, on meta, of a fake, under vmap."""
-    if torch.compiler.is_compiling():
+    """Return the values of x as Python's; None if unknown: in a graph, on meta, of a fake, under vmap."""
+    if is_graph():
         return None
     try:
         values = x.tolist()
@@ -26,6 +28,24 @@ def values_of(x: Tensor) -> Any:
     while isinstance(first, list) and first:
         first = first[0]
     return values if isinstance(first, (bool, int, float, list)) else None  # a fake tensor may give symbols
+
+
+def is_graph() -> bool:
+    """Return whether operations are compiled or captured in a CUDA graph: then a look at values is impossible."""
+    is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return is_captured or torch.compiler.is_compiling()
+
+
+def constant(x: np.ndarray, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an array on the device of a tensor. On a GPU it is kept: a copy waits, and a CUDA graph allows none."""
+    if like.is_cuda and type(like) is Tensor and not torch.compiler.is_compiling():
+        return _on_gpu(x.tobytes(), x.dtype, dtype, like.device).view(x.shape)
+    return torch.as_tensor(x, dtype=dtype, device=like.device)
+
+
+@lru_cache(maxsize=256)
+def _on_gpu(x: bytes, dtype: np.dtype, dtype_there: torch.dtype | None, device: torch.device) -> Tensor:
+    return torch.tensor(np.frombuffer(x, dtype), dtype=dtype_there, device=device)
 
 
 def is_autocast_on(device: torch.device) -> bool:

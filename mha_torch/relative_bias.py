@@ -5,6 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mha_spec import RelativeBias
+from mha_torch.arrays import constant
 
 
 def relative_position_bias(
@@ -35,7 +36,7 @@ def relative_position_bias(
     if q_offset is not None:
         distances = distances - q_offset.to(distances)[:, None]
     farthest = relative_bias.max_distance
-    buckets = torch.as_tensor(relative_bias.buckets(), device=table.device)
+    buckets = constant(relative_bias.buckets(), table)
     buckets = buckets[distances.clamp(-farthest, farthest) + farthest]
     by_distance = table.to(scores_dtype)[buckets].transpose(1, 2)  # (B or 1, N, T + S)
     if torch.compiler.is_compiling():  # where the number of keys may be a symbol, which `unfold` does not take

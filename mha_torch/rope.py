@@ -9,7 +9,7 @@ from torch import Tensor
 from mha_spec import DynamicScaling, LongRopeScaling, Rope
 from mha_spec.rope import check_rope
 from mha_spec.scaling import exponents
-from mha_torch.arrays import at_least_float32
+from mha_torch.arrays import at_least_float32, constant
 from mha_torch.checks import check_floating, check_positions
 
 
@@ -71,25 +71,24 @@ def _angles(positions: Tensor, rope: Rope, head_dim: int, dtype: torch.dtype) ->
     frequencies = _frequencies(positions, rope, head_dim, dtype)[:, None, None]
     if positions.ndim == 2:
         return positions[:, None, :, None].to(dtype) * frequencies
-    axes = torch.as_tensor(rope.axes(head_dim), device=positions.device)
+    axes = constant(rope.axes(head_dim), positions)
     of_pairs = torch.movedim(positions[axes], 0, -1)  # (B or 1, T, R/2)
     return of_pairs[:, None].to(dtype) * frequencies
 
 
 def _frequencies(positions: Tensor, rope: Rope, head_dim: int, dtype: torch.dtype) -> Tensor:
     """Of each sequence and pair, (B or 1, R/2), by the largest position of the sequence where that matters."""
-    scaling, device = rope.scaling, positions.device
-    frequencies = torch.as_tensor(rope.frequencies(head_dim), dtype=dtype, device=device)[None]
+    scaling, frequencies = rope.scaling, constant(rope.frequencies(head_dim), positions, dtype)[None]
     if not isinstance(scaling, (DynamicScaling, LongRopeScaling)) or not positions.shape[-1]:
         return frequencies
     last = positions.amax(dim=-1)
     length = (last if last.ndim == 1 else last.amax(dim=0))[:, None] + 1
     if isinstance(scaling, LongRopeScaling):
-        longer = torch.as_tensor(rope.frequencies(head_dim, scaling.original_length + 1), dtype=dtype, device=device)
+        longer = constant(rope.frequencies(head_dim, scaling.original_length + 1), positions, dtype)
     else:
         count = frequencies.shape[1]
         base = scaling.base(rope.theta, 2 * count, length.to(dtype))
-        longer = 1.0 / base ** torch.as_tensor(exponents(count, 2 * count), dtype=dtype, device=device)
+        longer = 1.0 / base ** constant(exponents(count, 2 * count), positions, dtype)
     return torch.where(length > scaling.original_length, longer, frequencies)
 
 

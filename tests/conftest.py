@@ -55,7 +55,7 @@ gc.set_threshold(50_000, 20, 50)
 
 pytest_plugins = ["pytester"]  # for tests/test_pytest_plugin.py
 
-collect_ignore = ["tt"]  # they run where JAX is not, and without this file: see the Makefile
+collect_ignore = ["tt", "cuda"]  # see the Makefile: where JAX is not, without this file; and where a GPU is
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch.nn.attention import flex_attention as library
 
 import mha_torch
 from mha_spec import Alibi, AttentionSpec
-from mha_torch.kernels import flex
+from mha_torch.kernels import flex, sdpa
 from mha_torch.masks import Mask
 
 pytestmark = [
@@ -42,6 +42,7 @@ COMBINATIONS = [*((name,) for name in FEATURES), *TOGETHER]
 def on_a_cpu(monkeypatch):
     """The module takes what it would take on CUDA; its kernel is the library's function as it is, with gradients."""
     monkeypatch.setattr(flex, "_runs_here", lambda query, value: True)
+    monkeypatch.setattr(flex, "_MANY_SCORES", 0)
     monkeypatch.setattr(flex, "_kernel", lambda: library.flex_attention)
     monkeypatch.setattr(library, "_validate_device", lambda *heads: None)  # it refuses gradients on a CPU
     torch.compiler.reset()
@@ -151,7 +152,7 @@ def test_blocks_are_those_that_are_seen(lengths, span):
         more = [(0, 0), (0, 0), (0, -num_queries % 128), (0, -num_keys % 128)]
         padded = np.pad(hidden, more, constant_values=True).reshape(BATCH, -(-num_queries // 128), 128, -1, 128)
         first, stop = flex._seen_keys(visible, BATCH, num_queries, num_keys, torch.device("cpu"))
-        block_mask = flex._block_mask(first, stop, num_keys)
+        block_mask = flex._block_mask(first, stop, num_keys, has_gradient=True)
         found = [np.zeros((BATCH, *padded.shape[1::2]), bool) for _ in range(2)]
         lists = [
             (block_mask.kv_num_blocks, block_mask.kv_indices),
@@ -179,6 +180,7 @@ def test_blocks_out_of_reach_are_skipped():
 
 def test_it_is_taken_where_another_kernel_needs_a_mask_and_nowhere_else(monkeypatch):
     monkeypatch.setattr(flex, "_runs_here", lambda query, value: True)
+    monkeypatch.setattr(flex, "_MANY_SCORES", 3 * 4 * 5 * 5)
     monkeypatch.setattr(flex, "attend", lambda query, *others, **options: "flex")
 
     def takes(features, **options):
@@ -192,6 +194,9 @@ def test_it_is_taken_where_another_kernel_needs_a_mask_and_nowhere_else(monkeypa
     refused = [{"mask": torch.zeros(5, 5, dtype=torch.bool)}, {"bias": torch.zeros(5, 5)}, {"dropout": 0.5}]
     for options, features in itertools.product(refused, [("soft_cap",), ("lengths",)]):
         assert not takes(features, **options)
+    monkeypatch.setattr(flex, "_MANY_SCORES", 3 * 4 * 5 * 5 + 1)
+    assert not takes(("soft_cap",))
+    monkeypatch.setattr(flex, "_MANY_SCORES", 0)
     monkeypatch.setattr(torch.autograd.forward_ad, "_current_level", 0)
     assert not takes(("soft_cap",))
 
@@ -246,7 +251,7 @@ def test_heads_are_not_taken_under_vmap(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_a_cpu")
-def test_it_goes_into_a_graph_without_a_break():
+def test_graphs_take_another_kernel_without_a_break(calls):
     leaves, options = problem(TOGETHER[-1], dtype=torch.float32)
 
     def attend(leaves, options):
@@ -255,3 +260,50 @@ def test_it_goes_into_a_graph_without_a_break():
     found = torch.compile(attend, fullgraph=True, backend="eager")(leaves, options)
     expected, _ = mha_torch.scaled_dot_product_attention(**leaves, **options)
     torch.testing.assert_close(found, expected)
+    assert not calls
+
+
+class OnCuda(torch.Tensor):
+    """Heads that say so: PyTorch computes with them on a CPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """Whether cuDNN is on at each call of PyTorch's function, which takes a bias in the dtype of queries alone."""
+    found, kernel = [], torch.nn.functional.scaled_dot_product_attention
+
+    def note(query, *others, attn_mask=None, **options):
+        assert attn_mask is None or attn_mask.dtype in (torch.bool, query.dtype)
+        found.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return kernel(query, *others, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", note)
+    return found
+
+
+def test_cudnn_gets_neither_masks_nor_steps(cudnn, monkeypatch):
+    x, one = (torch.randn(1, 2, n, 16).as_subclass(OnCuda) for n in (40, 1))
+    attend = mha_torch.fused.scaled_dot_product_attention
+    for query, options, is_on in (
+        (x, {}, True),
+        (x, {"is_causal": True}, True),
+        (x, {"mask": torch.zeros(40, 40, dtype=torch.bool)}, False),
+        (one, {}, False),
+    ):
+        attend(query, x, x, **options)
+        assert cudnn.pop() == is_on
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(sdpa, "_OTHERS", dict.fromkeys(sdpa._OTHERS, lambda: False))  # the user allows nothing else
+    attend(one, x, x)
+    assert cudnn.pop()
+
+
+@pytest.mark.usefixtures("cudnn")
+def test_on_cuda_distances_stay_float32():
+    spec, heads = AttentionSpec(16, 2, alibi=Alibi()), torch.randn(3, 1, 2, 40, 8).bfloat16()
+    found = mha_torch.fused.scaled_dot_product_attention(*heads.as_subclass(OnCuda), spec, is_causal=True)[0]
+    expected = mha_torch.scaled_dot_product_attention(*heads, spec, is_causal=True)[0]
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), expected, rtol=2e-2, atol=2e-2)

@@ -1174,6 +1174,16 @@ def test_arrays_on_the_cpu_take_its_kernels_whatever_the_default_platform_is(mon
     assert len(library_calls) == 1
 
 
+def test_cudnn_gets_no_mask_in_float16(monkeypatch, library_calls):
+    """It would hide a key by a score of -45875, which others fall below."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    mask = jnp.zeros((4, 4), bool)
+    for dtype, expected in ((np.float16, "xla"), (ml_dtypes.bfloat16, "cudnn")):
+        x = jax.ShapeDtypeStruct((1, 2, 4, 64), dtype)
+        jax.eval_shape(lambda x: jax_fused(x, x, x, mask=mask)[0], x)
+        assert library_calls.pop()["implementation"] == expected
+
+
 # A window of JAX's own function, with rows that it leaves without a key: beyond the lengths, and beyond the keys.
 WINDOWS_OF_LIBRARY = {
     "causal-padding-gqa": ({"heads": (4, 2), "padding": LENGTHS}, True),

@@ -420,19 +420,45 @@ def test_no_gradient_is_spoilt_beside_a_token_of_a_growing_cache_that_is_not_fin
     assert all(weight.grad.isfinite().all() for weight in weights.values())
 
 
-def test_an_accelerator_is_asked_for_no_value(monkeypatch):
-    """Each look would wait for it. Meta tensors stand for those of an accelerator."""
+GATED = AttentionSpec(16, 2, window_size=2, gate=Gate())
 
-    def fail(_):
-        raise AssertionError("a value was asked for")
 
-    for holder in (mha_torch.kernels.nonfinite, mha_torch.kernels.sdpa, mha_torch.checks):
-        monkeypatch.setattr(holder, "values_of", fail)
-    spec = AttentionSpec(16, 2, window_size=2, gate=Gate())
-    layer = mha_torch.MultiHeadSelfAttention(spec, device="meta")
-    x = torch.ones(2, 5, 16, device="meta", requires_grad=True)
-    layer(x, is_causal=True, bias=torch.zeros(5, 5, device="meta"), key_padding_lengths=[2, 5]).sum().backward()
-    assert x.grad is not None
+@pytest.fixture
+def looks(monkeypatch):
+    """The looks at values, as they happen: on a GPU each waits for it."""
+    found = []
+
+    def noted(look):
+        return lambda x: (found.append(x), look(x))[1]
+
+    for name in ("tolist", "item", "__bool__"):
+        monkeypatch.setattr(torch.Tensor, name, noted(getattr(torch.Tensor, name)))
+    return found
+
+
+def test_a_call_looks_at_values_once(looks):
+    layer, x = mha_torch.MultiHeadSelfAttention(GATED), torch.randn(2, 5, 16)
+    with torch.no_grad():
+        layer(x, is_causal=True)
+    assert len(looks) == 1
+
+
+def test_a_cuda_graph_is_asked_for_no_value_and_keeps_the_rules(monkeypatch, looks):
+    layer, x = mha_torch.MultiHeadSelfAttention(GATED), torch.randn(2, 5, 16)
+    x[1, 3, 0] = torch.nan
+    x.requires_grad_()
+    options = {"is_causal": True, "key_padding_lengths": torch.tensor([2, 5])}
+    for options["bias"] in (None, torch.zeros(5, 5)):
+        expected = layer(x, **options)
+        with monkeypatch.context() as captured:
+            captured.setattr(torch.cuda, "is_initialized", lambda: True)
+            captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            looks.clear()
+            output = layer(x, **options)
+            output[0].sum().backward()
+            assert not looks
+        torch.testing.assert_close(output, expected, equal_nan=True)
+        assert x.grad.isfinite().all()
 
 
 def test_what_an_accelerator_does_unasked_changes_no_gradient(monkeypatch):

@@ -137,7 +137,8 @@ EXTRA_NAMES = {
         "AttentionLayer.reset_parameters",  # torch's hook to draw the weights again; nnx makes a new module
         "AttentionLayer.extra_repr",  # torch's hook into its own `__repr__`, which documents it
         "NormLayer",  # a module that holds the parameters of a norm
-        "values_of",  # are known or not by more than a type
+        *("values_of", "is_graph"),  # are known or not by more than a type
+        "constant",  # a copy to a GPU waits for it
         "is_autocast_on",  # and narrowed or not by more than their own dtype
         *("Rotation", "rotation_of"),  # JAX's compiler shares what queries and keys have in common
         *("is_distributed", "replicate_like"),  # a tensor may be a DTensor,

@@ -29,7 +29,8 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
     """Return the context on that platform, with the cheapest form of the mask."""
     seq_len_q, seq_len_k = query.shape[2], key.shape[2]
     width, head_dim = value.shape[3], max(query.shape[3], value.shape[3])  # it takes heads of one width
-    is_half = query.dtype in (jnp.float16, jnp.bfloat16)
+    dtype = query.dtype
+    is_half = dtype in (jnp.float16, jnp.bfloat16)
     takes_cudnn = platform == "gpu" and is_half and head_dim % 8 == 0 and head_dim <= 128
     told = _native_mask(mask, scores, seq_len_q, seq_len_k, takes_cudnn=takes_cudnn)
     visible, bias, masked_rows, lengths = None, scores.bias, None, mask.key_padding_lengths
@@ -40,6 +41,9 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
         hidden = to_scores_rank(hidden)
         masked_rows = hidden.all(axis=-1, keepdims=True)
         visible = ~(hidden & ~masked_rows)  # the other polarity: True = attend
+        if takes_cudnn and dtype == jnp.float16:  # in which it hides a key by a score of -45875
+            takes_cudnn = False
+            query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     elif mask.span is not None or lengths is not None:
         first, stop = (x.clip(0, seq_len_k) for x in mask.key_range(seq_len_q, seq_len_k))
         masked_rows = (first >= stop)[:, None, :, None]
@@ -59,7 +63,8 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
             scale=scale,
             implementation="cudnn" if takes_cudnn else "xla",
             **(told or {}),
-        ).swapaxes(1, 2)[..., :width]
+        )
+    context = context.astype(dtype).swapaxes(1, 2)[..., :width]
     return context if masked_rows is None else zero_where(context, masked_rows)
 
 

@@ -1,4 +1,4 @@
-"""FlexAttention: on CUDA, what the kernel of scaled_dot_product_attention has no words for.
+"""FlexAttention: on CUDA, large calls that the kernel of scaled_dot_product_attention has no words for.
 
 A soft cap and ALiBi are written into the kernel, and what is hidden goes in as the first key that each query sees and
 the one after the last: no mask and no bias is made, and blocks of keys that no query sees are skipped. Sinks need
@@ -10,14 +10,15 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.attention import flex_attention as library
 
-from mha_torch.arrays import at_least_float32
-from mha_torch.kernels.nonfinite import nan_where, nonfinite_tokens, zero_where
+from mha_torch.arrays import at_least_float32, constant, needs_gradient
+from mha_torch.kernels.nonfinite import contained, nan_where, nonfinite_tokens, zero_where
 from mha_torch.masks import Mask
 from mha_torch.scores import Scores
 
@@ -27,10 +28,15 @@ _WIDTHS = range(16, 257)
 _BLOCK_SIZE = 128
 """How many queries, and how many keys, are seen or skipped together."""
 
+_MANY_SCORES = 2**25
+"""Scores (B·N·T·S) from which it is faster than other kernels; below, its dispatch takes longer than their work."""
 
-def supports(query: Tensor, value: Tensor, mask: Mask, scores: Scores) -> bool:
-    """Return whether attention is for this module: it can do it, and another kernel cannot without a mask."""
-    if not _runs_here(query, value):
+
+def supports(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> bool:
+    """Return whether attention is for this module: it is large, and another kernel would need a mask or a bias."""
+    if torch.compiler.is_compiling():  # a graph that makes the blocks, too, is wrong: PyTorch 2.11 on an H200
+        return False
+    if not _runs_here(query, value) or query.shape[:3].numel() * key.shape[2] < _MANY_SCORES:
         return False
     changes = (scores.sinks, scores.soft_cap, scores.slopes)
     is_needed = not mask.has_only("is_causal") or any(x is not None for x in changes)
@@ -45,7 +51,7 @@ def _runs_here(query: Tensor, value: Tensor) -> bool:
         return False
     # It has no rules for vmap and its like.
     stack = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
-    if not torch.compiler.is_compiling() and stack() is not None:
+    if stack() is not None:
         return False
     return query.dtype in _DTYPES and query.shape[3] in _WIDTHS and value.shape[3] in _WIDTHS
 
@@ -57,50 +63,71 @@ def attend(
     mask: Mask,
     scores: Scores,
 ) -> Float[Tensor, "B N T Hv"]:
-    """Return the context of what this module `supports`, with its own containment of non-finite values.
+    """Return the context of what this module `supports`.
 
     Source: FlexAttention, arXiv:2412.05496; torch.nn.attention.flex_attention.
     """
-    (batch_size, num_heads, seq_len_q, _), num_kv_heads, seq_len_k = query.shape, key.shape[1], key.shape[2]
-    first, stop = _seen_keys(mask, batch_size, seq_len_q, seq_len_k, query.device)
+    return _ATTEND(query, key, value, mask, scores)
+
+
+def _attend_finite(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
+    first, stop = _seen_keys(mask, query.shape[0], query.shape[2], key.shape[2], query.device)
+    begin, end = (first, stop) if mask.segments is None else _in_segments(mask.segments, first, stop)[1:]
+    context, _ = _attend_between(query, key, value, first, stop, mask.segments, scores)
+    return zero_where(context, (begin == end)[:, None, :, None])
+
+
+def _attend_with_rules(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
+    """Return the context with the rules for non-finite tokens, without a mask of all queries and keys."""
+    first, stop = _seen_keys(mask, query.shape[0], query.shape[2], key.shape[2], query.device)
     nonfinite_rows, nonfinite_keys = nonfinite_tokens(query), nonfinite_tokens(key) | nonfinite_tokens(value)
-    query, key, value = (
-        zero_where(query, nonfinite_rows),
-        zero_where(key, nonfinite_keys),
-        zero_where(value, nonfinite_keys),
-    )
-    marked = nonfinite_keys[..., 0].repeat_interleave(num_heads // num_kv_heads, dim=1)
+    query = zero_where(query, nonfinite_rows)
+    key, value = (zero_where(x, nonfinite_keys) for x in (key, value))
+    marked = nonfinite_keys[..., 0].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     begin, end = first, stop
     if mask.segments is not None:
         order, begin, end = _in_segments(mask.segments, first, stop)
         marked = marked.gather(2, order[:, None].expand_as(marked))
     nonfinite_rows = nonfinite_rows | _sees_any_between(marked, begin, end)
+    context, lse = _attend_between(query, key, value, first, stop, mask.segments, scores)
+    if scores.sinks is None:
+        nonfinite_rows = nonfinite_rows | torch.isneginf(lse)  # every score has overflowed
+    return zero_where(nan_where(context, nonfinite_rows), (begin == end)[:, None, :, None])
+
+
+_ATTEND = contained(_attend_finite, _attend_with_rules)
+
+
+def _attend_between(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Int[Tensor, "B T"],
+    stop: Int[Tensor, "B T"],
+    segments: tuple[Tensor, Tensor] | None,
+    scores: Scores,
+) -> tuple[Tensor, Tensor]:
+    """Return the context of the keys between two of each query, and the logarithm of the sum of exponentials."""
     context, aux = _kernel()(
         query,
         key,
         value,
         _score_mod(query, scores),
-        _block_mask(first, stop, seq_len_k, mask.segments),
+        _block_mask(first, stop, key.shape[2], segments, has_gradient=needs_gradient(query, key, value)),
         scale=scores.scale,
-        enable_gqa=num_heads != num_kv_heads,
+        enable_gqa=query.shape[1] != key.shape[1],
         return_aux=library.AuxRequest(lse=True),
     )
     lse = aux.lse[..., None]
-    if scores.sinks is None:
-        nonfinite_rows = nonfinite_rows | torch.isneginf(lse)  # every score has overflowed
-    else:
+    if scores.sinks is not None:
         share = torch.sigmoid(lse - at_least_float32(scores.sinks)[:, None, None])  # of the keys, beside the sink
         context = (context * share).to(context.dtype)
-    return zero_where(nan_where(context, nonfinite_rows), (begin == end)[:, None, :, None])
+    return context, lse
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
-    return torch.compile(library.flex_attention)
-
-
 def _kernel() -> Callable[..., Any]:
-    return library.flex_attention if torch.compiler.is_compiling() else _compiled()
+    return torch.compile(library.flex_attention)
 
 
 def _score_mod(query: Tensor, scores: Scores) -> Callable[..., Tensor] | None:
@@ -109,7 +136,7 @@ def _score_mod(query: Tensor, scores: Scores) -> Callable[..., Tensor] | None:
     if soft_cap is None and scores.slopes is None:
         return None
     if scores.slopes is not None:
-        slopes = torch.tensor(scores.slopes, dtype=at_least_float32(query).dtype, device=query.device)
+        slopes = constant(np.array(scores.slopes), query, at_least_float32(query).dtype)
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
         if soft_cap is not None:
@@ -153,7 +180,12 @@ def _sees_any_between(
 
 
 def _block_mask(
-    first: Int[Tensor, "B T"], stop: Int[Tensor, "B T"], seq_len_k: int, segments: tuple[Tensor, Tensor] | None = None
+    first: Int[Tensor, "B T"],
+    stop: Int[Tensor, "B T"],
+    seq_len_k: int,
+    segments: tuple[Tensor, Tensor] | None = None,
+    *,
+    has_gradient: bool,
 ) -> Any:
     """The same to the kernel: which blocks of keys each block of queries sees, wholly or in part, and which keys."""
 
@@ -167,6 +199,7 @@ def _block_mask(
         *_listed(whole),
         BLOCK_SIZE=_BLOCK_SIZE,
         mask_mod=mask_mod,
+        compute_q_blocks=has_gradient,
         seq_lengths=(first.shape[1], seq_len_k),
     )
 

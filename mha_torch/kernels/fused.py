@@ -37,9 +37,9 @@ def scaled_dot_product_attention(
 ) -> tuple[Float[Tensor, "B N T Hv"], None]:
     """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
 
-    With a soft cap it is the plain path, for the kernel has none, but on CUDA FlexAttention. It is the plain path in
-    forward mode (`jvp`, `jacfwd`, `hessian`), in which the kernel on a CPU has no derivative. Nor has it a second one
-    in reverse mode (`create_graph=True`): there the plain path must be called.
+    With a soft cap it is the plain path, because the kernel has none, or in large calls on CUDA FlexAttention. It is
+    the plain path in forward mode (`jvp`, `jacfwd`, `hessian`), in which the kernel on a CPU has no derivative. Nor has
+    it a second one in reverse mode (`create_graph=True`): there the plain path must be called.
 
     Arguments not listed are those of `stages.scaled_dot_product_attention`.
 
@@ -73,7 +73,7 @@ def attend(
 ) -> Float[Tensor, "B N T Hv"]:
     """Return the context by the fastest kernel that supports the call: the default kernel of layers."""
     is_forward_mode = _is_forward_mode()
-    if not is_forward_mode and flex.supports(query, value, mask, scores):
+    if not is_forward_mode and flex.supports(query, key, value, mask, scores):
         return flex.attend(query, key, value, mask, scores)
     if is_forward_mode or not sdpa.supports(scores):
         return stages.attend(query, key, value, mask, scores)[0]

@@ -6,14 +6,14 @@ NaN afterwards. If everything is finite, nothing changes.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mha_torch.arrays import needs_gradient, replicate_like, values_of
+from mha_torch.arrays import is_graph, needs_gradient, replicate_like, values_of
 from mha_torch.kernels import Kernel
 from mha_torch.masks import Mask, as_lengths
 from mha_torch.scores import Scores
@@ -30,8 +30,8 @@ def _largest_features(x: Float[Tensor, "*tokens H"]) -> Float[Tensor, "*tokens 1
 
 
 def maybe_any(x: Bool[Tensor, "..."]) -> bool:
-    """Return whether any of x is True; True if values are unavailable, or available only by waiting."""
-    return x.device.type != "cpu" or torch.compiler.is_compiling() or values_of(x.any()) is not False
+    """Return whether any of x is True; True if values are unavailable."""
+    return is_graph() or values_of(x.any()) is not False
 
 
 def zero_where(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -83,30 +83,36 @@ def contained_projection(
 # ---- Kernels ---------------------------------------------------------------------------------------------------------
 
 
-def contained(kernel: Kernel) -> Kernel:
+def contained(kernel: Kernel, with_rules: Kernel | None = None) -> Kernel:
     """Wrap a kernel for finite inputs, so that it keeps the rules for non-finite ones.
 
-    Non-finite tokens are 0 to the kernel, and rows that attend to one are NaN afterwards. On a CPU, where a look at
-    values costs little, that is left out if nothing calls for it.
+    Non-finite tokens are 0 to the kernel, and rows that attend to one are NaN afterwards. That is left out if a look at
+    the values shows that nothing calls for it. On a GPU the look waits for the device, which costs a tenth of the
+    thirty small kernels that it saves. A compiled or captured graph has no values to look at.
+
+    Args:
+        kernel: is called with finite inputs.
+        with_rules: is called with the others; default: `kernel` with the rules around it.
     """
+    with_rules = partial(_with_rules, kernel) if with_rules is None else with_rules
 
     @wraps(kernel)
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
-        if query.device.type == "cpu" and not torch.compiler.is_compiling():
-            # In a gradient a masked key is multiplied by 0, so that it must be finite beforehand.
-            if needs_gradient(query, key, value):
-                if _are_moderate(query, key, value, scores):
-                    return kernel(query, key, value, mask, scores)
-            else:
-                context = kernel(query, key, value, mask, scores)
-                if _is_sound(context) or _are_moderate(query, key, value, scores):
-                    return context
-        return _contained(kernel, query, key, value, mask, scores)
+        if is_graph():
+            return with_rules(query, key, value, mask, scores)
+        # In a gradient a masked key is multiplied by 0, so that it must be finite beforehand.
+        if needs_gradient(query, key, value):
+            attend = kernel if _are_moderate(query, key, value, scores) else with_rules
+            return attend(query, key, value, mask, scores)
+        context = kernel(query, key, value, mask, scores)
+        if _is_sound(context) or _are_moderate(query, key, value, scores):
+            return context
+        return with_rules(query, key, value, mask, scores)
 
     return attend
 
 
-def _contained(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
+def _with_rules(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
     if query.numel() == 0 or key.numel() == 0:
         return kernel(query, key, value, mask, scores)
     num_groups, seq_len_q = query.shape[1] // key.shape[1], query.shape[2]
@@ -152,12 +158,13 @@ def _is_sound(context: Tensor) -> bool:
 def _are_moderate(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> bool:
     """Return whether all inputs and all scores are finite; False if unknown."""
     dtype = torch.promote_types(query.dtype, torch.float32)  # float64 would be read 20 times as slowly
-    sizes = [values_of(torch.linalg.vector_norm(x.detach(), dtype=dtype)) for x in (query, key, value)]
+    sizes = [torch.linalg.vector_norm(x.detach(), dtype=dtype) for x in (query, key, value)]
     if scores.bias is not None and scores.bias.numel():
-        sizes.append(values_of(scores.bias.detach().amax()))  # -inf hides a key
-    if any(size is None for size in sizes):
+        sizes.append(scores.bias.detach().amax().to(dtype))  # -inf hides a key
+    known = values_of(torch.stack(sizes))  # one wait for a device
+    if known is None:
         return False
-    bounds = (sizes[0] * sizes[1] * max(scores.scale or 1.0, 1.0), *sizes[2:])
+    bounds = (known[0] * known[1] * max(scores.scale or 1.0, 1.0), *known[2:])
     return all(bound < torch.finfo(torch.float32).max for bound in bounds)
 
 

@@ -3,11 +3,14 @@
 Everything here is for finite inputs: `nonfinite.contained` is around it.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mha_spec import Refusal
 from mha_torch.alibi import alibi_bias
@@ -20,6 +23,16 @@ _KERNEL = F.scaled_dot_product_attention
 
 _QUERIES_WITH_BIAS = 128
 """Queries that go together where each score has a bias that is made for the call."""
+
+_FEW_QUERIES = 32
+"""Queries of a step of decoding, at most."""
+
+_OTHERS = {
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+}
+"""PyTorch's kernels but cuDNN's, and what says whether the user allows them."""
 
 
 def supports(scores: Scores) -> bool:
@@ -73,28 +86,46 @@ def call(
     scale: float | None,
 ) -> Tensor:
     """Return the context by PyTorch's function, with sinks and with values of another width than keys."""
+    dtype = query.dtype
     if sinks is not None:
         factor, head_dim, first = scale or query.shape[-1] ** -0.5, value.shape[-1], int(is_causal)
         query, key, value, attn_mask = _with_sinks(query, key, value, sinks, attn_mask, factor, num_before=first)
         context = call(query, key, value, attn_mask=attn_mask, is_causal=is_causal, dropout=dropout, scale=factor)
         return context[:, :, first:, :head_dim]
     if attn_mask is not None:
-        attn_mask = attn_mask.broadcast_to((*query.shape[:3], key.shape[2]))
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)].expand(-1, -1, -1, key.shape[2])
+        if attn_mask.is_floating_point() and query.is_cuda:  # where kernels take a bias in the dtype of queries alone
+            query, key, value = (x.to(attn_mask.dtype) for x in (query, key, value))
     width = value.shape[3]
     if query.shape[3] != width:  # most kernels take heads of one width, on a CPU the only fast one
         scale, most = query.shape[3] ** -0.5 if scale is None else scale, max(query.shape[3], width)
         query, key, value = (F.pad(x, (0, most - x.shape[3])) for x in (query, key, value))
-    context = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=attn_mask,
-        is_causal=is_causal,  # top-left, as ours
-        dropout_p=dropout,
-        scale=scale,
-        enable_gqa=bool(query.shape[1] != key.shape[1]),
-    )
-    return context[..., :width]
+    with _kernels_for(query, attn_mask):
+        context = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            is_causal=is_causal,  # top-left, as ours
+            dropout_p=dropout,
+            scale=scale,
+            enable_gqa=bool(query.shape[1] != key.shape[1]),
+        )
+    return context[..., :width].to(dtype)
+
+
+def _kernels_for(query: Tensor, attn_mask: Tensor | None) -> AbstractContextManager[Any]:
+    """Return a context in which PyTorch's function leaves cuDNN out of a call that is not for it.
+
+    With a mask cuDNN is wrong: at logits of 1e5 it hides nothing, float32 biases are read as the dtype of queries, and
+    gradients may be NaN (pytorch/pytorch 191612, 196678). For each new number of keys it plans for 60 ms, and a step of
+    decoding has one more than the last.
+    """
+    if not query.is_cuda or (attn_mask is None and query.shape[2] > _FEW_QUERIES):
+        return nullcontext()
+    # A graph cannot ask which the user allows.
+    others = [kernel for kernel, is_allowed in _OTHERS.items() if torch.compiler.is_compiling() or is_allowed()]
+    return sdpa_kernel(others) if others else nullcontext()
 
 
 def _with_sinks(

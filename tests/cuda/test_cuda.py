@@ -1,0 +1,230 @@
+"""mha_torch on a GPU: which CI has none of, so that these run by `make test-cuda` alone."""
+
+import numpy as np
+import pytest
+import torch
+
+import mha_torch
+from mha_spec import Alibi, AttentionSpec, Rope
+from mha_torch.kernels import flex
+
+DEVICE = torch.device("cuda")
+HALVES = [torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+SHAPE = (2, 4, 2, 64)  # sequences, heads, heads of keys, width
+SMALL, LARGE = 200, 2048  # tokens: beneath and beyond those from which FlexAttention is faster
+
+FEATURES = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "lengths": {"key_padding_lengths": [1.0, 0.4]},
+    "causal-lengths": {"is_causal": True, "key_padding_lengths": [0.7, 1.0]},
+    "window": {"is_causal": True, "spec": {"window_size": 60}},
+    "chunk": {"is_causal": True, "spec": {"chunk_size": 64}},
+    "soft-cap": {"is_causal": True, "spec": {"soft_cap": 5.0}},
+    "alibi": {"is_causal": True, "spec": {"alibi": Alibi()}},
+    "sinks": {"is_causal": True, "spec": {"sinks": True}},
+    "segments": {"is_causal": True, "segment_ids": 5},
+    "mask": {"mask": 0.3},
+    "bias": {"bias": True},
+}
+
+
+def problem(feature, seq_len, dtype, head_dim=SHAPE[3]):
+    """Split heads, and the keywords of both forms of attention."""
+    batch_size, num_heads, num_kv_heads, _ = SHAPE
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    query, key, value = (draw(batch_size, n, seq_len, head_dim) for n in (num_heads, num_kv_heads, num_kv_heads))
+    told = dict(FEATURES[feature])
+    spec = AttentionSpec(num_heads * head_dim, num_heads, num_kv_heads=num_kv_heads, **told.pop("spec", {}))
+    if "key_padding_lengths" in told:
+        lengths = [round(share * seq_len) for share in told["key_padding_lengths"]]
+        told["key_padding_lengths"] = torch.tensor(lengths, device=DEVICE)
+    if "segment_ids" in told:
+        ids = torch.arange(seq_len, device=DEVICE) * told["segment_ids"] // seq_len
+        told["segment_ids"] = ids.expand(batch_size, -1)
+    if "mask" in told:
+        told["mask"] = (torch.rand(batch_size, 1, seq_len, seq_len, generator=generator) < told["mask"]).to(DEVICE)
+    if "bias" in told:
+        told["bias"] = draw(1, num_heads, seq_len, seq_len)
+    if spec.sinks:
+        told["sinks"] = draw(num_heads)
+    return (query, key, value), {"spec": spec, **told}
+
+
+def both(heads, told, *, with_gradients=False):
+    """The context by the fastest kernel and by the definition in float32, and the gradients of both."""
+    found = []
+    for attend, dtype in (
+        (mha_torch.fused.scaled_dot_product_attention, heads[0].dtype),
+        (mha_torch.scaled_dot_product_attention, torch.float32),
+    ):
+        leaves = [x.detach().to(dtype).requires_grad_(with_gradients) for x in heads]
+        keywords = {name: x.to(dtype) if name in ("bias", "sinks") else x for name, x in told.items()}
+        context, _ = attend(*leaves, **keywords)
+        grads = torch.autograd.grad(context.float().square().sum(), leaves) if with_gradients else ()
+        found.append((context, *grads))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    torch.set_float32_matmul_precision("highest")
+    torch.compiler.reset()
+
+
+def assert_near(found, expected, dtype):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("with_gradients", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_small_calls_agree_with_the_definition(feature, dtype, with_gradients):
+    heads, told = problem(feature, SMALL, dtype)
+    assert_near(*both(heads, told, with_gradients=with_gradients), dtype)
+
+
+@pytest.mark.parametrize("with_gradients", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("feature", ["lengths", "window", "soft-cap", "alibi", "sinks", "segments"])
+def test_large_calls_are_those_of_flex_attention_and_agree(monkeypatch, feature, with_gradients):
+    calls, kernel = [], flex._attend_between
+    monkeypatch.setattr(flex, "_attend_between", lambda *args: calls.append(1) or kernel(*args))
+    for seq_len in (LARGE, LARGE + 130):  # the second with other sizes, which compiles anew
+        heads, told = problem(feature, seq_len, torch.bfloat16)
+        assert_near(*both(heads, told, with_gradients=with_gradients), torch.bfloat16)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("feature", ["causal", "mask", "lengths"])
+def test_masks_hide_large_logits(feature, dtype):
+    heads, told = problem(feature, SMALL, dtype)
+    heads = (heads[0] * 500, heads[1] * 500, heads[2])
+    assert_near(*both(heads, told), dtype)
+
+
+def test_masks_of_compiled_calls_hide_large_logits():
+    heads, told = problem("mask", SMALL, torch.bfloat16)
+    heads = (heads[0] * 500, heads[1] * 500, heads[2])
+    attend = torch.compile(lambda *heads: mha_torch.fused.scaled_dot_product_attention(*heads, **told)[0])
+    assert_near([attend(*heads)], [both(heads, told)[1][0]], torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_distances_of_narrow_heads_are_not_rounded(dtype):
+    heads, told = problem("alibi", SMALL, dtype, head_dim=8)
+    assert_near(*both(heads, told), dtype)
+
+
+@pytest.mark.parametrize("seq_len", [SMALL, LARGE])
+@pytest.mark.parametrize("feature", ["causal", "lengths", "window"])
+def test_nan_stays_where_it_is_seen(feature, seq_len):
+    heads, told = problem(feature, seq_len, torch.bfloat16)
+    for x, place in zip(heads, (11, 150, 170), strict=True):
+        x[1, 1, place, 3] = torch.nan
+    if feature == "lengths":
+        heads[1][1, :, seq_len - 1] = torch.inf  # hidden
+    found, expected = (x[0] for x in both(heads, told))
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert found.isnan().any()
+    assert not found.isnan().all()
+
+
+def test_row_of_which_all_scores_overflow_is_nan():
+    heads, told = problem("causal", SMALL, torch.bfloat16)
+    heads[0][0, 0, 7], heads[1][0, 0] = 1e30, -1e30
+    found, _ = mha_torch.fused.scaled_dot_product_attention(*heads, **told)
+    assert found[0, 0, 7].isnan().all()
+    assert found[1].isfinite().all()
+
+
+def layer_of(kind, **fields):
+    torch.manual_seed(0)
+    return kind(256, 4, num_kv_heads=2, rope=Rope(), device=DEVICE, dtype=torch.bfloat16, **fields).eval()
+
+
+@pytest.mark.parametrize("told", [{}, {"is_causal": True}], ids=["full", "causal"])
+def test_a_layer_waits_for_the_device_once(told):
+    layer, x = layer_of(mha_torch.MultiHeadAttention), torch.randn(2, 100, 256, device=DEVICE, dtype=torch.bfloat16)
+    with torch.no_grad():
+        layer(x, **told)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with pytest.warns(UserWarning, match="synchroniz") as waits:
+                layer(x, **told)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len([each for each in waits if "synchroniz" in str(each.message)]) == 1
+
+
+@pytest.mark.parametrize("told", [{}, {"is_causal": True}], ids=["full", "causal"])
+def test_a_layer_goes_into_a_cuda_graph_with_the_rules_for_nan(told):
+    layer, x = layer_of(mha_torch.MultiHeadAttention), torch.randn(2, 100, 256, device=DEVICE, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = layer(x, **told)[0]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = layer(x, **told)[0]
+        graph.replay()
+        assert torch.equal(output, expected)
+        x[1, 60, 0] = torch.nan
+        graph.replay()
+        assert torch.equal(output.isnan(), layer(x, **told)[0].isnan())
+
+
+def test_steps_go_into_a_cuda_graph():
+    layer = layer_of(mha_torch.MultiHeadAttentionWithCache)
+    x = torch.randn(2, 20, 256, device=DEVICE, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected, _ = layer(x, layer.init_cache(2, 32))
+        _, cache = layer(x[:, :10], layer.init_cache(2, 32))
+        token, graph = x[:, 10:11].clone(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output, after = layer(token, cache)
+            cache.lengths.copy_(after.lengths)
+            for slots, new in zip(cache.slots.values(), after.slots.values(), strict=True):
+                slots.copy_(new)
+        for place in range(10, 20):
+            token.copy_(x[:, place : place + 1])
+            graph.replay()
+            assert_near([output[:, 0]], [expected[:, place]], torch.bfloat16)
+    assert cache.lengths.tolist() == [20, 20]
+
+
+def test_steps_leave_cudnn_out(monkeypatch):
+    """It plans anew for each number of keys."""
+    enabled, kernel = [], torch.nn.functional.scaled_dot_product_attention
+
+    def note(*args, **keywords):
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return kernel(*args, **keywords)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", note)
+    layer = layer_of(mha_torch.MultiHeadAttentionWithCache)
+    x = torch.randn(1, 101, 256, device=DEVICE, dtype=torch.bfloat16)
+    with torch.no_grad():
+        _, cache = layer(x[:, :100], layer.init_cache(1, 128))
+        layer(x[:, 100:], cache)
+    assert enabled == [True, False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("feature", ["causal", "window", "soft-cap"])
+@pytest.mark.parametrize("seq_len", [SMALL, LARGE])
+def test_compiled_calls_agree(feature, seq_len):
+    heads, told = problem(feature, seq_len, torch.bfloat16)
+    attend = torch.compile(lambda *heads: mha_torch.fused.scaled_dot_product_attention(*heads, **told)[0])
+    with torch.no_grad():
+        assert_near([attend(*heads)], [both(heads, told)[1][0]], torch.bfloat16)
+
+
+def test_arrays_of_numpy_are_refused_on_a_gpu():
+    layer = layer_of(mha_torch.MultiHeadAttention)
+    with pytest.raises((TypeError, ValueError), match="query"):
+        layer(np.zeros((1, 2, 256), np.float32))
