@@ -22,7 +22,10 @@ from mha_jax.kernels.fused import FusedAttention
 from parity import CASES, AttentionSpec, make_problem, random_case, run_cases
 from parity.backends import BACKENDS, backend_of, driver, load_backend
 from parity.backends import jax as jax_backend
+from parity.backends import torch as port
+from parity.backends.numerics import environment, placed
 from parity.backends.record import record
+from parity.cli.main import main
 from parity.core.cases import QUICK
 from parity.core.stages import run_steps, stage_named
 from parity.core.trace import Reference, judge
@@ -361,3 +364,31 @@ def test_gradients_that_are_not_compared_are_told():
     words = "gradients are not compared where a query is NaN, which makes all of them NaN: nan-visible-causal"
     assert report.warnings == [words]
     assert {c.case for c in report.comparisons if "grad." in c.stage} == {"nan-hidden-cross"}
+
+
+def test_arrays_and_modules_of_torch_lie_on_the_device_of_a_run():
+    problem = make_problem(CASES["textbook"], "float32")
+    with placed("meta"):
+        assert port.from_numpy(np.ones(2, np.float32)).is_meta
+        assert {x.device.type for x in port.Filled(problem).module.parameters()} == {"meta"}
+        assert environment(["torch"])["backends"]["torch"]["device"] == "meta"
+    assert not port.from_numpy(np.ones(2, np.float32)).is_meta
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--backends", "torch", "--device", "cuda:9"], ("device must be one that torch has here", "cuda:9")),
+        (["--backends", "torch", "--device", "gpu"], ("device must be one that torch has here", "gpu")),
+        (["--backends", "jax", "--device", "cuda"], ("without the backend torch",)),
+        (["--backends", "torch", "--mesh", "data=2", "--devices", "2", "--device", "cuda"], ("with a mesh",)),
+    ],
+    ids=["absent", "unknown", "not-torch", "mesh"],
+)
+def test_a_device_that_is_not_there_is_refused_before_anything_runs(capsys, options, words):
+    assert main(["run", "--cases", "textbook", *options]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert len(err.splitlines()) == 1
+    for word in words:
+        assert word in err

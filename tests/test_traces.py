@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -144,10 +145,14 @@ def test_the_same_backend_from_two_places_is_judged_twice(traces, tmp_path):
     shutil.copytree(traces, other)
     path = other / "causal-float32-torch.safetensors"
     change(path, {"accumulated/scores": load_tensors(path)[0]["accumulated/scores"] * np.float32(1.01)})
-    failed = compare_traces([traces, other]).failed
+    report = compare_traces([traces, other])
+    failed = report.failed
     assert [(c.case, c.stage, c.backend) for c in failed] == [("causal", "scores", f"torch ({other})")]
     assert {c.library for c in failed} == {"torch"}
-    assert reproduction(failed[0]) == "mha-parity run --backends torch --cases causal --dtypes float32"
+    command = "mha-parity run --backends torch --cases causal --dtypes float32"
+    assert reproduction(failed[0], report) == command
+    on_gpu = replace(report, environment={"backends": {"torch": {"device": "cuda:1"}}})
+    assert reproduction(failed[0], on_gpu) == f"{command} --device cuda:1"
 
 
 def test_a_trace_that_others_have_is_missed(traces, tmp_path):

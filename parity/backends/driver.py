@@ -12,6 +12,7 @@ import numpy as np
 
 from mha_spec import AttentionSpec
 from parity.backends.port import Port
+from parity.core.arrays import to_numpy
 from parity.core.problem import Problem
 from parity.core.stages import Stage, Step, Values, steps_of
 from parity.core.weights import dtype_named
@@ -117,7 +118,7 @@ class _Layer:
     def hidden(self, spec: AttentionSpec | None = None) -> np.ndarray:
         """What the sibling's functions hide, joined; with a spec also what a layer of it hides by itself."""
         case = self.case
-        mask = np.asarray(
+        mask = to_numpy(
             self.sibling.create_attention_mask(
                 case.seq_len,
                 case.key_len,
@@ -128,7 +129,7 @@ class _Layer:
         )
         if case.window_size is not None:
             window = self.sibling.create_sliding_window_mask(case.seq_len, case.key_len, window_size=case.window_size)
-            mask = mask | np.asarray(window)
+            mask = mask | to_numpy(window)
         return mask | self.problem.inputs["mask"] if "mask" in self.problem.inputs else mask
 
     def own_mask(self) -> Any:
@@ -218,7 +219,7 @@ class _Call:
             chunk_size=spec.chunk_size,
         )
         shape = (self.case.batch, self.case.spec.num_heads, seq_len, capacity)
-        return {"mask": np.broadcast_to(np.asarray(mask), shape)}
+        return {"mask": np.broadcast_to(to_numpy(mask), shape)}
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
         positions = self.layer.told_positions(self.index) if self.case.spec.has_positions else None

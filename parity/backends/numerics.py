@@ -6,10 +6,11 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from parity.backends import load_backend
+from mha_spec import Refusal
+from parity.backends import load_backend, why_missing
 from parity.core.packages import installed
 
 
@@ -26,6 +27,28 @@ def numerics_lock(backends: Iterable[str], dtype: str = "float32") -> Iterator[d
     """
     with ExitStack() as stack:
         yield {name: stack.enter_context(load_backend(name).lock(dtype)) for name in backends}
+
+
+def placed(device: str) -> AbstractContextManager[None]:
+    """Return a context in which torch's arrays lie on a device, `cpu` or a GPU; JAX has a default device of its own.
+
+    Raises:
+        ModuleNotFoundError: if it is a GPU, and torch is not installed.
+        ValueError: if there is no such device here.
+    """
+    if device == "cpu":
+        return nullcontext()
+    if reason := why_missing("torch"):
+        raise ModuleNotFoundError(reason)
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise Refusal("device", "be one that torch has here", f"{device}: {str(error).splitlines()[0]}") from None
+    from parity.backends import torch as port
+
+    return port.placed(device)
 
 
 def environment(backends: Iterable[str]) -> dict[str, Any]:

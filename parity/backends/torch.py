@@ -19,7 +19,23 @@ from parity.core.cases import Case
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
 
-from_numpy = to_torch
+_device = torch.device("cpu")
+
+
+@contextmanager
+def placed(device: str) -> Iterator[None]:
+    """Place tensors and modules on a device until the context ends."""
+    global _device
+    before, _device = _device, torch.device(device)
+    try:
+        yield
+    finally:
+        _device = before
+
+
+def from_numpy(x: Any) -> Tensor:
+    """Return a tensor of the same values and dtype."""
+    return to_torch(x).to(_device)
 
 
 # ---- Weights ---------------------------------------------------------------------------------------------------------
@@ -96,7 +112,7 @@ class Filled:
 
     def __init__(self, problem: Problem) -> None:
         kind = kind_of(mha_torch, problem.case)
-        module = kind(problem.spec, dtype=getattr(torch, problem.dtype)).eval()
+        module = kind(problem.spec, dtype=getattr(torch, problem.dtype), device=_device).eval()
         self.module: Any = load_into(module, problem.weights)
         self.weights = to_state_dict(problem.weights, problem.spec)
 
@@ -192,4 +208,4 @@ replayed = nothing_replayed
 def environment() -> dict[str, Any]:
     """Versions and devices."""
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"torch": torch.__version__, "device": "cpu", "cuda_devices": devices}
+    return {"torch": torch.__version__, "device": str(_device), "cuda_devices": devices}

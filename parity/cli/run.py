@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--grad", action="store_true", help="also compare gradients")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that run cases, 1 by default")
+    parser.add_argument("--device", default="cpu", help="of torch, cpu or cuda; JAX uses its default device")
     parser.add_argument(
         "--mesh",
         metavar="data=2,tensor=4",
@@ -124,6 +125,7 @@ def run(options: argparse.Namespace) -> int:
     if not (backends or options.backends or options.join or pythons):
         raise ModuleNotFoundError(no_framework())
     told = {"with_gradients": options.grad, "mesh": _mesh(options, backends), "on_judged": maps}
+    told["device"] = options.device
     if options.model is not None:
         results = _run_model(options, told)
         return print_and_write(options, results, maps)

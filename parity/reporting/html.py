@@ -225,7 +225,7 @@ def _failures(report: Report) -> Iterator[dict[str, Any]]:
             "anchor": _anchor(case, dtype),
             "stages": [(comparison, _state(comparison, difference)) for comparison in comparisons],
             "difference": difference,
-            "again": reproduction(difference),
+            "again": reproduction(difference, report),
             "cause": "" if diagnosis is None else diagnosis.cause,
             "diagnosis": "" if diagnosis is None else str(diagnosis),
             "pages": [

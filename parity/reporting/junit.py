@@ -6,7 +6,6 @@ import os
 from xml.etree import ElementTree
 
 from parity.core.compare import Comparison, first_difference
-from parity.diagnosis.diagnose import Diagnosis
 from parity.files.target import write_whole
 from parity.reporting.summary import reproduction
 from parity.running.report import Report
@@ -35,7 +34,7 @@ def junit_xml(report: Report) -> bytes:
     for (case, dtype, backend), comparisons in report.groups().items():
         test = _test(case, dtype, backend, comparisons[0].test)
         if difference := first_difference(comparisons):
-            test.append(_failure(difference, report.diagnoses.get((case, dtype, backend))))
+            test.append(_failure(difference, report))
         suites.setdefault(f"{backend} {dtype}", []).append(test)
     for sent in report.needless:
         test = _element("testcase", classname=sent.backend, name=f"{sent.case}-{sent.dtype}-{sent.program}")
@@ -79,13 +78,14 @@ def _test(case: str, dtype: str, backend: str, test: tuple[str, str] | None = No
     return _element("testcase", classname=classname, name=f"{name}-{dtype}")
 
 
-def _failure(difference: Comparison, diagnosis: Diagnosis | None) -> ElementTree.Element:
+def _failure(difference: Comparison, report: Report) -> ElementTree.Element:
     """The failure of a case: its cause in one line, where that is known; then the difference and the diagnosis."""
+    diagnosis = report.diagnoses.get((difference.case, difference.dtype, difference.backend))
     raised = difference.stage == "run"  # the backend did not come to any stage
     message = f"{difference.stage}: {difference.worse_ratio:.3g} times the error budget"
     message = diagnosis.cause if diagnosis is not None and diagnosis.cause else message
     message = difference.reason if raised else message
-    again = reproduction(difference)
+    again = reproduction(difference, report)
     told = "" if diagnosis is None else str(diagnosis)
     text = "\n".join(filter(None, (str(difference), f"  again       {again}" if again else "", told)))
     return _element("error" if raised else "failure", text, message=message, type=difference.stage)

@@ -44,7 +44,8 @@ def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: 
         out.print(Text(str(comparison), style="red"))
         if diagnosis := report.diagnoses.get((comparison.case, comparison.dtype, comparison.backend)):
             print_diagnosis(diagnosis, out)
-        print_reproduction(comparison, out)
+        if command := reproduction(comparison, report):
+            out.print(f"  again       {command}", soft_wrap=True)
     if len(differences) > DETAILED_FAILURES:
         out.print(f"\n… and {len(differences) - DETAILED_FAILURES} more; --json holds them all")
     if differences or not quiet:
@@ -67,12 +68,6 @@ def print_collectives(report: Report, out: Console) -> None:
         named = "" if each.passed and not each.excuse else f" ({', '.join(each.cases)})"
         line = f"{each.backend} {each.program}: {each.counted}{needed}{excuse}: {len(each.cases)}{named}"
         out.print(Text(line, style="" if each.passed else "red", overflow="fold"))
-
-
-def print_reproduction(comparison: Comparison, out: Console) -> None:
-    """Print the command that runs a comparison's case again, if its name is enough."""
-    if command := reproduction(comparison):
-        out.print(f"  again       {command}", soft_wrap=True)
 
 
 def print_case_table(report: Report, out: Console) -> None:

@@ -81,9 +81,12 @@ def sent_by_program(report: Report) -> list[Sent]:
     ]
 
 
-def reproduction(comparison: Comparison) -> str:
-    """The command that runs a comparison's case again; empty if its name is not enough."""
+def reproduction(comparison: Comparison, report: Report) -> str:
+    """Return the command that runs a comparison's case again; empty if its name is not enough."""
     if not comparison.library or find_case(comparison.case) is None:
         return ""
     command = f"mha-parity run --backends {comparison.library} --cases {comparison.case} --dtypes {comparison.dtype}"
+    device = report.environment.get("backends", {}).get(comparison.library, {}).get("device", "cpu")
+    if comparison.library == "torch" and device != "cpu":
+        command += f" --device {device}"
     return f"{command}{' --grad' if stage_named(comparison.stage).is_gradient else ''}"

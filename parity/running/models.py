@@ -56,6 +56,7 @@ def run_model(
     against: str | None = None,
     with_gradients: bool = False,
     mesh: MeshPlan | None = None,
+    device: str = "cpu",
     on_case: Callable[[str, str, str], None] = lambda case, dtype, backend: None,
     on_judged: OnJudged = lambda trace, reference, comparisons: None,
     **about: Any,
@@ -66,7 +67,7 @@ def run_model(
 
     Args:
         path: of a folder with a config.json and weights, or of a file of weights.
-        backends, dtypes, with_gradients, mesh, on_case, on_judged: as `run_cases` takes them.
+        backends, dtypes, with_gradients, mesh, device, on_case, on_judged: as `run_cases` takes them.
         layers: the numbers of some; all when absent.
         against: `transformers`, to judge the output of the library's own module, too, in float32.
         about: layout, prefix, num_heads, num_kv_heads, head_dim, rope, spec, as `load` takes them.
@@ -94,7 +95,7 @@ def run_model(
             weights, spec = layer.load()
             of = {} if layer.model is None else {"is_causal": layer.model.is_causal}
             cases = cases_of(names[layer.label], spec, is_cross=layer.is_cross, **of)
-            told = {"with_gradients": with_gradients, "weights": weights, "mesh": mesh}
+            told = {"with_gradients": with_gradients, "weights": weights, "mesh": mesh, "device": device}
             one = run_cases(cases, backends, dtypes, **told, on_case=on_case, on_judged=on_judged)
             if skeleton is not None:
                 one = _with_own_module(one, layer, cases[0], weights, skeleton)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from mha_spec import Refusal
 from parity.backends import BACKENDS, load_backend, load_divided, why_missing
-from parity.backends.numerics import environment
+from parity.backends.numerics import environment, placed
 from parity.backends.record import record
 from parity.core.cases import CASES, DTYPES, Case
 from parity.core.compare import Comparison
@@ -43,6 +43,7 @@ def run_cases(
     traces: str | os.PathLike[str] | None = None,
     join: Sequence[str | os.PathLike[str]] = (),
     jobs: int = 1,
+    device: str = "cpu",
     on_case: Callable[[str, str, str], None] = lambda case, dtype, backend: None,
     on_judged: OnJudged = lambda trace, reference, comparisons: None,
 ) -> Report:
@@ -59,6 +60,7 @@ def run_cases(
         join: folders of traces made elsewhere, their sub-folders among them; those of the same cases and dtypes are
             judged, too. A folder that is `parity.running.elsewhere.Elsewhere` is waited for.
         jobs: how many processes run cases; 1 is this one.
+        device: where torch's tensors lie, `cpu`, `cuda` or `cuda:1`; JAX uses its default device.
         on_case: called before each case, or before it is judged if another process ran it, with its name, the dtype
             and the backend.
         on_judged: called with each trace that was judged, its reference and the comparisons.
@@ -79,8 +81,6 @@ def run_cases(
             raise Refusal("dtype", f"be one of {list(DTYPES)}", dtype=dtype)
     if join and weights is not None:
         raise Refusal("traces to join", "be of the cases' own weights", "weights")
-    if jobs < 1:
-        raise Refusal("jobs", "be at least 1", jobs=jobs)
     asked = BACKENDS if backends is None else backends
     missing = {name: reason for name in asked if (reason := _why_missing(name, mesh, backends))}
     here = [name for name in asked if name not in missing]
@@ -93,12 +93,10 @@ def run_cases(
         reasons = dict.fromkeys(_why_skipped(name, case, dtype, mesh) for case, dtype in chosen)
         if None not in reasons:
             raise Refusal(name, "be able to run one of the cases", some_of(map(str, reasons)))
-    if jobs > 1 and (alone := [name for name in here if BACKENDS[name].has_own_device]):
-        raise Refusal("jobs", f"be 1 with {', '.join(alone)}, whose device is one process's", jobs=jobs)
-    if jobs > 1 and mesh is not None:
-        raise Refusal("jobs", "be 1 with a mesh, which has processes or devices of its own", jobs=jobs)
-    where = environment(here)
-    tasks = [_Task(case, dtype, tuple(here), weights, with_gradients) for case, dtype in chosen]
+    _check_device(here, jobs, mesh, device)
+    with placed(device):
+        where = environment(here)
+    tasks = [_Task(case, dtype, tuple(here), weights, with_gradients, device) for case, dtype in chosen]
 
     def recorded(joined: list[Trace], elsewhere: Iterable[list[Trace] | None]) -> Iterator[tuple[Trace, Reference]]:
         for task, attempts in zip(tasks, elsewhere, strict=False):
@@ -115,6 +113,7 @@ def run_cases(
                     yield trace, expected
 
     with ExitStack() as stack:
+        stack.enter_context(placed(device))
         elsewhere = repeat(None)
         if jobs > 1 and here:  # begun before traces are read, which may be in the making
             elsewhere = stack.enter_context(closing(by_processes(_attempts, tasks, jobs, cost=_Task.cost)))
@@ -123,16 +122,34 @@ def run_cases(
         if backends and skipped:
             raise ModuleNotFoundError("; ".join(skipped.values()))
         report = _judge_all(recorded(joined, elsewhere), joined, on_judged)
-    without = [case for case in cases if with_gradients and not case.has_gradients]
+    if with_gradients:
+        report.warnings.extend(_without_gradients(cases))
+    if joined:
+        where["joined"] = {trace.folder: trace.environment for trace in joined}
+    return replace(report, skipped=skipped, environment=where)
+
+
+def _check_device(backends: Sequence[str], jobs: int, mesh: MeshPlan | None, device: str) -> None:
+    """Refuse jobs, a mesh and a device of torch that do not go together, or not with these backends."""
+    if jobs < 1:
+        raise Refusal("jobs", "be at least 1", jobs=jobs)
+    if jobs > 1 and (alone := [name for name in backends if BACKENDS[name].has_own_device]):
+        raise Refusal("jobs", f"be 1 with {', '.join(alone)}, whose device is one process's", jobs=jobs)
+    if jobs > 1 and mesh is not None:
+        raise Refusal("jobs", "be 1 with a mesh, which has processes or devices of its own", jobs=jobs)
+    if device != "cpu" and (mesh is not None or "torch" not in backends):
+        raise Refusal("device", "be cpu with a mesh, or without the backend torch", device=device)
+
+
+def _without_gradients(cases: Iterable[Case]) -> Iterator[str]:
+    """Yield warnings that name the cases whose gradients are not compared, and why."""
+    without = [case for case in cases if not case.has_gradients]
     for why, names in {
         "with a cache": [case.name for case in without if case.is_cached],
         "where a query is NaN, which makes all of them NaN": [case.name for case in without if not case.is_cached],
     }.items():
         if names:
-            report.warnings.append(f"gradients are not compared {why}: {', '.join(names)}")
-    if joined:
-        where["joined"] = {trace.folder: trace.environment for trace in joined}
-    return replace(report, skipped=skipped, environment=where)
+            yield f"gradients are not compared {why}: {', '.join(names)}"
 
 
 class _Task(NamedTuple):
@@ -143,6 +160,7 @@ class _Task(NamedTuple):
     backends: tuple[str, ...]
     weights: Weights | None
     with_gradients: bool
+    device: str
 
     def expected(self) -> Reference:
         """The reference that it is judged by."""
@@ -157,7 +175,8 @@ class _Task(NamedTuple):
 def _attempts(task: _Task) -> list[Trace]:
     """What each backend computes of a case."""
     expected = task.expected()
-    return [_attempt(name, expected, None) for name in task.backends]
+    with placed(task.device):
+        return [_attempt(name, expected, None) for name in task.backends]
 
 
 def _why_missing(backend: str, mesh: MeshPlan | None, named: Sequence[str] | None) -> str | None:
