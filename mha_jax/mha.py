@@ -29,14 +29,8 @@ from mha_jax.weights import linear, project_with
 from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope, Temperature, WrongType
 from mha_spec.attention import check_spec, spec_from
 
-jax.tree_util.register_static(AttentionSpec)  # jitted functions take it as they take arrays
-jax.tree_util.register_static(Alibi)
-jax.tree_util.register_static(Gate)
-jax.tree_util.register_static(Latent)
-jax.tree_util.register_static(Norm)
-jax.tree_util.register_static(RelativeBias)
-jax.tree_util.register_static(Rope)
-jax.tree_util.register_static(Temperature)
+for _static in (AttentionSpec, Alibi, Gate, Latent, Norm, RelativeBias, Rope, Temperature):
+    jax.tree_util.register_static(_static)  # jitted functions take it as they take arrays
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
@@ -258,14 +252,7 @@ class MultiHeadAttention(AttentionLayer):
         """
         query, key, value, bias = cast((query, key, value, bias), self.dtype)
         output, attn_weights = attention_layer(
-            self,
-            query,
-            key,
-            value,
-            Mask.of(masks),
-            bias=bias,
-            need_weights=need_weights,
-            positions=positions,
+            self, query, key, value, Mask.of(masks), bias=bias, need_weights=need_weights, positions=positions
         )
         return self.drop_output(output), attn_weights
 

@@ -62,9 +62,8 @@ def attention_scores(
     if spec is not None and spec.alibi_slopes is not None:
         scores = scores + alibi_bias(spec.alibi_slopes, *scores.shape[2:], q_offset, scores_dtype=scores.dtype)
     if relative_bias is not None and relative is not None:
-        lengths = (scores.shape[2], scores.shape[3])
-        gained = relative_position_bias(relative_bias, relative, *lengths, q_offset, scores_dtype=scores.dtype)
-        scores = scores + gained
+        lengths, dtype = scores.shape[2:], scores.dtype
+        scores = scores + relative_position_bias(relative_bias, relative, *lengths, q_offset, scores_dtype=dtype)
     return scores if bias is None else scores + to_scores_rank(at_least_float32(bias))
 
 
@@ -124,13 +123,9 @@ def apply_dropout(
     *,
     rng: jax.Array | None = None,
 ) -> Float[Array, "B N T S"]:
-    """Drop each attention weight with probability `rate` and divide the others by 1 - rate.
+    """Drop each attention weight with probability `rate` and divide the others by 1 - rate, 0 <= rate < 1.
 
-    Args:
-        attn_weights: weights after the softmax.
-        rate: probability of being dropped, 0 <= rate < 1.
-        keep: True where a weight is kept; drawn at random when absent.
-        rng: random key to draw from.
+    `keep` is True where a weight is kept; default: a random draw by the key `rng`.
 
     Raises:
         ValueError: if the rate is out of range, or there is neither `keep` nor `rng` to drop by.
@@ -187,13 +182,9 @@ def scaled_dot_product_attention(
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
         spec: layer of these heads, whose scale and other changes of scores apply; default: the scale 1 / sqrt(H).
         masks: which keys are hidden, as `MaskKeywords` says.
-        bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
+        bias, dropout, dropout_keep, sinks, relative_bias: as `Scores` has them.
         need_weights: also return the attention weights.
-        dropout: rate at which attention weights are dropped; 0 outside training.
-        dropout_keep: True where a weight is kept, instead of a random draw.
         dropout_rng: random key to draw what is dropped from.
-        sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
-        relative_bias: what scores gain for the distance of their keys, (num_buckets, N), where the layer has that.
 
     Returns:
         The context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.

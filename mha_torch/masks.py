@@ -37,9 +37,6 @@ def create_attention_mask(
         segment_ids: hide every key of another segment, as `MaskKeywords` says.
         device: where the mask lies.
 
-    Returns:
-        Mask of shape (B or 1, 1, T, S).
-
     Raises:
         TypeError: if the lengths or the ids are not integers.
         ValueError: if a length lies outside its range, the ids do not fit, or there are both a window and chunks.

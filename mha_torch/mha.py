@@ -226,14 +226,7 @@ class MultiHeadAttention(AttentionLayer):
             ValueError: if the shapes do not fit, devices differ, or a length lies outside 0..S.
         """
         output, attn_weights = attention_layer(
-            self,
-            query,
-            key,
-            value,
-            Mask.of(masks),
-            bias=bias,
-            need_weights=need_weights,
-            positions=positions,
+            self, query, key, value, Mask.of(masks), bias=bias, need_weights=need_weights, positions=positions
         )
         return self.drop_output(output), attn_weights
 

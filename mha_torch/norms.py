@@ -65,11 +65,7 @@ def _along(parameter: Tensor, norm: Norm) -> Tensor:
 
 
 class NormLayer(nn.Module):
-    """The parameters of a norm: a weight that multiplies by 1, and a bias of 0, where it has them.
-
-    Attributes:
-        norm: which norm.
-    """
+    """The parameters of a norm: a weight that multiplies by 1, and a bias of 0, where it has them."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None

@@ -32,10 +32,8 @@ def project_qkv(
     Args:
         project: applies a projection or a norm by its name.
         query, key, value: inputs of the layer; the same array three times for self-attention.
-        spec: the layer: heads, norms, RoPE, temperature, and whether it holds one `qkv_proj` in place of three
-            projections.
-        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, …. Used with
-            RoPE and a temperature only.
+        spec: the layer.
+        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
 
     Returns:
         q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).

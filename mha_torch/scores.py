@@ -7,13 +7,7 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec, Refusal, RelativeBias
 from mha_spec.rules import as_rate
-from mha_torch.checks import (
-    check_bias,
-    check_device,
-    check_keep,
-    check_relative_bias,
-    check_sinks,
-)
+from mha_torch.checks import check_bias, check_device, check_keep, check_relative_bias, check_sinks
 from mha_torch.masks import block_of
 
 

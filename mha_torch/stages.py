@@ -61,13 +61,11 @@ def attention_scores(
     with _without_autocast(query.device.type):  # it would take these sums in half precision
         scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
     scores = soft_capped(scores, spec)
+    lengths, dtype = scores.shape[2:], scores.dtype
     if spec is not None and spec.alibi_slopes is not None:
-        lengths, like = (scores.shape[2], scores.shape[3]), {"scores_dtype": scores.dtype, "device": scores.device}
-        scores = scores + alibi_bias(spec.alibi_slopes, *lengths, q_offset, **like)
+        scores = scores + alibi_bias(spec.alibi_slopes, *lengths, q_offset, scores_dtype=dtype, device=scores.device)
     if relative_bias is not None and relative is not None:
-        lengths = (scores.shape[2], scores.shape[3])
-        gained = relative_position_bias(relative_bias, relative, *lengths, q_offset, scores_dtype=scores.dtype)
-        scores = scores + gained
+        scores = scores + relative_position_bias(relative_bias, relative, *lengths, q_offset, scores_dtype=dtype)
     return scores if bias is None else scores + at_least_float32(bias)
 
 
@@ -119,12 +117,9 @@ def attention_context(
 def apply_dropout(
     attn_weights: Float[Tensor, "B N T S"], rate: float, keep: Bool[Tensor, "B N T S"] | None = None
 ) -> Float[Tensor, "B N T S"]:
-    """Drop each attention weight with probability `rate` and divide the others by 1 - rate.
+    """Drop each attention weight with probability `rate` and divide the others by 1 - rate, 0 <= rate < 1.
 
-    Args:
-        attn_weights: weights after the softmax.
-        rate: probability of being dropped, 0 <= rate < 1.
-        keep: True where a weight is kept; drawn at random when absent.
+    `keep` is True where a weight is kept; default: a random draw.
     """
     rate = as_rate("dropout", rate)
     check_keep(keep, tuple(attn_weights.shape))
@@ -177,12 +172,8 @@ def scaled_dot_product_attention(
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
         spec: layer of these heads, whose scale and other changes of scores apply; default: the scale 1 / sqrt(H).
         masks: which keys are hidden, as `MaskKeywords` says.
-        bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
+        bias, dropout, dropout_keep, sinks, relative_bias: as `Scores` has them.
         need_weights: also return the attention weights.
-        dropout: rate at which attention weights are dropped; 0 outside training.
-        dropout_keep: True where a weight is kept, instead of a random draw.
-        sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
-        relative_bias: what scores gain for the distance of their keys, (num_buckets, N), where the layer has that.
 
     Returns:
         The context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.

@@ -137,13 +137,9 @@ def apply_dropout(
     *,
     seed: int = 0,
 ) -> Float[Tensor, "B N T S"]:
-    """Drop each attention weight with probability `rate` and divide the others by 1 - rate.
+    """Drop each attention weight with probability `rate` and divide the others by 1 - rate, 0 <= rate < 1.
 
-    Args:
-        attn_weights: weights after the softmax.
-        rate: probability of being dropped, 0 <= rate < 1.
-        keep: True where a weight is kept; drawn at random when absent, which the device does in bfloat16 only.
-        seed: of the draw.
+    `keep` is True where a weight is kept; default: a random draw by the seed, which the device makes in bfloat16 only.
 
     Raises:
         TypeError: if there is something to draw and the weights are not bfloat16.
@@ -209,16 +205,9 @@ def scaled_dot_product_attention(
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
         spec: layer of these heads, whose scale and other changes of scores apply; default: the scale 1 / sqrt(H).
         masks: which keys are hidden, as `MaskKeywords` says.
-        bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key. On the device it is not read: there a
-            row of nothing but -inf gives the mean of the values.
+        bias, dropout, dropout_keep, sinks, relative_bias: as `Scores` has them.
         need_weights: also return the attention weights.
-        dropout: rate at which attention weights are dropped; 0 outside training.
-        dropout_keep: True where a weight is kept, instead of a random draw.
         seed: of that draw.
-        sinks: the logit of each head that takes part in the softmax and has no value, (1, N, 1, 1), where the layer has
-            them.
-        relative_bias: what scores gain for the distance of their keys, (1, N, 1, num_buckets), where the layer has
-            that.
         compute_kernel_config: arithmetic of the device; default `accurate_config`.
 
     Returns:
