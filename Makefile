@@ -64,6 +64,7 @@ fuzz: .venv/installed
 lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/pyright
 
 .venv/installed: pyproject.toml constraints.txt
