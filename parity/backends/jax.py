@@ -22,7 +22,7 @@ import mha_jax
 from mha_jax.kernels.fused import FusedAttention
 from mha_spec import AttentionSpec, WrongType
 from parity.backends.port import Shapes, kind_of, nothing_replayed
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
 from parity.files.tensor_file import flatten

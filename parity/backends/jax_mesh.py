@@ -18,7 +18,7 @@ from mha_spec import AttentionSpec, Refusal
 from parity.backends import jax as port
 from parity.backends.port import Port
 from parity.backends.record import trace_of
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.trace import Reference, Trace
 from parity.core.weights import Weights

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.trace import Reference, Trace
 from parity.core.weights import Weights

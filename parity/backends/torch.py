@@ -15,7 +15,7 @@ from mha_spec import AttentionSpec, WrongType
 from mha_torch.arrays import is_distributed
 from parity.backends.port import Shapes, kind_of, nothing_replayed
 from parity.core.arrays import to_numpy, to_torch
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
 

@@ -30,7 +30,7 @@ from parity.backends.port import Port, Shapes
 from parity.backends.processes import Given, Processes
 from parity.backends.record import trace_of
 from parity.core.arrays import to_numpy
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.trace import Reference, Trace
 from parity.core.weights import Weights

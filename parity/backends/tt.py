@@ -29,7 +29,7 @@ from mha_tt.layout import TILE, padded_features, slots_of
 from mha_tt.recording import Recording, Replay
 from parity.backends.port import Shapes, kind_of
 from parity.core.arrays import to_numpy
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_weights
 

@@ -33,7 +33,7 @@ from parity.backends import tt as port
 from parity.backends.port import Port
 from parity.backends.record import trace_of
 from parity.core.arrays import to_numpy
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.trace import Reference, Trace
 from parity.sharding.mesh import Counts, MeshPlan, why_not_divided

@@ -10,7 +10,7 @@ from typing import Protocol, cast, overload
 
 import numpy as np
 
-from parity.core.cases import Case
+from parity.core.case import Case
 
 STAGES: dict[str, tuple[str, ...]] = {
     "mask": ("B", "N", "T", "S"),

@@ -16,7 +16,8 @@ from mha_spec import Refusal
 from parity.backends import BACKENDS, load_backend, load_divided, why_missing
 from parity.backends.numerics import environment, placed
 from parity.backends.record import record
-from parity.core.cases import CASES, DTYPES, Case
+from parity.core.case import DTYPES, Case
+from parity.core.cases import CASES
 from parity.core.compare import Comparison
 from parity.core.problem import make_problem
 from parity.core.trace import Reference, Trace, judge

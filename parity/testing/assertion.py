@@ -11,7 +11,7 @@ import numpy as np
 
 from mha_spec import Refusal, WrongType
 from parity.core.arrays import arithmetic_of, stages_of
-from parity.core.cases import DTYPES
+from parity.core.case import DTYPES
 from parity.core.compare import (
     NOTHING,
     TENSIX_FLOOR,
