@@ -107,7 +107,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(SIBLING, *arguments)
 
 
-class Filled:
+class TorchModule:
     """A module with the weights of a problem, in evaluation."""
 
     def __init__(self, problem: Problem) -> None:
@@ -137,8 +137,11 @@ class Filled:
         return {"module": output}, grown
 
 
+filled = TorchModule
+
+
 def pull_back(
-    path: str, filled: Filled, spec: AttentionSpec, inputs: dict[str, Tensor], hidden: dict[str, Any]
+    path: str, filled: TorchModule, spec: AttentionSpec, inputs: dict[str, Tensor], hidden: dict[str, Any]
 ) -> tuple[dict[str, np.ndarray], Weights]:
     """Gradients of the inputs and of the canonical weights on a path."""
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}

@@ -226,7 +226,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(SIBLING, *arguments)
 
 
-class Filled:
+class TtModule:
     """A module with the weights of a problem, in evaluation."""
 
     def __init__(self, problem: Problem) -> None:
@@ -253,6 +253,9 @@ class Filled:
     ) -> tuple[dict[str, ttnn.Tensor], Any]:
         output, grown = self.module(x, cache, new_lengths=new_lengths, positions=positions)
         return {"module": output}, grown
+
+
+filled = TtModule
 
 
 def pull_back(path: str, *_: Any) -> tuple[dict[str, np.ndarray], Weights]:

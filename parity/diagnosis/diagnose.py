@@ -39,7 +39,7 @@ from parity.diagnosis.remembered import remembering
 from parity.diagnosis.replay import Replay
 from parity.diagnosis.sampling import Part, Whole, first_call, in_order, is_large
 from parity.diagnosis.scope import EVERYTHING, Scope
-from parity.diagnosis.search import Found, search
+from parity.diagnosis.search import SearchResult, search
 from parity.diagnosis.verdicts import Diagnosis, Explanation, Unknown
 
 __all__ = ["Diagnosis", "Explanation", "Unknown", "diagnose", "diagnose_trace", "observe"]
@@ -204,7 +204,7 @@ def _explained(views: Sequence[_View], right: _View | None, seconds: float) -> D
     return _told(searched[best], found[best], untried)
 
 
-def _searched(replay: Replay, work: Work) -> Found:
+def _searched(replay: Replay, work: Work) -> SearchResult:
     """What a search finds; where a stage has NaN of its own, that of rows without a key is a mistake beside others."""
     with work.counted():
         found = search(replay, work)
@@ -224,7 +224,7 @@ def _has_nan_of_its_own(replay: Replay, stage: str) -> bool:
     return bool((np.isnan(actual) & ~np.isnan(expected)).any())
 
 
-def _told(view: _View, found: Found, untried: str) -> Diagnosis:
+def _told(view: _View, found: SearchResult, untried: str) -> Diagnosis:
     """What a search says."""
     explanations, unknowns = found.explanations, found.unknowns
     losses = {mistake.name for mistake in view.replay.known if mistake.is_loss}

@@ -41,7 +41,7 @@ FOR_MISTAKES = 0.7  # of the work; the rest is for what can be said of stages th
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found.
 
     Attributes:
@@ -60,7 +60,7 @@ class Found:
         return len(self.unknowns), self.count
 
 
-def search(replay: Replay, work: Work, begin: Mistakes = ()) -> Found:
+def search(replay: Replay, work: Work, begin: Mistakes = ()) -> SearchResult:
     """The mistakes that explain all stages that differ, as far as there are some.
 
     Args:
@@ -97,21 +97,21 @@ def search(replay: Replay, work: Work, begin: Mistakes = ()) -> Found:
         of_stages = found if part == "" else of_stages
         if unknowns:  # the paths of a module have the same in them
             break
-    found_all = Found(explanations, unknowns, count)
+    found_all = SearchResult(explanations, unknowns, count)
     return _with_begin(replay, found_all, begin, tuple(made)) if begin else found_all
 
 
-def _with_begin(replay: Replay, found: Found, begin: Mistakes, others: Mistakes) -> Found:
+def _with_begin(replay: Replay, found: SearchResult, begin: Mistakes, others: Mistakes) -> SearchResult:
     """What was found, with what the mistakes that it began with explain beside the others; without, if nothing."""
     wrong = replay.wrong(replay.stages, others)
     still = replay.wrong(wrong, (*begin, *others))
     explained = next((stage for stage in wrong if stage not in still), "")
     if not explained:
-        return Found(found.explanations, found.unknowns, found.count - len(begin))
+        return SearchResult(found.explanations, found.unknowns, found.count - len(begin))
     explanation = _explanation(replay, replay.stages, others, _Choice(explained, begin), "")
     order = replay.stages.index
     explanations = sorted([*found.explanations, explanation], key=lambda each: order(each.stage))
-    return Found(explanations, found.unknowns, found.count)
+    return SearchResult(explanations, found.unknowns, found.count)
 
 
 @dataclass(frozen=True)

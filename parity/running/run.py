@@ -118,7 +118,7 @@ class _Task(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _RunPlan:
     """What is to be run, checked.
 
     Attributes:
@@ -158,7 +158,7 @@ def _planned(
     mesh: MeshPlan | None,
     device: str,
     **about: Any,
-) -> _Plan:
+) -> _RunPlan:
     """Check what `run_cases` is to run, and refuse what cannot be."""
     for dtype in dtypes:
         if dtype not in DTYPES:
@@ -181,7 +181,7 @@ def _planned(
     more: dict[str, Any] = {**about, "weights": weights, "mesh": mesh, "device": device}
     tasks = [_Task(case, dtype, tuple(here), **more) for case, dtype in chosen]
     with placed(device):
-        return _Plan(tasks, here, missing, bool(backends), join, jobs, device, environment(here))
+        return _RunPlan(tasks, here, missing, bool(backends), join, jobs, device, environment(here))
 
 
 def _check_device(backends: Sequence[str], jobs: int, mesh: MeshPlan | None, device: str) -> None:
@@ -232,7 +232,7 @@ def _why_skipped(backend: str, case: Case, dtype: str, mesh: MeshPlan | None) ->
 
 
 @contextmanager
-def _sources(plan: _Plan) -> Iterator[tuple[list[Trace], Iterable[Iterable[Trace] | None]]]:
+def _sources(plan: _RunPlan) -> Iterator[tuple[list[Trace], Iterable[Iterable[Trace] | None]]]:
     """The traces that are joined, and for each task what other processes computed, or None where it runs here."""
     with ExitStack() as stack:
         stack.enter_context(placed(plan.device))
@@ -254,7 +254,7 @@ def _attempts(task: _Task) -> list[Trace]:
 
 
 def _recorded(
-    plan: _Plan,
+    plan: _RunPlan,
     joined: Sequence[Trace],
     attempts: Iterable[Iterable[Trace] | None],
     folder: str | os.PathLike[str] | None,
