@@ -57,6 +57,7 @@ NOT_YET: dict[str, set[str]] = {
     "not too long": set(),
     "few parameters": set(),
     "private names stay at home": set(),
+    "one class of a name": {"Law", "Layer", "Ranks"},
 }
 """What breaks a rule until it is mended; a line that is mended, or that something else breaks now, must go."""
 
@@ -227,6 +228,17 @@ def private_names(house: House) -> Broken:
     return found
 
 
+def classes_of_a_name(house: House) -> Broken:
+    """Names that several classes of `parity` have."""
+    modules = [module for name, module in house.items() if name.partition(".")[0] == "parity"]
+    nodes = [(module.name, node) for module in modules for node in ast.walk(module.tree)]
+    homes: dict[str, list[str]] = {}
+    for module, node in nodes:
+        if isinstance(node, ast.ClassDef):
+            homes.setdefault(node.name, []).append(module)
+    return {name: " and ".join(found) for name, found in homes.items() if len(found) > 1}
+
+
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
@@ -252,6 +264,7 @@ RULES = {
     "not too long": too_long,
     "few parameters": many_parameters,
     "private names stay at home": private_names,
+    "one class of a name": classes_of_a_name,
 }
 
 
@@ -411,6 +424,12 @@ def test_parameters_of_what_is_private_are_counted(tmp_path):
 def test_private_names_are_seen_where_they_do_not_belong(source, found, tmp_path):
     house = built(tmp_path, {"mha_jax.a": source, "mha_jax.b": ""})
     assert list(private_names(house)) == ([f"mha_jax.a -> {found}"] if found else [])
+
+
+def test_a_name_of_two_classes_is_seen(tmp_path):
+    sources = {"parity.core.a": "class C:\n    class D: ...", "parity.core.b": "class C: ...\nclass E: ..."}
+    house = built(tmp_path, {**sources, "mha_jax.a": "class E: ..."})
+    assert classes_of_a_name(house) == {"C": "parity.core.a and parity.core.b"}
 
 
 def test_an_excuse_that_is_no_longer_needed_is_seen(tmp_path):

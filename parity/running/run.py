@@ -109,7 +109,7 @@ class _Task(NamedTuple):
         return Reference(problem, self.with_gradients and self.case.has_gradients)
 
     def attempts(self, expected: Reference) -> Iterator[Trace]:
-        """What each backend computes, one after the other."""
+        """Run it on each backend in turn."""
         return (_attempt(name, expected, self.mesh) for name in self.backends)
 
     def cost(self) -> float:
