@@ -21,7 +21,8 @@ from parity.conversion.layouts import LAYOUTS as LAYOUTS, Layout as Layout
 from parity.conversion.not_carried import NotCarriedWarning as NotCarriedWarning
 from parity.conversion.verify import verify as verify
 from parity.core.arrays import to_jax as to_jax, to_numpy as to_numpy, to_torch as to_torch
-from parity.core.cases import CASES as CASES, Case as Case, random_case as random_case
+from parity.core.case import Case as Case
+from parity.core.cases import CASES as CASES, random_case as random_case
 from parity.core.compare import Comparison as Comparison, first_difference as first_difference
 from parity.core.problem import Problem as Problem, make_problem as make_problem
 from parity.core.stages import STAGES as STAGES

@@ -32,7 +32,8 @@ from mha_spec import (
 )
 from parity.backends import BACKENDS, why_missing
 from parity.backends.record import record
-from parity.core.cases import CASES, Case
+from parity.core.case import Case
+from parity.core.cases import CASES
 from parity.core.compare import first_difference
 from parity.core.problem import Problem, make_problem
 from parity.core.stages import stage_named

@@ -372,7 +372,7 @@ def test_noise_is_taken_to_grow_with_the_values(problems):
     """Logarithms of weights are thousands of times the weights: so is their noise, before any budget is computed."""
     made = next(each for each in mistakes_for(BERT) if each.name == "softmax-log")
     replay = Replay(problems["bert"], {"output": given_by(problems["bert"], "softmax-log")["output"]}, "ieee")
-    ratios = [replay.verdict("output", (made,), quick=is_quick).ratio for is_quick in (True, False)]
+    ratios = [replay.judgement("output", (made,), quick=is_quick).ratio for is_quick in (True, False)]
     assert 0.2 < ratios[0] / ratios[1] < 5.0
 
 

@@ -197,7 +197,7 @@ def in_a_trap(tmp_path, monkeypatch):
 
 def test_another_python_runs_no_code_of_the_current_folder(in_a_trap):
     with Elsewhere(sys.executable, ["--nonsense"]) as elsewhere, pytest.raises(OSError, match="exit status 2"):
-        os.fspath(elsewhere)
+        elsewhere.wait()
     assert in_a_trap() == ""
 
 
@@ -239,7 +239,7 @@ def test_a_program_that_is_no_python_is_named_with_its_exit_status(tmp_path, scr
     python.chmod(0o755)
     begun = time.monotonic()
     with Elsewhere(str(python), []) as elsewhere, pytest.raises(OSError, match="/python ") as caught:
-        os.fspath(elsewhere)
+        elsewhere.wait()
     assert time.monotonic() - begun < 10
     assert all(each in str(caught.value) for each in [str(python), *told])
 

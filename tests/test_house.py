@@ -1,4 +1,4 @@
-"""The house stands: no circles of imports, private names stay at home, and tests pin no prose.
+"""The house stands: no circles of imports, no name for two classes, private names at home, and tests pin no prose.
 
 Who may import whom is in pyproject.toml, for `lint-imports`; how large functions and signatures may grow, for ruff.
 """
@@ -34,6 +34,17 @@ def test_the_mock_of_ttnn_knows_nothing_of_attention(graph):
     room = {name for name in graph.modules if f"{name}.".startswith("mha_tt.mock.")}
     imported = set().union(*(graph.find_modules_directly_imported_by(name) for name in room))
     assert imported - room == {"mha_spec"}
+
+
+def test_no_two_classes_of_parity_have_one_name():
+    homes: dict[str, set[str]] = {}
+    for path in (ROOT / "parity").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))
+    assert len(homes) > 200
+    shared = {name: files for name, files in homes.items() if len(files) > 1}
+    assert shared.keys() == {"Law", "Layer", "Ranks"}, shared
 
 
 # ---- Private names stay at home --------------------------------------------------------------------------------------

@@ -102,6 +102,12 @@ def test_parity_is_imported_where_no_framework_is(module):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("module", ["compare", "trace", "problem"])
+def test_a_comparison_makes_no_cases(module):
+    result = run(f"import sys, parity.core.{module}", "assert 'parity.core.cases' not in sys.modules")
+    assert result.returncode == 0, result.stderr
+
+
 def test_torch_sibling_imports_what_divides_layers_only_when_it_is_asked_for():
     folder = Path(__file__).parents[1] / "mha_torch"
     found = []

@@ -137,7 +137,7 @@ def test_another_python_takes_its_share_of_the_cores(tmp_path, monkeypatch):
     python.write_text("#!/bin/sh\necho $OMP_NUM_THREADS >&2\nexit 2\n")
     python.chmod(0o755)
     with Elsewhere(str(python), [], num_processes=4) as elsewhere, pytest.raises(OSError, match="exit status 2: 2"):
-        os.fspath(elsewhere)
+        elsewhere.wait()
 
 
 # ---- With another Python ---------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from mha_spec import AttentionSpec, Rope
 from parity.cli.main import main
 from parity.core import reference
 from parity.core.cases import CASES, Case
+from parity.core.compare import MOST_OVER
 from parity.core.problem import make_problem
 from parity.core.stages import run_steps, stage_named
-from parity.core.trace import MOST_OVER
 from parity.core.weights import dtype_named, save_weights
 from parity.diagnosis.choices import AS_THE_REFERENCE, LOG_SUM_EXP, SCORES, SOFTMAX
 from parity.diagnosis.diagnose import diagnose
@@ -219,10 +219,10 @@ def test_a_replay_with_another_choice_says_what_it_would_say_alone():
         off = {name: share * alone.allowed(name, (made,))["rms"] * noise[name] for name in noise}
         observed = {**values, **{name: (values[name] + off[name]).astype(np.float32) for name in noise}}
         first, again = (Replay(problem, observed, "ieee", choice) for choice in (AS_THE_REFERENCE, LOG_SUM_EXP))
-        before = {name: first.verdict(name, (made,)) for name in noise}
+        before = {name: first.judgement(name, (made,)) for name in noise}
         assert 1.0 < before["output"].ratio <= MOST_OVER
-        verdict = first.with_choice(LOG_SUM_EXP).verdict("attn_weights", (made,))
-        assert verdict == again.verdict("attn_weights", (made,))
+        verdict = first.with_choice(LOG_SUM_EXP).judgement("attn_weights", (made,))
+        assert verdict == again.judgement("attn_weights", (made,))
         assert verdict.ratio < before["attn_weights"].ratio
 
 

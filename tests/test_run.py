@@ -370,7 +370,7 @@ def test_arrays_and_modules_of_torch_lie_on_the_device_of_a_run():
     problem = make_problem(CASES["textbook"], "float32")
     with placed("meta"):
         assert port.from_numpy(np.ones(2, np.float32)).is_meta
-        assert {x.device.type for x in port.Filled(problem).module.parameters()} == {"meta"}
+        assert {x.device.type for x in port.filled(problem).module.parameters()} == {"meta"}
         assert environment(["torch"])["backends"]["torch"]["device"] == "meta"
     assert not port.from_numpy(np.ones(2, np.float32)).is_meta
 

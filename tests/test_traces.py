@@ -302,7 +302,7 @@ def test_what_raised_an_error_where_the_traces_were_made_is_a_failure(tmp_path, 
     def fail(problem):
         raise RuntimeError("out of \x1b[31msomething")
 
-    monkeypatch.setattr(torch_backend, "Filled", fail)
+    monkeypatch.setattr(torch_backend, "filled", fail)
     run_cases([CASES["textbook"]], ["torch"], traces=tmp_path)
     report = run_cases([CASES["textbook"]], ["jax"], join=[tmp_path], with_gradients=True)
     failed = [(c.case, c.stage, c.backend, c.reason) for c in report.failed]

@@ -101,7 +101,7 @@ class _Layer:
 
     def __init__(self, port: Port, problem: Problem) -> None:
         self.port, self.problem, self.case, self.spec = port, problem, problem.case, problem.spec
-        self.filled = port.Filled(problem)
+        self.filled = port.filled(problem)
         self.shapes = port.SHAPES(port, problem.spec)
         self.inputs = {
             name: port.beside(x) if name in ("mask", "bias") else port.from_numpy(x)

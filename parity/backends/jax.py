@@ -22,7 +22,7 @@ import mha_jax
 from mha_jax.kernels.fused import FusedAttention
 from mha_spec import AttentionSpec, WrongType
 from parity.backends.port import Shapes, kind_of, nothing_replayed
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
 from parity.files.tensor_file import flatten
@@ -161,7 +161,7 @@ def _replaceable() -> tuple[Any, ...]:
     return (*held, *(x for kind in own for x in vars(kind).values() if callable(x)))
 
 
-class Filled:
+class JaxModule:
     """A module with the weights of a problem, in evaluation: as users get it, and one that works in small blocks."""
 
     call = staticmethod(call)
@@ -206,6 +206,9 @@ def _all_paths(
     return attn_weights, {"module": output, "fused": fused, "blocks": blocks}
 
 
+filled = JaxModule
+
+
 def call_cached(
     _: Any, module: Any, x: Array, cache: Any, new_lengths: Array | None, positions: Array | None
 ) -> tuple[Array, Any]:
@@ -214,7 +217,7 @@ def call_cached(
 
 
 def pull_back(
-    path: str, filled: Filled, spec: AttentionSpec, inputs: dict[str, Array], hidden: dict[str, Any]
+    path: str, filled: JaxModule, spec: AttentionSpec, inputs: dict[str, Array], hidden: dict[str, Any]
 ) -> tuple[dict[str, np.ndarray], Weights]:
     """Gradients of the inputs and of the canonical weights on a path."""
     module = filled.in_blocks if path == "blocks" else filled.module

@@ -18,7 +18,7 @@ from mha_spec import AttentionSpec, Refusal
 from parity.backends import jax as port
 from parity.backends.port import Port
 from parity.backends.record import trace_of
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.trace import Reference, Trace
 from parity.core.weights import Weights
@@ -56,12 +56,12 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
 
 def record(reference: Reference, plan: MeshPlan) -> Trace:
     """A problem run on a mesh, each stage gathered."""
-    on_mesh = _OnMesh(plan)
+    on_mesh = _JaxOnMesh(plan)
     trace = trace_of("jax", cast(Port, on_mesh), reference)
     return replace(trace, collectives=on_mesh.sent)
 
 
-class _OnMesh:
+class _JaxOnMesh:
     """The port of JAX, whose arrays lie on a mesh."""
 
     def __init__(self, plan: MeshPlan) -> None:
@@ -94,11 +94,11 @@ class _OnMesh:
 
     beside = from_numpy
 
-    def Filled(self, problem: Problem) -> _Filled:
-        return _Filled(problem, self)
+    def filled(self, problem: Problem) -> _JaxModuleOnMesh:
+        return _JaxModuleOnMesh(problem, self)
 
     def pull_back(
-        self, path: str, filled: _Filled, spec: AttentionSpec, inputs: dict[str, Array], hidden: dict[str, Any]
+        self, path: str, filled: _JaxModuleOnMesh, spec: AttentionSpec, inputs: dict[str, Array], hidden: dict[str, Any]
     ) -> tuple[dict[str, np.ndarray], Weights]:
         if not spec.out_proj:  # the output is divided by heads
             hidden = hidden | {"cotangent": self.placed(hidden["cotangent"], "data", "sequence", "tensor")}
@@ -106,10 +106,10 @@ class _OnMesh:
         return port.pull_back(path, filled, spec, inputs, hidden)
 
 
-class _Filled(port.Filled):
+class _JaxModuleOnMesh(port.JaxModule):
     """A module with the weights of a problem, divided by heads; each of its programs is counted."""
 
-    def __init__(self, problem: Problem, on_mesh: _OnMesh) -> None:
+    def __init__(self, problem: Problem, on_mesh: _JaxOnMesh) -> None:
         super().__init__(problem)
         self.program, self.sent, self.mesh = "", on_mesh.sent, on_mesh.mesh
         mesh = on_mesh.mesh

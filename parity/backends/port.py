@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.trace import Reference, Trace
 from parity.core.weights import Weights
@@ -29,12 +29,16 @@ class FilledModule(Protocol):
     weights: Any
 
     def outputs(self, query: Any, key: Any, mask: Any, bias: Any, positions: Any) -> tuple[Any, dict[str, Any]]:
-        """The attention weights, and the output by each path: with them as `module`, as users get it as `fused`, …"""
-        ...
+        """Return the attention weights, and the output by each path: `module` with weights, `fused` without."""
+        inputs = {"mask": mask, "bias": bias, "positions": positions}
+        output, attn_weights = self.module(query, key, **inputs, need_weights=True)
+        fused, _ = self.module(query, key, **inputs)
+        return attn_weights, {"module": output, "fused": fused}
 
     def step(self, x: Any, cache: Any, new_lengths: Any, positions: Any) -> tuple[dict[str, Any], Any]:
-        """The output of new tokens by each path, and the cache that holds them."""
-        ...
+        """Return the output of new tokens by each path, and the cache that holds them."""
+        output, grown = self.module(x, cache, new_lengths=new_lengths, positions=positions)
+        return {"module": output}, grown
 
 
 class Replayed(Protocol):
@@ -96,7 +100,7 @@ class Port(Protocol):
         """A function of the sibling and of arguments, called with them; compiled, where a framework compiles."""
         ...
 
-    def Filled(self, problem: Problem) -> FilledModule: ...
+    def filled(self, problem: Problem) -> FilledModule: ...
     def pull_back(
         self, path: str, filled: FilledModule, spec: AttentionSpec, inputs: dict[str, Any], hidden: dict[str, Any]
     ) -> tuple[dict[str, np.ndarray], Weights]:

@@ -13,9 +13,9 @@ from torch import Tensor
 import mha_torch
 from mha_spec import AttentionSpec, WrongType
 from mha_torch.arrays import is_distributed
-from parity.backends.port import Shapes, kind_of, nothing_replayed
+from parity.backends.port import FilledModule, Shapes, kind_of, nothing_replayed
 from parity.core.arrays import to_numpy, to_torch
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
 
@@ -107,7 +107,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(SIBLING, *arguments)
 
 
-class Filled:
+class TorchModule(FilledModule):
     """A module with the weights of a problem, in evaluation."""
 
     def __init__(self, problem: Problem) -> None:
@@ -116,29 +116,14 @@ class Filled:
         self.module: Any = load_into(module, problem.weights)
         self.weights = to_state_dict(problem.weights, problem.spec)
 
-    @torch.no_grad()
-    def outputs(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        mask: Tensor | None,
-        bias: Tensor | None,
-        positions: Tensor | None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        output, attn_weights = self.module(query, key, mask=mask, bias=bias, need_weights=True, positions=positions)
-        fused, _ = self.module(query, key, mask=mask, bias=bias, positions=positions)
-        return attn_weights, {"module": output, "fused": fused}
+    outputs, step = torch.no_grad()(FilledModule.outputs), torch.no_grad()(FilledModule.step)
 
-    @torch.no_grad()
-    def step(
-        self, x: Tensor, cache: Any, new_lengths: Tensor | None, positions: Tensor | None
-    ) -> tuple[dict[str, Tensor], Any]:
-        output, grown = self.module(x, cache, new_lengths=new_lengths, positions=positions)
-        return {"module": output}, grown
+
+filled = TorchModule
 
 
 def pull_back(
-    path: str, filled: Filled, spec: AttentionSpec, inputs: dict[str, Tensor], hidden: dict[str, Any]
+    path: str, filled: TorchModule, spec: AttentionSpec, inputs: dict[str, Tensor], hidden: dict[str, Any]
 ) -> tuple[dict[str, np.ndarray], Weights]:
     """Gradients of the inputs and of the canonical weights on a path."""
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}

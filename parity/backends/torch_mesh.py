@@ -30,7 +30,7 @@ from parity.backends.port import Port, Shapes
 from parity.backends.processes import Given, Processes
 from parity.backends.record import trace_of
 from parity.core.arrays import to_numpy
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.trace import Reference, Trace
 from parity.core.weights import Weights
@@ -97,7 +97,7 @@ def end() -> None:
 
 def record_own(given: Given, plan: MeshPlan) -> Trace:
     """The same, in one of the processes."""
-    on_mesh = _OnMesh(plan)
+    on_mesh = _TorchOnMesh(plan)
     trace = trace_of("torch", cast(Port, on_mesh), cast(Reference, given))
     return replace(trace, collectives=on_mesh.sent)
 
@@ -143,7 +143,7 @@ class _Dimension:
         return x
 
 
-class _OnMesh:
+class _TorchOnMesh:
     """The port of torch, whose tensors are parts."""
 
     def __init__(self, plan: MeshPlan) -> None:
@@ -162,14 +162,14 @@ class _OnMesh:
         with port.lock(dtype) as numerics:
             yield numerics | {"mesh": str(self.plan), "processes": "gloo"}
 
-    def Filled(self, problem: Problem) -> _Filled:
+    def filled(self, problem: Problem) -> _TorchModuleOnMesh:
         self.case = problem.case
-        filled = _Filled(problem, self)
+        filled = _TorchModuleOnMesh(problem, self)
         self.own, self.module = filled.own, filled.module_of_heads
         return filled
 
-    def SHAPES(self, _: Any, spec: AttentionSpec) -> _Parts:
-        return _Parts(cast(Port, self), spec)
+    def SHAPES(self, _: Any, spec: AttentionSpec) -> _TorchParts:
+        return _TorchParts(cast(Port, self), spec)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """A stage of the process's own heads; the outputs of heads are added up."""
@@ -200,7 +200,12 @@ class _OnMesh:
         return self.tensor.part(found, 1) if x.ndim == 4 and x.shape[1] == heads else found
 
     def pull_back(
-        self, path: str, filled: _Filled, spec: AttentionSpec, inputs: dict[str, Tensor], hidden: dict[str, Any]
+        self,
+        path: str,
+        filled: _TorchModuleOnMesh,
+        spec: AttentionSpec,
+        inputs: dict[str, Tensor],
+        hidden: dict[str, Any],
     ) -> tuple[dict[str, np.ndarray], Weights]:
         """Gradients of the inputs, gathered, and of the weights, added up over sequences and tokens."""
         leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
@@ -265,7 +270,7 @@ class _Joining:
         return projected
 
 
-class _Parts(Shapes):
+class _TorchParts(Shapes):
     """Heads, outputs and caches of the process's own sequences and heads."""
 
     port: Any
@@ -332,10 +337,10 @@ class _Parts(Shapes):
         return {**held, "lengths": to_numpy(self.port.data.whole(cache.lengths, 0))}
 
 
-class _Filled(port.Filled):
+class _TorchModuleOnMesh(port.TorchModule):
     """A module with the weights of a problem, divided by heads, and one also by tokens; each call is counted."""
 
-    def __init__(self, problem: Problem, on_mesh: _OnMesh) -> None:
+    def __init__(self, problem: Problem, on_mesh: _TorchOnMesh) -> None:
         super().__init__(problem)
         self.on_mesh, self.case, spec = on_mesh, problem.case, problem.spec
         names = on_mesh.mesh.mesh_dim_names
@@ -343,7 +348,7 @@ class _Filled(port.Filled):
             parallel.shard(self.module, on_mesh.mesh, heads="tensor")
         self.module_of_heads = self.module
         if "sequence" in names:
-            self.module = port.Filled(problem).module
+            self.module = port.TorchModule(problem).module
             heads = "tensor" if "tensor" in names else None
             parallel.shard(self.module, on_mesh.mesh, heads=heads, tokens="sequence")
         size, rank = on_mesh.tensor.size, on_mesh.tensor.rank

@@ -27,9 +27,9 @@ import mha_tt
 from mha_spec import AttentionSpec
 from mha_tt.layout import TILE, padded_features, slots_of
 from mha_tt.recording import Recording, Replay
-from parity.backends.port import Shapes, kind_of
+from parity.backends.port import FilledModule, Shapes, kind_of
 from parity.core.arrays import to_numpy
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_weights
 
@@ -226,7 +226,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(SIBLING, *arguments)
 
 
-class Filled:
+class TtModule(FilledModule):
     """A module with the weights of a problem, in evaluation."""
 
     def __init__(self, problem: Problem) -> None:
@@ -236,23 +236,8 @@ class Filled:
         self.module: Any = load_into(module, problem.weights)
         self.weights = self.module.weights
 
-    def outputs(
-        self,
-        query: ttnn.Tensor,
-        key: ttnn.Tensor | None,
-        mask: np.ndarray | None,
-        bias: np.ndarray | None,
-        positions: np.ndarray | None,
-    ) -> tuple[ttnn.Tensor, dict[str, ttnn.Tensor]]:
-        output, attn_weights = self.module(query, key, mask=mask, bias=bias, need_weights=True, positions=positions)
-        fused, _ = self.module(query, key, mask=mask, bias=bias, positions=positions)
-        return attn_weights, {"module": output, "fused": fused}
 
-    def step(
-        self, x: ttnn.Tensor, cache: Any, new_lengths: np.ndarray | None, positions: np.ndarray | None
-    ) -> tuple[dict[str, ttnn.Tensor], Any]:
-        output, grown = self.module(x, cache, new_lengths=new_lengths, positions=positions)
-        return {"module": output}, grown
+filled = TtModule
 
 
 def pull_back(path: str, *_: Any) -> tuple[dict[str, np.ndarray], Weights]:

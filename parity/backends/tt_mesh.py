@@ -33,7 +33,7 @@ from parity.backends import tt as port
 from parity.backends.port import Port
 from parity.backends.record import trace_of
 from parity.core.arrays import to_numpy
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.trace import Reference, Trace
 from parity.sharding.mesh import Counts, MeshPlan, why_not_divided
@@ -76,12 +76,12 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
 
 def record(reference: Reference, plan: MeshPlan) -> Trace:
     """A problem run on a mesh, each stage gathered."""
-    on_mesh = _OnMesh(plan)
+    on_mesh = _TtOnMesh(plan)
     trace = trace_of("tt", cast(Port, on_mesh), reference)
     return replace(trace, collectives=on_mesh.sent)
 
 
-class _OnMesh:
+class _TtOnMesh:
     """The port of ttnn, whose chips have heads of their own."""
 
     def __init__(self, plan: MeshPlan) -> None:
@@ -100,17 +100,17 @@ class _OnMesh:
         with port.lock(dtype) as numerics:
             yield numerics | {"mesh": str(self.plan)}
 
-    def Filled(self, problem: Problem) -> _Filled:
+    def filled(self, problem: Problem) -> _TtModuleOnMesh:
         self.case, size = problem.case, self.plan.tensor
         self.queries, self.keys = zip(
             *(map(list, local_heads(problem.spec, size, chip)) for chip in range(size)), strict=True
         )
-        filled = _Filled(problem, self)
+        filled = _TtModuleOnMesh(problem, self)
         self.own = filled.module.spec
         return filled
 
-    def SHAPES(self, _: Any, spec: AttentionSpec) -> _Parts:
-        return _Parts(cast(Port, self), spec)
+    def SHAPES(self, _: Any, spec: AttentionSpec) -> _TtParts:
+        return _TtParts(cast(Port, self), spec)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """A stage of each chip's own heads; the outputs of heads are added up."""
@@ -172,7 +172,7 @@ class _OnMesh:
         self.sent[program] = dict(counts)
 
 
-class _Parts(port.Padded):
+class _TtParts(port.Padded):
     """Heads, outputs and caches of each chip's own heads."""
 
     port: Any
@@ -208,10 +208,10 @@ class _Parts(port.Padded):
         return self.port.joined(x, self.port.queries, 2) if is_one_a_head else super().gate_to_numpy(x)
 
 
-class _Filled(port.Filled):
+class _TtModuleOnMesh(port.TtModule):
     """A module with the weights of a problem, divided by heads; each call is counted."""
 
-    def __init__(self, problem: Problem, on_mesh: _OnMesh) -> None:
+    def __init__(self, problem: Problem, on_mesh: _TtOnMesh) -> None:
         super().__init__(problem)
         self.on_mesh = on_mesh
         parallel.shard(self.module, on_mesh.mesh, heads=HEADS)

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the size."""
     from mha_spec import AttentionSpec
-    from parity.core.cases import DTYPES
+    from parity.core.case import DTYPES
     from parity.core.weights import dtype_named
     from parity.reporting.console import console
 

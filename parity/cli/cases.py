@@ -11,7 +11,7 @@ from parity.cli.messages import near, refusal
 from parity.cli.options import add_json_option, write_json
 
 if TYPE_CHECKING:
-    from parity.core.cases import Case
+    from parity.core.case import Case
 
 PAGE = Page(
     "the cases, and what each one covers",

@@ -91,7 +91,7 @@ def _problem_of_layer(options: argparse.Namespace, files: Mapping[str, Stages]) 
     import numpy as np
 
     from parity.conversion.convert import load
-    from parity.core.cases import DTYPES, Case
+    from parity.core.case import DTYPES, Case
     from parity.core.problem import Problem
     from parity.core.weights import dtype_named
     from parity.reporting.console import console
@@ -154,7 +154,7 @@ def _check_names(options: argparse.Namespace, files: Mapping[str, Stages], input
 
 def _dtype_of(files: Mapping[str, Stages]) -> str:
     """The dtype that ranks computed in: the narrowest of their stages, for scores may be wider."""
-    from parity.core.cases import DTYPES
+    from parity.core.case import DTYPES
 
     dtypes = {x.dtype for held in files.values() for x in held.values() if x.dtype.name in DTYPES}
     if not dtypes:

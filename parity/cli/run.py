@@ -18,7 +18,7 @@ from parity.cli.options import check_names, name_list, named_path, range_list
 from parity.cli.reports import add_report_options, attention_maps, print_and_write
 
 if TYPE_CHECKING:
-    from parity.core.cases import Case
+    from parity.core.case import Case
     from parity.running.report import Report
     from parity.sharding.mesh import MeshPlan
 
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the cases, print the report and write it."""
     from parity.backends import why_missing
     from parity.conversion.convert import load
-    from parity.core.cases import DTYPES
+    from parity.core.case import DTYPES
     from parity.reporting.console import progress_bar
     from parity.running.elsewhere import Elsewhere
     from parity.running.models import cases_of

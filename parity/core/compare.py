@@ -59,8 +59,38 @@ SAME_PRECISION = {"float32": "float32", "bfloat16": "bfloat16", "float16": "floa
 NOTHING = {"rms": 0.0, "max": 0.0}
 """What masks and lengths may be off by."""
 
+MOST_OVER = 4.0
+"""How far a stage may be over its budget for its noise to be measured again: a poor estimate of it is seldom further
+off."""
+
 POSITIONS = 64
 """How many places along the tokens a comparison tells apart."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """How far an array is from the expected one, and how far it may be.
+
+    Attributes:
+        error: root mean square of the error, of masks and lengths its mean; infinite where one side alone is finite.
+        ratio: error / budget in the norm that decides; at most 1 passes.
+        norm: that norm.
+        measured, allowed: the error and its budget by norm.
+    """
+
+    error: float
+    ratio: float
+    norm: str = "max"
+    measured: Mapping[str, float] = field(default_factory=dict)
+    allowed: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def has_wrong_zeros(self) -> bool:
+        """Whether attention weights are 0 where a key is seen, or not 0 where it is hidden."""
+        return share(self.measured.get("zeros", 0.0), self.allowed.get("zeros", 1.0)) > 1.0
+
+
+NOT_MEASURED = Judgement(math.inf, math.inf)
 
 
 @dataclass(frozen=True)
@@ -96,19 +126,19 @@ class Comparison(JsonRecord):
     backend: str
     dtype: str
     stage: str
-    status: str
-    error: float
-    budget: float
-    ratio: float
-    norm: str
-    max_abs: float
-    max_ulp: float
-    pcc: float | None
-    worst_index: dict[str, int]
-    worst_values: tuple[float, float] | None
-    mismatched: int
-    size: int
-    shape: tuple[int, ...]
+    status: str = "failed"
+    error: float = math.inf
+    budget: float = 0.0
+    ratio: float = math.inf
+    norm: str = "max"
+    max_abs: float = math.inf
+    max_ulp: float = math.inf
+    pcc: float | None = None
+    worst_index: dict[str, int] = field(default_factory=dict)
+    worst_values: tuple[float, float] | None = None
+    mismatched: int = 0
+    size: int = 0
+    shape: tuple[int, ...] = ()
     local_ratio: float | None = None
     reason: str = ""
     by_position: tuple[float, ...] = field(default=(), repr=False)
@@ -189,23 +219,35 @@ def compare(
         arithmetic: of the hardware, one of `reference.ARITHMETICS`.
     """
     about: dict[str, Any] = {"case": case, "backend": backend, "dtype": dtype, "stage": stage}
-    if actual.shape != expected.shape:  # NumPy would broadcast, and compare nonsense
-        return failure(expected, f"shape {actual.shape}, expected {expected.shape}", **about)
-    if actual.size == 0:
-        return failure(expected, "there are no elements to compare", **about)
-    if actual.dtype != kept_dtype(stage, dtype):
-        return failure(expected, f"dtype {actual.dtype}, expected {kept_dtype(stage, dtype)}", **about)
+    if reason := why_incomparable(actual, expected, kept_dtype(stage, dtype)):
+        return failure(expected, reason, **about)
     exact = stage_named(stage).is_exact
     expected = expected.astype(np.float64)
-    if (
-        arithmetic.startswith("tensix") and not exact
-    ):  # to its matrix engine NaN is a number: what comes of one is not known
+    if arithmetic.startswith("tensix") and not exact:  # to its matrix engine NaN is a number: what it gives is unknown
         actual = np.where(np.isnan(expected), np.asarray(np.nan, actual.dtype), actual)
     has_slope = terms is None and not stage_named(stage).is_gradient
     more: dict[str, Any] = {"has_slope": has_slope, "stage": stage}
     allowed = NOTHING if exact else budget(expected, same_precision, dtype, terms, arithmetic, **more)
     ulps_of = "float32" if exact else kept_dtype(stage, dtype).name
     return measure(actual, expected, allowed, **about, ulps_of=ulps_of)
+
+
+def why_incomparable(actual: np.ndarray, expected: np.ndarray, dtype: np.dtype | None = None) -> str:
+    """Say why an array cannot be judged by another: the shape, no elements, or not the dtype that is asked for."""
+    if actual.shape != expected.shape:  # NumPy would broadcast, and compare nonsense
+        return f"shape {actual.shape}, expected {expected.shape}"
+    if actual.size == 0:
+        return "there are no elements to compare"
+    return "" if dtype in (None, actual.dtype) else f"dtype {actual.dtype}, expected {dtype}"
+
+
+def judged(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str) -> Judgement:
+    """Judge an array by the expected one, of the same shape, and by what is allowed in each norm."""
+    errors, measured = measured_in(whole_rows(actual, stage), whole_rows(expected, stage), allowed)
+    ratios = {norm: share(measured[norm], allowed[norm]) for norm in measured}
+    norm = worst_norm(ratios)
+    error = float(errors.mean()) if stage_named(stage).is_exact else measured["rms"]
+    return Judgement(error, ratios[norm], norm, measured, allowed)
 
 
 def measure(
@@ -219,7 +261,7 @@ def measure(
     stage: str,
     ulps_of: str,
 ) -> Comparison:
-    """How far an array is from another of its shape, and whether that is more than allowed in one of the norms.
+    """Judge an array by another of its shape, and say where it is worst.
 
     Args:
         actual, expected: at least one element. Where one is NaN and the other is not, the error is infinite.
@@ -228,10 +270,8 @@ def measure(
         ulps_of: name of the dtype whose units in the last place are counted.
     """
     actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
-    errors, measured = measured_in(actual, expected, allowed)
-    ratios = {norm: share(measured[norm], allowed[norm]) for norm in measured}
-    norm = worst_norm(ratios)
-    errors = with_wrong_zeros(errors, actual, expected, allowed) if norm == "zeros" else errors
+    found, errors = judged(actual, expected, allowed, stage), errors_of(actual, expected)
+    errors = with_wrong_zeros(errors, actual, expected, allowed) if found.norm == "zeros" else errors
     worst = np.unravel_index(int(errors.argmax()), errors.shape)
     with np.errstate(over="ignore"):  # an error beside an expected 0 may be beyond counting
         ulps = errors / _spacing(np.nan_to_num(expected), ulps_of)
@@ -240,12 +280,12 @@ def measure(
         backend=backend,
         dtype=dtype,
         stage=stage,
-        status="passed" if ratios[norm] <= 1.0 else "failed",
-        error=measured[norm],
-        budget=allowed[norm],
-        ratio=ratios[norm],
-        norm=norm,
-        max_abs=measured["max"],
+        status="passed" if found.ratio <= 1.0 else "failed",
+        error=found.measured[found.norm],
+        budget=allowed[found.norm],
+        ratio=found.ratio,
+        norm=found.norm,
+        max_abs=found.measured["max"],
         max_ulp=float(ulps.max()),
         pcc=_correlation(actual, expected),
         worst_index=dict(zip(axis_names(stage, errors.ndim), map(int, worst), strict=True)),
@@ -253,7 +293,7 @@ def measure(
         mismatched=int(np.count_nonzero(errors > allowed["max"])),
         size=actual.size,
         shape=actual.shape,
-        reason=_what_is_not_finite(actual, expected) or (WRONG_ZEROS if ratios.get("zeros", 0.0) > 1.0 else ""),
+        reason=_what_is_not_finite(actual, expected) or (WRONG_ZEROS if found.has_wrong_zeros else ""),
         by_position=_by_position(errors, allowed["max"], stage),
     )
 
@@ -414,26 +454,14 @@ def first_difference(comparisons: Iterable[Comparison]) -> Comparison | None:
 
 def failure(expected: np.ndarray, reason: str, *, case: str, backend: str, dtype: str, stage: str) -> Comparison:
     """A stage that cannot be measured, and so fails."""
-    return Comparison(
-        case=case,
-        backend=backend,
-        dtype=dtype,
-        stage=stage,
-        status="failed",
-        error=math.inf,
-        budget=0.0,
-        ratio=math.inf,
-        norm="max",
-        max_abs=math.inf,
-        max_ulp=math.inf,
-        pcc=None,
-        worst_index={},
-        worst_values=None,
-        mismatched=expected.size,
-        size=expected.size,
-        shape=expected.shape,
-        reason=reason,
-    )
+    about: dict[str, Any] = {"case": case, "backend": backend, "dtype": dtype, "stage": stage}
+    size = expected.size
+    return Comparison(**about, mismatched=size, size=size, shape=expected.shape, reason=reason)
+
+
+def is_close(ratio: float) -> bool:
+    """Return whether an error is over its budget by so little that the noise is worth measuring again."""
+    return 1.0 < ratio <= MOST_OVER
 
 
 def share(error: float, allowed: float) -> float:
@@ -441,15 +469,6 @@ def share(error: float, allowed: float) -> float:
     if error == 0.0:
         return 0.0
     return error / allowed if allowed > 0.0 and math.isfinite(allowed) else math.inf
-
-
-def share_of(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str) -> tuple[float, float]:
-    """The root mean square of an error, infinite where one side alone is not finite; its worse share of a budget."""
-    _, error = measured_in(whole_rows(actual, stage), whole_rows(expected, stage), allowed)
-    if not math.isfinite(error["rms"]):
-        return math.inf, math.inf
-    ratios = {norm: share(error[norm], allowed[norm]) for norm in error}
-    return error["rms"], ratios[worst_norm(ratios)]
 
 
 def _by_position(errors: np.ndarray, allowed: float, stage: str) -> tuple[float, ...]:

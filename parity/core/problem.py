@@ -14,7 +14,7 @@ import numpy as np
 from mha_spec import AttentionSpec, Refusal, WrongType
 from parity import pretrained
 from parity.core.arrays import to_numpy_by_name
-from parity.core.cases import DTYPES, Case, case_named
+from parity.core.case import DTYPES, Case
 from parity.core.sample import Sample
 from parity.core.weights import Weights, dtype_named, load_tensors, random_weights, weight_shapes
 
@@ -116,6 +116,8 @@ def make_problem(case: Case | str, dtype: str, weights: Mapping[str, Any] | None
         ValueError: if there is no case or dtype of that name.
     """
     if isinstance(case, str):
+        from parity.core.cases import case_named  # whoever brings a case of his own need not wait for all of ours
+
         case = case_named(case)
     if not isinstance(case, Case):
         raise WrongType("case", "be a parity.Case or the name of one", type(case).__name__)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from parity.core import absorbed
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.stages import PATHS, Step, Values
 
 

@@ -10,7 +10,7 @@ from typing import Protocol, cast, overload
 
 import numpy as np
 
-from parity.core.cases import Case
+from parity.core.case import Case
 
 STAGES: dict[str, tuple[str, ...]] = {
     "mask": ("B", "N", "T", "S"),
@@ -126,7 +126,7 @@ Step = Callable[[Values], dict[str, np.ndarray]]
 """Computes one or more stages from the stages before them, all by name."""
 
 
-class Call(Protocol):
+class CallStages(Protocol):
     """What a call with a cache does in its own way."""
 
     def mask(self, values: Values, /) -> dict[str, np.ndarray]: ...
@@ -136,7 +136,7 @@ class Call(Protocol):
     def whole(self, values: Values, /) -> dict[str, np.ndarray]: ...
 
 
-class Layer(Protocol):
+class LayerStages(Protocol):
     """A layer that computes the stages, each from the values of those before it, in NumPy's arrays.
 
     `whole` is the module as users call it. Without a cache it is the layer itself that makes the mask, q, k and v.
@@ -149,7 +149,7 @@ class Layer(Protocol):
     def context(self, values: Values, /) -> dict[str, np.ndarray]: ...
     def output(self, values: Values, /) -> dict[str, np.ndarray]: ...
     def whole(self, values: Values, /) -> dict[str, np.ndarray]: ...
-    def call(self, index: int) -> Call: ...
+    def call(self, index: int) -> CallStages: ...
 
 
 STEPS = ("mask", "qkv", "scores", "attn_weights", "context", "output", "whole")
@@ -157,7 +157,7 @@ STEPS_OF_A_CALL = ("mask", "qkv", "cache", "scores", "attn_weights", "context", 
 """The methods of a layer, or of a call with a cache, that are its steps, in their order."""
 
 
-def steps_of(layer: Layer, case: Case) -> Sequence[Step]:
+def steps_of(layer: LayerStages, case: Case) -> Sequence[Step]:
     """The stages of a case as functions, in the order of the data flow, with a cache call by call.
 
     Each takes the values of the stages before it by name, so that it can run on its own implementation's values
@@ -171,7 +171,7 @@ def steps_of(layer: Layer, case: Case) -> Sequence[Step]:
 class _StepsOfCalls(Sequence[Step]):
     """The steps of all calls, those of a call made when one of them is asked for: a mistake tried runs few."""
 
-    def __init__(self, layer: Layer, num_calls: int) -> None:
+    def __init__(self, layer: LayerStages, num_calls: int) -> None:
         self._layer, self._calls = layer, list[list[Step] | None]([None] * num_calls)
 
     def __len__(self) -> int:
@@ -190,7 +190,7 @@ class _StepsOfCalls(Sequence[Step]):
         return steps[step]
 
 
-def _steps_of_call(layer: Layer, index: int) -> list[Step]:
+def _steps_of_call(layer: LayerStages, index: int) -> list[Step]:
     """New tokens in, cache grown, everything up to each token attended to."""
     call = layer.call(index)
     steps = ((name, getattr(call, name, None) or getattr(layer, name)) for name in STEPS_OF_A_CALL)

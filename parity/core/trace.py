@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from parity.core import reference
-from parity.core.compare import SAME_PRECISION, Comparison, compare, failure, kept_dtype, unit_of_rounding
+from parity.core.compare import SAME_PRECISION, Comparison, compare, failure, is_close, kept_dtype, unit_of_rounding
 from parity.core.problem import Problem
 from parity.core.sample import of_paths
 from parity.core.stages import FUSED_PATHS, PATHS, run_steps, stage_named
@@ -107,6 +107,15 @@ class Reference:
             self._same[local, arithmetic] = self._stages(SAME_PRECISION[self.problem.dtype], given, arithmetic)
         return self._same[local, arithmetic]
 
+    def compare(
+        self, stage: str, actual: np.ndarray, arithmetic: str, *, case: str, backend: str, local: bool = False
+    ) -> Comparison:
+        """Judge a stage that was computed from its own stages before or from the given ones."""
+        expected = self.expected(local=local)[stage]
+        same = self.same_precision(local=local, arithmetic=arithmetic)[stage]
+        about: dict[str, Any] = {"case": case, "backend": backend, "dtype": self.problem.dtype, "stage": stage}
+        return compare(actual, expected, same, **about, terms=self.magnitudes.get(stage), arithmetic=arithmetic)
+
     def recounted(self, arithmetic: str = "ieee") -> list[dict[str, np.ndarray]]:
         """Every stage in the same precision, of inputs and weights that are off by a unit of rounding, at random.
 
@@ -190,9 +199,6 @@ def _step_of(name: str) -> tuple[int | None, str]:
 RECOUNTS = 4
 """How often the noise is measured again where a stage is over its budget."""
 
-MOST_OVER = 4.0
-"""How far a stage may be over its budget for that: a poor estimate of the noise is seldom further off."""
-
 
 def nudged(problem: Problem, rng: np.random.Generator, arithmetic: str = "ieee") -> Problem:
     """A problem whose weights and inputs are each a unit of rounding more or less, or what they were."""
@@ -222,11 +228,10 @@ def judge(trace: Trace, reference: Reference) -> list[Comparison]:
         expected = reference.expected(local=local)[stage]
         if stage not in values:
             return failure(expected, "the trace lacks this stage", **about, stage=stage)
-        same = reference.same_precision(local=local, arithmetic=arithmetic)[stage]
-        terms, actual = reference.magnitudes.get(stage), values[stage]
-        found = compare(actual, expected, same, **about, stage=stage, terms=terms, arithmetic=arithmetic)
+        actual = values[stage]
+        found = reference.compare(stage, actual, arithmetic, case=about["case"], backend=trace.title, local=local)
         is_whole = not local or stage_named(stage).path  # a path is computed from the inputs in both
-        if 1.0 < found.ratio <= MOST_OVER and is_whole and terms is None:
+        if is_close(found.ratio) and is_whole and stage not in reference.magnitudes:
             kind: dict[str, Any] = {**about, "stage": stage, "arithmetic": arithmetic}
             again = (compare(actual, expected, each[stage], **kind) for each in reference.recounted(arithmetic))
             found = min((found, *again), key=lambda each: each.ratio)

@@ -37,7 +37,7 @@ def assumption(replay: Replay, unknown: Unknown, found: Mistakes) -> Mistakes:
     for law in () if unknown.findings is None else unknown.findings.found:
         for change in _changes(law, quantity):
             made = (*found, _mistake(law, change))
-            if replay.verdict(unknown.stage, made).ratio <= 1.0 and not replay.wrong(right, made):
+            if replay.judgement(unknown.stage, made).ratio <= 1.0 and not replay.wrong(right, made):
                 return made[len(found) :]
     return ()
 

@@ -12,7 +12,7 @@ import numpy as np
 from mha_spec import AttentionSpec, Refusal, WrongType
 from parity.backends import backend_of, load_backend
 from parity.core import reference
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import Problem, make_problem
 from parity.core.stages import run_steps, stage_named
 from parity.core.trace import Trace

@@ -23,7 +23,7 @@ from mha_spec import Refusal
 from parity.backends import FRAMEWORKS, load_backend
 from parity.core.arrays import arithmetic_of, stages_of
 from parity.core.blas import single_threaded
-from parity.core.compare import FACTOR, SAME_PRECISION, Comparison, compare, norms_of
+from parity.core.compare import FACTOR, NOT_MEASURED, SAME_PRECISION, Comparison, Judgement, norms_of
 from parity.core.problem import Problem
 from parity.core.reference import ARITHMETICS, UNFUSED
 from parity.core.stages import STAGES, stage_named
@@ -36,10 +36,10 @@ from parity.diagnosis.exactness import told_by_dtype
 from parity.diagnosis.mistakes import FIDELITIES, PRECISIONS, Mistake
 from parity.diagnosis.readings import Read, Right, read
 from parity.diagnosis.remembered import remembering
-from parity.diagnosis.replay import Replay, Verdict
+from parity.diagnosis.replay import Replay
 from parity.diagnosis.sampling import Part, Whole, first_call, in_order, is_large
 from parity.diagnosis.scope import EVERYTHING, Scope
-from parity.diagnosis.search import Found, search
+from parity.diagnosis.search import SearchResult, search
 from parity.diagnosis.verdicts import Diagnosis, Explanation, Unknown
 
 __all__ = ["Diagnosis", "Explanation", "Unknown", "diagnose", "diagnose_trace", "observe"]
@@ -148,12 +148,11 @@ def _first_difference(
     stages: Mapping[str, np.ndarray | None], reference: Reference, arithmetic: str
 ) -> Comparison | None:
     """The first stage that differs, of those that are recorded as the reference's are."""
-    expected, same = reference.accumulated, reference.same_precision(local=False, arithmetic=arithmetic)
-    about: dict[str, Any] = {"case": "", "backend": "", "dtype": reference.problem.dtype, "arithmetic": arithmetic}
+    expected = reference.accumulated
     given = {name: x for name, x in stages.items() if x is not None and name in expected}
     given = {name: given[name] for name in expected if name in given and given[name].shape == expected[name].shape}
     with np.errstate(over="ignore", invalid="ignore"):
-        found = (compare(x, expected[name], same[name], stage=name, **about) for name, x in given.items())
+        found = (reference.compare(name, x, arithmetic, case="", backend="") for name, x in given.items())
         return next((comparison for comparison in found if not comparison.passed), None)
 
 
@@ -205,7 +204,7 @@ def _explained(views: Sequence[_View], right: _View | None, seconds: float) -> D
     return _told(searched[best], found[best], untried)
 
 
-def _searched(replay: Replay, work: Work) -> Found:
+def _searched(replay: Replay, work: Work) -> SearchResult:
     """What a search finds; where a stage has NaN of its own, that of rows without a key is a mistake beside others."""
     with work.counted():
         found = search(replay, work)
@@ -225,7 +224,7 @@ def _has_nan_of_its_own(replay: Replay, stage: str) -> bool:
     return bool((np.isnan(actual) & ~np.isnan(expected)).any())
 
 
-def _told(view: _View, found: Found, untried: str) -> Diagnosis:
+def _told(view: _View, found: SearchResult, untried: str) -> Diagnosis:
     """What a search says."""
     explanations, unknowns = found.explanations, found.unknowns
     losses = {mistake.name for mistake in view.replay.known if mistake.is_loss}
@@ -287,7 +286,7 @@ class _View:
 
     replay: Replay
     right: Right
-    before: dict[str, Verdict]
+    before: dict[str, Judgement]
     conventions: dict[str, str]
     malformed: dict[str, str]
     choice: Choice
@@ -315,7 +314,7 @@ class _View:
         """What there is to say of it."""
         wrong = self.wrong
         first = wrong[0] if wrong else next(iter(self.malformed), "")
-        verdict = self.before.get(first, Verdict(math.inf, math.inf)) if first else Verdict(0.0, 0.0)
+        verdict = self.before.get(first, NOT_MEASURED) if first else Judgement(0.0, 0.0)
         return Diagnosis(
             kind,
             first,
@@ -347,7 +346,7 @@ def _views(stages: Mapping[str, np.ndarray], right: Right, earlier: Sequence[_Vi
         values = {name: reading.values for name, reading in way.items() if reading.values is not None}
         masked = {name: reading.masked for name, reading in way.items() if reading.masked is not None}
         replay = _replay(values, masked, right, earlier)
-        before = {stage: replay.verdict(stage, ()) for stage in replay.stages}
+        before = {stage: replay.judgement(stage, ()) for stage in replay.stages}
         conventions = {name: reading.words for name, reading in way.items() if reading.words}
         is_weak = any(reading.is_weak for reading in way.values())
         malformed = {name: each.reason for name, each in found.items() if name not in way}
@@ -433,11 +432,11 @@ def _is_array(x: Any) -> bool:
 # ---- Precision -------------------------------------------------------------------------------------------------------
 
 
-def _precision(replay: Replay, before: Mapping[str, Verdict], wrong: Sequence[str]) -> Explanation | None:
+def _precision(replay: Replay, before: Mapping[str, Judgement], wrong: Sequence[str]) -> Explanation | None:
     """The arithmetic that explains all stages, if one does."""
     is_tensix = replay.arithmetic.startswith("tensix")
     if is_tensix and (kind := _fidelity(replay, wrong)):
-        ratio = max(replay.verdict(stage, (), kind=kind).ratio for stage in wrong)
+        ratio = max(replay.judgement(stage, (), kind=kind).ratio for stage in wrong)
         return _loss(FIDELITIES[kind], wrong, before[wrong[0]].error, ratio)
     products = {stage_named(stage).kind for stage in replay.stages} & MULTIPLIED
     missed = products - {stage_named(stage).kind for stage in wrong}
@@ -448,7 +447,7 @@ def _precision(replay: Replay, before: Mapping[str, Verdict], wrong: Sequence[st
         return None
     known = FIDELITIES if is_tensix else PRECISIONS
     own = [stage for stage in wrong if not stage_named(stage).path] or wrong  # a module adds up what its stages lose
-    ratios = {kind: [replay.verdict(stage, (), kind=kind).ratio for stage in own] for kind in known}
+    ratios = {kind: [replay.judgement(stage, (), kind=kind).ratio for stage in own] for kind in known}
     explaining = [kind for kind in known if max(ratios[kind]) <= 1.0 and ratios[kind][0] >= LEAST]
     if not explaining:
         return None

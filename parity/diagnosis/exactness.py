@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from parity.core.compare import SAME_PRECISION, budget, share_of, unit_of_rounding
+from parity.core.compare import SAME_PRECISION, Judgement, budget, judged, unit_of_rounding
 from parity.core.stages import stage_named
 from parity.core.weights import dtype_named, is_floating
-from parity.diagnosis.replay import Replay, Verdict
+from parity.diagnosis.replay import Replay
 from parity.diagnosis.verdicts import Explanation
 
 NARROWER = {"float64": ("float32", "bfloat16", "float16"), "float32": ("bfloat16", "float16")}
@@ -31,7 +31,7 @@ RESULTS = ("q", "k", "v", "context", "output")
 FIX = "compute the layer in {dtype}, outside of autocast, or compare in the dtype that it is computed in"
 
 
-def told_by_dtype(replay: Replay, before: Mapping[str, Verdict], wrong: Sequence[str]) -> Explanation | None:
+def told_by_dtype(replay: Replay, before: Mapping[str, Judgement], wrong: Sequence[str]) -> Explanation | None:
     """The narrower dtype that the whole layer was computed in, if there is one.
 
     Args:
@@ -71,9 +71,9 @@ def _share(replay: Replay, stage: str, dtype: str) -> float:
     same = replay.computed(index, (), SAME_PRECISION[dtype])[stage]
     with np.errstate(all="ignore"):
         allowed = budget(expected, same, dtype)
-    return share_of(replay.observed[stage], expected, allowed, stage)[1]
+    return judged(replay.observed[stage], expected, allowed, stage).ratio
 
 
-def _loses_enough(replay: Replay, stage: str, verdict: Verdict, dtype: str) -> bool:
+def _loses_enough(replay: Replay, stage: str, verdict: Judgement, dtype: str) -> bool:
     size = float(np.sqrt(np.mean(replay.observed[stage].astype(np.float64) ** 2)))
     return verdict.error >= LEAST * unit_of_rounding(dtype) * size

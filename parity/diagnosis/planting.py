@@ -7,7 +7,7 @@ from functools import cache
 
 from mha_spec import Refusal
 from parity.backends import BACKENDS, load_backend
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.diagnosis.mistakes import PRECISIONS, Mistake, Plan, mistakes_for
 

@@ -92,7 +92,7 @@ def diagnose_ranks(
     for rank, stages in enumerate(given):
         if not stages.keys() & {*JUDGED, "grad.query"}:
             raise Refusal("observed", "have stages of every rank", f"{sorted(stages)} of rank {rank}")
-    right = _Parts(problem, ShardPlan(tensor), tokens, with_gradients=with_gradients)
+    right = _RankStages(problem, ShardPlan(tensor), tokens, with_gradients=with_gradients)
     wrong = {rank: found for rank, stages in enumerate(given) if (found := right.first_wrong(stages, rank)) is not None}
     if not wrong:
         return RankDiagnosis({})
@@ -100,7 +100,7 @@ def diagnose_ranks(
     return RankDiagnosis(wrong, tuple(explain))
 
 
-class _Parts:
+class _RankStages:
     """What each rank should compute, and what it computes with a mistake."""
 
     def __init__(self, problem: Problem, plan: ShardPlan, tokens: int, *, with_gradients: bool) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.core.compare import SAME_PRECISION, budget, share_of
+from parity.core.compare import NOTHING, SAME_PRECISION, budget, judged
 from parity.core.problem import Problem
 from parity.core.stages import STAGES, Stage, Step, stage_named
 from parity.core.trace import Reference
@@ -184,16 +184,14 @@ class Right:
             return False
         spend_on(expected)
         actual = actual if free is None else np.where(free & np.isfinite(actual), expected, actual)
-        if stage_named(stage).is_exact:
-            return bool(np.array_equal(actual, expected))
-        key = (stage, shown, form)
-        if key not in self._budgets:
+        key, is_exact = (stage, shown, form), stage_named(stage).is_exact
+        if not is_exact and key not in self._budgets:
             same = form(self.stage(stage, SAME_PRECISION[self.problem.dtype], shown))
             with np.errstate(all="ignore"):
                 about: dict[str, Any] = {"arithmetic": self.arithmetic, "stage": stage}
                 allowed = budget(expected.astype(np.float64), same, self.problem.dtype, **about)
             self._budgets[key] = allowed
-        return share_of(actual, expected, self._budgets[key], stage)[1] <= 1.0
+        return judged(actual, expected, NOTHING if is_exact else self._budgets[key], stage).ratio <= 1.0
 
 
 AS_OURS = Changed({})

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -14,19 +13,19 @@ import numpy as np
 
 from mha_spec import AttentionSpec
 from parity.core.compare import (
+    NOT_MEASURED,
     NOTHING,
     SAME_PRECISION,
+    Judgement,
     budget,
-    errors_of,
-    measured_in,
+    is_close,
+    judged,
     norms_of,
-    share,
-    share_of,
     unit_of_rounding,
 )
 from parity.core.problem import Problem
 from parity.core.stages import Stage, Step, stage_named
-from parity.core.trace import MOST_OVER, RECOUNTS, nudged, nudged_values
+from parity.core.trace import RECOUNTS, nudged, nudged_values
 from parity.core.work import run, spend_on
 from parity.diagnosis.choices import AS_THE_REFERENCE, Choice
 from parity.diagnosis.flow import Flow, flow_of
@@ -43,14 +42,6 @@ ALL = "qkv"
 
 MOST_KEPT = 256  # results of wrong layers
 MOST_BYTES = 2**29  # of all of them
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How far a stage is from the one with mistakes in it (root mean square), and error / budget."""
-
-    error: float
-    ratio: float
 
 
 class Replay:
@@ -115,7 +106,7 @@ class Replay:
         self._found: dict[tuple[Any, ...], dict[str, np.ndarray]] = {}
         self._bytes = 0
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
-        self._verdicts: dict[tuple[Any, ...], Verdict] = {}
+        self._judgements: dict[tuple[Any, ...], Judgement] = {}
 
     def computed(
         self, index: int, mistakes: Mistakes, dtype: str = "float64", kind: str = "", stage: str = ""
@@ -215,8 +206,8 @@ class Replay:
             for index in range(len(self.steps))
         ]
 
-    def verdict(self, stage: str, mistakes: Mistakes, *, quick: bool = False, kind: str = "") -> Verdict:
-        """How far a stage is from the one with mistakes in it.
+    def judgement(self, stage: str, mistakes: Mistakes, *, quick: bool = False, kind: str = "") -> Judgement:
+        """Judge a stage by the one with mistakes in it.
 
         Args:
             stage: the stage.
@@ -225,9 +216,9 @@ class Replay:
             kind: of the arithmetic that gives the budget.
         """
         key = (stage, mistakes, quick, kind)
-        if key not in self._verdicts:
-            self._verdicts[key] = self._judged(*key)
-        return self._verdicts[key]
+        if key not in self._judgements:
+            self._judgements[key] = self._judged(*key)
+        return self._judgements[key]
 
     def _actual(self, stage: str, expected: np.ndarray) -> np.ndarray:
         """An observed stage, with what is expected in the cells that are not judged."""
@@ -236,25 +227,24 @@ class Replay:
             return actual
         return np.where(masked, expected, actual).astype(actual.dtype)
 
-    def _judged(self, stage: str, mistakes: Mistakes, quick: bool, kind: str) -> Verdict:
+    def _judged(self, stage: str, mistakes: Mistakes, quick: bool, kind: str) -> Judgement:
         expected = self.computed(self.step_of[stage], mistakes, stage=stage)[stage]
         actual = self._actual(stage, expected)
         if actual.shape != expected.shape:
-            return Verdict(math.inf, math.inf)
+            return NOT_MEASURED
         spend_on(expected)
-        if stage_named(stage).is_exact:
-            errors = errors_of(actual, expected)
-            return Verdict(float(errors.mean()), math.inf if errors.any() else 0.0)
         allowed = self._about_allowed(stage, expected) if quick else self.allowed(stage, mistakes, kind)
-        found = Verdict(*share_of(actual, expected, allowed, stage))
-        if 1.0 < found.ratio <= MOST_OVER and not quick and not any(each.is_loss for each in mistakes):
+        found = judged(actual, expected, allowed, stage)
+        if is_close(found.ratio) and not quick and not any(each.is_loss for each in mistakes):
             budgets = [allowed, *(other.allowed(stage, mistakes, kind) for other in self._recounts)]
             allowed = {norm: max(each[norm] for each in budgets) for norm in allowed}
-            return Verdict(*share_of(actual, expected, allowed, stage))
+            return judged(actual, expected, allowed, stage)
         return found
 
     def _about_allowed(self, stage: str, expected: np.ndarray) -> dict[str, float]:
         """The budget of the layer without mistakes, for values of another size: noise grows with them."""
+        if stage_named(stage).is_exact:
+            return NOTHING
         right = self.computed(self.step_of[stage], (), stage=stage)[stage]
         sizes = [norms_of(x, np.isfinite(x))["rms"] for x in (expected, right)]
         growth = max(sizes[0] / sizes[1], 1.0) if sizes[1] > 0.0 else 1.0
@@ -265,9 +255,7 @@ class Replay:
         expected, actual = self.computed(self.step_of[stage], (), stage=stage)[stage], self.observed[stage]
         if not stage_named(stage).is_attn_weights or expected.shape != actual.shape:
             return False
-        allowed = self.allowed(stage, ())
-        _, measured = measured_in(actual.astype(np.float64), expected, allowed)
-        return share(measured.get("zeros", 0.0), allowed.get("zeros", 1.0)) > 1.0
+        return judged(actual, expected, self.allowed(stage, ()), stage).has_wrong_zeros
 
     @cached_property
     def _recounts(self) -> list[Replay]:
@@ -288,7 +276,7 @@ class Replay:
 
     def wrong(self, stages: Iterable[str], mistakes: Mistakes) -> list[str]:
         """Those of the stages that mistakes do not explain."""
-        return [stage for stage in stages if self.verdict(stage, mistakes).ratio > 1.0]
+        return [stage for stage in stages if self.judgement(stage, mistakes).ratio > 1.0]
 
     def explained(self, stages: Sequence[str], mistakes: Mistakes, added: Mistakes) -> list[str]:
         """Those of the stages that are wrong with some mistakes, and right with more."""
@@ -298,6 +286,8 @@ class Replay:
 
     def allowed(self, stage: str, mistakes: Mistakes, kind: str = "") -> dict[str, float]:
         """The budget of a stage of the layer with mistakes in it."""
+        if stage_named(stage).is_exact:
+            return NOTHING
         key = (stage, mistakes, kind)
         if key not in self._budgets:
             index, dtype = self.step_of[stage], self.problem.dtype
@@ -340,7 +330,7 @@ class Replay:
             stage,
             actual,
             expected,
-            NOTHING if known.is_exact else self.allowed(stage, mistakes),
+            self.allowed(stage, mistakes),
             hidden=None if known.is_exact else values.get(str(Stage("mask", step=known.step))),
             problem=self.problem,
             recompute=recompute,

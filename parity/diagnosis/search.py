@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parity.core.compare import norms_of
+from parity.core.compare import Judgement, norms_of
 from parity.core.stages import stage_named
 from parity.core.work import Work
 from parity.diagnosis.assumptions import assumption
 from parity.diagnosis.laws import Findings
 from parity.diagnosis.mistakes import Mistake
-from parity.diagnosis.replay import Mistakes, Replay, Verdict
+from parity.diagnosis.replay import Mistakes, Replay
 from parity.diagnosis.scope import Scope
 from parity.diagnosis.verdicts import Explanation, Unknown
 
@@ -41,7 +41,7 @@ FOR_MISTAKES = 0.7  # of the work; the rest is for what can be said of stages th
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found.
 
     Attributes:
@@ -60,7 +60,7 @@ class Found:
         return len(self.unknowns), self.count
 
 
-def search(replay: Replay, work: Work, begin: Mistakes = ()) -> Found:
+def search(replay: Replay, work: Work, begin: Mistakes = ()) -> SearchResult:
     """The mistakes that explain all stages that differ, as far as there are some.
 
     Args:
@@ -97,21 +97,21 @@ def search(replay: Replay, work: Work, begin: Mistakes = ()) -> Found:
         of_stages = found if part == "" else of_stages
         if unknowns:  # the paths of a module have the same in them
             break
-    found_all = Found(explanations, unknowns, count)
+    found_all = SearchResult(explanations, unknowns, count)
     return _with_begin(replay, found_all, begin, tuple(made)) if begin else found_all
 
 
-def _with_begin(replay: Replay, found: Found, begin: Mistakes, others: Mistakes) -> Found:
+def _with_begin(replay: Replay, found: SearchResult, begin: Mistakes, others: Mistakes) -> SearchResult:
     """What was found, with what the mistakes that it began with explain beside the others; without, if nothing."""
     wrong = replay.wrong(replay.stages, others)
     still = replay.wrong(wrong, (*begin, *others))
     explained = next((stage for stage in wrong if stage not in still), "")
     if not explained:
-        return Found(found.explanations, found.unknowns, found.count - len(begin))
+        return SearchResult(found.explanations, found.unknowns, found.count - len(begin))
     explanation = _explanation(replay, replay.stages, others, _Choice(explained, begin), "")
     order = replay.stages.index
     explanations = sorted([*found.explanations, explanation], key=lambda each: order(each.stage))
-    return Found(explanations, found.unknowns, found.count)
+    return SearchResult(explanations, found.unknowns, found.count)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _explain(
     earlier = [each for each in wrong if each not in stages and stage_named(each).kind == stage_named(stage).kind]
     if at_once > 1 and not _has_numbers(replay, stage):
         return []
-    expected, before = replay.computed(index, found)[stage], replay.verdict(stage, found)
+    expected, before = replay.computed(index, found)[stage], replay.judgement(stage, found)
     words = "two mistakes at once"
     most = 1.0 if replay.scope.is_quick else FOR_MISTAKES
 
@@ -205,11 +205,11 @@ def _explain(
         mistakes = (*found, *added)
         # The budget of each wrong layer takes long; that of the right one is near it. Of lost precision it is not, but
         # what explains so much less than nearly all may be the loss of another part.
-        if replay.verdict(stage, mistakes, quick=True).ratio > 100.0:
+        if replay.judgement(stage, mistakes, quick=True).ratio > 100.0:
             return False
-        if at_once > 1 and any(replay.verdict(stage, (*found, one)).ratio <= NEARLY for one in added):
+        if at_once > 1 and any(replay.judgement(stage, (*found, one)).ratio <= NEARLY for one in added):
             return False
-        after = replay.verdict(stage, mistakes)
+        after = replay.judgement(stage, mistakes)
         if after.ratio > 1.0 or not _is_less(after, before, added) or replay.wrong(right, mistakes):
             return False
         return all(_is_same(replay, replay.step_of[each], found, added, [each]) for each in earlier)
@@ -268,7 +268,7 @@ def _orders(known: Sequence[Mistake], at_once: int) -> Iterator[Mistakes]:
         yield from itertools.permutations(some) if len({*overridden}) < len(overridden) else [some]
 
 
-def _is_less(after: Verdict, before: Verdict, added: Mistakes) -> bool:
+def _is_less(after: Judgement, before: Judgement, added: Mistakes) -> bool:
     """Whether an error is less by far, and not by chance: a mistake that is none here moves what is rounded, too.
 
     What loses precision leaves errors of the size that they had; that they are allowed is what explains them.
@@ -299,12 +299,12 @@ def _is_small(replay: Replay, stage: str, found: Mistakes) -> bool:
     expected = replay.computed(replay.step_of[stage], found)[stage]
     if stage_named(stage).is_exact:
         return False
-    return replay.verdict(stage, found).error <= SMALL * norms_of(expected, np.isfinite(expected))["rms"]
+    return replay.judgement(stage, found).error <= SMALL * norms_of(expected, np.isfinite(expected))["rms"]
 
 
 def _unknown(replay: Replay, stage: str, found: Mistakes, work: Work) -> Unknown:
     """A stage that nothing explains: where it differs and by what law, and what lessens its error most."""
-    verdict, may_lose = replay.verdict(stage, found), _is_small(replay, stage, found)
+    verdict, may_lose = replay.judgement(stage, found), _is_small(replay, stage, found)
     if replay.scope.is_quick:
         return Unknown(stage, verdict.error, verdict.ratio)
     findings = replay.findings(stage, found, lambda: work.inside("numbers and parts of the layer"))
@@ -315,7 +315,7 @@ def _unknown(replay: Replay, stage: str, found: Mistakes, work: Work) -> Unknown
         for mistake in replay.known:
             if mistake not in found and (may_lose or not mistake.is_loss):
                 with work.inside("the nearest mistakes"):
-                    nearest.append((mistake.about, replay.verdict(stage, (*found, mistake), quick=True).error))
+                    nearest.append((mistake.about, replay.judgement(stage, (*found, mistake), quick=True).error))
     nearest = sorted((each for each in nearest if each[1] < 0.5 * verdict.error), key=lambda each: each[1])
     return Unknown(stage, verdict.error, verdict.ratio, findings, tuple(nearest[:3]))
 
@@ -333,7 +333,7 @@ def _explanation(replay: Replay, stages: Sequence[str], found: Mistakes, choice:
         return next((i for i, some in names if not _is_same(replay, i, found, (mistake,), some)), len(replay.steps))
 
     added = tuple(sorted(choice.mistakes, key=made_in)) if len(choice.mistakes) > 1 else choice.mistakes
-    before, after = replay.verdict(choice.stage, found), replay.verdict(choice.stage, (*found, *choice.mistakes))
+    before, after = replay.judgement(choice.stage, found), replay.judgement(choice.stage, (*found, *choice.mistakes))
     still = replay.wrong(stages, (*found, *choice.mistakes))
     return Explanation(
         choice.stage,

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from mha_spec import AttentionSpec, DynamicScaling, LongRopeScaling, Refusal
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.trace import Reference
 from parity.core.weights import Weights, dtype_named

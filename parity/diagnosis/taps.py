@@ -394,6 +394,6 @@ def _compared(
             stage=stage,
             arithmetic=arithmetic,
         )
-        local = replay.verdict(stage, ()).ratio
+        local = replay.judgement(stage, ()).ratio
         found.append(comparison.with_step(local, "wrong for what it was made of"))
     return found

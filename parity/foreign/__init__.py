@@ -21,7 +21,7 @@ from parity.foreign.adapter import Adapter
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayerClass:
     """A kind of layer of another library.
 
     Attributes:
@@ -36,12 +36,12 @@ class Kind:
 
 
 LAYERS = {
-    "torch.nn.MultiheadAttention": Kind("torch.nn", "MultiheadAttention", "torch_nn"),
-    "flax.nnx.MultiHeadAttention": Kind("flax.nnx", "MultiHeadAttention", "nnx"),
-    "flax.linen.MultiHeadDotProductAttention": Kind("flax.linen", "MultiHeadDotProductAttention", "linen"),
-    "keras.layers.MultiHeadAttention": Kind("keras", "MultiHeadAttention", "keras"),
-    "keras.layers.GroupQueryAttention": Kind("keras", "GroupedQueryAttention", "keras"),
-    "equinox.nn.MultiheadAttention": Kind("equinox.nn", "MultiheadAttention", "equinox"),
+    "torch.nn.MultiheadAttention": LayerClass("torch.nn", "MultiheadAttention", "torch_nn"),
+    "flax.nnx.MultiHeadAttention": LayerClass("flax.nnx", "MultiHeadAttention", "nnx"),
+    "flax.linen.MultiHeadDotProductAttention": LayerClass("flax.linen", "MultiHeadDotProductAttention", "linen"),
+    "keras.layers.MultiHeadAttention": LayerClass("keras", "MultiHeadAttention", "keras"),
+    "keras.layers.GroupQueryAttention": LayerClass("keras", "GroupedQueryAttention", "keras"),
+    "equinox.nn.MultiheadAttention": LayerClass("equinox.nn", "MultiheadAttention", "equinox"),
 }
 """Every layer of another library that is known here, by the name that its users write."""
 

@@ -24,7 +24,7 @@ class Ran(NamedTuple):
     output: np.ndarray
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """An attention module that has its weights, and what its model calls it with.
 
     Attributes:
@@ -117,7 +117,7 @@ class Skeleton:
             attention.to("meta")
         return Ran(got[0].numpy(), gave[0].reshape(*x.shape[:-1], -1).numpy())
 
-    def call(self, layer: ModelLayer, label: str, tensors: Mapping[str, Any], x: np.ndarray) -> Call:
+    def call(self, layer: ModelLayer, label: str, tensors: Mapping[str, Any], x: np.ndarray) -> ModuleCall:
         """A layer's own module, and what the model calls it with, to be run again and again.
 
         Args:
@@ -128,10 +128,10 @@ class Skeleton:
         """
         root, at = self._find(layer, label)
         attention = self._loaded(root, at, layer, tensors)
-        found: list[Call] = []
+        found: list[ModuleCall] = []
 
         def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found[:] = [Call(module, args, kwargs)]
+            found[:] = [ModuleCall(module, args, kwargs)]
             raise _Done
 
         hook = attention.register_forward_pre_hook(stop, with_kwargs=True)

@@ -15,7 +15,7 @@ from parity.models.rope import read_rope
 NOTHING = Value(None, "")
 
 
-class Place(NamedTuple):
+class ConfigLayer(NamedTuple):
     """A layer of a model.
 
     Attributes:
@@ -29,7 +29,7 @@ class Place(NamedTuple):
     kind: str
 
 
-Rule = Callable[[Place], Value]
+Rule = Callable[[ConfigLayer], Value]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Stack:
     is_causal: bool | Callable[[Config], bool] = True
     shared: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
-    keys_are_values: Callable[[Place], bool] = lambda place: False
+    keys_are_values: Callable[[ConfigLayer], bool] = lambda place: False
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Family:
 def key(*names: str, default: Any = None, power: float = 1.0) -> Rule:
     """The value of a key, or a power of it; the family's default, where there is one."""
 
-    def rule(place: Place) -> Value:
+    def rule(place: ConfigLayer) -> Value:
         found = place.config.read(*names, default=default)
         return found if power == 1.0 else Value(found.value**power, f"{found.origin} ** {power}")
 
@@ -105,7 +105,7 @@ def rope(*, theta: float | None = None, of: str | None = None, count: str | None
     the features may be rotated, and so many are where no key says it; without one all are.
     """
 
-    def rule(place: Place) -> Value:
+    def rule(place: ConfigLayer) -> Value:
         fields = dict(options)
         size = head_dim(place) if of is None else place.config.read(of).value
         if of is not None:
@@ -119,13 +119,13 @@ def rope(*, theta: float | None = None, of: str | None = None, count: str | None
     return rule
 
 
-def head_dim(place: Place) -> int:
+def head_dim(place: ConfigLayer) -> int:
     """Features of a head."""
     found = place.config.find("head_dim")
     return found.value if found else place.config.read("hidden_size").value // heads(place)
 
 
-def heads(place: Place) -> int:
+def heads(place: ConfigLayer) -> int:
     """The number of query heads."""
     return place.config.read("num_attention_heads").value
 
@@ -133,7 +133,7 @@ def heads(place: Place) -> int:
 def only(kind: str, rule: Rule) -> Rule:
     """What layers of a kind have; its keys count as read in the others, too."""
 
-    def in_kind(place: Place) -> Value:
+    def in_kind(place: ConfigLayer) -> Value:
         if place.kind == kind:
             return rule(place)
         with suppress(MissingKey):  # it is not asked for here
@@ -146,7 +146,7 @@ def only(kind: str, rule: Rule) -> Rule:
 def where(name: str, rule: Rule, *, default: bool | None = None) -> Rule:
     """What layers have if a key is true."""
 
-    def if_true(place: Place) -> Value:
+    def if_true(place: ConfigLayer) -> Value:
         found, then = place.config.read(name, default=default), rule(place)
         return Value(then.value, f"{found.origin}, {then.origin}") if found.value else NOTHING
 
@@ -160,7 +160,7 @@ def positioned(word: str, rule: Rule, *, others: tuple[str, ...]) -> Rule:
         ValueError: if there is another word.
     """
 
-    def if_asked(place: Place) -> Value:
+    def if_asked(place: ConfigLayer) -> Value:
         told = place.config.find("position_embedding_type")
         if told is not None and told.value not in (word, *others):
             raise Refusal("position_embedding_type", f"be one of {(word, *others)}", position_embedding_type=told.value)
@@ -177,7 +177,7 @@ def positioned(word: str, rule: Rule, *, others: tuple[str, ...]) -> Rule:
 def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> Rule:
     """A norm with the model's own eps."""
 
-    def rule(place: Place) -> Value:
+    def rule(place: ConfigLayer) -> Value:
         found = place.config.read(eps)
         return Value(Norm(*args, eps=found.value, **fields), f"{found.origin}; else as every layer of this family")
 
@@ -228,7 +228,7 @@ def is_last(index: int, told: Value | None, period: int) -> bool:
     return (index + 1) % (period if told is None else as_count(told.origin, told.value)) == 0
 
 
-def tempered_by_rope(place: Place) -> Value:
+def tempered_by_rope(place: ConfigLayer) -> Value:
     """The temperature that Mistral keeps among the parameters of RoPE."""
     values = place.config.section("rope_parameters")
     values.find("max_position_embeddings")  # said of the model, too

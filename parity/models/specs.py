@@ -15,7 +15,7 @@ from mha_spec.rules import as_count
 from parity.models.config import ABOUT_ATTENTION, SAYS_NOTHING, Config, MissingKey, Value, values_of
 from parity.models.families import FAMILIES
 from parity.models.families.not_covered import NOT_COVERED, WITHOUT_ATTENTION
-from parity.models.rules import Family, Place, Stack
+from parity.models.rules import ConfigLayer, Family, Stack
 
 KINDS = {
     "full_attention": None,
@@ -238,11 +238,11 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
             kind = OLDER_KINDS.get(kind, kind)
             with suppress(TypeError, ValueError):  # other keys that say it, too, count as read
                 stack.kind(read, index)
-        layers.append(_layer(stack, Place(read, index, kind)))
+        layers.append(_layer(stack, ConfigLayer(read, index, kind)))
     if all(layer.spec is None for layer in layers):  # what the others would have counts as read
         for rule in stack.fields.values():
             with suppress(TypeError, ValueError):
-                _ruled(rule, Place(read, 0, "full_attention"))
+                _ruled(rule, ConfigLayer(read, 0, "full_attention"))
     return layers
 
 
@@ -276,14 +276,14 @@ def why_unknown(values: Mapping[str, Any]) -> str:
     )
 
 
-def _ruled(rule: Any, place: Place) -> Value:
+def _ruled(rule: Any, place: ConfigLayer) -> Value:
     if not callable(rule):
         return Value(rule, "every layer of this family")
     found: Any = rule(place)
     return found
 
 
-def _layer(stack: Stack, place: Place) -> ModelLayer:
+def _layer(stack: Stack, place: ConfigLayer) -> ModelLayer:
     path = stack.path.replace("{i}", str(place.layer))
     if place.kind in NOT_ATTENTION:
         return ModelLayer(place.layer, place.kind, None, {}, stack.part, path=path)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mha_spec import Rope
-    from parity.core.cases import Case
+    from parity.core.case import Case
 
 
 def print_cases(cases: list[Case], out: Console) -> None:

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 
 from mha_spec import Refusal
@@ -17,11 +16,8 @@ from parity.core.safe_path import SAFE_PATH
 MAX_ERRORS = 1 << 16  # bytes, the last that a program printed
 
 
-class Elsewhere(os.PathLike[str]):
-    """`mha-parity run` by another interpreter, from now on, beside what goes on here.
-
-    As a path it is the folder of the traces that it makes, and whoever asks for that waits until they are there.
-    """
+class Elsewhere:
+    """`mha-parity run` by another interpreter, from now on, beside what goes on here."""
 
     def __init__(self, python: str, options: Sequence[str], num_processes: int = 2) -> None:
         """Begin. Python files of the current folder are not imported.
@@ -48,11 +44,12 @@ class Elsewhere(os.PathLike[str]):
             env={**os.environ, **SAFE_PATH, **share_of_cores(num_processes)},
         )
 
-    def __fspath__(self) -> str:
-        return self._filled
+    def wait(self) -> str:
+        """Wait until it has ended, and return the folder of the traces that it made.
 
-    @cached_property
-    def _filled(self) -> str:
+        Raises:
+            OSError: if it failed, or made none.
+        """
         status = self.process.wait()
         if status not in (0, 1):  # 1 is a mismatch, which the report of all shows
             raise OSError(f"{self.python} must run its cases, got exit status {status}: {self._reason()}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mha_spec import AttentionSpec, Refusal
 from parity.conversion.layers import Layer, open_layers
 from parity.core import reference
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.compare import SAME_PRECISION, compare
 from parity.core.problem import make_problem
 from parity.core.stages import run_steps

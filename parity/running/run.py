@@ -7,8 +7,8 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import replace
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -16,16 +16,18 @@ from mha_spec import Refusal
 from parity.backends import BACKENDS, load_backend, load_divided, why_missing
 from parity.backends.numerics import environment, placed
 from parity.backends.record import record
-from parity.core.cases import CASES, DTYPES, Case
+from parity.core.case import DTYPES, Case
+from parity.core.cases import CASES
 from parity.core.compare import Comparison
 from parity.core.problem import make_problem
 from parity.core.trace import Reference, Trace, judge
 from parity.core.weights import Weights, weight_shapes
 from parity.diagnosis.diagnose import Diagnosis, diagnose_trace
+from parity.running.elsewhere import Elsewhere
 from parity.running.jobs import by_processes
 from parity.running.report import Report, SkippedCase
 from parity.running.traces import load_traces, save_trace
-from parity.sharding.mesh import Collectives, MeshPlan, collectives_of
+from parity.sharding.mesh import MeshPlan, collectives_of
 from parity.text import printable, some_of
 
 OnJudged = Callable[[Trace, Reference, list[Comparison]], None]
@@ -41,7 +43,7 @@ def run_cases(
     weights: Weights | None = None,
     mesh: MeshPlan | None = None,
     traces: str | os.PathLike[str] | None = None,
-    join: Sequence[str | os.PathLike[str]] = (),
+    join: Sequence[str | os.PathLike[str] | Elsewhere] = (),
     jobs: int = 1,
     device: str = "cpu",
     on_case: Callable[[str, str, str], None] = lambda case, dtype, backend: None,
@@ -58,7 +60,7 @@ def run_cases(
         mesh: devices that each case is divided over; what it does not divide is skipped.
         traces: folder to save the traces in.
         join: folders of traces made elsewhere, their sub-folders among them; those of the same cases and dtypes are
-            judged, too. A folder that is `parity.running.elsewhere.Elsewhere` is waited for.
+            judged, too. `parity.running.elsewhere.Elsewhere` is waited for.
         jobs: how many processes run cases; 1 is this one.
         device: where torch's tensors lie, `cpu`, `cuda` or `cuda:1`; JAX uses its default device.
         on_case: called before each case, or before it is judged if another process ran it, with its name, the dtype
@@ -76,6 +78,88 @@ def run_cases(
             device.
     """
     cases = list(CASES.values() if cases is None else cases)
+    about: dict[str, Any] = {"with_gradients": with_gradients, "weights": weights, "mesh": mesh, "device": device}
+    plan = _planned(cases, backends, dtypes, join=join, jobs=jobs, **about)
+    with _sources(plan) as (joined, attempts):
+        judged = _judge_all(_recorded(plan, joined, attempts, traces, on_case), on_judged)
+    report = _report_of(judged, joined)
+    if with_gradients:
+        report.warnings.extend(_without_gradients(cases))
+    where = plan.where | ({"joined": {trace.folder: trace.environment for trace in joined}} if joined else {})
+    return replace(report, skipped=plan.skipped(joined), environment=where)
+
+
+# ---- Plan ------------------------------------------------------------------------------------------------------------
+
+
+class _Task(NamedTuple):
+    """A case in a dtype, and the backends that are to run it."""
+
+    case: Case
+    dtype: str
+    backends: tuple[str, ...]
+    weights: Weights | None
+    with_gradients: bool
+    mesh: MeshPlan | None
+    device: str
+
+    def expected(self) -> Reference:
+        """The reference that it is judged by."""
+        problem = make_problem(self.case, self.dtype, self.weights)
+        return Reference(problem, self.with_gradients and self.case.has_gradients)
+
+    def attempts(self, expected: Reference) -> Iterator[Trace]:
+        """Run it on each backend in turn."""
+        return (_attempt(name, expected, self.mesh) for name in self.backends)
+
+    def cost(self) -> float:
+        """What it costs beside others, roughly: its calls, and the numbers in its weights."""
+        return (len(self.case.chunks) + 1) * sum(map(math.prod, weight_shapes(self.case.spec).values()))
+
+
+@dataclass(frozen=True)
+class _RunPlan:
+    """What is to be run, checked.
+
+    Attributes:
+        tasks: the cases, each in its dtypes.
+        here: the backends that run here.
+        missing: why others do not, by name.
+        are_named: whether backends were asked for by name: then none may be skipped.
+        join: traces made elsewhere.
+        jobs: how many processes run cases.
+        device: of torch.
+        where: the environment.
+    """
+
+    tasks: list[_Task]
+    here: list[str]
+    missing: dict[str, str]
+    are_named: bool
+    join: Sequence[str | os.PathLike[str] | Elsewhere]
+    jobs: int
+    device: str
+    where: dict[str, Any]
+
+    def skipped(self, joined: Iterable[Trace]) -> dict[str, str]:
+        """Why backends neither run here nor are joined, by name."""
+        titles = {trace.backend for trace in joined}
+        return {name: reason for name, reason in self.missing.items() if name not in titles}
+
+
+def _planned(
+    cases: Sequence[Case],
+    backends: Sequence[str] | None,
+    dtypes: Sequence[str],
+    *,
+    join: Sequence[str | os.PathLike[str] | Elsewhere],
+    jobs: int,
+    weights: Weights | None,
+    mesh: MeshPlan | None,
+    device: str,
+    **about: Any,
+) -> _RunPlan:
+    """Check what `run_cases` is to run, and refuse what cannot be."""
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise Refusal("dtype", f"be one of {list(DTYPES)}", dtype=dtype)
@@ -94,39 +178,10 @@ def run_cases(
         if None not in reasons:
             raise Refusal(name, "be able to run one of the cases", some_of(map(str, reasons)))
     _check_device(here, jobs, mesh, device)
+    more: dict[str, Any] = {**about, "weights": weights, "mesh": mesh, "device": device}
+    tasks = [_Task(case, dtype, tuple(here), **more) for case, dtype in chosen]
     with placed(device):
-        where = environment(here)
-    tasks = [_Task(case, dtype, tuple(here), weights, with_gradients, device) for case, dtype in chosen]
-
-    def recorded(joined: list[Trace], elsewhere: Iterable[list[Trace] | None]) -> Iterator[tuple[Trace, Reference]]:
-        for task, attempts in zip(tasks, elsewhere, strict=False):
-            case, dtype, expected = task.case, task.dtype, task.expected()
-            for index, name in enumerate(here):
-                on_case(case.name, dtype, name)
-                trace = _attempt(name, expected, mesh) if attempts is None else attempts[index]
-                trace = replace(trace, environment=_with_numerics(where, name, trace.numerics))
-                if traces is not None:
-                    save_trace(traces, trace)
-                yield trace, expected
-            for trace in joined:
-                if (trace.problem.case, trace.problem.dtype) == (case, dtype):
-                    yield trace, expected
-
-    with ExitStack() as stack:
-        stack.enter_context(placed(device))
-        elsewhere = repeat(None)
-        if jobs > 1 and here:  # begun before traces are read, which may be in the making
-            elsewhere = stack.enter_context(closing(by_processes(_attempts, tasks, jobs, cost=_Task.cost)))
-        joined = load_traces(join, here)
-        skipped = {name: reason for name, reason in missing.items() if name not in {trace.backend for trace in joined}}
-        if backends and skipped:
-            raise ModuleNotFoundError("; ".join(skipped.values()))
-        report = _judge_all(recorded(joined, elsewhere), joined, on_judged)
-    if with_gradients:
-        report.warnings.extend(_without_gradients(cases))
-    if joined:
-        where["joined"] = {trace.folder: trace.environment for trace in joined}
-    return replace(report, skipped=skipped, environment=where)
+        return _RunPlan(tasks, here, missing, bool(backends), join, jobs, device, environment(here))
 
 
 def _check_device(backends: Sequence[str], jobs: int, mesh: MeshPlan | None, device: str) -> None:
@@ -152,33 +207,6 @@ def _without_gradients(cases: Iterable[Case]) -> Iterator[str]:
             yield f"gradients are not compared {why}: {', '.join(names)}"
 
 
-class _Task(NamedTuple):
-    """A case in a dtype, and the backends that are to run it."""
-
-    case: Case
-    dtype: str
-    backends: tuple[str, ...]
-    weights: Weights | None
-    with_gradients: bool
-    device: str
-
-    def expected(self) -> Reference:
-        """The reference that it is judged by."""
-        problem = make_problem(self.case, self.dtype, self.weights)
-        return Reference(problem, self.with_gradients and self.case.has_gradients)
-
-    def cost(self) -> float:
-        """What it costs beside others, roughly: its calls, and the numbers in its weights."""
-        return (len(self.case.chunks) + 1) * sum(map(math.prod, weight_shapes(self.case.spec).values()))
-
-
-def _attempts(task: _Task) -> list[Trace]:
-    """What each backend computes of a case."""
-    expected = task.expected()
-    with placed(task.device):
-        return [_attempt(name, expected, None) for name in task.backends]
-
-
 def _why_missing(backend: str, mesh: MeshPlan | None, named: Sequence[str] | None) -> str | None:
     """Why a backend cannot run here, or not on a mesh; None if it can. Of one that is named a mesh is refused."""
     if (reason := why_missing(backend)) or mesh is None:
@@ -200,6 +228,54 @@ def _why_skipped(backend: str, case: Case, dtype: str, mesh: MeshPlan | None) ->
     return reason if reason or mesh is None else load_divided(backend).why_skipped(case, dtype, mesh)
 
 
+# ---- Sources: here, other processes, joined traces -------------------------------------------------------------------
+
+
+@contextmanager
+def _sources(plan: _RunPlan) -> Iterator[tuple[list[Trace], Iterable[Iterable[Trace] | None]]]:
+    """The traces that are joined, and for each task what other processes computed, or None where it runs here."""
+    with ExitStack() as stack:
+        stack.enter_context(placed(plan.device))
+        attempts = repeat(None)
+        if plan.jobs > 1 and plan.here:  # begun before traces are read, which may be in the making
+            begun = by_processes(_attempts, plan.tasks, plan.jobs, cost=_Task.cost)
+            attempts = stack.enter_context(closing(begun))
+        folders = (folder.wait() if isinstance(folder, Elsewhere) else folder for folder in plan.join)
+        joined = load_traces(folders, plan.here)
+        if plan.are_named and (skipped := plan.skipped(joined)):
+            raise ModuleNotFoundError("; ".join(skipped.values()))
+        yield joined, attempts
+
+
+def _attempts(task: _Task) -> list[Trace]:
+    """What each backend computes of a case, in another process."""
+    with placed(task.device):
+        return list(task.attempts(task.expected()))
+
+
+def _recorded(
+    plan: _RunPlan,
+    joined: Sequence[Trace],
+    attempts: Iterable[Iterable[Trace] | None],
+    folder: str | os.PathLike[str] | None,
+    on_case: Callable[[str, str, str], None],
+) -> Iterator[tuple[Trace, Reference]]:
+    """Each trace in turn with its reference: of each task those made here, saved if there is a folder, then others'."""
+    for task, found in zip(plan.tasks, attempts, strict=False):
+        case, dtype, expected = task.case, task.dtype, task.expected()
+        made = iter(task.attempts(expected) if found is None else found)
+        for name in plan.here:
+            on_case(case.name, dtype, name)
+            trace = next(made)
+            trace = replace(trace, environment=_with_numerics(plan.where, name, trace.numerics))
+            if folder is not None:
+                save_trace(folder, trace)
+            yield trace, expected
+        for trace in joined:
+            if (trace.problem.case, trace.problem.dtype) == (case, dtype):
+                yield trace, expected
+
+
 def _attempt(backend: str, reference: Reference, mesh: MeshPlan | None) -> Trace:
     """A trace even where there is nothing to trace: of a case that the backend cannot run, or raises an error in."""
     nothing = Trace(reference.problem, backend, {}, {})
@@ -218,84 +294,112 @@ def _with_numerics(where: dict[str, Any], backend: str, numerics: dict[str, Any]
     return {**where, "backends": backends}
 
 
+# ---- Judged ----------------------------------------------------------------------------------------------------------
+
 DIAGNOSED = 5  # cases: what is wrong with the first is mostly wrong with all
 
 
-def _judge_all(traces: Iterable[tuple[Trace, Reference]], joined: Iterable[Trace], on_judged: OnJudged) -> Report:
-    """Judge traces, each by its reference, say what makes them less comparable than they look, and what is wrong.
+@dataclass(frozen=True)
+class _Judged:
+    """A trace, here without its arrays, with its comparisons and the diagnosis if it was made."""
+
+    trace: Trace
+    comparisons: list[Comparison]
+    diagnosis: Diagnosis | None
+    lacks_gradients: bool
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Its case, its dtype and what reports call its backend."""
+        return self.trace.problem.case.name, self.trace.problem.dtype, self.trace.title
+
+
+def _judge_all(traces: Iterable[tuple[Trace, Reference]], on_judged: OnJudged) -> list[_Judged]:
+    """Judge each trace by its reference, and diagnose the first that are wrong."""
+    found: list[_Judged] = []
+    for trace, expected in traces:
+        diagnosis, comparisons = None, [] if trace.skipped else judge(trace, expected)
+        if not trace.skipped:
+            on_judged(trace, expected, comparisons)
+        is_wrong = not all(comparison.passed for comparison in comparisons)
+        if is_wrong and trace.accumulated and sum(each.diagnosis is not None for each in found) < DIAGNOSED:
+            diagnosis = diagnose_trace(trace)
+            if not diagnosis.is_wrong:  # a gradient alone is wrong, which no mistake known here explains
+                diagnosis = None
+        lacks_gradients = expected.with_gradients and not (trace.with_gradients or trace.error)
+        problem = replace(trace.problem, weights={}, inputs={})
+        bare = replace(trace, problem=problem, accumulated={}, local={})
+        found.append(_Judged(bare, comparisons, diagnosis, lacks_gradients))
+    return found
+
+
+# ---- Report ----------------------------------------------------------------------------------------------------------
+
+
+def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:
+    """Return the report that does not know yet where it was made, and what makes results less comparable.
 
     Args:
-        traces: what to judge.
+        judged: what was judged.
         joined: all traces that were read, whether or not they are judged: their backends must lack none.
-        on_judged: called with each trace that was judged, its reference and the comparisons.
-
-    Returns:
-        A report that does not know where it was made yet.
 
     Raises:
         ValueError: if there is nothing but skipped cases.
     """
-    diagnoses: dict[tuple[str, str, str], Diagnosis] = {}
-    comparisons: list[Comparison] = []
-    collectives: list[Collectives] = []
-    skipped: list[SkippedCase] = []
-    had: dict[str, set[tuple[str, str]]] = {trace.title: set() for trace in joined}
-    locks: dict[str, dict[str, Any]] = {}
-    ran: list[tuple[str, str, dict[str, Any]]] = []
-    without_gradients: dict[str, None] = {}  # in order
-    for trace, expected in traces:
-        case, dtype = trace.problem.case.name, trace.problem.dtype
-        had.setdefault(trace.title, set()).add((case, dtype))
-        locks.setdefault(trace.backend, {})[trace.folder or "here"] = trace.numerics
-        if trace.skipped:
-            skipped.append(SkippedCase(case, dtype, trace.title, trace.skipped))
-            continue
-        judged = judge(trace, expected)
-        comparisons.extend(judged)
-        collectives.extend(collectives_of(trace))
-        on_judged(trace, expected, judged)
-        is_wrong = any(not comparison.passed for comparison in judged)
-        if is_wrong and trace.accumulated and len(diagnoses) < DIAGNOSED:
-            diagnosis = diagnose_trace(trace)
-            if diagnosis.is_wrong:  # a gradient alone is wrong, which no mistake known here explains
-                diagnoses[case, dtype, trace.title] = diagnosis
-        ran.append((trace.title, f"{case} in {dtype}", trace.numerics))
-        if expected.with_gradients and not (trace.with_gradients or trace.error):
-            without_gradients[trace.title] = None
+    skipped = [SkippedCase(*each.place, each.trace.skipped) for each in judged if each.trace.skipped]
+    ran = [each for each in judged if not each.trace.skipped]
+    comparisons = [comparison for each in ran for comparison in each.comparisons]
     if not comparisons:
         raise Refusal("there", "be something to judge", f"{len(skipped)} skipped cases and no other")
-    warnings = [
-        f"traces of {backend} were made under different numerics locks: {held}"
-        for backend, held in locks.items()
-        if len({json.dumps(settings, sort_keys=True) for settings in held.values()}) > 1
-    ]
+    missing = _missing(judged, joined)
+    warnings = [*_different_locks(each.trace for each in judged)]
+    for backend in dict.fromkeys(each.backend for each in missing):
+        lacking = (f"{each.case} in {each.dtype}" for each in missing if each.backend == backend)
+        warnings.append(f"{backend} has no trace of {some_of(lacking)}")
+    warnings.extend(_told_of_values(each.trace for each in ran))
+    without_gradients = dict.fromkeys(each.trace.title for each in ran if each.lacks_gradients)
+    warnings.extend(f"{backend} has no gradients: its other stages are compared" for backend in without_gradients)
+    diagnoses = {each.place: each.diagnosis for each in ran if each.diagnosis is not None}
+    collectives = [one for each in ran for one in collectives_of(each.trace)]
+    return Report(comparisons, {}, {}, warnings, skipped, diagnoses, missing, collectives)
+
+
+def _different_locks(traces: Iterable[Trace]) -> Iterator[str]:
+    """Yield warnings of backends whose traces were made under different numerics locks."""
+    locks: dict[str, dict[str, Any]] = {}
+    for trace in traces:
+        locks.setdefault(trace.backend, {})[trace.folder or "here"] = trace.numerics
+    for backend, held in locks.items():
+        if len({json.dumps(settings, sort_keys=True) for settings in held.values()}) > 1:
+            yield f"traces of {backend} were made under different numerics locks: {held}"
+
+
+def _missing(judged: Iterable[_Judged], joined: Iterable[Trace]) -> list[SkippedCase]:
+    """List the traces that a backend lacks though another has them."""
+    had: dict[str, set[tuple[str, str]]] = {trace.title: set() for trace in joined}
+    for each in judged:
+        case, dtype, title = each.place
+        had.setdefault(title, set()).add((case, dtype))
     every = set().union(*had.values())
-    missing = [
+    return [
         SkippedCase(case, dtype, backend, f"{backend} has no trace of {case} in {dtype}")
         for backend in sorted(had)
         for case, dtype in sorted(every - had[backend])
     ]
-    for backend in dict.fromkeys(each.backend for each in missing):
-        lacking = (f"{each.case} in {each.dtype}" for each in missing if each.backend == backend)
-        warnings.append(f"{backend} has no trace of {some_of(lacking)}")
-    warnings.extend(_told_of_values(ran))
-    warnings.extend(f"{backend} has no gradients: its other stages are compared" for backend in without_gradients)
-    return Report(comparisons, {}, {}, warnings, skipped, diagnoses, missing, collectives)
 
 
-def _told_of_values(ran: Iterable[tuple[str, str, dict[str, Any]]]) -> Iterator[str]:
-    """Where values come from if not from the hardware that they are of.
-
-    Args:
-        ran: the backend, the case and the numerics lock of each trace.
-    """
+def _told_of_values(traces: Iterable[Trace]) -> Iterator[str]:
+    """Yield warnings of values that do not come from the hardware that they are of."""
     counts: Counter[tuple[str, str]] = Counter()
     others: dict[str, list[str]] = {}
-    for backend, case, numerics in ran:
+    for trace in traces:
+        backend, numerics = trace.title, trace.numerics
         if (values := numerics.get("values", "device")) != "device":
             counts[backend, printable(str(values))] += 1
         if differs := numerics.get("not_as_recorded"):
-            others.setdefault(backend, []).append(f"{case}: {printable(str(differs))}")
+            others.setdefault(backend, []).append(
+                f"{trace.problem.case.name} in {trace.problem.dtype}: {printable(str(differs))}"
+            )
     for (backend, values), count in counts.items():
         cases = "1 case" if count == 1 else f"{count} cases"
         yield f"{backend} ran without its hardware: in {cases} its values are those of {values}"
@@ -330,5 +434,5 @@ def compare_traces(
             for trace in of_case:
                 yield trace, expected
 
-    report = _judge_all(read(), traces, on_judged)
+    report = _report_of(_judge_all(read(), on_judged), traces)
     return replace(report, environment={trace.folder: trace.environment for trace in traces})

@@ -13,7 +13,8 @@ import numpy as np
 from mha_spec import Refusal
 from parity.backends import BACKENDS
 from parity.core import reference
-from parity.core.cases import DTYPES, find_case
+from parity.core.case import DTYPES
+from parity.core.cases import find_case
 from parity.core.problem import make_problem
 from parity.core.stages import stage_named
 from parity.core.trace import Trace

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from mha_spec import Refusal
 from mha_spec.rules import as_count
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.records import JsonRecord
 from parity.core.trace import Trace
 

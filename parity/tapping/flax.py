@@ -45,7 +45,7 @@ def tap_flax(model: Any, patterns: tuple[str, ...] | None) -> Iterator[Tapped]:
         tap.finish()
 
 
-class _Listener:
+class _FlaxListener:
     """What one layer gets and gives, put together while a call lasts."""
 
     def __init__(self, layer: TappedLayer, module: Any, kind: type) -> None:
@@ -105,7 +105,7 @@ class _Listener:
             self.values["attn_weights" if name == "attention_weights" else f"sown.{name}"] = _values_of(value)
 
 
-_OPEN: list[_Listener] = []
+_OPEN: list[_FlaxListener] = []
 """The layers that are being called, the innermost last."""
 
 
@@ -180,13 +180,13 @@ def _tap_nnx(model: nnx.Module, patterns: tuple[str, ...] | None, tapped: Tapped
     inside = {name: [each for each in modules if each != name and _is_inside(each, name)] for name in modules}
     order = list(modules)
     names = sorted(chosen(modules, patterns, inside), key=_in_order)
-    listeners: dict[int, _Listener] = {}
-    parts: dict[int, tuple[_Listener, str]] = {}
+    listeners: dict[int, _FlaxListener] = {}
+    parts: dict[int, tuple[_FlaxListener, str]] = {}
     for place, name in enumerate(names):
         module = modules[name]
         layer = TappedLayer(name, place, type(module).__name__)
         tapped.layers.append(layer)
-        listener = listeners[id(module)] = _Listener(layer, module, type(module))
+        listener = listeners[id(module)] = _FlaxListener(layer, module, type(module))
         for part in (*HEADS, "out"):
             child = getattr(module, part, None)
             if isinstance(child, nnx.Module):
@@ -208,7 +208,7 @@ def _is_inside(name: str, other: str) -> bool:
 
 
 def _around_class(
-    owner: Any, listeners: dict[int, _Listener], parts: dict[int, tuple[_Listener, str]], stack: ExitStack
+    owner: Any, listeners: dict[int, _FlaxListener], parts: dict[int, tuple[_FlaxListener, str]], stack: ExitStack
 ) -> None:
     original, is_own = owner.__call__, "__call__" in vars(owner)
 
@@ -241,7 +241,7 @@ class _LinenTap:
 
     def __init__(self, patterns: tuple[str, ...] | None, tapped: Tapped) -> None:
         self.patterns, self.tapped = patterns, tapped
-        self.listeners: dict[tuple[str, ...], _Listener] = {}
+        self.listeners: dict[tuple[str, ...], _FlaxListener] = {}
         self.fitting: set[str] = set()
 
     def intercept(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
@@ -253,7 +253,7 @@ class _LinenTap:
         if self._is_chosen("/".join(path), type(module).__name__):
             if path not in self.listeners:
                 layer = TappedLayer("/".join(path), len(self.listeners), type(module).__name__)
-                self.listeners[path] = _Listener(layer, path, type(module))
+                self.listeners[path] = _FlaxListener(layer, path, type(module))
             function = functools.wraps(functools.partial(type(module).__call__, module))(call)
             return self.listeners[path].around(module, function, args, kwargs)
         result = call(*args, **kwargs)

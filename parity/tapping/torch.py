@@ -47,7 +47,7 @@ def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None) -> Iterator[Ta
         model_state = _ModelState()
         for module in modules.values():
             model_state.listen(module, stack)
-        listeners: dict[nn.Module, _Listener] = {}
+        listeners: dict[nn.Module, _TorchListener] = {}
         for place, name in enumerate(names):
             module = modules[name]
             index = getattr(module, "layer_idx", None)
@@ -62,7 +62,7 @@ def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None) -> Iterator[Ta
                 is_causal if isinstance(is_causal, bool) else None,
             )
             tapped.layers.append(layer)
-            listeners[module] = _Listener(module, layer, model_state, getattr(module, "config", config))
+            listeners[module] = _TorchListener(module, layer, model_state, getattr(module, "config", config))
             listeners[module].listen(stack)
         stack.enter_context(_listening(listeners))
         yield tapped
@@ -74,7 +74,7 @@ def _is_inside(name: str, other: str) -> bool:
 
 # ---- Functions of transformers ---------------------------------------------------------------------------------------
 
-_LISTENING: list[Mapping[nn.Module, _Listener]] = []
+_LISTENING: list[Mapping[nn.Module, _TorchListener]] = []
 """Who listens to them; of each tap that is open."""
 
 _ORIGINALS: dict[str, Callable[..., Any]] = {}
@@ -82,7 +82,7 @@ _ORIGINALS: dict[str, Callable[..., Any]] = {}
 
 
 @contextmanager
-def _listening(listeners: Mapping[nn.Module, _Listener]) -> Iterator[None]:
+def _listening(listeners: Mapping[nn.Module, _TorchListener]) -> Iterator[None]:
     """Let listeners see the calls of these functions."""
     if "transformers.modeling_utils" not in sys.modules:  # whose models import it
         yield
@@ -175,7 +175,7 @@ def _padding(mask: Any) -> tuple[Tensor | None, bool]:
     return mask if is_padding else None, mask is not None and not is_padding
 
 
-class _Listener:
+class _TorchListener:
     """What one layer gets and gives.
 
     A call is put together while it lasts, and is recorded when it has given its output.

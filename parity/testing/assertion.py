@@ -11,17 +11,17 @@ import numpy as np
 
 from mha_spec import Refusal, WrongType
 from parity.core.arrays import arithmetic_of, stages_of
-from parity.core.cases import DTYPES
+from parity.core.case import DTYPES
 from parity.core.compare import (
     NOTHING,
     TENSIX_FLOOR,
     Comparison,
     budget,
-    compare,
     factor,
     failure,
     first_difference,
     measure,
+    why_incomparable,
 )
 from parity.core.compare import unit_of_rounding as unit
 from parity.core.problem import Problem
@@ -226,17 +226,15 @@ def explained(
 
 def _compare_with_reference(actual: Stages, reference: Reference, name: str, arithmetic: str) -> list[Comparison]:
     _check_has(arithmetic, reference.problem.dtype)
-    about: dict[str, Any] = {"case": name, "backend": "actual", "dtype": reference.problem.dtype}
-    expected, same_precision = reference.accumulated, reference.same_precision(local=False, arithmetic=arithmetic)
-    comparisons = []
-    for stage in (stage for stage in expected if stage in actual):
-        terms = reference.magnitudes.get(stage)
-        about_stage = {**about, "stage": stage, "terms": terms, "arithmetic": arithmetic}
-        comparison = compare(actual[stage], expected[stage], same_precision[stage], **about_stage)
-        comparisons.append(_explained(comparison, "the same-precision reference"))
-    unknown = f"the reference has no such stage, only {', '.join(expected)}"
-    comparisons += [failure(actual[stage], unknown, **about, stage=stage) for stage in actual if stage not in expected]
-    return comparisons
+    about: dict[str, Any] = {"case": name, "backend": "actual"}
+    expected = reference.accumulated
+    found = [reference.compare(stage, actual[stage], arithmetic, **about) for stage in expected if stage in actual]
+    unknown, dtype = f"the reference has no such stage, only {', '.join(expected)}", reference.problem.dtype
+    lacking = [stage for stage in actual if stage not in expected]
+    return [
+        *(_explained(comparison, "the same-precision reference") for comparison in found),
+        *(failure(actual[stage], unknown, **about, dtype=dtype, stage=stage) for stage in lacking),
+    ]
 
 
 def _compare_with_expected(
@@ -297,10 +295,8 @@ def _explained(comparison: Comparison, noise: str = "") -> Comparison:
 
 def _why_incomparable(actual: np.ndarray, expected: np.ndarray, same_precision: np.ndarray | None) -> str:
     """Why arrays cannot be compared, in words; empty if they can."""
-    if actual.shape != expected.shape:  # NumPy would broadcast, and compare nonsense
-        return f"shape {actual.shape}, expected {expected.shape}"
-    if actual.size == 0:
-        return "there are no elements to compare"
+    if reason := why_incomparable(actual, expected):
+        return reason
     for array in (actual, expected):
         if not _kind(array):
             return f"dtype {array.dtype}, must be bool, an integer or one of {', '.join(DTYPES)}"

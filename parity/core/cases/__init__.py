@@ -6,7 +6,7 @@ import difflib
 import re
 
 from mha_spec import Refusal
-from parity.core.cases.case import DTYPES, Case
+from parity.core.case import DTYPES, Case
 from parity.core.cases.drawn import random_case
 from parity.core.cases.tables import CACHED, LAYERS, MASKS, MORE, ROPES, SIZES, VALUES
 from parity.core.cases.trained import TRAINED

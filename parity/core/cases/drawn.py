@@ -23,7 +23,7 @@ from mha_spec import (
     Temperature,
     YarnScaling,
 )
-from parity.core.cases.case import Case
+from parity.core.case import Case
 
 NUM_PLAIN = 6
 """How many of the first cases, those in `CASES`, are of layers without the features of today's models."""

@@ -20,7 +20,7 @@ from mha_spec import (
     Temperature,
     YarnScaling,
 )
-from parity.core.cases.case import Case
+from parity.core.case import Case
 
 _MHA = AttentionSpec(32, 4)
 _GQA = AttentionSpec(32, 8, num_kv_heads=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mha_spec import AttentionSpec, Rope
-from parity.core.cases.case import Case
+from parity.core.case import Case
 
 _ANARCII = AttentionSpec(128, 4)
 _SMOLLM2 = AttentionSpec(576, 9, num_kv_heads=3, qkv_bias=False, out_bias=False, rope=Rope(100000.0))

@@ -121,11 +121,11 @@ class Layer:
 
     # ---- With a cache ------------------------------------------------------------------------------------------------
 
-    def call(self, index: int) -> Call:
+    def call(self, index: int) -> CachedCall:
         """One call: new tokens in, cache grown."""
         case = self.problem.case
         before, added = np.array(case.lengths_before(index)), np.array(case.added(index))
-        return Call(self, index, self.problem.step_input(index), before, added)
+        return CachedCall(self, index, self.problem.step_input(index), before, added)
 
     def appended(
         self, cache: str, values: Values, new: dict[str, np.ndarray], before: np.ndarray, added: np.ndarray
@@ -447,7 +447,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Call:
+class CachedCall:
     """One call with a cache: of new tokens `x`, of which `added` are real, after the `before` ones of each sequence."""
 
     layer: Layer

@@ -11,8 +11,8 @@ from parity.models.families.usual import BIASES, HEADS, IN_PART, MOST_BIAS, PAIR
 from parity.models.rules import (
     NOTHING,
     SLIDING,
+    ConfigLayer,
     Family,
-    Place,
     Rule,
     asked,
     every,
@@ -48,7 +48,7 @@ def _rotates(config: Config, index: int) -> Value:
 def _where_rotated(rule: Rule, *, rotated: bool = True) -> Rule:
     """What layers have that rotate, or those that do not; its keys count as read in the others, too."""
 
-    def in_some(place: Place) -> Value:
+    def in_some(place: ConfigLayer) -> Value:
         rotates, found = _rotates(place.config, place.layer), rule(place)
         return Value(found.value, f"{found.origin}, {rotates.origin}") if rotates.value == rotated else NOTHING
 
@@ -60,7 +60,7 @@ def _kind_of_smollm3(config: Config, index: int) -> str:
     return "sliding_attention" if has_window and not _rotates(config, index).value else "full_attention"
 
 
-def _exaone4(place: Place) -> Value:
+def _exaone4(place: ConfigLayer) -> Value:
     """With windows in some layers, only these rotate anything."""
     window, turned = place.config.find("sliding_window"), rope()(place)
     rotates = window is None or place.kind == "sliding_attention"
@@ -78,7 +78,7 @@ def _kind_of_ministral(config: Config, index: int) -> str:
     return "full_attention" if config.asked("sliding_window") is None else "sliding_attention"
 
 
-def _temperature_of_llama4(place: Place) -> Value:
+def _temperature_of_llama4(place: ConfigLayer) -> Value:
     length, scale = (place.config.read(name) for name in ("floor_scale", "attn_scale"))
     return Value(Temperature(length.value, scale.value, first_position=1), f"{length.origin}, {scale.origin}")
 
@@ -96,7 +96,7 @@ def _kind_of_minimax_m2(config: Config, index: int) -> str:
 def _of_gemma4(name: str, of_full: str) -> Rule:
     """A size that layers without a window have of their own, said of all of them or of each."""
 
-    def rule(place: Place) -> Value:
+    def rule(place: ConfigLayer) -> Value:
         usual, shared = place.config.read(name), place.config.find("attention_k_eq_v")
         each, own = place.config.find("per_layer_config"), place.config.find(of_full)
         if place.kind != "full_attention":
@@ -111,7 +111,7 @@ def _of_gemma4(name: str, of_full: str) -> Rule:
     return rule
 
 
-def _has_one_projection(place: Place) -> bool:
+def _has_one_projection(place: ConfigLayer) -> bool:
     """Whether a layer of Gemma 4 has one for keys and values."""
     told = place.config.find("attention_k_eq_v")
     return place.kind == "full_attention" and told is not None and bool(told.value)
@@ -123,7 +123,7 @@ def _kind_of_gemma4(config: Config, index: int) -> str:
     return "full_attention" if is_end else every(6)(config, index)
 
 
-def _rope_of_each_layer(place: Place) -> Value:
+def _rope_of_each_layer(place: ConfigLayer) -> Value:
     """A base for each layer, 0 where nothing is rotated; without them that of all."""
     bases, turned = place.config.find("layer_rope_theta"), rope()(place)
     if bases is None:
@@ -135,14 +135,14 @@ def _rope_of_each_layer(place: Place) -> Value:
     return Value(dataclasses.replace(turned.value, theta=base) if base else None, origin)
 
 
-def _width_of_hunyuan(place: Place) -> Value:
+def _width_of_hunyuan(place: ConfigLayer) -> Value:
     older = place.config.find("attention_head_dim")
     if older is not None and older.value != head_dim(place):  # transformers reads the other
         raise Refusal("attention_head_dim", f"be head_dim={head_dim(place)}", {older.origin: older.value})
     return place.config.find("head_dim") or NOTHING
 
 
-def _rope_of_hunyuan(place: Place) -> Value:
+def _rope_of_hunyuan(place: ConfigLayer) -> Value:
     """With an `alpha` what is called dynamic is plain RoPE with another base, whatever the length."""
     own = [name for name in ("rope_parameters", "rope_scaling") if name in place.config]
     alpha = place.config.section(own[0]).find("alpha") if own else None
@@ -158,12 +158,12 @@ def _rope_of_hunyuan(place: Place) -> Value:
     return Value(Rope(theta), f"{base.origin} * {alpha.origin} ** (H / (H - 2))")
 
 
-def _scale_of_hyperclovax(place: Place) -> Value:
+def _scale_of_hyperclovax(place: ConfigLayer) -> Value:
     told = place.config.find("attention_multiplier")
     return told or Value(head_dim(place) ** -0.5, "attention_multiplier is not there: 1 / sqrt(H)")
 
 
-def _window_of_modernbert_decoder(place: Place) -> Value:
+def _window_of_modernbert_decoder(place: ConfigLayer) -> Value:
     whole, half = place.config.read("local_attention", default=128), place.config.find("sliding_window")
     if (
         half is not None and half.value != whole.value // 2
@@ -176,7 +176,7 @@ def _window_of_modernbert_decoder(place: Place) -> Value:
     return Value(whole.value // 2, f"{whole.origin} // 2") if place.kind == "sliding_attention" else NOTHING
 
 
-def _rotated_of_cohere2_moe(place: Place) -> Value:
+def _rotated_of_cohere2_moe(place: ConfigLayer) -> Value:
     """RoPE in layers with a window, and in those of the dense prefix where all of it sees everything."""
     found, period = (
         rope(pairs="interleaved")(place),
@@ -197,7 +197,7 @@ def _kind_of_cohere2_moe(config: Config, index: int) -> str:
     return every(4, "sliding_window_pattern")(config, index - prefix)
 
 
-def _heads_of_mimo(place: Place) -> Value:
+def _heads_of_mimo(place: ConfigLayer) -> Value:
     """Twice as many key/value heads in layers with a window."""
     found = place.config.read("num_key_value_heads")
     is_local = place.kind == "sliding_attention"

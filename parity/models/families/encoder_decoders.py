@@ -10,7 +10,7 @@ from mha_spec import RelativeBias
 from parity.models.config import Value
 from parity.models.families.usual import PLAIN, SOME_BIAS, stack
 from parity.models.rope import read_rope
-from parity.models.rules import Family, Place, Rule, Stack, key, of_kind, optional
+from parity.models.rules import ConfigLayer, Family, Rule, Stack, key, of_kind, optional
 
 SAYS_NOTHING = {"scale_embedding", "scale_decoder_outputs", "max_source_positions", "max_target_positions"}
 SAYS_NOTHING |= {"static_position_embeddings", "add_bias_logits", "n_positions"}
@@ -52,7 +52,7 @@ def _bart(dropout: float = 0.0, cross: str = "encoder_attn", **fields: Any) -> t
 def _relative_bias(bidirectional: bool) -> Rule:
     """In all layers of a stack: where only the first one has weights for it, the others take its."""
 
-    def rule(place: Place) -> Value:
+    def rule(place: ConfigLayer) -> Value:
         buckets = place.config.read("relative_attention_num_buckets", default=32)
         farthest = place.config.read("relative_attention_max_distance", default=128)
         bias = RelativeBias(buckets.value, farthest.value, bidirectional=bidirectional)
@@ -140,7 +140,7 @@ def _moonshine() -> tuple[Stack, Stack, Stack]:
 def _rope_of_moonshine(part: str) -> Rule:
     """Neighbours are pairs, in nine tenths of a head."""
 
-    def rule(place: Place) -> Value:
+    def rule(place: ConfigLayer) -> Value:
         size = place.config.read("hidden_size").value // place.config.read(f"{part}_num_attention_heads").value
         return read_rope(place.config, size, layer_type=place.kind, theta=None, fraction=0.9, pairs="interleaved")
 

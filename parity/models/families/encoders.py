@@ -7,7 +7,7 @@ from typing import Any
 from mha_spec import RelativeBias, Rope
 from parity.models.config import Config, Value
 from parity.models.families.usual import PLAIN, SOME_BIAS, family
-from parity.models.rules import Family, Place, first_of, key, optional, positioned, rope
+from parity.models.rules import ConfigLayer, Family, first_of, key, optional, positioned, rope
 
 # ---- Text ------------------------------------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ ABSOLUTE = {"position_embedding_type": "absolute"}
 """Distances were something that scores depend on in models with another one."""
 
 
-def _window_of_modernbert(place: Place) -> Value:
+def _window_of_modernbert(place: ConfigLayer) -> Value:
     """Half of it lies before a token and half behind, beside its own place."""
     whole = place.config.read("local_attention", default=128)
     if place.kind != "sliding_attention":

@@ -9,10 +9,10 @@ from mha_spec import Alibi, Refusal, Rope
 from parity.models.config import Config, MissingKey, Value
 from parity.models.families.usual import IN_PART, MOST_BIAS, PLAIN, family
 from parity.models.rope import read_rope
-from parity.models.rules import NOTHING, Family, Place, Rule, key, norm, only, optional, rope, where
+from parity.models.rules import NOTHING, ConfigLayer, Family, Rule, key, norm, only, optional, rope, where
 
 
-def _scale_of_gpt2(place: Place) -> Value:
+def _scale_of_gpt2(place: ConfigLayer) -> Value:
     """1 / sqrt(H), divided by the number of the layer or not, or nothing."""
     config, factor = place.config, 1.0
     by_root, by_layer = (
@@ -26,19 +26,19 @@ def _scale_of_gpt2(place: Place) -> Value:
     return Value(factor / (place.layer + 1 if by_layer.value else 1), f"{by_root.origin}, {by_layer.origin}")
 
 
-def _scale_of_bigcode(place: Place) -> Value:
+def _scale_of_bigcode(place: ConfigLayer) -> Value:
     """1 / sqrt(H) or nothing."""
     scaled = place.config.read("scale_attn_weights", default=True)
     return NOTHING if scaled.value else Value(1.0, scaled.origin)
 
 
-def _one_head(place: Place) -> Value:
+def _one_head(place: ConfigLayer) -> Value:
     """One head of keys and values in models with multi-query attention."""
     found = place.config.read("multi_query", default=True)
     return Value(1, found.origin) if found.value else NOTHING
 
 
-def _heads_of_falcon(place: Place) -> Value:
+def _heads_of_falcon(place: ConfigLayer) -> Value:
     """Groups in the newer architecture; otherwise one head for all, or one for each."""
     config = place.config
     newer, told = config.read("new_decoder_architecture", default=False), config.find("num_kv_heads")
@@ -51,7 +51,7 @@ def _heads_of_falcon(place: Place) -> Value:
 def _with_alibi(rule: Rule, *, is_with: bool = True) -> Rule:
     """What models with ALiBi have, or those with RoPE; its keys count as read in the others, too."""
 
-    def if_so(place: Place) -> Value:
+    def if_so(place: ConfigLayer) -> Value:
         has_alibi = place.config.read("alibi", default=False)
         found = Value(None, "")
         with suppress(MissingKey):
@@ -61,7 +61,7 @@ def _with_alibi(rule: Rule, *, is_with: bool = True) -> Rule:
     return if_so
 
 
-def _some_of_a_head(place: Place) -> Value:
+def _some_of_a_head(place: ConfigLayer) -> Value:
     """GPT-J's RoPE: neighbours in the first features of a head."""
     count = place.config.read("rotary_dim", default=64)
     return Value(
@@ -69,7 +69,7 @@ def _some_of_a_head(place: Place) -> Value:
     )
 
 
-def _in_the_last_layer(place: Place) -> Value:
+def _in_the_last_layer(place: ConfigLayer) -> Value:
     """The only one with a bias."""
     is_last = place.layer + 1 == place.config.read("num_hidden_layers").value
     return Value(is_last, "num_hidden_layers: the last layer alone has one")
@@ -94,7 +94,7 @@ def _in_section(name: str, rule: Rule) -> Rule:
     return lambda place: rule(place._replace(config=place.config.section(name)))
 
 
-def _rope_of_dbrx(place: Place) -> Value:
+def _rope_of_dbrx(place: ConfigLayer) -> Value:
     """Its released files say the base among the keys of attention, transformers for the model."""
     own = place.config.section("attn_config").find("rope_theta")
     if own is None or "rope_theta" in place.config or "rope_parameters" in place.config:

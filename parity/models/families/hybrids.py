@@ -9,7 +9,19 @@ from mha_spec import Gate, Refusal
 from mha_spec.rules import as_count
 from parity.models.config import Config, Value
 from parity.models.families.usual import BIASES, HEADS, SOME_BIAS, WIDTH, family
-from parity.models.rules import NOTHING, Family, Place, asked, head_dim, is_last, key, norm, positioned, rope, told_kind
+from parity.models.rules import (
+    NOTHING,
+    ConfigLayer,
+    Family,
+    asked,
+    head_dim,
+    is_last,
+    key,
+    norm,
+    positioned,
+    rope,
+    told_kind,
+)
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
@@ -18,7 +30,7 @@ def _qwen3_next(config: Config, index: int) -> str:
     return FULL if is_last(index, config.find("full_attention_interval"), 4) else LINEAR
 
 
-def _gate_with_bias(place: Place) -> Value:
+def _gate_with_bias(place: ConfigLayer) -> Value:
     """A gate that is packed with the queries, and has a bias where they have."""
     bias = SOME_BIAS(place)
     return Value(Gate(bias=bias.value), f"every layer of this family; {bias.origin}")
@@ -30,7 +42,7 @@ def _kind_of_lfm2(config: Config, index: int) -> str:
     return FULL if told is None or index in told.value else "conv"
 
 
-def _rope_of_lfm2(place: Place) -> Value:
+def _rope_of_lfm2(place: ConfigLayer) -> Value:
     """Released models say their base twice."""
     found, again = rope()(place), place.config.find("theta")
     if again is not None and again.value != found.value.theta:
@@ -67,7 +79,7 @@ def _kind_of_recurrent_gemma(config: Config, index: int) -> str:
     return "sliding_attention" if pattern[index % as_count("block_types", len(pattern))] == "attention" else "recurrent"
 
 
-def _multiplied_scale(place: Place) -> Value:
+def _multiplied_scale(place: ConfigLayer) -> Value:
     """Keys are multiplied before they are rotated: as if the scores were."""
     factor = place.config.read("key_multiplier", default=1.0)
     return Value(factor.value * head_dim(place) ** -0.5, f"{factor.origin} / sqrt(H)") if factor.value != 1 else NOTHING

@@ -9,17 +9,17 @@ from typing import Any
 from mha_spec import Latent, Refusal, YarnScaling
 from parity.models.config import Config, Value
 from parity.models.families.usual import SOME_BIAS, family, stack
-from parity.models.rules import NOTHING, Family, Place, Rule, heads, key, rope, tempered_by_rope
+from parity.models.rules import NOTHING, ConfigLayer, Family, Rule, heads, key, rope, tempered_by_rope
 
 
-def _latent(place: Place) -> Value:
+def _latent(place: ConfigLayer) -> Value:
     kv_rank, rope_dim = (place.config.read(name) for name in ("kv_lora_rank", "qk_rope_head_dim"))
     q_rank = place.config.asked("q_lora_rank") or NOTHING  # without one queries are projected at once
     origins = [each.origin for each in (kv_rank, rope_dim, q_rank) if each.value is not None]
     return Value(Latent(kv_rank.value, rope_dim.value, q_rank.value), ", ".join(origins))
 
 
-def _scaled_latent(place: Place) -> Value:
+def _scaled_latent(place: ConfigLayer) -> Value:
     """Latents times the square root of how much wider than they the layer is."""
     found, width = _latent(place), place.config.read("hidden_size").value
     if found.value.q_rank is None:
@@ -33,20 +33,20 @@ def _sum(*names: str) -> Rule:
     return lambda place: Value(sum(place.config.read(name).value for name in names), " + ".join(names))
 
 
-def _pairs_of_latents(place: Place) -> Value:
+def _pairs_of_latents(place: ConfigLayer) -> Value:
     paired = place.config.read("rope_interleave", default=True)
     found = rope(of="qk_rope_head_dim", pairs="interleaved" if paired.value else "half")(place)
     return Value(found.value, f"{found.origin}, {paired.origin}")
 
 
-def _biases(place: Place) -> Value:
+def _biases(place: ConfigLayer) -> Value:
     """Of what makes latents: queries that are projected at once have none."""
     found: Value = SOME_BIAS(place)
     at_once = place.config.asked("q_lora_rank") is None
     return found._replace(value=(False, True, True)) if at_once and found.value else found
 
 
-def _scale(place: Place) -> Value:
+def _scale(place: ConfigLayer) -> Value:
     """The square of YaRN's factor is in the scale wherever there is a mscale_all_dim, also one that RoPE does not read.
 
     RoPE reads it beside mscale alone, and only where there is no attention_factor: then the rest follows from RoPE.
@@ -61,7 +61,7 @@ def _scale(place: Place) -> Value:
     return Value(squared * width.value**-0.5, f"({width.origin}) ** -0.5, {told.origin} of RoPE's factor")
 
 
-def _width_of_values(place: Place) -> Value:
+def _width_of_values(place: ConfigLayer) -> Value:
     """As MiniCPM3 has it, whose released configurations leave it out."""
     told, width = place.config.find("v_head_dim"), place.config.read("hidden_size")
     return told or Value(width.value // heads(place), "v_head_dim is not there: hidden_size // num_attention_heads")
