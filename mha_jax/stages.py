@@ -62,7 +62,7 @@ def attention_scores(
     if spec is not None and spec.alibi_slopes is not None:
         scores = scores + alibi_bias(spec.alibi_slopes, *scores.shape[2:], q_offset, scores_dtype=scores.dtype)
     if relative_bias is not None and relative is not None:
-        lengths, dtype = scores.shape[2:], scores.dtype
+        lengths, dtype = (scores.shape[2], scores.shape[3]), scores.dtype
         scores = scores + relative_position_bias(relative_bias, relative, *lengths, q_offset, scores_dtype=dtype)
     return scores if bias is None else scores + to_scores_rank(at_least_float32(bias))
 

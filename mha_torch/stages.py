@@ -61,7 +61,7 @@ def attention_scores(
     with _without_autocast(query.device.type):  # it would take these sums in half precision
         scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
     scores = soft_capped(scores, spec)
-    lengths, dtype = scores.shape[2:], scores.dtype
+    lengths, dtype = (scores.shape[2], scores.shape[3]), scores.dtype
     if spec is not None and spec.alibi_slopes is not None:
         scores = scores + alibi_bias(spec.alibi_slopes, *lengths, q_offset, scores_dtype=dtype, device=scores.device)
     if relative_bias is not None and relative is not None:

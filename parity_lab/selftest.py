@@ -1,7 +1,7 @@
-"""Would the harness notice? Every mistake that it knows is made in a sibling on purpose; it must be seen, and named.
+"""Would the harness notice? Mistakes that it knows are made in a sibling on purpose; each must be seen, and named.
 
-`parity.diagnosis.mistakes` has them. They are planted in the siblings' own functions, in their frameworks, or in the
-weights that they are given.
+`parity_lab.plants` has them, one for each page of `parity/bugs`. They are planted in the siblings' own functions, in
+their frameworks, or in the weights that they are given.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from parity.core.stages import stage_named
 from parity.core.trace import Reference, judge
 from parity.core.weights import random_weights
 from parity.diagnosis.diagnose import Diagnosis, diagnose
-from parity.diagnosis.planting import mistake_to_plant, mistakes_of, plan_of
 from parity.reporting.console import print_table
+from parity_lab.plants import Plant, mistake_to_plant, mistakes_to_plant, plan_of
 
 SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_mistakes]
-"""The backends that every mistake can be planted in. Of mha_tt only masks are arrays: tests/tt plants a few there."""
+"""The backends that all of them can be planted in. Of mha_tt only masks are arrays: tests/tt plants a few there."""
 
 HOLDERS = (
     *("alibi", "relative_bias", "masks", "rope", "norms", "weights", "projections", "stages", "mha", "cache"),
@@ -311,7 +311,7 @@ def selftest(
     seeds: Sequence[int] = (0,),
     on_mistake: Callable[[str, str, str], None] = lambda hypothesis, case, backend: None,
 ) -> Iterator[Outcome]:
-    """Plant every mistake in every case of every backend, with random weights or trained ones, and nothing once each.
+    """Plant mistakes in every case of every backend, with random weights or trained ones, and nothing once each.
 
     Args:
         backends: names; those of jax and torch that are installed when absent.
@@ -329,15 +329,14 @@ def selftest(
 
 def mistakes_in(case: Case) -> list[str]:
     """The names of the mistakes that can be planted in a case."""
-    return list(dict.fromkeys(mistake.name for mistake in mistakes_of(case) if mistake.in_sibling is not None))
+    return [*mistakes_to_plant(case)]
 
 
 def planted_in(case: Case) -> list[str]:
     """The names of the mistakes that the self-test plants in one of its cases."""
     place = SELFTEST_CASES.index(case)
     before = {name for earlier in SELFTEST_CASES[:place] if earlier.trained is None for name in mistakes_in(earlier)}
-    once = {mistake.name for mistake in mistakes_of(case) if mistake.is_loss or place >= NUM_GENERAL}
-    return [name for name in mistakes_in(case) if name not in once & before]
+    return [name for name in mistakes_in(case) if place < NUM_GENERAL or name not in before]
 
 
 def plant(hypothesis: str, case: Case, backend: str, *, seed: int = 0) -> Outcome:
@@ -373,7 +372,7 @@ def _reference(case: Case, seed: int) -> Reference:
 
 
 @contextmanager
-def planted(hypothesis: str, problem: Problem, backend: str) -> Iterator[Problem]:
+def planted(hypothesis: str | Plant, problem: Problem, backend: str) -> Iterator[Problem]:
     """A backend with a mistake in its functions, and the problem to give it, with the mistake in its weights.
 
     Raises:

@@ -10,10 +10,12 @@ from selection import rest_thorough
 from mha_spec import AttentionSpec
 from parity import CASES, Case, diagnose, make_problem, random_weights
 from parity.backends.record import record
+from parity.core.reference.arithmetic import MANTISSA
 from parity.core.stages import run_steps, stage_named
 from parity.core.trace import Reference
 from parity.core.weights import dtype_named
 from parity.diagnosis.mistakes import mistakes_for, wrong_layer
+from parity_lab.plants import products_of
 from parity_lab.selftest import SELFTEST_CASES, planted
 
 CASE_OF = {case.name: case for case in SELFTEST_CASES}
@@ -93,7 +95,7 @@ def test_scores_in_the_dtype_of_a_narrow_problem_are_no_mistake(dtype):
 @pytest.mark.parametrize("case", ["full", "causal"])
 def test_products_that_lose_too_much_are_named_from_the_output_alone(case, kind):
     problem = make_problem(CASES[case], "float32")
-    with planted(f"precision-{kind}", problem, "torch") as given:
+    with planted(products_of(MANTISSA[kind]), problem, "torch") as given:
         stages = record("torch", Reference(problem), given).accumulated
     diagnosis = diagnose({"output": stages["output"]}, problem)
     assert (diagnosis.kind, names_of(diagnosis)) == ("precision", [f"precision-{kind}"])

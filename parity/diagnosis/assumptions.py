@@ -68,4 +68,4 @@ class _Alone:
 
 def _mistake(law: Law, change: Change) -> Mistake:
     """The law as a mistake of no name, which no report mentions."""
-    return Mistake(law.name, law.words, "", "", (), change.in_reference, None)
+    return Mistake(law.name, law.words, "", "", (), change.in_reference)

@@ -363,7 +363,14 @@ MUTATIONS = {
         lambda f, project, *rest: f(lambda name, x: x if name == "kv_a_norm" else project(name, x), *rest),
     ),
     "latents without their factor": Mutation("latent-factors", "latents", "latent-kv-factor-missing"),
-    "queries' latents without their factor": Mutation("latent-factors", "q", "latent-q-factor-missing"),
+    "queries' latents without their factor": one(
+        "latent-factors",
+        "q",
+        latent.project_latents,
+        lambda f, project, x, spec, *rest: f(
+            project, x, replace(spec, latent=replace(spec.latent, q_factor=1.0)), *rest
+        ),
+    ),
     "keys of other heads taken into queries": one(
         "decode-latent",
         "step0.module.output",
@@ -378,7 +385,12 @@ MUTATIONS = {
     ),
     # ---- The cache
     "cache mask shows the next slot": Mutation("decode", "step0.mask", "causal-off-by-one"),
-    "cache mask hides the own slot": Mutation("decode", "step0.mask", "causal-excludes-self"),
+    "cache mask hides the own slot": one(
+        "decode",
+        "step0.mask",
+        caches.create_cache_mask,
+        lambda f, *x, **o: f(*x, **o) | np.roll(f(*x, **o), -1, axis=-1),
+    ),
     "step sees the next slot": one(
         "decode", "step1.module.output", fused.attend_to_cache, seeing_up_to(lambda last: last + 1)
     ),

@@ -1,7 +1,6 @@
-"""The known mistakes of attention layers: a record each, by family, both of its halves side by side.
+"""The known mistakes of attention layers: a record each, by family.
 
-`parity.diagnose` asks which of them, made in the reference, gives what an implementation gave. `mha-parity selftest`
-makes each in the siblings, where it must be seen, and named.
+`parity.diagnose` asks which of them, made in the reference, gives what an implementation gave.
 """
 
 from __future__ import annotations
@@ -39,14 +38,13 @@ from parity.diagnosis.mistakes import (
 )
 from parity.diagnosis.mistakes.heads import permuted_heads
 from parity.diagnosis.mistakes.precision import FIDELITIES, PRECISIONS, low_products
-from parity.diagnosis.mistakes.record import Change, Mistake, Override, Plan
+from parity.diagnosis.mistakes.record import Change, Mistake, Override
 
 __all__ = [
     "FIDELITIES",
     "PRECISIONS",
     "Mistake",
     "Override",
-    "Plan",
     "low_products",
     "mistakes_for",
     "page_by_mistake",

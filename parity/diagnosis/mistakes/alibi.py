@@ -10,7 +10,7 @@ import numpy as np
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
-from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking, instead
+from parity.diagnosis.mistakes.record import Mistake, Override, instead
 
 FIX = "take slope * distance from the scaled scores, the distance counted from the place of the query among all keys"
 
@@ -41,14 +41,11 @@ def alibi(case: Case) -> Iterator[Mistake]:
             "restarted",
             "the distance is counted from the first key in each call with a cache",
             {"scores": _without_places},
-            lambda _, bias, slopes, seq_len_q, seq_len_k, q_offset=None, **options: bias(
-                slopes, seq_len_q, seq_len_k, **options
-            ),
         )
 
 
-def _mistake(name: str, about: str, in_reference: dict[str, Override], in_sibling: Override) -> Mistake:
-    return Mistake(f"alibi-{name}", about, FIX, "alibi", ("scores",), in_reference, breaking(alibi_bias=in_sibling))
+def _mistake(name: str, about: str, in_reference: dict[str, Override]) -> Mistake:
+    return Mistake(f"alibi-{name}", about, FIX, "alibi", ("scores",), in_reference)
 
 
 def _times(name: str, about: str, factor: float) -> Mistake:
@@ -56,22 +53,15 @@ def _times(name: str, about: str, factor: float) -> Mistake:
         name,
         about,
         {"slopes": lambda layer, original: factor * original()},
-        lambda _, bias, *inputs, **options: factor * bias(*inputs, **options),
     )
 
 
 def _other_slopes(case: Case, name: str, about: str, exponents: np.ndarray) -> Mistake:
     """Slopes of other exponents, as shares of the largest."""
-    right = np.array(case.spec.alibi_slopes)
     alibi: Any = case.spec.alibi
     wrong = 2.0 ** (-alibi.max_bias * exponents)
     wrong = wrong * case.spec.score_scale if alibi.scaled else wrong
-    ratios = tuple(float(x) for x in wrong / right)
-
-    def in_sibling(_: Plan, bias: Any, slopes: Any, *inputs: Any, **options: Any) -> Any:
-        return bias(tuple(slope * ratio for slope, ratio in zip(slopes, ratios, strict=True)), *inputs, **options)
-
-    return _mistake(f"slopes-{name}", about, {"slopes": instead(lambda: wrong)}, in_sibling)
+    return _mistake(f"slopes-{name}", about, {"slopes": instead(lambda: wrong)})
 
 
 def _without_places(layer: Layer, original: Any, values: Values, *places: Any) -> dict[str, np.ndarray]:

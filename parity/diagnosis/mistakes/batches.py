@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
-from parity.diagnosis.mistakes.record import Mistake, Plan, breaking
+from parity.diagnosis.mistakes.record import Mistake
 
 FIX = "let every query attend to the keys of its own sequence: heads are (B, N, T, H), batch first"
 
@@ -29,9 +28,8 @@ def batches(case: Case) -> Iterator[Mistake]:
         yield _flattened(case)
 
 
-def _mistake(name: str, about: str, context: Any, attend: Any) -> Mistake:
-    stages = ("module.output",)  # what the sibling's stages are given fits no other shape
-    return Mistake(name, about, FIX, "batch-axis", stages, {"context": context}, breaking(attend=attend))
+def _mistake(name: str, about: str, context: Any) -> Mistake:
+    return Mistake(name, about, FIX, "batch-axis", ("context", "module.output"), {"context": context})
 
 
 def _attending(entered: Callable[[Layer, np.ndarray], np.ndarray], left: Callable[..., np.ndarray], mask: Any) -> Any:
@@ -57,17 +55,10 @@ def _exchanged(case: Case) -> Mistake:
         b = np.arange(case.batch)
         return layer.is_later(b[:, None], b) if case.is_causal else np.zeros(1, bool)
 
-    def attend(plan: Plan, original: Any, q: Any, k: Any, v: Any, visible: Any, *rest: Any, **options: Any) -> Any:
-        _, attn_weights = original(q, k, v, visible, *rest, **options)
-        causal = plan.sibling.create_causal_mask(case.batch, case.batch) if case.is_causal else None
-        context, _ = original(*(x.swapaxes(0, 2) for x in (q, k, v)), replace(visible, mask=causal), *rest, **options)
-        return context.swapaxes(0, 2), attn_weights
-
     return _mistake(
         "batch-as-tokens",
         "batch and tokens are exchanged: each token attends to those at its place in the other sequences",
         _attending(entered, lambda x, _: x.swapaxes(0, 2), mask),
-        attend,
     )
 
 
@@ -88,21 +79,8 @@ def _flattened(case: Case) -> Mistake:
         rows = places if sample is None else (np.arange(case.batch)[:, None] * case.seq_len + sample.rows).ravel()
         return hidden | layer.is_later(rows[:, None], places) if case.is_causal else hidden
 
-    def attend(plan: Plan, original: Any, q: Any, k: Any, v: Any, visible: Any, *rest: Any, **options: Any) -> Any:
-        _, attn_weights = original(q, k, v, visible, *rest, **options)
-        sequences = [[x[b : b + 1] for b in range(case.batch)] for x in (q, k, v)]
-        hidden = plan.sibling.create_attention_mask(case.seq_len * case.batch, count, is_causal=case.is_causal)
-        if lengths is not None:
-            padding = plan.sibling.create_padding_mask(lengths, case.key_len)
-            hidden = hidden | padding.reshape(1, 1, 1, count)
-        whole = (plan.xp.concatenate(each, 2) for each in sequences)
-        context, _ = original(*whole, replace(visible, mask=hidden), *rest, **options)
-        parts = [context[:, :, b * case.seq_len : (b + 1) * case.seq_len] for b in range(case.batch)]
-        return plan.xp.concatenate(parts, 0), attn_weights
-
     return _mistake(
         "sequences-flattened",
         "the sequences of a batch are one: tokens attend to those of other sequences",
         _attending(lambda _, x: in_a_row(x), in_sequences, mask),
-        attend,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
-from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking
+from parity.diagnosis.mistakes.record import Mistake, Override
 
 STAGES = ("cache.latents", "cache.keys")
 
@@ -31,11 +31,6 @@ def caches(case: Case) -> Iterator[Mistake]:
             yield _holds_padding(case)
 
 
-def _appending(append: Override) -> Callable[[Plan], None]:
-    """Plants another way to append to a cache of either kind: `append(plan, original, cache, *new, **options)`."""
-    return breaking(append_to_cache=append, append_to_latent_cache=append)
-
-
 def _keys_as_values() -> Mistake:
     def appended(_: Layer, original: Any, cache: str, values: Values, new: dict[str, np.ndarray], *rest: Any) -> Any:
         return original(cache, values, {"keys": new["keys"], "values": new["keys"]}, *rest)
@@ -47,7 +42,6 @@ def _keys_as_values() -> Mistake:
         "cache-slots",
         ("cache.values",),
         {"appended": appended},
-        breaking(append_to_cache=lambda _, append, cache, k, v, **options: append(cache, k, k, **options)),
     )
 
 
@@ -62,17 +56,12 @@ def _values_missing() -> Mistake:
         "cache-slots",
         ("cache.values",),
         {"appended": appended},
-        breaking(append_to_cache=lambda _, append, cache, k, v, **options: append(cache, k, v * 0.0, **options)),
     )
 
 
 def _rows_rolled() -> Mistake:
     def appended(_: Layer, original: Any, cache: str, values: Values, new: dict[str, np.ndarray], *rest: Any) -> Any:
         return original(cache, values, {name: np.roll(x, 1, axis=0) for name, x in new.items()}, *rest)
-
-    def append(_: Plan, original: Any, cache: Any, *new: Any, **options: Any) -> Any:
-        last = new[0].shape[0] - 1
-        return original(cache, *(x[np.array([last, *range(last)])] for x in new), **options)
 
     return Mistake(
         "cache-rows-rolled",
@@ -81,7 +70,6 @@ def _rows_rolled() -> Mistake:
         "cache-slots",
         STAGES,
         {"appended": appended},
-        _appending(append),
     )
 
 
@@ -90,9 +78,6 @@ def _keys_rolled() -> Mistake:
         (name, first), *others = new.items()
         return original(cache, values, {name: np.roll(first, 1, axis=2), **dict(others)}, *rest)
 
-    def append(_: Plan, original: Any, cache: Any, first: Any, *others: Any, **options: Any) -> Any:
-        return original(cache, first[:, :, np.roll(np.arange(first.shape[2]), 1)], *others, **options)
-
     return Mistake(
         "cache-keys-rolled",
         "the new keys are cached in the order last, first, second, …",
@@ -100,7 +85,6 @@ def _keys_rolled() -> Mistake:
         "cache-slots",
         STAGES,
         {"appended": appended},
-        _appending(append),
     )
 
 
@@ -127,11 +111,6 @@ def _into_slots(slots: Any) -> dict[str, Override]:
 
 
 def _slot_late(case: Case) -> Mistake:
-    def append(plan: Plan, original: Any, cache: Any, *new: Any, **options: Any) -> Any:
-        lengths = plan.xp.where(cache.lengths > 0, cache.lengths + 1, cache.lengths)
-        late = original(cache.with_slots(cache.slots.values(), lengths), *new, **options)
-        return late.with_slots(late.slots.values(), original(cache, *new, **options).lengths)
-
     return Mistake(
         "cache-slot-late",
         "after the first call tokens are cached one slot too late",
@@ -139,34 +118,21 @@ def _slot_late(case: Case) -> Mistake:
         "cache-slots",
         STAGES,
         _into_slots(lambda _, before, added: (np.minimum(before + (before > 0), case.capacity - added), added)),
-        _appending(append),
     )
 
 
 def _slots_before() -> Iterator[Mistake]:
     """Too early, over tokens that were cached before."""
-
-    def appending(begin: Any) -> Callable[[Plan], None]:
-        def append(plan: Plan, original: Any, cache: Any, *new: Any, new_lengths: Any = None) -> Any:
-            added = new[0].shape[2] if new_lengths is None else new_lengths
-            earlier = cache.with_slots(cache.slots.values(), begin(plan, cache.lengths))
-            early = original(earlier, *new, new_lengths=new_lengths)
-            return early.with_slots(early.slots.values(), cache.lengths + added)
-
-        return _appending(append)
-
-    for name, about, begin, planted in (
+    for name, about, begin in (
         (
             "cache-slot-early",
             "after the first call tokens are cached one slot too early, over the last one",
             lambda before: np.maximum(before - 1, 0),
-            lambda plan, lengths: plan.xp.where(lengths > 0, lengths - 1, lengths),
         ),
         (
             "cache-slot-first",
             "every call caches its tokens from slot 0 on, over the first ones",
             np.zeros_like,
-            lambda _, lengths: lengths * 0,
         ),
     ):
         yield Mistake(
@@ -176,17 +142,10 @@ def _slots_before() -> Iterator[Mistake]:
             "cache-slots",
             STAGES,
             _into_slots(lambda _, before, added, begin=begin: (begin(before), added)),
-            appending(planted),
         )
 
 
 def _slot_stale() -> Mistake:
-    def append(plan: Plan, original: Any, cache: Any, *new: Any, new_lengths: Any = None) -> Any:
-        added = cache.lengths * 0 + new[0].shape[2] if new_lengths is None else new_lengths
-        right = original(cache, *new, new_lengths=new_lengths)
-        short = original(cache, *new, new_lengths=plan.xp.where(added > 0, added - 1, added))
-        return short.with_slots(short.slots.values(), right.lengths)
-
     return Mistake(
         "cache-slot-stale",
         "the last token of each call is not cached: its slot is stale",
@@ -194,15 +153,10 @@ def _slot_stale() -> Mistake:
         "cache-slots",
         STAGES,
         _into_slots(lambda _, before, added: (before, np.maximum(added - 1, 0))),
-        _appending(append),
     )
 
 
 def _holds_padding(case: Case) -> Mistake:
-    def append(_: Plan, original: Any, cache: Any, *new: Any, new_lengths: Any = None) -> Any:
-        whole, right = original(cache, *new), original(cache, *new, new_lengths=new_lengths)
-        return whole.with_slots(whole.slots.values(), right.lengths)
-
     return Mistake(
         "cache-holds-padding",
         "padding is cached with the real tokens",
@@ -210,5 +164,4 @@ def _holds_padding(case: Case) -> Mistake:
         "cache-slots",
         STAGES,
         _into_slots(lambda seq_len, before, added: (before, np.minimum(seq_len, case.capacity - before))),
-        _appending(append),
     )

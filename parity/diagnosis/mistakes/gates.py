@@ -9,7 +9,7 @@ import numpy as np
 
 from parity.core.cases import Case
 from parity.core.reference import Layer
-from parity.diagnosis.mistakes.record import Mistake, Plan, breaking
+from parity.diagnosis.mistakes.record import Mistake
 
 
 def gates(case: Case) -> Iterator[Mistake]:
@@ -20,19 +20,17 @@ def gates(case: Case) -> Iterator[Mistake]:
         "gate-missing",
         "the context is not gated",
         lambda openness: np.ones_like(openness),
-        lambda plan, apply, context, gate: context,
     )
     yield _opened_otherwise(
         "gate-without-sigmoid",
         "the context is multiplied by what gate_proj gives, and not by its sigmoid",
         lambda openness: np.log(openness) - np.log1p(-openness),
-        _times_gate,
     )
     if not spec.gate.per_head and spec.num_heads > 1 and spec.gate.bias == spec.qkv_biases[0]:
         yield _read_as_halves(spec.head_dim)
 
 
-def _opened_otherwise(name: str, about: str, openness: Any, plant: Any) -> Mistake:
+def _opened_otherwise(name: str, about: str, openness: Any) -> Mistake:
     return Mistake(
         name,
         about,
@@ -40,13 +38,7 @@ def _opened_otherwise(name: str, about: str, openness: Any, plant: Any) -> Mista
         "gate",
         ("output",),
         {"openness": lambda layer, original, values: openness(original(values))},
-        breaking(apply_gate=plant),
     )
-
-
-def _times_gate(_: Plan, __: Any, context: Any, gate: Any) -> Any:
-    heads = gate.reshape(*gate.shape[:2], context.shape[1], -1)
-    return context * heads.swapaxes(1, 2)
 
 
 def _read_as_halves(size: int) -> Mistake:
@@ -62,16 +54,6 @@ def _read_as_halves(size: int) -> Mistake:
     def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
         return halves(original, name) if name.startswith(("q_proj.", "gate_proj.")) else original(name)
 
-    def plant(plan: Plan) -> None:
-        right = dict(plan.weights)
-        for name in (f"{part}_proj.{leaf}" for part in ("q", "gate") for leaf in ("weight", "bias")):
-            if name in right:
-                leaf = name.partition(".")[2]
-                q, gate = right[f"q_proj.{leaf}"], right[f"gate_proj.{leaf}"]
-                rows = [part.reshape(-1, size, *part.shape[1:]) for part in (q, gate)]
-                packed = np.stack(rows, axis=1).reshape(2, *q.shape)
-                plan.weights[name] = np.ascontiguousarray(packed[int(name.startswith("gate"))])
-
     return Mistake(
         "gate-read-as-halves",
         "a weight that holds queries and gate head by head is read as all queries, then all gates",
@@ -79,5 +61,4 @@ def _read_as_halves(size: int) -> Mistake:
         "gate",
         ("q",),
         {"parameter": parameter},
-        plant,
     )

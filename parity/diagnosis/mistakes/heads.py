@@ -10,7 +10,7 @@ import numpy as np
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
-from parity.diagnosis.mistakes.record import Mistake, Plan, breaking, instead
+from parity.diagnosis.mistakes.record import Mistake, instead
 
 
 def shared(case: Case) -> Iterator[Mistake]:
@@ -23,7 +23,6 @@ def shared(case: Case) -> Iterator[Mistake]:
             "grouped-heads",
             ("scores",),
             {"per_query_head": instead(lambda x: x[:, np.arange(num_heads) % num_kv_heads])},
-            breaking(repeat_kv_heads=instead(lambda x, n: x[:, np.arange(n) % x.shape[1]])),
         )
 
 
@@ -37,7 +36,6 @@ def split_or_combined(case: Case) -> Iterator[Mistake]:
         "head-order",
         ("q", "k"),
         {"split_heads": instead(lambda x, n: x.reshape(*x.shape[:2], -1, n).transpose(0, 3, 1, 2))},
-        breaking(split_heads=instead(lambda x, n: x.reshape(*x.shape[:2], -1, n).swapaxes(1, 3).swapaxes(2, 3))),
     )
     yield Mistake(
         "heads-not-moved",
@@ -46,7 +44,6 @@ def split_or_combined(case: Case) -> Iterator[Mistake]:
         "head-order",
         ("q", "k"),
         {"split_heads": instead(lambda x, n: x.reshape(x.shape[0], n, x.shape[1], -1))},
-        breaking(split_heads=instead(lambda x, n: x.reshape(x.shape[0], n, x.shape[1], -1))),
     )
     yield Mistake(
         "heads-combined-innermost",
@@ -55,9 +52,6 @@ def split_or_combined(case: Case) -> Iterator[Mistake]:
         "head-order",
         ("output",),
         {"combine_heads": instead(lambda x: x.transpose(0, 2, 3, 1).reshape(x.shape[0], x.shape[2], -1))},
-        breaking(
-            combine_heads=instead(lambda x: x.swapaxes(1, 3).swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)),
-        ),
     )
     yield Mistake(
         "heads-not-moved-back",
@@ -66,7 +60,6 @@ def split_or_combined(case: Case) -> Iterator[Mistake]:
         "head-order",
         ("output",),
         {"combine_heads": instead(lambda x: x.reshape(x.shape[0], x.shape[2], -1))},
-        breaking(combine_heads=instead(lambda x: x.reshape(x.shape[0], x.shape[2], -1))),
     )
 
 
@@ -81,10 +74,6 @@ def padded(case: Case) -> Iterator[Mistake]:
         wide = np.pad(x, [(0, 0)] * 3 + [(0, missing)])
         return original(wide)[..., : x.shape[1] * features]
 
-    def plant(plan: Plan, original: Any, x: Any) -> Any:
-        wide = plan.xp.concatenate([x, *[x[..., :1] * 0.0] * missing], -1)
-        return original(wide)[..., : x.shape[1] * features]
-
     yield Mistake(
         "value-padding-combined",
         "values are padded to head_dim, and the context is cut to value_head_dim after its heads are combined",
@@ -92,7 +81,6 @@ def padded(case: Case) -> Iterator[Mistake]:
         "value-head-dim",
         ("output",),
         {"combine_heads": combine_heads},
-        breaking(combine_heads=plant),
     )
 
 
@@ -103,15 +91,13 @@ def reordered(case: Case) -> Iterator[Mistake]:
     for name, count in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
         heads = np.arange(count)
         if count > 1:
-            yield _reordered(name, "reversed", "reversed", heads[::-1], plant=lambda x: x[::-1].copy())
+            yield _reordered(name, "reversed", "reversed", heads[::-1])
         if count > 2:  # of two it is the same as reversed
-            yield _reordered(name, "rolled", "rolled", np.roll(heads, 1), plant=lambda x: np.roll(x, 1))
+            yield _reordered(name, "rolled", "rolled", np.roll(heads, 1))
 
 
 def permuted_heads(expected: Values, observed: Values) -> list[Mistake]:
     """The heads of q, k or v in whatever order they were observed in, where that is an order at all.
-
-    They are only searched for: what to plant is known once it was observed.
 
     Args:
         expected, observed: stages by name; of steps with a cache the first is looked at.
@@ -134,18 +120,12 @@ def permuted(name: str, order: np.ndarray) -> Mistake:
     return _reordered(name, "permuted", f"in the order {' '.join(map(str, order))}", order)
 
 
-def _reordered(name: str, word: str, about: str, order: np.ndarray, plant: Any = None) -> Mistake:
-    """The heads of q, k or v in another order; what plants it takes the right one."""
+def _reordered(name: str, word: str, about: str, order: np.ndarray) -> Mistake:
+    """The heads of q, k or v in another order."""
 
     def project(_: Layer, original: Any, *inputs: np.ndarray) -> dict[str, np.ndarray]:
         projected = original(*inputs)
         return {**projected, name: projected[name][:, order]}
-
-    def project_qkv(_: Plan, original: Any, *inputs: Any, **options: Any) -> list[Any]:
-        found = list(original(*inputs, **options))
-        which = "qkv".index(name)
-        found[which] = found[which][:, plant(np.arange(found[which].shape[1]))]
-        return found
 
     return Mistake(
         f"{name}-heads-{word}",
@@ -154,5 +134,4 @@ def _reordered(name: str, word: str, about: str, order: np.ndarray, plant: Any =
         "head-order",
         {"q": ("q", "k"), "k": ("k",), "v": ("v",)}[name],
         {"project": project},
-        None if plant is None else breaking(project_qkv=project_qkv),
     )

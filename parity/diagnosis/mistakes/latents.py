@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mha_spec import AttentionSpec, Latent, YarnScaling
-from mha_spec.attention import check_latent
 from parity.core.cases import Case
 from parity.core.reference import Layer
-from parity.diagnosis.mistakes.record import Mistake, Plan, breaking
+from parity.diagnosis.mistakes.record import Mistake
 from parity.diagnosis.mistakes.scores import other_scale, yarn_factor
 
 SCALE = "multiply the scores by mscale² / sqrt(head_dim), all features of a head counted; mscale is 1 without YaRN"
@@ -43,7 +42,6 @@ def _norm_missing(name: str, words: str, stages: tuple[str, ...]) -> Mistake:
         "latents",
         stages,
         {"normed": normed},
-        _projecting(lambda project, of, x: x if of == f"{name}_norm" else project(of, x)),
     )
 
 
@@ -73,10 +71,7 @@ def _factored(name: str, about: str, fix: str, stages: tuple[str, ...], factors:
     def latent(_: Layer, original: Any) -> Latent:
         return replace(original(), **factors)
 
-    def plant(_: Plan, original: Any, project: Any, x: Any, spec: AttentionSpec, *rest: Any) -> Any:
-        return original(project, x, replace(spec, latent=replace(check_latent(spec), **factors)), *rest)
-
-    return Mistake(name, about, fix, "latents", stages, {"latent": latent}, breaking(project_latents=plant))
+    return Mistake(name, about, fix, "latents", stages, {"latent": latent})
 
 
 def _columns_read_otherwise(spec: AttentionSpec, latent: Latent, own_features: int) -> Iterator[Mistake]:
@@ -131,19 +126,7 @@ def _read_otherwise(
     def linear(_: Layer, original: Any, of: str, x: np.ndarray) -> np.ndarray:
         return original(of, x)[..., order] if of == projection else original(of, x)
 
-    def project(project: Any, of: str, x: Any) -> Any:
-        return project(of, x)[..., order] if of == projection else project(of, x)
-
-    return Mistake(name, about, fix, "latents", stages, {"linear": linear}, _projecting(project))
-
-
-def _projecting(changed: Callable[[Any, str, Any], Any]) -> Callable[[Plan], None]:
-    """Makes a mistake in what the projections of latents give, `changed(project, name, x)`."""
-
-    def plant(_: Plan, original: Any, project: Any, *rest: Any) -> Any:
-        return original(lambda name, x: changed(project, name, x), *rest)
-
-    return breaking(project_latents=plant, expand_latents=plant)
+    return Mistake(name, about, fix, "latents", stages, {"linear": linear})
 
 
 def _other_scales(spec: AttentionSpec, latent: Latent, own_features: int) -> Iterator[Mistake]:

@@ -10,7 +10,7 @@ import numpy as np
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
-from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking, instead
+from parity.diagnosis.mistakes.record import Mistake, Override, instead
 
 # ---- Any mask --------------------------------------------------------------------------------------------------------
 
@@ -18,13 +18,10 @@ from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking, 
 def used_or_made(case: Case) -> Iterator[Mistake]:
     """A mask that is made as it should be and used otherwise, which is the more usual, or made otherwise."""
     if case.has_mask or case.is_cached:
-        yield _flipped("used", ("attn_weights",), _using(np.logical_not), breaking(masked_softmax=_softmax_flipped))
-        yield _ignored(
-            "the mask is ignored", ("attn_weights",), _using(np.zeros_like), breaking(masked_softmax=_softmax_unmasked)
-        )
-        # What is made otherwise is planted mask by mask, below.
-        yield _flipped("made", ("mask",), _making(np.logical_not), None)
-        yield _ignored("the mask is empty", ("mask",), _making(np.zeros_like), None)
+        yield _flipped("used", ("attn_weights",), _using(np.logical_not))
+        yield _ignored("the mask is ignored", ("attn_weights",), _using(np.zeros_like))
+        yield _flipped("made", ("mask",), _making(np.logical_not))
+        yield _ignored("the mask is empty", ("mask",), _making(np.zeros_like))
     if case.segment_ids is not None:
         yield Mistake(
             "segment-ids-ignored",
@@ -33,11 +30,10 @@ def used_or_made(case: Case) -> Iterator[Mistake]:
             "mask-ignored",
             ("mask",),
             {"is_in_another_segment": instead(lambda ids: np.zeros((*ids.shape[:2], 1, 1), bool))},
-            breaking(create_attention_mask=lambda _, f, t, s, **options: f(t, s, **{**options, "segment_ids": None})),
         )
 
 
-def _flipped(where: str, stages: tuple[str, ...], in_reference: dict[str, Override], in_sibling: Any) -> Mistake:
+def _flipped(where: str, stages: tuple[str, ...], in_reference: dict[str, Override]) -> Mistake:
     return Mistake(
         "mask-flipped",
         f"the mask is {where} with the other polarity",
@@ -45,11 +41,10 @@ def _flipped(where: str, stages: tuple[str, ...], in_reference: dict[str, Overri
         "mask-polarity",
         stages,
         in_reference,
-        in_sibling,
     )
 
 
-def _ignored(about: str, stages: tuple[str, ...], in_reference: dict[str, Override], in_sibling: Any) -> Mistake:
+def _ignored(about: str, stages: tuple[str, ...], in_reference: dict[str, Override]) -> Mistake:
     return Mistake(
         "mask-ignored",
         about,
@@ -57,7 +52,6 @@ def _ignored(about: str, stages: tuple[str, ...], in_reference: dict[str, Overri
         "mask-ignored",
         stages,
         in_reference,
-        in_sibling,
     )
 
 
@@ -72,43 +66,33 @@ def _making(change: Callable[[np.ndarray], np.ndarray]) -> dict[str, Override]:
     return {"hidden": lambda _, original, masked: change(original(masked))}
 
 
-def _softmax_flipped(_: Plan, masked_softmax: Any, scores: Any, mask: Any = None, *sinks: Any) -> Any:
-    return masked_softmax(scores, None if mask is None else ~mask, *sinks)
-
-
-def _softmax_unmasked(_: Plan, masked_softmax: Any, scores: Any, mask: Any = None, *sinks: Any, **options: Any) -> Any:
-    return masked_softmax(scores, None, *sinks, **options)
-
-
 # ---- The causal mask -------------------------------------------------------------------------------------------------
 
 
 def causal(case: Case) -> Iterator[Mistake]:
     is_causal = case.is_causal or case.is_cached or case.window_size is not None
     if is_causal:
-        yield _off_by_one(case)
-        yield _excludes_self(case)
+        yield _off_by_one()
+        yield _excludes_self()
     is_square = case.seq_len == case.key_len and not case.is_cached and case.seq_len > 1
-    if is_square and (case.is_causal or case.window_size is not None):
-        yield _transposed(case)
-        if case.key_padding_lengths or case.random_mask:
-            yield _all_transposed()
-    elif is_square and case.random_mask:
-        yield _all_transposed(is_planted=False)
+    is_triangle = is_square and is_causal
+    if is_triangle:
+        yield _transposed()
+    if (is_triangle and case.key_padding_lengths) or (is_square and case.random_mask):
+        yield _all_transposed()
     if case.is_cached:
         yield _top_left()
     if case.is_causal and case.key_len != case.seq_len:
         yield _bottom_right(case)
     reach = case.window_size or case.spec.window_size or case.spec.chunk_size
-    if case.is_causal and (case.key_padding_lengths or case.random_mask or case.segment_ids):
+    is_beside = case.key_padding_lengths or case.random_mask or case.segment_ids
+    if case.is_cached or (is_causal and reach) or (case.is_causal and is_beside):
         yield _causal_ignored()
-    elif case.is_cached or (is_causal and reach):
-        yield _causal_ignored(is_planted=False)
     if not (is_causal or case.random_mask) and case.seq_len > 1:
         yield _unasked()
 
 
-def _off_by_one(case: Case) -> Mistake:
+def _off_by_one() -> Mistake:
     return Mistake(
         "causal-off-by-one",
         "each token sees the next one, too: the causal mask is one late",
@@ -116,21 +100,10 @@ def _off_by_one(case: Case) -> Mistake:
         "causal-alignment",
         ("mask",),
         {"is_later": instead(lambda t, s: s > t + 1)},
-        _where_it_is_made(
-            case,
-            cached=lambda _, f, lengths, t, s, **options: f(lengths, t + 1, s, **options)[:, :, 1:],
-            window=lambda distance, size: (distance < -1) | (distance >= size),
-            causal=lambda _, f, t, s: f(t + 1, s)[1:],
-        ),
     )
 
 
-def _excludes_self(case: Case) -> Mistake:
-    def one_early(plan: Plan, original: Any, *inputs: Any, **options: Any) -> Any:
-        """A mask that hides one key more in each row."""
-        mask = original(*inputs, **options)
-        return plan.xp.concatenate([mask[..., 1:], mask[..., :1] | True], axis=-1)
-
+def _excludes_self() -> Mistake:
     return Mistake(
         "causal-excludes-self",
         "no token sees itself: the causal mask is one early",
@@ -138,16 +111,10 @@ def _excludes_self(case: Case) -> Mistake:
         "causal-alignment",
         ("mask",),
         {"is_later": instead(lambda t, s: s >= t)},
-        _where_it_is_made(
-            case,
-            cached=one_early,
-            window=lambda distance, size: (distance <= 0) | (distance >= size),
-            causal=one_early,
-        ),
     )
 
 
-def _transposed(case: Case) -> Mistake:
+def _transposed() -> Mistake:
     return Mistake(
         "causal-transposed",
         "each token sees itself and those after it: the causal mask is transposed",
@@ -155,19 +122,10 @@ def _transposed(case: Case) -> Mistake:
         "causal-alignment",
         ("mask",),
         {"is_later": instead(lambda t, s: s < t)},
-        _where_it_is_made(
-            case,
-            cached=lambda _, f, *inputs, **options: f(*inputs, **options),
-            window=lambda distance, size: (distance > 0) | (distance >= size),
-            causal=lambda _, f, t, s: f(t, s).T,
-        ),
     )
 
 
-def _all_transposed(*, is_planted: bool = True) -> Mistake:
-    def create_attention_mask(_: Plan, original: Any, *inputs: Any, **options: Any) -> Any:
-        return original(*inputs, **options).swapaxes(-1, -2)
-
+def _all_transposed() -> Mistake:
     return Mistake(
         "mask-transposed",
         "the whole mask is transposed, (B, N, S, T) for (B, N, T, S)",
@@ -175,7 +133,6 @@ def _all_transposed(*, is_planted: bool = True) -> Mistake:
         "mask-polarity",
         ("mask",),
         {"hidden": lambda _, original, masked: original(masked.swapaxes(2, 3))},
-        breaking(create_attention_mask=create_attention_mask) if is_planted else None,
     )
 
 
@@ -187,7 +144,6 @@ def _top_left() -> Mistake:
         "causal-alignment",
         ("mask",),
         {"is_later": instead(lambda t, s: s > t - t[:, :, :1])},
-        breaking(create_cache_mask=lambda _, f, lengths, t, s, **options: f(lengths * 0, t, s, **options)),
     )
 
 
@@ -199,11 +155,10 @@ def _bottom_right(case: Case) -> Mistake:
         "causal-alignment",
         ("mask",),
         {"is_later": instead(lambda t, s: s > t + case.key_len - case.seq_len)},
-        _joining(causal=lambda _, f, t, s: f(s, s)[s - t :]),
     )
 
 
-def _causal_ignored(*, is_planted: bool = True) -> Mistake:
+def _causal_ignored() -> Mistake:
     def is_later(t: np.ndarray, s: np.ndarray) -> np.ndarray:
         """In a call with a cache, what lies after all of its tokens: slots that are not filled."""
         return s > (t.max(axis=2, keepdims=True) if t.ndim == 4 else np.full_like(t, s.max()))
@@ -215,7 +170,6 @@ def _causal_ignored(*, is_planted: bool = True) -> Mistake:
         "mask-ignored",
         ("mask",),
         {"is_later": instead(is_later)},
-        _joining(causal=lambda _, f, t, s: f(t, s) & False) if is_planted else None,
     )
 
 
@@ -231,7 +185,6 @@ def _unasked() -> Mistake:
         "causal-alignment",
         ("mask",),
         {"hidden": hidden},
-        breaking(create_attention_mask=lambda _, f, t, s=None, **options: f(t, s, **{**options, "is_causal": True})),
     )
 
 
@@ -249,7 +202,6 @@ def padding(case: Case) -> Iterator[Mistake]:
             "padding",
             ("mask",),
             {"is_padding": instead(lambda s, lengths: np.zeros(np.broadcast_shapes(s.shape, lengths.shape), bool))},
-            _joining(padding=lambda _, f, lengths, s: f(lengths, s) & False),
         )
     yield Mistake(
         "padding-on-the-left",
@@ -258,19 +210,10 @@ def padding(case: Case) -> Iterator[Mistake]:
         "padding",
         ("mask",),
         {"is_padding": instead(lambda s, lengths: s < case.key_len - lengths)},
-        _joining(padding=lambda _, f, lengths, s: f(lengths, s)[..., np.arange(s)[::-1].copy()]),
     )
 
-    def one_later(plan: Plan, original: Any, lengths: Any, s: int) -> Any:
-        mask = original(lengths, s)
-        return plan.xp.concatenate([mask[..., -1:] & False, mask[..., :-1]], axis=-1)
-
-    def one_earlier(plan: Plan, original: Any, lengths: Any, s: int) -> Any:
-        mask = original(lengths, s)
-        return plan.xp.concatenate([mask[..., 1:], mask[..., -1:] | True], axis=-1)
-
-    yield _padding_shifted("one", "shows one padding key", 1, one_later)
-    yield _padding_shifted("minus-one", "hides one real key", -1, one_earlier)
+    yield _padding_shifted("one", "shows one padding key", 1)
+    yield _padding_shifted("minus-one", "hides one real key", -1)
     yield from _padding_of_others(case.key_padding_lengths, case.key_len)
     if case.key_len == case.seq_len:
         yield Mistake(
@@ -280,7 +223,6 @@ def padding(case: Case) -> Iterator[Mistake]:
             "padding",
             ("mask",),
             {"is_padding": lambda _, original, s, lengths: original(s, lengths).swapaxes(2, 3)},
-            _joining(padding=lambda _, f, lengths, s: f(lengths, s)[:, :, 0, :, None]),
         )
 
 
@@ -303,11 +245,10 @@ def _padding_of_others(lengths: tuple[int, ...], key_len: int) -> Iterator[Mista
                 "padding",
                 ("mask",),
                 {"is_padding": lambda _, original, s, x, changed=changed: original(s, changed(x))},
-                _joining(padding=lambda _, f, x, s, wrong=wrong: f(wrong, s)),
             )
 
 
-def _padding_shifted(by: str, words: str, step: int, planted: Override) -> Mistake:
+def _padding_shifted(by: str, words: str, step: int) -> Mistake:
     return Mistake(
         f"padding-off-by-{by}",
         f"the padding mask {words}",
@@ -315,7 +256,6 @@ def _padding_shifted(by: str, words: str, step: int, planted: Override) -> Mista
         "padding",
         ("mask",),
         {"is_padding": instead(lambda s, lengths: s >= lengths + step)},
-        _joining(padding=planted),
     )
 
 
@@ -331,7 +271,6 @@ def window(case: Case) -> Iterator[Mistake]:
         "sliding-window",
         ("mask",),
         {"is_before_window": instead(lambda t, s, size: np.zeros(np.broadcast_shapes(t.shape, s.shape), bool))},
-        _hiding(lambda distance, size: distance < 0),
     )
 
 
@@ -343,7 +282,6 @@ def _window_shifted(word: str, step: int) -> Mistake:
         "sliding-window",
         ("mask",),
         {"is_before_window": instead(lambda t, s, size: s <= t - size - step)},
-        _hiding(lambda distance, size: (distance < 0) | (distance >= size + step)),
     )
 
 
@@ -360,7 +298,6 @@ def reach(case: Case) -> Iterator[Mistake]:
                 "sliding-window",
                 ("mask",),
                 _of_window(size + step),
-                _with_reach(window_size=size + step),
             )
         seen = instead(lambda t, s, size: np.zeros(np.broadcast_shapes(t.shape, s.shape), bool))
         yield Mistake(
@@ -370,7 +307,6 @@ def reach(case: Case) -> Iterator[Mistake]:
             "sliding-window",
             ("mask",),
             {"is_before_window": seen, "is_after_window": seen},
-            _with_reach(),
         )
     if case.spec.chunk_size is not None:
         yield from _chunks(case.spec.chunk_size)
@@ -385,93 +321,23 @@ def _of_window(size: int) -> dict[str, Override]:
 
 
 def _chunks(size: int) -> Iterator[Mistake]:
-    def mistake(name: str, about: str, in_reference: Any, in_sibling: Callable[[Plan], None]) -> Mistake:
+    def mistake(name: str, about: str, in_reference: Any) -> Mistake:
         fix = "hide the keys of other chunks: those for which s // chunk_size is not t // chunk_size"
         overrides = {"is_in_another_chunk": instead(in_reference)}
-        return Mistake(name, about, fix, "sliding-window", ("mask",), overrides, in_sibling)
+        return Mistake(name, about, fix, "sliding-window", ("mask",), overrides)
 
     yield mistake(
         "chunk-ignored",
         "the chunks are ignored",
         lambda t, s, _: np.zeros(np.broadcast_shapes(t.shape, s.shape), bool),
-        _with_reach(),
     )
     yield mistake(
         "chunk-as-window",
         "each token sees a sliding window as long as a chunk, and not its own chunk",
         lambda t, s, _: (s <= t - size) | (s >= t + size),
-        _with_reach(window_size=size),
     )
     yield mistake(
         "chunk-one-late",
         "the chunks are counted from the second token",
         lambda t, s, _: (t - 1) // size != (s - 1) // size,
-        _with_reach(lambda t, s: (t - 1) // size != (s - 1) // size),
     )
-
-
-# ---- Masks of siblings -----------------------------------------------------------------------------------------------
-
-
-def _where_it_is_made(
-    case: Case, *, cached: Override, window: Callable[[Any, int], Any], causal: Override
-) -> Callable[[Plan], None]:
-    """Plants a wrong causal mask in the function that makes it in a case."""
-    if case.is_cached:
-        return breaking(create_cache_mask=cached)
-    return _joining(causal=causal) if case.window_size is None else _hiding(window)
-
-
-def _joining(**overrides: Override) -> Callable[[Plan], None]:
-    """Plants a mask for causality and padding, made of one for each of them; `causal`, `padding`: how it is made."""
-
-    def create_attention_mask(
-        plan: Plan,
-        whole: Any,
-        t: int,
-        s: int,
-        *,
-        is_causal: bool = False,
-        key_padding_lengths: Any = None,
-        **reach: int,
-    ) -> Any:
-        def made(name: str, original: Any, *inputs: Any) -> Any:
-            return overrides[name](plan, original, *inputs) if name in overrides else original(*inputs)
-
-        mask = whole(t, s, **reach)
-        if is_causal:
-            mask = mask | made("causal", plan.sibling.create_causal_mask, t, s)[None, None]
-        if key_padding_lengths is not None:
-            mask = mask | made("padding", plan.sibling.create_padding_mask, key_padding_lengths, s)
-        return mask
-
-    return breaking(create_attention_mask=create_attention_mask)
-
-
-def _with_reach(hides: Callable[[Any, Any], Any] | None = None, **reach: int) -> Callable[[Plan], None]:
-    """Plants another reach of the layer, by the sibling's own words or by what is hidden of places and keys."""
-
-    def create_attention_mask(plan: Plan, original: Any, t: int, s: int, **options: Any) -> Any:
-        mask = original(t, s, **{**options, "window_size": None, "chunk_size": None, **reach})
-        return mask if hides is None else mask | hides(plan.xp.arange(t)[:, None], plan.xp.arange(s)[None])[None, None]
-
-    def create_cache_mask(plan: Plan, original: Any, lengths: Any, t: int, s: int, **_: Any) -> Any:
-        mask = original(lengths, t, s, **reach)
-        if hides is None:
-            return mask
-        places = lengths[:, None, None, None] + plan.xp.arange(t)[None, None, :, None]
-        return mask | hides(places, plan.xp.arange(s)[None, None, None])
-
-    return breaking(create_attention_mask=create_attention_mask, create_cache_mask=create_cache_mask)
-
-
-def _hiding(hides: Callable[[Any, int], Any]) -> Callable[[Plan], None]:
-    """Plants a window that hides the keys at some distances before a query."""
-
-    def create_sliding_window_mask(
-        plan: Plan, _: Any, t: int, s: int | None = None, *, window_size: int, **__: Any
-    ) -> Any:
-        distance = plan.xp.arange(t)[:, None] - plan.xp.arange(t if s is None else s)[None, :]
-        return hides(distance, window_size)
-
-    return breaking(create_sliding_window_mask=create_sliding_window_mask)

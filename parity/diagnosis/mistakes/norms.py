@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from mha_spec import Norm
 from parity.core.cases import Case
 from parity.core.reference import Layer
-from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking
+from parity.diagnosis.mistakes.record import Mistake, Override
 
 STAGES = ("q", "k")
 
@@ -53,20 +52,6 @@ def _with(**changed: Any) -> dict[str, Override]:
     return {"norm": norm}
 
 
-def _planting(of: str, changed: Callable[..., Any]) -> Callable[[Plan], None]:
-    """Plants another way to normalise some of q, k and v: `changed(plan, apply_norm, x, norm, weight, bias)`."""
-
-    def plant(plan: Plan) -> None:
-        turns = cycle(plan.problem.spec.norms)  # project_qkv normalises q, then k, then v
-
-        def override(plan: Plan, original: Any, *inputs: Any) -> Any:
-            return changed(plan, original, *inputs) if next(turns)[0] in of else original(*inputs)
-
-        plan.functions["apply_norm"] = override
-
-    return plant
-
-
 # ---- Missing ---------------------------------------------------------------------------------------------------------
 
 
@@ -82,7 +67,6 @@ def _missing(of: str, name: str) -> Mistake:
         "qk-norm",
         tuple(of) if of in "kv" else STAGES,
         {"norm": norm},
-        _planting(of, lambda _, apply, x, *rest: x),
     )
 
 
@@ -97,10 +81,6 @@ def _parameter_lost(leaf: str, value: float) -> Mistake:
     def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
         return np.full_like(original(name), value) if name in names else original(name)
 
-    def plant(plan: Plan) -> None:
-        for name in names:
-            plan.weights[name] = np.full_like(plan.weights[name], value)
-
     return Mistake(
         f"qk-norm-{leaf}-missing",
         f"the {leaf} of the norm of queries and keys is that of a new layer",
@@ -108,7 +88,6 @@ def _parameter_lost(leaf: str, value: float) -> Mistake:
         "qk-norm",
         STAGES,
         {"parameter": parameter},
-        plant,
     )
 
 
@@ -117,12 +96,6 @@ def _parameter_lost(leaf: str, value: float) -> Mistake:
 
 def _other_weight(norm: Norm) -> Mistake:
     is_w = norm.weight == "w"
-    step = np.float32(1.0 if is_w else -1.0)
-
-    def plant(plan: Plan) -> None:
-        for name in ("q_norm.weight", "k_norm.weight"):
-            plan.weights[name] = plan.weights[name] + step
-
     return Mistake(
         "qk-norm-weight-plus-one" if is_w else "qk-norm-weight-without-one",
         f"the norm multiplies by {'1 + w' if is_w else 'w'}, and not by {norm.weight}",
@@ -130,7 +103,6 @@ def _other_weight(norm: Norm) -> Mistake:
         "qk-norm",
         STAGES,
         _with(weight="1+w" if is_w else "w"),
-        plant,
     )
 
 
@@ -159,13 +131,7 @@ def _exchanged(name: str, about: str, fix: str, instead: dict[str, str], stages:
         part, leaf = name.split(".")
         return original(f"{instead.get(part, part)}.{leaf}")
 
-    def plant(plan: Plan) -> None:
-        right = dict(plan.weights)
-        for weight in right:
-            part, leaf = weight.split(".")
-            plan.weights[weight] = right[f"{instead.get(part, part)}.{leaf}"]
-
-    return Mistake(name, about, fix, "qk-norm", stages, {"parameter": parameter}, plant)
+    return Mistake(name, about, fix, "qk-norm", stages, {"parameter": parameter})
 
 
 # ---- What is normalised, and when ------------------------------------------------------------------------------------
@@ -174,10 +140,6 @@ def _exchanged(name: str, about: str, fix: str, instead: dict[str, str], stages:
 def _on_the_other_side_of_rope(norm: Norm) -> Mistake:
     right, wrong = ("after", "before") if norm.after_rope else ("before", "after")
 
-    def project_qkv(_: Plan, original: Any, project: Any, q: Any, k: Any, v: Any, spec: Any, *rest: Any) -> Any:
-        moved = replace(spec, qk_norm=replace(norm, after_rope=not norm.after_rope))
-        return original(project, q, k, v, moved, *rest)
-
     return Mistake(
         f"qk-norm-{wrong}-rope",
         f"queries and keys are normalised {wrong} RoPE, and not {right} it",
@@ -185,7 +147,6 @@ def _on_the_other_side_of_rope(norm: Norm) -> Mistake:
         "qk-norm",
         STAGES,
         _with(after_rope=not norm.after_rope),
-        breaking(project_qkv=project_qkv),
     )
 
 
@@ -199,7 +160,6 @@ def _other_kind(norm: Norm) -> Mistake:
         "qk-norm",
         STAGES,
         _with(kind=kind),
-        _planting("qk", lambda _, apply, x, norm, *rest: apply(x, replace(norm, kind=kind), *rest)),
     )
 
 
@@ -219,23 +179,6 @@ def _over_the_other(norm: Norm, num_heads: int, num_kv_heads: int) -> Mistake:
             return original(name, x, norm)
         return back(original(name, other_axis(x, heads[name]), norm), x.shape)
 
-    def plant(plan: Plan) -> None:
-        turns = cycle(plan.problem.spec.norms)
-
-        def apply_norm(plan: Plan, original: Any, x: Any, norm: Any, weight: Any = None, bias: Any = None) -> Any:
-            name = next(turns)[0]
-            if name == "v":
-                return original(x, norm, weight, bias)
-            bare = Norm(norm.kind, weight=None, eps=norm.eps)
-            y = back(original(other_axis(x, heads[name]), bare), x.shape)
-            parameters = [p if p is None or not norm.per_head else p[:, None] for p in (weight, bias)]
-            weight, bias = (None if p is None else p.reshape((1,) * (y.ndim - p.ndim) + p.shape) for p in parameters)
-            if weight is not None:
-                y = y * (weight + 1.0 if norm.weight == "1+w" else weight)
-            return y if bias is None else y + bias
-
-        plan.functions["apply_norm"] = apply_norm
-
     return Mistake(
         "qk-norm-per-head" if is_width else "qk-norm-over-width",
         f"queries and keys are normalised {'head by head' if is_width else 'over all heads together'}",
@@ -243,7 +186,6 @@ def _over_the_other(norm: Norm, num_heads: int, num_kv_heads: int) -> Mistake:
         "qk-norm",
         STAGES,
         {"standardised": standardised},
-        plant,
     )
 
 
@@ -254,12 +196,6 @@ def _eps_outside(norm: Norm) -> Mistake:
         x = x - x.mean(axis=-1, keepdims=True) if norm.kind == "layer" else x
         return x / (np.sqrt((x * x).mean(axis=-1, keepdims=True)) + x.dtype.type(norm.eps))
 
-    def changed(plan: Plan, apply: Any, x: Any, norm: Norm, *rest: Any) -> Any:
-        centred = x - x.mean(axis=-1, keepdims=True) if norm.kind == "layer" else x
-        size = plan.xp.sqrt((centred * centred).mean(axis=-1, keepdims=True))
-        # f x / sqrt(f² size² + eps) is x / (size + eps) for this f.
-        return apply(x / plan.xp.sqrt(2.0 * size + norm.eps), norm, *rest)
-
     return Mistake(
         "qk-norm-eps-outside",
         "eps is added to the root of the mean square, and not to the mean square",
@@ -267,5 +203,4 @@ def _eps_outside(norm: Norm) -> Mistake:
         "qk-norm",
         STAGES,
         {"standardised": standardised},
-        _planting("qk", changed),
     )

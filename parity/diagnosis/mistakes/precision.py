@@ -12,20 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import Rope
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.core.reference.arithmetic import MANTISSA, multiplications
 from parity.core.stages import Values
 from parity.core.weights import dtype_named, is_floating
 from parity.core.work import PER_MULTIPLICATION, PER_ROUNDED, ask, begin
-from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking
-from parity.diagnosis.mistakes.rope import pairs_of
+from parity.diagnosis.mistakes.record import Mistake, Override
 
 PAGE = "low-precision"
 
-BITS = {"bfloat16": 7, "float16": 10}
-"""The explicit bits of the mantissa of each dtype that float32 is rounded to."""
+DTYPES = ("bfloat16", "float16")
+"""Those that float32 is rounded to."""
 
 STAGES = {"q_proj": ("q",), "k_proj": ("k",), "v_proj": ("v",), "out_proj": ("output",)}
 """Where a projection is seen first."""
@@ -45,7 +43,7 @@ Cut = Callable[[np.ndarray], np.ndarray]
 
 def rounded_parts(case: Case) -> Iterator[Mistake]:
     """One part after the other, in each dtype; those that are the more usual first."""
-    for dtype in BITS:
+    for dtype in DTYPES:
         yield from _weights(case, dtype)
         yield _inputs(dtype)
         for name in _projections(case) if case.spec.latent is None else ():
@@ -65,8 +63,8 @@ def _projections(case: Case) -> list[str]:
     return [name for name in STAGES if name != "out_proj" or case.spec.out_proj]
 
 
-def _mistake(name: str, about: str, fix: str, stages: tuple[str, ...], in_reference: Any, in_sibling: Any) -> Mistake:
-    return Mistake(name, about, fix, PAGE, stages, in_reference, in_sibling, is_loss=True)
+def _mistake(name: str, about: str, fix: str, stages: tuple[str, ...], in_reference: Any) -> Mistake:
+    return Mistake(name, about, fix, PAGE, stages, in_reference, is_loss=True)
 
 
 LINE = 0.043
@@ -90,7 +88,6 @@ def _exponentials() -> Mistake:
         PAGE,
         ("attn_weights",),
         {"attn_weights": attn_weights},
-        breaking(masked_softmax=lambda plan, softmax, *inputs: _by_lines(plan.xp, softmax(*inputs))),
         is_loss=True,
         shows_in_narrow=True,
     )
@@ -143,11 +140,6 @@ def _entering(layer: Layer, projection: str, x: np.ndarray, cut: Cut) -> np.ndar
     return cut(wide) if projection in OF_INPUTS else _rounded(layer, wide, cut)
 
 
-def _lower(plan: Plan, x: Any, dtype: str) -> Any:
-    """An array of a sibling, rounded to a dtype. By arithmetic: XLA leaves out a conversion there and back."""
-    return _fewer_bits(plan.xp, x, BITS[dtype])
-
-
 # ---- Weights and inputs ----------------------------------------------------------------------------------------------
 
 
@@ -167,17 +159,12 @@ def _rounded_weights(dtype: str, projection: str, *, with_biases: bool) -> Mista
     def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
         return _to(dtype)(original(name)) if is_rounded(name) else original(name)
 
-    def plant(plan: Plan) -> None:
-        for name in filter(is_rounded, plan.weights):
-            plan.weights[name] = _fewer_bits(np, plan.weights[name], BITS[dtype])
-
     return _mistake(
         f"{projection}-weights-{dtype}" if projection else f"weights-{dtype}",
         f"the weights{' of ' + projection if projection else ''} are rounded to {dtype}{but}",
         "load the weights in the dtype that they are computed in, or compare with the rounded ones",
         STAGES.get(projection, ("q",)),
         {"parameter": parameter},
-        plant if with_biases else None,
     )
 
 
@@ -185,19 +172,12 @@ def _inputs(dtype: str) -> Mistake:
     def project(_: Layer, original: Any, query: np.ndarray, key: np.ndarray, *rest: Any) -> dict[str, np.ndarray]:
         return original(_to(dtype)(query), _to(dtype)(key), *rest)
 
-    def project_with(plan: Plan, original: Any, *held: Any) -> Any:
-        def projected(which: str, x: Any) -> Any:
-            return original(*held)(which, _lower(plan, x, dtype) if which in OF_INPUTS else x)
-
-        return projected
-
     return _mistake(
         f"inputs-{dtype}",
         f"the inputs are rounded to {dtype}",
         "give the layer its inputs in its own dtype",
         ("q", "latents"),
         {"project": project},
-        breaking(project_with=project_with),
     )
 
 
@@ -212,27 +192,12 @@ def _projection(dtype: str, projection: str) -> Mistake:
         bias = a.widen(cut(layer.parameter(f"{name}.bias"))) if layer.has_bias(name) else 0.0
         return a.keep(_rounded(layer, a.matmul(_entering(layer, name, x, cut), weight.T, bias), cut))
 
-    def plant(plan: Plan) -> None:
-        for name in (name for name in plan.weights if name.startswith(projection)):
-            plan.weights[name] = _fewer_bits(np, plan.weights[name], BITS[dtype])
-
-        def project_with(plan: Plan, original: Any, *held: Any) -> Any:
-            def projected(which: str, x: Any) -> Any:
-                if which != projection:
-                    return original(*held)(which, x)
-                return _lower(plan, original(*held)(which, _lower(plan, x, dtype)), dtype)
-
-            return projected
-
-        plan.functions["project_with"] = project_with
-
     return _mistake(
         f"{projection}-in-{dtype}",
         f"{projection} is computed in {dtype}",
         f"compute {projection} in the dtype of the layer, outside of autocast",
         STAGES[projection],
         {"linear": linear},
-        plant,
     )
 
 
@@ -243,25 +208,12 @@ def _tables(dtype: str) -> Mistake:
     def tables(layer: Layer, original: Any, positions: np.ndarray) -> tuple[np.ndarray, ...]:
         return tuple(_rounded(layer, table, _to(dtype)) for table in original(positions))
 
-    def apply_rope(plan: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
-        size = x.shape[-1]
-        first, second = pairs_of(rope, size)
-        rest = [place for place in range(size) if place not in (*first, *second)]
-        ones = plan.backend.from_numpy(np.isin(np.arange(size), first).astype(np.float32))
-        turned = _lower(
-            plan, rotate(plan.xp.zeros_like(x) + ones.reshape((1,) * (x.ndim - 1) + (-1,)), positions, rope), dtype
-        )
-        cos, sin = turned[..., first], turned[..., second]
-        parts = [x[..., first] * cos - x[..., second] * sin, x[..., second] * cos + x[..., first] * sin, x[..., rest]]
-        return plan.xp.concatenate(parts, axis=-1)[..., np.argsort([*first, *second, *rest])]
-
     return _mistake(
         f"rope-tables-{dtype}",
         f"RoPE's cosines and sines are rounded to {dtype}",
         "make cosines and sines in float32, and turn queries and keys by them in float32",
         ("q", "latents", "k"),
         {"tables": tables},
-        breaking(apply_rope=apply_rope),
     )
 
 
@@ -269,16 +221,12 @@ def _cache(dtype: str) -> Mistake:
     def appended(layer: Layer, original: Any, cache: str, values: Values, new: Any, *rest: Any) -> Any:
         return original(cache, values, {name: _rounded(layer, x, _to(dtype)) for name, x in new.items()}, *rest)
 
-    def append(plan: Plan, original: Any, cache: Any, *new: Any, **options: Any) -> Any:
-        return original(cache, *(_lower(plan, x, dtype) for x in new), **options)
-
     return _mistake(
         f"cache-{dtype}",
         f"what is cached is rounded to {dtype}",
         "make the cache in the dtype of the layer",
         ("cache.latents", "cache.keys"),
         {"appended": appended},
-        breaking(append_to_cache=append, append_to_latent_cache=append),
     )
 
 
@@ -300,21 +248,16 @@ def _scores(dtype: str) -> Mistake:
         "keep scores in float32 until the softmax",
         ("scores",),
         {"scores": _of_stage("scores", dtype)},
-        breaking(attention_scores=lambda plan, scores, *inputs: _lower(plan, scores(*inputs), dtype)),
     )
 
 
 def _softmax(dtype: str) -> Mistake:
-    def softmax(plan: Plan, original: Any, scores: Any, *rest: Any) -> Any:
-        return _lower(plan, original(_lower(plan, scores, dtype), *rest), dtype)
-
     return _mistake(
         f"softmax-{dtype}",
         f"the softmax takes its scores, and gives attention weights, in {dtype}",
         "take the softmax of scores in float32",
         ("attn_weights",),
         {"attn_weights": _of_stage("attn_weights", dtype, begins="scores")},
-        breaking(masked_softmax=softmax),
     )
 
 
@@ -325,7 +268,6 @@ def _attn_weights(dtype: str) -> Mistake:
         "weigh the values by attention weights of the layer's dtype",
         ("attn_weights",),
         {"attn_weights": _of_stage("attn_weights", dtype)},
-        breaking(masked_softmax=lambda plan, softmax, *inputs: _lower(plan, softmax(*inputs), dtype)),
     )
 
 
@@ -336,7 +278,7 @@ def low_products() -> Iterator[Mistake]:
     """Every product of inputs with fewer bits, bit by bit: what explains an output alone."""
     for kind, mistake in PRECISIONS.items():
         for cut in (_nearest(MANTISSA[kind]), _cut_off(MANTISSA[kind])):
-            yield _mistake(mistake.name, mistake.about, mistake.fix, mistake.stages, _of_products(cut), None)
+            yield _mistake(mistake.name, mistake.about, mistake.fix, mistake.stages, _of_products(cut))
 
 
 def _of_products(cut: Cut) -> dict[str, Override]:
@@ -382,33 +324,7 @@ def _products_of(kind: str, about: str, fix: str) -> Mistake:
     In the reference that is an arithmetic of its own (`reference.MANTISSA`) and no override: which bits are lost
     depends on the order of a sum, so that only the size of the error can be told, and no value.
     """
-    bits = MANTISSA[kind]
-
-    def plant(plan: Plan) -> None:
-        def cut(x: Any) -> Any:
-            return _fewer_bits(plan.xp, x, bits)
-
-        for name in (name for name in plan.weights if name.endswith("proj.weight")):
-            plan.weights[name] = _fewer_bits(np, plan.weights[name], bits)
-
-        def project_with(_: Plan, original: Any, *held: Any) -> Any:
-            return lambda which, x: original(*held)(which, cut(x) if which.endswith("proj") else x)
-
-        plan.functions |= {
-            "project_with": project_with,
-            "attention_scores": lambda _, f, q, k, *rest: f(cut(q), cut(k), *rest),
-            "attention_context": lambda _, f, attn_weights, v: f(cut(attn_weights), cut(v)),
-        }
-
-    return Mistake(f"precision-{kind}", about, fix, "low-precision", ("q",), {}, plant)
-
-
-def _fewer_bits(xp: Any, x: Any, bits: int) -> Any:
-    """x with so many explicit bits of its mantissa, rounded."""
-    tiny = 2.0**-100  # what is smaller may stay as it is
-    exponent = xp.floor(xp.log2(xp.where(abs(x) < tiny, xp.ones_like(x), abs(x))))
-    step = xp.exp2(exponent - bits)
-    return xp.where(abs(x) < tiny, x, xp.round(x / step) * step)
+    return Mistake(f"precision-{kind}", about, fix, "low-precision", ("q",), {})
 
 
 PRECISIONS = {
@@ -431,7 +347,7 @@ PRECISIONS = {
 """Arithmetics that explain a difference that is everywhere and small, the finest first."""
 
 FIDELITIES = {
-    f"tensix-{kind}": Mistake(f"precision-{kind}", about, "raise the math fidelity to HiFi4", PAGE, ("q",), {}, None)
+    f"tensix-{kind}": Mistake(f"precision-{kind}", about, "raise the math fidelity to HiFi4", PAGE, ("q",), {})
     for kind, about in {
         "hifi2": "matrix products take 6 explicit bits of their first operand and 9 of their second (HiFi2)",
         "lofi": "matrix products take 6 explicit bits of their first operand and 4 of their second (LoFi)",

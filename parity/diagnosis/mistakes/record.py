@@ -1,8 +1,4 @@
-"""What is known of a mistake, and the two places that it is made in: the reference and, on purpose, a sibling.
-
-Both are broken in the same way: an override takes the place of a method or a function and is given what it stands in
-for. What the overrides of a mistake compute they share with nobody, so that one half can test the other.
-"""
+"""What is known of a mistake, and how it is made in the reference."""
 
 from __future__ import annotations
 
@@ -10,14 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from parity.backends.port import Port
-from parity.core.problem import Problem
-from parity.core.weights import Weights
-
 Override = Callable[..., Any]
-"""Stands in for a method of the reference, `override(layer, original, *inputs)`, or for a function of a sibling,
-`override(plan, original, *inputs)`. The original is what stood there before: where two mistakes are made, perhaps the
-other's override."""
+"""Stands in for a method of the reference: `override(layer, original, *inputs)`.
+
+The original is what stood there before: where two mistakes are made, perhaps the other's override."""
 
 
 class Change(Protocol):
@@ -34,27 +26,6 @@ class Changed:
     in_reference: Mapping[str, Override]
 
 
-@dataclass
-class Plan:
-    """What to break in a sibling.
-
-    Attributes:
-        problem: what it is given, without the mistake.
-        sibling: its package.
-        xp: the array functions of its framework.
-        backend: how NumPy's arrays become its own.
-        weights: what it is given for the problem's; a copy, to be changed.
-        functions: overrides, by the names of its functions.
-    """
-
-    problem: Problem
-    sibling: Any
-    xp: Any
-    backend: Port
-    weights: Weights
-    functions: dict[str, Override]
-
-
 @dataclass(frozen=True, eq=False)
 class Mistake:
     """A mistake that could be in a case.
@@ -66,7 +37,6 @@ class Mistake:
         page: the page of parity/bugs that says more.
         stages: one of them must be the first that shows it.
         in_reference: makes it in the reference: overrides by the methods of `reference.Layer`.
-        in_sibling: makes it in a sibling. None for what is only searched for.
         is_loss: whether only precision is lost. Such a one is searched for last and alone, where little is wrong.
         shows_in_narrow: whether a loss of precision is seen in bfloat16 and float16, too, which may be rounded to
             themselves.
@@ -79,7 +49,6 @@ class Mistake:
     page: str
     stages: tuple[str, ...]
     in_reference: Mapping[str, Override]
-    in_sibling: Callable[[Plan], None] | None
     is_loss: bool = False
     shows_in_narrow: bool = False
     shows_alone: bool = True
@@ -88,8 +57,3 @@ class Mistake:
 def instead(function: Callable[..., Any]) -> Override:
     """An override that needs only the inputs."""
     return lambda _, original, *inputs: function(*inputs)
-
-
-def breaking(**functions: Override) -> Callable[[Plan], None]:
-    """Makes a mistake in a sibling that lies in functions alone."""
-    return lambda plan: plan.functions.update(functions)

@@ -12,7 +12,7 @@ from mha_spec import RelativeBias
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
-from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking
+from parity.diagnosis.mistakes.record import Mistake, Override
 
 FIX = "add to the scaled scores what the table has for the bucket of key - query, counted from the first of all keys"
 
@@ -31,20 +31,17 @@ def relative_bias(case: Case) -> Iterator[Mistake]:
         "flipped",
         "distances are query - key",
         {"bucket": lambda _, original, distance: original(-distance)},
-        _as(_Flipped),
     )
     yield _mistake(
         "off-by-one",
         "queries are counted from 1, keys from 0",
         {"bucket": lambda _, original, distance: original(distance - 1)},
-        _a_place_later,
     )
     if not np.array_equal(_Linear(**asdict(right)).buckets(), right.buckets()):
         yield _mistake(
             "linear",
             "all buckets of more than one distance are of equal width",
             {"share_of_logarithm": _share_of_distance},
-            _as(_Linear),
         )
     if spec.score_scale != 1.0:
         yield _times("scaled", "the bias is added before the scores are scaled", spec.score_scale)
@@ -52,22 +49,17 @@ def relative_bias(case: Case) -> Iterator[Mistake]:
         "transposed",
         "the table is read as (N, num_buckets)",
         {"relative_table": lambda _, original: original().reshape(num_heads, -1).T},
-        lambda _, bias, table, *inputs, **options: bias(table.reshape(num_heads, -1).T, *inputs, **options),
     )
     if case.is_cached:
         yield _mistake(
             "restarted",
             "the distance is counted from the first key in each call with a cache",
             {"scores": _without_places},
-            lambda _, bias, table, record, seq_len_q, seq_len_k, q_offset=None, **options: bias(
-                table, record, seq_len_q, seq_len_k, **options
-            ),
         )
 
 
-def _mistake(name: str, about: str, in_reference: dict[str, Override], in_sibling: Override) -> Mistake:
-    planted = breaking(relative_position_bias=in_sibling)
-    return Mistake(f"relative-bias-{name}", about, FIX, "relative-bias", ("scores",), in_reference, planted)
+def _mistake(name: str, about: str, in_reference: dict[str, Override]) -> Mistake:
+    return Mistake(f"relative-bias-{name}", about, FIX, "relative-bias", ("scores",), in_reference)
 
 
 def _times(name: str, about: str, factor: float) -> Mistake:
@@ -75,7 +67,6 @@ def _times(name: str, about: str, factor: float) -> Mistake:
         name,
         about,
         {"gained_by_distance": lambda layer, original, buckets: layer.arithmetic.wide.type(factor) * original(buckets)},
-        lambda _, bias, *inputs, **options: factor * bias(*inputs, **options),
     )
 
 
@@ -84,17 +75,7 @@ def _other_record(name: str, about: str, bidirectional: bool) -> Mistake:
         name,
         about,
         {"relative_bias": lambda _, original: replace(original(), bidirectional=bidirectional)},
-        lambda _, bias, table, record, *inputs, **options: bias(
-            table, replace(record, bidirectional=bidirectional), *inputs, **options
-        ),
     )
-
-
-class _Flipped(RelativeBias):
-    """Buckets of the distances in the other direction."""
-
-    def buckets(self) -> np.ndarray:
-        return np.flip(super().buckets()).copy()  # torch takes no negative strides
 
 
 class _Linear(RelativeBias):
@@ -107,22 +88,6 @@ class _Linear(RelativeBias):
         first, width = count // 2, (self.max_distance - count // 2) / (count - count // 2)
         shared = np.minimum(first + np.floor((away - first) / width).astype(np.int64), count - 1)
         return np.where(away < first, away, shared) + (count * (distances > 0) if self.bidirectional else 0)
-
-
-def _as(kind: type[RelativeBias]) -> Override:
-    """The bias of another kind of buckets, in a sibling."""
-
-    def in_sibling(_: Plan, bias: Any, table: Any, record: RelativeBias, *inputs: Any, **options: Any) -> Any:
-        return bias(table, kind(**asdict(record)), *inputs, **options)
-
-    return in_sibling
-
-
-def _a_place_later(
-    plan: Plan, bias: Any, table: Any, record: Any, seq_len_q: int, seq_len_k: int, q_offset: Any = None, **options: Any
-) -> Any:
-    q_offset = plan.backend.beside(np.zeros(1, np.int32)) if q_offset is None else q_offset
-    return bias(table, record, seq_len_q, seq_len_k, q_offset + 1, **options)
 
 
 def _share_of_distance(layer: Layer, _: Any, away: np.ndarray, exact: int) -> np.ndarray:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import cycle
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from mha_spec import DynamicScaling, Rope, YarnScaling
 from parity.core.cases import Case
 from parity.core.reference import Layer
-from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking
+from parity.diagnosis.mistakes.record import Mistake, Override
 
 THETAS = (1e2, 1e3, 1e4, 1e5, 5e5, 1e6, 1e7)  # bases that are in use
 STAGES = ("q", "latents", "k")
@@ -61,33 +60,12 @@ def _turning(of: str, turned: Override) -> dict[str, Override]:
     return {"turned": override}
 
 
-def _turning_in_sibling(of: str, turned: Override) -> Callable[[Plan], None]:
-    """Plants another way to rotate some heads: `turned(plan, rotate, x, positions, rope)`."""
-
-    def plant(plan: Plan) -> None:
-        turns = cycle("qk")  # project_qkv rotates q, then k
-
-        def override(plan: Plan, rope: Any, *inputs: Any) -> Any:
-            return turned(plan, rope, *inputs) if next(turns) in of else rope(*inputs)
-
-        plan.functions["apply_rope"] = override
-
-    return plant
-
-
 # ---- Pairs -----------------------------------------------------------------------------------------------------------
 
 
 def _rotated(rope: Rope | None, size: int) -> list[int]:
     """Which of so many features are rotated."""
     return list(range(size))[cast(Rope, rope).rotated_features(size)]
-
-
-def pairs_of(rope: Rope, size: int) -> tuple[list[int], list[int]]:
-    """The first and the second feature of each pair that is rotated, of so many features."""
-    rotated = _rotated(rope, size)
-    half = len(rotated) // 2
-    return (rotated[:half], rotated[half:]) if rope.pairs == "half" else (rotated[0::2], rotated[1::2])
 
 
 def _pairs_side_by_side(case: Case, size: int) -> np.ndarray:
@@ -102,11 +80,6 @@ def _interleaved(case: Case, of: str, whose: str, suffix: str) -> Mistake:
         order = _pairs_side_by_side(case, x.shape[-1])
         return layer.rotate(x[..., np.argsort(order)], positions)[..., order]
 
-    def planted(_: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
-        size, rotated = x.shape[-1], _rotated(rope, x.shape[-1])
-        evens_first = np.array([*range(rotated[0]), *rotated[0::2], *rotated[1::2], *range(rotated[-1] + 1, size)])
-        return rotate(x[..., evens_first], positions, rope)[..., np.argsort(evens_first)]
-
     return Mistake(
         f"rope-interleaved{suffix}",
         f"{whose} RoPE pairs are interleaved, (2 i, 2 i + 1), and not (i, i + H/2)",
@@ -114,14 +87,12 @@ def _interleaved(case: Case, of: str, whose: str, suffix: str) -> Mistake:
         "rope-pairs",
         STAGES,
         _turning(of, turned),
-        _turning_in_sibling(of, planted),
     )
 
 
 def _weights_reordered(case: Case, of: str, whose: str, suffix: str) -> Iterator[Mistake]:
     size = case.spec.head_dim
-    order, rotated = _pairs_side_by_side(case, size), _rotated(case.spec.rope, size)
-    half, features = len(rotated) // 2, slice(rotated[0], rotated[-1] + 1)
+    order = _pairs_side_by_side(case, size)
 
     def with_rows(rows: np.ndarray) -> dict[str, Override]:
         def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
@@ -132,19 +103,6 @@ def _weights_reordered(case: Case, of: str, whose: str, suffix: str) -> Iterator
 
         return {"parameter": parameter}
 
-    def swapping(axes: tuple[int, int]) -> Callable[[Plan], None]:
-        """Plants rows whose place in a head is counted along two axes, and these exchanged."""
-
-        def plant(plan: Plan) -> None:
-            for name in (f"{each}_proj.{leaf}" for each in of for leaf in ("weight", "bias")):
-                if name in plan.weights:
-                    heads = plan.weights[name].reshape(-1, size, *plan.weights[name].shape[1:]).copy()
-                    pairs = heads[:, features].reshape(len(heads), *axes, *heads.shape[2:])
-                    heads[:, features] = pairs.swapaxes(1, 2).reshape(heads[:, features].shape)
-                    plan.weights[name] = heads.reshape(plan.weights[name].shape)
-
-        return plant
-
     yield Mistake(
         f"rope-weights-interleaved{suffix}",
         f"{whose} weights are in the order of interleaved RoPE pairs (Meta's, GGUF's)",
@@ -152,7 +110,6 @@ def _weights_reordered(case: Case, of: str, whose: str, suffix: str) -> Iterator
         "rope-pairs",
         STAGES,
         with_rows(order),
-        swapping((2, half)),
     )
     yield Mistake(
         f"rope-weights-deinterleaved{suffix}",
@@ -161,7 +118,6 @@ def _weights_reordered(case: Case, of: str, whose: str, suffix: str) -> Iterator
         "rope-pairs",
         STAGES,
         with_rows(np.argsort(order)),
-        swapping((half, 2)),
     )
 
 
@@ -176,7 +132,6 @@ def _missing(of: str, suffix: str) -> Mistake:
         "rope-positions",
         STAGES,
         _turning(of, lambda layer, x, positions: x),
-        _turning_in_sibling(of, lambda plan, rotate, x, positions, rope: x),
     )
 
 
@@ -188,7 +143,6 @@ def _reversed(of: str, whose: str, suffix: str) -> Mistake:
         "rope-positions",
         STAGES,
         _turning(of, lambda layer, x, positions: layer.rotate(x, -positions)),
-        _turning_in_sibling(of, lambda plan, rotate, x, positions, rope: rotate(x, -positions, rope)),
     )
 
 
@@ -200,7 +154,6 @@ def _shifted(of: str, whose: str, by: str, step: int) -> Mistake:
         "rope-positions",
         STAGES,
         _turning(of, lambda layer, x, positions: layer.rotate(x, positions + step)),
-        _turning_in_sibling(of, lambda plan, rotate, x, positions, rope: rotate(x, positions + step, rope)),
     )
 
 
@@ -212,20 +165,11 @@ def _twice(of: str, whose: str, suffix: str) -> Mistake:
         "rope-positions",
         STAGES,
         _turning(of, lambda layer, x, positions: layer.rotate(layer.rotate(x, positions), positions)),
-        _turning_in_sibling(
-            of, lambda _, rotate, x, positions, rope: rotate(rotate(x, positions, rope), positions, rope)
-        ),
     )
 
 
 def _exchanged() -> Mistake:
     """A quarter turn, and back by the position: the scores are those of RoPE the other way."""
-
-    def planted(plan: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
-        first, second = pairs_of(rope, x.shape[-1])
-        order, signs = np.arange(x.shape[-1]), np.ones(x.shape[-1])
-        order[first], order[second], signs[first] = second, first, -1
-        return rotate(x, -positions, rope)[..., order] * plan.xp.asarray(signs[None, None, None], dtype=x.dtype)
 
     return Mistake(
         "rope-sin-cos-exchanged",
@@ -234,14 +178,10 @@ def _exchanged() -> Mistake:
         "rope-positions",
         STAGES,
         {"tables": lambda layer, original, positions: original(positions)[::-1]},
-        breaking(apply_rope=planted),
     )
 
 
 def _over_heads() -> Mistake:
-    def planted(plan: Plan, rotate: Any, x: Any, _: Any, rope: Rope) -> Any:
-        return rotate(x.swapaxes(1, 2), plan.xp.arange(x.shape[1])[None], rope).swapaxes(1, 2)
-
     def turned(layer: Layer, x: np.ndarray, _: np.ndarray) -> np.ndarray:
         return layer.rotate(x.swapaxes(1, 2), np.arange(x.shape[1])[None]).swapaxes(1, 2)
 
@@ -252,19 +192,12 @@ def _over_heads() -> Mistake:
         "rope-positions",
         STAGES,
         _turning("qk", turned),
-        _turning_in_sibling("qk", planted),
     )
 
 
 def _of_values() -> Mistake:
     def turned(layer: Layer, original: Any, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         return layer.rotate(x, positions) if name == "v" else original(name, x, positions)
-
-    def project_qkv(plan: Plan, original: Any, *inputs: Any) -> tuple[Any, Any, Any]:
-        q, k, v = original(*inputs)
-        spec, positions = inputs[4], inputs[5] if len(inputs) > 5 else None
-        positions = plan.xp.arange(v.shape[2])[None] if positions is None else positions
-        return q, k, plan.sibling.apply_rope(v, positions, spec.rope)
 
     return Mistake(
         "rope-on-values",
@@ -273,7 +206,6 @@ def _of_values() -> Mistake:
         "rope-positions",
         ("v",),
         {"turned": turned},
-        breaking(project_qkv=project_qkv),
     )
 
 
@@ -284,10 +216,6 @@ def _rounded_positions() -> Mistake:
         step = np.maximum(np.exp2(np.floor(np.log2(np.maximum(positions, 1))) - 7), 1)
         return original(x, (np.round(positions / step) * step).astype(positions.dtype), *direction)
 
-    def planted(plan: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
-        collapsed = plan.xp.asarray(plan.xp.asarray(positions, dtype=plan.xp.bfloat16), dtype=plan.xp.int32)
-        return rotate(x, collapsed, rope)
-
     return Mistake(
         "rope-positions-bfloat16",
         "RoPE positions are numbers of bfloat16, in which those above 256 collapse",
@@ -295,7 +223,6 @@ def _rounded_positions() -> Mistake:
         "rope-positions",
         STAGES,
         {"rotate": rounded},
-        breaking(apply_rope=planted),
     )
 
 
@@ -304,9 +231,6 @@ def _of_longest(of: str, whose: str, suffix: str) -> Mistake:
         first = positions[:, :1]
         return layer.rotate(x, positions - first + first.max())
 
-    def planted(plan: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
-        return rotate(x, positions + (plan.xp.max(positions[:, 0]) - positions[:, :1]), rope)
-
     return Mistake(
         f"cache-position-of-longest{suffix}",
         f"{whose} RoPE positions of all sequences go on from the longest one",
@@ -314,14 +238,10 @@ def _of_longest(of: str, whose: str, suffix: str) -> Mistake:
         "cache-positions",
         STAGES,
         _turning(of, turned),
-        _turning_in_sibling(of, planted),
     )
 
 
 def _cached_positions(of: str, whose: str, suffix: str) -> Iterator[Mistake]:
-    def one_late(plan: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
-        return rotate(x, plan.xp.where(positions[:, :1] > 0, positions + 1, positions), rope)
-
     yield Mistake(
         f"cache-position-off-by-one{suffix}",
         f"{whose} RoPE positions after the first call are one too high",
@@ -329,7 +249,6 @@ def _cached_positions(of: str, whose: str, suffix: str) -> Iterator[Mistake]:
         "cache-positions",
         STAGES,
         _turning(of, lambda layer, x, positions: layer.rotate(x, positions + (positions[:, :1] > 0))),
-        _turning_in_sibling(of, one_late),
     )
     yield Mistake(
         f"cache-position-restarted{suffix}",
@@ -338,7 +257,6 @@ def _cached_positions(of: str, whose: str, suffix: str) -> Iterator[Mistake]:
         "cache-positions",
         STAGES,
         _turning(of, lambda layer, x, positions: layer.rotate(x, positions - positions[:, :1])),
-        _turning_in_sibling(of, lambda _, rotate, x, positions, rope: rotate(x, positions - positions[:, :1], rope)),
     )
 
 
@@ -366,7 +284,6 @@ def _other_theta(theta: float, right: float) -> Mistake:
         "rope-theta",
         STAGES,
         {"rope": lambda layer, original: replace(original(), theta=theta)},
-        breaking(apply_rope=lambda plan, rotate, x, positions, rope: rotate(x, positions, replace(rope, theta=theta))),
     )
 
 
@@ -380,9 +297,4 @@ def _other_exponents(word: str, exponents: str, power: float, right: float) -> M
         "rope-theta",
         STAGES,
         {"rope": lambda layer, original: replace(original(), theta=theta)},
-        breaking(apply_rope=lambda _, rotate, x, positions, rope: rotate(x, positions, _with_power(rope, power))),
     )
-
-
-def _with_power(rope: Rope, power: float) -> Rope:
-    return replace(rope, theta=rope.theta**power)

@@ -21,7 +21,7 @@ from mha_spec import (
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.core.reference.rope import frequencies
-from parity.diagnosis.mistakes.record import Mistake, Plan, breaking, instead
+from parity.diagnosis.mistakes.record import Mistake, instead
 
 STAGES = ("q", "latents", "k")
 
@@ -35,7 +35,6 @@ def _of_another(name: str, about: str, fix: str, page: str, wrong: Rope) -> Mist
         page,
         STAGES,
         {"rope": instead(lambda: wrong)},
-        breaking(apply_rope=lambda _, rotate, x, positions, rope: rotate(x, positions, wrong)),
     )
 
 
@@ -87,17 +86,6 @@ def _lengths(case: Case, rope: Rope) -> tuple[bool, bool, bool]:
     return bool(beyond), len(beyond) < len(rows), any(row.min() + 1 <= original for row in beyond)
 
 
-class _InvertedScaling(Llama3Scaling):
-    """Llama 3's, with the shares of both ends exchanged between them."""
-
-    def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
-        right = super().frequencies(theta, features, length)
-        kept = LinearScaling(1.0).frequencies(theta, features, length)
-        turns = 1.0 / (1.0 / kept * (2 * math.pi)) * self.original_length
-        share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        return np.where((share > 0.0) & (share < 1.0), share * kept / self.factor + (1.0 - share) * kept, right)
-
-
 def _inverted(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Mistake]:
     """The ramp runs the wrong way, if it has any frequency on it."""
     head_dim, single = case.spec.head_dim, np.float32
@@ -114,8 +102,6 @@ def _inverted(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Mistak
     def angles(layer: Layer, original: Any, positions: np.ndarray) -> np.ndarray:
         return (original(positions) * ratio).astype(layer.arithmetic.wide)
 
-    wrong = _InvertedScaling(scaling.factor, scaling.original_length, scaling.low_freq_factor, scaling.high_freq_factor)
-    wrong_rope = replace(rope, scaling=wrong)
     yield Mistake(
         "rope-llama3-inverted",
         "llama3's ramp runs the wrong way: its faster frequencies are divided by the factor, its slower ones are kept",
@@ -124,7 +110,6 @@ def _inverted(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Mistak
         "rope-scaling",
         STAGES,
         {"angles": angles},
-        breaking(apply_rope=lambda _, rotate, x, positions, rope: rotate(x, positions, wrong_rope)),
     )
 
 
@@ -153,10 +138,6 @@ def _of_one_set(rope: Rope, scaling: LongRopeScaling, is_beyond: bool, is_within
 
 
 def _length_by_token() -> Mistake:
-    def planted(plan: Plan, rotate: Any, x: Any, positions: Any, rope: Rope) -> Any:
-        tokens = range(x.shape[2])
-        return plan.xp.concatenate([rotate(x[:, :, t : t + 1], positions[:, t : t + 1], rope) for t in tokens], 2)
-
     return Mistake(
         "rope-length-by-token",
         "RoPE's frequencies depend on each token's own position, and not on the last one of the call",
@@ -164,7 +145,6 @@ def _length_by_token() -> Mistake:
         "rope-scaling",
         STAGES,
         {"lengths": instead(lambda positions: positions + 1)},
-        breaking(apply_rope=planted),
     )
 
 
@@ -301,7 +281,6 @@ def _by_axes(name: str, about: str, read: Callable[[Any], Any]) -> Mistake:
         "rope-sections",
         STAGES,
         {"turned": turned},
-        breaking(apply_rope=lambda _, rotate, x, positions, rope: rotate(x, read(positions), rope)),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from mha_spec import AttentionSpec, YarnScaling
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
-from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking, instead
+from parity.diagnosis.mistakes.record import Mistake, Override, instead
 
 # ---- Scale -----------------------------------------------------------------------------------------------------------
 
@@ -66,7 +65,6 @@ def other_scale(name: str, about: str, fix: str, page: str, divisor: float, fact
         page,
         ("scores",),
         {"scale": instead(lambda: divisor)},
-        breaking(attention_scores=lambda _, scores, q, k, *rest: scores(q * factor, k, *rest)),
     )
 
 
@@ -82,10 +80,6 @@ def _scale_after_softmax(fix: str, right: float) -> Mistake:
         "scale",
         ("scores",),
         {"scale": instead(lambda: 1.0), "attn_weights": attn_weights},
-        breaking(
-            attention_scores=lambda _, scores, q, k, *rest: scores(q * right, k, *rest),
-            masked_softmax=lambda _, softmax, *inputs: softmax(*inputs) / right,
-        ),
     )
 
 
@@ -103,22 +97,20 @@ def soft_cap(case: Case) -> Iterator[Mistake]:
     def capped(scores: Any, xp: Any, by: float = cap) -> Any:
         return by * xp.tanh(scores / by)
 
-    def other(name: str, about: str, in_reference: Any, in_sibling: Override) -> Mistake:
+    def other(name: str, about: str, in_reference: Any) -> Mistake:
         overrides = {"capped": instead(in_reference)}
-        return Mistake(name, about, fix, "soft-cap", ("scores",), overrides, breaking(soft_capped=in_sibling))
+        return Mistake(name, about, fix, "soft-cap", ("scores",), overrides)
 
-    yield other("soft-cap-ignored", "scores are not capped", lambda x: x, lambda _, original, scores, spec: scores)
+    yield other("soft-cap-ignored", "scores are not capped", lambda x: x)
     yield other(
         "soft-cap-not-multiplied",
         "scores are capped by tanh(s / cap), which is not multiplied by the cap",
         lambda x: np.tanh(x / x.dtype.type(cap)),
-        lambda plan, original, scores, spec: plan.xp.tanh(scores / cap),
     )
     yield other(
         "soft-cap-before-scale",
         "scores are capped before they are scaled",
         lambda x: capped(x / x.dtype.type(scale), np, x.dtype.type(cap)) * x.dtype.type(scale),
-        lambda plan, original, scores, spec: capped(scores / scale, plan.xp) * scale,
     )
     if case.bias:
         yield _capped_after_bias(fix, capped)
@@ -132,9 +124,6 @@ def _capped_after_bias(fix: str, capped: Any) -> Mistake:
         biased = layer.products(values) + a.widen(np.asarray(layer.problem.bias))
         return {"scores": capped(biased, np, layer.soft_cap())}
 
-    def in_sibling(plan: Plan, attention_scores: Any, q: Any, k: Any, bias: Any, spec: Any, *offsets: Any) -> Any:
-        return capped(attention_scores(q, k, bias, replace(spec, soft_cap=None), *offsets), plan.xp)
-
     return Mistake(
         "soft-cap-after-bias",
         "scores are capped after the bias is added",
@@ -142,7 +131,6 @@ def _capped_after_bias(fix: str, capped: Any) -> Mistake:
         "soft-cap",
         ("scores",),
         {"scores": scores},
-        breaking(attention_scores=in_sibling),
     )
 
 
@@ -154,11 +142,6 @@ def _capped_after_mask(fix: str, capped: Any) -> Mistake:
         shown = capped(np.where(mask, -np.inf, values["scores"]), np, layer.problem.spec.soft_cap)
         return original({**values, "scores": shown, "mask": np.zeros_like(mask)})
 
-    def softmax(plan: Plan, masked_softmax: Any, scores: Any, mask: Any = None, *sinks: Any) -> Any:
-        lowest = plan.xp.full_like(scores, -np.inf)
-        shown = scores if mask is None else plan.xp.where(mask, lowest, scores)
-        return masked_softmax(capped(shown, plan.xp), None, *sinks)
-
     return Mistake(
         "soft-cap-after-mask",
         "scores are capped after they are masked, so that what is hidden is seen",
@@ -166,7 +149,6 @@ def _capped_after_mask(fix: str, capped: Any) -> Mistake:
         "soft-cap",
         ("scores",),
         {"capped": instead(lambda x: x), "attn_weights": attn_weights},
-        breaking(soft_capped=lambda _, original, scores, spec: scores, masked_softmax=softmax),
     )
 
 
@@ -183,23 +165,15 @@ def bias(case: Case) -> Iterator[Mistake]:
         "score-bias",
         ("scores",),
         {"score_bias": instead(lambda: None)},
-        breaking(attention_scores=_scores_alone),
     )
-    yield _bias_scaled(case.spec.head_dim)
+    yield _bias_scaled()
     yield _bias_after_softmax()
 
 
-def _scores_alone(_: Plan, attention_scores: Any, q: Any, k: Any, bias: Any = None, *rest: Any, **options: Any) -> Any:
-    return attention_scores(q, k, None, *rest, **options)
-
-
-def _bias_scaled(size: int) -> Mistake:
+def _bias_scaled() -> Mistake:
     def score_bias(layer: Layer, original: Any) -> np.ndarray | None:
         bias, a = original(), layer.arithmetic
         return None if bias is None else a.widen(bias) / a.wide.type(layer.scale())
-
-    def scores(_: Plan, attention_scores: Any, q: Any, k: Any, bias: Any = None, *rest: Any) -> Any:
-        return attention_scores(q, k, None if bias is None else bias / size**0.5, *rest)
 
     return Mistake(
         "score-bias-scaled",
@@ -208,7 +182,6 @@ def _bias_scaled(size: int) -> Mistake:
         "score-bias",
         ("scores",),
         {"score_bias": score_bias},
-        breaking(attention_scores=scores),
     )
 
 
@@ -217,9 +190,6 @@ def _bias_after_softmax() -> Mistake:
         found, a = original(values)["attn_weights"], layer.arithmetic
         return {"attn_weights": a.keep(a.widen(found) + a.widen(np.asarray(layer.problem.bias)))}
 
-    def softmax(plan: Plan, masked_softmax: Any, *inputs: Any) -> Any:
-        return masked_softmax(*inputs) + plan.backend.from_numpy(plan.problem.inputs["bias"])
-
     return Mistake(
         "score-bias-after-softmax",
         "the bias is added after the softmax",
@@ -227,7 +197,6 @@ def _bias_after_softmax() -> Mistake:
         "score-bias",
         ("scores",),
         {"score_bias": instead(lambda: None), "attn_weights": attn_weights},
-        breaking(attention_scores=_scores_alone, masked_softmax=softmax),
     )
 
 
@@ -246,11 +215,6 @@ def _softmax_over(axis: int, words: str) -> Mistake:
         turned = {name: values[name].swapaxes(axis, 3) for name in ("scores", "mask")}
         return {"attn_weights": original(turned)["attn_weights"].swapaxes(axis, 3)}
 
-    def softmax(_: Plan, masked_softmax: Any, scores: Any, mask: Any = None, *sinks: Any) -> Any:
-        if mask is not None:
-            mask = (mask | (scores != scores) & False).swapaxes(axis, 3)  # of the scores' whole shape
-        return masked_softmax(scores.swapaxes(axis, 3), mask, *sinks).swapaxes(axis, 3)
-
     return Mistake(
         f"softmax-over-{words}",
         f"the softmax is over the {words}, and not over the keys",
@@ -258,7 +222,6 @@ def _softmax_over(axis: int, words: str) -> Mistake:
         "softmax-axis",
         ("attn_weights",),
         {"attn_weights": attn_weights},
-        breaking(masked_softmax=softmax),
     )
 
 
@@ -280,15 +243,6 @@ def _swallowed() -> Mistake:
 
         return override
 
-    def cleaned(plan: Plan, x: Any) -> Any:
-        return plan.xp.where(x != x, plan.xp.zeros_like(x), x)
-
-    def softmax(plan: Plan, masked_softmax: Any, *inputs: Any) -> Any:
-        return cleaned(plan, masked_softmax(*inputs))
-
-    def attention(plan: Plan, original: Any, *inputs: Any, **options: Any) -> tuple[Any, ...]:
-        return tuple(None if x is None else cleaned(plan, x) for x in original(*inputs, **options))
-
     return Mistake(
         "nan-swallowed",
         "a row whose scores are NaN is 0, as if every key were hidden",
@@ -296,23 +250,15 @@ def _swallowed() -> Mistake:
         "not-finite",
         ("attn_weights",),
         {stage: without_nan_of(stage) for stage in ("attn_weights", "context")},
-        breaking(masked_softmax=softmax, attend=attention),
     )
 
 
 def _leaking() -> Mistake:
-    def formula(plan: Plan, _: Any, query: Any, key: Any, value: Any, mask: Any, scores: Any, *__: Any) -> Any:
-        """Attention from the stage functions, as its formula has it; whoever asks for weights gets that."""
-        logits = plan.sibling.attention_scores(query, key, scores.bias, scores.spec)
-        attn_weights = plan.sibling.masked_softmax(logits, mask.mask, scores.sinks)
-        return plan.sibling.attention_context(attn_weights, value), attn_weights
-
     return Mistake(
         "nan-leaks",
         "a NaN in a value that is hidden reaches the rows that may not see it: 0 * NaN is NaN",
         "put 0 in the place of hidden values before they are weighed",
         "not-finite",
-        ("module.output",),
+        ("context", "module.output"),
         {"context": lambda layer, original, values: layer.weighed(values)},
-        breaking(attend=formula),
     )

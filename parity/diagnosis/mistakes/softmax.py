@@ -10,7 +10,7 @@ import numpy as np
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
-from parity.diagnosis.mistakes.record import Mistake, Override, Plan, breaking
+from parity.diagnosis.mistakes.record import Mistake, Override
 
 # ---- The mask, as a number -------------------------------------------------------------------------------------------
 
@@ -25,43 +25,35 @@ def mask_as_number(case: Case) -> Iterator[Mistake]:
         "mask-added",
         "the mask is added to the scores as 0 and 1, so that what it should hide weighs more",
         lambda scores, mask: scores + mask,
-        lambda plan, scores, mask: plan.xp.where(mask, scores + 1.0, scores),
     )
     yield _numbered(
         "mask-added-inverted",
         "the mask of what is seen is added to the scores as 0 and 1, and hides nothing",
         lambda scores, mask: scores + ~mask,
-        lambda plan, scores, mask: plan.xp.where(mask, scores, scores + 1.0),
     )
     yield _numbered(
         "mask-multiplied",
         "the scores of hidden keys are 0 (multiplied by the mask, or filled with 1e-9), and not -inf",
         lambda scores, mask: np.where(mask, np.zeros((), scores.dtype), scores),
-        lambda plan, scores, mask: plan.xp.where(mask, 0.0, scores),
     )
     yield _numbered(
         "mask-penalty-added",
         f"{PENALTY:g} is added to the scores of hidden keys, and not -inf",
         lambda scores, mask: scores + scores.dtype.type(PENALTY) * mask,
-        lambda plan, scores, mask: plan.xp.where(mask, scores + PENALTY, scores),
     )
     yield _numbered(
         "mask-penalty-filled",
         f"the scores of hidden keys are {PENALTY:g}, and not -inf",
         lambda scores, mask: np.where(mask, scores.dtype.type(PENALTY), scores),
-        lambda plan, scores, mask: plan.xp.where(mask, PENALTY, scores),
     )
 
 
-def _numbered(name: str, about: str, wrong: Callable[..., np.ndarray], plant: Callable[..., Any]) -> Mistake:
-    """`wrong(scores, mask)` and `plant(plan, scores, mask)`: the scores that the softmax is taken of."""
+def _numbered(name: str, about: str, wrong: Callable[..., np.ndarray]) -> Mistake:
+    """`wrong(scores, mask)`: the scores that the softmax is taken of."""
 
     def attn_weights(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
         scores, mask = layer.arithmetic.widen(values["scores"]), values["mask"]
         return original({**values, "scores": wrong(scores, mask), "mask": np.zeros_like(mask)})
-
-    def softmax(plan: Plan, masked_softmax: Any, scores: Any, mask: Any = None, *sinks: Any) -> Any:
-        return masked_softmax(scores if mask is None else plant(plan, scores, mask), None, *sinks)
 
     return Mistake(
         name,
@@ -70,7 +62,6 @@ def _numbered(name: str, about: str, wrong: Callable[..., np.ndarray], plant: Ca
         "mask-as-number",
         ("attn_weights",),
         {"attn_weights": attn_weights},
-        breaking(masked_softmax=softmax),
     )
 
 
@@ -78,10 +69,6 @@ def after_softmax(case: Case) -> Iterator[Mistake]:
     def attn_weights(_: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
         found = original({**values, "mask": np.zeros_like(values["mask"])})["attn_weights"]
         return {"attn_weights": np.where(values["mask"], np.zeros((), found.dtype), found)}
-
-    def softmax(plan: Plan, masked_softmax: Any, scores: Any, mask: Any = None, *sinks: Any) -> Any:
-        found = masked_softmax(scores, None, *sinks)
-        return found if mask is None else plan.xp.where(mask, 0.0, found)
 
     if case.has_mask or case.is_cached:
         yield Mistake(
@@ -91,7 +78,6 @@ def after_softmax(case: Case) -> Iterator[Mistake]:
             "mask-ignored",
             ("attn_weights",),
             {"attn_weights": attn_weights},
-            breaking(masked_softmax=softmax),
         )
 
 
@@ -105,7 +91,6 @@ def other_functions(case: Case) -> Iterator[Mistake]:
         "softmax-twice",
         "the softmax is taken twice, the second time of the weights",
         _again,
-        lambda _, softmax, scores, mask=None, *sinks: softmax(softmax(scores, mask, *sinks), None, *sinks),
     )
     yield _other(
         "softmax-base-2",
@@ -113,21 +98,19 @@ def other_functions(case: Case) -> Iterator[Mistake]:
         lambda layer, original, values: original(
             {**values, "scores": layer.arithmetic.widen(values["scores"]) * np.log(2.0).astype(layer.arithmetic.wide)}
         ),
-        lambda _, softmax, scores, *rest: softmax(scores * 0.6931471805599453, *rest),
     )
     if case.spec.sinks:
         return
-    yield _other("softmax-sigmoid", "each weight is the sigmoid of its score", _sigmoid, _sigmoid_in_sibling)
+    yield _other("softmax-sigmoid", "each weight is the sigmoid of its score", _sigmoid)
     if not is_masked:  # what is hidden would weigh -inf
         yield _other(
             "softmax-log",
             "the weights are the logarithms of a softmax",
             lambda layer, original, values: {"attn_weights": np.log(original(values)["attn_weights"])},
-            lambda plan, softmax, *inputs: plan.xp.log(softmax(*inputs)),
         )
 
 
-def _other(name: str, about: str, in_reference: Override, in_sibling: Override) -> Mistake:
+def _other(name: str, about: str, in_reference: Override) -> Mistake:
     return Mistake(
         name,
         about,
@@ -135,7 +118,6 @@ def _other(name: str, about: str, in_reference: Override, in_sibling: Override) 
         "softmax-function",
         ("attn_weights",),
         {"attn_weights": in_reference},
-        breaking(masked_softmax=in_sibling),
     )
 
 
@@ -148,11 +130,6 @@ def _sigmoid(layer: Layer, _: Any, values: Values) -> dict[str, np.ndarray]:
     with np.errstate(over="ignore"):
         weights = 1.0 / (1.0 + np.exp(-scores))
     return {"attn_weights": a.keep(np.where(values["mask"], np.zeros((), a.wide), weights))}
-
-
-def _sigmoid_in_sibling(plan: Plan, _: Any, scores: Any, mask: Any = None, *__: Any) -> Any:
-    weights = 0.5 * plan.xp.tanh(0.5 * scores) + 0.5
-    return weights if mask is None else plan.xp.where(mask, 0.0, weights)
 
 
 # ---- Dropout ---------------------------------------------------------------------------------------------------------
@@ -178,5 +155,4 @@ def _kept(percent: int) -> Mistake:
         "dropout",
         ("attn_weights",),
         {"attn_weights": attn_weights},
-        breaking(masked_softmax=lambda _, softmax, *inputs: softmax(*inputs) * (100.0 / (100 - percent))),
     )

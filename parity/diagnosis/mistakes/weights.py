@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
 from parity.core.weights import QKV
-from parity.diagnosis.mistakes.record import Mistake, Plan, breaking
+from parity.diagnosis.mistakes.record import Mistake
 
 STAGES = {"q_proj": ("q", "k"), "k_proj": ("k",), "v_proj": ("v",), "out_proj": ("output",)}
 """Where a mistake in a projection is seen first."""
@@ -39,9 +38,6 @@ def _transposed(projection: str) -> Mistake:
     def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
         return original(name).T if name == kernel else original(name)
 
-    def plant(plan: Plan) -> None:
-        plan.weights[kernel] = plan.weights[kernel].T
-
     return Mistake(
         f"{projection}-transposed",
         f"{projection}'s square kernel is transposed",
@@ -49,7 +45,6 @@ def _transposed(projection: str) -> Mistake:
         "transposed-kernel",
         STAGES[projection],
         {"parameter": parameter},
-        plant,
     )
 
 
@@ -58,22 +53,21 @@ def _transposed(projection: str) -> Mistake:
 
 def swapped(case: Case) -> Iterator[Mistake]:
     spec = case.spec
-    has_rope = spec.rope is not None
     q, k, v = spec.qkv_biases  # one that only one of two has would not be loaded into the other
     has_one_width = spec.value_head_dim == spec.head_dim
     pairs = [("k", "v", k == v)] if has_one_width else []
     if spec.num_heads == spec.num_kv_heads and spec.d_in == spec.d_kv:
         pairs += [("q", "k", q == k), *([("q", "v", q == v)] if has_one_width else [])]
     for one, other, have_both in pairs:
-        if have_both:  # with RoPE the one of the same name is planted, below
-            yield _swapped(one, other, is_planted=not (has_rope and one == "k"))
+        if have_both:
+            yield _swapped(one, other)
     has_bias = dict(zip("qkv", (q, k, v), strict=True))
     yield from (_swapped(one, other, is_alone=True) for one, other, _ in pairs if has_bias[one] or has_bias[other])
-    if has_rope and has_one_width:  # without it the same as the first
+    if spec.rope is not None and has_one_width:  # without it the same as the first
         yield _swapped_after_rope()
 
 
-def _swapped(one: str, other: str, *, is_alone: bool = False, is_planted: bool = True) -> Mistake:
+def _swapped(one: str, other: str, *, is_alone: bool = False) -> Mistake:
     """Two projections exchanged; or their weights alone, which are loaded by themselves: that is only searched for."""
     names = {f"{one}_proj": f"{other}_proj", f"{other}_proj": f"{one}_proj"}
 
@@ -85,12 +79,6 @@ def _swapped(one: str, other: str, *, is_alone: bool = False, is_planted: bool =
         is_in_place = is_alone and leaf == "bias"
         return original(name if is_in_place else names.get(projection, projection) + dot + leaf)
 
-    def plant(plan: Plan) -> None:
-        for leaf in ("weight", "bias"):
-            first, second = f"{one}_proj.{leaf}", f"{other}_proj.{leaf}"
-            if first in plan.weights:
-                plan.weights[first], plan.weights[second] = plan.weights[second], plan.weights[first]
-
     return Mistake(
         f"{one}-{other}-swapped",
         f"the weights of {one}_proj and {other}_proj are exchanged, and not their biases"
@@ -100,7 +88,6 @@ def _swapped(one: str, other: str, *, is_alone: bool = False, is_planted: bool =
         "swapped-projections",
         (one,),
         {"has_bias": has_bias, "parameter": parameter},
-        plant if is_planted and not is_alone else None,
     )
 
 
@@ -109,10 +96,6 @@ def _swapped_after_rope() -> Mistake:
         projected = original(*inputs)
         return {**projected, "k": projected["v"], "v": projected["k"]}
 
-    def project_qkv(_: Plan, original: Any, *inputs: Any, **options: Any) -> tuple[Any, Any, Any]:
-        q, k, v = original(*inputs, **options)
-        return q, v, k
-
     return Mistake(
         "k-v-swapped",
         "k and v are exchanged after RoPE",
@@ -120,7 +103,6 @@ def _swapped_after_rope() -> Mistake:
         "swapped-projections",
         ("k",),
         {"project": project},
-        breaking(project_qkv=project_qkv),
     )
 
 
@@ -153,27 +135,25 @@ def fused_qkv(case: Case) -> Iterator[Mistake]:
 
         return parameter
 
-    for name, about, fix, order, read in (
+    for name, about, fix, order in (
         (
             "fused-qkv-read-per-head",
             "a fused QKV weight that holds all q, all k, all v is read head by head (or group by group)",
             "split the fused weight into q, k and v first, then into heads",
             np.argsort(grouped),
-            _read_by_groups,
         ),
         (
             "fused-qkv-read-as-thirds",
             "a fused QKV weight that holds q, k, v head by head (or group by group) is read as all q, all k, all v",
             "split the fused weight into heads (or groups) first, as GPT-NeoX and Falcon keep it",
             grouped,
-            _read_as_thirds,
         ),
     ):
         changed = {"parameter": parameter_in(order)}
-        yield Mistake(name, about, fix, "fused-qkv", ("q", "k"), changed, lambda plan, read=read: _repack(plan, read))
+        yield Mistake(name, about, fix, "fused-qkv", ("q", "k"), changed)
         if any(spec.qkv_biases):  # which are loaded by themselves: only searched for
             about, changed = f"{about}, and not its bias", {"parameter": parameter_in(order, ("weight",))}
-            yield Mistake(name, about, fix, "fused-qkv", ("q", "k"), changed, None)
+            yield Mistake(name, about, fix, "fused-qkv", ("q", "k"), changed)
 
 
 def _kv_read_as_halves(spec: AttentionSpec) -> Mistake:
@@ -187,14 +167,6 @@ def _kv_read_as_halves(spec: AttentionSpec) -> Mistake:
         packed = np.concatenate(heads, axis=1).reshape(-1, *parts[0].shape[1:])
         return packed[: spec.k_width] if name.startswith("k") else packed[spec.k_width :]
 
-    def plant(plan: Plan) -> None:
-        right = dict(plan.weights)
-        for leaf in ("weight", "bias"):
-            if f"k_proj.{leaf}" in right:
-                halves = (np.split(right[f"{part}_proj.{leaf}"], spec.num_kv_heads) for part in "kv")
-                packed = np.concatenate([half for head in zip(*halves, strict=True) for half in head])
-                plan.weights[f"k_proj.{leaf}"], plan.weights[f"v_proj.{leaf}"] = np.split(packed, [spec.k_width])
-
     return Mistake(
         "kv-read-as-halves",
         "a weight that holds keys and values head by head is read as all keys, then all values",
@@ -202,32 +174,7 @@ def _kv_read_as_halves(spec: AttentionSpec) -> Mistake:
         "value-head-dim",
         ("k",),
         {"parameter": parameter},
-        plant,
     )
-
-
-def _repack(plan: Plan, read: Any) -> None:
-    """Pack q, k and v in one order and unpack them in another."""
-    for leaf in ("weight", "bias"):
-        if f"q_proj.{leaf}" in plan.weights:
-            parts = [plan.weights[f"{each}_proj.{leaf}"] for each in "qkv"]
-            for each, part in zip("qkv", read(parts, plan.problem.spec), strict=True):
-                plan.weights[f"{each}_proj.{leaf}"] = np.ascontiguousarray(part).reshape(-1, *parts[0].shape[1:])
-
-
-def _read_by_groups(parts: Sequence[np.ndarray], spec: AttentionSpec) -> list[np.ndarray]:
-    """Packed one after the other, read group by group."""
-    group = spec.num_heads // spec.num_kv_heads
-    heads = np.concatenate(parts).reshape(spec.num_kv_heads, group + 2, spec.head_dim, *parts[0].shape[1:])
-    return [heads[:, :group], heads[:, group], heads[:, group + 1]]
-
-
-def _read_as_thirds(parts: Sequence[np.ndarray], spec: AttentionSpec) -> list[np.ndarray]:
-    """Packed group by group, read one after the other."""
-    tail = parts[0].shape[1:]
-    groups = [part.reshape(spec.num_kv_heads, -1, *tail) for part in parts]
-    packed = np.concatenate(groups, axis=1).reshape(-1, *tail)
-    return np.split(packed, [spec.q_width, spec.q_width + spec.k_width])
 
 
 # ---- Missing ---------------------------------------------------------------------------------------------------------
@@ -259,9 +206,6 @@ def _out_bias_per_head(num_heads: int) -> Mistake:
     def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
         return original(name) * original(name).dtype.type(num_heads) if name == "out_proj.bias" else original(name)
 
-    def plant(plan: Plan) -> None:
-        plan.weights["out_proj.bias"] = np.sum([plan.weights["out_proj.bias"]] * num_heads, axis=0)
-
     return Mistake(
         "out_proj-bias-per-head",
         f"the bias of out_proj is added once for each of {num_heads} heads",
@@ -269,7 +213,6 @@ def _out_bias_per_head(num_heads: int) -> Mistake:
         "missing-bias",
         STAGES["out_proj"],
         {"parameter": parameter},
-        plant,
     )
 
 
@@ -279,9 +222,6 @@ def _bias_of_another(one: str, other: str) -> Mistake:
     def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
         return original(f"{other}_proj.bias" if name == wrong else name)
 
-    def plant(plan: Plan) -> None:
-        plan.weights[wrong] = plan.weights[f"{other}_proj.bias"]
-
     return Mistake(
         f"{one}-bias-from-{other}",
         f"the bias of {one}_proj is that of {other}_proj",
@@ -289,17 +229,12 @@ def _bias_of_another(one: str, other: str) -> Mistake:
         "missing-bias",
         STAGES[f"{one}_proj"],
         {"parameter": parameter},
-        plant,
     )
 
 
 def _missing_bias(name: str, whose: str, projections: Sequence[str], stages: tuple[str, ...]) -> Mistake:
     def has_bias(_: Layer, original: Any, projection: str) -> bool:
         return projection not in projections and original(projection)
-
-    def plant(plan: Plan) -> None:
-        for projection in projections:
-            plan.weights[f"{projection}.bias"] = np.zeros_like(plan.weights[f"{projection}.bias"])
 
     return Mistake(
         f"{name}-bias-missing",
@@ -308,7 +243,6 @@ def _missing_bias(name: str, whose: str, projections: Sequence[str], stages: tup
         "missing-bias",
         stages,
         {"has_bias": has_bias},
-        plant,
     )
 
 
@@ -319,15 +253,6 @@ def _bias_on_k() -> Mistake:
     def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
         return original("v_proj.bias" if name == "k_proj.bias" else name)
 
-    def project_qkv(plan: Plan, original: Any, project: Any, *inputs: Any) -> Any:
-        bias = plan.backend.from_numpy(plan.weights["v_proj.bias"])
-        sign = {"k_proj": 1.0, "v_proj": -1.0}
-
-        def moved(name: str, x: Any) -> Any:
-            return project(name, x) + sign[name] * bias[None, None] if name in sign else project(name, x)
-
-        return original(moved, *inputs)
-
     return Mistake(
         "v-bias-on-k",
         "the bias of v_proj is added to the keys, and not to the values",
@@ -335,7 +260,6 @@ def _bias_on_k() -> Mistake:
         "missing-bias",
         ("k",),
         {"has_bias": has_bias, "parameter": parameter},
-        breaking(project_qkv=project_qkv),
     )
 
 
@@ -353,11 +277,6 @@ def _not_clipped(of: str) -> Mistake:
     def clipped(_: Layer, original: Any, name: str, x: np.ndarray) -> np.ndarray:
         return x if name in of else original(name, x)
 
-    def project_qkv(_: Plan, original: Any, project: Any, q: Any, k: Any, v: Any, spec: Any, *rest: Any) -> Any:
-        right = original(project, q, k, v, spec, *rest)
-        wrong = original(project, q, k, v, replace(spec, clip_qkv=None), *rest)
-        return tuple(b if name in of else a for name, a, b in zip("qkv", right, wrong, strict=True))
-
     return Mistake(
         "clip-qkv-missing" if of == "qkv" else f"clip-qkv-missing-{of}",
         "what the projections give is not clipped" if of == "qkv" else f"what {of}_proj gives is not clipped",
@@ -365,16 +284,12 @@ def _not_clipped(of: str) -> Mistake:
         "clip-qkv",
         STAGES["v_proj"] if of == "v" else STAGES["q_proj"],
         {"clipped": clipped},
-        breaking(project_qkv=project_qkv),
     )
 
 
 def no_out_proj(case: Case) -> Iterator[Mistake]:
     def output(layer: Layer, _: Any, values: Values) -> dict[str, np.ndarray]:
         return {"output": layer.combine_heads(layer.gated(values))}
-
-    def project_with(_: Plan, original: Any, *held: Any) -> Any:
-        return lambda which, x: x if which == "out_proj" else original(*held)(which, x)
 
     if case.spec.out_proj and case.spec.context_width == case.spec.d_model:
         yield Mistake(
@@ -384,7 +299,6 @@ def no_out_proj(case: Case) -> Iterator[Mistake]:
             "missing-out-proj",
             ("output",),
             {"output": output},
-            breaking(project_with=project_with),
         )
 
 
@@ -401,10 +315,6 @@ def out_columns(case: Case) -> Iterator[Mistake]:
             return found
         return found.reshape(-1, num_heads, size).swapaxes(1, 2).reshape(found.shape)
 
-    def plant(plan: Plan) -> None:
-        columns = np.arange(num_heads * size)
-        plan.weights["out_proj.weight"] = plan.weights["out_proj.weight"][:, np.argsort(columns % size, kind="stable")]
-
     yield Mistake(
         "out_proj-heads-innermost",
         "the columns of out_proj are in the order (H, N) and not (N, H)",
@@ -412,7 +322,6 @@ def out_columns(case: Case) -> Iterator[Mistake]:
         "head-order",
         STAGES["out_proj"],
         {"parameter": parameter},
-        plant,
     )
 
 
@@ -426,13 +335,6 @@ def residual(case: Case) -> Iterator[Mistake]:
         a = layer.arithmetic
         return {"output": a.keep(a.widen(original(values)["output"]) + a.widen(layer.problem.residual))}
 
-    def project_with(plan: Plan, original: Any, *held: Any) -> Any:
-        def project(which: str, x: Any) -> Any:
-            found = original(*held)(which, x)
-            return found + plan.backend.from_numpy(plan.problem.inputs["query"]) if which == "out_proj" else found
-
-        return project
-
     yield Mistake(
         "residual-added",
         "the input is added to the output",
@@ -440,5 +342,4 @@ def residual(case: Case) -> Iterator[Mistake]:
         "residual",
         STAGES["out_proj"],
         {"output": output},
-        breaking(project_with=project_with),
     )

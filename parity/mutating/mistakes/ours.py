@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -16,23 +16,14 @@ from parity.mutating.calls import Call, Function, Planted, Run, on_output
 from parity.mutating.compare import Unfit, is_traced, same
 from parity.mutating.mistakes.masks import FORBIDDEN
 
-if TYPE_CHECKING:
-    from parity.diagnosis.mistakes import Plan
-
 UNKNOWN = ("padding", "lengths", "bias", "sinks", "soft_cap", "window", "cos", "positions", "cache")
 """What ours is not given: a call with one of them stays the user's."""
 
+Softmax = Callable[[Any, Any], Any]
+"""Takes scores (B, N, T, S), and where they are hidden."""
 
-@cache
-def _plan(name: str, backend: str) -> Plan:
-    """A known mistake in the functions of a sibling; the mistakes here do not depend on the case."""
-    from mha_spec import AttentionSpec
-    from parity.core.cases import Case  # these take longer to import than most tests run
-    from parity.core.problem import make_problem
-    from parity.diagnosis.planting import plan_of
-
-    case = Case("ours", AttentionSpec(32, 4), "any that has a mask", seq_len=5, is_causal=True)
-    return plan_of(name, make_problem(case, "float32"), backend)
+Wrong = Callable[[Any, Softmax, Any, Any], Any]
+"""Makes a mistake in a softmax: `wrong(xp, right, scores, mask)`."""
 
 
 def _four_axes(call: Call, x: Any) -> Any:
@@ -57,7 +48,7 @@ def _masks(call: Call) -> tuple[Any, Any]:
     return hidden, bias
 
 
-def _attention(call: Call, softmax: Callable[..., Any]) -> Any:
+def _attention(call: Call, softmax: Softmax) -> Any:
     """Ours for a call, with a softmax, in the axes of the call."""
     sibling = importlib.import_module(f"mha_{call.view.framework}")
     query, key, value = (_four_axes(call, call.get(role)) for role in ("query", "key", "value"))
@@ -71,13 +62,28 @@ def _attention(call: Call, softmax: Callable[..., Any]) -> Any:
     return context if call.view.axes == "BNTH" else context.swapaxes(-3, -2)
 
 
-def _planted(name: str) -> Callable[[Call], Run | None]:
+def _softmax_over(axis: int) -> Wrong:
+    """Take the softmax over another axis of the scores."""
+
+    def softmax(_: Any, right: Softmax, scores: Any, mask: Any) -> Any:
+        if mask is not None:
+            mask = (mask | (scores != scores) & False).swapaxes(axis, 3)  # of the scores' whole shape
+        return right(scores.swapaxes(axis, 3), mask).swapaxes(axis, 3)
+
+    return softmax
+
+
+def _mask_after_softmax(xp: Any, right: Softmax, scores: Any, mask: Any) -> Any:
+    found = right(scores, None)
+    return found if mask is None else xp.where(mask, 0.0, found)
+
+
+def _planted(change: Wrong) -> Callable[[Call], Run | None]:
     def make(call: Call) -> Run | None:
         if any(call.get(role) is not None for role in UNKNOWN):
             return None
-        plan = _plan(name, call.view.framework)
-        right = plan.sibling.masked_softmax
-        wrong = partial(plan.functions["masked_softmax"], plan, right)
+        right = importlib.import_module(f"mha_{call.view.framework}").masked_softmax
+        wrong = partial(change, call.xp, right)
 
         def run(function: Function) -> Any:
             def instead(theirs: Any) -> Any:
@@ -107,15 +113,15 @@ OURS = (
             f"softmax-over-{axis}",
             f"the softmax is over the {axis}",
             ("heads", "ours"),
-            _planted(f"softmax-over-{axis}"),
+            _planted(_softmax_over(number)),
         )
-        for axis in ("queries", "heads", "batch")
+        for axis, number in (("queries", 2), ("heads", 1), ("batch", 0))
     ),
     Planted(
         "mask-after-softmax",
         "the mask is applied after the softmax",
         ("heads", "mask", "ours"),
-        _planted("mask-after-softmax"),
+        _planted(_mask_after_softmax),
     ),
 )
 """What is planted in ours, which then stands in for the user's."""
