@@ -16,6 +16,7 @@ from shell import environment, run
 import parity
 from parity.core.stages import STAGES
 from parity.diagnosis.mistakes import FIDELITIES, PRECISIONS, mistakes_for, page_by_mistake, ranks
+from parity_lab.plants import PLANTS
 from parity_lab.selftest import SELFTEST_CASES, planted_in
 
 ROOT = Path(__file__).parent.parent
@@ -108,23 +109,27 @@ def test_every_page_is_reached_from_its_symptoms():
 
 
 def test_the_numbers_of_planted_mistakes_are_those_of_the_cases():
-    """Of docs/diagnosis.md: how many are known, and how many planted, in torch and in JAX with two sets of weights."""
+    """Of docs/diagnosis.md: how many are known, which is planted, and how often with two sets of weights."""
     planted_in_each = [planted_in(case) for case in SELFTEST_CASES if case.trained is None]
-    page_of = {name: page for page, names in mistakes_by_page().items() for name in names}
+    of_layers = {page: names for page, names in mistakes_by_page().items() if page != ranks.PAGE}
 
-    def counted(page):
-        in_each = [[name for name in names if page in (page_of[name], "all")] for names in planted_in_each]
-        with_nothing = page in ("(nothing planted)", "all")
-        planted = [len(names) + with_nothing for names in in_each]
-        known = str(len({name for names in in_each for name in names})) if page in PAGES else ""
-        return known, str(2 * sum(planted)), str(2 * sum(planted[:3])) if any(planted[:3]) else "—"
+    def times(names):
+        in_each = [2 * len(names & {*planted}) for planted in planted_in_each]
+        return sum(in_each), sum(in_each[:3])
+
+    nothing = 2 * len(planted_in_each), 6
+    expected = {("(nothing planted)", "", "", *nothing)}
+    for page, names in of_layers.items():
+        (name,) = names & {*PLANTS}
+        expected.add((page, len(names), f"`{name}`", *times({name})))
+    every = [a + b for a, b in zip(nothing, times({*PLANTS}), strict=True)]
+    expected.add(("all", sum(map(len, of_layers.values())), len(PLANTS), *every))
 
     text = (ROOT / "docs" / "diagnosis.md").read_text(encoding="utf-8")
-    row = r"^\| \[?([\w-]+|\(.+?\)).*? \| *(\d*) *\| (\d+), \d+, \d+ \| (\d+|—).* \|$"
-    of_layers = [page for page in PAGES if page != ranks.PAGE]  # tests/test_rank_mistakes.py plants those of ranks
-    expected = [(page, *counted(page)) for page in ("(nothing planted)", *of_layers, "all")]
-    wrong = sorted(set(expected) - set(re.findall(row, text, flags=re.MULTILINE)))
-    assert not wrong, f"docs/diagnosis.md lacks these (class, mistakes, planted in torch, in JAX): {wrong}"
+    row = r"^\| \[?([\w-]+|\(.+?\)).*? \| *(\d*) *\| *(`[\w-]+`|\d*) *\| (\d+) \| (\d+|—) \|$"
+    found = {(*rest, jax.replace("—", "0")) for *rest, jax in re.findall(row, text, flags=re.MULTILINE)}
+    wrong = sorted({tuple(map(str, each)) for each in expected} - found)
+    assert not wrong, f"docs/diagnosis.md lacks these (class, known, planted, times in torch, in JAX): {wrong}"
 
 
 # ---- Code and commands -----------------------------------------------------------------------------------------------

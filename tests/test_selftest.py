@@ -93,10 +93,10 @@ def test_a_planted_mistake_is_what_the_reference_has_with_it(case, name):
     made = mistake_to_plant(name, problem.case)
     values, num_run = {}, 0
     with planted(name, problem, "jax") as given, port.lock("float32"), np.errstate(all="ignore"):
-        for in_sibling, in_reference, is_changed in zip(
+        for planted_step, right_step, is_changed in zip(
             driver.steps(port, given), *in_reference_with(made, problem), strict=True
         ):
-            values |= (in_sibling if is_changed else in_reference)(values)
+            values |= (planted_step if is_changed else right_step)(values)
             num_run += is_changed
     replay = Replay(problem, values, "ieee")
     assert num_run >= 1

@@ -10,8 +10,8 @@ from parity.cli.messages import no_framework, refusal
 from parity.cli.options import add_json_option, check_names, name_list, write_json
 
 PAGE = Page(
-    "would the harness notice? plant every mistake that it knows",
-    "Plant every known mistake in the siblings, and show whether it is noticed at its stage and named by the "
+    "would the harness notice? plant a known mistake of each page",
+    "Plant a known mistake of each page in the siblings, and show whether it is noticed at its stage and named by the "
     "diagnosis.",
     "mha-parity selftest --backends torch",
     "every mistake was noticed",
