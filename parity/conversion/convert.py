@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal, Rope, WrongType
+from mha_spec import AttentionSpec, Refusal, WrongType
 from parity.conversion.converted import Converted
+from parity.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.conversion.layers import Layer, TensorCache, key_in_words, layers_under, open_layers
 from parity.conversion.layouts import Layout, find_layout, from_canonical, to_canonical
 from parity.conversion.layouts.detection import DoesNotFit, tensors_for
@@ -27,7 +28,7 @@ from parity.conversion.layouts.layout import (
     without,
 )
 from parity.conversion.layouts.views import form_for
-from parity.conversion.metadata import ENTRY, Heads, concrete_prefix, metadata_of, sources, what_is_known, with_source
+from parity.conversion.metadata import ENTRY, concrete_prefix, file_hints, metadata_of, sources, with_source
 from parity.conversion.prefixes import fitting_prefixes, join
 from parity.conversion.ranks import norms_to_join, open_checkpoint, write_ranks
 from parity.core.weights import Weights
@@ -40,11 +41,7 @@ def convert(
     *,
     source: str,
     target: str,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    rope: Rope | None = None,
-    spec: AttentionSpec | None = None,
+    **said: Unpack[LayerKeywords],
 ) -> Weights:
     """The weights of an attention layer in another layout, bit for bit.
 
@@ -52,9 +49,9 @@ def convert(
         weights: arrays of any framework by name, in the source's layout, without any prefix: a torch state dict, a
             Flax state or nested dict, NumPy arrays.
         source, target: names of layouts: see `parity.LAYOUTS`.
-        num_heads, num_kv_heads, head_dim: of the layer, where the shapes leave it open.
-        rope: how queries and keys are rotated; which layouts pad heads for it, and how, depends on it.
-        spec: the layer, in place of all these: of layers with norms, sinks, a gate or latents, which no shape shows.
+        said: num_heads, num_kv_heads, head_dim of the layer, where the shapes leave it open; rope, how queries and keys
+            are rotated, by which some layouts pad heads; or spec, the layer, in place of all these: of layers with
+            norms, sinks, a gate or latents, which no shape shows.
 
     Returns:
         NumPy arrays by name. `parity.to_torch` and `parity.to_jax` make those of a framework of them.
@@ -64,15 +61,8 @@ def convert(
         ValueError: if a layout is unknown, names or shapes do not fit, the heads could be read in more than one way, a
             value is not finite, or the target cannot hold such a layer.
     """
-    heads: Heads = {
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "rope": rope,
-        "spec": spec,
-    }
     target_layout = find_layout(target, "target")
-    canonical, spec = to_canonical(weights, find_layout(source, "source"), **heads)
+    canonical, spec = to_canonical(weights, find_layout(source, "source"), **said)
     return from_canonical(canonical, spec, target_layout)
 
 
@@ -81,11 +71,7 @@ def load(
     layout: str | None = None,
     *,
     prefix: str | None = None,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    rope: Rope | None = None,
-    spec: AttentionSpec | None = None,
+    **said: Unpack[LayerKeywords],
 ) -> tuple[Weights, AttentionSpec]:
     """Canonical weights, and the specification, of one attention layer in a file.
 
@@ -94,8 +80,8 @@ def load(
         layout: of the layer; from the file's metadata, or the model's family, when absent.
         prefix: what its names begin with, without the last dot; from the metadata when absent. One layer of a
             stack, which has a leading axis for its layers, is that of an index: `layers.self_attn[3]`.
-        num_heads, num_kv_heads, head_dim, rope, spec: as `convert` takes them; else those of the metadata, or those
-            of a GGUF file, or what the `config.json` beside the file says of the layer.
+        said: num_heads, num_kv_heads, head_dim, rope, spec, as `convert` takes them; else those of the metadata, or
+            those of a GGUF file, or what the `config.json` beside the file says of the layer.
 
     Raises:
         OSError: if the file cannot be read.
@@ -105,8 +91,7 @@ def load(
         NotCarriedWarning: if what lies beside the tensors says what is not read from there: RoPE that is scaled or
             partial, in a GGUF file soft caps, windows, scales.
     """
-    heads: Heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    with open_layers(path, layout, prefix=prefix, **heads, rope=rope, spec=spec) as layers:
+    with open_layers(path, layout, prefix=prefix, **said) as layers:
         if len(layers) != 1:
             some = " to ".join(layers[index].label for index in (0, -1))
             raise Refusal("prefix", "be that of one layer", f"one of {len(layers)} in {path}: {some}")
@@ -154,7 +139,7 @@ def convert_file(
     fill_bias: bool = False,
     force: bool = False,
     on_tensor: Callable[[str], None] = lambda name: None,
-    **heads: Any,
+    **said: Unpack[LayerKeywords],
 ) -> Converted:
     """Convert every attention layer of a file, tensor by tensor, so that memory holds a few of them at a time.
 
@@ -180,7 +165,7 @@ def convert_file(
         fill_bias: add biases of zeros where the target must have some.
         force: replace a target that is there, if it is of the same format; never the source.
         on_tensor: called with the name of each tensor before it is written.
-        heads: num_heads, num_kv_heads, head_dim, rope, spec: as `load` takes them.
+        said: num_heads, num_kv_heads, head_dim, rope, spec, as `load` takes them.
 
     Raises:
         OSError: if a file cannot be read or written.
@@ -191,7 +176,7 @@ def convert_file(
     """
     target_layout, target_path = find_layout(target, "target"), target_path if ranks else _file_in(target_path)
     with open_checkpoint(source_path) as file:
-        known, cache = what_is_known(file, heads), TensorCache(file)
+        known, cache = file_hints(file, LayerHints.by(CALLER, **said)), TensorCache(file)
         if unknown := sorted(set(drop) - {*DROPPABLE} - known.attention_keys):
             raise Refusal("drop", f"name some of {', '.join(DROPPABLE)}", drop=", ".join(unknown))
         found = sources(file, known, prefix, source, source_path, "source")
@@ -221,7 +206,7 @@ def convert_file(
 
         specs = list(dict.fromkeys(layer.spec for layer in layers))
         ignored = _ignored(layers, known.ignored, target_layout)
-        unread = {name: value for layer in layers for name, value in layer.unread.items()}
+        unread = {name: value for layer in layers for name, value in layer.hints.unread.items()}
         metadata = plan.metadata(None if len(found) > 1 else to, kept, ignored, {**known.unread, **unread}, drop)
         suffix = Path(target_path if target_layout.ranks is None or not ranks else target_layout.ranks.file).suffix
         metadata, lost = with_source(metadata, file, suffix)
@@ -234,7 +219,7 @@ def convert_file(
             spec=specs[0] if len(specs) == 1 else None,
             kept=kept,
             dropped=dropped,
-            heads_from=layers[0].heads_from,
+            heads_from=layers[0].hints.from_model,
             left_out=list(file.ignored),
             unconverted=fitting_prefixes({name: file.infos[name].shape for name in kept}, layers[0].layout),
             optimizer_state=[
@@ -423,8 +408,8 @@ def _written(layer: Layer, target: Layout, drop: Collection[str], *, fill_bias: 
             error.remedy, error.hint = {"fill_bias": True}, "adds biases of zeros"
             raise
         spec = filled
-    unread = {name: value for name, value in layer.unread.items() if name not in drop}
-    check_carried(spec, target, () if layer.heads_from == "config.json" else ("rope",), unread)
+    unread = {name: value for name, value in layer.hints.unread.items() if name not in drop}
+    check_carried(spec, target, () if layer.hints.from_model == "config.json" else ("rope",), unread)
     return spec
 
 
