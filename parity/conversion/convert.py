@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,8 +14,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from mha_spec import AttentionSpec, Refusal, WrongType
-from parity.conversion.converted import Converted
-from parity.conversion.hints import CALLER, LayerHints, LayerKeywords
+from parity.conversion.converted import Converted, Planned, PlannedLayer
+from parity.conversion.hints import CALLER, COUNTS, METADATA, LayerHints, LayerKeywords
 from parity.conversion.layers import Layer, TensorCache, key_in_words, layers_under, open_layers
 from parity.conversion.layouts import Layout, find_layout, from_canonical, to_canonical
 from parity.conversion.layouts.detection import DoesNotFit, tensors_for
@@ -24,6 +26,7 @@ from parity.conversion.layouts.layout import (
     Tensor,
     check_carried,
     lost_in,
+    matches,
     shapes_of,
     without,
 )
@@ -138,6 +141,7 @@ def convert_file(
     drop: Collection[str] = (),
     fill_bias: bool = False,
     force: bool = False,
+    dry_run: bool = False,
     on_tensor: Callable[[str], None] = lambda name: None,
     **said: Unpack[LayerKeywords],
 ) -> Converted:
@@ -164,6 +168,7 @@ def convert_file(
             `parity.conversion.layouts.layout.DROPPABLE`, such as `rope.scaling`.
         fill_bias: add biases of zeros where the target must have some.
         force: replace a target that is there, if it is of the same format; never the source.
+        dry_run: read every tensor, refuse what would be refused, and write nothing; the record has a `plan`.
         on_tensor: called with the name of each tensor before it is written.
         said: num_heads, num_kv_heads, head_dim, rope, spec, as `load` takes them.
 
@@ -210,7 +215,7 @@ def convert_file(
         metadata = plan.metadata(None if len(found) > 1 else to, kept, ignored, {**known.unread, **unread}, drop)
         suffix = Path(target_path if target_layout.ranks is None or not ranks else target_layout.ranks.file).suffix
         metadata, lost = with_source(metadata, file, suffix)
-        options = {"max_shard_bytes": max_shard_bytes, "overwrite": force, "source": source_path}
+        options = {"max_shard_bytes": max_shard_bytes, "overwrite": force, "source": source_path, "dry_run": dry_run}
         written_to = _write(plan, read, metadata, ranks, options)
         shapes = {file.infos[name].shape for name in plan.prefixes_of}
         return Converted(
@@ -231,6 +236,7 @@ def convert_file(
             dequantised=[name for name in file.quantised if name not in dropped],
             joined=norms_to_join(plan.layout, plan.specs, ranks or 1),
             metadata_left_out=lost,
+            plan=plan.told(CALLER if source is not None else "", metadata) if dry_run else None,
         )
 
 
@@ -242,11 +248,17 @@ def _write(
     options: dict[str, Any],
 ) -> Path:
     """Write what is planned: a file or its shards, as the options of `write_tensors` say, or the files of ranks."""
+    dry_run = options["dry_run"]
     if ranks is None:
-        return write_tensors(plan.path, plan.infos, read, metadata, **options)
-    if options["max_shard_bytes"] is not None:
+        written_to = write_tensors(plan.path, plan.infos, read, metadata, **options)
+    elif options["max_shard_bytes"] is not None:
         raise Refusal("max_shard_bytes", "be left out with ranks", ranks=ranks)
-    return write_ranks(plan.path, plan.layout, ranks, plan.specs, plan.infos, read, metadata)
+    else:
+        args = plan.path, plan.layout, ranks, plan.specs, plan.infos, read, metadata
+        written_to = write_ranks(*args, dry_run=dry_run)
+    for name in plan.infos if dry_run else ():
+        read(name)  # which refuses values that are not finite, and ranks that differ
+    return written_to
 
 
 def _file_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
@@ -276,6 +288,7 @@ class _Plan:
         stacked: the prefixes under which they are stacked.
         infos: shape and dtype of each tensor by name.
         makers: give a tensor when it is written.
+        made_of: give the names in the source of what it is made of.
         added: the prefixes whose tensors are among them.
     """
 
@@ -285,6 +298,7 @@ class _Plan:
     stacked: set[str] = field(default_factory=set)
     infos: dict[str, tuple[tuple[int, ...], np.dtype]] = field(default_factory=dict)
     makers: dict[str, Callable[[], np.ndarray]] = field(default_factory=dict)
+    made_of: dict[str, Callable[[], list[str]]] = field(default_factory=dict)
     added: set[str] = field(default_factory=set)
 
     def take(self, layers: dict[str, list[Layer]], is_stacked: bool) -> None:
@@ -369,12 +383,48 @@ class _Plan:
                 whole, axis = shapes[prefix][name], self.layout.stack_axis
                 whole = (*whole[:axis], len(group), *whole[axis:]) if is_stacked else whole
                 make = partial(_laid_out, group, name, self.layout, forms[prefix], is_stacked)
+                self.made_of[join(prefix, name)] = partial(_made_of, group, name, forms[prefix])
                 self.add(join(prefix, name), whole, first.dtype, make)
+
+    def told(self, layout_from: str, metadata: Mapping[str, str]) -> Planned:
+        """Return the plan as a record.
+
+        Args:
+            layout_from: the source of the layout, if it is the caller.
+            metadata: to be written.
+        """
+        specs = dict(zip(self.specs, (layer for group in self.layers.values() for layer in group), strict=True))
+        return Planned(
+            layers=[_planned(layer, label, layout_from) for label, layer in specs.items()],
+            tensors={name: self.made_of[name]() if name in self.made_of else [name] for name in self.infos},
+            size=sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.infos.values()),
+            left_out=json.loads(metadata.get("dropped", "[]")),
+        )
 
     def _form(self, prefix: str) -> tuple[Tensor, ...]:
         """The tensors in which the layers under a prefix are written."""
         group = self.layers[prefix]
         return form_for([layer.read_written for layer in group], group[0].to_spec, self.layout)
+
+
+def _planned(layer: Layer, to: str, layout_from: str) -> PlannedLayer:
+    is_of_model = layer.model is not None and layer.model.layout == layer.layout.name
+    layout_from = layout_from or (layer.known.model.origin if is_of_model else METADATA)
+    plain = AttentionSpec(layer.spec.d_model, layer.spec.num_heads).values()
+    values = {name: value for name, value in layer.spec.values().items() if name in COUNTS or value != plain[name]}
+    hints = {name: layer.hints.origin_of(name) for name in values}
+    return PlannedLayer(layer.label, to, layer.layout.name, layout_from, layer.spec, hints)
+
+
+def _made_of(group: list[Layer], name: str, form: tuple[Tensor, ...]) -> list[str]:
+    """The names in the source of the tensors that one of a target is made of."""
+    parts = {part for tensor in form if matches(tensor.name, [name]) for part in tensor.parts}
+    return [
+        full
+        for layer in group
+        for full, short in layer.sources.items()
+        if any(parts & {*tensor.parts} and matches(tensor.name, [short]) for tensor in layer.form)
+    ]
 
 
 def _ignored(layers: Iterable[Layer], known: Iterable[str], target: Layout) -> set[str]:

@@ -206,7 +206,7 @@ def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | N
         ValueError: if the tensors are not of the layout, or not all of one stack.
     """
     form = find_form(shapes, layout)
-    axes = {name: len(tensor.groups()) for tensor in form for name in matches(tensor.name, shapes)}
+    axes = {name: len(tensor.groups) for tensor in form for name in matches(tensor.name, shapes)}
     if any(len(shapes[name]) != count + 1 for name, count in axes.items()):
         return None
     sizes = sorted({shapes[name][0] for name in (*axes, *names_of(layout.others, shapes))})
@@ -342,7 +342,7 @@ def _head_count(tensor: Tensor) -> str:
 def _rows_of(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Features of all heads that a tensor holds, padded ones too; of each head's own tensors together."""
     names = matches(tensor.name, shapes)
-    groups = zip(shapes[min(names)], tensor.groups(), strict=False)
+    groups = zip(shapes[min(names)], tensor.groups, strict=False)
     return len(names) * math.prod(size for size, group in groups if {"p", "n", "h"} & {*group})
 
 
@@ -385,7 +385,7 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], present: Collection[Ten
     Raises:
         DoesNotFit: if one has another number of axes, or a size is 0 or beyond `MAX_SIZE`.
     """
-    axes = {name: len(tensor.groups()) for tensor in present for name in matches(tensor.name, shapes)}
+    axes = {name: len(tensor.groups) for tensor in present for name in matches(tensor.name, shapes)}
     if any(len(shape) != axes[name] for name, shape in shapes.items()):
         raise DoesNotFit("shapes", f"be those of a layer in {layout.name}", str(dict(shapes)))
     rule = f"be those of a layer in {layout.name}, of sizes from 1 to {MAX_SIZE}"
@@ -402,7 +402,7 @@ def _widths(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dic
             continue
         shape = shapes[min(matches(tensor.name, shapes))]
         letter = "e" if tensor.holds == "out" else "d"
-        for size, group in zip(shape, tensor.groups(), strict=False):
+        for size, group in zip(shape, tensor.groups, strict=False):
             if group == [letter]:
                 widths |= dict.fromkeys(["out"] if letter == "e" else tensor.holds, size)
     return widths
