@@ -1,10 +1,17 @@
 """Hints about a layer, merged: whose word counts first, and which words contradict each other."""
 
+from dataclasses import replace
+
 import pytest
 from refusals import refuses
 
 from mha_spec import AttentionSpec, Rope
+from parity import random_weights
 from parity.conversion.hints import CALLER, METADATA, LayerHints, merge
+from parity.conversion.inspect import find_layers
+from parity.conversion.layouts import LAYOUTS
+from parity.conversion.metadata import metadata_of
+from parity.files import open_tensors, write_tensors
 
 SPEC = AttentionSpec(16, 4, num_kv_heads=2, rope=Rope(500.0))
 
@@ -56,3 +63,15 @@ def test_rope_is_added_only_where_it_may_have_been_unknown():
     assert merged(rope, LayerHints.by(METADATA, spec=plain, may_rotate=True)).spec.rope == Rope(10.0)
     with refuses("rope", rope=Rope(10.0)):
         merged(rope, LayerHints.by("config.json", spec=plain))
+
+
+def test_inspect_says_of_each_layer_what_contradicts_it(tmp_path):
+    """The metadata have other heads than the caller says; that is no reason to say nothing of the file."""
+    specs = {"a": SPEC, "b": replace(SPEC, window_size=4)}
+    held = {f"{label}.{name}": x for label, spec in specs.items() for name, x in random_weights(spec).items()}
+    infos = {name: (x.shape, x.dtype) for name, x in held.items()}
+    write_tensors(tmp_path / "a.npz", infos, held.__getitem__, metadata_of(LAYOUTS["canonical"], specs, None))
+    with open_tensors(tmp_path / "a.npz") as file:
+        found = {each.prefix: each.heads for each in find_layers(file, num_heads=8) if each.layout == "canonical"}
+    assert found.keys() == {"a", "b"}
+    assert all(refuses("num_heads", "num_heads=8").is_printed_in(f"mha-parity: {words}") for words in found.values())

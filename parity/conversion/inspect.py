@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -74,11 +75,11 @@ def find_layers(file: TensorFile, **said: Unpack[LayerKeywords]) -> list[Found]:
                 kind = tuple(sorted((name, info.shape, info.dtype.name) for name, info in infos.items()))
                 alike.setdefault(kind, []).append(concrete)
             for first, *others in alike.values():
-                is_stacked, size, among, hints = False, 1, found, known.without_heads_of_model(first)
+                is_stacked, size, among, unread = False, 1, found, known.unread
                 try:
                     layers = layers_under(TensorCache(file), first, layout, known, "")
                     is_stacked, size, spec = layers[0].index is not None, len(layers), layers[0].spec
-                    hints = layers[0].hints
+                    hints, unread = layers[0].hints, layers[0].hints.unread
                     words = f"{spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}"
                     words += f" ({hints.from_model})" if hints.from_model else ""
                 except ValueError as error:
@@ -87,9 +88,11 @@ def find_layers(file: TensorFile, **said: Unpack[LayerKeywords]) -> list[Found]:
                         continue  # of a layer that a configuration tells of whoever looks shall know why
                     among = of_other_heads if isinstance(error, HeadsDoNotFit) else found
                     words = str(error).removeprefix(f"{first}: ")
+                    with suppress(ValueError):  # what is known of it may be why
+                        unread = known.without_heads_of_model(first).unread
                 dtype = file.infos[prefixes[first]].dtype.name
                 count = (1 + len(others)) * size
-                keys = tuple(key_in_words(*each) for each in hints.unread.items())
+                keys = tuple(key_in_words(*each) for each in unread.items())
                 among.append(Found(prefix, count, layout.name, words, dtype, is_stacked, layout.packing, keys))
     fitting = {each.prefix for each in found}
     return found + [each for each in of_other_heads if each.prefix not in fitting]

@@ -281,7 +281,7 @@ def layers_under(
         raise _no_layer(Refusal, file, prefix, layout, path)
     layers = []
     for concrete, (numbers, held) in found.items():
-        held = _of_model(file, concrete, held, known.model)
+        held = _with_lent(file, concrete, held, known.model)
         infos = {short: file.infos[name] for name, short in held.items()}
         try:
             each, axis = _identify({short: info.shape for short, info in infos.items()}, concrete, layout, known)
@@ -356,7 +356,7 @@ def _check_values(layer: Layer) -> None:
         raise DoesNotFit("values", f"{rule}, by config.json", shorten(layer.sources.values()), where=layer.label)
 
 
-def _of_model(file: TensorCache, prefix: str, held: Mapping[str, str], model: ModelHints) -> dict[str, str]:
+def _with_lent(file: TensorCache, prefix: str, held: Mapping[str, str], model: ModelHints) -> dict[str, str]:
     """The tensors of a layer: of a model's with those that it takes from elsewhere, without those that say nothing."""
     layer = model.layer_at(prefix)
     if layer is None:

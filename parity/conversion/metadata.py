@@ -196,8 +196,7 @@ def sources(
     elif prefix is not None or (is_ours and "prefix" in file.metadata):
         prefixes = [file.metadata.get("prefix", "") if prefix is None else prefix]
     else:
-        of_model = _of_model(file, known.model)
-        if of_model:
+        if of_model := _prefixes_of(file, known.model):
             return [(each, find_layout(layout, what) if layout else LAYOUTS[name]) for each, name in of_model.items()]
         prefixes = [""]
     if told is not None:
@@ -217,7 +216,7 @@ def sources(
     raise Refusal(what, f"be given for {path}, whose metadata do not have it", remedy=fitting, hint="; ".join(hint))
 
 
-def _of_model(file: TensorFile, model: ModelHints) -> dict[str, str]:
+def _prefixes_of(file: TensorFile, model: ModelHints) -> dict[str, str]:
     """The prefixes of the model's attention layers in a file, and the layout of each.
 
     Raises:
