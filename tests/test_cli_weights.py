@@ -145,7 +145,7 @@ def test_convert_writes_what_it_did_as_json(source, tmp_path):
     content = json.loads((tmp_path / "r.json").read_text())
     assert content.pop("path") == str(tmp_path / "b.npz")
     others = {"heads_from", "left_out", "unconverted", "optimizer_state", "not_carried", "dequantised", "missing"}
-    others |= {"joined", "metadata_left_out"}
+    others |= {"joined", "metadata_left_out", "plan"}
     assert content.keys() == {"format", "source", "layers", "spec", "kept", "dropped", *others}
     assert not any(content[name] for name in others)
     assert content["format"] == 1
@@ -206,6 +206,8 @@ def test_convert_refuses_in_one_line_and_writes_nothing(source, tmp_path, capsys
     assert refusal.is_printed_in(captured.err)
     assert captured.err.count("\n") == 1
     assert os.listdir(tmp_path) == ["source.safetensors"]
+    assert main(convert(source, tmp_path / "b.safetensors", *others, "--dry-run")) == 2
+    assert capsys.readouterr() == captured
 
 
 @pytest.mark.parametrize(("name", "got"), [("b.gguf", "'.gguf'"), ("b.txt", "'.txt'"), ("b", "")])
@@ -224,6 +226,120 @@ def test_convert_of_a_file_that_does_not_tell_its_layout_says_where_to_look(sour
     message = capsys.readouterr().err
     remedy = {"--from": "transformers.LLaMA", "--prefix": "model.layers.{i}.self_attn"}
     assert refuses("--from", remedy=remedy).is_printed_in(message)
+
+
+# ---- convert --dry-run -----------------------------------------------------------------------------------------------
+
+
+def planned(source, target, *others):
+    """Run dry, and return what is planned, as JSON has it, and the whole report."""
+    report = os.path.join(os.path.dirname(source), "r.json")
+    assert main(["convert", source, str(target), *others, "--dry-run", "--json", report]) == 0
+    with open(report, encoding="utf-8") as file:
+        content = json.load(file)
+    os.remove(report)
+    return content.pop("plan"), content
+
+
+def test_a_dry_run_says_what_would_be_written_and_writes_nothing(source, tmp_path, capsys):
+    assert main(convert(source, tmp_path / "b.npz", "--to", "meta.LLaMA", "--rest", "drop", "--dry-run")) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert os.listdir(tmp_path) == ["source.safetensors"]
+    assert f"would write {tmp_path / 'b.npz'}" in out
+    assert f"{PREFIX} 2 transformers.LLaMA: the caller num_heads 4: the caller; num_kv_heads 2: the caller" in out
+    assert f"{PREFIX}.q_proj.weight {PREFIX}.wq.weight 2" in out
+    assert "dropped: step, embed.weight" in out
+
+
+@pytest.mark.parametrize("others", [[], ["--rest", "drop"], ["--to-prefix", "layers"], ["--to", "qkv_proj"]], ids=str)
+def test_a_dry_run_tells_what_is_then_written(source, tmp_path, others):
+    arguments = convert(source, tmp_path / "b.npz", "--to", "meta.LLaMA", *others)[3:]
+    plan, report = planned(source, tmp_path / "b.npz", *arguments)
+    assert os.listdir(tmp_path) == ["source.safetensors"]
+    assert main(["convert", source, str(tmp_path / "b.npz"), *arguments, "--json", str(tmp_path / "r.json")]) == 0
+    assert json.loads((tmp_path / "r.json").read_text()) == {**report, "plan": None}
+    with open_tensors(tmp_path / "b.npz") as file:
+        assert plan["tensors"].keys() == file.infos.keys()
+        assert plan["size"] == sum(info.nbytes for info in file.infos.values())
+    converted = {name for name in names_in(source) if "self_attn" in name}
+    assert {name for names in plan["tensors"].values() for name in names} == converted | {*report["kept"]}
+    assert [layer["label"] for layer in plan["layers"]] == report["layers"]
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "rope_theta": 500.0,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "others", "origins"),
+    [
+        (LLAMA, [], dict.fromkeys(["num_heads", "num_kv_heads", "head_dim", "rope"], "config.json")),
+        (LLAMA, ["--rope-theta", "1e4"], {"num_heads": "config.json", "rope": "the caller"}),
+        (
+            {"model_type": "unseen", "num_attention_heads": 4, "rope_theta": 500.0},
+            [],
+            {"num_heads": "config.json", "num_kv_heads": "the shapes", "head_dim": "the shapes", "rope": "config.json"},
+        ),
+        (
+            {"model_type": "unseen", "num_attention_heads": 4, "rope_theta": 500.0},
+            ["--num-kv-heads", "2"],
+            {"num_heads": "the shapes", "num_kv_heads": "the caller", "rope": "config.json"},
+        ),
+    ],
+    ids=["family", "family, told", "plain", "plain, told"],
+)
+def test_a_dry_run_names_the_source_of_each_hint(source, tmp_path, config, others, origins):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = [] if config is LLAMA else ["--from", "transformers.LLaMA", "--prefix", PREFIX]
+    plan, _ = planned(source, tmp_path / "b.npz", "--to", "meta.LLaMA", *told, *others)
+    for layer in plan["layers"]:
+        assert origins.items() <= layer["hints"].items()
+        assert layer["layout_from"] == ("config.json" if config is LLAMA else "the caller")
+
+
+def test_a_dry_run_names_the_metadata_of_a_file_of_ours(source, tmp_path):
+    assert main(convert(source, tmp_path / "b.npz", "--to", "meta.LLaMA")) == 0
+    plan, _ = planned(str(tmp_path / "b.npz"), tmp_path / "c.npz", "--to", "W_q", "--drop", "rope")
+    assert plan["left_out"] == ["rope"]
+    for layer in plan["layers"]:
+        assert {layer["layout_from"], *layer["hints"].values()} == {"the file's metadata"}
+
+
+@pytest.mark.parametrize("case", ["there", "no folder", "no format", "NaN", "ranks"])
+def test_a_dry_run_refuses_what_the_conversion_refuses(source, tmp_path, capsys, case):
+    target, others = {"no folder": "no/b.npz", "no format": "b.txt"}.get(case, "b.npz"), ["--to", "W_q"]
+    if case == "there":
+        (tmp_path / target).write_bytes(b"PK")
+    if case == "ranks":
+        others += ["--ranks", "2"]
+    if case == "NaN":
+        with open_tensors(source) as file:
+            held = {name: file.read(name).copy() for name in file.infos}
+        held["model.layers.1.self_attn.v_proj.weight"][0, 0] = np.nan
+        write_tensors(source, {n: (x.shape, x.dtype) for n, x in held.items()}, held.__getitem__)
+    before = sorted(os.listdir(tmp_path))
+    assert main(convert(source, tmp_path / target, *others, "--dry-run")) == 2
+    dry = capsys.readouterr()
+    assert sorted(os.listdir(tmp_path)) == before
+    assert main(convert(source, tmp_path / target, *others)) == 2
+    assert capsys.readouterr() == dry
+
+
+def test_the_rope_of_a_part_of_a_model_is_not_lost(source, tmp_path, capsys):
+    """The configuration has parts, and nothing about attention beside them."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": LLAMA}))
+    assert main(["convert", source, str(tmp_path / "b.npz"), "--to", "W_q"]) == 2
+    remedy = {"--drop": "rope"}
+    assert refuses("the layer", {"rope": ...}, remedy=remedy).is_printed_in(capsys.readouterr().err)
 
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------

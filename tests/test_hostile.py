@@ -21,6 +21,7 @@ import parity
 from parity import AttentionSpec, random_weights, save, save_tensors
 from parity.cli.main import main
 from parity.cli.messages import warn
+from parity.conversion.hints import LayerHints
 from parity.conversion.layouts import LAYOUTS, find_spec
 from parity.files import open_tensors
 from parity.reporting.console import console, print_table
@@ -253,13 +254,13 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 def test_sizes_that_no_layer_has_are_refused_at_once(shape):
     shapes = {f"{name}.weight": shape if name != "out_proj" else shape[::-1] for name in PROJECTIONS}
     with within(5), refuses("shapes", {"q_proj.weight.shape": shape}):
-        find_spec(shapes, LAYOUTS["canonical"])
+        find_spec(shapes, LAYOUTS["canonical"], LayerHints())
 
 
 def test_only_divisors_are_tried():
     shapes = {f"{name}.weight": (14_414_400, 1) if name != "out_proj" else (1, 14_414_400) for name in PROJECTIONS}
     with within(30):
-        found = find_spec(shapes, LAYOUTS["canonical"], num_heads=16, num_kv_heads=16)
+        found = find_spec(shapes, LAYOUTS["canonical"], LayerHints(16, 16))
     assert found.head_dim == 900_900
 
 

@@ -46,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks", type=int, metavar="R", help="divide the heads over R ranks: DST is a new folder with a file for each"
     )
     parser.add_argument("--force", action="store_true", help="replace DST, if it is of the same format")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="read everything, say what would be written or refused, and write nothing",
+    )
     add_layer_options(parser, "a layer")
     add_json_option(parser)
 
@@ -74,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
             drop=options.drop,
             fill_bias=options.fill_bias,
             force=options.force,
+            dry_run=options.dry_run,
             on_tensor=on_tensor,
             **layer_options(options),
         )

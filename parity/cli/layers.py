@@ -13,6 +13,7 @@ from parity.cli.messages import refusal, warn
 from parity.cli.options import flag_of
 
 if TYPE_CHECKING:
+    from parity.conversion.hints import LayerKeywords
     from parity.conversion.layers import Layer
     from parity.conversion.not_compared import NotCompared
 
@@ -45,8 +46,8 @@ def add_layer_options(parser: argparse.ArgumentParser, what: str = "", *, many: 
     parser.add_argument("--rope-theta", type=float, metavar="THETA", help="base of the RoPE frequencies, if any")
 
 
-def layer_options(options: argparse.Namespace) -> dict[str, Any]:
-    """What was said of the heads, as keywords of those who read layers; None where nothing was.
+def layer_options(options: argparse.Namespace) -> LayerKeywords:
+    """Return the keywords of functions that read layers; None for an option that was not given.
 
     Raises:
         ValueError: if the base of the RoPE frequencies is not positive and finite.
@@ -56,7 +57,12 @@ def layer_options(options: argparse.Namespace) -> dict[str, Any]:
     theta = options.rope_theta
     if theta is not None and not 0.0 < theta < math.inf:
         raise refusal("--rope-theta", "be positive and finite", {"--rope-theta": theta})
-    return {**{name: getattr(options, name) for name in HEADS}, "rope": None if theta is None else Rope(theta)}
+    return {
+        "num_heads": options.num_heads,
+        "num_kv_heads": options.num_kv_heads,
+        "head_dim": options.head_dim,
+        "rope": None if theta is None else Rope(theta),
+    }
 
 
 def said_of_layers(options: argparse.Namespace) -> list[str]:

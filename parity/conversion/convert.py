@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal, Rope, WrongType
+from mha_spec import AttentionSpec, Refusal, WrongType
 from parity.conversion.converted import Converted
+from parity.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.conversion.layers import Layer, TensorCache, key_in_words, layers_under, open_layers
 from parity.conversion.layouts import Layout, find_layout, from_canonical, to_canonical
 from parity.conversion.layouts.detection import DoesNotFit, tensors_for
-from parity.conversion.layouts.layout import (
-    CARRIED,
-    DROPPABLE,
-    UNSAID,
-    Tensor,
-    check_carried,
-    lost_in,
-    shapes_of,
-    without,
-)
-from parity.conversion.layouts.views import form_for
-from parity.conversion.metadata import ENTRY, Heads, concrete_prefix, metadata_of, sources, what_is_known, with_source
+from parity.conversion.layouts.layout import DROPPABLE, UNSAID, check_carried, lost_in, without
+from parity.conversion.metadata import ENTRY, file_hints, metadata_of, sources, with_source
+from parity.conversion.plan import Plan
 from parity.conversion.prefixes import fitting_prefixes, join
 from parity.conversion.ranks import norms_to_join, open_checkpoint, write_ranks
 from parity.core.weights import Weights
@@ -40,11 +32,7 @@ def convert(
     *,
     source: str,
     target: str,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    rope: Rope | None = None,
-    spec: AttentionSpec | None = None,
+    **said: Unpack[LayerKeywords],
 ) -> Weights:
     """The weights of an attention layer in another layout, bit for bit.
 
@@ -52,9 +40,9 @@ def convert(
         weights: arrays of any framework by name, in the source's layout, without any prefix: a torch state dict, a
             Flax state or nested dict, NumPy arrays.
         source, target: names of layouts: see `parity.LAYOUTS`.
-        num_heads, num_kv_heads, head_dim: of the layer, where the shapes leave it open.
-        rope: how queries and keys are rotated; which layouts pad heads for it, and how, depends on it.
-        spec: the layer, in place of all these: of layers with norms, sinks, a gate or latents, which no shape shows.
+        said: num_heads, num_kv_heads, head_dim of the layer, where the shapes leave it open; rope, how queries and keys
+            are rotated, by which some layouts pad heads; or spec, the layer, in place of all these: of layers with
+            norms, sinks, a gate or latents, which no shape shows.
 
     Returns:
         NumPy arrays by name. `parity.to_torch` and `parity.to_jax` make those of a framework of them.
@@ -64,15 +52,8 @@ def convert(
         ValueError: if a layout is unknown, names or shapes do not fit, the heads could be read in more than one way, a
             value is not finite, or the target cannot hold such a layer.
     """
-    heads: Heads = {
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "rope": rope,
-        "spec": spec,
-    }
     target_layout = find_layout(target, "target")
-    canonical, spec = to_canonical(weights, find_layout(source, "source"), **heads)
+    canonical, spec = to_canonical(weights, find_layout(source, "source"), **said)
     return from_canonical(canonical, spec, target_layout)
 
 
@@ -81,11 +62,7 @@ def load(
     layout: str | None = None,
     *,
     prefix: str | None = None,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    rope: Rope | None = None,
-    spec: AttentionSpec | None = None,
+    **said: Unpack[LayerKeywords],
 ) -> tuple[Weights, AttentionSpec]:
     """Canonical weights, and the specification, of one attention layer in a file.
 
@@ -94,8 +71,8 @@ def load(
         layout: of the layer; from the file's metadata, or the model's family, when absent.
         prefix: what its names begin with, without the last dot; from the metadata when absent. One layer of a
             stack, which has a leading axis for its layers, is that of an index: `layers.self_attn[3]`.
-        num_heads, num_kv_heads, head_dim, rope, spec: as `convert` takes them; else those of the metadata, or those
-            of a GGUF file, or what the `config.json` beside the file says of the layer.
+        said: num_heads, num_kv_heads, head_dim, rope, spec, as `convert` takes them; else those of the metadata, or
+            those of a GGUF file, or what the `config.json` beside the file says of the layer.
 
     Raises:
         OSError: if the file cannot be read.
@@ -105,8 +82,7 @@ def load(
         NotCarriedWarning: if what lies beside the tensors says what is not read from there: RoPE that is scaled or
             partial, in a GGUF file soft caps, windows, scales.
     """
-    heads: Heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    with open_layers(path, layout, prefix=prefix, **heads, rope=rope, spec=spec) as layers:
+    with open_layers(path, layout, prefix=prefix, **said) as layers:
         if len(layers) != 1:
             some = " to ".join(layers[index].label for index in (0, -1))
             raise Refusal("prefix", "be that of one layer", f"one of {len(layers)} in {path}: {some}")
@@ -153,8 +129,9 @@ def convert_file(
     drop: Collection[str] = (),
     fill_bias: bool = False,
     force: bool = False,
+    dry_run: bool = False,
     on_tensor: Callable[[str], None] = lambda name: None,
-    **heads: Any,
+    **said: Unpack[LayerKeywords],
 ) -> Converted:
     """Convert every attention layer of a file, tensor by tensor, so that memory holds a few of them at a time.
 
@@ -179,8 +156,9 @@ def convert_file(
             `parity.conversion.layouts.layout.DROPPABLE`, such as `rope.scaling`.
         fill_bias: add biases of zeros where the target must have some.
         force: replace a target that is there, if it is of the same format; never the source.
+        dry_run: read every tensor, refuse what would be refused, and write nothing; the record has a `plan`.
         on_tensor: called with the name of each tensor before it is written.
-        heads: num_heads, num_kv_heads, head_dim, rope, spec: as `load` takes them.
+        said: num_heads, num_kv_heads, head_dim, rope, spec, as `load` takes them.
 
     Raises:
         OSError: if a file cannot be read or written.
@@ -191,7 +169,7 @@ def convert_file(
     """
     target_layout, target_path = find_layout(target, "target"), target_path if ranks else _file_in(target_path)
     with open_checkpoint(source_path) as file:
-        known, cache = what_is_known(file, heads), TensorCache(file)
+        known, cache = file_hints(file, LayerHints.by(CALLER, **said)), TensorCache(file)
         if unknown := sorted(set(drop) - {*DROPPABLE} - known.attention_keys):
             raise Refusal("drop", f"name some of {', '.join(DROPPABLE)}", drop=", ".join(unknown))
         found = sources(file, known, prefix, source, source_path, "source")
@@ -200,7 +178,7 @@ def convert_file(
             raise Refusal("prefix", f"be one of {', '.join((of for of, _ in found))} with to_prefix", "none")
         if keep_rest and any(ENTRY.fullmatch(of) for of, _ in found):
             raise Refusal("prefix", "be that of a whole stack where the rest is kept", prefix=prefix)
-        plan, layers, to = _Plan(target_path, target_layout), [], ""
+        plan, layers, to = Plan(target_path, target_layout), [], ""
         for of, layout in found:
             entry = ENTRY.fullmatch(of)
             to = to_prefix if to_prefix is not None else str(entry[1]) if entry else of
@@ -221,11 +199,11 @@ def convert_file(
 
         specs = list(dict.fromkeys(layer.spec for layer in layers))
         ignored = _ignored(layers, known.ignored, target_layout)
-        unread = {name: value for layer in layers for name, value in layer.unread.items()}
+        unread = {name: value for layer in layers for name, value in layer.hints.unread.items()}
         metadata = plan.metadata(None if len(found) > 1 else to, kept, ignored, {**known.unread, **unread}, drop)
         suffix = Path(target_path if target_layout.ranks is None or not ranks else target_layout.ranks.file).suffix
         metadata, lost = with_source(metadata, file, suffix)
-        options = {"max_shard_bytes": max_shard_bytes, "overwrite": force, "source": source_path}
+        options = {"max_shard_bytes": max_shard_bytes, "overwrite": force, "source": source_path, "dry_run": dry_run}
         written_to = _write(plan, read, metadata, ranks, options)
         shapes = {file.infos[name].shape for name in plan.prefixes_of}
         return Converted(
@@ -234,7 +212,7 @@ def convert_file(
             spec=specs[0] if len(specs) == 1 else None,
             kept=kept,
             dropped=dropped,
-            heads_from=layers[0].heads_from,
+            heads_from=layers[0].hints.from_model,
             left_out=list(file.ignored),
             unconverted=fitting_prefixes({name: file.infos[name].shape for name in kept}, layers[0].layout),
             optimizer_state=[
@@ -246,22 +224,32 @@ def convert_file(
             dequantised=[name for name in file.quantised if name not in dropped],
             joined=norms_to_join(plan.layout, plan.specs, ranks or 1),
             metadata_left_out=lost,
+            plan=plan.told(CALLER if source is not None else "", metadata) if dry_run else None,
         )
 
 
 def _write(
-    plan: _Plan,
+    plan: Plan,
     read: Callable[[str], np.ndarray],
     metadata: Mapping[str, str],
     ranks: int | None,
     options: dict[str, Any],
 ) -> Path:
-    """Write what is planned: a file or its shards, as the options of `write_tensors` say, or the files of ranks."""
+    """Write what is planned: a file or its shards, as the options of `write_tensors` say, or the files of ranks.
+
+    A dry run reads every tensor instead, to refuse values that are not finite, and ranks that differ.
+    """
+    dry_run = options["dry_run"]
     if ranks is None:
-        return write_tensors(plan.path, plan.infos, read, metadata, **options)
-    if options["max_shard_bytes"] is not None:
+        written_to = write_tensors(plan.path, plan.infos, read, metadata, **options)
+    elif options["max_shard_bytes"] is not None:
         raise Refusal("max_shard_bytes", "be left out with ranks", ranks=ranks)
-    return write_ranks(plan.path, plan.layout, ranks, plan.specs, plan.infos, read, metadata)
+    else:
+        planned = plan.path, plan.layout, ranks, plan.specs, plan.infos
+        written_to = write_ranks(*planned, read, metadata, dry_run=dry_run)
+    for name in plan.infos if dry_run else ():
+        read(name)
+    return written_to
 
 
 def _file_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
@@ -280,128 +268,11 @@ def _file_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return Path(path) / name
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The tensors of a target, in their order, and how each is made.
-
-    Attributes:
-        path: of the target.
-        layout: of its layers.
-        layers: those that go under each prefix of the target.
-        stacked: the prefixes under which they are stacked.
-        infos: shape and dtype of each tensor by name.
-        makers: give a tensor when it is written.
-        added: the prefixes whose tensors are among them.
-    """
-
-    path: str | os.PathLike[str]
-    layout: Layout
-    layers: dict[str, list[Layer]] = field(default_factory=dict)
-    stacked: set[str] = field(default_factory=set)
-    infos: dict[str, tuple[tuple[int, ...], np.dtype]] = field(default_factory=dict)
-    makers: dict[str, Callable[[], np.ndarray]] = field(default_factory=dict)
-    added: set[str] = field(default_factory=set)
-
-    def take(self, layers: dict[str, list[Layer]], is_stacked: bool) -> None:
-        """Plan for layers under prefixes of the target."""
-        self.layers.update(layers)
-        self.stacked.update(layers if is_stacked else ())
-
-    @property
-    def specs(self) -> dict[str, AttentionSpec]:
-        """What is written, by labels of the target."""
-        return {
-            f"{prefix}[{index}]" if prefix in self.stacked else prefix: layer.to_spec
-            for prefix, group in self.layers.items()
-            for index, layer in enumerate(group)
-        }
-
-    def metadata(
-        self,
-        prefix: str | None,
-        kept: Collection[str],
-        ignored: Collection[str],
-        unread: Mapping[str, Any],
-        drop: Collection[str],
-    ) -> dict[str, str]:
-        """What is written of the layers beside their tensors.
-
-        Args:
-            prefix: of all of them; None where there are several.
-            kept: the names of the other tensors.
-            ignored: names (with wildcards) under the prefix of a layer in the source that are none of its weights.
-            unread: keys about attention that are in no specification, with their values.
-            drop: what may be left out.
-        """
-        layers = [layer for group in self.layers.values() for layer in group]
-        lost = {name for layer in layers for name in (*layer.dropped, *_lost(layer, self.layout))}
-        lost |= set() if {*CARRIED} <= {*self.layout.carries} else {*unread} & {*drop}
-        under = [concrete_prefix(prefix or "", name) for name in kept]
-        has_others = any(at is not None and at[0] not in self.layers for at in under)
-        ignored = ignored if kept else ()
-        return metadata_of(self.layout, self.specs, prefix, lost, ignored, unread, has_others=has_others)
-
-    @cached_property
-    def own(self) -> set[str]:
-        """The names of tensors in the source that are those of one layer, and not lent to it."""
-        layers = [layer for group in self.layers.values() for layer in group]
-        return {name for layer in layers for name, short in layer.sources.items() if name == join(layer.prefix, short)}
-
-    @cached_property
-    def prefixes_of(self) -> dict[str, list[str]]:
-        """By the name of a tensor in the source, the prefixes of the target that it goes under."""
-        prefixes: dict[str, dict[str, None]] = {}
-        for prefix, group in self.layers.items():
-            for name in (name for layer in group for name in layer.sources):
-                prefixes.setdefault(name, {})[prefix] = None
-        return {name: list(under) for name, under in prefixes.items()}
-
-    def add(self, name: str, shape: tuple[int, ...], dtype: np.dtype, make: Callable[[], np.ndarray]) -> None:
-        """Add a tensor.
-
-        Raises:
-            ValueError: if there is one of that name.
-        """
-        if name in self.infos:
-            raise Refusal("names", f"differ in {self.path}", f"{name} twice")
-        self.infos[name], self.makers[name] = (shape, dtype), make
-
-    def add_layers(self, prefixes: Iterable[str]) -> None:
-        """Add the layers that a tensor goes into and that are not there yet.
-
-        They are one, or all of a stack, which then is read once.
-        """
-        new = [prefix for prefix in prefixes if prefix not in self.added]
-        if not new:
-            return
-        self.added.update(new)
-        first = self.layers[new[0]][0]
-        spec, forms = first.to_spec, {prefix: self._form(prefix) for prefix in new}
-        shapes = {prefix: shapes_of(form, spec, self.layout) for prefix, form in forms.items()}
-        for name in dict.fromkeys(name for each in shapes.values() for name in each):
-            for prefix in (prefix for prefix in new if name in shapes[prefix]):
-                group, is_stacked = self.layers[prefix], prefix in self.stacked
-                whole, axis = shapes[prefix][name], self.layout.stack_axis
-                whole = (*whole[:axis], len(group), *whole[axis:]) if is_stacked else whole
-                make = partial(_laid_out, group, name, self.layout, forms[prefix], is_stacked)
-                self.add(join(prefix, name), whole, first.dtype, make)
-
-    def _form(self, prefix: str) -> tuple[Tensor, ...]:
-        """The tensors in which the layers under a prefix are written."""
-        group = self.layers[prefix]
-        return form_for([layer.read_written for layer in group], group[0].to_spec, self.layout)
-
-
 def _ignored(layers: Iterable[Layer], known: Iterable[str], target: Layout) -> set[str]:
     """Names (with wildcards) under the prefixes of layers that are none of their weights, nor of a target's."""
     found = {*known} | {name for layer in layers for name in layer.layout.ignored}
     found |= {name for layer in layers if layer.model is not None for name in layer.model.ignored}
     return found - {tensor.name for tensor in (*target.tensors, *target.others)}
-
-
-def _lost(layer: Layer, target: Layout) -> set[str]:
-    """What a layer computes and what is written of it does not."""
-    return lost_in(target, layer.spec).keys() - lost_in(target, layer.to_spec).keys()
 
 
 def _written(layer: Layer, target: Layout, drop: Collection[str], *, fill_bias: bool) -> AttentionSpec:
@@ -423,8 +294,8 @@ def _written(layer: Layer, target: Layout, drop: Collection[str], *, fill_bias: 
             error.remedy, error.hint = {"fill_bias": True}, "adds biases of zeros"
             raise
         spec = filled
-    unread = {name: value for name, value in layer.unread.items() if name not in drop}
-    check_carried(spec, target, () if layer.heads_from == "config.json" else ("rope",), unread)
+    unread = {name: value for name, value in layer.hints.unread.items() if name not in drop}
+    check_carried(spec, target, () if layer.hints.from_model == "config.json" else ("rope",), unread)
     return spec
 
 
@@ -457,17 +328,3 @@ def _targets(layers: list[Layer], prefix: str, to_prefix: str) -> tuple[dict[str
         if len({(*layer.to_spec.weight_shapes.items(), layer.dtype) for layer in group}) > 1:
             raise Refusal("layers", f"be of one shape and dtype to be stacked, those of {prefix} are not")
     return targets, stacks_up or (is_stack and not takes_apart)
-
-
-def _laid_out(group: list[Layer], name: str, target: Layout, form: tuple[Tensor, ...], stacked: bool) -> np.ndarray:
-    """A tensor of another layout, of one layer or of all in a stack."""
-    first = group[0].write(name, target, form)
-    if not stacked:
-        return first
-    axis = target.stack_axis
-    tensor = np.empty((*first.shape[:axis], len(group), *first.shape[axis:]), first.dtype)
-    layers = np.moveaxis(tensor, axis, 0)  # a view
-    layers[0] = first
-    for index, layer in enumerate(group[1:], 1):
-        layers[index] = layer.write(name, target, form)
-    return tensor

@@ -9,6 +9,43 @@ from parity.core.records import JsonRecord
 
 
 @dataclass(frozen=True)
+class PlannedLayer(JsonRecord):
+    """A layer that would be converted.
+
+    Attributes:
+        label, to: its prefix in the source and in the target, with its index if it is in a stack.
+        layout: its layout in the source.
+        layout_from: the source of that: the caller, the file's metadata, `config.json` or `GGUF`.
+        spec: what it computes.
+        hints: the source of each field that is a number of heads or not the default: those, or the shapes.
+    """
+
+    label: str
+    to: str
+    layout: str
+    layout_from: str
+    spec: AttentionSpec
+    hints: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Planned(JsonRecord):
+    """What `convert_file` would write.
+
+    Attributes:
+        layers: to be converted.
+        tensors: names in the target, each with those in the source that it is made of.
+        size: bytes of all tensors of the target.
+        left_out: what layers compute that the target does not say.
+    """
+
+    layers: list[PlannedLayer]
+    tensors: dict[str, list[str]]
+    size: int
+    left_out: list[str]
+
+
+@dataclass(frozen=True)
 class Converted(JsonRecord):
     """What `convert_file` did.
 
@@ -30,6 +67,7 @@ class Converted(JsonRecord):
         joined: names of norms over the width of all heads in files of ranks, each of which has the weights of its own:
             their mean squares are those of all ranks.
         metadata_left_out: names in the metadata of the source whose values are not in the target's.
+        plan: what would be written, if nothing was: with `dry_run`.
     """
 
     source: str
@@ -47,3 +85,4 @@ class Converted(JsonRecord):
     dequantised: list[str] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
     metadata_left_out: list[str] = field(default_factory=list)
+    plan: Planned | None = None

@@ -7,18 +7,19 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
 from mha_spec import AttentionSpec, Refusal
+from parity.conversion.hints import CALLER, LayerHints, LayerKeywords, is_of_rope
 from parity.conversion.layouts import Layout, Tensor
-from parity.conversion.layouts.detection import DoesNotFit, find_tensors, shorten, stack_size
+from parity.conversion.layouts.detection import DoesNotFit, find_spec, find_tensors, shorten, stack_size
 from parity.conversion.layouts.views import lay_out, read_out
-from parity.conversion.metadata import ENTRY, Known, concrete_prefix, sources, what_is_known
-from parity.conversion.model_config import is_of_rope
+from parity.conversion.metadata import ENTRY, FileHints, concrete_prefix, file_hints, sources
+from parity.conversion.model_config import ModelHints
 from parity.conversion.not_carried import NotCarriedWarning
 from parity.conversion.prefixes import fitting_prefixes, numbered
 from parity.conversion.ranks import open_checkpoint
@@ -30,12 +31,12 @@ from parity.text import some_of
 
 @contextmanager
 def open_layers(
-    path: str | os.PathLike[str], layout: str | None = None, *, prefix: str | None = None, **heads: Any
+    path: str | os.PathLike[str], layout: str | None = None, *, prefix: str | None = None, **said: Unpack[LayerKeywords]
 ) -> Iterator[list[Layer]]:
     """The attention layers of a file, in the order of their numbers, to be read one at a time while it is open.
 
     Args:
-        path, layout, heads: as `load` takes them.
+        path, layout, said: as `load` takes them.
         prefix: likewise, but `{i}` may stand for numbers, and a stack is all its layers.
 
     Raises:
@@ -44,7 +45,7 @@ def open_layers(
     Warns:
         NotCarriedWarning: likewise, or if all layers are asked for, and a configuration tells of others.
     """
-    with open_model(path, layout, prefix=prefix, **heads) as found:
+    with open_model(path, layout, prefix=prefix, **said) as found:
         if found.missing:
             words = f"not in {path}, which by its config.json should have them: {some_of(found.missing)}"
             warnings.warn(words, NotCarriedWarning, stacklevel=3)
@@ -70,12 +71,12 @@ class OpenLayers(NamedTuple):
 
 @contextmanager
 def open_model(
-    path: str | os.PathLike[str], layout: str | None = None, *, prefix: str | None = None, **heads: Any
+    path: str | os.PathLike[str], layout: str | None = None, *, prefix: str | None = None, **said: Unpack[LayerKeywords]
 ) -> Iterator[OpenLayers]:
     """The attention layers of a file as `open_layers` has them, and what is not among them.
 
     Args:
-        path, layout, prefix, heads: as `open_layers` takes them.
+        path, layout, prefix, said: as `open_layers` takes them.
 
     Raises:
         As `load`.
@@ -84,7 +85,7 @@ def open_model(
         NotCarriedWarning: as `load`.
     """
     with open_checkpoint(path) as file:
-        known, cache = what_is_known(file, heads), TensorCache(file)
+        known, cache = file_hints(file, LayerHints.by(CALLER, **said)), TensorCache(file)
         layers = [
             layer
             for each, of_layout in sources(file, known, prefix, layout, path, "layout")
@@ -96,14 +97,18 @@ def open_model(
         yield OpenLayers(layers, missing, _others(file, known, layers) if prefix is None else [])
 
 
-def _others(file: TensorFile, known: Known, layers: list[Layer]) -> list[str]:
+def _others(file: TensorFile, known: FileHints, layers: list[Layer]) -> list[str]:
     """The prefixes of layers that the configuration of a model does not describe."""
     if not any(layer.model is not None for layer in layers):
         return []
     own = {name for layer in layers for name in layer.sources}
     rest = {name: info.shape for name, info in file.infos.items() if name not in own}
-    unread = set(known.beside.sections) - set(known.beside.parts)  # parts of families that are not known
+    unread = set(known.model.sections) - set(known.model.parts)  # parts of families that are not known
     return [each for each in fitting_prefixes(rest, layers[0].layout) if not sections_named(each, unread)]
+
+
+Stack = list[tuple[int | None, LayerHints]]
+"""Layers with their indices, or one with None, and the hints about each."""
 
 
 @dataclass(frozen=True)
@@ -117,15 +122,11 @@ class Layer:
         index: of the layer in a stack, if it is in one.
         layout: that it is in.
         spec: the layer.
-        heads_from: the file that its heads come from, if it was neither the caller nor the file itself.
+        hints: about it, merged.
         sources: the full names of its tensors, and those after the prefix.
-        dropped: what it computed that its file does not say: see `parity.conversion.layouts.layout.DROPPABLE`.
-        written: what is written of it in another layout, if it is not the same.
-        model: the layer of the model that it is, by the configuration beside the file.
+        known: of the layers of its file.
         axis: of the stack.
-        unread: keys about attention beside the file that its specification does not have, with their values.
-        overridden: the theta of RoPE that a file says, if the caller says another one.
-        values: the configuration beside the file.
+        written: what is written of it in another layout, if it is not the same.
     """
 
     file: TensorCache
@@ -134,15 +135,21 @@ class Layer:
     index: int | None
     layout: Layout
     spec: AttentionSpec
-    heads_from: str
+    hints: LayerHints
     sources: dict[str, str]
-    dropped: tuple[str, ...] = ()
-    written: AttentionSpec | None = None
-    model: ModelLayer | None = None
+    known: FileHints
     axis: int = 0
-    unread: Mapping[str, Any] = field(default_factory=dict)
-    overridden: float | None = None
-    values: Mapping[str, Any] = field(default_factory=dict)
+    written: AttentionSpec | None = None
+
+    @cached_property
+    def model(self) -> ModelLayer | None:
+        """Return the layer of the model that it is, by the configuration beside the file."""
+        return self.known.model.layer_at(self.label)
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """List what it computed that its file does not say: see `parity.conversion.layouts.layout.DROPPABLE`."""
+        return self.known.dropped
 
     @property
     def to_spec(self) -> AttentionSpec:
@@ -250,7 +257,7 @@ QUANTISED = re.compile(
 
 
 def layers_under(
-    file: TensorCache, prefix: str, layout: Layout, known: Known, path: str | os.PathLike[str]
+    file: TensorCache, prefix: str, layout: Layout, known: FileHints, path: str | os.PathLike[str]
 ) -> list[Layer]:
     """The attention layers whose names begin with a prefix.
 
@@ -274,7 +281,7 @@ def layers_under(
         raise _no_layer(Refusal, file, prefix, layout, path)
     layers = []
     for concrete, (numbers, held) in found.items():
-        held = _of_model(file, concrete, held, known)
+        held = _with_lent(file, concrete, held, known.model)
         infos = {short: file.infos[name] for name, short in held.items()}
         try:
             each, axis = _identify({short: info.shape for short, info in infos.items()}, concrete, layout, known)
@@ -291,25 +298,9 @@ def layers_under(
         if entry:
             each = _entry_of(each, int(entry[2]), prefix, path)
         layers += [
-            Layer(
-                file,
-                concrete,
-                numbers,
-                i,
-                layout,
-                spec,
-                origin,
-                held,
-                known.dropped,
-                None,
-                known.layer_at(label),
-                axis,
-                known.unread_of(label, origin),
-                known.overridden(label),
-                known.beside.values,
-            )
-            for i, spec, origin in each
-            for label in [concrete if i is None else f"{concrete}[{i}]"]
+            Layer(file, concrete, numbers, index, layout, hints.spec, hints, held, known, axis)
+            for index, hints in each
+            if hints.spec is not None
         ]
     for layer in layers:
         _check_values(layer)
@@ -317,9 +308,7 @@ def layers_under(
     return layers
 
 
-def _entry_of(
-    stack: list[tuple[int | None, AttentionSpec, str]], index: int, prefix: str, path: str | os.PathLike[str]
-) -> list[tuple[int | None, AttentionSpec, str]]:
+def _entry_of(stack: Stack, index: int, prefix: str, path: str | os.PathLike[str]) -> Stack:
     """The layer of a stack that has an index.
 
     Raises:
@@ -332,16 +321,16 @@ def _entry_of(
     return found
 
 
-def _warn_of_unread(layers: list[Layer], known: Known) -> None:
+def _warn_of_unread(layers: list[Layer], known: FileHints) -> None:
     """Name what is said of layers and is in none of their specifications."""
-    unread = {name: value for layer in layers for name, value in layer.unread.items()}
+    unread = {name: value for layer in layers for name, value in layer.hints.unread.items()}
     if unread:
         warnings.warn(_not_carried(unread, known), NotCarriedWarning, stacklevel=4)
 
 
-def _not_carried(unread: Mapping[str, Any], known: Known) -> str:
+def _not_carried(unread: Mapping[str, Any], known: FileHints) -> str:
     """What is said of a model and no specification here has, and how a caller can say it."""
-    origin = known.beside.origin or "the metadata"
+    origin = known.model.origin or "the metadata"
     words = f"{origin} says {', '.join(key_in_words(*each) for each in unread.items())}"
     words += ", which is not read into a specification"
     if any(map(is_of_rope, unread)):
@@ -367,9 +356,9 @@ def _check_values(layer: Layer) -> None:
         raise DoesNotFit("values", f"{rule}, by config.json", shorten(layer.sources.values()), where=layer.label)
 
 
-def _of_model(file: TensorCache, prefix: str, held: Mapping[str, str], known: Known) -> dict[str, str]:
+def _with_lent(file: TensorCache, prefix: str, held: Mapping[str, str], model: ModelHints) -> dict[str, str]:
     """The tensors of a layer: of a model's with those that it takes from elsewhere, without those that say nothing."""
-    layer = known.layer_at(prefix)
+    layer = model.layer_at(prefix)
     if layer is None:
         return dict(held)
     before, own = prefix.removesuffix(layer.path), set(held.values())
@@ -379,23 +368,20 @@ def _of_model(file: TensorCache, prefix: str, held: Mapping[str, str], known: Kn
 
 
 def _identify(
-    shapes: Mapping[str, tuple[int, ...]], prefix: str, layout: Layout, known: Known
-) -> tuple[list[tuple[int | None, AttentionSpec, str]], int]:
-    """The layers under a prefix: the index of each, if they are a stack, its specification, and where that is from.
-
-    And the axis of the stack.
-    """
-    told, wrong = known.spec_at(prefix), None
-    if told is not None:
+    shapes: Mapping[str, tuple[int, ...]], prefix: str, layout: Layout, known: FileHints
+) -> tuple[Stack, int]:
+    """The layers under a prefix, each with its specification among its hints, and the axis of their stack, if any."""
+    hints, wrong = known.at(prefix), None
+    if hints.spec is not None:
         try:
-            find_tensors(shapes, told[0], layout)
-            return [(None, *told)], 0
+            find_tensors(shapes, hints.spec, layout)
+            return [(None, hints)], 0
         except DoesNotFit as error:
             wrong = error
-    stacks: list[tuple[list[tuple[int | None, AttentionSpec, str]], int]] = []
+    stacks: list[tuple[Stack, int]] = []
     for axis in range(layout.stack_axis + 1):
         sizes = {shape[axis : axis + 1] for shape in shapes.values()}
-        if len(sizes) == 1 and sizes != {()} and known.spec_at(f"{prefix}[0]") is not None:
+        if len(sizes) == 1 and sizes != {()} and known.at(f"{prefix}[0]").spec is not None:
             try:
                 stacks.append((_entries(_without(axis, shapes), sizes.pop()[0], prefix, layout, known), axis))
             except DoesNotFit as error:
@@ -409,8 +395,12 @@ def _identify(
     size = stack_size(shapes, layout)
     if size is not None:
         shapes = _without(0, shapes)
-    spec, origin = known.find_spec(shapes, layout)
-    return [(index, spec, origin) for index in ([None] if size is None else range(size))], 0
+    try:
+        hints = replace(hints, spec=find_spec(shapes, layout, hints))
+    except ValueError:
+        hints = known.without_heads_of_model(prefix)
+        hints = replace(hints, spec=find_spec(shapes, layout, hints))
+    return [(index, hints) for index in ([None] if size is None else range(size))], 0
 
 
 def _without(axis: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -418,32 +408,23 @@ def _without(axis: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tupl
     return {name: (*shape[:axis], *shape[axis + 1 :]) for name, shape in shapes.items()}
 
 
-def _entries(
-    shapes: Mapping[str, tuple[int, ...]], size: int, prefix: str, layout: Layout, known: Known
-) -> list[tuple[int | None, AttentionSpec, str]]:
-    """The layers of a stack of so many, each with its specification, and where that is from.
+def _entries(shapes: Mapping[str, tuple[int, ...]], size: int, prefix: str, layout: Layout, known: FileHints) -> Stack:
+    """The layers of a stack of so many.
 
     Raises:
-        DoesNotFit: if nothing is known of them, they are not all of the model's, or these are not their shapes.
+        DoesNotFit: if nothing is known of one, they are not all of the model's, or these are not their shapes.
     """
-    if known.layer_at(f"{prefix}[{size}]") is not None:
+    if known.model.layer_at(f"{prefix}[{size}]") is not None:
         raise DoesNotFit("a stack", "be of all layers that config.json tells of", f"{size} of them")
-    return [(index, *_entry(shapes, f"{prefix}[{index}]", layout, known)) for index in range(size)]
-
-
-def _entry(
-    shapes: Mapping[str, tuple[int, ...]], label: str, layout: Layout, known: Known
-) -> tuple[AttentionSpec, str]:
-    """What is known of a layer of a stack.
-
-    Raises:
-        DoesNotFit: if nothing is, or these are not its shapes.
-    """
-    told = known.spec_at(label)
-    if told is None:
-        raise DoesNotFit("the model", f"have a layer {label}, and its configuration has none")
-    find_tensors(shapes, told[0], layout)
-    return told
+    entries: Stack = []
+    for index in range(size):
+        label = f"{prefix}[{index}]"
+        hints = known.at(label)
+        if hints.spec is None:
+            raise DoesNotFit("the model", f"have a layer {label}, and its configuration has none")
+        find_tensors(shapes, hints.spec, layout)
+        entries.append((index, hints))
+    return entries
 
 
 def _no_layer(

@@ -8,15 +8,15 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import partial
 from typing import Any
 
-from mha_spec import AttentionSpec, Refusal, Rope
-from parity.conversion.layouts import LAYOUTS, Layout, find_layout, find_spec
+from mha_spec import AttentionSpec, Refusal
+from parity.conversion.hints import METADATA, HintSource, LayerHints, is_of_rope, merge
+from parity.conversion.layouts import LAYOUTS, Layout, find_layout
 from parity.conversion.layouts.layout import DROPPABLE, UNSAID
-from parity.conversion.model_config import HEADS, Beside, beside, is_of_rope
+from parity.conversion.model_config import ModelHints, model_hints
 from parity.conversion.prefixes import fitting_prefixes, numbered
 from parity.conversion.ranks import NORMS, SAID, open_checkpoint
 from parity.core.weights import FORMAT, read_spec
@@ -24,115 +24,68 @@ from parity.files import TensorFile
 from parity.files.reading import SUFFIXES
 from parity.files.tensor_file import parse_json
 from parity.files.writing import COMPUTED
-from parity.models.specs import ModelLayer, sections_named
-
-Heads = dict[str, Any]
-"""What a checkpoint's shapes may leave open: num_heads, num_kv_heads, head_dim, rope; or all of it, spec."""
 
 ENTRY = re.compile(r"(.*)\[(\d+)\]", re.DOTALL)
 """The prefix of one layer of a stack, such as `layers.self_attn[3]`."""
 
 
 @dataclass(frozen=True)
-class Known:
+class FileHints:
     """What is known of the layers of a file beside their names and shapes.
 
     Attributes:
-        said: what the caller says of the heads, or the file's own metadata.
-        spec: of every layer, if the caller or the file's own metadata say it.
+        sources: of hints, in order of precedence; the last one is the model's, if it has any.
         specs: of each layer by its label, in the file's own metadata.
         dropped: what layers computed that the file does not say, by its own metadata.
         ignored: names (with wildcards) under the prefix of a layer that are none of its weights, likewise.
         unread: keys about attention of its source that are in no specification, with their values, likewise.
-        rope: of all layers, in the file's own metadata or of a model without a known family
-        beside: what others tell of the model, where the caller says nothing of its heads.
+        model: that the layers are of, where neither the caller nor the file's own metadata say what each is.
     """
 
-    said: Heads
-    spec: AttentionSpec | None = None
+    sources: tuple[HintSource, ...]
     specs: Mapping[str, AttentionSpec] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     unread: Mapping[str, Any] = field(default_factory=dict)
-    rope: Rope | None = None
-    beside: Beside = field(default_factory=Beside)
+    model: ModelHints = field(default_factory=ModelHints)
 
-    @cached_property
-    def _paths(self) -> dict[str, dict[str, ModelLayer]]:
-        """The model's layers by what their prefixes end with, numbered or in a stack, and then by their parts."""
-        found: dict[str, dict[str, ModelLayer]] = {}
-        for section, layers in self.beside.parts.items():
-            for layer in layers:
-                if not layer.path or (layer.spec is not None and _contradicted(layer.spec, self.said)):
-                    continue  # the caller knows better
-                for path in (layer.path, f"{_unnumbered(layer.path)}[{layer.index}]"):
-                    found.setdefault(path, {}).setdefault(section, layer)  # the first of those that share their weights
-        return found
+    def at(self, label: str) -> LayerHints:
+        """Return the hints about the layer of a label, merged."""
+        return merge(label, self.sources)
 
-    def layer_at(self, label: str) -> ModelLayer | None:
-        """The layer of the model whose weights have a label, a prefix or one with an index.
+    def without_heads_of_model(self, label: str) -> LayerHints:
+        """Return the same without heads that a configuration says: it may be that of other layers, or of another model.
 
-        Of layers that end alike it is that of the part that the label names; nothing is known where it names none.
+        RoPE that it says is then unread.
         """
-        named = sections_named(label, self.beside.sections)
-        for tail in (tail for tail in _tails(label) if tail in self._paths):
-            found = [layer for section, layer in self._paths[tail].items() if not named or section in named]
-            if found:
-                return found[0] if len(found) == 1 else None
-        return None
+        full, others = self.at(label), merge(label, self.sources[:-1] if self.model.origin else self.sources)
+        lost = full.rope if others.rope is None else None
+        unread = full.unread if lost is None else {**full.unread, "rope_theta": lost.theta}
+        return replace(others, unread=unread, overridden=full.overridden)
 
     def missing(self, labels: Iterable[str], file: TensorFile) -> list[str]:
         """The paths of attention layers, in the parts of the model that layers of some labels are of, without a tensor.
 
         Of a stack, which is one array for all of them, none is said to be missing.
         """
-        found = {id(self.layer_at(label)) for label in labels if not ENTRY.fullmatch(label)}
-        parts = {name for name, layers in self.beside.parts.items() if any(id(layer) in found for layer in layers)}
+        model = self.model
+        found = {id(model.layer_at(label)) for label in labels if not ENTRY.fullmatch(label)}
+        parts = {name for name, layers in model.parts.items() if any(id(layer) in found for layer in layers)}
         prefixes = set(_all_prefixes(file.infos))
-        there = {id(self.layer_at(prefix)) for prefix in prefixes}
+        there = {id(model.layer_at(prefix)) for prefix in prefixes}
         return [label for label in self.specs if label.partition("[")[0] not in prefixes] + [
-            f"{path} of {section}" if len(self.beside.parts) > 1 else path
-            for path, layers in self._paths.items()
+            f"{path} of {section}" if len(model.parts) > 1 else path
+            for path, layers in model.paths.items()
             for section, layer in layers.items()
             if section in parts and layer.spec is not None and path == layer.path and id(layer) not in there
         ]
 
-    def unread_of(self, label: str, origin: str) -> dict[str, Any]:
-        """The keys about attention, with their values, that the specification of a layer does not have.
-
-        Args:
-            label: of the layer.
-            origin: of its heads, as `spec_at` and `find_spec` return it.
-        """
-        is_said = self.said.get("rope") is not None
-        if self.layer_at(label) is not None:
-            return {
-                key: value for key, value in self.beside.unread_of_known.items() if not (is_said and is_of_rope(key))
-            }
-        named = sections_named(label, self.beside.sections)
-        others = [f"{name}." for name in self.beside.sections if named and name not in named]
-        unread = {
-            name: value
-            for name, value in {**self.unread, **self.beside.unread}.items()
-            if not (name.startswith(tuple(others)) or name in self.dropped or (is_said and is_of_rope(name)))
-        }
-        if not origin and "rope" in self.beside.heads:  # its heads do not fit, so that nothing of it was taken
-            unread["rope_theta"] = self.beside.heads["rope"].theta
-        return unread
-
-    def overridden(self, label: str) -> float | None:
-        """The theta of RoPE that a file says of a layer, if the caller says another one."""
-        layer, said = self.layer_at(label), self.said.get("rope")
-        spec = self.specs.get(label) or (layer.spec if layer is not None else None)
-        rope = self.rope if spec is None else spec.rope
-        return rope.theta if said is not None and rope is not None and rope.theta != said.theta else None
-
     @property
     def attention_keys(self) -> set[str]:
-        """All keys that `unread_of` may return."""
-        return {*self.unread, *self.beside.unread, *self.beside.unread_of_known, "rope_theta"}
+        """All keys that may be unread."""
+        return {*self.unread, *self.model.plain.unread, *self.model.unread_of_known, "rope_theta"}
 
-    def without_unsaid(self, names: Iterable[str], layouts: Iterable[Layout]) -> Known:
+    def without_unsaid(self, names: Iterable[str], layouts: Iterable[Layout]) -> FileHints:
         """The same of layers without what no specification says, if any of a file's names is of that."""
         unsaid = dict.fromkeys(pattern for layout in layouts for pattern in layout.unsaid)
         if not any(fnmatch.fnmatchcase(name, f"*{pattern}") for name in names for pattern in unsaid):
@@ -143,94 +96,44 @@ class Known:
         """Whether what has a prefix is none of the attention layers that are known of a model, or of a file of ours."""
         if self.specs:
             return prefix not in self.specs and f"{prefix}[0]" not in self.specs
-        layer = self.layer_at(prefix)
-        return layer is None or layer.spec is None  # beyond the last one there may be some that predict more tokens
-
-    def spec_at(self, label: str) -> tuple[AttentionSpec, str] | None:
-        """The specification of the layer of a label, and where it comes from, if from another file."""
-        if label in self.specs:
-            _check_counts(self.specs[label], self.said, label)
-            nobody_rotates = all(each.rope is None for each in self.specs.values())
-            return _with_rope(self.specs[label], self.said.get("rope"), label, may_have_none=nobody_rotates), ""
-        if self.spec is not None:
-            return self.spec, ""
-        layer = self.layer_at(label)
-        if layer is None or layer.spec is None:
-            return None
-        return _with_rope(layer.spec, self.said.get("rope"), label), self.beside.origin
-
-    def find_spec(self, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> tuple[AttentionSpec, str]:
-        """The specification of a layer by its shapes, and where its heads come from, if from another file."""
-        if self.beside.heads:
-            with suppress(ValueError):  # that may be of other layers, or of another model
-                return find_spec(shapes, layout, **self.said | self.beside.heads), self.beside.origin
-        return find_spec(shapes, layout, **self.said), ""
+        return self.model.attention_at(prefix) is None  # beyond the last one there may be some that predict more tokens
 
 
-def what_is_known(file: TensorFile, said: Heads) -> Known:
-    """What the caller says of the layers, the file's own metadata, and what lies beside it.
+def file_hints(file: TensorFile, caller: LayerHints) -> FileHints:
+    """Find the sources of hints about the layers of a file: the caller, then its own metadata, or else the model's.
 
     Raises:
-        ValueError: if the file's own metadata, or the configuration beside it, cannot be understood.
+        ValueError: if the file's own metadata, or the configuration beside it, cannot be understood, or they contradict
+            the caller.
     """
-    said = dict(said)
-    spec, counts = said.pop("spec", None), [said.get(name) for name in HEADS[:3]]
-    if spec is not None and (given := [name for name, value in said.items() if value is not None]):
+    spec = caller.spec
+    if spec is not None and (given := [name for name in caller.given if name != "spec"]):
         raise Refusal(", ".join(given), "not be said beside a spec")
     own = _own_specs(file) if _is_ours(file.metadata) else {}
-    saved = own.get("")
-    told = {name: getattr(saved, name) for name in HEADS} if saved is not None else {}
-    merged = {name: said.get(name) if said.get(name) is not None else told.get(name) for name in (*told, *said)}
-    if saved is not None and spec is None:
-        _check_counts(saved, said, str(file.path))
-        saved = _with_rope(saved, said.get("rope"), str(file.path), may_have_none=True)
-    if spec is not None or own:
-        dropped, ignored = (_names(file, what) if own else () for what in ("dropped", "ignored"))
-        unread = _unread(file) if own else {}
-        if unknown := sorted({*dropped} - {*DROPPABLE} - {*unread}):
-            raise Refusal(file.path, f"name some of {', '.join(DROPPABLE)} as dropped", ", ".join(unknown))
-        if spec is not None:
-            dropped, unread = tuple(name for name in dropped if name not in unread), {}
-        if spec is not None or said.get("rope") is not None:  # which says what was dropped
-            dropped = tuple(name for name in dropped if name != "rope")
-        specs = own if spec is None and "" not in own else {}
-        return Known(merged, spec or saved, specs, dropped, ignored, unread, own[""].rope if saved else None)
-    has_counts = any(count is not None for count in counts)
-    found = beside(file, is_told=has_counts)
-    heads = {name: value for name, value in found.heads.items() if said.get(name) is None}
-    if has_counts:
-        heads = {name: value for name, value in heads.items() if name == "rope"}  # counts of two origins do not mix
-    return Known(merged, rope=found.heads.get("rope"), beside=replace(found, heads=heads))
+    if spec is None and not own:
+        model = model_hints(file, caller)
+        return FileHints((lambda label: caller, model.hints), model=model)
+    dropped, ignored = (_names(file, what) if own else () for what in ("dropped", "ignored"))
+    unread = _unread(file) if own else {}
+    if unknown := sorted({*dropped} - {*DROPPABLE} - {*unread}):
+        raise Refusal(file.path, f"name some of {', '.join(DROPPABLE)} as dropped", ", ".join(unknown))
+    if spec is not None or caller.rope is not None:  # which says what was dropped
+        dropped = tuple(name for name in dropped if name != "rope")
+    if spec is not None:
+        dropped = tuple(name for name in dropped if name not in unread)
+        return FileHints((lambda label: caller,), {}, dropped, ignored)
+    sources = (lambda label: caller, partial(_own_hints, own, {k: v for k, v in unread.items() if k not in dropped}))
+    if "" in own:
+        merge(str(file.path), sources)  # contradictions are refused before layers are looked for
+    return FileHints(sources, {} if "" in own else own, dropped, ignored, unread)
 
 
-def _contradicted(spec: AttentionSpec, said: Heads) -> list[str]:
-    """The counts of a layer of which the caller says other ones."""
-    return [name for name in HEADS[:3] if said.get(name) not in (None, getattr(spec, name))]
-
-
-def _check_counts(spec: AttentionSpec, said: Heads, label: str) -> None:
-    if wrong := _contradicted(spec, said):
-        got, told = (", ".join(f"{name}={of[name]}" for name in wrong) for of in (said, spec.values()))
-        raise Refusal(wrong[0], f"be what the file's metadata say of {label}, {told}", got)
-
-
-def _with_rope(spec: AttentionSpec, rope: Rope | None, label: str, *, may_have_none: bool = False) -> AttentionSpec:
-    """A layer with the RoPE that the caller says, if any.
-
-    Args:
-        spec: what is known of the layer.
-        rope: which may have another base than the layer's, and nothing else.
-        label: of the layer, for messages.
-        may_have_none: RoPE may not have been said when the spec was written.
-
-    Raises:
-        ValueError: if it is known to rotate in another way, or not at all.
-    """
-    if rope is None or (spec.rope is None and may_have_none):
-        return spec if rope is None else replace(spec, rope=rope)
-    if spec.rope is None or replace(spec.rope, theta=rope.theta) != rope:
-        raise Refusal("rope", f"not be said of {label}, which has {spec.rope or 'none'} by what is known", rope=rope)
-    return replace(spec, rope=rope)
+def _own_hints(specs: Mapping[str, AttentionSpec], unread: Mapping[str, Any], label: str) -> LayerHints:
+    """Return what the metadata of a file of ours say of a layer, which may be what they say of all."""
+    if "" in specs:
+        label, unread = "", {name: value for name, value in unread.items() if not (specs[""].rope and is_of_rope(name))}
+    may_rotate = all(each.rope is None for each in specs.values())
+    return LayerHints.by(METADATA, spec=specs.get(label), unread=unread, may_rotate=may_rotate)
 
 
 def _names(file: TensorFile, what: str) -> tuple[str, ...]:
@@ -270,7 +173,7 @@ def tells_layout(path: str | os.PathLike[str]) -> bool:
 
 
 def sources(
-    file: TensorFile, known: Known, prefix: str | None, layout: str | None, path: str | os.PathLike[str], what: str
+    file: TensorFile, known: FileHints, prefix: str | None, layout: str | None, path: str | os.PathLike[str], what: str
 ) -> list[tuple[str, Layout]]:
     """The prefixes of a file's layers, `{i}` standing for numbers, each with the layout of its layers.
 
@@ -293,13 +196,12 @@ def sources(
     elif prefix is not None or (is_ours and "prefix" in file.metadata):
         prefixes = [file.metadata.get("prefix", "") if prefix is None else prefix]
     else:
-        of_model = _of_model(file, known)
-        if of_model:
+        if of_model := _prefixes_of(file, known.model):
             return [(each, find_layout(layout, what) if layout else LAYOUTS[name]) for each, name in of_model.items()]
         prefixes = [""]
     if told is not None:
         return [(each, find_layout(told, what)) for each in prefixes]
-    layouts = [_layout_under(file, known, each) for each in prefixes]
+    layouts = [_layout_under(file, known.model, each) for each in prefixes]
     if layouts and all(layouts):
         return [(each, LAYOUTS[layout]) for each, layout in zip(prefixes, layouts, strict=True)]
     shapes = {name: info.shape for name, info in file.infos.items()}
@@ -310,11 +212,11 @@ def sources(
     hint = ["fits" if fitting else "`mha-parity inspect` lists what is in it"]
     if len(packings) > 1:
         hint += ["no shape shows the order of packed heads", *dict.fromkeys(packed)]
-    hint += filter(None, [known.beside.why_unknown])
+    hint += filter(None, [known.model.why_unknown])
     raise Refusal(what, f"be given for {path}, whose metadata do not have it", remedy=fitting, hint="; ".join(hint))
 
 
-def _of_model(file: TensorFile, known: Known) -> dict[str, str]:
+def _prefixes_of(file: TensorFile, model: ModelHints) -> dict[str, str]:
     """The prefixes of the model's attention layers in a file, and the layout of each.
 
     Raises:
@@ -323,8 +225,8 @@ def _of_model(file: TensorFile, known: Known) -> dict[str, str]:
     found: dict[str, str] = {}
     places: dict[int, str] = {}  # of each layer of the model
     for prefix in _all_prefixes(file.infos):
-        layer = known.layer_at(prefix)
-        if layer is None or layer.spec is None:
+        layer = model.attention_at(prefix)
+        if layer is None:
             continue
         found.setdefault(numbered(prefix), layer.layout)
         if (first := places.setdefault(id(layer), prefix)) != prefix:
@@ -342,23 +244,10 @@ def _all_prefixes(names: Iterable[str]) -> Iterator[str]:
             yield prefix
 
 
-def _tails(label: str) -> Iterator[str]:
-    """What a label ends with, from all of it to its last word."""
-    while label:
-        yield label
-        label = label.partition(".")[2]
-
-
-def _unnumbered(path: str) -> str:
-    """A path without its numbers."""
-    return ".".join(word for word in path.split(".") if not word.isdigit())
-
-
-def _layout_under(file: TensorFile, known: Known, prefix: str) -> str:
+def _layout_under(file: TensorFile, model: ModelHints, prefix: str) -> str:
     """The layout of the model's attention layers under a prefix, or nothing: the first layers may be no attention."""
     concrete = dict.fromkeys(match[0] for name in file.infos if (match := concrete_prefix(prefix, name)))
-    layers = (known.layer_at(each) for each in concrete)
-    return next((layer.layout for layer in layers if layer is not None and layer.spec is not None), "")
+    return next((layer.layout for layer in map(model.attention_at, concrete) if layer is not None), "")
 
 
 def concrete_prefix(pattern: str, name: str) -> tuple[str, tuple[str, ...], str] | None:

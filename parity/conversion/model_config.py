@@ -1,70 +1,106 @@
-"""What lies beside the tensors of a model and describes its layers: GGUF's own values, Hugging Face's config.json."""
+"""Hints from what describes a model: GGUF's own values, Hugging Face's config.json."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mha_spec import Refusal, Rope
+from parity.conversion.hints import LayerHints, is_of_rope
 from parity.files import TensorFile
 from parity.models.config import Config, read_config
-from parity.models.specs import ModelLayer, known_parts, read_layers, sections_of, specs_of, why_unknown
-
-HEADS = ("num_heads", "num_kv_heads", "head_dim", "rope")
+from parity.models.specs import ModelLayer, known_parts, read_layers, sections_named, sections_of, specs_of, why_unknown
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What lies beside the tensors of a model and describes its layers.
+class ModelHints:
+    """Hints from what describes a model: its config.json, or the keys of its GGUF file.
 
     Attributes:
-        heads: those of `HEADS` that it has, of a model whose family is not known.
-        origin: where they were read.
-        unread: what it says of attention, by its keys, that is in no specification of a layer without a known family;
-            if that is of RoPE, `rope` is left out of the heads.
-        unread_of_known: likewise of the layers in `parts`; empty unless the caller says how many heads there are.
-        values: its configuration.
-        parts: of a model, the layers of those of its parts whose families are known, by the keys of their
-            configurations; under no name those of a model that is one.
+        origin: which of the two.
+        plain: of layers without a known family. If something is unread about RoPE, they have none.
+        unread_of_known: keys about attention that the layers in `parts` do not have, with their values; empty unless
+            the caller says how many heads there are.
+        values: the configuration.
+        parts: the layers of each part of a model whose family is known, by the key of its configuration; under no name
+            those of a model that is one. Layers without a path, or with other heads than the caller's, are left out.
         sections: the keys of all its parts.
-        why_unknown: why no layers are told of, in words.
+        why_unknown: why there are no hints about layers, in words.
     """
 
-    heads: dict[str, Any] = field(default_factory=dict)
     origin: str = ""
-    unread: Mapping[str, Any] = field(default_factory=dict)
+    plain: LayerHints = field(default_factory=LayerHints)
     unread_of_known: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     parts: Mapping[str, Sequence[ModelLayer]] = field(default_factory=dict)
     sections: tuple[str, ...] = ()
     why_unknown: str = ""
 
+    @cached_property
+    def paths(self) -> dict[str, dict[str, ModelLayer]]:
+        """The layers by the ends of their prefixes, numbered or in a stack, and then by their parts."""
+        found: dict[str, dict[str, ModelLayer]] = {}
+        for section, layers in self.parts.items():
+            for layer in layers:
+                for path in (layer.path, f"{_unnumbered(layer.path)}[{layer.index}]"):
+                    found.setdefault(path, {}).setdefault(section, layer)  # the first of those that share their weights
+        return found
 
-def beside(file: TensorFile, *, is_told: bool = False) -> Beside:
-    """What lies beside the tensors of a file that is not a checkpoint of ours; nothing where nothing does.
+    def layer_at(self, label: str) -> ModelLayer | None:
+        """Return the layer whose weights have a label, a prefix or one with an index.
 
-    Who asks must see whether the shapes agree: a config.json may be that of another model.
+        Of layers that end alike it is that of the part that the label names; nothing is known where it names none.
+        """
+        named = sections_named(label, self.sections)
+        for tail in (tail for tail in _tails(label) if tail in self.paths):
+            found = [layer for section, layer in self.paths[tail].items() if not named or section in named]
+            if found:
+                return found[0] if len(found) == 1 else None
+        return None
+
+    def attention_at(self, label: str) -> ModelLayer | None:
+        """Return the layer at a label if it is attention over keys."""
+        layer = self.layer_at(label)
+        return None if layer is None or layer.spec is None else layer
+
+    def hints(self, label: str) -> LayerHints:
+        """Return the hints about the layer of a label, as a `HintSource` does."""
+        layer = self.layer_at(label)
+        if layer is not None and layer.spec is not None:
+            return LayerHints.by(self.origin, spec=layer.spec, unread=self.unread_of_known)
+        named = sections_named(label, self.sections)
+        others = tuple(f"{name}." for name in self.sections if named and name not in named)
+        unread = {name: value for name, value in self.plain.unread.items() if not name.startswith(others)}
+        return replace(self.plain, unread=unread if layer is None else self.unread_of_known)
+
+
+def model_hints(file: TensorFile, caller: LayerHints) -> ModelHints:
+    """Read what describes a model, beside the tensors of a file or in it; nothing where nothing does.
+
+    Whoever asks must see whether the shapes agree: a config.json may be that of another model.
 
     Args:
-        file: open.
-        is_told: the caller says how many heads there are: of a model whose family is known, what its configuration
-            says of RoPE is told, too, for layers that have other numbers of them; what is not understood is unread.
+        file: open, and no checkpoint of ours.
+        caller: hints of the caller. Where they count heads, RoPE of a known family counts for layers with other
+            numbers of them, too, and what is not understood is unread.
 
     Raises:
-        ValueError: if the family is known, and the configuration is not understood, unless the caller tells.
+        ValueError: if the family is known, and the configuration is not understood, unless the caller counts heads.
     """
+    is_told = bool(caller.counts)
     if file.format == "gguf":
-        return _beside_gguf(file, is_told=is_told)
+        return _gguf_hints(file, is_told=is_told)
     path = Path(file.path)
     path = (path if path.is_dir() else path.parent) / "config.json"
     try:
         config = read_config(path)
     except OSError:
-        return Beside(why_unknown="no config.json lies beside it")
+        return ModelHints(why_unknown="no config.json lies beside it")
     except ValueError as error:  # cut off, or something else: nobody says what of the model is in it
         raise Refusal(path, f"be a configuration, or not be there: {error}") from None
     layers: dict[str, Sequence[ModelLayer]] = {}
@@ -72,25 +108,28 @@ def beside(file: TensorFile, *, is_told: bool = False) -> Beside:
     why = ""
     for name, part in known_parts(config).items():
         try:
-            layers[name], others = read_layers(part) if is_told else (specs_of(part), {})
+            held, others = read_layers(part) if is_told else (specs_of(part), {})
             unread |= {f"{name}.{key}" if name else key: value for key, value in others.items()}
+            held = [each for each in held if each.path]
+            layers[name] = [each for each in held if not (each.spec and caller.contradicted_by(each.spec))]
         except ValueError as error:
             if not is_told:
                 raise Refusal(f"config.json beside {file.path}", f"be understood: {error}") from None
             why = f"it is not understood: {error}"
     plain = _in_config(config, known=layers)
     if not layers:
-        return replace(plain, why_unknown=why or f"its config.json does not tell: {why_unknown(config)}")
-    plain = plain if is_told else replace(plain, heads={})
-    return replace(plain, unread_of_known=unread, parts=layers, sections=tuple(sections_of(config)), why_unknown=why)
+        why = why or f"its config.json does not tell: {why_unknown(config)}"
+        return ModelHints("config.json", plain, values=config, why_unknown=why)
+    plain = plain if is_told else LayerHints(unread=plain.unread)
+    return ModelHints("config.json", plain, unread, config, layers, tuple(sections_of(config)), why)
 
 
-def _beside_gguf(file: TensorFile, *, is_told: bool) -> Beside:
-    heads, unread = _in_gguf(file)
+def _gguf_hints(file: TensorFile, *, is_told: bool) -> ModelHints:
+    plain = _in_gguf(file)
     family = str(file.metadata.get("general.architecture"))
-    others = [name for name in unread if not (family in GGUF_LAYOUTS and name == READ_OF_FAMILIES)]
+    others = [name for name in plain.unread if not (family in GGUF_LAYOUTS and name == READ_OF_FAMILIES)]
     layers = () if is_told or others else _layers_of_gguf(file)
-    return Beside(origin="GGUF", parts={"": layers}) if layers else _beside("GGUF", heads, unread)
+    return ModelHints("GGUF", parts={"": layers}) if layers else ModelHints("GGUF", plain)
 
 
 GGUF_LAYOUTS = {"llama": "gguf.LLaMA", "qwen2": "gguf.Qwen2", "qwen3": "gguf.Qwen2"}
@@ -150,7 +189,7 @@ def _layers_of_gguf(file: TensorFile) -> tuple[ModelLayer, ...]:
     return tuple(replace(layer, path=f"blk.{layer.index}", layout=layout) for layer in found)
 
 
-def _in_gguf(file: TensorFile) -> tuple[dict[str, Any], dict[str, Any]]:
+def _in_gguf(file: TensorFile) -> LayerHints:
     values = file.metadata
 
     def number(key: str, kind: type) -> Any:
@@ -171,13 +210,8 @@ def _in_gguf(file: TensorFile) -> tuple[dict[str, Any], dict[str, Any]]:
     if rotated not in (None, size):
         unread["rope.dimension_count"] = rotated
     unread |= _unread_in_gguf(values, {"attention.value_length": str(size)})
-    found = {
-        "num_heads": heads,
-        "num_kv_heads": number("attention.head_count_kv", int),
-        "head_dim": head_dim,
-        "rope_theta": number("rope.freq_base", float),
-    }
-    return found, unread
+    counts = {"num_heads": heads, "num_kv_heads": number("attention.head_count_kv", int), "head_dim": head_dim}
+    return _plain("GGUF", counts, number("rope.freq_base", float), unread)
 
 
 def _unread_in_gguf(values: Mapping[str, str], usual: Mapping[str, str]) -> dict[str, str]:
@@ -190,12 +224,6 @@ def _unread_in_gguf(values: Mapping[str, str], usual: Mapping[str, str]) -> dict
         if is_ours and value not in (*NOTHING_IN_GGUF, usual.get(name)):
             found[name] = value
     return found
-
-
-def is_of_rope(name: str) -> bool:
-    """Whether something that is not carried is about RoPE: a caller who says that has said it all."""
-    words = ("rope", "rotary", "partial_rotary", "mrope")
-    return any(word.startswith(words) for word in name.split("."))
 
 
 COUNTS = {"num_attention_heads", "n_head", "num_key_value_heads", "head_dim", "num_heads", "n_heads", "num_kv_heads"}
@@ -216,7 +244,7 @@ def _attention_keys(values: Mapping[str, Any], others: Collection[str] = ()) -> 
     return {name: value for name, value in unread if not SHOWN.fullmatch(name)}
 
 
-def _in_config(config: Mapping[str, Any], known: Collection[str]) -> Beside:
+def _in_config(config: Mapping[str, Any], known: Collection[str]) -> LayerHints:
     """What a configuration says of layers without a known family.
 
     Args:
@@ -233,23 +261,32 @@ def _in_config(config: Mapping[str, Any], known: Collection[str]) -> Beside:
     unread |= _attention_keys(config, ROPE)
     for name in set(sections_of(config)) - set(known):
         unread |= {f"{name}.{key}": value for key, value in _attention_keys(config[name]).items()}
-    heads = {
+    counts = {
         "num_heads": config.get("num_attention_heads", config.get("n_head")),
         "num_kv_heads": config.get("num_key_value_heads"),
         "head_dim": config.get("head_dim"),
-        "rope_theta": rope.get("rope_theta"),
     }
-    return replace(_beside("config.json", heads, unread), values=config)
+    return _plain("config.json", counts, rope.get("rope_theta"), unread)
 
 
-def _beside(origin: str, told: Mapping[str, Any], unread: Mapping[str, Any]) -> Beside:
-    """Those heads that are numbers, if the most important one is."""
-    heads = {name: told[name] for name in HEADS[:3] if type(told[name]) is int and told[name] > 0}
-    theta = told["rope_theta"]
+def _plain(origin: str, counts: Mapping[str, Any], theta: Any, unread: Mapping[str, Any]) -> LayerHints:
+    """Return those hints that are numbers, if the most important one is."""
+    heads: dict[str, Any] = {name: n for name, n in counts.items() if type(n) is int and n > 0}
     if type(theta) in (int, float) and 0 < theta < math.inf and "num_heads" in heads:
         if not any(map(is_of_rope, unread)):
             heads["rope"] = Rope(theta)
     elif theta is not None:
         unread = {**unread, "rope_theta": theta}
-    heads = heads if "num_heads" in heads else {}
-    return Beside(heads, origin, unread) if heads or unread else Beside()
+    return LayerHints.by(origin, **(heads if "num_heads" in heads else {}), unread=unread)
+
+
+def _tails(label: str) -> Iterator[str]:
+    """What a label ends with, from all of it to its last word."""
+    while label:
+        yield label
+        label = label.partition(".")[2]
+
+
+def _unnumbered(path: str) -> str:
+    """A path without its numbers."""
+    return ".".join(word for word in path.split(".") if not word.isdigit())

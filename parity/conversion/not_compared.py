@@ -76,10 +76,10 @@ def _of_pair(one: Layer, other: Layer, files: Sequence[Path]) -> Iterator[NotCom
     for path, layer in layers.items():
         for name in layer.dropped:
             yield NotCompared(name, f"left out when {path} was written")
-        if layer.overridden is not None:
+        if layer.hints.overridden is not None:
             reason = f"what {path} says is overridden by the caller"
-            yield NotCompared(f"rope_theta={layer.overridden:g}", reason, is_open=False)
-    for name in dict.fromkeys((*one.unread, *other.unread)):
+            yield NotCompared(f"rope_theta={layer.hints.overridden:g}", reason, is_open=False)
+    for name in dict.fromkeys((*one.hints.unread, *other.hints.unread)):
         values = [_value(name, layer) for layer in (one, other)]
         if name in dropped:
             continue
@@ -87,11 +87,11 @@ def _of_pair(one: Layer, other: Layer, files: Sequence[Path]) -> Iterator[NotCom
             yield NotCompared(key_in_words(name, values[0][0]), "not understood, equal in both files", is_open=False)
             continue
         for path, layer in layers.items():
-            if name in layer.unread:
-                yield NotCompared(key_in_words(name, layer.unread[name]), f"not understood, in {path}")
+            if name in layer.hints.unread:
+                yield NotCompared(key_in_words(name, layer.hints.unread[name]), f"not understood, in {path}")
 
 
 def _value(name: str, layer: Layer) -> list[Any]:
     """The value of a key in what describes a layer, as a list; empty if it is not there."""
-    sources: tuple[Mapping[str, Any], ...] = (layer.unread, layer.values)
+    sources: tuple[Mapping[str, Any], ...] = (layer.hints.unread, layer.known.model.values)
     return next(([source[name]] for source in sources if name in source), [])

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping
 
+from parity.conversion.hints import LayerHints
 from parity.conversion.layouts import Layout, find_spec
 from parity.conversion.layouts.detection import HeadsUnknown, stack_size
 
@@ -53,7 +54,7 @@ def _fits(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
     """Whether tensors are a layer in a layout, or a stack of them, with some number of heads."""
     try:
         is_stacked = stack_size(shapes, layout) is not None
-        find_spec({name: shape[is_stacked:] for name, shape in shapes.items()}, layout)
+        find_spec({name: shape[is_stacked:] for name, shape in shapes.items()}, layout, LayerHints())
     except HeadsUnknown:
         return True
     except ValueError:

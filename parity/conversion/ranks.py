@@ -25,7 +25,7 @@ from parity.conversion.layouts.layout import Ranks
 from parity.conversion.prefixes import join
 from parity.files import TensorFile, TensorInfo, open_tensors, write_tensors
 from parity.files.reading import SUFFIXES
-from parity.files.target import locked, move, scratch_beside
+from parity.files.target import check_place, locked, move, scratch_beside
 from parity.sharding.shard import ShardPlan, shard_spec
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -195,6 +195,8 @@ def write_ranks(
     infos: Mapping[str, tuple[tuple[int, ...], np.dtype]],
     read: Callable[[str], np.ndarray],
     metadata: Mapping[str, str],
+    *,
+    dry_run: bool = False,
 ) -> Path:
     """Write the files of all ranks into a new folder, all of them or none; memory holds one whole tensor at a time.
 
@@ -206,6 +208,7 @@ def write_ranks(
         infos: shape and dtype of each whole tensor by name.
         read: gives a whole tensor; called once for each rank.
         metadata: text by name, kept in each file.
+        dry_run: refuse what would be refused, and write nothing.
 
     Raises:
         OSError: if a file cannot be written.
@@ -225,6 +228,9 @@ def write_ranks(
 
     said = {SAID: str(count), **({NORMS: json.dumps(norms)} if norms else {})}
     _refuse_used(folder)
+    if dry_run:
+        check_place(folder)
+        return folder
     with scratch_beside(folder) as scratch:
         for rank in range(count):
             path = scratch / folder.name / ranks.file.format(rank=f"{rank:02}")
@@ -354,7 +360,7 @@ def _axis_of(tensor: Tensor) -> int | None:
     """The axis of a tensor of attention on which its heads lie."""
     if tensor.is_whole:
         return OF_QUERIES.get(tensor.holds)
-    return next((axis for axis, group in enumerate(tensor.groups()) if "n" in group), None)
+    return next((axis for axis, group in enumerate(tensor.groups) if "n" in group), None)
 
 
 def _out_of(layout: Layout) -> str:

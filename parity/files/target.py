@@ -184,6 +184,22 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
+def check_place(target: Path) -> None:
+    """Refuse a target beside which nothing can be written, as `scratch_beside` does, and make nothing.
+
+    Raises:
+        OSError: if its folder is not there, is none, or takes no file.
+    """
+    if not target.parent.exists():
+        code = errno.ENOENT
+    elif not target.parent.is_dir():
+        code = errno.ENOTDIR
+    else:
+        code = 0 if os.access(target.parent, os.W_OK | os.X_OK) else errno.EACCES
+    if code:
+        raise OSError(code, os.strerror(code), str(target))
+
+
 # ---- Scratch ---------------------------------------------------------------------------------------------------------
 
 

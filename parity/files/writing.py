@@ -17,7 +17,7 @@ from parity.files.msgpack import METADATA, msgpack_library, write_msgpack
 from parity.files.orbax import orbax_library, write_orbax
 from parity.files.reading import INDEX, SUFFIXES, open_tensors
 from parity.files.safetensors import CODES, write_safetensors
-from parity.files.target import check_target, locked, move, scratch_beside
+from parity.files.target import check_place, check_target, locked, move, scratch_beside
 from parity.files.tensor_file import (
     DTYPES,
     NATIVE,
@@ -55,6 +55,7 @@ def write_tensors(
     max_shard_bytes: int | None = None,
     overwrite: bool = True,
     source: str | os.PathLike[str] | None = None,
+    dry_run: bool = False,
 ) -> Path:
     """Write tensors to a file, whole and verified, or not at all; memory holds one of them at a time.
 
@@ -73,6 +74,7 @@ def write_tensors(
             a file of its own.
         overwrite: replace what is there, if it is of the same format; False refuses it.
         source: the file or folder that `read` reads from, which must not be the target nor hold it.
+        dry_run: refuse what would be refused, before anything is read or written, and write nothing.
 
     Returns:
         What to open: the file, or the index of the shards.
@@ -102,6 +104,10 @@ def write_tensors(
     check_target(path, kind, names, folder, overwrite=overwrite, source=source)
     if kind in LIBRARIES:
         LIBRARIES[kind](path)
+    written = path if len(shards) == 1 else folder / names[-1]
+    if dry_run:
+        check_place(folder / name)
+        return written
 
     with (
         scratch_beside(folder / name) as scratch,
@@ -123,7 +129,7 @@ def write_tensors(
         with locked(folder):  # and look again, for others may have written there meanwhile
             stale = check_target(path, kind, names, folder, overwrite=overwrite, source=source)
             move(names, scratch, folder, stale)
-    return path if len(shards) == 1 else folder / names[-1]
+    return written
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from mha_spec import AttentionSpec, Refusal, WrongType
+from parity.conversion.hints import LayerHints
 from parity.conversion.layouts import LAYOUTS, from_canonical, to_canonical
 from parity.conversion.layouts.detection import find_spec
 from parity.conversion.layouts.views import shapes_in
@@ -95,7 +96,7 @@ class Adapter(ABC):
         known = self.known(module)
         dropout = float(known.pop("dropout"))
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors(module).items()}
-        return replace(find_spec(shapes, LAYOUTS[self.layout], **known), dropout=dropout)
+        return replace(find_spec(shapes, LAYOUTS[self.layout], LayerHints(**known)), dropout=dropout)
 
     def load_into(self, module: Any, weights: Mapping[str, Any]) -> Any:
         """The module with canonical weights, bit for bit; or an error, and the module as it was."""

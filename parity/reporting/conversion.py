@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
+from parity.conversion.prefixes import numbered
 from parity.core.compare import Comparison, first_difference
 from parity.reporting.console import print_table, short_ratio
 from parity.reporting.diagnosis import print_explanation
-from parity.text import counted
+from parity.text import counted, some_of
 
 if TYPE_CHECKING:
-    from parity.conversion.convert import Converted
+    from parity.conversion.converted import Converted, Planned
     from parity.conversion.differences import WeightsComparison
     from parity.conversion.inspect import Found
     from parity.conversion.layouts import Layout
@@ -43,7 +44,7 @@ def print_layout(layout: Layout, out: Console) -> None:
     for number, form in enumerate(layout.forms):
         rows = []
         for tensor in form:
-            axes = [" x ".join(letters[letter] for letter in group) or "1" for group in tensor.groups()]
+            axes = [" x ".join(letters[letter] for letter in group) or "1" for group in tensor.groups]
             rows.append((tensor.name, ", ".join(tensor.parts), f"[{' | '.join(axes)}]"))
         print_table(out, layout.name if number == 0 else "or", columns, rows)
     if layout.others:
@@ -87,8 +88,12 @@ def print_inspection(path: str, file: TensorFile, found: list[Found], out: Conso
         words = layer.heads + (f"; packed: {layer.packing}" if layer.packing else "")
         words += f"; not understood: {', '.join(layer.unread)}" if layer.unread else ""
         rows.append((Text(layer.prefix), count, layer.layout, Text(words)))
-    prefix = Column("prefix", overflow="fold", no_wrap=True)  # one copies it from here
-    print_table(out, "Attention layers", (prefix, "layers", "layout", "heads"), rows)
+    print_table(out, "Attention layers", (_prefix_column(), "layers", "layout", "heads"), rows)
+
+
+def _prefix_column() -> Column:
+    """Return the column of prefixes, which one copies from there."""
+    return Column("prefix", overflow="fold", no_wrap=True)
 
 
 def print_conversion(converted: Converted, layout: str, out: Console) -> None:
@@ -106,9 +111,30 @@ def print_conversion(converted: Converted, layout: str, out: Console) -> None:
         heads += f" (from {converted.heads_from}{theta})"
     out.print(
         f"{counted(len(layers), 'attention layer')}{heads}: {converted.source} -> {layout}; "
-        f"other tensors: {len(converted.kept)} kept, {len(converted.dropped)} dropped; wrote {converted.path}",
+        f"other tensors: {len(converted.kept)} kept, {len(converted.dropped)} dropped; "
+        f"{'would write' if converted.plan else 'wrote'} {converted.path}",
         soft_wrap=True,
     )
+    if converted.plan is not None:
+        _print_plan(converted.plan, converted.dropped, out)
+
+
+def _print_plan(plan: Planned, dropped: Sequence[str], out: Console) -> None:
+    """Print what would be written: layers and tensors that differ in their numbers alone in one row."""
+    layers: Counter[tuple[str, ...]] = Counter()
+    for layer in plan.layers:
+        hints = (f"{name} {layer.spec.values()[name]}: {origin}" for name, origin in layer.hints.items())
+        layers[numbered(layer.label), f"{layer.layout}: {layer.layout_from}", "; ".join(hints)] += 1
+    rows = [(Text(label), str(count), layout, Text(hints)) for (label, layout, hints), count in layers.items()]
+    print_table(out, "Layers", (_prefix_column(), "layers", "layout", "hints"), rows)
+    tensors = Counter(
+        (", ".join(dict.fromkeys(map(numbered, names))), numbered(to)) for to, names in plan.tensors.items()
+    )
+    rows = [(Text(names), Text(to), str(count)) for (names, to), count in tensors.items()]
+    print_table(out, f"Tensors, {plan.size} bytes", ("from", "to", "how many"), rows)
+    for what, names in (("dropped", dropped), ("not said by the target", plan.left_out)):
+        if names:
+            out.print(Text(f"{what}: {some_of(names)}"), soft_wrap=True)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 from mha_spec import AttentionSpec, Refusal
+from parity.conversion.hints import LayerKeywords
 from parity.conversion.layers import Layer, open_layers
 from parity.core import reference
 from parity.core.case import Case
@@ -59,7 +60,9 @@ def run_model(
     device: str = "cpu",
     on_case: Callable[[str, str, str], None] = lambda case, dtype, backend: None,
     on_judged: OnJudged = lambda trace, reference, comparisons: None,
-    **about: Any,
+    layout: str | None = None,
+    prefix: str | None = None,
+    **said: Unpack[LayerKeywords],
 ) -> Report:
     """Run the attention layers of a model on backends, each with its own weights, and judge every stage.
 
@@ -70,7 +73,7 @@ def run_model(
         backends, dtypes, with_gradients, mesh, device, on_case, on_judged: as `run_cases` takes them.
         layers: the numbers of some; all when absent.
         against: `transformers`, to judge the output of the library's own module, too, in float32.
-        about: layout, prefix, num_heads, num_kv_heads, head_dim, rope, spec, as `load` takes them.
+        layout, prefix, said: as `load` takes them.
 
     Returns:
         The report of all layers. The cases are named after layers: `layer-17-decode`.
@@ -81,7 +84,7 @@ def run_model(
     if against not in (None, *AGAINST):
         raise Refusal("against", f"be one of {', '.join(AGAINST)}", against=against)
     report: Report | None = None
-    with open_layers(path, about.pop("layout", None), prefix=about.pop("prefix", None), **about) as found:
+    with open_layers(path, layout, prefix=prefix, **said) as found:
         names = names_of(found)
         chosen = chosen_layers(found, layers)
         if against and (unknown := [layer.label for layer in chosen if layer.model is None]):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from mha_spec import Refusal
+from parity.conversion.hints import LayerKeywords
 from parity.conversion.layers import Layer, open_layers
 from parity.running.models import chosen_layers, number_of, skeleton_of
 from parity_lab.bench import Bench, Make, bench_work, checked, effort, environment_of, open_sides
@@ -29,7 +30,9 @@ def bench_model(
     device: str = "cpu",
     quick: bool = False,
     on_row: Callable[..., Any] = lambda *what: None,
-    **about: Any,
+    layout: str | None = None,
+    prefix: str | None = None,
+    **said: Unpack[LayerKeywords],
 ) -> Bench:
     """Measure the self-attention of a model: many tokens at once, and one more token with a cache.
 
@@ -38,7 +41,7 @@ def bench_model(
     the module computes attention alone: those of BERT and BLOOM, which add the residual, are left out.
 
     Args:
-        path, layers, about: as `run_model` takes them.
+        path, layers, layout, prefix, said: as `run_model` takes them.
         frameworks, dtypes, device, quick, on_row: as `bench` takes them.
 
     Raises:
@@ -48,7 +51,7 @@ def bench_model(
     _, frameworks, dtypes = checked((), frameworks, dtypes, device)
     sides, names = open_sides(frameworks, device)
     rows = []
-    with open_layers(path, about.pop("layout", None), prefix=about.pop("prefix", None), **about) as found:
+    with open_layers(path, layout, prefix=prefix, **said) as found:
         skeleton = cache(partial(_skeleton, path))
         for layer, label in _alike(chosen_layers(found, layers)):
             weights, _ = layer.load()

@@ -57,9 +57,11 @@ def run(options: argparse.Namespace) -> int:
     if options.model is not None:
         from parity_lab.bench.models import bench_model
 
-        about = {"layers": options.layers, "layout": options.layout, "prefix": options.prefix, **layer_options(options)}
+        about = {"layers": options.layers, "layout": options.layout, "prefix": options.prefix}
         with progress_bar(None) as on_row, in_flags(options):
-            found = bench_model(options.model, options.frameworks, **asked, on_row=on_row, **about)
+            found = bench_model(
+                options.model, options.frameworks, **asked, on_row=on_row, **about, **layer_options(options)
+            )
     else:
         with progress_bar(count_rows(groups, options.frameworks, **asked)) as on_row:
             found = bench(groups, options.frameworks, **asked, on_row=on_row)

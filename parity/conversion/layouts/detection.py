@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal, Rope, WrongType
+from mha_spec import AttentionSpec, Refusal, WrongType
+from parity.conversion.hints import LayerHints
 from parity.conversion.layouts.layout import (
     TILE,
     UNSAID,
@@ -205,7 +206,7 @@ def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | N
         ValueError: if the tensors are not of the layout, or not all of one stack.
     """
     form = find_form(shapes, layout)
-    axes = {name: len(tensor.groups()) for tensor in form for name in matches(tensor.name, shapes)}
+    axes = {name: len(tensor.groups) for tensor in form for name in matches(tensor.name, shapes)}
     if any(len(shapes[name]) != count + 1 for name, count in axes.items()):
         return None
     sizes = sorted({shapes[name][0] for name in (*axes, *names_of(layout.others, shapes))})
@@ -214,21 +215,13 @@ def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | N
     return sizes[0]
 
 
-def find_spec(
-    shapes: Mapping[str, tuple[int, ...]],
-    layout: Layout,
-    *,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    rope: Rope | None = None,
-) -> AttentionSpec:
-    """The specification of a layer, from the names and shapes of its tensors and what is said of it.
+def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: LayerHints) -> AttentionSpec:
+    """The specification of a layer, from the names and shapes of its tensors, and hints about its heads and RoPE.
 
     Raises:
         ValueError: if there is none, or more than one.
     """
-    said = _counts(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    said = _checked_counts(hints)
     form = find_form(shapes, layout)
     if layout.needs_spec:
         raise DoesNotFit(f"a layer in {layout.name}", f"be told by a specification, {TOLD_BY}")
@@ -245,7 +238,7 @@ def find_spec(
     _check_shapes(told, present, layout)
     widths = _widths(present, shapes)
     fitting, reasons = [], []
-    for heads, kv_heads, features in _head_counts(present, shapes, layout, num_heads, num_kv_heads, head_dim):
+    for heads, kv_heads, features in _head_counts(present, shapes, layout, hints):
         try:
             spec = AttentionSpec(
                 d_model=widths.get("out", heads * features),
@@ -257,7 +250,7 @@ def find_spec(
                 qkv_bias=bool(of_qkv),
                 out_bias="out_proj.bias" in biases,
                 out_proj="out" in widths,
-                rope=rope,
+                rope=hints.rope,
             )
         except ValueError as error:
             if isinstance(error, TypeError):  # whatever the heads
@@ -277,7 +270,7 @@ def find_spec(
         raise DoesNotFit(
             "shapes", f"be those of a layer in {layout.name}{(f' ({reasons[0]})' if reasons else '')}", str(told)
         )
-    if layout.ranks is not None and head_dim is None:
+    if layout.ranks is not None and hints.head_dim is None:
         _check_whole(fitting, layout)
     if len(fitting) > 1:
         fitting.sort(key=lambda s: (USUAL.index(s.head_dim) if s.head_dim in USUAL else len(USUAL), -s.head_dim))
@@ -306,20 +299,19 @@ def _check_whole(fitting: list[AttentionSpec], layout: Layout) -> None:
         )
 
 
-def _counts(**said: int | None) -> dict[str, int]:
-    """Those that are said.
+def _checked_counts(hints: LayerHints) -> dict[str, int]:
+    """The numbers of heads that are known.
 
     Raises:
         TypeError: if one is not an integer.
         ValueError: if one is below 1.
     """
-    found = {name: value for name, value in said.items() if value is not None}
-    for name, value in found.items():
+    for name, value in hints.counts.items():
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise WrongType(name, "be an integer", {name: value})
         if value < 1:
             raise Refusal(name, "be at least 1", {name: value})
-    return found
+    return hints.counts
 
 
 def _head_rule(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> tuple[str, str] | None:
@@ -330,7 +322,7 @@ def _head_rule(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], lay
         if tensor.kind == "weight" and tensor.holds != "out":
             rows.setdefault(_head_count(tensor), _rows_of(tensor, shapes))
     try:
-        find_spec(shapes, layout)
+        find_spec(shapes, layout, LayerHints())
     except HeadsUnknown:
         pass
     except ValueError:
@@ -350,7 +342,7 @@ def _head_count(tensor: Tensor) -> str:
 def _rows_of(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Features of all heads that a tensor holds, padded ones too; of each head's own tensors together."""
     names = matches(tensor.name, shapes)
-    groups = zip(shapes[min(names)], tensor.groups(), strict=False)
+    groups = zip(shapes[min(names)], tensor.groups, strict=False)
     return len(names) * math.prod(size for size, group in groups if {"p", "n", "h"} & {*group})
 
 
@@ -364,16 +356,12 @@ def _deciding(specs: list[AttentionSpec]) -> str:
 
 
 def _head_counts(
-    present: list[Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
-    layout: Layout,
-    num_heads: int | None,
-    num_kv_heads: int | None,
-    head_dim: int | None,
+    present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: LayerHints
 ) -> Iterator[tuple[int, int, int]]:
-    """Every (num_heads, num_kv_heads, head_dim) that agrees with what was said and could have these queries."""
+    """Every (num_heads, num_kv_heads, head_dim) that agrees with hints and could have these queries."""
     queries = next(tensor for tensor in present if tensor.kind == "weight" and "q" in tensor.holds)
     rows, beside = _rows_of(queries, shapes), len(queries.holds) - 1  # keys, values or both are packed with the queries
+    num_heads, num_kv_heads, head_dim = hints.num_heads, hints.num_kv_heads, hints.head_dim
     most_padding = 2 * TILE - 1 if layout.padded else 0
     dims = {width - padding for width in divisors(rows) for padding in range(min(width, most_padding + 1))}
     for features in sorted(dims) if head_dim is None else [head_dim] * (head_dim > 0):
@@ -397,7 +385,7 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], present: Collection[Ten
     Raises:
         DoesNotFit: if one has another number of axes, or a size is 0 or beyond `MAX_SIZE`.
     """
-    axes = {name: len(tensor.groups()) for tensor in present for name in matches(tensor.name, shapes)}
+    axes = {name: len(tensor.groups) for tensor in present for name in matches(tensor.name, shapes)}
     if any(len(shape) != axes[name] for name, shape in shapes.items()):
         raise DoesNotFit("shapes", f"be those of a layer in {layout.name}", str(dict(shapes)))
     rule = f"be those of a layer in {layout.name}, of sizes from 1 to {MAX_SIZE}"
@@ -414,7 +402,7 @@ def _widths(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dic
             continue
         shape = shapes[min(matches(tensor.name, shapes))]
         letter = "e" if tensor.holds == "out" else "d"
-        for size, group in zip(shape, tensor.groups(), strict=False):
+        for size, group in zip(shape, tensor.groups, strict=False):
             if group == [letter]:
                 widths |= dict.fromkeys(["out"] if letter == "e" else tensor.holds, size)
     return widths

@@ -61,7 +61,7 @@ class Tensor:
         if self.is_per_head and len(self.parts) > 1:
             raise Refusal("a tensor of one head", "hold one projection", holds=self.holds)
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether it is one weight without heads to be laid out."""
         return self.kind == "whole"
@@ -80,20 +80,21 @@ class Tensor:
             return {"...": "...", "d e": "e d", "d n h": "n h d"}[self.axes]
         return LOGICAL[f"out.{self.kind}" if self.holds == "out" else self.kind]
 
-    @property
+    @cached_property
     def has_projection_axis(self) -> bool:
         """Whether the projections in it are an axis."""
         return "p" in self.axes.split()
 
-    @property
+    @cached_property
     def is_per_head(self) -> bool:
         """Whether each head has a tensor of its own."""
         return "{n}" in self.name
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Its shape, given the sizes of the axes."""
-        return tuple(math.prod(sizes[axis] for axis in group) for group in self.groups())
+        return tuple(math.prod(map(sizes.__getitem__, group)) for group in self.groups)
 
+    @cached_property
     def groups(self) -> list[list[str]]:
         """Its axes, each as the letters it is made of; none for an axis of 1."""
         words = re.findall(r"\(([^)]*)\)|(\S+)", self.axes)
@@ -170,7 +171,7 @@ class Layout(JsonRecord):
     stack_axis: int = 0
     ranks: Ranks | None = None
 
-    @property
+    @cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors of all forms."""
         return list(dict.fromkeys(tensor for form in self.forms for tensor in form))

@@ -6,12 +6,13 @@ Both are derived from what the layout declares.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import einops
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal, Rope, WrongType
+from mha_spec import AttentionSpec, Refusal, WrongType
+from parity.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.conversion.layouts.detection import find_spec, find_tensors, tensors_for
 from parity.conversion.layouts.layout import Layout, Tensor, check_carried, head_counts, matches, shapes_of, sizes_of
 from parity.core.arrays import to_numpy_by_name
@@ -100,14 +101,7 @@ def lay_out(
 
 
 def to_canonical(
-    tensors: Mapping[str, Any],
-    layout: Layout,
-    *,
-    num_heads: int | None = None,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    rope: Rope | None = None,
-    spec: AttentionSpec | None = None,
+    tensors: Mapping[str, Any], layout: Layout, **said: Unpack[LayerKeywords]
 ) -> tuple[Weights, AttentionSpec]:
     """Canonical weights, and the specification of the layer, from the tensors of a layout.
 
@@ -115,9 +109,7 @@ def to_canonical(
         tensors: arrays by name, of any framework, without the prefix of the layer; in nested mappings, too, as Flax
             has them.
         layout: theirs.
-        num_heads, num_kv_heads, head_dim: of the layer, where the shapes leave it open.
-        rope: how queries and keys are rotated, or None for no RoPE; no checkpoint's tensors show it.
-        spec: the layer, where it is known; then nothing else is said of it.
+        said: the layer, where the shapes leave it open. No checkpoint's tensors show RoPE.
 
     Raises:
         ValueError: if names are missing or unknown, shapes do not fit, or the heads can be read in more than one way.
@@ -131,8 +123,8 @@ def to_canonical(
     if len(dtypes) > 1:
         raise WrongType("weights", "have one dtype", str(dtypes))
     shapes = {name: tensors[name].shape for name in held}
-    if spec is None:
-        spec = find_spec(shapes, layout, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rope=rope)
+    hints = LayerHints.by(CALLER, **said)
+    spec = find_spec(shapes, layout, hints) if hints.spec is None else hints.spec
     form, read = find_tensors(shapes, spec, layout), tensors.__getitem__
     weights = {name: np.array(read_out(name, read, form, spec, layout), order="C") for name in weight_shapes(spec)}
     check_weights(weights, spec)
