@@ -226,6 +226,11 @@ class Diagnosis(JsonRecord):
         return replace(self, kind=kind, explanations=_in_order([*self.explanations, *found]), unknowns=unknowns)
 
     @property
+    def is_known(self) -> bool:
+        """Whether known mistakes explain all that differs, and no law stands for one."""
+        return self.kind not in UNNAMED and all(each.findings is None for each in self.explanations)
+
+    @property
     def is_wrong(self) -> bool:
         """Whether anything is: neither rounding within the budget nor another way to record is."""
         return self.kind not in ("none", "convention")
