@@ -507,7 +507,7 @@ PAGES: dict[str, str] = {
     "bert-heads-reversed": "head-order",
     "decode-row-of-first": "cache-slots batch-axis",
     "decode-length-of-first": "cache-slots cache-positions",
-    "decode-clamped-at-end": "cache-slots",
+    "decode-clamped-at-end": "cache-slots cache-positions rope-positions",
     "decode-mask-row-of-first": "padding",
     "decode-scale-slots": "scale",
     "decode-halves-swapped": "rope-pairs",

@@ -16,11 +16,9 @@ from parity.diagnosis.mistakes import families as of
 from parity.diagnosis.mistakes.families import Family
 
 NEAR = 0.02
-"""How near the numbers of a mixture of heads are to those of an order."""
+"""How near numbers are to those of an order of heads, and a theta to the right one that is only rounded."""
 
 ONE_FAMILY = {
-    "theta": of.THETA,
-    "rope theta": of.THETA,
     "rope unscaled": of.SCALING,
     "attention factor": of.AMPLITUDE,
     "rotary_dim": of.ROTARY_DIM,
@@ -78,8 +76,18 @@ def _is_of_steps(seen: Seen) -> bool:
     return bool(seen.stage.step)
 
 
-def _of_scale(_: Law, __: Seen, spec: AttentionSpec) -> Families:
-    return (of.scale_family(spec),)
+def _of_scale(_: Law, seen: Seen, spec: AttentionSpec) -> Families:
+    """Return the family of scales; behind the scores that of norms, too, which multiply queries and keys as well."""
+    is_behind = seen.stage.quantity in ("context", "output") and spec.qk_norm is not None
+    return (of.scale_family(spec), *([of.QK_NORM] if is_behind else []))
+
+
+def _of_theta(law: Law, _: Seen, __: AttentionSpec) -> Families:
+    """Return the family of thetas, but for one that is the right one, rounded."""
+    right = law.numbers["expected"]
+    return (
+        () if abs(law.numbers["theta" if "theta" in law.numbers else "value"] - right) <= NEAR * right else (of.THETA,)
+    )
 
 
 def _of_cap(_: Law, __: Seen, spec: AttentionSpec) -> Families:
@@ -100,14 +108,16 @@ def _of_factor(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
         return (of.scale_family(spec),)
     scales = [spec.score_scale**power for power in (1.0, -1.0, 0.5)]
     is_scale = any(abs(numbers[0] - x) <= LOOSEST * x for x in scales if x != 1.0)
-    return (of.scale_family(spec),) if seen.stage.quantity in ("q", "k") and is_scale else ()
+    if seen.stage.quantity not in ("q", "k") or not is_scale:
+        return ()
+    return (of.scale_family(spec), *([of.QK_NORM] if spec.qk_norm is not None else []))
 
 
 def _of_offset(law: Law, seen: Seen, _: AttentionSpec) -> Families:
     if seen.stage.kind == "cache.lengths":
         return (of.CACHE_SLOTS,)
     is_bias = {*law.numbers["axes"]} & {"H", "E", "W"} and not {*law.numbers["axes"]} & {"B", "T", "S"}
-    return (of.BIAS,) if is_bias and seen.stage.quantity in ("q", "k", "v", "output") else ()
+    return (of.BIAS,) if is_bias and seen.stage.quantity in ("q", "k", "v") else ()
 
 
 def _of_order(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
@@ -153,7 +163,7 @@ def _of_stage(law: Law, seen: Seen, _: AttentionSpec) -> Families:
 
 
 def _of_offset_of_rope(_: Law, seen: Seen, __: AttentionSpec) -> Families:
-    return (of.CACHE_POSITIONS, of.POSITIONS) if _is_of_steps(seen) else (of.POSITIONS,)
+    return (of.POSITIONS,) if seen.stage.step is None else (of.CACHE_POSITIONS, of.POSITIONS)
 
 
 def _of_exponent(law: Law, _: Seen, __: AttentionSpec) -> Families:
@@ -198,6 +208,8 @@ def _of_mixture(law: Law, _: Seen, __: AttentionSpec) -> Families:
 
 
 _BY_NAME: dict[str, Callable[[Law, Seen, AttentionSpec], Families]] = {
+    "theta": _of_theta,
+    "rope theta": _of_theta,
     "scale": _of_scale,
     "power": _of_scale,
     "soft cap": _of_cap,
