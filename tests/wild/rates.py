@@ -164,8 +164,8 @@ def judged_names(verdict: Verdict) -> str:
 
 
 def _is_of_law(explanation: dict[str, Any]) -> bool:
-    """Whether a law explains it: it leaves rounding, not an error that is known."""
-    return explanation["error"] is None
+    """Whether a law explains it: it has what was found of the stage."""
+    return explanation.get("findings") is not None
 
 
 def _words_for(names: Collection[str], case: Case) -> set[str]:
