@@ -52,7 +52,7 @@ def with_weights(case, change):
 
 def overriding(**methods):
     """Changes a layer: `method(original)` gives the other method."""
-    return lambda layer: vars(layer).update({name: made(getattr(layer, name)) for name, made in methods.items()})
+    return lambda layer: layer.override(**{name: made(getattr(layer, name)) for name, made in methods.items()})
 
 
 # ---- Weights ---------------------------------------------------------------------------------------------------------

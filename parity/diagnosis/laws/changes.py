@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
 
@@ -243,9 +242,9 @@ def _family_of_mask(problem: Problem, words: str) -> Family | None:
 def _all_of(layer: Any, original: Any, values: Values) -> dict[str, np.ndarray]:
     """What causality and padding hide both."""
     none = np.zeros((1, 1), bool)
-    with having(layer, is_later=lambda *_: none):
+    with layer.overriding(is_later=lambda *_: none):
         padding = original(values)["mask"]
-    with having(layer, is_padding=lambda *_: none):
+    with layer.overriding(is_padding=lambda *_: none):
         return {"mask": padding & original(values)["mask"]}
 
 
@@ -343,20 +342,7 @@ def meeting(order: np.ndarray, method: str = "") -> Changed:
         return Changed({"per_query_head": lambda _, __, x: heads(x)})
 
     def override(layer: Any, original: Any, values: Values) -> Any:
-        with having(layer, per_query_head=heads):
+        with layer.overriding(per_query_head=heads):
             return original(values)
 
     return Changed({method: override})
-
-
-@contextmanager
-def having(layer: Any, **methods: Any) -> Iterator[None]:
-    """A layer that has other methods for a while."""
-    before = {name: vars(layer)[name] for name in methods if name in vars(layer)}
-    vars(layer).update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            del vars(layer)[name]
-        vars(layer).update(before)

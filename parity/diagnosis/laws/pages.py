@@ -173,7 +173,7 @@ def _of_exponent(law: Law, _: Seen, __: AttentionSpec) -> Families:
 def _of_rope_factor(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
     if not _has_positions(seen):
         return ()
-    factor = law.numbers.get("factor", law.numbers.get("value"))
+    factor = float(law.numbers["factor" if law.name == "rope scaling" else "value"])
     is_told = factor > 1.0 or (spec.rope is not None and spec.rope.scaling is not None)
     return (of.SCALING,) if is_told else (of.SCALING, of.POSITIONS)
 
@@ -182,7 +182,8 @@ def _of_leak(_: Law, seen: Seen, __: AttentionSpec) -> Families:
     if seen.problem is None or seen.stage.step is not None or seen.problem.sample is not None:
         return ()
     right = Layer(seen.problem, Arithmetic(np.dtype(np.float64))).mask({})["mask"]
-    return (of.LEAKING,) if np.array_equal(right, seen.hidden) else ()  # else the mask is wrong, or not the one in use
+    is_right = seen.hidden is not None and np.array_equal(right, seen.hidden)
+    return (of.LEAKING,) if is_right else ()  # else the mask is wrong, or not the one in use
 
 
 def _of_distances(_: Law, __: Seen, spec: AttentionSpec) -> Families:

@@ -101,8 +101,9 @@ class _Again:
                 numbers = {"weight": name, "factor": times}
                 law = Law("multiple", words, numbers, int(times not in TIMES), change=changes.multiple(name, times))
                 family = changes.family_of(name)
-                is_named = family is not of.SWAPPED and self.seen.problem is not None
-                yield with_families(law, self.seen.problem.spec, family) if is_named else law
+                problem = self.seen.problem
+                is_of_one = family is not of.SWAPPED  # a gain of a projection has no page
+                yield with_families(law, problem.spec, family) if is_of_one and problem is not None else law
 
     def _fitted(self, name: str) -> float | None:
         """By Gauss and Newton, as long as each step takes most of the error away."""
