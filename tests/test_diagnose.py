@@ -373,13 +373,15 @@ def dropped(weights):
     [(dropped, "dropout", 0.1), (lambda weights: weights.swapaxes(2, 3).copy(), "transposed", None)],
 )
 def test_a_verified_law_is_the_headline(change, law, number):
+    """With the page of its family, where it has one: a mistake then."""
     problem = make_problem(CASES["causal"], "float32")
     override = {"attn_weights": lambda _, original, values: {"attn_weights": change(original(values)["attn_weights"])}}
     observed = observed_in(problem, [Changed(override)])
     stages = ("q", "k", "v", "scores", "attn_weights", "context", "output")
     diagnosis = diagnose({name: observed[name] for name in stages}, problem)
-    assert (diagnosis.kind, diagnosis.stage, names_of(diagnosis)) == ("law", "attn_weights", [])
-    found = diagnosis.unknowns[0].law
+    kind, pages = ("law", []) if number is None else ("structure", ["dropout"])
+    assert (diagnosis.kind, diagnosis.stage, names_of(diagnosis)) == (kind, "attn_weights", pages)
+    found = (diagnosis.unknowns[0] if number is None else diagnosis.explanations[0]).findings.found[0]
     assert found.name == law
     assert number is None or found.numbers["p"] == pytest.approx(number, rel=1e-4)
     assert diagnosis.cause.endswith(found.words)
@@ -394,8 +396,12 @@ def test_a_maximum_distance_of_the_relative_bias_is_found_as_a_number():
     observed = observed_in(replace(problem, case=wrong))
     for stages in (("scores", "output"), ("output",)):
         diagnosis = diagnose({name: observed[name] for name in stages}, problem)
-        law = diagnosis.unknowns[0].law
-        assert (diagnosis.kind, law.name, law.numbers) == ("law", "max_distance", {"value": 128, "expected": 40})
+        (found,) = diagnosis.explanations
+        law = found.findings.found[0]
+        assert (diagnosis.kind, found.docs, law.name) == ("structure", ("relative-bias",), "max_distance")
+        assert law.numbers == {"value": 128, "expected": 40}
+        assert found.about == "the max_distance of the relative bias is 128 and not 40"
+        assert "  see       mha-parity bugs relative-bias" in str(diagnosis)
 
 
 LLAMA = AttentionSpec(64, 4, num_kv_heads=2, rope=Rope(500000.0, scaling=Llama3Scaling(8.0, 64)))

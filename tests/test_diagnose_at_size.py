@@ -63,7 +63,8 @@ def names_of(diagnosis):
 
 def laws_of(diagnosis):
     """The simplest law of each stage that no mistake explains, and its numbers."""
-    return {law.name: law.numbers for unknown in diagnosis.unknowns if (law := unknown.law) is not None}
+    found = [each.findings for each in (*diagnosis.explanations, *diagnosis.unknowns) if each.findings is not None]
+    return {each.found[0].name: each.found[0].numbers for each in found if each.found}
 
 
 @pytest.fixture

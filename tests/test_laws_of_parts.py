@@ -52,7 +52,7 @@ def with_weights(case, change):
 
 def overriding(**methods):
     """Changes a layer: `method(original)` gives the other method."""
-    return lambda layer: vars(layer).update({name: made(getattr(layer, name)) for name, made in methods.items()})
+    return lambda layer: layer.override(**{name: made(getattr(layer, name)) for name, made in methods.items()})
 
 
 # ---- Weights ---------------------------------------------------------------------------------------------------------
@@ -63,31 +63,31 @@ def rows_inside(w):
 
 
 WEIGHTS = {
-    "another's": (PLAIN, lambda w: {"q_proj.weight": w["k_proj.weight"]}, "q", "q_proj.weight would be k_proj.weight"),
+    "another's": (PLAIN, lambda w: {"q_proj.weight": w["k_proj.weight"]}, "q", "q_proj.weight is k_proj.weight"),
     "another projection": (
         PLAIN,
         lambda w: {"v_proj.weight": w["k_proj.weight"], "v_proj.bias": w["k_proj.bias"]},
         "output",
-        "v_proj would be k_proj",
+        "v_proj is k_proj",
     ),
-    "another bias": (PLAIN, lambda w: {"q_proj.bias": w["k_proj.bias"]}, "q", "q_proj.bias would be k_proj.bias"),
+    "another bias": (PLAIN, lambda w: {"q_proj.bias": w["k_proj.bias"]}, "q", "q_proj.bias is k_proj.bias"),
     "exchanged": (
         PLAIN,
         lambda w: {"q_proj.bias": w["v_proj.bias"], "v_proj.bias": w["q_proj.bias"]},
         "output",
-        "q_proj.bias and v_proj.bias would be exchanged",
+        "q_proj.bias and v_proj.bias are exchanged",
     ),
     "all transposed": (
         PLAIN,
         lambda w: {f"{name}_proj.weight": w[f"{name}_proj.weight"].T for name in "qkv"},
         "output",
-        "q_proj.weight, k_proj.weight and v_proj.weight would be transposed",
+        "q_proj.weight, k_proj.weight and v_proj.weight are transposed",
     ),
     "heads inside": (
         PLAIN,
         lambda w: {"v_proj.weight": rows_inside(w["v_proj.weight"])},
         "v",
-        "v_proj.weight would be read with rows (H, N), which are (N, H)",
+        "v_proj.weight is read with rows (H, N), which are (N, H)",
     ),
     "heads exchanged": (
         GROUPED,
@@ -96,37 +96,37 @@ WEIGHTS = {
             | {"q_proj.bias": w["q_proj.bias"].reshape(6, 8)[[0, 4, 2, 3, 1, 5]].reshape(48)}
         ),
         "output",
-        "heads 1 and 4 of q_proj would be exchanged",
+        "heads 1 and 4 of q_proj are exchanged",
     ),
     "a multiple": (
         PLAIN,
         lambda w: {"out_proj.weight": np.float32(1.01) * w["out_proj.weight"]},
         "output",
-        "out_proj.weight would be 1.01 times what it is",
+        "out_proj.weight is 1.01 times what it is",
     ),
     "subtracted": (
         replace(GROUPED, spec=replace(GROUPED.spec, out_bias=True)),
         lambda w: {"out_proj.bias": -w["out_proj.bias"]},
         "output",
-        "out_proj.bias would be -1 times what it is",
+        "out_proj.bias is -1 times what it is",
     ),
     "a new layer's": (
         NORMED,
         lambda w: {"q_norm.weight": np.zeros_like(w["q_norm.weight"])},
         "q",
-        "q_norm.weight would be 0 times what it is",
+        "q_norm.weight is 0 times what it is",
     ),
     "1": (
         replace(NORMED, spec=replace(NORMED.spec, qk_norm=Norm())),
         lambda w: {"k_norm.weight": np.ones_like(w["k_norm.weight"])},
         "output",
-        "k_norm.weight would be 1 throughout",
+        "k_norm.weight is 1 throughout",
     ),
     "sinks": (
         NORMED,
         lambda w: {"sinks": np.exp(w["sinks"])},
         "output",
-        "sinks would be the exponential of what it is",
+        "sinks is the exponential of what it is",
     ),
 }
 
@@ -144,12 +144,12 @@ def test_inputs_that_are_exchanged_are_told():
     problem = make_problem(CROSS, "float32")
     query, key = problem.inputs["query"], problem.inputs["key"]
     wrong = run(replace(problem, inputs={**problem.inputs, "query": key, "key": query}))
-    assert told(problem, {"output": wrong["output"]}, "output") == ("the query and the key would be exchanged",)
-    assert "q would be made of the key" in told(problem, wrong, "q")
+    assert told(problem, {"output": wrong["output"]}, "output") == ("the query and the key are exchanged",)
+    assert "q is made of the key" in told(problem, wrong, "q")
     of_query = run(replace(problem, inputs={**problem.inputs, "key": query}))
     values = {**run(problem), "v": of_query["v"]}
     values["context"] = np.float32(0) + values["attn_weights"] @ values["v"]
-    assert "v would be made of the query" in told(problem, {"context": values["context"]}, "context")
+    assert "v is made of the query" in told(problem, {"context": values["context"]}, "context")
 
 
 def test_tokens_of_other_places_and_sequences_are_told():
@@ -161,7 +161,7 @@ def test_tokens_of_other_places_and_sequences_are_told():
         wrong = run(replace(problem, inputs={**problem.inputs, "query": change(problem.inputs["query"])}))
         values = {"attn_weights": run(problem)["attn_weights"], "v": wrong["v"]}
         context = values["attn_weights"] @ values["v"]
-        assert f"v would be made of {words}" in told(problem, {"context": context}, "context")
+        assert f"v is made of {words}" in told(problem, {"context": context}, "context")
 
 
 @pytest.mark.parametrize(
@@ -176,15 +176,15 @@ def test_tokens_of_other_places_and_sequences_are_told():
 def test_a_bias_of_the_scores_that_is_used_otherwise_is_told(change, words):
     problem = make_problem(WITH_BIAS, "float32")
     wrong = run(replace(problem, inputs={**problem.inputs, "bias": change(problem.inputs["bias"])}))
-    assert f"the bias of the scores would be {words}" in told(problem, {"output": wrong["output"]}, "output")
-    assert f"the bias of the scores would be {words}" in told(problem, wrong, "scores")
+    assert f"the bias of the scores is {words}" in told(problem, {"output": wrong["output"]}, "output")
+    assert f"the bias of the scores is {words}" in told(problem, wrong, "scores")
 
 
 def test_a_mask_of_another_head_is_told_from_the_output():
     problem = make_problem(replace(PLAIN, key_padding_lengths=None, random_mask=True), "float32")
     mask = np.broadcast_to(problem.inputs["mask"], (2, 3, 6, 6))
     wrong = run(replace(problem, inputs={**problem.inputs, "mask": np.repeat(mask[:, :1], 3, axis=1)}))
-    assert "the mask would be that of the first head" in told(problem, {"output": wrong["output"]}, "output")
+    assert "the mask is that of the first head" in told(problem, {"output": wrong["output"]}, "output")
 
 
 def test_masks_that_are_joined_otherwise_are_told_from_the_output():
@@ -193,7 +193,7 @@ def test_masks_that_are_joined_otherwise_are_told_from_the_output():
     both = np.broadcast_to(causal & padding, (2, 3, 6, 6))
     wrong = run(problem, overriding(mask=lambda _: lambda values: {"mask": both}))
     (law,) = told(problem, {"output": wrong["output"]}, "output")
-    assert law.startswith("the mask would hide what all of its parts hide")
+    assert law.startswith("the mask hides what all of its parts hide")
 
 
 PRODUCTS = {
@@ -201,37 +201,37 @@ PRODUCTS = {
         SQUARE,
         "scores",
         {"products": lambda _: lambda values: values["q"] @ values["k"] / np.float32(6.0) ** 0.5},
-        "the keys would not be transposed in the product",
+        "the keys are not transposed in the product",
     ),
     "weights transposed": (
         SQUARE,
         "context",
         {"weighed": lambda _: lambda values: {"context": values["attn_weights"].swapaxes(2, 3) @ values["v"]}},
-        "the attention weights would be transposed where they weigh the values",
+        "the attention weights are transposed where they weigh the values",
     ),
     "capped twice": (
         CAPPED,
         "scores",
         {"capped": lambda _: lambda x: np.tanh(np.tanh(x))},
-        "scores would be capped twice",
+        "scores are capped twice",
     ),
     "clipped": (
         CAPPED,
         "scores",
         {"capped": lambda _: lambda x: np.clip(x, -1.0, 1.0)},
-        "scores would be clipped, and not capped softly",
+        "scores are clipped, and not capped softly",
     ),
     "values of others": (
         GROUPED,
         "context",
         {"weighed": lambda _: lambda v: {"context": v["attn_weights"] @ v["v"][:, [1, 1, 2, 2, 0, 0]]}},
-        "the values used would be those of the next group",
+        "the values used are those of the next group",
     ),
     "values of any": (
         GROUPED,
         "context",
         {"weighed": lambda _: lambda v: {"context": v["attn_weights"] @ v["v"][:, [1, 0, 2, 2, 0, 1]]}},
-        "query heads 0 … 5 would use the values of key/value heads 1, 0, 2, 2, 0, 1",
+        "query heads 0 … 5 use the values of key/value heads 1, 0, 2, 2, 0, 1",
     ),
 }
 
@@ -251,7 +251,7 @@ def test_what_is_wrong_before_rope_is_told_there():
     assert laws == ("before RoPE: 0.5 is added to all values there",)
     problem, wrong = with_weights(NORMED, lambda w: {"k_norm.weight": w["k_norm.weight"] + np.float32(1.0)})
     laws = told(problem, run(wrong), "k")
-    assert "k_norm.weight would be 1 + what it is" in laws
+    assert "k_norm.weight is 1 + what it is" in laws
     assert any(law.startswith("before RoPE: each feature there is multiplied by a number of its own") for law in laws)
 
 
@@ -321,7 +321,7 @@ def test_heads_that_are_mixed_in_the_output_are_told():
     wrong = run(problem, overriding(combine_heads=mixing))
     (law,) = told(problem, {"output": wrong["output"]}, "output")
     assert law == (
-        "the output would be that of other heads: head 0 is 0.5 * head 0, head 1 is 0.25 * head 0 + 0.25 * head 1 "
+        "the output is that of other heads: head 0 is 0.5 * head 0, head 1 is 0.25 * head 0 + 0.25 * head 1 "
         "+ 0.25 * head 2 + 0.25 * head 3, head 2 is 1 * head 3 and head 3 is 1 * head 2"
     )
 

@@ -7,8 +7,7 @@ the values: for R rows R / S of the work.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from copy import copy
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from inspect import ismethod
@@ -19,10 +18,8 @@ import numpy as np
 from parity.core.stages import Values
 from parity.core.work import PER_FACTOR, PER_MULTIPLICATION, ask, begin
 
-KEPT = frozenset(
-    {"problem", "arithmetic", "asked", "linear", "tables", "parameter", "has_bias", "scale", "attn_weights"}
-)
-"""Attributes and overrides of a layer whose keys and values need not be made."""
+KEPT = frozenset({"linear", "tables", "parameter", "has_bias", "scale", "attn_weights"})
+"""Overrides of a layer whose keys and values need not be made."""
 
 
 BEGINNING = 16
@@ -61,22 +58,17 @@ def has_rows_of_query(problem: Any) -> bool:
 
 def is_plain(layer: Any) -> bool:
     """Return whether q, k and v are made as usual, perhaps of other weights; False with latents."""
-    linear = vars(layer).get("linear")
-    is_right = vars(layer).keys() <= KEPT and (linear is None or ismethod(linear.func))  # a method only remembers
+    linear = layer.overrides.get("linear")
+    is_right = layer.overrides.keys() <= KEPT and (linear is None or ismethod(linear.func))  # a method only remembers
     return is_right and layer.problem.spec.latent is None
 
 
 @contextmanager
 def making_weights_once(layer: Any) -> Iterator[None]:
     """Let a layer make each of its wrong weights once inside, and not whenever it is asked for one."""
-    if (made := vars(layer).get("parameter")) is None:
+    made = layer.overrides.get("parameter")
+    with nullcontext() if made is None else layer.overriding(parameter=cache(made)):
         yield
-        return
-    vars(layer)["parameter"] = cache(made)
-    try:
-        yield
-    finally:
-        vars(layer)["parameter"] = made
 
 
 def queries(layer: Any, rows: np.ndarray) -> np.ndarray | None:
@@ -110,9 +102,7 @@ def _is_row_of(row: np.ndarray, weight: np.ndarray) -> bool:
 
 def without(layer: Any, names: Collection[str]) -> Any:
     """Return the layer without some of q, k and v."""
-    other = copy(layer)
-    vars(other)["asked"] = "".join(name for name in layer.asked if name not in names)
-    return other
+    return layer.asking("".join(name for name in layer.asked if name not in names))
 
 
 def unmade(layer: Any, name: str, weight: np.ndarray, x: np.ndarray, rows: int) -> Unmade:

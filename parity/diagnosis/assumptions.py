@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from parity.core.stages import stage_named
-from parity.diagnosis.laws.changes import having
 from parity.diagnosis.laws.record import Law
 from parity.diagnosis.mistakes import Mistake
 from parity.diagnosis.mistakes.record import Change, Override
@@ -60,7 +59,7 @@ class _Alone:
                 return original(name, *inputs)
             changed = change.in_reference.items()
             methods = {method: partial(override, layer, getattr(layer, method)) for method, override in changed}
-            with having(layer, **methods):
+            with layer.overriding(**methods):
                 return original(name, *inputs)
 
         self.in_reference: dict[str, Override] = {"turned": turned}

@@ -141,7 +141,7 @@ def diagnose_stages(
         found = diagnosed_by_samples(Whole(problem, stages, reference.remembered), judge, first, seconds)
         turned = {name: ordered[name] for name in found.taken if ordered[name].shape != stages[name].shape}
         found = replace(found, taken=turned)
-    return replace(found, dtypes=_other_dtypes(stages, problem), dtype=problem.dtype)
+    return replace(found.with_named_laws(), dtypes=_other_dtypes(stages, problem), dtype=problem.dtype)
 
 
 def _first_difference(

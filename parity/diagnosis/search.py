@@ -18,7 +18,7 @@ from parity.diagnosis.laws import Findings
 from parity.diagnosis.mistakes import Mistake
 from parity.diagnosis.replay import Mistakes, Replay
 from parity.diagnosis.scope import Scope
-from parity.diagnosis.verdicts import Explanation, Unknown
+from parity.diagnosis.verdicts import EVERYWHERE, Explanation, Unknown
 
 PARTS = {
     "": "",
@@ -33,7 +33,6 @@ MOST_MISTAKES = 4  # that are looked for at the same time
 MOST_BRANCHES = 6  # ways to explain a stage that are followed
 NEARLY = 10.0  # what one mistake leaves of the error, over what is allowed, beside which another is but noise
 CHANCE = 0.5  # the share of an error that a mistake leaves, above which it does not explain it
-EVERYWHERE = "everywhere"  # the words of a place that is all of a stage
 SMALL = 0.25  # the share of a stage up to which its error may be lost precision
 CHEAP = 0.1  # the share of the work that a mistake may do before it is put off until the others were tried
 FOR_LOSSES = 0.6  # of the work in a sample, with what others did before: other samples may show more

@@ -20,7 +20,6 @@ from parity.core.weights import check_weights, weight_shapes
 from parity.diagnosis.diagnose import Diagnosis, Unknown, diagnose
 from parity.diagnosis.replay import Replay
 from parity.diagnosis.tapped import Sequences, sequences_of
-from parity.diagnosis.verdicts import UNNAMED
 from parity.models.specs import ModelLayer
 from parity.tapping.record import Tapped, TappedLayer
 
@@ -183,15 +182,15 @@ def _judge_layer(
             sequences = sequences.without("output")  # the module is a part of the layer, as of BERT's
         problem = sequences.problem(verdict.layer, known.spec, checked, is_causal=causal)
         problems.append((sequences, problem))
-        is_explained = verdict.diagnosis is not None and verdict.diagnosis.kind not in UNNAMED
+        is_explained = verdict.diagnosis is not None and verdict.diagnosis.is_known
         comparisons, diagnosis = _judge(sequences, problem, layer, diagnoses=not is_explained)
-        if verdict.diagnosis is not None and (diagnosis is None or diagnosis.kind in UNNAMED):
+        if verdict.diagnosis is not None and (diagnosis is None or not diagnosis.is_known):
             diagnosis = verdict.diagnosis  # that of the first that differ, if none is explained
         verdict = replace(verdict, comparisons=[*verdict.comparisons, *comparisons], diagnosis=diagnosis)
     if not verdict.comparisons:
         return replace(verdict, not_judged="nothing was seen of it but its input")
     unknown = verdict.diagnosis
-    if unknown is None or unknown.kind not in UNNAMED:
+    if unknown is None or unknown.is_known:
         return verdict
     like = _like_another(layer, problems, _others(known, specs))
     told = LikeAnother(**{**vars(unknown), "kind": "like", "like": like}) if like else unknown
@@ -368,7 +367,7 @@ def _diagnosed(ways: list[tuple[dict[str, np.ndarray], Problem]], arithmetic: st
                 continue
             with np.errstate(all="ignore"):
                 found = diagnose(seen, problem, arithmetic=arithmetic)
-            if found.kind not in (*UNNAMED, "none"):
+            if found.is_known and found.kind != "none":
                 return found
             first = first or found
     return first or Diagnosis("none")

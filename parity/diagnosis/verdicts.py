@@ -9,26 +9,27 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from parity.core.records import JsonRecord
-from parity.core.stages import stage_named
+from parity.core.stages import STAGES, stage_named
 from parity.diagnosis.laws import Findings, Law
 from parity.text import some_of
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A mistake, or two at once, that explain a stage.
+    """A mistake, or two at once, that explain a stage; or a law that has a page.
 
     Attributes:
         stage: the first that they explain.
         stages: all that they explain, in order.
-        hypotheses: their names, in the order of the stages that they are made in.
+        hypotheses: their names, in the order of the stages that they are made in; of a law its page.
         about: what they are, in words.
         fixes: what to do about each.
         docs: the pages of parity/bugs that say more.
         error_before: error of the stage without them (root mean square), from the observed stages before it.
-        error: with them.
+        error: with them; None of a law, which leaves rounding.
         ratio: what is left, over what is allowed; at most 1.
         others: what explains it as well and cannot be told from it here, in words.
+        findings: of a law, where the stage differs, and the numbers that were fitted.
     """
 
     stage: str
@@ -38,16 +39,25 @@ class Explanation:
     fixes: tuple[str, ...]
     docs: tuple[str, ...]
     error_before: float
-    error: float
+    error: float | None
     ratio: float
     others: tuple[str, ...] = ()
+    findings: Findings | None = None
+
+    @property
+    def where(self) -> str:
+        """Return the part of the stage that differs, of a law; nothing if that is all of it."""
+        where = "" if self.findings is None else self.findings.where
+        return "" if where == EVERYWHERE else where
 
     def __str__(self) -> str:
-        falls = f"error falls from {self.error_before:.2g} to {self.error:.2g}"
-        same = f"error {self.error:.2g}, as much as that loses"
+        error = "rounding" if self.error is None else f"{self.error:.2g}"
+        is_less = self.error is None or self.error < self.error_before
+        falls = f"error falls from {self.error_before:.2g} to {error}"
         lines = [
             f"{_listed(self.stages)} the reference if {self.about} "
-            f"({falls if self.error < self.error_before else same})",
+            f"({falls if is_less else f'error {error}, as much as that loses'})",
+            *([f"  where     {self.where}"] if self.where else []),
             *(f"  or if     {other}: they cannot be told apart here" for other in self.others),
             f"  mistake   {', '.join(self.hypotheses)}",
             *(f"  fix       {fix}" for fix in self.fixes),
@@ -55,6 +65,9 @@ class Explanation:
         ]
         return "\n".join(lines)
 
+
+EVERYWHERE = "everywhere"
+"""The words of a place that is all of a stage."""
 
 UNNAMED = ("law", "unknown")
 """The kinds of a diagnosis in which some difference has no name: a law explains it, or nothing does."""
@@ -105,6 +118,28 @@ class Unknown:
         return next((law for law in found if law.name not in ("nan", "infinite")), None)
 
     @property
+    def explanation(self) -> Explanation | None:
+        """What the simplest law explains, if it has a page; what is as simple cannot be told from it."""
+        law = self.law
+        if law is None or not law.pages or self.findings is None:
+            return None
+        others = [each for each in self.findings.found if each is not law and each.words != law.words]
+        alike = [law, *(each for each in others if each.parameters <= law.parameters and len(self.stages) < 2)]
+        return Explanation(
+            self.stage,
+            self.stages or (self.stage,),
+            law.pages[:1],
+            law.words,
+            tuple(dict.fromkeys(fix for each in alike for fix in each.fixes)),
+            tuple(dict.fromkeys(page for each in alike for page in each.pages)),
+            self.error,
+            None,
+            1.0,
+            tuple(each.words for each in others),
+            self.findings,
+        )
+
+    @property
     def headline(self) -> str:
         """The simplest law, or that nothing explains the stage."""
         if self.law is not None:
@@ -125,6 +160,10 @@ class Unknown:
             *(f"  sign      {sign}" for sign in (self.findings.signs if self.findings else ())),
             *(f"  nearest   {words} (error {error:.2g})" for words, error in self.nearest),
         ]
+
+
+LOST = "low-precision"
+"""The page of what loses precision only."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +211,24 @@ class Diagnosis(JsonRecord):
     sample: str = ""
 
     IN_JSON = ("*", "unexplained", "nearest", "headline", "text")
+
+    def with_named_laws(self) -> Diagnosis:
+        """The same, with the laws that have a page as explanations."""
+        if self.kind not in UNNAMED:
+            return self
+        named = [(unknown, unknown.explanation) for unknown in self.unknowns]
+        found = [explanation for _, explanation in named if explanation is not None]
+        if not found:
+            return self
+        unknowns = [unknown for unknown, explanation in named if explanation is None]
+        lost = all({*each.docs} == {LOST} for each in (*self.explanations, *found))
+        kind = self.kind if unknowns else "precision" if lost else "structure"
+        return replace(self, kind=kind, explanations=_in_order([*self.explanations, *found]), unknowns=unknowns)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether known mistakes explain all that differs, and no law stands for one."""
+        return self.kind not in UNNAMED and all(each.findings is None for each in self.explanations)
 
     @property
     def is_wrong(self) -> bool:
@@ -261,6 +318,17 @@ class Diagnosis(JsonRecord):
             self.explanations or any(unknown.law is not None for unknown in self.unknowns)
         )
         return [f"{'explained in part' if is_partly else self.kind}: {self.stage} is {self.ratio:.2g} times its budget"]
+
+
+def _in_order(explanations: list[Explanation]) -> list[Explanation]:
+    """Explanations in the order of the stages that they explain."""
+    kinds = list(STAGES)
+
+    def place(explanation: Explanation) -> tuple[int, int]:
+        stage = stage_named(explanation.stage)
+        return stage.step or 0, kinds.index(stage.kind) if stage.kind in kinds else len(kinds)
+
+    return sorted(explanations, key=place)
 
 
 def _by_quantity(conventions: Mapping[str, str]) -> list[str]:

@@ -31,10 +31,13 @@ def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, othe
     problem, other_problem = probe(weights, spec, other, other_spec)
     observed = run_steps(reference.steps(other_problem, problem.dtype))
     diagnosis = diagnose(observed, problem)
-    if diagnosis.is_wrong and diagnosis.kind != "structure" and (ways := _common_ways(weights, other)):
+    laws = [each for each in diagnosis.explanations if each.findings is not None]
+    if diagnosis.is_wrong and (laws or diagnosis.kind != "structure") and (ways := _common_ways(weights, other)):
         return _rounded(diagnosis, ways)
     if diagnosis.kind not in ("rounding", "precision"):
         return diagnosis
+    if laws:
+        return replace(diagnosis, kind="structure")
     unknowns = diagnosis.unknowns or [Unknown(diagnosis.stage, diagnosis.error, diagnosis.ratio)]
     return replace(diagnosis, kind="unknown", explanations=[], unknowns=unknowns)
 

@@ -14,7 +14,7 @@ import parity
 from parity.core.cases import Case
 from parity.core.stages import stage_named
 from parity.diagnosis.mistakes import PRECISIONS, mistakes_for
-from wild.accepted import ACCEPTED
+from wild.accepted import ACCEPTED, ACCEPTED_PAGES
 from wild.audit import ORDER, is_right
 from wild.records import Mistake, Right, half
 from wild.sets import MISTAKES, RIGHTS
@@ -143,20 +143,29 @@ JUDGEMENTS = ("right", "one of several", "wrong", "none given", "to be judged")
 def judged_names(verdict: Verdict) -> str:
     """Whether the names given for a mistake are right: one of `JUDGEMENTS`.
 
-    `one of several`: wherever they are not, the diagnosis says that it cannot tell them from what is right. An order of
-    heads has no words before it is observed, and is not looked for there.
+    What a law explains has no name but its page: it is right if all of its pages are. `one of several`: wherever they
+    are not, the diagnosis says that it cannot tell them from what is right. An order of heads has no words before it is
+    observed, and is not looked for there.
     """
     if not verdict["names"]:
         return "none given"
     if verdict["id"] not in ACCEPTED:
         return "to be judged"
-    accepted = ACCEPTED[verdict["id"]]
-    if accepted.issuperset(verdict["names"]):
+    accepted, pages = ACCEPTED[verdict["id"]], ACCEPTED_PAGES[verdict["id"]]
+    known = [each for each in verdict["said"]["explanations"] if not _is_of_law(each)]
+    laws = [each for each in verdict["said"]["explanations"] if _is_of_law(each)]
+    if all(accepted.issuperset(each["hypotheses"]) for each in known) and all(
+        pages >= {*each["docs"]} for each in laws
+    ):
         return "right"
     words = _words_for(accepted, MISTAKES[verdict["id"]].problem.case)
-    explanations = verdict["said"]["explanations"]
-    is_said = all(accepted.issuperset(each["hypotheses"]) or words & {*each["others"]} for each in explanations)
-    return "one of several" if is_said else "wrong"
+    is_said = all(accepted.issuperset(each["hypotheses"]) or words & {*each["others"]} for each in known)
+    return "one of several" if is_said and all(pages & {*each["docs"]} for each in laws) else "wrong"
+
+
+def _is_of_law(explanation: dict[str, Any]) -> bool:
+    """Whether a law explains it: it has what was found of the stage."""
+    return explanation.get("findings") is not None
 
 
 def _words_for(names: Collection[str], case: Case) -> set[str]:

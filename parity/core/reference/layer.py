@@ -12,13 +12,14 @@ from mha_spec import Alibi, Latent, Norm, RelativeBias, Rope, Temperature, YarnS
 from parity.core.problem import Problem
 from parity.core.reference import norms
 from parity.core.reference.arithmetic import Arithmetic
+from parity.core.reference.overridden import Overridden
 from parity.core.reference.rope import amplitude, axes, frequencies, pair_slices
 from parity.core.sample import of_paths, steps_of_sample
 from parity.core.stages import Step, Values, steps_of
 
 
 @dataclass(frozen=True)
-class Layer:
+class Layer(Overridden):
     """The layer of a problem, computed in some arithmetic; each known mistake overrides a part."""
 
     problem: Problem
@@ -76,8 +77,7 @@ class Layer:
         # ttnn's softmax takes scores and exponentials through the matrix engine.
         enter = self.arithmetic.enter if self.arithmetic.kind.startswith("tensix") else lambda x: x
         scores, mask = enter(values["scores"].astype(self.arithmetic.wide)), values["mask"]
-        shown = np.where(mask, -np.inf, scores)
-        sinks = self.sinks()
+        shown, sinks = np.where(mask, -np.inf, scores), self.sinks()
         highest = np.maximum(shown.max(axis=-1, keepdims=True, initial=-np.inf), -np.inf if sinks is None else sinks)
         highest = np.where(np.isfinite(highest), highest, 0.0).astype(scores.dtype)
         exponentials = enter(np.exp(shown - highest))

@@ -35,7 +35,7 @@ class Remembered:
     def serve(self, layer: Layer) -> Layer:
         """A layer that takes its projections and tables from here."""
         for method in ("linear", "tables"):
-            vars(layer)[method] = partial(getattr(self, method), layer, getattr(layer, method))
+            layer.override(**{method: partial(getattr(self, method), layer, getattr(layer, method))})
         return layer
 
     def linear(self, layer: Layer, original: Any, name: str, x: np.ndarray) -> np.ndarray:
@@ -124,7 +124,7 @@ class Remembered:
 
     def tables(self, layer: Layer, original: Any, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The cosines and sines of some positions."""
-        if not vars(layer).keys().isdisjoint(MADE_OF):
+        if not layer.overrides.keys().isdisjoint(MADE_OF):
             return original(positions)
         key = (layer.rope(), layer.problem.spec.head_dim, layer.arithmetic, layer.attention_factor())
         key = (*key, positions.shape, positions.dtype, positions.tobytes())

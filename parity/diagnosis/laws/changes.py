@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -13,11 +12,13 @@ from mha_spec import Norm
 from parity.core.problem import Problem
 from parity.core.stages import Values
 from parity.core.weights import QKV
+from parity.diagnosis.mistakes import families as of
+from parity.diagnosis.mistakes.families import Family
 from parity.diagnosis.mistakes.record import Changed
 from parity.text import and_listed
 
-Part = tuple[str, Changed]
-"""What would be the case, and the same in the reference."""
+Part = tuple[str, Changed, Family | None]
+"""What is the case, the same in the reference, and the family of mistakes that it is of, if any."""
 
 Form = Callable[[np.ndarray], np.ndarray]
 
@@ -41,10 +42,10 @@ def weights(problem: Problem, names: list[str]) -> Iterator[Part]:
     held = problem.weights
     for one in names:
         for other in (name for name in held if name != one and held[name].shape == held[one].shape):
-            yield f"{one} would be {other}", _replaced({one: held[other]})
+            yield f"{one} is {other}", _replaced({one: held[other]}), family_of(one)
     for one, other in combinations(names, 2):
         if held[one].shape == held[other].shape:
-            yield f"{one} and {other} would be exchanged", _replaced({one: held[other], other: held[one]})
+            yield f"{one} and {other} are exchanged", _replaced({one: held[other], other: held[one]}), family_of(one)
     yield from _projections(held, names)
     yield from _heads_exchanged(problem, names)
     forms = {name: dict(_forms(name, problem)) for name in names}
@@ -52,7 +53,12 @@ def weights(problem: Problem, names: list[str]) -> Iterator[Part]:
         for words in forms[some[0]]:
             if all(words in forms[name] for name in some):
                 changed = {name: forms[name][words](held[name].astype(np.float64)) for name in some}
-                yield f"{and_listed(some)} would be {words}", _replaced(changed)
+                family = of.TRANSPOSED if words == "transposed" else family_of(some[0])
+                yield (
+                    f"{and_listed(some)} {_be(some)} {words}",
+                    _replaced(changed),
+                    of.HEAD_ORDER if words.startswith("read with") else family,
+                )
 
 
 def _projections(held: Mapping[str, np.ndarray], names: list[str]) -> Iterator[Part]:
@@ -62,7 +68,7 @@ def _projections(held: Mapping[str, np.ndarray], names: list[str]) -> Iterator[P
         for other in leaves:
             if other != one and leaves[other] == shapes and len(shapes) > 1 and f"{one}.weight" in names:
                 changed = {f"{one}.{leaf}": w for leaf, w in _leaves(held, other).items()}
-                yield f"{one} would be {other}", _replaced(changed)
+                yield f"{one} is {other}", _replaced(changed), of.SWAPPED
 
 
 def _heads_exchanged(problem: Problem, names: list[str]) -> Iterator[Part]:
@@ -79,7 +85,19 @@ def _heads_exchanged(problem: Problem, names: list[str]) -> Iterator[Part]:
                 f"{projection}.{leaf}": w.reshape(count, -1, *w.shape[1:])[order].reshape(w.shape)
                 for leaf, w in _leaves(problem.weights, projection).items()
             }
-            yield f"heads {one} and {other} of {projection} would be exchanged", _replaced(changed)
+            yield f"heads {one} and {other} of {projection} are exchanged", _replaced(changed), of.HEAD_ORDER
+
+
+def family_of(name: str) -> Family:
+    """Return the family of mistakes in a weight by its name."""
+    if name.endswith("_proj.bias"):
+        return of.BIAS
+    if name.startswith(("q_norm", "k_norm", "v_norm")):
+        return of.QK_NORM
+    if name.startswith(("q_proj", "k_proj", "v_proj", "out_proj")):
+        return of.SWAPPED
+    known = {"sinks": of.SINKS, "relative_bias": of.RELATIVE_BIAS, "gate": of.GATE}
+    return next((family for begin, family in known.items() if name.startswith(begin)), of.LATENTS)
 
 
 def _leaves(held: Mapping[str, np.ndarray], projection: str) -> dict[str, np.ndarray]:
@@ -110,6 +128,10 @@ def _together(names: list[str]) -> Iterator[list[str]]:
         of = [name for name in (f"{projection}.{leaf}" for projection in (*QKV, "out_proj")) if name in names]
         some = [of[:2], of[:3], of]
         yield from (each for i, each in enumerate(some) if len(each) > 1 and each not in some[:i])
+
+
+def _be(some: Sequence[str]) -> str:
+    return "is" if len(some) == 1 else "are"
 
 
 def _forms(name: str, problem: Problem) -> Iterator[tuple[str, Form]]:
@@ -159,12 +181,11 @@ def inputs(problem: Problem) -> Iterator[Part]:
     query, key = problem.inputs["query"], problem.inputs.get("key")
     if key is not None and key.shape == query.shape:
         both = {"q_proj": key, "k_proj": query, "v_proj": query}
-        yield "the query and the key would be exchanged", _projecting(both)
+        yield "the query and the key are exchanged", _projecting(both), of.INPUTS
         for some in GIVEN_OTHERS:
-            words = (
-                f"{and_listed([name[0] for name in some])} would be made of the {'key' if 'q' in some[0] else 'query'}"
-            )
-            yield words, _projecting({name: both[name] for name in some})
+            words = f"{and_listed([name[0] for name in some])} {_be(some)} made of the "
+            words += "key" if "q" in some[0] else "query"
+            yield words, _projecting({name: both[name] for name in some}), of.INPUTS
     forms: dict[str, Form] = {
         "the sequence before": lambda x: np.roll(x, 1, axis=0),
         "the first sequence": lambda x: np.broadcast_to(x[:1], x.shape),
@@ -175,7 +196,8 @@ def inputs(problem: Problem) -> Iterator[Part]:
     for some in GIVEN_OTHERS:
         for words, form in forms.items():
             others = {name: form(query if key is None or name == "q_proj" else key) for name in some}
-            yield f"{and_listed([name[0] for name in some])} would be made of {words}", _projecting(others)
+            family = of.SEQUENCES if "sequence" in words else None
+            yield f"{and_listed([name[0] for name in some])} {_be(some)} made of {words}", _projecting(others), family
 
 
 def _projecting(others: Mapping[str, np.ndarray]) -> Changed:
@@ -191,27 +213,38 @@ def masks_and_biases(problem: Problem) -> Iterator[Part]:
     forms = dict(_planes())
     if problem.case.is_causal and problem.case.key_padding_lengths is not None:
         yield (
-            "the mask would hide what all of its parts hide, and not what one of them hides",
+            "the mask hides what all of its parts hide, and not what one of them hides",
             Changed({"mask": _all_of}),
+            of.POLARITY,
         )
     if problem.case.has_mask:
         for words, form in forms.items():
-            yield f"the mask would be {words}", Changed({"hidden": lambda _, f, x, form=form: form(f(x))})
+            changed = Changed({"hidden": lambda _, f, x, form=form: form(f(x))})
+            yield f"the mask is {words}", changed, _family_of_mask(problem, words)
     if problem.case.bias:
         others = {"subtracted": np.negative, "added twice": lambda x: x + x, **forms}
         for words, form in others.items():
             yield (
-                f"the bias of the scores would be {words}",
+                f"the bias of the scores is {words}",
                 Changed({"score_bias": lambda _, f, form=form: form(f().astype(np.float64))}),
+                of.SCORE_BIAS,
             )
+
+
+def _family_of_mask(problem: Problem, words: str) -> Family | None:
+    """Return the family of a mask in another form, where the masks of a case leave one."""
+    case = problem.case
+    if words == "transposed":
+        return of.CAUSAL if case.is_causal and not case.random_mask else of.POLARITY
+    return of.PADDING if case.key_padding_lengths is not None and "sequence" in words else None
 
 
 def _all_of(layer: Any, original: Any, values: Values) -> dict[str, np.ndarray]:
     """What causality and padding hide both."""
     none = np.zeros((1, 1), bool)
-    with having(layer, is_later=lambda *_: none):
+    with layer.overriding(is_later=lambda *_: none):
         padding = original(values)["mask"]
-    with having(layer, is_padding=lambda *_: none):
+    with layer.overriding(is_padding=lambda *_: none):
         return {"mask": padding & original(values)["mask"]}
 
 
@@ -237,17 +270,21 @@ def _as_rows(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 # ---- Products of heads -----------------------------------------------------------------------------------------------
 
 
+_OF_FORMS = {"of the sequence before": of.SEQUENCES, "normalised, each head by itself": of.QK_NORM}
+
+
 def products(problem: Problem) -> Iterator[Part]:
     """Scores and contexts of other keys and values, or of the same ones in other axes."""
     spec = problem.spec
     eps = Norm().eps if spec.qk_norm is None else spec.qk_norm.eps
-    yield "the keys would not be transposed in the product", _given("products", k=lambda x: x.swapaxes(2, 3))
+    yield "the keys are not transposed in the product", _given("products", k=lambda x: x.swapaxes(2, 3)), None
     yield (
-        "the products of queries and keys would be transposed",
+        "the products of queries and keys are transposed",
         Changed({"products": lambda _, f, values: f(values).swapaxes(2, 3)}),
+        of.SWAPPED,
     )
     transposed = _given("weighed", attn_weights=lambda x: x.swapaxes(2, 3))
-    yield "the attention weights would be transposed where they weigh the values", transposed
+    yield "the attention weights are transposed where they weigh the values", transposed, None
     for method, name, whose in (("products", "k", "keys"), ("weighed", "v", "values")):
         forms: dict[str, Form] = {
             "of the token before": lambda x: np.roll(x, 1, axis=2),
@@ -255,17 +292,18 @@ def products(problem: Problem) -> Iterator[Part]:
             "normalised, each head by itself": lambda x: x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps),
         }
         for words, form in forms.items():
-            yield f"the {whose} used would be {words}", _given(method, **{name: form})
+            yield f"the {whose} used are {words}", _given(method, **{name: form}), _OF_FORMS.get(words)
         yield from _heads_of(method, whose, spec.num_heads, spec.num_kv_heads)
     yield from _heads_of("", "keys and values", spec.num_heads, spec.num_kv_heads)
     if spec.soft_cap is not None:
         cap = spec.soft_cap
-        yield "scores would be capped twice", Changed({"capped": lambda _, f, x: f(f(x))})
+        yield "scores are capped twice", Changed({"capped": lambda _, f, x: f(f(x))}), of.SOFT_CAP
         yield (
-            "scores would be clipped, and not capped softly",
+            "scores are clipped, and not capped softly",
             Changed({"capped": lambda _, f, x: np.clip(x, -cap, cap)}),
+            of.SOFT_CAP,
         )
-        yield "the soft cap would not be multiplied back", Changed({"capped": lambda _, f, x: f(x) / cap})
+        yield "the soft cap is not multiplied back", Changed({"capped": lambda _, f, x: f(x) / cap}), of.SOFT_CAP
 
 
 def _given(method: str, **forms: Form) -> Changed:
@@ -290,7 +328,8 @@ def _heads_of(method: str, whose: str, count: int, shared: int) -> Iterator[Part
     }
     for words, order in orders.items():
         if not np.array_equal(order, own):
-            yield f"the {whose} used would be {words}", meeting(order, method)
+            family = of.HEAD_ORDER if shared == count else of.GROUPED
+            yield f"the {whose} used are {words}", meeting(order, method), family
 
 
 def meeting(order: np.ndarray, method: str = "") -> Changed:
@@ -303,20 +342,7 @@ def meeting(order: np.ndarray, method: str = "") -> Changed:
         return Changed({"per_query_head": lambda _, __, x: heads(x)})
 
     def override(layer: Any, original: Any, values: Values) -> Any:
-        with having(layer, per_query_head=heads):
+        with layer.overriding(per_query_head=heads):
             return original(values)
 
     return Changed({method: override})
-
-
-@contextmanager
-def having(layer: Any, **methods: Any) -> Iterator[None]:
-    """A layer that has other methods for a while."""
-    before = {name: vars(layer)[name] for name in methods if name in vars(layer)}
-    vars(layer).update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            del vars(layer)[name]
-        vars(layer).update(before)

@@ -14,6 +14,7 @@ from mha_spec.scaling import Scaling
 from parity.diagnosis.laws.record import Law, Seen
 from parity.diagnosis.laws.rotation import as_form
 from parity.diagnosis.laws.words import said
+from parity.diagnosis.mistakes.families import DIVIDED, THETA
 from parity.diagnosis.mistakes.record import Changed, instead
 
 Recompute = Callable[[AttentionSpec], np.ndarray]
@@ -135,15 +136,24 @@ class _Tried:
             size = float(np.sqrt(np.mean(self.seen.expected**2)))
             gain = float(np.sqrt(np.mean(x**2))) / size if size else 1.0
             if self.seen.holds(x, max(1.0, gain)):
-                right = "none" if self.number.right is None else said(self.number.right)
-                would = "none" if each is None else said(each)
-                words = f"{self.number.words} would be {would} (the spec says {right})"
+                words = self._words(each)
                 if self.number.name == "theta" and each is not None and self.number.right is not None:
                     words += as_form(each, self.number.right)
                 numbers = {"value": each, "expected": self.number.right}
                 change = _made_in_reference(self.seen, self.number.made(each))
-                return Law(self.number.name, words, numbers, 0 if each is None else 1, change)
+                return Law(self.number.name, words, numbers, 0 if each is None else 1, change=change)
         return None
+
+    def _words(self, value: float | None) -> str:
+        right, words = self.number.right, self.number.words
+        if value is None or right is None:
+            also = "and should be none" if right is None else f"and not {said(right)}"
+            return f"{words} is {'none' if value is None else said(value)}, {also}"
+        about = {"theta": THETA, "scale": DIVIDED}.get(self.number.name)
+        if about is None:
+            return f"{words} is {said(value)} and not {said(right)}"
+        found = f"is {said(value)}" if about is DIVIDED else said(value)
+        return about.about.format(found=found, right=said(right))
 
 
 def _made_in_reference(seen: Seen, made: AttentionSpec) -> Changed | None:

@@ -198,4 +198,4 @@ def _mixture_words(mixture: np.ndarray, wrong: list[int]) -> str:
         some = [m for m in range(len(mixture)) if abs(mixture[n, m]) > LEAST]
         return " + ".join(f"{said(float(mixture[n, m]))} * head {m}" for m in some) or "0"
 
-    return f"the output would be that of other heads: {and_listed([f'head {n} is {made_of(n)}' for n in wrong])}"
+    return f"the output is that of other heads: {and_listed([f'head {n} is {made_of(n)}' for n in wrong])}"

@@ -9,8 +9,10 @@ import numpy as np
 
 from parity.core.problem import Problem
 from parity.diagnosis.laws import changes
+from parity.diagnosis.laws.pages import with_families
 from parity.diagnosis.laws.record import Law, Seen
 from parity.diagnosis.laws.words import listed, said
+from parity.diagnosis.mistakes import families as of
 from parity.diagnosis.mistakes.record import Change
 
 Recomputed = Callable[[Change], np.ndarray]
@@ -46,8 +48,13 @@ def _told(again: _Again, problem: Problem) -> Iterator[Law]:
         "mask": changes.masks_and_biases(problem),
         "product": changes.products(problem),
     }
-    tried = ((name, words, change) for name, group in groups.items() for words, change in group)
-    found = (Law(name, words, change=change) for name, words, change in tried if again.explains(change))
+    tried = ((name, *part) for name, group in groups.items() for part in group)
+    spec = problem.spec
+    found = (
+        with_families(Law(name, words, change=change), spec, *([] if family is None else [family]))
+        for name, words, change, family in tried
+        if again.explains(change)
+    )
     told = list(islice(found, MOST_TOLD))
     yield from told
     if not told:
@@ -90,9 +97,13 @@ class _Again:
             times = next((x for x in TIMES if self.explains(changes.multiple(name, x))), None)
             times = self._fitted(name) if times is None and self.seen.is_enough(1) else times
             if times is not None:
-                words = f"{name} would be {said(times)} times what it is"
+                words = f"{name} is {said(times)} times what it is"
                 numbers = {"weight": name, "factor": times}
-                yield Law("multiple", words, numbers, int(times not in TIMES), changes.multiple(name, times))
+                law = Law("multiple", words, numbers, int(times not in TIMES), change=changes.multiple(name, times))
+                family = changes.family_of(name)
+                problem = self.seen.problem
+                is_of_one = family is not of.SWAPPED  # a gain of a projection has no page
+                yield with_families(law, problem.spec, family) if is_of_one and problem is not None else law
 
     def _fitted(self, name: str) -> float | None:
         """By Gauss and Newton, as long as each step takes most of the error away."""
@@ -127,5 +138,6 @@ class _Again:
         nearest = np.array([((x - seen.actual) ** 2).sum(axis=(0, 2, 3)) for x in every]).argmin(axis=0)
         if self.explains(changes.meeting(nearest)):
             whose = {"scores": "keys", "context": "values"}[seen.stage.quantity]
-            words = f"query heads 0 … {size - 1} would use the {whose} of key/value heads {listed(nearest.tolist())}"
-            yield Law("heads", words, {"heads": nearest.tolist()}, size, changes.meeting(nearest))
+            words = f"query heads 0 … {size - 1} use the {whose} of key/value heads {listed(nearest.tolist())}"
+            law = Law("heads", words, {"heads": nearest.tolist()}, size, change=changes.meeting(nearest))
+            yield with_families(law, problem.spec, of.GROUPED)

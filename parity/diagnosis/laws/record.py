@@ -52,6 +52,8 @@ class Law:
         words: the same for a person, with the numbers.
         numbers: what was found, by name, as JSON takes it.
         parameters: how many numbers were fitted: the fewer, the simpler.
+        pages: of parity/bugs that say more: those of its families; none of a law that has no family.
+        fixes: what to do about it.
         change: makes it in the reference, in every call; None if it is a law of this stage alone. JSON leaves it out.
     """
 
@@ -59,6 +61,8 @@ class Law:
     words: str
     numbers: dict[str, Any] = field(default_factory=dict)
     parameters: int = 0
+    pages: tuple[str, ...] = ()
+    fixes: tuple[str, ...] = ()
     change: Change | None = field(default=None, repr=False, compare=False)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from parity.core.reference.rope import frequencies, pairs
 from parity.diagnosis.laws.record import Law, Seen
 from parity.diagnosis.laws.words import listed, said
+from parity.diagnosis.mistakes.families import THETA
 from parity.diagnosis.mistakes.record import Changed
 
 OFFSETS = np.arange(-4096, 4097)
@@ -135,8 +136,8 @@ def _offset(seen: Seen, turning: _Turning) -> Iterator[Law]:
     nearest = misfit <= misfit.min() + 1e-3  # by slow pairs alone some offsets cannot be told apart
     offset = int(min(OFFSETS[nearest], key=abs))
     if offset and seen.holds(turning.turned(seen, turning.right, offset)):
-        words = f"RoPE's positions would be {abs(offset)} too {'high' if offset > 0 else 'low'}"
-        yield Law("rope offset", words, {"offset": offset}, 1, turning.made(turning.right, offset))
+        words = f"RoPE's positions are {abs(offset)} too {'high' if offset > 0 else 'low'}"
+        yield Law("rope offset", words, {"offset": offset}, 1, change=turning.made(turning.right, offset))
 
 
 def _forms(seen: Seen, turning: _Turning) -> Iterator[Law]:
@@ -155,18 +156,20 @@ def _forms(seen: Seen, turning: _Turning) -> Iterator[Law]:
     }
     plain = 1.0 / rope.attention_factor  # which comes with the scaling
     if seen.holds(turning.turned(seen, 0.0 * turning.right, 0.0, plain), plain):
-        yield Law("rope missing", "RoPE would be missing", change=turning.made(0.0 * turning.right, 0.0, plain))
+        yield Law("rope missing", "RoPE is missing", change=turning.made(0.0 * turning.right, 0.0, plain))
     if seen.holds(turning.turned(seen, -turning.right)):
-        yield Law("rope reversed", "RoPE would rotate the other way", change=turning.made(-turning.right))
+        yield Law("rope reversed", "RoPE rotates the other way", change=turning.made(-turning.right))
     if rope.scaling is not None and seen.holds(turning.turned(seen, theta ** (-2 * i / d), 0.0, plain), plain):
         unscaled = turning.made(theta ** (-2 * i / d), 0.0, plain)
-        yield Law("rope unscaled", "RoPE's frequencies would not be scaled", change=unscaled)
+        yield Law("rope unscaled", "RoPE's frequencies are not scaled", change=unscaled)
     for form, exponent in forms.items():
         if seen.holds(turning.turned(seen, theta**-exponent)):
             same = {"i / d": theta**0.5, "4 i / d": theta**2}.get(form)
-            as_if = "" if same is None else f", or theta would be {said(same)} (the spec says {said(theta)})"
-            words = f"RoPE's frequencies would be theta ** -({form}), and not theta ** -(2 i / d){as_if}"
-            yield Law("rope exponent", words, {"theta": theta, "exponent": form}, 0, turning.made(theta**-exponent))
+            as_if = "" if same is None else f", or theta is {said(same)} and not {said(theta)}"
+            words = f"RoPE's frequencies are theta ** -({form}), and not theta ** -(2 i / d){as_if}"
+            yield Law(
+                "rope exponent", words, {"theta": theta, "exponent": form}, 0, change=turning.made(theta**-exponent)
+            )
 
 
 def _scaled(seen: Seen, turning: _Turning) -> Iterator[Law]:
@@ -175,8 +178,8 @@ def _scaled(seen: Seen, turning: _Turning) -> Iterator[Law]:
         times = value if abs(factor) > 1.0 else 1.0 / value
         if value and seen.holds(turning.turned(seen, times * turning.right)):
             how = "multiplied" if abs(factor) > 1.0 else "divided"
-            words = f"RoPE's positions would be {how} by {said(value)}"
-            yield Law("rope scaling", words, {"factor": 1.0 / times}, 1, turning.made(times * turning.right))
+            words = f"RoPE's positions are {how} by {said(value)}"
+            yield Law("rope scaling", words, {"factor": 1.0 / times}, 1, change=turning.made(times * turning.right))
             return
 
 
@@ -194,8 +197,8 @@ def _theta(seen: Seen, turning: _Turning) -> Iterator[Law]:
     right = seen.problem.spec.rope.theta
     for value in _rounded(math.exp(logarithm)):
         if seen.holds(turning.turned(seen, value**-share)):
-            words = f"RoPE's theta would be {said(value)} (the spec says {said(right)}){as_form(value, right)}"
-            yield Law("rope theta", words, {"theta": value, "expected": right}, 1, turning.made(value**-share))
+            words = THETA.about.format(found=said(value), right=said(right)) + as_form(value, right)
+            yield Law("rope theta", words, {"theta": value, "expected": right}, 1, change=turning.made(value**-share))
             return
 
 
@@ -213,9 +216,9 @@ def _fewer(seen: Seen, turning: _Turning) -> Iterator[Law]:
     kept = int(np.count_nonzero(near))
     for which, words in ((np.arange(count) < kept, "first"), (np.arange(count) >= count - kept, "last")):
         if 0 < kept < count and seen.holds(turning.turned(seen, np.where(which, turning.right, 0.0))):
-            text = f"RoPE would rotate only the {words} {kept} of {count} pairs"
+            text = f"RoPE rotates only the {words} {kept} of {count} pairs"
             used = np.where(which, turning.right, 0.0)
-            yield Law("rope partial", text, {"pairs": kept, "which": words}, 1, turning.made(used))
+            yield Law("rope partial", text, {"pairs": kept, "which": words}, 1, change=turning.made(used))
 
 
 def _any_frequencies(seen: Seen, turning: _Turning) -> Iterator[Law]:
@@ -223,10 +226,10 @@ def _any_frequencies(seen: Seen, turning: _Turning) -> Iterator[Law]:
     times = turning.amplitude if abs(turning.amplitude - 1.0) > 1e-4 else 1.0
     if seen.is_enough(count + 1) and seen.holds(turning.turned(seen, turning.used, 0.0, times), times):
         used, right = turning.used.tolist(), turning.right.tolist()
-        words = f"RoPE's frequencies would be {listed(used)} (and should be {listed(right)})"
+        words = f"RoPE's frequencies are {listed(used)} (and should be {listed(right)})"
         words += f", and cosines and sines {said(times)} times what they should be" if times != 1.0 else ""
         numbers = {"used": used, "right": right, "amplitude": times}
-        yield Law("rope frequencies", words, numbers, count, turning.made(turning.used, 0.0, times))
+        yield Law("rope frequencies", words, numbers, count, change=turning.made(turning.used, 0.0, times))
 
 
 def _rounded(x: float) -> Iterator[float]:

@@ -131,6 +131,5 @@ def wrong_layer(
     layer = Layer(problem, Arithmetic(dtype_named(dtype), arithmetic), asked)
     for mistake in reversed(mistakes):
         for method, override in mistake.in_reference.items():
-            # An attribute of this one layer hides the method of all.
-            vars(layer)[method] = partial(override, layer, getattr(layer, method))
+            layer.override(**{method: partial(override, layer, getattr(layer, method))})
     return layer

@@ -10,6 +10,7 @@ import numpy as np
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
+from parity.diagnosis.mistakes.families import GROUPED
 from parity.diagnosis.mistakes.record import Mistake, instead
 
 
@@ -19,8 +20,8 @@ def shared(case: Case) -> Iterator[Mistake]:
         yield Mistake(
             "kv-heads-tiled",
             "key/value heads are tiled (0 1 0 1) and not repeated (0 0 1 1)",
-            "let query head n use key/value head n // (N // K): repeat, not tile",
-            "grouped-heads",
+            GROUPED.fix,
+            GROUPED.page,
             ("scores",),
             {"per_query_head": instead(lambda x: x[:, np.arange(num_heads) % num_kv_heads])},
         )

@@ -10,6 +10,7 @@ import numpy as np
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
+from parity.diagnosis.mistakes.families import WINDOW
 from parity.diagnosis.mistakes.record import Mistake, Override, instead
 
 # ---- Any mask --------------------------------------------------------------------------------------------------------
@@ -278,7 +279,7 @@ def _window_shifted(word: str, step: int) -> Mistake:
     return Mistake(
         f"window-one-too-{word}",
         f"the sliding window is one too {word}",
-        "hide the keys at t - window_size and before: a query sees window_size keys, its own included",
+        WINDOW.fix,
         "sliding-window",
         ("mask",),
         {"is_before_window": instead(lambda t, s, size: s <= t - size - step)},

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from mha_spec import DynamicScaling, Rope, YarnScaling
+from mha_spec import AttentionSpec, DynamicScaling, Rope, YarnScaling
 from parity.core.cases import Case
 from parity.core.reference import Layer
+from parity.diagnosis.mistakes.families import CACHE_POSITIONS, EXPONENTS, MISSING_ROPE, POSITIONS, REVERSED_ROPE, THETA
 from parity.diagnosis.mistakes.record import Mistake, Override
 
 THETAS = (1e2, 1e3, 1e4, 1e5, 5e5, 1e6, 1e7)  # bases that are in use
@@ -128,8 +129,8 @@ def _missing(of: str, suffix: str) -> Mistake:
     return Mistake(
         f"rope-missing{suffix}",
         "RoPE is missing" if of == "qk" else f"RoPE is missing on {of}",
-        "rotate both queries and keys by their positions",
-        "rope-positions",
+        MISSING_ROPE.fix,
+        MISSING_ROPE.page,
         STAGES,
         _turning(of, lambda layer, x, positions: x),
     )
@@ -139,8 +140,8 @@ def _reversed(of: str, whose: str, suffix: str) -> Mistake:
     return Mistake(
         f"rope-reversed{suffix}",
         f"{whose} RoPE rotates the other way",
-        "rotate (x, y) to (x cos - y sin, y cos + x sin)",
-        "rope-positions",
+        REVERSED_ROPE.fix,
+        REVERSED_ROPE.page,
         STAGES,
         _turning(of, lambda layer, x, positions: layer.rotate(x, -positions)),
     )
@@ -150,8 +151,8 @@ def _shifted(of: str, whose: str, by: str, step: int) -> Mistake:
     return Mistake(
         f"rope-off-by-{by}",
         f"{whose} RoPE positions are one too {'high' if step > 0 else 'low'}",
-        "the first token is at position 0, a new one at the number of those cached",
-        "rope-positions",
+        POSITIONS.fix,
+        POSITIONS.page,
         STAGES,
         _turning(of, lambda layer, x, positions: layer.rotate(x, positions + step)),
     )
@@ -174,8 +175,8 @@ def _exchanged() -> Mistake:
     return Mistake(
         "rope-sin-cos-exchanged",
         "RoPE's sines and cosines are exchanged",
-        "rotate (x, y) to (x cos - y sin, y cos + x sin)",
-        "rope-positions",
+        REVERSED_ROPE.fix,
+        REVERSED_ROPE.page,
         STAGES,
         {"tables": lambda layer, original, positions: original(positions)[::-1]},
     )
@@ -245,16 +246,16 @@ def _cached_positions(of: str, whose: str, suffix: str) -> Iterator[Mistake]:
     yield Mistake(
         f"cache-position-off-by-one{suffix}",
         f"{whose} RoPE positions after the first call are one too high",
-        "a new token's position is the number of tokens cached before it",
-        "cache-positions",
+        CACHE_POSITIONS.fix,
+        CACHE_POSITIONS.page,
         STAGES,
         _turning(of, lambda layer, x, positions: layer.rotate(x, positions + (positions[:, :1] > 0))),
     )
     yield Mistake(
         f"cache-position-restarted{suffix}",
         f"{whose} RoPE positions begin at 0 in every call",
-        "a new token's position is the number of tokens cached before it",
-        "cache-positions",
+        CACHE_POSITIONS.fix,
+        CACHE_POSITIONS.page,
         STAGES,
         _turning(of, lambda layer, x, positions: layer.rotate(x, positions - positions[:, :1])),
     )
@@ -271,30 +272,32 @@ def other_theta(case: Case) -> Iterator[Mistake]:
     said = {rope.theta}
     if not isinstance(rope.scaling, (YarnScaling, DynamicScaling)):  # which look at theta for more than its powers
         for word, exponents, power in (("halved", "i / R", 0.5), ("doubled", "4 i / R", 2.0)):
-            yield _other_exponents(word, exponents, power, rope.theta)
+            yield _other_exponents(word, exponents, power, case.spec)
             said.add(rope.theta**power)
-    yield from (_other_theta(theta, rope.theta) for theta in THETAS if theta not in said)
+    yield from (_other_theta(theta, case.spec) for theta in THETAS if theta not in said)
 
 
-def _other_theta(theta: float, right: float) -> Mistake:
+def _other_theta(theta: float, spec: AttentionSpec) -> Mistake:
+    right = cast(Rope, spec.rope).theta
     return Mistake(
         f"rope-theta-{theta:.0f}",
-        f"RoPE's theta is {theta:g} and not {right:g}",
-        f"set the theta of its Rope to {right:g}",
-        "rope-theta",
+        THETA.about.format(found=f"{theta:g}", right=f"{right:g}"),
+        THETA.fix_for(spec),
+        THETA.page,
         STAGES,
         {"rope": lambda layer, original: replace(original(), theta=theta)},
     )
 
 
-def _other_exponents(word: str, exponents: str, power: float, right: float) -> Mistake:
+def _other_exponents(word: str, exponents: str, power: float, spec: AttentionSpec) -> Mistake:
+    right = cast(Rope, spec.rope).theta
     theta = right**power
     return Mistake(
         f"rope-exponents-{word}",
         f"RoPE's frequencies are theta ** (-{exponents}) and not theta ** (-2 i / R), or theta is {theta:g} "
         f"and not {right:g}",
-        f"let pair i of R features have the exponent 2 i / R, of theta = {right:g}",
-        "rope-theta",
+        EXPONENTS.fix_for(spec),
+        EXPONENTS.page,
         STAGES,
         {"rope": lambda layer, original: replace(original(), theta=theta)},
     )

@@ -11,6 +11,7 @@ from mha_spec import AttentionSpec, YarnScaling
 from parity.core.cases import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
+from parity.diagnosis.mistakes.families import SOFT_CAP, scale_family
 from parity.diagnosis.mistakes.record import Mistake, Override, instead
 
 # ---- Scale -----------------------------------------------------------------------------------------------------------
@@ -24,11 +25,11 @@ def scale(case: Case) -> Iterator[Mistake]:
     spec = case.spec
     root, kept = float(np.sqrt(spec.head_dim)), yarn_factor(spec)
     right, meant, squared, inverse = root, "1 / sqrt(H)", "1 / H", "sqrt(H)"
-    fix = f"divide the scores by sqrt(head_dim) = {root:g}"
+    family = scale_family(spec)
+    fix = family.fix_for(spec)
     if spec.scale is not None:
         right, meant, squared = 1.0 / spec.scale, f"{spec.scale:g}", f"the square of {spec.scale:g}"
         inverse = f"1 / {spec.scale:g}"
-        fix = f"multiply the scores by {spec.scale:g}"
     told: dict[float, tuple[str, str]] = {}
     for name, words, divisor in (
         ("missing", "is missing", 1.0),
@@ -44,8 +45,8 @@ def scale(case: Case) -> Iterator[Mistake]:
         told[divisor] = first, f"{said}, or {words}" if said else words
     for divisor, (name, words) in told.items():
         if divisor != right:
-            about = f"the scale of the scores {words}, and not {meant}"
-            yield other_scale(f"scale-{name}", about, f"{fix}, once", "scale", divisor / kept, right / divisor)
+            about = family.about.format(found=words, right=meant)
+            yield other_scale(f"scale-{name}", about, fix, family.page, divisor / kept, right / divisor)
     if right != 1.0:
         yield _scale_after_softmax(f"{fix}, before the softmax", right / kept)
 
@@ -91,7 +92,7 @@ def soft_cap(case: Case) -> Iterator[Mistake]:
     cap = case.spec.soft_cap
     if cap is None:
         return
-    fix = f"scale the scores, then take {cap:g} * tanh(scores / {cap:g}), then add the bias and mask"
+    fix = SOFT_CAP.fix_for(case.spec)
     scale = case.spec.score_scale
 
     def capped(scores: Any, xp: Any, by: float = cap) -> Any:
