@@ -16,7 +16,7 @@ import numpy as np
 from mha_spec import LinearScaling, ProportionalScaling, Refusal, Rope, YarnScaling
 from parity.backends import BACKENDS, load_backend
 from parity.backends.port import Port
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.weights import Weights
 from parity.diagnosis.mistakes import PRECISIONS, Mistake, mistakes_for

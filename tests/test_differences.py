@@ -17,7 +17,7 @@ from parity import CASES, AttentionSpec, compare_weights, random_weights
 from parity.cli.main import main
 from parity.conversion.roles import roles
 from parity.core import reference
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import make_problem
 from parity.core.stages import run_steps
 from parity.core.weights import dtype_named

@@ -10,7 +10,7 @@ import pytest
 
 import parity
 from mha_spec import AttentionSpec, LinearScaling, Norm, Rope
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.problem import make_problem
 from parity.core.reference import steps
 from parity.core.stages import run_steps

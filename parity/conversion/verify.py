@@ -11,7 +11,7 @@ import numpy as np
 from mha_spec import AttentionSpec, Refusal, Rope
 from parity.core import reference
 from parity.core.arrays import to_numpy_by_name
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.compare import Comparison, compare, kept_dtype
 from parity.core.problem import Problem, make_problem
 from parity.core.stages import run_steps

@@ -11,7 +11,7 @@ from itertools import permutations
 from typing import Any, NamedTuple
 
 import parity
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.stages import stage_named
 from parity.diagnosis.mistakes import PRECISIONS, mistakes_for
 from wild.accepted import ACCEPTED, ACCEPTED_PAGES

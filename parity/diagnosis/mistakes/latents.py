@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec, Latent, YarnScaling
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.reference import Layer
 from parity.diagnosis.mistakes.record import Mistake
 from parity.diagnosis.mistakes.scores import other_scale, yarn_factor

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
 from parity.diagnosis.mistakes.families import WINDOW

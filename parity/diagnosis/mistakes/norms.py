@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Norm
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.reference import Layer
 from parity.diagnosis.mistakes.record import Mistake, Override
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.reference import Layer
 from parity.core.reference.arithmetic import MANTISSA, multiplications
 from parity.core.stages import Values

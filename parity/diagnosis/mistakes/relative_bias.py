@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import RelativeBias
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
 from parity.diagnosis.mistakes.record import Mistake, Override

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from mha_spec import AttentionSpec, DynamicScaling, Rope, YarnScaling
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.reference import Layer
 from parity.diagnosis.mistakes.families import CACHE_POSITIONS, EXPONENTS, MISSING_ROPE, POSITIONS, REVERSED_ROPE, THETA
 from parity.diagnosis.mistakes.record import Mistake, Override

@@ -18,7 +18,7 @@ from mha_spec import (
     Rope,
     YarnScaling,
 )
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.reference import Layer
 from parity.core.reference.rope import frequencies
 from parity.diagnosis.mistakes.record import Mistake, instead

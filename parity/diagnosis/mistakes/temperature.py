@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Temperature
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.reference import Layer
 from parity.diagnosis.mistakes.record import Mistake, Override
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.core.cases import Case
+from parity.core.case import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
 from parity.core.weights import QKV
