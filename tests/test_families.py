@@ -15,13 +15,13 @@ from parity.core.problem import make_problem
 from parity.core.reference import steps
 from parity.core.stages import run_steps
 from parity.diagnosis.mistakes import families
-from parity.diagnosis.mistakes.families import Family
+from parity.diagnosis.mistakes.families import MistakeFamily
 
 SPEC = AttentionSpec(
     32, 4, num_kv_heads=2, rope=Rope(scaling=LinearScaling(2.0)), window_size=5, scale=0.3, soft_cap=4.0, qk_norm=Norm()
 )
 PLAIN = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope())
-EVERY = [family for family in vars(families).values() if isinstance(family, Family)]
+EVERY = [family for family in vars(families).values() if isinstance(family, MistakeFamily)]
 
 
 def diagnosed(right, wrong, *stages, **applied):

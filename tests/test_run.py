@@ -23,7 +23,7 @@ from parity import CASES, AttentionSpec, make_problem, random_case, run_cases
 from parity.backends import BACKENDS, backend_of, driver, load_backend
 from parity.backends import jax as jax_backend
 from parity.backends import torch as port
-from parity.backends.numerics import environment, placed
+from parity.backends.numerics import environment, on_device
 from parity.backends.record import record
 from parity.cli.main import main
 from parity.core.cases import QUICK
@@ -368,7 +368,7 @@ def test_gradients_that_are_not_compared_are_told():
 
 def test_arrays_and_modules_of_torch_lie_on_the_device_of_a_run():
     problem = make_problem(CASES["textbook"], "float32")
-    with placed("meta"):
+    with on_device("meta"):
         assert port.from_numpy(np.ones(2, np.float32)).is_meta
         assert {x.device.type for x in port.filled(problem).module.parameters()} == {"meta"}
         assert environment(["torch"])["backends"]["torch"]["device"] == "meta"

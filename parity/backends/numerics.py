@@ -29,7 +29,7 @@ def numerics_lock(backends: Iterable[str], dtype: str = "float32") -> Iterator[d
         yield {name: stack.enter_context(load_backend(name).lock(dtype)) for name in backends}
 
 
-def placed(device: str) -> AbstractContextManager[None]:
+def on_device(device: str) -> AbstractContextManager[None]:
     """Return a context in which torch's arrays lie on a device, `cpu` or a GPU; JAX has a default device of its own.
 
     Raises:
@@ -48,7 +48,7 @@ def placed(device: str) -> AbstractContextManager[None]:
         raise Refusal("device", "be one that torch has here", f"{device}: {str(error).splitlines()[0]}") from None
     from parity.backends import torch as port
 
-    return port.placed(device)
+    return port.on_device(device)
 
 
 def environment(backends: Iterable[str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ _device = torch.device("cpu")
 
 
 @contextmanager
-def placed(device: str) -> Iterator[None]:
+def on_device(device: str) -> Iterator[None]:
     """Place tensors and modules on a device until the context ends."""
     global _device
     before, _device = _device, torch.device(device)

@@ -14,7 +14,7 @@ from parity.cli.options import flag_of
 
 if TYPE_CHECKING:
     from parity.conversion.hints import LayerKeywords
-    from parity.conversion.layers import Layer
+    from parity.conversion.layers import FileLayer
     from parity.conversion.not_compared import NotCompared
 
 HEADS = ("num_heads", "num_kv_heads", "head_dim")
@@ -156,7 +156,7 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[Pairs]:
         yield Pairs([(_restored(each, beside), _restored(beside, each)) for each, beside in pairs], left_out)
 
 
-def _in_order_of(layers: list[Layer], others: list[Layer]) -> list[Layer]:
+def _in_order_of(layers: list[FileLayer], others: list[FileLayer]) -> list[FileLayer]:
     """The other layers in the order of the first ones, by their labels or by the model's; else as they are.
 
     The parts of a model lie in each file in an order of its own.
@@ -168,7 +168,7 @@ def _in_order_of(layers: list[Layer], others: list[Layer]) -> list[Layer]:
     return others
 
 
-def _restored(layer: Layer, other: Layer) -> Layer:
+def _restored(layer: FileLayer, other: FileLayer) -> FileLayer:
     """A layer with what its file was told to leave out, if the other one's says it."""
     from dataclasses import replace
 

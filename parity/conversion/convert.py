@@ -14,7 +14,7 @@ import numpy as np
 from mha_spec import AttentionSpec, Refusal, WrongType
 from parity.conversion.converted import Converted
 from parity.conversion.hints import CALLER, LayerHints, LayerKeywords
-from parity.conversion.layers import Layer, TensorCache, key_in_words, layers_under, open_layers
+from parity.conversion.layers import FileLayer, TensorCache, key_in_words, layers_under, open_layers
 from parity.conversion.layouts import Layout, find_layout, from_canonical, to_canonical
 from parity.conversion.layouts.detection import DoesNotFit, tensors_for
 from parity.conversion.layouts.layout import DROPPABLE, UNSAID, check_carried, lost_in, without
@@ -268,14 +268,14 @@ def _file_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return Path(path) / name
 
 
-def _ignored(layers: Iterable[Layer], known: Iterable[str], target: Layout) -> set[str]:
+def _ignored(layers: Iterable[FileLayer], known: Iterable[str], target: Layout) -> set[str]:
     """Names (with wildcards) under the prefixes of layers that are none of their weights, nor of a target's."""
     found = {*known} | {name for layer in layers for name in layer.layout.ignored}
     found |= {name for layer in layers if layer.model is not None for name in layer.model.ignored}
     return found - {tensor.name for tensor in (*target.tensors, *target.others)}
 
 
-def _written(layer: Layer, target: Layout, drop: Collection[str], *, fill_bias: bool) -> AttentionSpec:
+def _written(layer: FileLayer, target: Layout, drop: Collection[str], *, fill_bias: bool) -> AttentionSpec:
     """What is written of a layer: without what may be left out, with biases that are added.
 
     Raises:
@@ -299,7 +299,7 @@ def _written(layer: Layer, target: Layout, drop: Collection[str], *, fill_bias: 
     return spec
 
 
-def _targets(layers: list[Layer], prefix: str, to_prefix: str) -> tuple[dict[str, list[Layer]], bool]:
+def _targets(layers: list[FileLayer], prefix: str, to_prefix: str) -> tuple[dict[str, list[FileLayer]], bool]:
     """The layers that go under each prefix of the target, and whether they are stacked there."""
     places, to_places = prefix.count("{i}"), to_prefix.count("{i}")
     kinds = {layer.index is not None for layer in layers}
@@ -312,7 +312,7 @@ def _targets(layers: list[Layer], prefix: str, to_prefix: str) -> tuple[dict[str
             to_prefix=to_prefix,
             prefix=prefix,
         )
-    targets: dict[str, list[Layer]] = {}
+    targets: dict[str, list[FileLayer]] = {}
     for layer in layers:
         numbers = (*layer.numbers, str(layer.index)) if takes_apart else layer.numbers
         to = to_prefix

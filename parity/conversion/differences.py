@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.conversion.laws import Law, Pair, law_of
+from parity.conversion.laws import Pair, TensorLaw, law_of
 from parity.conversion.roles import Role, roles
 from parity.conversion.same_function import in_other_words
 from parity.conversion.ulps import MOST_ULPS, coarser, is_copy, ulps
@@ -65,7 +65,7 @@ class TensorDifference:
     worst_values: tuple[float, float]
     max_abs: float
     max_ulp: float
-    law: Law | None = None
+    law: TensorLaw | None = None
 
     def __str__(self) -> str:
         where = [
@@ -127,7 +127,7 @@ class WeightsComparison(JsonRecord):
         return "\n".join(lines)
 
 
-def _law_in_words(law: Law | None, first: TensorDifference, count: int) -> list[str]:
+def _law_in_words(law: TensorLaw | None, first: TensorDifference, count: int) -> list[str]:
     """A law as lines beneath the tensors that it explains, the first of them and how many they are."""
     if law is None:
         return [
@@ -182,11 +182,11 @@ def compare_weights(
     return WeightsComparison(kind, told, max_ulp, tuple(found), how)
 
 
-def _bias_of_one(name: str, of_first: Collection[str], of_second: Collection[str]) -> Law | None:
+def _bias_of_one(name: str, of_first: Collection[str], of_second: Collection[str]) -> TensorLaw | None:
     """Whether only one of the files has a tensor at all, which the other one has as zeros here."""
     if name in of_first:
-        return Law("bias", "not there, and no zeros in the first", "missing-bias")
-    return Law("bias", "a bias that the first has not", "missing-bias") if name in of_second else None
+        return TensorLaw("bias", "not there, and no zeros in the first", "missing-bias")
+    return TensorLaw("bias", "a bias that the first has not", "missing-bias") if name in of_second else None
 
 
 def _pair(difference: TensorDifference, one: Weights, two: Weights, held: Mapping[str, Role]) -> Pair:

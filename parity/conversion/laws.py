@@ -18,7 +18,7 @@ FEWEST = 2  # elements that are not 0: one number alone is always a multiple of 
 
 
 @dataclass(frozen=True)
-class Law:
+class TensorLaw:
     """What was done to a tensor.
 
     Attributes:
@@ -55,7 +55,7 @@ class Pair:
     heads: tuple[int, ...]
 
 
-def law_of(pair: Pair, weights: Weights, others: Weights, spec: AttentionSpec) -> Law | None:
+def law_of(pair: Pair, weights: Weights, others: Weights, spec: AttentionSpec) -> TensorLaw | None:
     """The law that explains every element of a tensor, if one is known here.
 
     Args:
@@ -78,7 +78,7 @@ def law_of(pair: Pair, weights: Weights, others: Weights, spec: AttentionSpec) -
     return _of_some(pair, spec) or found if found is None or found.name == "factors" else found
 
 
-def _of_some(pair: Pair, spec: AttentionSpec) -> Law | None:
+def _of_some(pair: Pair, spec: AttentionSpec) -> TensorLaw | None:
     """A law of those rows alone that differ, or of those columns."""
     differs, whole = pair.one != pair.other, Pair(pair.name, pair.one, pair.other, None, ())
     for axis, what in zip(range(differs.ndim), ("rows", "columns"), strict=False):
@@ -93,37 +93,37 @@ def _of_some(pair: Pair, spec: AttentionSpec) -> Law | None:
 # ---- Values ----------------------------------------------------------------------------------------------------------
 
 
-def _by_value(pair: Pair, one: np.ndarray, other: np.ndarray, spec: AttentionSpec) -> Iterator[Law]:
+def _by_value(pair: Pair, one: np.ndarray, other: np.ndarray, spec: AttentionSpec) -> Iterator[TensorLaw]:
     """The laws that change values and not their places, of a tensor or of some of its heads."""
     zeros = _zeros(one, other)
     if zeros is not None:
         yield zeros
     if ways := ways_to_fewer_bits(one, other):
-        yield Law("fewer-bits", f"the first's, {' or '.join(ways)}", "low-precision")
+        yield TensorLaw("fewer-bits", f"the first's, {' or '.join(ways)}", "low-precision")
     if ways := ways_to_fewer_bits(other, one):
-        yield Law("fewer-bits", f"what the first's is {' or '.join(ways)} of", "low-precision")
+        yield TensorLaw("fewer-bits", f"what the first's is {' or '.join(ways)} of", "low-precision")
     if kind := quantised_as(one, other):
-        yield Law("quantised", f"the first's, quantised as {kind}")
+        yield TensorLaw("quantised", f"the first's, quantised as {kind}")
     if kind := quantised_as(other, one):
-        yield Law("quantised", f"what the first's is quantised as {kind} of")
+        yield TensorLaw("quantised", f"what the first's is quantised as {kind} of")
     yield from _factors(pair, one, other, spec)
     yield from _shift(one, other)
 
 
-def _zeros(one: np.ndarray, other: np.ndarray) -> Law | None:
+def _zeros(one: np.ndarray, other: np.ndarray) -> TensorLaw | None:
     page = "missing-bias" if one.ndim == 1 else ""
     if not other.any():
-        return Law("zeros", "zeros", page)
-    return None if one.any() else Law("zeros", "no zeros, as all the first's are", page)
+        return TensorLaw("zeros", "zeros", page)
+    return None if one.any() else TensorLaw("zeros", "no zeros, as all the first's are", page)
 
 
-def _one_plus(pair: Pair) -> Law | None:
+def _one_plus(pair: Pair) -> TensorLaw | None:
     """A norm that multiplies by 1 + w, and one that multiplies by w."""
     if not pair.name.endswith("_norm.weight"):
         return None
     for sign, words in ((1, "1 + w, where the first has w"), (-1, "w, where the first has 1 + w")):
         if _is_shifted(pair.one, pair.other, float(sign)):
-            return Law("one-plus", words, "qk-norm")
+            return TensorLaw("one-plus", words, "qk-norm")
     return None
 
 
@@ -133,18 +133,18 @@ def _is_shifted(one: np.ndarray, other: np.ndarray, by: float) -> bool:
     return agree(before + by, after, dtype) or agree(before, after - by, dtype)
 
 
-def _shift(one: np.ndarray, other: np.ndarray) -> Iterator[Law]:
+def _shift(one: np.ndarray, other: np.ndarray) -> Iterator[TensorLaw]:
     by = float(np.mean(other.astype(np.float64) - one.astype(np.float64)))
     if one.size >= FEWEST and by and _is_shifted(one, other, by):
-        yield Law("shift", f"the first's, {by:+.6g} everywhere")
+        yield TensorLaw("shift", f"the first's, {by:+.6g} everywhere")
 
 
-def _factors(pair: Pair, one: np.ndarray, other: np.ndarray, spec: AttentionSpec) -> Iterator[Law]:
+def _factors(pair: Pair, one: np.ndarray, other: np.ndarray, spec: AttentionSpec) -> Iterator[TensorLaw]:
     """One factor, or one for each head, row or column."""
     factor = _times(one, other, None)
     if factor is not None:
         words, page = _factor_in_words(float(factor.reshape(-1)[0]), pair, spec)
-        yield Law("factor", f"the first's, {words}", page)
+        yield TensorLaw("factor", f"the first's, {words}", page)
         return
     parts: list[tuple[str, np.ndarray, np.ndarray, tuple[int, ...]]] = []
     if pair.heads:  # some of them, and each as (features, the rest)
@@ -158,7 +158,7 @@ def _factors(pair: Pair, one: np.ndarray, other: np.ndarray, spec: AttentionSpec
         if found is not None:
             low, high = float(found.min()), float(found.max())
             hint = ": a norm before it is folded in, it may be" if part == "column" else ""
-            yield Law("factors", f"the first's, each {part} times a number, {low:.3g} to {high:.3g}{hint}")
+            yield TensorLaw("factors", f"the first's, each {part} times a number, {low:.3g} to {high:.3g}{hint}")
 
 
 def _times(one: np.ndarray, other: np.ndarray, axes: tuple[int, ...] | None) -> np.ndarray | None:
@@ -187,25 +187,25 @@ def _factor_in_words(factor: float, pair: Pair, spec: AttentionSpec) -> tuple[st
 # ---- Places ----------------------------------------------------------------------------------------------------------
 
 
-def _in_place_of(pair: Pair, weights: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -> Law | None:
+def _in_place_of(pair: Pair, weights: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -> TensorLaw | None:
     """Whether the tensor is another one of the first file."""
     for name, x in weights.items():
         if name == pair.name or x.shape != pair.other.shape or not x.any() or not agree(x, pair.other):
             continue
         page = "swapped-projections" if name[0] in "qkv" and "_proj." in name else ""
         if agree(pair.one, others[name]):
-            return Law("exchanged", f"{name} of the first: the two are exchanged", page)
-        return Law("copied", f"{name} of the first", page)
+            return TensorLaw("exchanged", f"{name} of the first: the two are exchanged", page)
+        return TensorLaw("copied", f"{name} of the first", page)
     return None
 
 
-def _transposed(one: np.ndarray, other: np.ndarray) -> Law | None:
+def _transposed(one: np.ndarray, other: np.ndarray) -> TensorLaw | None:
     if one.ndim == 2 and one.shape[0] == one.shape[1] and agree(one.T, other):
-        return Law("transposed", "the first's, transposed", "transposed-kernel")
+        return TensorLaw("transposed", "the first's, transposed", "transposed-kernel")
     return None
 
 
-def _permuted(pair: Pair, weights: Weights, others: Weights, spec: AttentionSpec) -> Law | None:
+def _permuted(pair: Pair, weights: Weights, others: Weights, spec: AttentionSpec) -> TensorLaw | None:
     """Whether rows, or columns, are in another order, and which order that is."""
     one, other = pair.one, pair.other
     if pair.name.endswith(".bias"):  # many numbers of a bias may be equal: the order of its weight comes first
@@ -228,7 +228,7 @@ def _order(one: np.ndarray, other: np.ndarray, axis: int) -> np.ndarray | None:
     return matched(before, after)
 
 
-def _of_order(order: np.ndarray, axis: int, pair: Pair, spec: AttentionSpec) -> Law:
+def _of_order(order: np.ndarray, axis: int, pair: Pair, spec: AttentionSpec) -> TensorLaw:
     """An order of rows or columns in words: of heads, of RoPE pairs, or any other."""
     rows = ("rows", "columns")[axis]
     if pair.role is not None and pair.role.axis == axis:
@@ -238,21 +238,21 @@ def _of_order(order: np.ndarray, axis: int, pair: Pair, spec: AttentionSpec) -> 
         if heads > 1 and of_heads is not None:
             moved, inside = of_heads[:, 0] // features, np.arange(len(order)).reshape(heads, features)
             if np.array_equal(of_heads, inside[moved]):
-                return Law("permuted", f"the first's, its heads in the order {listed(moved)}", "head-order")
+                return TensorLaw("permuted", f"the first's, its heads in the order {listed(moved)}", "head-order")
             innermost = inside.T.reshape(-1)
             if np.array_equal(order, innermost) or np.array_equal(order, np.argsort(innermost)):
-                return Law("permuted", "the first's, with heads innermost in one of the two", "head-order")
+                return TensorLaw("permuted", "the first's, with heads innermost in one of the two", "head-order")
         found = _of_pairs(order, features, spec) if axis == 0 and pair.name[0] in "qk" else None
         if found is not None:
             return found
         if of_heads is not None and np.array_equal(np.sort(of_heads, axis=1), np.arange(len(order)).reshape(heads, -1)):
-            return Law("permuted", f"the first's, its {rows} in another order within their heads")
+            return TensorLaw("permuted", f"the first's, its {rows} in another order within their heads")
     if len(order) <= 2 * spec.head_dim:
-        return Law("permuted", f"the first's, its {rows} in the order {listed(order)}")
-    return Law("permuted", f"the first's, its {rows} in another order")
+        return TensorLaw("permuted", f"the first's, its {rows} in the order {listed(order)}")
+    return TensorLaw("permuted", f"the first's, its {rows} in another order")
 
 
-def _of_pairs(order: np.ndarray, features: int, spec: AttentionSpec) -> Law | None:
+def _of_pairs(order: np.ndarray, features: int, spec: AttentionSpec) -> TensorLaw | None:
     """The rows of RoPE pairs as halves in one, and interleaved in the other; also by heads of another width."""
     whole = np.arange(len(order))
     sizes = [features, *(size for size in range(4, len(order) + 1, 2) if len(order) % size == 0 and size != features)]
@@ -266,7 +266,7 @@ def _of_pairs(order: np.ndarray, features: int, spec: AttentionSpec) -> Law | No
         interleaved = interleaved.reshape(-1)
         as_if = "" if size == features else f", as if heads had {size} features"
         if np.array_equal(order, interleaved):
-            return Law("permuted", f"the first's, its RoPE pairs interleaved and not halves{as_if}", "rope-pairs")
+            return TensorLaw("permuted", f"the first's, its RoPE pairs interleaved and not halves{as_if}", "rope-pairs")
         if np.array_equal(order, np.argsort(interleaved)):
-            return Law("permuted", f"the first's, its RoPE pairs halves and not interleaved{as_if}", "rope-pairs")
+            return TensorLaw("permuted", f"the first's, its RoPE pairs halves and not interleaved{as_if}", "rope-pairs")
     return None

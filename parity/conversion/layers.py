@@ -32,7 +32,7 @@ from parity.text import some_of
 @contextmanager
 def open_layers(
     path: str | os.PathLike[str], layout: str | None = None, *, prefix: str | None = None, **said: Unpack[LayerKeywords]
-) -> Iterator[list[Layer]]:
+) -> Iterator[list[FileLayer]]:
     """The attention layers of a file, in the order of their numbers, to be read one at a time while it is open.
 
     Args:
@@ -64,7 +64,7 @@ class OpenLayers(NamedTuple):
         others: prefixes of layers that the configuration does not describe.
     """
 
-    layers: list[Layer]
+    layers: list[FileLayer]
     missing: list[str]
     others: list[str]
 
@@ -97,7 +97,7 @@ def open_model(
         yield OpenLayers(layers, missing, _others(file, known, layers) if prefix is None else [])
 
 
-def _others(file: TensorFile, known: FileHints, layers: list[Layer]) -> list[str]:
+def _others(file: TensorFile, known: FileHints, layers: list[FileLayer]) -> list[str]:
     """The prefixes of layers that the configuration of a model does not describe."""
     if not any(layer.model is not None for layer in layers):
         return []
@@ -112,7 +112,7 @@ Stack = list[tuple[int | None, LayerHints]]
 
 
 @dataclass(frozen=True)
-class Layer:
+class FileLayer:
     """One attention layer in an open file.
 
     Attributes:
@@ -258,7 +258,7 @@ QUANTISED = re.compile(
 
 def layers_under(
     file: TensorCache, prefix: str, layout: Layout, known: FileHints, path: str | os.PathLike[str]
-) -> list[Layer]:
+) -> list[FileLayer]:
     """The attention layers whose names begin with a prefix.
 
     Raises:
@@ -298,7 +298,7 @@ def layers_under(
         if entry:
             each = _entry_of(each, int(entry[2]), prefix, path)
         layers += [
-            Layer(file, concrete, numbers, index, layout, hints.spec, hints, held, known, axis)
+            FileLayer(file, concrete, numbers, index, layout, hints.spec, hints, held, known, axis)
             for index, hints in each
             if hints.spec is not None
         ]
@@ -321,7 +321,7 @@ def _entry_of(stack: Stack, index: int, prefix: str, path: str | os.PathLike[str
     return found
 
 
-def _warn_of_unread(layers: list[Layer], known: FileHints) -> None:
+def _warn_of_unread(layers: list[FileLayer], known: FileHints) -> None:
     """Name what is said of layers and is in none of their specifications."""
     unread = {name: value for layer in layers for name, value in layer.hints.unread.items()}
     if unread:
@@ -346,7 +346,7 @@ def key_in_words(name: str, value: Any) -> str:
     return name if value is None else f"{name}={text if len(text) <= 80 else f'{text[:80]}…'}"
 
 
-def _check_values(layer: Layer) -> None:
+def _check_values(layer: FileLayer) -> None:
     """Refuse a layer of a model that has no values of its own and should have some, or the other way round."""
     if layer.model is None or layer.layout.name != layer.model.layout:
         return

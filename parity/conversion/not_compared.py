@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from parity.conversion.layers import Layer, OpenLayers, key_in_words
+from parity.conversion.layers import FileLayer, OpenLayers, key_in_words
 from parity.core.records import JsonRecord
 from parity.text import some_of
 
@@ -38,7 +38,7 @@ def by_reason(parts: Sequence[NotCompared]) -> list[str]:
 
 
 def find_not_compared(
-    pairs: Sequence[tuple[Layer, Layer]], files: Sequence[Path], opened: Sequence[OpenLayers]
+    pairs: Sequence[tuple[FileLayer, FileLayer]], files: Sequence[Path], opened: Sequence[OpenLayers]
 ) -> list[NotCompared]:
     """What a comparison of layers leaves out, each once.
 
@@ -70,7 +70,7 @@ def of_files(files: Sequence[Path], opened: Sequence[OpenLayers]) -> list[NotCom
     return found
 
 
-def _of_pair(one: Layer, other: Layer, files: Sequence[Path]) -> Iterator[NotCompared]:
+def _of_pair(one: FileLayer, other: FileLayer, files: Sequence[Path]) -> Iterator[NotCompared]:
     layers = dict(zip(map(str, files), (one, other), strict=True))
     dropped = {name for layer in layers.values() for name in layer.dropped}
     for path, layer in layers.items():
@@ -91,7 +91,7 @@ def _of_pair(one: Layer, other: Layer, files: Sequence[Path]) -> Iterator[NotCom
                 yield NotCompared(key_in_words(name, layer.hints.unread[name]), f"not understood, in {path}")
 
 
-def _value(name: str, layer: Layer) -> list[Any]:
+def _value(name: str, layer: FileLayer) -> list[Any]:
     """The value of a key in what describes a layer, as a list; empty if it is not there."""
     sources: tuple[Mapping[str, Any], ...] = (layer.hints.unread, layer.known.model.values)
     return next(([source[name]] for source in sources if name in source), [])

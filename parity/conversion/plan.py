@@ -15,7 +15,7 @@ import numpy as np
 from mha_spec import AttentionSpec, Refusal
 from parity.conversion.converted import Planned, PlannedLayer
 from parity.conversion.hints import COUNTS, METADATA
-from parity.conversion.layers import Layer
+from parity.conversion.layers import FileLayer
 from parity.conversion.layouts import Layout
 from parity.conversion.layouts.layout import CARRIED, Tensor, lost_in, matches, shapes_of
 from parity.conversion.layouts.views import form_for
@@ -40,14 +40,14 @@ class Plan:
 
     path: str | os.PathLike[str]
     layout: Layout
-    layers: dict[str, list[Layer]] = field(default_factory=dict)
+    layers: dict[str, list[FileLayer]] = field(default_factory=dict)
     stacked: set[str] = field(default_factory=set)
     infos: dict[str, tuple[tuple[int, ...], np.dtype]] = field(default_factory=dict)
     makers: dict[str, Callable[[], np.ndarray]] = field(default_factory=dict)
     made_of: dict[str, Callable[[], list[str]]] = field(default_factory=dict)
     added: set[str] = field(default_factory=set)
 
-    def take(self, layers: dict[str, list[Layer]], is_stacked: bool) -> None:
+    def take(self, layers: dict[str, list[FileLayer]], is_stacked: bool) -> None:
         """Plan for layers under prefixes of the target."""
         self.layers.update(layers)
         self.stacked.update(layers if is_stacked else ())
@@ -153,7 +153,7 @@ class Plan:
         return form_for([layer.read_written for layer in group], group[0].to_spec, self.layout)
 
 
-def _planned(layer: Layer, to: str, layout_from: str) -> PlannedLayer:
+def _planned(layer: FileLayer, to: str, layout_from: str) -> PlannedLayer:
     is_of_model = layer.model is not None and layer.model.layout == layer.layout.name
     layout_from = layout_from or (layer.known.model.origin if is_of_model else METADATA)
     plain = AttentionSpec(layer.spec.d_model, layer.spec.num_heads).values()
@@ -162,7 +162,7 @@ def _planned(layer: Layer, to: str, layout_from: str) -> PlannedLayer:
     return PlannedLayer(layer.label, to, layer.layout.name, layout_from, layer.spec, hints)
 
 
-def _made_of(group: list[Layer], name: str, form: tuple[Tensor, ...]) -> list[str]:
+def _made_of(group: list[FileLayer], name: str, form: tuple[Tensor, ...]) -> list[str]:
     """The names in the source of the tensors that one of a target is made of."""
     parts = {part for tensor in form if matches(tensor.name, [name]) for part in tensor.parts}
     return [
@@ -173,12 +173,12 @@ def _made_of(group: list[Layer], name: str, form: tuple[Tensor, ...]) -> list[st
     ]
 
 
-def _lost(layer: Layer, target: Layout) -> set[str]:
+def _lost(layer: FileLayer, target: Layout) -> set[str]:
     """What a layer computes and what is written of it does not."""
     return lost_in(target, layer.spec).keys() - lost_in(target, layer.to_spec).keys()
 
 
-def _laid_out(group: list[Layer], name: str, target: Layout, form: tuple[Tensor, ...], stacked: bool) -> np.ndarray:
+def _laid_out(group: list[FileLayer], name: str, target: Layout, form: tuple[Tensor, ...], stacked: bool) -> np.ndarray:
     """A tensor of another layout, of one layer or of all in a stack."""
     first = group[0].write(name, target, form)
     if not stacked:

@@ -15,7 +15,7 @@ from parity.core.problem import Problem
 from parity.core.stages import Values, run_steps
 from parity.core.trace import Reference
 from parity.diagnosis.mistakes import wrong_layer
-from parity.diagnosis.mistakes.ranks import RankMistake, Ranks, rank_mistakes, without_widths
+from parity.diagnosis.mistakes.ranks import RankMistake, SharedProblem, rank_mistakes, without_widths
 from parity.diagnosis.mistakes.record import Changed
 from parity.sharding.shard import ShardPlan, shard_spec
 from parity.sharding.stages import part_of
@@ -108,7 +108,7 @@ class _RankStages:
         self.spec = problem.spec
         shard_spec(without_widths(self.spec), plan, 0)  # or it is refused
         self.reference = Reference(problem, with_gradients)
-        self.ranks = Ranks(problem, plan, tokens, self._changed)
+        self.ranks = SharedProblem(problem, plan, tokens, self._changed)
 
     def _changed(self, changed: Changed) -> Values:
         return run_steps(wrong_layer(self.problem, "float64", [changed]).steps())

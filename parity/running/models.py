@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from mha_spec import AttentionSpec, Refusal
 from parity.conversion.hints import LayerKeywords
-from parity.conversion.layers import Layer, open_layers
+from parity.conversion.layers import FileLayer, open_layers
 from parity.core import reference
 from parity.core.case import Case
 from parity.core.compare import SAME_PRECISION, compare
@@ -108,7 +108,7 @@ def run_model(
     return report
 
 
-def chosen_layers(found: Sequence[Layer], numbers: Collection[int] | None) -> list[Layer]:
+def chosen_layers(found: Sequence[FileLayer], numbers: Collection[int] | None) -> list[FileLayer]:
     """Those of some numbers, or all.
 
     Raises:
@@ -121,14 +121,14 @@ def chosen_layers(found: Sequence[Layer], numbers: Collection[int] | None) -> li
     return chosen
 
 
-def number_of(layer: Layer) -> int:
+def number_of(layer: FileLayer) -> int:
     """Which layer of its model it is."""
     if layer.model is not None:
         return layer.model.index
     return layer.place[-1] if layer.place else 0
 
 
-def names_of(layers: Sequence[Layer]) -> dict[str, str]:
+def names_of(layers: Sequence[FileLayer]) -> dict[str, str]:
     """What cases of layers are called, by the layers' labels: by their numbers, where these differ."""
     numbers = [number_of(layer) for layer in layers]
     if len(set(numbers)) == len(numbers):
@@ -166,7 +166,7 @@ def skeleton_of(path: str | os.PathLike[str], attn_implementation: str = "eager"
     return Skeleton(AutoConfig.from_pretrained(folder, local_files_only=True), attn_implementation)
 
 
-def _with_own_module(report: Report, layer: Layer, case: Case, weights: Weights, skeleton: Skeleton) -> Report:
+def _with_own_module(report: Report, layer: FileLayer, case: Case, weights: Weights, skeleton: Skeleton) -> Report:
     """The report with the verdict on the output of the library's own module, or why there is none."""
     if layer.model is None:
         return _skipped(report, case, "its configuration does not say which module it is")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from mha_spec import Refusal
 from parity.backends import BACKENDS, load_backend, load_divided, why_missing
-from parity.backends.numerics import environment, placed
+from parity.backends.numerics import environment, on_device
 from parity.backends.record import record
 from parity.core.case import DTYPES, Case
 from parity.core.cases import CASES
@@ -79,9 +79,9 @@ def run_cases(
     """
     cases = list(CASES.values() if cases is None else cases)
     about: dict[str, Any] = {"with_gradients": with_gradients, "weights": weights, "mesh": mesh, "device": device}
-    plan = _planned(cases, backends, dtypes, join=join, jobs=jobs, **about)
+    plan = _plan_of(cases, backends, dtypes, join=join, jobs=jobs, **about)
     with _sources(plan) as (joined, attempts):
-        judged = _judge_all(_recorded(plan, joined, attempts, traces, on_case), on_judged)
+        judged = _judge_all(_record_all(plan, joined, attempts, traces, on_case), on_judged)
     report = _report_of(judged, joined)
     if with_gradients:
         report.warnings.extend(_without_gradients(cases))
@@ -147,7 +147,7 @@ class _RunPlan:
         return {name: reason for name, reason in self.missing.items() if name not in titles}
 
 
-def _planned(
+def _plan_of(
     cases: Sequence[Case],
     backends: Sequence[str] | None,
     dtypes: Sequence[str],
@@ -180,7 +180,7 @@ def _planned(
     _check_device(here, jobs, mesh, device)
     more: dict[str, Any] = {**about, "weights": weights, "mesh": mesh, "device": device}
     tasks = [_Task(case, dtype, tuple(here), **more) for case, dtype in chosen]
-    with placed(device):
+    with on_device(device):
         return _RunPlan(tasks, here, missing, bool(backends), join, jobs, device, environment(here))
 
 
@@ -235,7 +235,7 @@ def _why_skipped(backend: str, case: Case, dtype: str, mesh: MeshPlan | None) ->
 def _sources(plan: _RunPlan) -> Iterator[tuple[list[Trace], Iterable[Iterable[Trace] | None]]]:
     """The traces that are joined, and for each task what other processes computed, or None where it runs here."""
     with ExitStack() as stack:
-        stack.enter_context(placed(plan.device))
+        stack.enter_context(on_device(plan.device))
         attempts = repeat(None)
         if plan.jobs > 1 and plan.here:  # begun before traces are read, which may be in the making
             begun = by_processes(_attempts, plan.tasks, plan.jobs, cost=_Task.cost)
@@ -249,11 +249,11 @@ def _sources(plan: _RunPlan) -> Iterator[tuple[list[Trace], Iterable[Iterable[Tr
 
 def _attempts(task: _Task) -> list[Trace]:
     """What each backend computes of a case, in another process."""
-    with placed(task.device):
+    with on_device(task.device):
         return list(task.attempts(task.expected()))
 
 
-def _recorded(
+def _record_all(
     plan: _RunPlan,
     joined: Sequence[Trace],
     attempts: Iterable[Iterable[Trace] | None],

@@ -11,7 +11,7 @@ import numpy as np
 
 from mha_spec import Refusal
 from parity.conversion.hints import LayerKeywords
-from parity.conversion.layers import Layer, open_layers
+from parity.conversion.layers import FileLayer, open_layers
 from parity.running.models import chosen_layers, number_of, skeleton_of
 from parity_lab.bench import Bench, Make, bench_work, checked, effort, environment_of, open_sides
 from parity_lab.bench.measure import Contender
@@ -68,9 +68,9 @@ def bench_model(
     return Bench(rows, environment_of(sides), names)
 
 
-def _alike(layers: Sequence[Layer]) -> list[tuple[Layer, str]]:
+def _alike(layers: Sequence[FileLayer]) -> list[tuple[FileLayer, str]]:
     """The first of the layers that compute the same, and which those are in words: `layers 0-4, 6`."""
-    found: dict[Any, list[Layer]] = {}
+    found: dict[Any, list[FileLayer]] = {}
     for layer in layers:
         if not layer.is_cross:
             part = layer.prefix.split(".")[0] if layer.model is None else layer.model.part
@@ -97,12 +97,12 @@ def _in_words(numbers: Sequence[int]) -> str:
     return f"layer{'s' * (len(set(numbers)) > 1)} {words}"
 
 
-def _is_causal(layer: Layer) -> bool:
+def _is_causal(layer: FileLayer) -> bool:
     """Whether no token sees a later one; so it is where nobody says."""
     return layer.model is None or layer.model.is_causal
 
 
-def _works(layer: Layer, label: str, dtype: str, quick: bool) -> list[Work]:
+def _works(layer: FileLayer, label: str, dtype: str, quick: bool) -> list[Work]:
     spec, is_causal = layer.spec, _is_causal(layer)
     about: dict[str, Any] = {"num_heads": spec.num_heads, "head_dim": spec.head_dim, "dtype": dtype}
     about |= {"layer": spec, "label": label}
@@ -119,7 +119,7 @@ def _skeleton(path: str | os.PathLike[str]) -> Any:
         return skeleton_of(path)
 
 
-def _own_module(skeleton: Callable[[], Any], layer: Layer, work: Work, side: Any, x: np.ndarray) -> Contender:
+def _own_module(skeleton: Callable[[], Any], layer: FileLayer, work: Work, side: Any, x: np.ndarray) -> Contender:
     """The library's own module of a layer, called as its model calls it."""
     import torch
     from torch.utils._pytree import tree_map_only

@@ -12,14 +12,14 @@ from mha_spec import Alibi, Latent, Norm, RelativeBias, Rope, Temperature, YarnS
 from parity.core.problem import Problem
 from parity.core.reference import norms
 from parity.core.reference.arithmetic import Arithmetic
-from parity.core.reference.overridden import Overridden
+from parity.core.reference.overrides import WithOverrides
 from parity.core.reference.rope import amplitude, axes, frequencies, pair_slices
 from parity.core.sample import of_paths, steps_of_sample
 from parity.core.stages import Step, Values, steps_of
 
 
 @dataclass(frozen=True)
-class Layer(Overridden):
+class Layer(WithOverrides):
     """The layer of a problem, computed in some arithmetic; each known mistake overrides a part."""
 
     problem: Problem

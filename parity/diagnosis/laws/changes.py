@@ -13,11 +13,11 @@ from parity.core.problem import Problem
 from parity.core.stages import Values
 from parity.core.weights import QKV
 from parity.diagnosis.mistakes import families as of
-from parity.diagnosis.mistakes.families import Family
+from parity.diagnosis.mistakes.families import MistakeFamily
 from parity.diagnosis.mistakes.record import Changed
 from parity.text import and_listed
 
-Part = tuple[str, Changed, Family | None]
+Part = tuple[str, Changed, MistakeFamily | None]
 """What is the case, the same in the reference, and the family of mistakes that it is of, if any."""
 
 Form = Callable[[np.ndarray], np.ndarray]
@@ -88,7 +88,7 @@ def _heads_exchanged(problem: Problem, names: list[str]) -> Iterator[Part]:
             yield f"heads {one} and {other} of {projection} are exchanged", _replaced(changed), of.HEAD_ORDER
 
 
-def family_of(name: str) -> Family:
+def family_of(name: str) -> MistakeFamily:
     """Return the family of mistakes in a weight by its name."""
     if name.endswith("_proj.bias"):
         return of.BIAS
@@ -231,7 +231,7 @@ def masks_and_biases(problem: Problem) -> Iterator[Part]:
             )
 
 
-def _family_of_mask(problem: Problem, words: str) -> Family | None:
+def _family_of_mask(problem: Problem, words: str) -> MistakeFamily | None:
     """Return the family of a mask in another form, where the masks of a case leave one."""
     case = problem.case
     if words == "transposed":

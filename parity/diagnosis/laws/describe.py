@@ -14,7 +14,7 @@ from parity.core.zeros import with_wrong_zeros
 from parity.diagnosis.laws.fits import Recompute, fits
 from parity.diagnosis.laws.mixed import dropouts, lost_rows, mixtures
 from parity.diagnosis.laws.orders import orders, other_stages, shifts, transposes
-from parity.diagnosis.laws.pages import paged
+from parity.diagnosis.laws.pages import with_pages
 from parity.diagnosis.laws.parts import Recomputed, parts
 from parity.diagnosis.laws.places import find_place, wrong_elements
 from parity.diagnosis.laws.record import Findings, Law, Place, Seen
@@ -144,7 +144,7 @@ def describe(
             found += parts(seen, recomputed)
         signs = [*_nan(seen), *weights_signs(seen), *([] if seen.stage.is_exact else rounding_signs(seen))]
     found = sorted(_unlike(_not_by_chance(found)), key=lambda law: law.parameters)
-    return Findings(place, tuple(paged(law, seen) for law in found), tuple(signs))
+    return Findings(place, tuple(with_pages(law, seen) for law in found), tuple(signs))
 
 
 def _gain(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float]) -> Law | None:

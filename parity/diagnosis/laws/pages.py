@@ -13,7 +13,7 @@ from parity.core.stages import stage_named
 from parity.diagnosis.laws.record import Law, Seen
 from parity.diagnosis.laws.words import LOOSEST
 from parity.diagnosis.mistakes import families as of
-from parity.diagnosis.mistakes.families import Family
+from parity.diagnosis.mistakes.families import MistakeFamily
 
 NEAR = 0.02
 """How near numbers are to those of an order of heads, and a theta to the right one that is only rounded."""
@@ -40,16 +40,16 @@ ONE_FAMILY = {
 }
 """Laws that are of one family, whatever stage they are found in."""
 
-Families = tuple[Family, ...]
+Families = tuple[MistakeFamily, ...]
 
 
-def with_families(law: Law, spec: AttentionSpec, *families: Family) -> Law:
+def with_families(law: Law, spec: AttentionSpec, *families: MistakeFamily) -> Law:
     """Return a law with the pages and fixes of its families."""
     fixes = dict.fromkeys(family.fix_for(spec) for family in families)
     return replace(law, pages=tuple(dict.fromkeys(family.page for family in families)), fixes=tuple(fixes))
 
 
-def paged(law: Law, seen: Seen) -> Law:
+def with_pages(law: Law, seen: Seen) -> Law:
     """Return a law with its pages, where its stage and its numbers say which."""
     if law.pages or seen.problem is None:
         return law

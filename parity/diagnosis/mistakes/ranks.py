@@ -28,12 +28,12 @@ NAMES = (
 )
 """Of all of them, which no single problem could have."""
 
-Computed = Callable[["Ranks", int], Values]
+Computed = Callable[["SharedProblem", int], Values]
 """What a rank computes with a mistake, in float64: the stages that the mistake is about."""
 
 
 @dataclass(frozen=True)
-class Ranks:
+class SharedProblem:
     """A problem that ranks share, each with some of the heads, or with some of the tokens.
 
     Attributes:
@@ -162,18 +162,18 @@ def _of_heads(problem: Problem, plan: ShardPlan) -> Iterator[RankMistake]:
 def _of_tokens(problem: Problem) -> Iterator[RankMistake]:
     seq_len = problem.case.seq_len
 
-    def local(ranks: Ranks, rank: int) -> Values:
+    def local(ranks: SharedProblem, rank: int) -> Values:
         part = seq_len // ranks.size
         turned = Changed({"rotate": lambda _, original, x, places, **more: original(x, places % part, **more)})
         return ranks.of_tokens(ranks.changed(turned), np.arange(rank * part, (rank + 1) * part))
 
-    def left(ranks: Ranks, rank: int) -> Values:
+    def left(ranks: SharedProblem, rank: int) -> Values:
         half, last = seq_len // (2 * ranks.size), 2 * ranks.size - 1
         rows = np.concatenate([np.arange(place * half, (place + 1) * half) for place in (rank, last - rank)])
         of_rows = ranks.of_tokens(ranks.changed(Changed({})), rows)
         return {name: of_rows[name] for name in ("context", "output")}
 
-    def by_local_sums(ranks: Ranks, rank: int) -> Values:
+    def by_local_sums(ranks: SharedProblem, rank: int) -> Values:
         part = seq_len // ranks.size
         layer = Layer(ranks.problem, Arithmetic(np.dtype(np.float64)))
         grads = _LocalSums(layer, fused=True, part=part).gradients()
@@ -207,23 +207,25 @@ def _of_tokens(problem: Problem) -> Iterator[RankMistake]:
 # ---- What a rank has instead -----------------------------------------------------------------------------------------
 
 
-def _with(ranks: Ranks, rank: int, parts: tuple[str, ...], source: Callable[[Ranks, int], int]) -> Weights:
+def _with(
+    ranks: SharedProblem, rank: int, parts: tuple[str, ...], source: Callable[[SharedProblem, int], int]
+) -> Weights:
     """The weights of a rank, some of them those of another one."""
     own, others = ranks.divided(rank)[0], ranks.divided(source(ranks, rank))[0]
     return {name: others[name] if name.partition(".")[0] in parts else weight for name, weight in own.items()}
 
 
-def _first(ranks: Ranks, rank: int) -> int:
+def _first(ranks: SharedProblem, rank: int) -> int:
     return 0
 
 
-def _in_turn(ranks: Ranks, rank: int) -> int:
+def _in_turn(ranks: SharedProblem, rank: int) -> int:
     """A rank that has the key/value head whose turn it is."""
     heads = ranks.problem.spec.num_kv_heads
     return rank % heads * (ranks.size // heads)
 
 
-def _with_bias(ranks: Ranks, rank: int) -> Values:
+def _with_bias(ranks: SharedProblem, rank: int) -> Values:
     own, spec = ranks.divided(rank)
     bias: Mapping[str, np.ndarray] = {OUT_BIAS: ranks.problem.weights[OUT_BIAS]}
     return {"output": ranks.own(rank, {**own, **bias}, replace(spec, out_bias=True))["output"]}

@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 
 
 @dataclass(frozen=True)
-class Overridden:
+class WithOverrides:
     """A layer of which functions stand in for some methods; those that stay cost nothing more.
 
     Attributes:
