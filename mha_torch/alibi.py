@@ -1,8 +1,11 @@
 """ALiBi: what is taken from scores for the distance of their keys."""
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from mha_torch.arrays import constant
 
 
 def alibi_bias(
@@ -33,4 +36,4 @@ def alibi_bias(
     if q_offset is not None:
         places = q_offset.to(places)[:, None] + places
     distances = (places[:, None, :, None] - torch.arange(seq_len_k, device=device)).abs()
-    return -torch.tensor(slopes, dtype=scores_dtype, device=device)[:, None, None] * distances
+    return -constant(np.array(slopes), distances, scores_dtype)[:, None, None] * distances

@@ -1,6 +1,7 @@
 """Small functions of arrays that the others share."""
 
-from functools import lru_cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -32,20 +33,33 @@ def values_of(x: Tensor) -> Any:
 
 def is_graph() -> bool:
     """Return whether operations are compiled or captured in a CUDA graph: then a look at values is impossible."""
-    is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    return is_captured or torch.compiler.is_compiling()
+    if torch.compiler.is_compiling():  # first, because a compiler cannot trace what follows
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def constant(x: np.ndarray, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return an array on the device of a tensor. On a GPU it is kept: a copy waits, and a CUDA graph allows none."""
-    if like.is_cuda and type(like) is Tensor and not torch.compiler.is_compiling():
+    if like.is_cuda and type(like) in _PLAIN and not (torch.compiler.is_compiling() or is_transformed()):
         return _on_gpu(x.tobytes(), x.dtype, dtype, like.device).view(x.shape)
     return torch.as_tensor(x, dtype=dtype, device=like.device)
 
 
-@lru_cache(maxsize=256)
+@cache  # for good, because a CUDA graph keeps the address
 def _on_gpu(x: bytes, dtype: np.dtype, dtype_there: torch.dtype | None, device: torch.device) -> Tensor:
-    return torch.tensor(np.frombuffer(x, dtype), dtype=dtype_there, device=device)
+    with torch.inference_mode(False):  # else autograd would refuse it later
+        return torch.tensor(np.frombuffer(x, dtype), dtype=dtype_there, device=device)
+
+
+def is_transformed() -> bool:
+    """Return whether `vmap` or its like, or a mode such as that of fake tensors, stands in for operations."""
+    stack = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+    return stack() is not None or torch._C._len_torch_dispatch_stack() > 0
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Return a context without autocast, on devices that have it: not on meta."""
+    return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
 
 
 def is_autocast_on(device: torch.device) -> bool:

@@ -4,8 +4,7 @@ Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from mha_spec import AttentionSpec, Refusal, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.rules import as_rate
 from mha_torch.alibi import alibi_bias
-from mha_torch.arrays import at_least_float32
+from mha_torch.arrays import at_least_float32, without_autocast
 from mha_torch.checks import (
     check_bias,
     check_device,
@@ -58,7 +57,7 @@ def attention_scores(
     scale, relative = score_scale(query, spec), None if spec is None else spec.relative_bias
     check_relative_bias(relative_bias, relative, query.shape[1])
     key = repeat_kv_heads(key, query.shape[1])
-    with _without_autocast(query.device.type):  # it would take these sums in half precision
+    with without_autocast(query.device.type):  # it would take these sums in half precision
         scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
     scores = soft_capped(scores, spec)
     lengths, dtype = (scores.shape[2], scores.shape[3]), scores.dtype
@@ -109,7 +108,7 @@ def attention_context(
     """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
     check_weighed(attn_weights, value)
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
-    with _without_autocast(value.device.type):
+    with without_autocast(value.device.type):
         context = torch.einsum("bnts,bnsh->bnth", at_least_float32(attn_weights), at_least_float32(value_per_head))
     return context.to(value.dtype)
 
@@ -126,11 +125,6 @@ def apply_dropout(
     if keep is None:
         return F.dropout(attn_weights, rate) if rate else attn_weights
     return torch.where(keep, attn_weights / (1.0 - rate), 0.0)
-
-
-def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Autocast switched off, where there is one: not on meta."""
-    return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
 
 
 def score_scale(query: Tensor, spec: AttentionSpec | None) -> float:

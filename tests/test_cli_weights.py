@@ -334,6 +334,22 @@ def test_a_dry_run_refuses_what_the_conversion_refuses(source, tmp_path, capsys,
     assert capsys.readouterr() == dry
 
 
+def test_a_dry_run_takes_heads_that_do_not_divide_the_width(tmp_path):
+    spec = AttentionSpec(10, 3, head_dim=4)
+    save(tmp_path / "a.npz", random_weights(spec), spec)
+    plan, _ = planned(str(tmp_path / "a.npz"), tmp_path / "b.npz", "--to", "W_q")
+    assert plan["layers"][0]["hints"].keys() == {"num_heads", "num_kv_heads", "head_dim"}
+
+
+def test_a_dry_run_refuses_names_that_cannot_be_nested(source, tmp_path, capsys):
+    with open_tensors(source) as file:
+        held = {name: file.read(name).copy() for name in file.infos} | {"x": np.ones(1), "x.y": np.ones(1)}
+    write_tensors(source, {n: (x.shape, x.dtype) for n, x in held.items()}, held.__getitem__)
+    for more in (["--dry-run"], []):
+        assert main(convert(source, tmp_path / "b.msgpack", "--to", "W_q", *more)) == 2
+        assert "no name may be a level of another one" in capsys.readouterr().err
+
+
 def test_the_rope_of_a_part_of_a_model_is_not_lost(source, tmp_path, capsys):
     """The configuration has parts, and nothing about attention beside them."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": LLAMA}))

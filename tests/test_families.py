@@ -44,7 +44,7 @@ def test_a_family_has_a_page_and_its_fix_suits_a_layer(family):
     [
         ({"rope": Rope(123456.0)}, "rope-theta", "RoPE's theta is 123456 and not 10000", "set the theta"),
         ({"scale": 0.3}, "scale", "the scale of the scores is 0.3, and not 0.3536", "divide the scores by sqrt"),
-        ({"window_size": 4}, "sliding-window", "the window is 4, and should be none", "hide the keys at"),
+        ({"window_size": 4}, "sliding-window", "the window is 4, and should be none", "hide no keys"),
         ({"soft_cap": 2.5}, "soft-cap", "the soft cap is 2.5, and should be none", "do not cap"),
         (
             {"rope": Rope(scaling=LinearScaling(3.0))},

@@ -42,7 +42,7 @@ COMBINATIONS = [*((name,) for name in FEATURES), *TOGETHER]
 def on_a_cpu(monkeypatch):
     """The module takes what it would take on CUDA; its kernel is the library's function as it is, with gradients."""
     monkeypatch.setattr(flex, "_runs_here", lambda query, value: True)
-    monkeypatch.setattr(flex, "_MANY_SCORES", 0)
+    monkeypatch.setattr(flex, "MANY_SCORES", 0)
     monkeypatch.setattr(flex, "_kernel", lambda: library.flex_attention)
     monkeypatch.setattr(library, "_validate_device", lambda *heads: None)  # it refuses gradients on a CPU
     torch.compiler.reset()
@@ -180,7 +180,7 @@ def test_blocks_out_of_reach_are_skipped():
 
 def test_it_is_taken_where_another_kernel_needs_a_mask_and_nowhere_else(monkeypatch):
     monkeypatch.setattr(flex, "_runs_here", lambda query, value: True)
-    monkeypatch.setattr(flex, "_MANY_SCORES", 3 * 4 * 5 * 5)
+    monkeypatch.setattr(flex, "MANY_SCORES", 3 * 4 * 5 * 5)
     monkeypatch.setattr(flex, "attend", lambda query, *others, **options: "flex")
 
     def takes(features, **options):
@@ -194,9 +194,9 @@ def test_it_is_taken_where_another_kernel_needs_a_mask_and_nowhere_else(monkeypa
     refused = [{"mask": torch.zeros(5, 5, dtype=torch.bool)}, {"bias": torch.zeros(5, 5)}, {"dropout": 0.5}]
     for options, features in itertools.product(refused, [("soft_cap",), ("lengths",)]):
         assert not takes(features, **options)
-    monkeypatch.setattr(flex, "_MANY_SCORES", 3 * 4 * 5 * 5 + 1)
+    monkeypatch.setattr(flex, "MANY_SCORES", 3 * 4 * 5 * 5 + 1)
     assert not takes(("soft_cap",))
-    monkeypatch.setattr(flex, "_MANY_SCORES", 0)
+    monkeypatch.setattr(flex, "MANY_SCORES", 0)
     monkeypatch.setattr(torch.autograd.forward_ad, "_current_level", 0)
     assert not takes(("soft_cap",))
 

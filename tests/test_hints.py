@@ -35,7 +35,7 @@ def test_counts_of_two_sources_do_not_mix():
 
 def test_what_is_unread_about_rope_is_read_where_an_earlier_source_says_it():
     unread = {"rope_scaling": {"factor": 2.0}, "softcap": 50.0}
-    later = LayerHints.by("config.json", num_heads=4, unread=unread)
+    later = replace(LayerHints.by("config.json", num_heads=4), unread=unread)
     assert merged(LayerHints.by(CALLER), later).unread == unread
     assert merged(LayerHints.by(CALLER, rope=Rope(10.0)), later).unread == {"softcap": 50.0}
 
@@ -60,7 +60,7 @@ def test_what_contradicts_a_whole_layer_is_refused(said, refusal):
 
 def test_rope_is_added_only_where_it_may_have_been_unknown():
     plain, rope = AttentionSpec(16, 4), LayerHints.by(CALLER, rope=Rope(10.0))
-    assert merged(rope, LayerHints.by(METADATA, spec=plain, may_rotate=True)).spec.rope == Rope(10.0)
+    assert merged(rope, replace(LayerHints.by(METADATA, spec=plain), may_rotate=True)).spec.rope == Rope(10.0)
     with refuses("rope", rope=Rope(10.0)):
         merged(rope, LayerHints.by("config.json", spec=plain))
 
@@ -75,3 +75,10 @@ def test_inspect_says_of_each_layer_what_contradicts_it(tmp_path):
         found = {each.prefix: each.heads for each in find_layers(file, num_heads=8) if each.layout == "canonical"}
     assert found.keys() == {"a", "b"}
     assert all(refuses("num_heads", "num_heads=8").is_printed_in(f"mha-parity: {words}") for words in found.values())
+
+
+def test_only_keywords_of_layers_are_hints():
+    with pytest.raises(TypeError, match="num_head"):
+        LayerHints.by(CALLER, num_head=4)
+    with pytest.raises(TypeError, match="may_rotate"):
+        LayerHints.by(CALLER, may_rotate=True)

@@ -420,6 +420,24 @@ def test_no_gradient_is_spoilt_beside_a_token_of_a_growing_cache_that_is_not_fin
     assert all(weight.grad.isfinite().all() for weight in weights.values())
 
 
+def test_infinite_key_that_weighs_nothing_is_seen():
+    query, key, value = torch.full((1, 1, 4, 8), -1.0), torch.ones(1, 1, 4, 8), torch.ones(1, 1, 4, 8)
+    key[0, 0, 1, 3] = torch.inf  # a score of -inf
+    for x in (query, query.clone().requires_grad_()):
+        context, _ = mha_torch.fused.scaled_dot_product_attention(x, key, value, is_causal=True)
+        assert context.isnan().any(dim=-1)[0, 0].tolist() == [False, True, True, True]
+
+
+def test_dropout_draws_once_beside_a_token_that_is_not_finite(monkeypatch):
+    calls, kernel = [], mha_torch.kernels.sdpa.attend
+    monkeypatch.setattr(mha_torch.kernels.sdpa, "attend", lambda *args: calls.append(1) or kernel(*args))
+    x = torch.randn(1, 2, 4, 8)
+    x[0, 0, 2] = torch.nan
+    with torch.no_grad():
+        mha_torch.fused.scaled_dot_product_attention(x, x, x, dropout=0.5)
+    assert len(calls) == 1
+
+
 GATED = AttentionSpec(16, 2, window_size=2, gate=Gate())
 
 

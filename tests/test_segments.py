@@ -144,7 +144,7 @@ def of_torch(request, monkeypatch):
     """The fused function of torch, by the kernel for a CPU, and by the one for CUDA in small blocks."""
     if request.param == "flex":
         monkeypatch.setattr(flex, "_runs_here", lambda query, value: True)
-        monkeypatch.setattr(flex, "_MANY_SCORES", 0)
+        monkeypatch.setattr(flex, "MANY_SCORES", 0)
         monkeypatch.setattr(flex, "_kernel", lambda: library.flex_attention)
         monkeypatch.setattr(flex, "_BLOCK_SIZE", 16)
         monkeypatch.setattr(library, "_validate_device", lambda *heads: None)  # it refuses gradients on a CPU

@@ -139,6 +139,8 @@ EXTRA_NAMES = {
         "NormLayer",  # a module that holds the parameters of a norm
         *("values_of", "is_graph"),  # are known or not by more than a type
         "constant",  # a copy to a GPU waits for it
+        "is_transformed",  # vmap and fake tensors have no values
+        "without_autocast",  # which would take sums in half precision
         "is_autocast_on",  # and narrowed or not by more than their own dtype
         *("Rotation", "rotation_of"),  # JAX's compiler shares what queries and keys have in common
         *("is_distributed", "replicate_like"),  # a tensor may be a DTensor,

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.attention import flex_attention as library
 
-from mha_torch.arrays import at_least_float32, constant, needs_gradient
+from mha_torch.arrays import at_least_float32, constant, is_transformed, needs_gradient
 from mha_torch.kernels.nonfinite import contained, nan_where, nonfinite_tokens, zero_where
 from mha_torch.masks import Mask
 from mha_torch.scores import Scores
@@ -28,7 +28,7 @@ _WIDTHS = range(16, 257)
 _BLOCK_SIZE = 128
 """How many queries, and how many keys, are seen or skipped together."""
 
-_MANY_SCORES = 2**25
+MANY_SCORES = 2**25
 """Scores (B·N·T·S) from which it is faster than other kernels; below, its dispatch takes longer than their work."""
 
 
@@ -36,7 +36,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scor
     """Return whether attention is for this module: it is large, and another kernel would need a mask or a bias."""
     if torch.compiler.is_compiling():  # a graph that makes the blocks, too, is wrong: PyTorch 2.11 on an H200
         return False
-    if not _runs_here(query, value) or query.shape[:3].numel() * key.shape[2] < _MANY_SCORES:
+    if not _runs_here(query, value) or query.shape[:3].numel() * key.shape[2] < MANY_SCORES:
         return False
     changes = (scores.sinks, scores.soft_cap, scores.slopes)
     is_needed = not mask.has_only("is_causal") or any(x is not None for x in changes)
@@ -49,9 +49,7 @@ def _runs_here(query: Tensor, value: Tensor) -> bool:
     """Return whether the kernel supports such heads, on their device and in this kind of call."""
     if not (_CAN_COMPILE and query.is_cuda and type(query) is Tensor and query.numel() and value.numel()):
         return False
-    # It has no rules for vmap and its like.
-    stack = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
-    if stack() is not None:
+    if is_transformed():  # it has no rules for vmap and its like
         return False
     return query.dtype in _DTYPES and query.shape[3] in _WIDTHS and value.shape[3] in _WIDTHS
 

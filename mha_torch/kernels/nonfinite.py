@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mha_torch.arrays import is_graph, needs_gradient, replicate_like, values_of
+from mha_torch.arrays import is_distributed, is_graph, is_transformed, needs_gradient, replicate_like, values_of
 from mha_torch.kernels import Kernel
 from mha_torch.masks import Mask, as_lengths
 from mha_torch.scores import Scores
@@ -98,14 +98,14 @@ def contained(kernel: Kernel, with_rules: Kernel | None = None) -> Kernel:
 
     @wraps(kernel)
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
-        if is_graph():
+        if is_graph() or is_transformed():  # there are no values to look at
             return with_rules(query, key, value, mask, scores)
-        # In a gradient a masked key is multiplied by 0, so that it must be finite beforehand.
-        if needs_gradient(query, key, value):
+        # In a gradient a masked key is multiplied by 0, so that it must be finite beforehand. Dropout draws once.
+        if needs_gradient(query, key, value) or scores.dropout:
             attend = kernel if _are_moderate(query, key, value, scores) else with_rules
             return attend(query, key, value, mask, scores)
         context = kernel(query, key, value, mask, scores)
-        if _is_sound(context) or _are_moderate(query, key, value, scores):
+        if _is_sound(context, key) or _are_moderate(query, key, value, scores):
             return context
         return with_rules(query, key, value, mask, scores)
 
@@ -148,11 +148,14 @@ def _may_overflow(
     return of_query * of_key.amax(dim=2, keepdim=True).repeat_interleave(num_groups, dim=1) * factor >= 0.99
 
 
-def _is_sound(context: Tensor) -> bool:
-    """Return whether no row is NaN, infinite or 0, as the kernel makes rows of NaN; False if unknown."""
+def _is_sound(context: Tensor, key: Tensor) -> bool:
+    """Return whether no row is NaN, infinite or 0, as the kernel makes rows of NaN, and no key; False if unknown.
+
+    An infinite key may have a score of -inf, which leaves no trace in the context.
+    """
     sizes = torch.linalg.vector_norm(context, dim=-1)
-    total = values_of(sizes.div_(sizes).sum())  # NaN if a size is 0, infinite or NaN
-    return total is not None and total == total
+    total = values_of(sizes.div_(sizes).sum() + 0.0 * torch.linalg.vector_norm(key, torch.inf))
+    return total is not None and total == total  # NaN if a size is 0, infinite or NaN
 
 
 def _are_moderate(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> bool:
@@ -161,8 +164,9 @@ def _are_moderate(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> 
     sizes = [torch.linalg.vector_norm(x.detach(), dtype=dtype) for x in (query, key, value)]
     if scores.bias is not None and scores.bias.numel():
         sizes.append(scores.bias.detach().amax().to(dtype))  # -inf hides a key
-    known = values_of(torch.stack(sizes))  # one wait for a device
-    if known is None:
+    # One wait for a device; but a bias may be plain beside tensors that are distributed.
+    known = [values_of(size) for size in sizes] if is_distributed(query) else values_of(torch.stack(sizes))
+    if known is None or None in known:
         return False
     bounds = (known[0] * known[1] * max(scores.scale or 1.0, 1.0), *known[2:])
     return all(bound < torch.finfo(torch.float32).max for bound in bounds)

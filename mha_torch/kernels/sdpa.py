@@ -3,8 +3,10 @@
 Everything here is for finite inputs: `nonfinite.contained` is around it.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from threading import RLock
 from typing import Any
 
 import torch
@@ -14,7 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mha_spec import Refusal
 from mha_torch.alibi import alibi_bias
-from mha_torch.arrays import at_least_float32, values_of
+from mha_torch.arrays import at_least_float32, values_of, without_autocast
+from mha_torch.heads import repeat_kv_heads
 from mha_torch.masks import Mask
 from mha_torch.relative_bias import relative_position_bias
 from mha_torch.scores import Scores
@@ -33,6 +36,9 @@ _OTHERS = {
     SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
 }
 """PyTorch's kernels but cuDNN's, and what says whether the user allows them."""
+
+_SWITCHES = RLock()
+"""Keeps threads from each other's switches, which are the process's."""
 
 
 def supports(scores: Scores) -> bool:
@@ -94,13 +100,17 @@ def call(
         return context[:, :, first:, :head_dim]
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)].expand(-1, -1, -1, key.shape[2])
-        if attn_mask.is_floating_point() and query.is_cuda:  # where kernels take a bias in the dtype of queries alone
-            query, key, value = (x.to(attn_mask.dtype) for x in (query, key, value))
+        if (
+            query.is_cuda
+        ):  # where kernels take a mask for as many heads of keys, and a bias in the dtype of queries alone
+            key, value = (repeat_kv_heads(x, query.shape[1]) for x in (key, value))
+            if attn_mask.is_floating_point():
+                query, key, value = (x.to(attn_mask.dtype) for x in (query, key, value))
     width = value.shape[3]
     if query.shape[3] != width:  # most kernels take heads of one width, on a CPU the only fast one
         scale, most = query.shape[3] ** -0.5 if scale is None else scale, max(query.shape[3], width)
         query, key, value = (F.pad(x, (0, most - x.shape[3])) for x in (query, key, value))
-    with _kernels_for(query, attn_mask):
+    with _kernels_for(query, attn_mask), nullcontext() if query.dtype == dtype else without_autocast("cuda"):
         context = F.scaled_dot_product_attention(
             query,
             key,
@@ -119,13 +129,19 @@ def _kernels_for(query: Tensor, attn_mask: Tensor | None) -> AbstractContextMana
 
     With a mask cuDNN is wrong: at logits of 1e5 it hides nothing, float32 biases are read as the dtype of queries, and
     gradients may be NaN (pytorch/pytorch 191612, 196678). For each new number of keys it plans for 60 ms, and a step of
-    decoding has one more than the last.
+    decoding has one more than the last. A compiled graph cannot ask which kernels the user allows: all are allowed.
     """
     if not query.is_cuda or (attn_mask is None and query.shape[2] > _FEW_QUERIES):
         return nullcontext()
-    # A graph cannot ask which the user allows.
-    others = [kernel for kernel, is_allowed in _OTHERS.items() if torch.compiler.is_compiling() or is_allowed()]
-    return sdpa_kernel(others) if others else nullcontext()
+    return sdpa_kernel([*_OTHERS]) if torch.compiler.is_compiling() else _without_cudnn()
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    with _SWITCHES:
+        others = [kernel for kernel, is_allowed in _OTHERS.items() if is_allowed()]
+        with sdpa_kernel(others) if others else nullcontext():
+            yield
 
 
 def _with_sinks(
@@ -172,9 +188,10 @@ def _attend_in_query_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mas
     contexts, shared, last = [], None, (seq_len_q - 1) // size * size
     if mask.has_only("is_causal") and scores.bias is None:  # the bias of the last block holds that of any other
         stop = last + (size if mask.is_causal else seq_len_k)
-        shared = _distance_bias(query[:, :, :size], stop, torch.tensor([last]), scores)
+        q_offset = torch.full((1,), last, device=query.device)
+        shared = _distance_bias(query[:, :, :size], stop, q_offset, scores)
         if mask.is_causal:
-            hidden = replace(mask, q_offset=torch.tensor([last])).implicit_bool(size, stop, query.device)
+            hidden = replace(mask, q_offset=q_offset).implicit_bool(size, stop, query.device)
             shared = shared.masked_fill_(hidden, -torch.inf)
     for begin in range(0, seq_len_q, size):
         end = min(begin + size, seq_len_q)

@@ -12,13 +12,14 @@ from torch import Tensor
 from mha_spec.span import Span
 from mha_torch.arrays import needs_gradient
 from mha_torch.kernels import sdpa
+from mha_torch.kernels.flex import MANY_SCORES
 from mha_torch.masks import Mask
 from mha_torch.scores import Scores
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> bool:
-    """Return whether there are more queries than go together, on a CPU: a GPU is left idle by such small products."""
-    if query.is_cuda:
+    """Return whether there are more queries than go together; in small calls a GPU is faster with a mask."""
+    if query.is_cuda and query.shape[:3].numel() * key.shape[2] < MANY_SCORES:
         return False
     return mask.span is not None and mask.q_offset is None and query.shape[2] > _block_size(mask.span, key, value)
 

@@ -125,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
     if not (backends or options.backends or options.join or pythons):
         raise ModuleNotFoundError(no_framework())
     told = {"with_gradients": options.grad, "mesh": _mesh(options, backends), "on_judged": maps}
-    told["device"] = options.device
+    told["device"] = "cpu" if "torch" in pythons else options.device
     if options.model is not None:
         results = _run_model(options, told)
         return print_and_write(options, results, maps)
@@ -153,6 +153,7 @@ def _told_elsewhere(options: argparse.Namespace, backend: str) -> list[str]:
     told = ["--backends", backend, "--dtypes", ",".join(options.dtypes), "--random", str(options.random)]
     given = {name: getattr(options, name) for name in ("cases", "mesh", "devices", "axes")}
     told += [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    told += ["--device", options.device] if backend == "torch" else []
     return [*told, *(["--grad"] if options.grad else [])]
 
 

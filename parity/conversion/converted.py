@@ -29,8 +29,8 @@ class PlannedLayer(JsonRecord):
 
 
 @dataclass(frozen=True)
-class Planned(JsonRecord):
-    """What `convert_file` would write.
+class ConversionPlan(JsonRecord):
+    """Record of a conversion that `convert_file` would write.
 
     Attributes:
         layers: to be converted.
@@ -85,4 +85,4 @@ class Converted(JsonRecord):
     dequantised: list[str] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
     metadata_left_out: list[str] = field(default_factory=list)
-    plan: Planned | None = None
+    plan: ConversionPlan | None = None

@@ -50,7 +50,13 @@ class LayerHints:
 
     @classmethod
     def by(cls, origin: str, **given: Any) -> LayerHints:
-        """Return the hints of one source."""
+        """Return the hints of one source.
+
+        Raises:
+            TypeError: if a keyword is none of `LayerKeywords`.
+        """
+        if unknown := given.keys() - {*SAID}:
+            raise TypeError(f"hints must be of {', '.join(SAID)}, got {', '.join(sorted(unknown))}")
         return cls(**given, origins=dict.fromkeys((name for name in SAID if given.get(name) is not None), origin))
 
     @property

@@ -133,7 +133,7 @@ def _own_hints(specs: Mapping[str, AttentionSpec], unread: Mapping[str, Any], la
     if "" in specs:
         label, unread = "", {name: value for name, value in unread.items() if not (specs[""].rope and is_of_rope(name))}
     may_rotate = all(each.rope is None for each in specs.values())
-    return LayerHints.by(METADATA, spec=specs.get(label), unread=unread, may_rotate=may_rotate)
+    return replace(LayerHints.by(METADATA, spec=specs.get(label)), unread=unread, may_rotate=may_rotate)
 
 
 def _names(file: TensorFile, what: str) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ class ModelHints:
         """Return the hints about the layer of a label, as a `HintSource` does."""
         layer = self.layer_at(label)
         if layer is not None and layer.spec is not None:
-            return LayerHints.by(self.origin, spec=layer.spec, unread=self.unread_of_known)
+            return replace(LayerHints.by(self.origin, spec=layer.spec), unread=self.unread_of_known)
         named = sections_named(label, self.sections)
         others = tuple(f"{name}." for name in self.sections if named and name not in named)
         unread = {name: value for name, value in self.plain.unread.items() if not name.startswith(others)}
@@ -277,7 +277,7 @@ def _plain(origin: str, counts: Mapping[str, Any], theta: Any, unread: Mapping[s
             heads["rope"] = Rope(theta)
     elif theta is not None:
         unread = {**unread, "rope_theta": theta}
-    return LayerHints.by(origin, **(heads if "num_heads" in heads else {}), unread=unread)
+    return replace(LayerHints.by(origin, **(heads if "num_heads" in heads else {})), unread=unread)
 
 
 def _tails(label: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a conversion writes: the tensors of a target, how each is made, and what is said of them."""
+"""A conversion before it is written: the tensors of a target, how each is made, and the metadata beside them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec, Refusal
-from parity.conversion.converted import Planned, PlannedLayer
+from parity.conversion.converted import ConversionPlan, PlannedLayer
 from parity.conversion.hints import COUNTS, METADATA
 from parity.conversion.layers import FileLayer
 from parity.conversion.layouts import Layout
@@ -132,7 +132,7 @@ class Plan:
                 self.made_of[join(prefix, name)] = partial(_made_of, group, name, forms[prefix])
                 self.add(join(prefix, name), whole, first.dtype, make)
 
-    def told(self, layout_from: str, metadata: Mapping[str, str]) -> Planned:
+    def told(self, layout_from: str, metadata: Mapping[str, str]) -> ConversionPlan:
         """Return the plan as a record.
 
         Args:
@@ -140,8 +140,8 @@ class Plan:
             metadata: to be written.
         """
         specs = dict(zip(self.specs, (layer for group in self.layers.values() for layer in group), strict=True))
-        return Planned(
-            layers=[_planned(layer, label, layout_from) for label, layer in specs.items()],
+        return ConversionPlan(
+            layers=[_layer_record(layer, label, layout_from) for label, layer in specs.items()],
             tensors={name: self.made_of[name]() if name in self.made_of else [name] for name in self.infos},
             size=sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.infos.values()),
             left_out=json.loads(metadata.get("dropped", "[]")),
@@ -153,10 +153,12 @@ class Plan:
         return form_for([layer.read_written for layer in group], group[0].to_spec, self.layout)
 
 
-def _planned(layer: FileLayer, to: str, layout_from: str) -> PlannedLayer:
+def _layer_record(layer: FileLayer, to: str, layout_from: str) -> PlannedLayer:
+    """Return the record of a layer; the layout is by the caller if `layout_from` says so."""
     is_of_model = layer.model is not None and layer.model.layout == layer.layout.name
     layout_from = layout_from or (layer.known.model.origin if is_of_model else METADATA)
-    plain = AttentionSpec(layer.spec.d_model, layer.spec.num_heads).values()
+    counts = {name: getattr(layer.spec, name) for name in COUNTS}
+    plain = AttentionSpec(layer.spec.d_model, **counts).values()
     values = {name: value for name, value in layer.spec.values().items() if name in COUNTS or value != plain[name]}
     hints = {name: layer.hints.origin_of(name) for name in values}
     return PlannedLayer(layer.label, to, layer.layout.name, layout_from, layer.spec, hints)

@@ -119,19 +119,22 @@ class Unknown:
 
     @property
     def explanation(self) -> Explanation | None:
-        """What the simplest law explains, if it has a page; what is as simple cannot be told from it."""
+        """The simplest law as an explanation, if it and all that are as simple have pages, two at most."""
         law = self.law
         if law is None or not law.pages or self.findings is None:
             return None
         others = [each for each in self.findings.found if each is not law and each.words != law.words]
         alike = [law, *(each for each in others if each.parameters <= law.parameters and len(self.stages) < 2)]
+        pages = dict.fromkeys(page for each in alike for page in each.pages)
+        if not all(each.pages for each in alike) or len(pages) > 2:
+            return None
         return Explanation(
             self.stage,
             self.stages or (self.stage,),
             law.pages[:1],
             law.words,
             tuple(dict.fromkeys(fix for each in alike for fix in each.fixes)),
-            tuple(dict.fromkeys(page for each in alike for page in each.pages)),
+            tuple(pages),
             self.error,
             None,
             1.0,

@@ -27,6 +27,7 @@ from parity.files.tensor_file import (
     check_names,
     checksum,
     hash_of,
+    nest,
 )
 from parity.files.zipped import torch_library, write_npz, write_torch
 
@@ -104,6 +105,8 @@ def write_tensors(
     check_target(path, kind, names, folder, overwrite=overwrite, source=source)
     if kind in LIBRARIES:
         LIBRARIES[kind](path)
+    if kind in ("msgpack", "orbax"):
+        nest(checked)  # refuses names that cannot be levels
     written = path if len(shards) == 1 else folder / names[-1]
     if dry_run:
         check_place(folder / name)

@@ -19,7 +19,7 @@ from parity.reporting.diagnosis import print_explanation
 from parity.text import counted, some_of
 
 if TYPE_CHECKING:
-    from parity.conversion.converted import Converted, Planned
+    from parity.conversion.converted import ConversionPlan, Converted
     from parity.conversion.differences import WeightsComparison
     from parity.conversion.inspect import Found
     from parity.conversion.layouts import Layout
@@ -119,7 +119,7 @@ def print_conversion(converted: Converted, layout: str, out: Console) -> None:
         _print_plan(converted.plan, converted.dropped, out)
 
 
-def _print_plan(plan: Planned, dropped: Sequence[str], out: Console) -> None:
+def _print_plan(plan: ConversionPlan, dropped: Sequence[str], out: Console) -> None:
     """Print what would be written: layers and tensors that differ in their numbers alone in one row."""
     layers: Counter[tuple[str, ...]] = Counter()
     for layer in plan.layers:

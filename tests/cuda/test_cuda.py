@@ -112,7 +112,9 @@ def test_masks_hide_large_logits(feature, dtype):
 def test_masks_of_compiled_calls_hide_large_logits():
     heads, told = problem("mask", SMALL, torch.bfloat16)
     heads = (heads[0] * 500, heads[1] * 500, heads[2])
-    attend = torch.compile(lambda *heads: mha_torch.fused.scaled_dot_product_attention(*heads, **told)[0])
+    attend = torch.compile(
+        lambda *heads: mha_torch.fused.scaled_dot_product_attention(*heads, **told)[0], fullgraph=True
+    )
     assert_near([attend(*heads)], [both(heads, told)[1][0]], torch.bfloat16)
 
 
@@ -219,7 +221,9 @@ def test_steps_leave_cudnn_out(monkeypatch):
 @pytest.mark.parametrize("seq_len", [SMALL, LARGE])
 def test_compiled_calls_agree(feature, seq_len):
     heads, told = problem(feature, seq_len, torch.bfloat16)
-    attend = torch.compile(lambda *heads: mha_torch.fused.scaled_dot_product_attention(*heads, **told)[0])
+    attend = torch.compile(
+        lambda *heads: mha_torch.fused.scaled_dot_product_attention(*heads, **told)[0], fullgraph=True
+    )
     with torch.no_grad():
         assert_near([attend(*heads)], [both(heads, told)[1][0]], torch.bfloat16)
 

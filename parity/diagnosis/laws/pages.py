@@ -25,10 +25,6 @@ ONE_FAMILY = {
     "rope partial": of.ROTARY_DIM,
     "rope missing": of.MISSING_ROPE,
     "rope reversed": of.REVERSED_ROPE,
-    "window": of.WINDOW,
-    "window instead": of.WINDOW,
-    "chunk": of.WINDOW,
-    "chunk instead": of.WINDOW,
     "temperature": of.TEMPERATURE,
     "temperature length": of.TEMPERATURE,
     "max_distance": of.RELATIVE_BIAS,
@@ -88,6 +84,18 @@ def _of_theta(law: Law, _: Seen, __: AttentionSpec) -> Families:
     return (
         () if abs(law.numbers["theta" if "theta" in law.numbers else "value"] - right) <= NEAR * right else (of.THETA,)
     )
+
+
+def _span_of(spec: AttentionSpec) -> MistakeFamily:
+    """Return the family of the span that a layer has."""
+    if spec.chunk_size is not None:
+        return of.CHUNK
+    return of.WINDOW if spec.window_size is not None else of.NO_WINDOW
+
+
+def _of_span(_: Law, seen: Seen, spec: AttentionSpec) -> Families:
+    is_of_case = seen.problem is not None and seen.problem.case.window_size is not None
+    return (of.WINDOW if is_of_case else _span_of(spec),)
 
 
 def _of_cap(_: Law, __: Seen, spec: AttentionSpec) -> Families:
@@ -197,8 +205,8 @@ def _of_mask(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
         return ()
     has_window = (spec.window_size or spec.chunk_size or seen.problem.case.window_size) is not None
     if law.name == "inverted":
-        return (of.WINDOW, of.POLARITY) if has_window else (of.POLARITY,)
-    return (of.WINDOW, of.CAUSAL) if has_window else (of.CAUSAL,)
+        return (*_of_span(law, seen, spec), of.POLARITY) if has_window else (of.POLARITY,)
+    return (*_of_span(law, seen, spec), of.CAUSAL) if has_window else (of.CAUSAL,)
 
 
 def _of_mixture(law: Law, _: Seen, __: AttentionSpec) -> Families:
@@ -232,6 +240,7 @@ _BY_NAME: dict[str, Callable[[Law, Seen, AttentionSpec], Families]] = {
     "slope": _of_distances,
     "by distance": _of_distances,
     "inverted": _of_mask,
+    **dict.fromkeys(("window", "window instead", "chunk", "chunk instead"), _of_span),
     "band": _of_mask,
     "heads in output": _of_mixture,
 }

@@ -82,6 +82,8 @@ PADDING = MistakeFamily("padding", "let each sequence hide its own padding")
 WINDOW = MistakeFamily(
     "sliding-window", "hide the keys at t - window_size and before: a query sees window_size keys, its own included"
 )
+NO_WINDOW = MistakeFamily("sliding-window", "hide no keys for their distance")
+CHUNK = MistakeFamily("sliding-window", "hide the keys of other chunks: a query sees those of its own")
 LEAKING = MistakeFamily("mask-as-number", "fill hidden scores with -infinity, before the softmax")
 
 # ---- Scores and what comes of them -----------------------------------------------------------------------------------
