@@ -27,7 +27,7 @@ Override = Callable[..., Any]
 
 @dataclass
 class Plan:
-    """What to break in a sibling.
+    """Plan of a mistake in a sibling.
 
     Attributes:
         problem: what it is given, without the mistake.

@@ -149,7 +149,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _told_elsewhere(options: argparse.Namespace, backend: str) -> list[str]:
-    """What `mha-parity run` is told of the same cases on a backend with another Python."""
+    """Return the words of `mha-parity run` for the same cases on a backend with another Python."""
     told = ["--backends", backend, "--dtypes", ",".join(options.dtypes), "--random", str(options.random)]
     given = {name: getattr(options, name) for name in ("cases", "mesh", "devices", "axes")}
     told += [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]

@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def specs(self) -> dict[str, AttentionSpec]:
-        """What is written, by labels of the target."""
+        """Layers to be written, by labels of the target."""
         return {
             f"{prefix}[{index}]" if prefix in self.stacked else prefix: layer.to_spec
             for prefix, group in self.layers.items()
@@ -69,7 +69,7 @@ class Plan:
         unread: Mapping[str, Any],
         drop: Collection[str],
     ) -> dict[str, str]:
-        """What is written of the layers beside their tensors.
+        """Return the metadata to be written beside the tensors.
 
         Args:
             prefix: of all of them; None where there are several.
@@ -176,7 +176,7 @@ def _made_of(group: list[FileLayer], name: str, form: tuple[Tensor, ...]) -> lis
 
 
 def _lost(layer: FileLayer, target: Layout) -> set[str]:
-    """What a layer computes and what is written of it does not."""
+    """Return the features of a layer that are lost in writing it."""
     return lost_in(target, layer.spec).keys() - lost_in(target, layer.to_spec).keys()
 
 

@@ -69,7 +69,7 @@ POSITIONS = 64
 
 @dataclass(frozen=True)
 class Judgement:
-    """How far an array is from the expected one, and how far it may be.
+    """Distance of an array from the expected one, and its tolerance.
 
     Attributes:
         error: root mean square of the error, of masks and lengths its mean; infinite where one side alone is finite.
@@ -86,7 +86,7 @@ class Judgement:
 
     @property
     def has_wrong_zeros(self) -> bool:
-        """Whether attention weights are 0 where a key is seen, or not 0 where it is hidden."""
+        """Return whether attention weights are 0 where a key is seen, or not 0 where it is hidden."""
         return share(self.measured.get("zeros", 0.0), self.allowed.get("zeros", 1.0)) > 1.0
 
 

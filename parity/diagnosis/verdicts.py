@@ -1,4 +1,4 @@
-"""What a diagnosis says: the mistakes that explain a difference, what nothing explains, and what is no mistake."""
+"""Verdicts of a diagnosis: mistakes that explain a difference, stages that nothing explains, and conventions."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Unknown:
     stages: tuple[str, ...] = ()
 
     def explaining(self, stages: Sequence[str], words: Sequence[str]) -> Unknown:
-        """The same as plain data, with the stages that a law explains, and that law first if they are several."""
+        """Return it as plain data, with the stages that a law explains, and that law first if they are several."""
         if self.findings is None:
             return self
         laws = self.findings.plain().found
@@ -171,7 +171,7 @@ LOST = "low-precision"
 
 @dataclass(frozen=True)
 class Diagnosis(JsonRecord):
-    """What is wrong, as far as it was found.
+    """Mistakes and differences, as far as they were found.
 
     Attributes:
         kind: `none`, nothing differs; `convention`, what differs is recorded otherwise, and what follows agrees;
@@ -216,7 +216,7 @@ class Diagnosis(JsonRecord):
     IN_JSON = ("*", "unexplained", "nearest", "headline", "text")
 
     def with_named_laws(self) -> Diagnosis:
-        """The same, with the laws that have a page as explanations."""
+        """Return the diagnosis with the laws that have a page as explanations."""
         if self.kind not in UNNAMED:
             return self
         named = [(unknown, unknown.explanation) for unknown in self.unknowns]
@@ -230,12 +230,12 @@ class Diagnosis(JsonRecord):
 
     @property
     def is_known(self) -> bool:
-        """Whether known mistakes explain all that differs, and no law stands for one."""
+        """True if known mistakes explain all that differs, and no law stands for one."""
         return self.kind not in UNNAMED and all(each.findings is None for each in self.explanations)
 
     @property
     def is_wrong(self) -> bool:
-        """Whether anything is: neither rounding within the budget nor another way to record is."""
+        """True if anything is wrong: neither rounding within the budget nor another way to record is."""
         return self.kind not in ("none", "convention")
 
     @property
@@ -270,7 +270,7 @@ class Diagnosis(JsonRecord):
 
     @property
     def nearest(self) -> list[tuple[str, float]]:
-        """What lessens the error of that stage most."""
+        """Changes that lessen the error of that stage most."""
         return list(self.unknowns[0].nearest) if self.unknowns else []
 
     @property
@@ -335,7 +335,7 @@ def _in_order(explanations: list[Explanation]) -> list[Explanation]:
 
 
 def _by_quantity(conventions: Mapping[str, str]) -> list[str]:
-    """What is to be said of stages, in a line for all steps of which it is the same."""
+    """Return lines about stages, one for all steps with the same words."""
     steps: dict[tuple[str, str], list[str]] = {}
     for name, words in conventions.items():
         steps.setdefault((str(replace(stage_named(name), step=None)), words), []).append(name)

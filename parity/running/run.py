@@ -113,13 +113,13 @@ class _Task(NamedTuple):
         return (_attempt(name, expected, self.mesh) for name in self.backends)
 
     def cost(self) -> float:
-        """What it costs beside others, roughly: its calls, and the numbers in its weights."""
+        """Return its rough cost beside others: its calls, and the numbers in its weights."""
         return (len(self.case.chunks) + 1) * sum(map(math.prod, weight_shapes(self.case.spec).values()))
 
 
 @dataclass(frozen=True)
 class _RunPlan:
-    """What is to be run, checked.
+    """Checked plan of a run.
 
     Attributes:
         tasks: the cases, each in its dtypes.
@@ -248,7 +248,7 @@ def _sources(plan: _RunPlan) -> Iterator[tuple[list[Trace], Iterable[Iterable[Tr
 
 
 def _attempts(task: _Task) -> list[Trace]:
-    """What each backend computes of a case, in another process."""
+    """Return the traces of each backend, from another process."""
     with on_device(task.device):
         return list(task.attempts(task.expected()))
 
@@ -277,7 +277,7 @@ def _record_all(
 
 
 def _attempt(backend: str, reference: Reference, mesh: MeshPlan | None) -> Trace:
-    """A trace even where there is nothing to trace: of a case that the backend cannot run, or raises an error in."""
+    """Return a trace, an empty one if the backend cannot run the case or raises an error."""
     nothing = Trace(reference.problem, backend, {}, {})
     if reason := _why_skipped(backend, reference.problem.case, reference.problem.dtype, mesh):
         return replace(nothing, skipped=reason)

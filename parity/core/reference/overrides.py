@@ -1,4 +1,4 @@
-"""What stands in for methods of one layer."""
+"""Functions that stand in for methods of one layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may stand in for a part of a layer: another weight, input, mask or order of axes; in words and as a change."""
+"""Replacements of a part of a layer: another weight, input, mask or order of axes; in words and as a change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parity.diagnosis.mistakes.record import Changed
 from parity.text import and_listed
 
 Part = tuple[str, Changed, MistakeFamily | None]
-"""What is the case, the same in the reference, and the family of mistakes that it is of, if any."""
+"""Words for a change, the change of the reference, and its family of mistakes, if any."""
 
 Form = Callable[[np.ndarray], np.ndarray]
 
@@ -240,7 +240,7 @@ def _family_of_mask(problem: Problem, words: str) -> MistakeFamily | None:
 
 
 def _all_of(layer: Any, original: Any, values: Values) -> dict[str, np.ndarray]:
-    """What causality and padding hide both."""
+    """Return the mask of what both causality and padding hide."""
     none = np.zeros((1, 1), bool)
     with layer.overriding(is_later=lambda *_: none):
         padding = original(values)["mask"]

@@ -55,6 +55,7 @@ def with_pages(law: Law, seen: Seen) -> Law:
 
 
 def _of_nothing(_: Law, __: Seen, ___: AttentionSpec) -> Families:
+    """Return no family: such laws name none."""
     return ()
 
 
