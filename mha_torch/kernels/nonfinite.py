@@ -154,8 +154,9 @@ def _is_sound(context: Tensor, key: Tensor) -> bool:
     An infinite key may have a score of -inf, which leaves no trace in the context.
     """
     sizes = torch.linalg.vector_norm(context, dim=-1)
-    total = values_of(sizes.div_(sizes).sum() + 0.0 * torch.linalg.vector_norm(key, torch.inf))
-    return total is not None and total == total  # NaN if a size is 0, infinite or NaN
+    # NaN if a size is 0, infinite or NaN, or the sum of the keys is: 0 times it is added.
+    total = values_of(torch.add(sizes.div_(sizes).sum(), key.sum(), alpha=0.0))
+    return total is not None and total == total
 
 
 def _are_moderate(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> bool:
