@@ -70,9 +70,8 @@ def attend(
 
 def _attend_finite(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
     first, stop = _seen_keys(mask, query.shape[0], query.shape[2], key.shape[2], query.device)
-    begin, end = (first, stop) if mask.segments is None else _in_segments(mask.segments, first, stop)[1:]
-    context, _ = _attend_between(query, key, value, first, stop, mask.segments, scores)
-    return zero_where(context, (begin == end)[:, None, :, None])
+    context, lse = _attend_between(query, key, value, first, stop, mask.segments, scores)
+    return zero_where(context, torch.isneginf(lse))  # fully masked rows
 
 
 def _attend_with_rules(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:

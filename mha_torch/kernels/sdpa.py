@@ -100,9 +100,7 @@ def call(
         return context[:, :, first:, :head_dim]
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)].expand(-1, -1, -1, key.shape[2])
-        if (
-            query.is_cuda
-        ):  # where kernels take a mask for as many heads of keys, and a bias in the dtype of queries alone
+        if query.is_cuda:  # kernels with a mask take as many heads of keys there, and a bias in the dtype of queries
             key, value = (repeat_kv_heads(x, query.shape[1]) for x in (key, value))
             if attn_mask.is_floating_point():
                 query, key, value = (x.to(attn_mask.dtype) for x in (query, key, value))
