@@ -243,11 +243,18 @@ def why_incomparable(actual: np.ndarray, expected: np.ndarray, dtype: np.dtype |
 
 def judged(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str) -> Judgement:
     """Judge an array by the expected one, of the same shape, and by what is allowed in each norm."""
-    errors, measured = measured_in(whole_rows(actual, stage), whole_rows(expected, stage), allowed)
+    return _judged(whole_rows(actual, stage), whole_rows(expected, stage), allowed, stage)[0]
+
+
+def _judged(
+    actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str
+) -> tuple[Judgement, np.ndarray]:
+    """Judge whole rows, and return the absolute errors, too."""
+    errors, measured = measured_in(actual, expected, allowed)
     ratios = {norm: share(measured[norm], allowed[norm]) for norm in measured}
     norm = worst_norm(ratios)
     error = float(errors.mean()) if stage_named(stage).is_exact else measured["rms"]
-    return Judgement(error, ratios[norm], norm, measured, allowed)
+    return Judgement(error, ratios[norm], norm, measured, allowed), errors
 
 
 def measure(
@@ -270,7 +277,7 @@ def measure(
         ulps_of: name of the dtype whose units in the last place are counted.
     """
     actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
-    found, errors = judged(actual, expected, allowed, stage), errors_of(actual, expected)
+    found, errors = _judged(actual, expected, allowed, stage)
     errors = with_wrong_zeros(errors, actual, expected, allowed) if found.norm == "zeros" else errors
     worst = np.unravel_index(int(errors.argmax()), errors.shape)
     with np.errstate(over="ignore"):  # an error beside an expected 0 may be beyond counting
