@@ -55,9 +55,14 @@ def source_of_layer(layer: FileLayer, framework: str, **call: Unpack[CallKeyword
     Raises:
         ValueError: as `source_of`, or if the tensors are quantized.
     """
+    return written(layer.spec, framework, call_of_layer(layer, **call), loader_of(layer, framework))
+
+
+def call_of_layer(layer: FileLayer, **call: Unpack[CallKeywords]) -> CallForm:
+    """Return how a layer of a checkpoint is called: across and causally as its model does, and as the keywords say."""
     is_causal = layer.model is None or layer.model.is_causal is not False
     default: CallKeywords = {"is_cross": layer.is_cross, "is_causal": is_causal and not layer.is_cross}
-    return written(layer.spec, framework, CallForm(**{**default, **call}), loader_of(layer, framework))
+    return CallForm(**{**default, **call})
 
 
 def written(spec: AttentionSpec, framework: str, call: CallForm, loader: str = "") -> str:

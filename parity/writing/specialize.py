@@ -27,7 +27,8 @@ LITERALS = (bool, int, float, str, tuple, type(None))
 WIDTH = 120  # columns of a line
 
 BUILTINS = {
-    name: getattr(builtins, name) for name in ("int", "float", "bool", "tuple", "isinstance", "min", "max", "len")
+    name: getattr(builtins, name)
+    for name in ("int", "float", "bool", "tuple", "isinstance", "min", "max", "len", "any")
 }
 
 

@@ -22,6 +22,8 @@ hides = call.has_mask or spec.span is not None or call.cache is not None or call
 may_hide_all = call.has_mask or (call.is_cross and spec.span is not None)
 biases = {projection.has_bias for projection in spec.projections.values()}
 has_biases = "some" if len(biases) > 1 else "all" if True in biases else "none"
+norms = [norm for norm in (qk_norm, v_norm) if norm is not None]
+has_wide = spec.clip_qkv is not None or any(norm.over == "width" for norm in norms)
 groups = spec.num_heads // spec.num_kv_heads
 
 D_MODEL = spec.d_model
@@ -142,15 +144,14 @@ def attention(
         places = cache.lengths[:, None] + jnp.where(is_real, new_tokens, 0)  # (B, T)
     elif has_places or spec.has_positions:
         places = jnp.arange(num_tokens)[None]  # (1, T)
-    if latent is None:
-        if call.is_cross:
-            q = linear(params["q_proj"], query)  # (B, T, N * H)
-            k = linear(params["k_proj"], key)  # (B, S, K * H)
-            v = linear(params["v_proj"], key)  # (B, S, K * H)
-        else:
-            q = linear(params["q_proj"], x)  # (B, T, N * H)
-            k = linear(params["k_proj"], x)  # (B, T, K * H)
-            v = linear(params["v_proj"], x)  # (B, T, K * H)
+    if latent is None and not has_wide:
+        q = split_heads(linear(params["q_proj"], query if call.is_cross else x), NUM_HEADS)  # (B, N, T, H)
+        k = split_heads(linear(params["k_proj"], key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
+        v = split_heads(linear(params["v_proj"], key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
+    elif latent is None:
+        q = linear(params["q_proj"], query if call.is_cross else x)  # (B, T, N * H)
+        k = linear(params["k_proj"], key if call.is_cross else x)  # (B, S, K * H)
+        v = linear(params["v_proj"], key if call.is_cross else x)  # (B, S, K * H)
         if spec.clip_qkv is not None:
             q, k, v = jnp.clip(q, -CLIP, CLIP), jnp.clip(k, -CLIP, CLIP), jnp.clip(v, -CLIP, CLIP)
         if qk_norm is not None and qk_norm.over == "width":
@@ -160,6 +161,7 @@ def attention(
         q = split_heads(q, NUM_HEADS)  # (B, N, T, H)
         k = split_heads(k, NUM_KV_HEADS)  # (B, K, S, H)
         v = split_heads(v, NUM_KV_HEADS)  # (B, K, S, H)
+    if latent is None:
         if qk_norm is not None and qk_norm.over == "head" and not qk_norm.after_rope:
             if qk_norm.weight is None:
                 q, k = normalize_qk(q), normalize_qk(k)
@@ -320,7 +322,10 @@ if rope is not None:
 if rope is not None:
 
     def frequencies(places: Array) -> Array:
-        """Return the angle of each pair of features for each token of distance, (R/2,) or (B or 1, 1, 1, R/2)."""
+        if rope.depends_on_length:
+            """Return the angle of each pair of features for each token of distance, (B or 1, 1, 1, R/2)."""
+        else:
+            """Return the angle of each pair of features for each token of distance, (R/2,)."""
         exponents = np.arange(0, ROTARY_DIM, 2, dtype=np.float32) / np.float32(ROTARY_DIM)
         divisors = jnp.array(THETA ** exponents.astype(np.float64), jnp.float32)
         if isinstance(scaling, LinearScaling):

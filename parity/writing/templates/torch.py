@@ -22,6 +22,8 @@ has_places = call.cache is not None or spec.span is not None or has_distances
 is_explicit = spec.soft_cap is not None or spec.sinks or has_distances or call.has_bias
 hides = call.has_mask or spec.span is not None or call.cache is not None or (call.is_causal and is_explicit)
 may_hide_all = call.has_mask or (call.is_cross and spec.span is not None)
+norms = [norm for norm in (qk_norm, v_norm) if norm is not None]
+has_wide = spec.clip_qkv is not None or any(norm.over == "width" for norm in norms)
 groups = spec.num_heads // spec.num_kv_heads
 
 D_MODEL = spec.d_model
@@ -223,11 +225,14 @@ class Attention(nn.Module):
             places = cache.lengths[:, None] + torch.where(is_real, new_tokens, 0)  # (B, T)
         elif has_places or spec.has_positions:
             places = torch.arange(num_tokens, device=device)[None]  # (1, T)
-        if latent is None:
-            if call.is_cross:
-                q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(key)  # (B, T or S, features of all heads)
-            else:
-                q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)  # (B, T, features of all heads)
+        if latent is None and not has_wide:
+            q = split_heads(self.q_proj(query if call.is_cross else x), NUM_HEADS)  # (B, N, T, H)
+            k = split_heads(self.k_proj(key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
+            v = split_heads(self.v_proj(key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
+        elif latent is None:
+            q = self.q_proj(query if call.is_cross else x)  # (B, T, N * H)
+            k = self.k_proj(key if call.is_cross else x)  # (B, S, K * H)
+            v = self.v_proj(key if call.is_cross else x)  # (B, S, K * H)
             if spec.clip_qkv is not None:
                 q, k, v = q.clamp(-CLIP, CLIP), k.clamp(-CLIP, CLIP), v.clamp(-CLIP, CLIP)
             if qk_norm is not None and qk_norm.over == "width":
@@ -237,6 +242,7 @@ class Attention(nn.Module):
             q = split_heads(q, NUM_HEADS)  # (B, N, T, H)
             k = split_heads(k, NUM_KV_HEADS)  # (B, K, S, H)
             v = split_heads(v, NUM_KV_HEADS)  # (B, K, S, H)
+        if latent is None:
             if qk_norm is not None and qk_norm.over == "head" and not qk_norm.after_rope:
                 q, k = self.q_norm(q), self.k_norm(k)
             if v_norm is not None and v_norm.over == "head":
@@ -390,7 +396,10 @@ if rope is not None:
 if rope is not None:
 
     def frequencies(places: Tensor) -> Tensor:
-        """Return the angle of each pair of features for each token of distance, (R/2,) or (B or 1, 1, 1, R/2)."""
+        if rope.depends_on_length:
+            """Return the angle of each pair of features for each token of distance, (B or 1, 1, 1, R/2)."""
+        else:
+            """Return the angle of each pair of features for each token of distance, (R/2,)."""
         exponents = torch.arange(0, ROTARY_DIM, 2, device=places.device) / ROTARY_DIM
         divisors = (THETA ** exponents.double()).float()
         if isinstance(scaling, LinearScaling):

@@ -21,6 +21,8 @@ hides = call.has_mask or spec.span is not None or call.cache is not None or call
 may_hide_all = call.has_mask or (call.is_cross and spec.span is not None)
 biases = {projection.has_bias for projection in spec.projections.values()}
 has_biases = "some" if len(biases) > 1 else "all" if True in biases else "none"
+norms = [norm for norm in (qk_norm, v_norm) if norm is not None]
+has_wide = spec.clip_qkv is not None or any(norm.over == "width" for norm in norms)
 groups = spec.num_heads // spec.num_kv_heads
 
 D_MODEL = spec.d_model
@@ -97,22 +99,13 @@ class Attention:
     def __init__(
         self, weights: Mapping[str, np.ndarray], device: ttnn.Device, dtype: ttnn.DataType = ttnn.bfloat16
     ) -> None:
-        """Upload the weights of a layer.
-
-        Args:
-            weights: by name, those of projections (out, in).
-            device: where the layer runs.
-            dtype: of weights and activations.
-        """
+        """Upload weights by name, those of projections (out, in); the layer computes in their dtype."""
         self.device, self.dtype = device, dtype
         # HiFi4 with float32 sums gives occasional wrong results on Wormhole (tt-metal#38306).
         is_wormhole = device.arch() == ttnn.Arch.WORMHOLE_B0
+        fidelity = ttnn.MathFidelity.HiFi3 if is_wormhole else ttnn.MathFidelity.HiFi4
         self.config = ttnn.init_device_compute_kernel_config(
-            device.arch(),
-            math_fidelity=ttnn.MathFidelity.HiFi3 if is_wormhole else ttnn.MathFidelity.HiFi4,
-            math_approx_mode=False,
-            fp32_dest_acc_en=True,
-            packer_l1_acc=True,
+            device.arch(), math_fidelity=fidelity, math_approx_mode=False, fp32_dest_acc_en=True, packer_l1_acc=True
         )
         self.weights = {
             name: self.upload(weight.T if "_proj.weight" in name else weight[None]) for name, weight in weights.items()
@@ -172,15 +165,14 @@ class Attention:
             x = ttnn.where(shown, x, 0.0)
         elif has_places or spec.has_positions:
             places = np.arange(num_tokens)[None]  # (1, T)
-        if latent is None:
-            if call.is_cross:
-                q = self.linear("q_proj", query)  # (B, T, N * H)
-                k = self.linear("k_proj", key)  # (B, S, K * H)
-                v = self.linear("v_proj", key)  # (B, S, K * H)
-            else:
-                q = self.linear("q_proj", x)  # (B, T, N * H)
-                k = self.linear("k_proj", x)  # (B, T, K * H)
-                v = self.linear("v_proj", x)  # (B, T, K * H)
+        if latent is None and not has_wide:
+            q = split_heads(self.linear("q_proj", query if call.is_cross else x), NUM_HEADS)  # (B, N, T, H)
+            k = split_heads(self.linear("k_proj", key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
+            v = split_heads(self.linear("v_proj", key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
+        elif latent is None:
+            q = self.linear("q_proj", query if call.is_cross else x)  # (B, T, N * H)
+            k = self.linear("k_proj", key if call.is_cross else x)  # (B, S, K * H)
+            v = self.linear("v_proj", key if call.is_cross else x)  # (B, S, K * H)
             if spec.clip_qkv is not None:
                 q, k, v = ttnn.clamp(q, -CLIP, CLIP), ttnn.clamp(k, -CLIP, CLIP), ttnn.clamp(v, -CLIP, CLIP)
             if qk_norm is not None and qk_norm.over == "width":
@@ -190,6 +182,7 @@ class Attention:
             q = split_heads(q, NUM_HEADS)  # (B, N, T, H)
             k = split_heads(k, NUM_KV_HEADS)  # (B, K, S, H)
             v = split_heads(v, NUM_KV_HEADS)  # (B, K, S, H)
+        if latent is None:
             if qk_norm is not None and qk_norm.over == "head" and not qk_norm.after_rope:
                 q, k = self.normalize_qk("q_norm", q), self.normalize_qk("k_norm", k)
             if v_norm is not None and v_norm.over == "head":
@@ -337,10 +330,7 @@ class Attention:
     if rope is not None:
 
         def rotation(self, places: np.ndarray) -> tuple[ttnn.Tensor, ttnn.Tensor]:
-            """Return the cosines and sines of the angles at places (B or 1, T), each (B or 1, 1, T, R).
-
-            The host computes them, because the device's sine is not made for angles of thousands.
-            """
+            """Return cosines and sines of angles, (B or 1, 1, T, R), by the host: the device's are for small angles."""
             if rope.sections is not None:
                 angles = np.moveaxis(places[list(AXES)], 0, -1) * frequencies(places)  # (B or 1, T, R/2)
             else:
@@ -442,7 +432,10 @@ def split_heads(features: ttnn.Tensor, num_heads: int) -> ttnn.Tensor:
 if rope is not None:
 
     def frequencies(places: np.ndarray) -> np.ndarray:
-        """Return the angle of each pair of features for each token of distance, (R/2,) or (B or 1, 1, R/2)."""
+        if rope.depends_on_length:
+            """Return the angle of each pair of features for each token of distance, (B or 1, 1, R/2)."""
+        else:
+            """Return the angle of each pair of features for each token of distance, (R/2,)."""
         exponents = np.arange(0, ROTARY_DIM, 2, dtype=np.float32) / np.float32(ROTARY_DIM)
         divisors = (THETA ** exponents.astype(np.float64)).astype(np.float32)
         if isinstance(scaling, LinearScaling):
