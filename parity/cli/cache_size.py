@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from parity.cli.help import Page
+from parity.cli.help import Page, Result
 from parity.cli.messages import refusal
-from parity.cli.options import add_json_option, flag_of, write_json
+from parity.cli.options import flag_of
 
 MOST_SIZE = 2**63 - 1  # of an axis, as arrays have it
 
@@ -19,7 +19,7 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the options of the command."""
     parser.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences; 1 by default")
     parser.add_argument("--num-kv-heads", type=int, required=True, metavar="K")
     parser.add_argument("--head-dim", type=int, required=True, metavar="H")
@@ -29,10 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", dest="batch_size", type=int, help=argparse.SUPPRESS)  # its former name
     parser.add_argument("--num-layers", type=int, default=1, metavar="L", help="1 by default")
     parser.add_argument("--dtype", default="float16", help="float32, bfloat16, float16, float64; float16 by default")
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Print the size."""
     from mha_spec import AttentionSpec
     from parity.core.case import DTYPES
@@ -57,5 +56,4 @@ def run(options: argparse.Namespace) -> int:
         f"{nbytes} bytes = {nbytes / 2**30:.3g} GiB",
         soft_wrap=True,
     )
-    write_json(options, {"nbytes": nbytes})
-    return 0
+    return 0, {"nbytes": nbytes}

@@ -6,9 +6,8 @@ import argparse
 import fnmatch
 from typing import TYPE_CHECKING
 
-from parity.cli.help import Page
+from parity.cli.help import Page, Result
 from parity.cli.messages import near, refusal
-from parity.cli.options import add_json_option, write_json
 
 if TYPE_CHECKING:
     from parity.core.case import Case
@@ -23,12 +22,11 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the options of the command."""
     parser.add_argument("names", nargs="?", default="*", metavar="GLOB", help="such as 'rope*'; all by default")
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """List the cases."""
     from dataclasses import asdict
 
@@ -38,8 +36,7 @@ def run(options: argparse.Namespace) -> int:
     cases = cases_named("GLOB", options.names)
     print_cases(cases, console())
     listed = [{"covers": covers(case), **asdict(case)} for case in cases]
-    write_json(options, {"cases": listed})
-    return 0
+    return 0, {"cases": listed}
 
 
 def cases_named(flag: str, pattern: str, may_be_none: bool = False) -> list[Case]:

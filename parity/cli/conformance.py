@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import fnmatch
 
-from parity.cli.help import Page
+from parity.cli.help import Page, Result
 from parity.cli.messages import refusal
 from parity.cli.options import (
-    add_json_option,
     add_params_option,
     check_names,
     flag_of,
     name_list,
-    named_by_flags,
-    write_json,
 )
 
 PAGE = Page(
@@ -28,7 +25,7 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the options of the command."""
     parser.add_argument(
         "target", nargs="?", metavar="PKG.MODULE:CALLABLE", help="a function, a module, or what makes one"
     )
@@ -50,10 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mask-true", choices=("hides", "shows"), help="declare what True in a mask does")
     parser.add_argument("--causal-name", metavar="NAME", help="the parameter that is the causal flag")
     parser.add_argument("--causal", choices=("top-left", "bottom-right"), help="declare how it is aligned")
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Examine, and print the matrix."""
     from parity.conformance.answers import exit_status
     from parity.conformance.discover import load_params
@@ -85,10 +81,9 @@ def run(options: argparse.Namespace) -> int:
     else:
         if options.only != "*":
             raise refusal("--only", "come with --peers", {"--only": options.only})
-        with named_by_flags(("framework", "params", "axes", *heads, *mask)):
-            if options.params is not None:
-                declared["params"] = load_params(options.params)
-            found = [examine_target(options.target, options.questions, options.dtypes, **declared)]
+        if options.params is not None:
+            declared["params"] = load_params(options.params)
+        found = [examine_target(options.target, options.questions, options.dtypes, **declared)]
 
     def again(subject: str, question: str) -> str:
         given = f"--peers --only {subject}" if options.peers else options.target
@@ -97,5 +92,4 @@ def run(options: argparse.Namespace) -> int:
         )
 
     print_conformance(found, console(), again)
-    write_json(options, {"packages": installed(), "subjects": found})
-    return exit_status(found)
+    return exit_status(found), {"packages": installed(), "subjects": found}

@@ -41,6 +41,7 @@ from parity.cli import (
 from parity.cli.clone import FROM_A_CLONE, commands_of_a_clone
 from parity.cli.help import EXIT_STATUS
 from parity.cli.messages import is_writable, refusal, say, warn
+from parity.cli.options import in_flags
 from parity.cli.paths import REPORTS, STANDARD_OUTPUT, check_destinations
 from parity.conversion.not_carried import NotCarriedWarning
 from parity.text import in_line
@@ -195,21 +196,34 @@ def _run_command(options: argparse.Namespace) -> int:
     except FileNotFoundError:  # libraries would end the process
         raise FileNotFoundError("the current folder must exist, but it was deleted") from None
     check_destinations(options)
-    run = COMMANDS[options.command].run
     to_stdout = [flag for flag in REPORTS if getattr(options, flag, None) in STANDARD_OUTPUT]
     if not to_stdout:
-        return run(options)
+        return _run_and_write(options)
     if len(to_stdout) > 1:
         raise refusal(f"--{' and --'.join(to_stdout)}", "not both be standard output")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report"
         setattr(options, to_stdout[0], str(path))
         with redirect_stdout(sys.stderr):  # what is for people goes there
-            status = run(options)
+            status = _run_and_write(options)
         with suppress(BrokenPipeError):  # the reader has seen enough
             sys.stdout.flush()
             sys.stdout.buffer.write(path.read_bytes())
             sys.stdout.flush()
+    return status
+
+
+def _run_and_write(options: argparse.Namespace) -> int:
+    from mha_spec import Refusal
+
+    try:
+        status, content = COMMANDS[options.command].run(options)
+    except Refusal as refused:
+        raise in_flags(refused, options) from None
+    if options.json is not None:
+        from parity.reporting.json import write_json
+
+        write_json(options.json, {"format": 1, **content})
     return status
 
 
@@ -248,13 +262,15 @@ def make_parser() -> argparse.ArgumentParser:
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         page = command.PAGE
-        command.add_arguments(
-            parsers.add_parser(
-                name,
-                help=page.line,
-                description=textwrap.fill(page.about, 78),
-                epilog=page.epilog,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
+        command_parser = parsers.add_parser(
+            name,
+            help=page.line,
+            description=textwrap.fill(page.about, 78),
+            epilog=page.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(command_parser)
+        command_parser.add_argument(
+            "--json", metavar="PATH", help="also write the result as JSON; - is standard output"
         )
     return parser

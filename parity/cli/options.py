@@ -1,13 +1,23 @@
-"""Options: their names, the types of their values, and the one that every command has."""
+"""Options: their names, and the types of their values."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from parity.cli.messages import refusal
+
+if TYPE_CHECKING:
+    from mha_spec import Refusal
+
+HEADS = ("num_heads", "num_kv_heads", "head_dim")
+
+ARGUMENTS = (
+    *("prefix", "to_prefix", "drop", "fill_bias", "ranks", "against", "layers", *HEADS),
+    *("framework", "params", "axes", "d_model", "mask_name", "mask_true", "padding_true", "causal_name", "causal"),
+)
+"""Arguments of the functions behind the commands that are the options of the same names."""
 
 
 def flag_of(name: str) -> str:
@@ -15,18 +25,22 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-@contextmanager
-def named_by_flags(names: Collection[str]) -> Iterator[None]:
-    """Raise refusals with the flags of some arguments instead of their names."""
-    from mha_spec import Refusal
+def in_flags(refused: Refusal, options: argparse.Namespace) -> Refusal:
+    """Return a refusal of an argument of a function as that of the flag behind it: `--to-prefix` for `to_prefix`."""
+    flags = {name: flag_of(name) for name in ARGUMENTS if hasattr(options, name)}
+    if hasattr(options, "layout") or hasattr(options, "layouts"):
+        flags |= {"source": "--from", "layout": "--from"}
+    if hasattr(options, "to"):
+        flags |= {"target": "--to"}
 
     def rename(name: str, value: Any) -> tuple[str, Any]:
-        return flag_of(name) if name in names else name, value
+        if name == "keep_rest":
+            return "--rest", "drop"
+        # Layouts have rules about numbers of heads that nobody passed.
+        is_passed = name not in HEADS or (value is not None and value == getattr(options, name, None))
+        return flags.get(name, name) if is_passed else name, value
 
-    try:
-        yield
-    except Refusal as error:
-        raise error.renamed(rename) from error
+    return refused.renamed(rename)
 
 
 def add_params_option(parser: argparse.ArgumentParser) -> None:
@@ -85,16 +99,3 @@ def check_names(flag: str, given: Sequence[str] | None, known: Collection[str]) 
     for name in given or ():
         if name not in known:
             raise refusal(flag, f"be of {', '.join(known)}", {flag: name})
-
-
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    """The option that every command has."""
-    parser.add_argument("--json", metavar="PATH", help="also write the result as JSON; - is standard output")
-
-
-def write_json(options: argparse.Namespace, content: Mapping[str, Any]) -> None:
-    """Write a result where `--json` says, if it says anything."""
-    if options.json is not None:
-        from parity.reporting import json
-
-        json.write_json(options.json, {"format": 1, **content})

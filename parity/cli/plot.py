@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from parity.cli.help import Page
-from parity.cli.layers import add_layer_options, in_flags, layer_options
+from parity.cli.help import Page, Result
+from parity.cli.layers import add_layer_options, layer_options
 from parity.cli.messages import near, refusal
-from parity.cli.options import add_json_option, number_list, write_json
+from parity.cli.options import number_list
 from parity.cli.paths import is_trace
 
 PAGE = Page(
@@ -21,7 +21,7 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the options of the command."""
     parser.add_argument("source", metavar="SRC", help="a trace, or a file with the weights of a layer")
     parser.add_argument("target", metavar="DST", help="the picture, .png or .svg")
     given = parser.add_mutually_exclusive_group()
@@ -42,10 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", "--layout", dest="layout", metavar="LAYOUT", help="from the file's metadata by default"
     )
     add_layer_options(parser, "the layer")
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Draw, and print what was drawn."""
     from parity.reporting.console import console
     from parity.reporting.plot import check_destination, plot_attention
@@ -69,8 +68,7 @@ def run(options: argparse.Namespace) -> int:
     told = f"{stage}, sequence {options.sequence}, {drawn}; wrote {options.target}"
     console().print(told, soft_wrap=True)
     content = {"stage": stage, "sequence": options.sequence, "heads": heads, "shape": list(attn_weights.shape)}
-    write_json(options, {**content, "target": options.target})
-    return 0
+    return 0, {**content, "target": options.target}
 
 
 def _attention(options: argparse.Namespace) -> tuple[str, Any]:
@@ -97,8 +95,7 @@ def _attention(options: argparse.Namespace) -> tuple[str, Any]:
         raise refusal(", ".join(needless), "come with --input")
     if options.input is None and case is None:
         raise refusal("--input or --case", "say what the layer is applied to")
-    with in_flags(options):
-        weights, spec = load(options.source, options.layout, prefix=options.prefix, **layer_options(options))
+    weights, spec = load(options.source, options.layout, prefix=options.prefix, **layer_options(options))
     if case is not None:
         return attention_in_case(weights, spec, case)
     query = read_array(str(options.input))

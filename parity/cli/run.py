@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from parity.backends import BACKENDS
 from parity.cli.cases import cases_named
-from parity.cli.help import Page
-from parity.cli.layers import add_layer_options, in_flags, layer_options, said_of_layers, warn_of_parts
+from parity.cli.help import Page, Result
+from parity.cli.layers import add_layer_options, layer_options, said_of_layers, warn_of_parts
 from parity.cli.messages import no_framework, refusal
 from parity.cli.options import check_names, name_list, named_path, range_list
 from parity.cli.reports import add_report_options, attention_maps, print_and_write
@@ -35,7 +35,7 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the options of the command."""
     parser.add_argument(
         "--backends",
         type=name_list,
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_report_options(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Run the cases, print the report and write it."""
     from parity.backends import why_missing
     from parity.conversion.convert import load
@@ -131,8 +131,7 @@ def run(options: argparse.Namespace) -> int:
         return print_and_write(options, results, maps)
     weights = None
     if options.weights is not None:
-        with in_flags(options):
-            weights, spec = load(options.weights, options.layout, prefix=options.prefix, **layer_options(options))
+        weights, spec = load(options.weights, options.layout, prefix=options.prefix, **layer_options(options))
         cases = cases_of(f"weights-{Path(options.weights).stem}", spec)
     runs = sum(1 if case.dtype else len(options.dtypes) for case in cases) * len(backends)
     with progress_bar(runs) as on_case, ExitStack() as stack:
@@ -198,7 +197,7 @@ def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:
     if options.against == "transformers" and find_spec("transformers") is None:
         raise ModuleNotFoundError("--against transformers needs transformers; pip install transformers")
     warn_of_parts(options.model)
-    with progress_bar(None) as on_case, in_flags(options):
+    with progress_bar(None) as on_case:
         return run_model(
             options.model,
             options.backends,
