@@ -27,7 +27,7 @@ PAGE = Page(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument(
-        "target", nargs="?", metavar="PKG.MODULE:CALLABLE", help="a function, a module, or what makes one"
+        "subject", nargs="?", metavar="PKG.MODULE:CALLABLE", help="a function, a module, or what makes one"
     )
     parser.add_argument("--peers", action="store_true", help="those of torch, JAX, Flax, Keras, Equinox; and ours")
     parser.add_argument("--only", default="*", metavar="GLOB", help="names of peers, such as 'keras*'")
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> Result:
     from parity.reporting.conformance import print_conformance
     from parity.reporting.console import console, progress_bar
 
-    if options.peers == (options.target is not None):
+    if options.peers == (options.subject is not None):
         raise refusal("either a subject", "be given as pkg.module:callable, or --peers")
     heads, mask = ("d_model", "num_heads", "num_kv_heads"), ("mask_name", "mask_true", "causal_name", "causal")
     declared = {
@@ -83,10 +83,10 @@ def run(options: argparse.Namespace) -> Result:
             raise refusal("--only", "come with --peers", {"--only": options.only})
         if options.params is not None:
             declared["params"] = load_params(options.params)
-        found = [examine_target(options.target, options.questions, options.dtypes, **declared)]
+        found = [examine_target(options.subject, options.questions, options.dtypes, **declared)]
 
     def again(subject: str, question: str) -> str:
-        given = f"--peers --only {subject}" if options.peers else options.target
+        given = f"--peers --only {subject}" if options.peers else options.subject
         return " ".join(["mha-parity conformance", given, *(f"{flag} {value}" for flag, value in flags.items())]) + (
             f" --questions '{question}'"
         )

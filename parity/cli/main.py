@@ -42,7 +42,7 @@ from parity.cli.clone import FROM_A_CLONE, commands_of_a_clone
 from parity.cli.help import EXIT_STATUS
 from parity.cli.messages import is_writable, refusal, say, warn
 from parity.cli.options import in_flags
-from parity.cli.paths import REPORTS, STANDARD_OUTPUT, check_destinations
+from parity.cli.paths import REPORTS, STANDARD_OUTPUT, check_paths
 from parity.conversion.not_carried import NotCarriedWarning
 from parity.text import in_line
 
@@ -195,7 +195,7 @@ def _run_command(options: argparse.Namespace) -> int:
         os.getcwd()
     except FileNotFoundError:  # libraries would end the process
         raise FileNotFoundError("the current folder must exist, but it was deleted") from None
-    check_destinations(options)
+    check_paths(options)
     to_stdout = [flag for flag in REPORTS if getattr(options, flag, None) in STANDARD_OUTPUT]
     if not to_stdout:
         return _run_and_write(options)

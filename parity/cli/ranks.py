@@ -37,7 +37,7 @@ def diagnose(options: argparse.Namespace) -> Result:
         told = f"{len(paths)}: {' '.join(paths)}"
         raise refusal(f"--ranks {options.ranks}", f"come with a file of each rank, {size} in order", told)
     if twice := next((path for path in paths if paths.count(path) > 1), ""):
-        raise refusal("ranks", "have a file each", f"{twice} twice")
+        raise refusal("each rank", "have a file of its own", f"{twice} twice")
     _check_order(paths)
     files = {path: load_tensors(path)[0] for path in paths}
     problem = _problem_of_case(options, files) if options.weights is None else _problem_of_layer(options, files)

@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     try:
         controller.check()
     except (ImportError, ValueError) as error:
-        raise pytest.UsageError(f"--parity-report cannot be written: {error}") from None
+        raise pytest.UsageError(str(error)) from None
     config.pluginmanager.register(controller, _Recorder.NAME)
 
 
@@ -163,13 +163,8 @@ class _Controller(_Recorder):
 
         suffix = self.path.suffix.lower()
         if suffix not in WRITERS:
-            raise Refusal("its suffix", f"be one of {', '.join(WRITERS)}", str(self.path))
-        if self.path.is_dir() or not self.path.parent.is_dir():
-            raise Refusal("it", "name a file in a folder that exists", str(self.path))
-        try:
-            check_writable(self.path)
-        except OSError as error:
-            raise Refusal("it", "name a file that can be written", f"{self.path}: {error.strerror}") from None
+            raise Refusal("--parity-report", f"end in one of {', '.join(WRITERS)}", {"--parity-report": self.path})
+        check_writable(self.path, "--parity-report")
         module = importlib.import_module(WRITERS[suffix][0])
         getattr(module, "check_installed", lambda: None)()  # the page's libraries are imported when it is written
 
