@@ -61,7 +61,7 @@ def print_divergence(sides: list[list[Comparison]], distances: dict[str, float],
         styles.append("" if all(each is None or each.passed for each in found) else "red")
         rows.append([stage, *ratios, f"{distance:.1e}"])
     columns = [Column("stage", no_wrap=True), *(Column(name, justify="right") for name in (*names, "difference"))]
-    print_table(out, title, columns, rows, styles, narrow=out.width < 80)
+    print_table(out, title, columns, rows, styles)
     for side in sides:
         wrong = first_difference(side)
         words = "is right" if wrong is None else f"goes wrong at {wrong.stage}"

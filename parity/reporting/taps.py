@@ -26,7 +26,7 @@ def print_verdict(verdict: TapVerdict, name: str, out: Console) -> None:
 
 def print_difference(difference: TapDifference, out: Console, *, with_table: bool) -> None:
     """Print how far apart two recordings are, layer by layer, and which layer explains it."""
-    if with_table and out.width >= 80:
+    if with_table:
         stages = [each for each in ("input", *STAGES) if any(each in layer.errors for layer in difference.layers)]
         columns = [Column("layer", no_wrap=True), *(Column(name, justify="right", no_wrap=True) for name in stages)]
         rows = []
@@ -35,7 +35,4 @@ def print_difference(difference: TapDifference, out: Console, *, with_table: boo
             rows.append([layer.layer, *numbers])
         styles = ["red" if layer.is_culprit else "" for layer in difference.layers]
         print_table(out, "How far apart, as a share of the first (root mean square)", columns, rows, styles)
-    elif with_table:  # no room for columns
-        for layer in difference.layers:
-            out.print(Text(str(layer), style="red" if layer.is_culprit else "", overflow="fold"))
     out.print(Text(str(difference), style="bold green" if difference.agrees else "red"), soft_wrap=True)
