@@ -9,11 +9,11 @@ from rich.table import Column
 from rich.text import Text
 
 from parity.core.cases import find_case
-from parity.core.compare import Comparison, first_difference
+from parity.core.compare import Comparison
 from parity.core.stages import stage_named
 from parity.reporting.console import NARROWEST, print_table, short_ratio
 from parity.reporting.diagnosis import print_diagnosis
-from parity.reporting.summary import reproduction, sent_by_program, skipped_reasons, summary_line
+from parity.reporting.summary import reproduction, sent_by_program, skipped_reasons, summary_line, worst_of
 
 if TYPE_CHECKING:
     from parity.running.report import Report
@@ -93,11 +93,10 @@ def _verdict(comparisons: list[Comparison] | None) -> Text:
     """What a cell says; the stage of what passed may be cut off, that of what failed goes on in the next line."""
     if not comparisons:
         return Text("—" if comparisons is None else "skipped", style="dim")
-    difference = first_difference(comparisons)
-    if difference is not None:
-        words = f"FAIL {short_ratio(difference.worse_ratio)} {difference.stage}"
+    worst = worst_of(comparisons)
+    if not worst.passed:
+        words = f"FAIL {short_ratio(worst.worse_ratio)} {worst.stage}"
         return Text(words, style="bold red", overflow="fold")
-    worst = max(comparisons, key=lambda comparison: comparison.worse_ratio)
     return Text(f"ok {short_ratio(worst.ratio)} {worst.stage}", style="green", no_wrap=True, overflow="ellipsis")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.text import Text
 
 from parity.core.cases import find_case
+from parity.core.compare import first_difference
 from parity.core.stages import stage_named
 from parity.sharding.mesh import words_of
 from parity.text import and_listed, counted
@@ -38,6 +39,11 @@ def summary_line(report: Report) -> Text:
         f"{and_listed(backends)} {verdict} with {expected}: {counted(count, 'case')}, {counts}",
         style="bold red" if report.status else "bold green",
     )
+
+
+def worst_of(comparisons: list[Comparison]) -> Comparison:
+    """Return the stage that stands for a case: its first difference, or that which uses the most of its budget."""
+    return first_difference(comparisons) or max(comparisons, key=lambda comparison: comparison.worse_ratio)
 
 
 def skipped_reasons(report: Report) -> list[str]:
