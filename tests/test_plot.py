@@ -245,7 +245,7 @@ def test_plot_draws_a_layer_for_a_case_in_any_layout(tmp_path):
         (["W", "a.png"], refuses("--input or --case")),
         (
             ["W", "a.png", "--case", "no-such-case"],
-            refuses("--case", {"--case": "no-such-case"}, hint="near it: no-bias"),
+            refuses("--case", {"--case": "no-such-case"}, hint="the nearest are "),
         ),
         (["W", "a.png", "--case", "full", "--causal"], refuses("--causal")),
         (["W", "a.png", "--input", "X", "--stage", "attn_weights"], refuses("--stage", {"--stage": "attn_weights"})),

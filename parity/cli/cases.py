@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import fnmatch
 from typing import TYPE_CHECKING
 
 from parity.cli.help import Page, Result
-from parity.cli.messages import near, refusal
+from parity.cli.messages import refusal
 
 if TYPE_CHECKING:
     from parity.core.case import Case
@@ -40,12 +41,14 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def cases_named(flag: str, pattern: str, may_be_none: bool = False) -> list[Case]:
-    """The cases whose names fit a pattern, `random-N` too where it is the name itself."""
+    """Return the cases whose names fit a pattern, `random-N` too where it is the name itself."""
     from parity.core.cases import CASES, find_case
 
     cases = [case for name, case in CASES.items() if fnmatch.fnmatchcase(name, pattern)]
     if not cases and (case := find_case(pattern)):
         cases = [case]
     if not (cases or may_be_none):
-        raise refusal(flag, "match a case", {flag: pattern}, hint=near(pattern, CASES) + "see `mha-parity cases`")
+        nearest = difflib.get_close_matches(pattern, CASES, n=5, cutoff=0.5)
+        hint = f"near it: {', '.join(nearest)}; " if nearest else ""
+        raise refusal(flag, "match a case", {flag: pattern}, hint=f"{hint}see `mha-parity cases`")
     return cases

@@ -137,7 +137,7 @@ def _diagnose_traces(files: Sequence[str], out: Console) -> Diagnosis:
     """The diagnosis of one trace, or of the one of two that goes wrong first."""
     from parity.core.compare import first_difference
     from parity.diagnosis.traces import diagnose_worst, distances, judge_together
-    from parity.reporting.diagnosis import print_difference, print_divergence
+    from parity.reporting.diagnosis import print_divergence
     from parity.running.traces import load_trace
 
     traces = [load_trace(path) for path in files]
@@ -151,7 +151,7 @@ def _diagnose_traces(files: Sequence[str], out: Console) -> Diagnosis:
     if len(traces) > 1:
         print_divergence(sides, distances(traces[0], traces[1], sides), out)
     elif difference := first_difference(sides[0]):
-        print_difference(difference, out)
+        out.print(str(difference), style="red")
     return diagnose_worst(traces, sides)
 
 

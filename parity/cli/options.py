@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from parity.cli.messages import refusal
@@ -15,7 +16,18 @@ HEADS = ("num_heads", "num_kv_heads", "head_dim")
 
 ARGUMENTS = (
     *("prefix", "to_prefix", "drop", "fill_bias", "ranks", "against", "layers", *HEADS),
-    *("framework", "params", "axes", "d_model", "mask_name", "mask_true", "padding_true", "causal_name", "causal"),
+    *(
+        "case",
+        "framework",
+        "params",
+        "axes",
+        "d_model",
+        "mask_name",
+        "mask_true",
+        "padding_true",
+        "causal_name",
+        "causal",
+    ),
 )
 """Arguments of the functions behind the commands that are the options of the same names."""
 
@@ -68,34 +80,19 @@ def named_path(text: str) -> tuple[str, str]:
     return name, path
 
 
-def number_list(text: str) -> list[int]:
-    """The type of an option that takes integers with commas between them."""
-    try:
-        return list(map(int, name_list(text)))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be numbers, got {text}") from None
-
-
 def range_list(text: str) -> list[int]:
     """The type of an option that takes numbers and ranges of them: `0,5-7`."""
     found: list[int] = []
-    for word in name_list(text):
-        first, dash, last = word.partition("-")
-        try:
+    with suppress(ValueError):
+        for first, dash, last in (word.partition("-") for word in name_list(text)):
             found += range(int(first), int(last if dash else first) + 1)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be numbers and ranges of them, such as 0,5-7, got {text}") from None
-    if not found:
-        raise argparse.ArgumentTypeError(f"must be numbers and ranges of them, such as 0,5-7, got {text}")
-    return found
+        if found:
+            return found
+    raise argparse.ArgumentTypeError(f"must be numbers and ranges of them, such as 0,5-7, got {text}")
 
 
 def check_names(flag: str, given: Sequence[str] | None, known: Collection[str]) -> None:
-    """Refuse a name that is not known.
-
-    Raises:
-        ValueError: if one of those that are given is not.
-    """
+    """Refuse a name that is not known."""
     for name in given or ():
         if name not in known:
             raise refusal(flag, f"be of {', '.join(known)}", {flag: name})

@@ -8,8 +8,8 @@ from typing import Any
 
 from parity.cli.help import Page, Result
 from parity.cli.layers import add_layer_options, layer_options
-from parity.cli.messages import near, refusal
-from parity.cli.options import number_list
+from parity.cli.messages import refusal
+from parity.cli.options import range_list
 from parity.cli.paths import is_trace
 
 PAGE = Page(
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     labels.add_argument("--tokens", metavar="A,B", help="labels of the keys, and of as many queries")
     labels.add_argument("--tokens-file", metavar="FILE", help="the same, one a line")
     parser.add_argument("--query-tokens", metavar="A,B", help="labels of the queries, where they differ")
-    parser.add_argument("--heads", type=number_list, metavar="I,J", help="all by default")
+    parser.add_argument("--heads", type=range_list, metavar="0,5-7", help="all by default")
     parser.add_argument(
         "--sequence", type=int, default=0, metavar="B", help="which sequence of the batch; 0 by default"
     )
@@ -74,14 +74,11 @@ def run(options: argparse.Namespace) -> Result:
 def _attention(options: argparse.Namespace) -> tuple[str, Any]:
     """The stage and the attention weights that `plot` was asked for: a trace's, or a layer's for an input."""
     from parity.conversion.convert import load
-    from parity.core.cases import CASES, find_case
+    from parity.core.cases import case_named
     from parity.diagnosis.attention import attention_for, attention_in, attention_in_case, read_array
     from parity.running.traces import load_trace
 
-    case = None if options.case is None else find_case(options.case)
-    if options.case is not None and case is None:
-        nearest = near(options.case, CASES)
-        raise refusal("--case", "name a case", {"--case": options.case}, hint=f"{nearest}see `mha-parity cases`")
+    case = None if options.case is None else case_named(options.case)
     of_input = {"--causal": options.causal, "--key-input": options.key_input}
     of_layer = {"--input": options.input, "--case": options.case, **of_input, "--from": options.layout}
     of_layer |= {"--prefix": options.prefix}

@@ -72,7 +72,7 @@ def _divided(text: str) -> dict[str, int]:
 
 def _problem_of_case(options: argparse.Namespace, files: Mapping[str, Stages]) -> Problem:
     """A case that is known here."""
-    from parity.core.cases import find_case
+    from parity.core.cases import case_named
     from parity.core.problem import make_problem
 
     if options.case is None:
@@ -80,8 +80,7 @@ def _problem_of_case(options: argparse.Namespace, files: Mapping[str, Stages]) -
     said = {"from": options.layouts, "prefix": options.prefix, "not-causal": options.not_causal}
     if needless := [flag_of(name) for name, value in (said | layer_options(options)).items() if value]:
         raise refusal(", ".join(needless), "come with --weights")
-    if (case := find_case(options.case)) is None:
-        raise refusal("--case", "be one of `mha-parity cases`, or random-N", {"--case": options.case})
+    case = case_named(options.case)
     _check_names(options, files, ())
     return make_problem(case, _dtype_of(files))
 

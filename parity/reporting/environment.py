@@ -23,8 +23,8 @@ def print_environment(
 
     Args:
         found: the environment, see `parity.backends.numerics.environment`.
-        backends: by name, why each cannot run here, or nothing.
-        optional: by name, the version of each optional package, or nothing.
+        backends: by name, why each cannot run here, if it cannot.
+        optional: by name, the version of each optional package that is installed.
         out: where to.
     """
     facts = [(name, str(found[name])) for name in ("python", "platform", "cpus")]

@@ -24,11 +24,7 @@ DETAILED_FAILURES = 5  # shown whole on the terminal; all are in the JSON
 def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: bool = False) -> None:
     """Print a report: cases, stages, what is wrong and where, what was skipped and why, and a last line.
 
-    Args:
-        report: what to print.
-        out: where to.
-        verbose: also print every comparison.
-        quiet: print only what is wrong and the last line.
+    `verbose` adds every comparison; `quiet` leaves only what is wrong and the last line.
     """
     if verbose:
         print_comparison_table(report, out)

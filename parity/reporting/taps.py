@@ -12,13 +12,7 @@ from parity.reporting.console import print_table
 
 
 def print_verdict(verdict: TapVerdict, name: str, out: Console) -> None:
-    """Print which layer goes wrong, and why.
-
-    Args:
-        verdict: on a recording.
-        name: what to call it, if there are several.
-        out: where to.
-    """
+    """Print which layer of a recording goes wrong, and why, below its name if there are several."""
     if name:
         out.print(Text(name, style="bold"), soft_wrap=True)
     out.print(Text(str(verdict), style="bold green" if verdict.passed else "red"), soft_wrap=True)
