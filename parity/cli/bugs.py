@@ -16,7 +16,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("names", nargs="*", metavar="NAME", help="a page or a mistake; without one, the list of them")
 
 

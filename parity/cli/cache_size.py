@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from parity.cli.help import Page, Result
-from parity.cli.messages import refusal
-from parity.cli.options import flag_of
+from parity.cli.options import check_names, check_range
 
 MOST_SIZE = 2**63 - 1  # of an axis, as arrays have it
 
@@ -19,7 +18,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences; 1 by default")
     parser.add_argument("--num-kv-heads", type=int, required=True, metavar="K")
     parser.add_argument("--head-dim", type=int, required=True, metavar="H")
@@ -38,13 +36,9 @@ def run(options: argparse.Namespace) -> Result:
     from parity.core.weights import dtype_named
     from parity.reporting.console import console
 
-    if options.dtype not in DTYPES:
-        raise refusal("--dtype", f"be one of {', '.join(DTYPES)}", {"--dtype": options.dtype})
+    check_names("--dtype", [options.dtype], DTYPES)
     for name in ("batch_size", "num_kv_heads", "head_dim", "capacity", "num_layers"):
-        if getattr(options, name) < 1:
-            raise refusal(flag_of(name), "be at least 1", {flag_of(name): getattr(options, name)})
-        if getattr(options, name) > MOST_SIZE:
-            raise refusal(flag_of(name), f"be at most {MOST_SIZE}", {flag_of(name): getattr(options, name)})
+        check_range(options, name, 1, MOST_SIZE)
     spec = AttentionSpec(options.num_kv_heads * options.head_dim, options.num_kv_heads)
     nbytes = spec.cache_nbytes(
         options.batch_size, options.capacity, dtype_named(options.dtype), num_layers=options.num_layers

@@ -23,7 +23,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("names", nargs="?", default="*", metavar="GLOB", help="such as 'rope*'; all by default")
 
 

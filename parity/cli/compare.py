@@ -20,7 +20,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("traces", nargs="+", metavar="DIR", help="folders of traces, or single files, or recordings")
     parser.add_argument("--weights", metavar="DIR", help="with recordings: the model that they should be of")
     parser.add_argument("--verbose", action="store_true", help="print every comparison")

@@ -8,6 +8,7 @@ from parity.cli.help import Page, Result
 from parity.cli.layers import add_layer_options, layer_options, warn_of_parts
 from parity.cli.messages import refusal, warn
 from parity.cli.options import name_list
+from parity.text import some_of
 
 MOST_GIB = 2**20  # of a shard: a pebibyte
 
@@ -23,7 +24,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("source", metavar="SRC", help="a file, or a folder of shards or of ranks' files")
     parser.add_argument("target", metavar="DST", help="a file, whose suffix decides the format; or a folder")
     parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="from the file's metadata by default")
@@ -98,6 +98,5 @@ def run(options: argparse.Namespace) -> Result:
         ("quantised in the source, and written as the float32 values that it stands for", converted.dequantised),
     ):
         if names:
-            some = f"{', '.join(names[:6])}{', …' if len(names) > 6 else ''}"
-            warn(f"{what}: {some} ({len(names)})")
+            warn(f"{what}: {some_of(names)} ({len(names)})")
     return 0, converted.to_dict()

@@ -12,7 +12,7 @@ from parity.cli.help import Page, Result
 from parity.cli.layers import add_layer_options, layer_options, pairs_of_layers, status_of
 from parity.cli.messages import refusal
 from parity.cli.options import add_params_option
-from parity.cli.paths import is_trace
+from parity.cli.paths import kind_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +31,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument(
         "files",
         nargs="+",
@@ -127,7 +126,7 @@ def _diagnose_weights(options: argparse.Namespace, out: Console) -> Result:
 
 def _are_traces(files: Sequence[str]) -> bool:
     """Whether the files are traces, all of them or none."""
-    kinds = list(map(is_trace, files))
+    kinds = [kind_of(path) == "trace" for path in files]
     if any(kinds) and not all(kinds):
         raise refusal("both files", "be traces, or neither", " ".join(files))
     return all(kinds)

@@ -16,7 +16,7 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+    """Add nothing: there are no options but those of every command."""
 
 
 def run(options: argparse.Namespace) -> Result:

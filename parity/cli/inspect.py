@@ -16,7 +16,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("file", metavar="FILE")
     add_layer_options(parser)
 

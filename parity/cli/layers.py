@@ -37,11 +37,7 @@ def add_layer_options(parser: argparse.ArgumentParser, what: str = "", *, many: 
 
 
 def layer_options(options: argparse.Namespace) -> LayerKeywords:
-    """Return the keywords of functions that read layers; None for an option that was not given.
-
-    Raises:
-        ValueError: if the base of the RoPE frequencies is not positive and finite.
-    """
+    """Return the keywords of functions that read layers; None for an option that was not given."""
     from mha_spec import Rope
 
     theta = options.rope_theta

@@ -15,7 +15,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("name", nargs="?", metavar="LAYOUT")
 
 

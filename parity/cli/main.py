@@ -159,7 +159,9 @@ def _signals_raise(*, for_good: bool) -> Iterator[list[int]]:
             latest = time.monotonic() + PATIENCE
         if raised:
             return
-        if hasattr(signal, "setitimer") and _is_importing(frame) and time.monotonic() < latest:
+        places = {each.f_code.co_filename for each, _ in traceback.walk_stack(frame)}
+        is_importing = "<frozen importlib._bootstrap>" in places
+        if hasattr(signal, "setitimer") and is_importing and time.monotonic() < latest:
             before.setdefault(signal.SIGALRM, signal.signal(signal.SIGALRM, interrupt))
             signal.setitimer(signal.ITIMER_REAL, 0.02)  # libraries in C print a traceback when they cannot be imported
             return
@@ -179,15 +181,6 @@ def _signals_raise(*, for_good: bool) -> Iterator[list[int]]:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if for_good else handler)
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a frame is part of an import."""
-    while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _run_command(options: argparse.Namespace) -> int:

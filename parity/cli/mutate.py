@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from parity.cli.help import Page, Result
 from parity.cli.messages import refusal
-from parity.cli.options import add_params_option, name_list
+from parity.cli.options import add_declarations, check_range, name_list
 
 if TYPE_CHECKING:
     from mha_spec import Refusal
@@ -25,7 +25,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("subject", metavar="PKG.MODULE:CALLABLE", help="a function, or a class of modules")
     parser.add_argument("tests", nargs="+", metavar="COMMAND", help="after --, what runs the tests: pytest …")
     parser.add_argument("--only", type=name_list, metavar="GLOBS", help="names of mistakes, such as 'mask*,scale*'")
@@ -34,14 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, metavar="SECONDS", help="of one run; ten times the first, at least 60, by default"
     )
-    parser.add_argument("--framework", choices=("torch", "jax"), help="of a function, where its module has both")
-    add_params_option(parser)
-    parser.add_argument("--axes", choices=("BNTH", "BTNH", "BTE"), help="of the inputs, where they cannot be inferred")
-    parser.add_argument("--mask-name", metavar="NAME", help="the parameter that takes the mask")
-    parser.add_argument("--mask-true", choices=("hides", "shows"), help="what True in a mask does")
+    add_declarations(parser, ("torch", "jax"))
     parser.add_argument("--padding-true", choices=("hides", "shows"), help="what True in a padding mask does")
-    parser.add_argument("--causal-name", metavar="NAME", help="the parameter that is the causal flag")
-    parser.add_argument("--causal", choices=("top-left", "bottom-right"), help="how it is aligned")
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -53,8 +46,7 @@ def run(options: argparse.Namespace) -> Result:
     from parity.reporting.console import console, progress_bar
     from parity.reporting.mutate import print_mutations
 
-    if options.jobs < 1:
-        raise refusal("--jobs", "be at least 1", {"--jobs": options.jobs})
+    check_range(options, "jobs", 1)
     if options.timeout is not None and not options.timeout > 0:
         raise refusal("--timeout", "be above 0", {"--timeout": options.timeout})
     wanted = _wanted(options.only, options.skip)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,17 @@ def add_params_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_declarations(parser: argparse.ArgumentParser, frameworks: Sequence[str]) -> None:
+    """Options that declare what cannot be inferred of an attention."""
+    parser.add_argument("--framework", choices=frameworks, help="of a function, where its module has more than one")
+    add_params_option(parser)
+    parser.add_argument("--axes", choices=("BNTH", "BTNH", "BTE"), help="of the inputs, where they cannot be inferred")
+    parser.add_argument("--mask-name", metavar="NAME", help="the parameter that takes the mask")
+    parser.add_argument("--mask-true", choices=("hides", "shows"), help="declare what True in a mask does")
+    parser.add_argument("--causal-name", metavar="NAME", help="the parameter that is the causal flag")
+    parser.add_argument("--causal", choices=("top-left", "bottom-right"), help="declare how it is aligned")
+
+
 def name_list(text: str) -> list[str]:
     """The type of an option that takes names with commas between them."""
     found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
@@ -89,6 +101,15 @@ def range_list(text: str) -> list[int]:
         if found:
             return found
     raise argparse.ArgumentTypeError(f"must be numbers and ranges of them, such as 0,5-7, got {text}")
+
+
+def check_range(options: argparse.Namespace, name: str, least: int, most: float = math.inf) -> None:
+    """Refuse a number that is too small or too large."""
+    value = getattr(options, name)
+    if value < least:
+        raise refusal(flag_of(name), f"be at least {least}", {flag_of(name): value})
+    if value > most:
+        raise refusal(flag_of(name), f"be at most {most}", {flag_of(name): value})
 
 
 def check_names(flag: str, given: Sequence[str] | None, known: Collection[str]) -> None:

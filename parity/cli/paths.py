@@ -57,11 +57,6 @@ def _is_same(path: str, other: str) -> bool:
         return os.path.realpath(path) == os.path.realpath(other)
 
 
-def is_trace(path: str) -> bool:
-    """Whether a file is a trace."""
-    return kind_of(path) == "trace"
-
-
 def kind_of(path: str) -> str:
     """What a file says that it holds: `trace`, `tap`, or nothing."""
     from parity.files import open_tensors

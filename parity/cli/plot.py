@@ -10,7 +10,7 @@ from parity.cli.help import Page, Result
 from parity.cli.layers import add_layer_options, layer_options
 from parity.cli.messages import refusal
 from parity.cli.options import range_list
-from parity.cli.paths import is_trace
+from parity.cli.paths import kind_of
 
 PAGE = Page(
     "heat maps of attention: which query attends to which key, head by head",
@@ -21,7 +21,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("source", metavar="SRC", help="a trace, or a file with the weights of a layer")
     parser.add_argument("target", metavar="DST", help="the picture, .png or .svg")
     given = parser.add_mutually_exclusive_group()
@@ -82,7 +81,7 @@ def _attention(options: argparse.Namespace) -> tuple[str, Any]:
     of_input = {"--causal": options.causal, "--key-input": options.key_input}
     of_layer = {"--input": options.input, "--case": options.case, **of_input, "--from": options.layout}
     of_layer |= {"--prefix": options.prefix}
-    if is_trace(options.source):
+    if kind_of(options.source) == "trace":
         if needless := [flag for flag, value in of_layer.items() if value]:
             raise refusal(", ".join(needless), "be left out for a trace", str(options.source))
         return attention_in(load_trace(options.source), options.stage)

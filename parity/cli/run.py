@@ -14,7 +14,7 @@ from parity.cli.cases import cases_named
 from parity.cli.help import Page, Result
 from parity.cli.layers import add_layer_options, layer_options, said_of_layers, warn_of_parts
 from parity.cli.messages import no_framework, refusal
-from parity.cli.options import check_names, name_list, named_path, range_list
+from parity.cli.options import check_names, check_range, name_list, named_path, range_list
 from parity.cli.reports import add_report_options, attention_maps, print_and_write
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument(
         "--backends",
         type=name_list,
@@ -108,8 +107,7 @@ def run(options: argparse.Namespace) -> Result:
 
     check_names("--backends", options.backends, BACKENDS)
     check_names("--dtypes", options.dtypes, DTYPES)
-    if options.jobs < 1:
-        raise refusal("--jobs", "be at least 1", {"--jobs": options.jobs})
+    check_range(options, "jobs", 1)
     if options.jobs > 1 and options.model is not None:
         raise refusal("--jobs", "be 1 with --model, whose layers are read one at a time", {"--jobs": options.jobs})
     cases, maps = _chosen_cases(options), attention_maps(options)
@@ -215,10 +213,7 @@ def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:
 def _chosen_cases(options: argparse.Namespace) -> list[Case]:
     from parity.core.cases import QUICK, random_case
 
-    if options.random < 0:
-        raise refusal("--random", "be at least 0", {"--random": options.random})
-    if options.random > MOST_RANDOM:
-        raise refusal("--random", f"be at most {MOST_RANDOM}", {"--random": options.random})
+    check_range(options, "random", 0, MOST_RANDOM)
     drawn = {case.name: case for case in map(random_case, range(options.random))}
     named = QUICK
     if options.cases is not None:

@@ -16,7 +16,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("path", metavar="PATH", help="a config.json, or the folder that it lies in")
     parser.add_argument(
         "--part",

@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def are_taps(paths: Sequence[str]) -> bool:
-    """Whether paths are recordings, all of them or none.
-
-    Raises:
-        OSError: if a file cannot be read.
-        ValueError: if some are and some are not, or there are more than two.
-    """
+    """Return if paths are recordings, one or two; refuse a mixture."""
     kinds = [Path(path).is_file() and kind_of(path) == "tap" for path in paths]
     if not any(kinds):
         return False

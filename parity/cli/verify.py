@@ -22,7 +22,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("files", nargs=2, metavar="FILE")
     parser.add_argument(
         "--from", dest="layouts", action="append", default=[], metavar="LAYOUT", help="of both, or each"

@@ -48,14 +48,7 @@ HEAT = (0.03, 0.1, 0.3, 1.0)
 
 
 def check_installed(*, pictures: bool = False) -> None:
-    """Refuse to begin what could not be finished.
-
-    Args:
-        pictures: whether the page will hold attention maps, too.
-
-    Raises:
-        ModuleNotFoundError: if a library that makes the page is not installed.
-    """
+    """Refuse to begin a page, with attention maps or without, whose library is not installed."""
     packages.check_installed("an HTML report", "jinja2", *(["pillow"] if pictures else []))
 
 
@@ -304,7 +297,7 @@ def _environments(environment: Mapping[str, Any]) -> Iterator[tuple[str, list[tu
     for place, settings in places.items():
         settings = dict(settings) if isinstance(settings, Mapping) else {"value": settings}
         of_backends = settings.pop("backends", {})
-        tables = {"machine and packages": settings}
+        tables: dict[str, Mapping[str, Any]] = {"machine and packages": settings}
         for backend, facts in of_backends.items() if isinstance(of_backends, Mapping) else ():
             tables[f"{backend}: device and numerics lock"] = facts if isinstance(facts, Mapping) else {"value": facts}
         yield place or "this machine", [(name, flattened(table)) for name, table in tables.items() if table]

@@ -23,16 +23,7 @@ MOST_CELLS = 1024  # along an axis; beyond, of neighbours the largest is shown
 
 
 def check_destination(path: str | os.PathLike[str], name: str = "path") -> None:
-    """Refuse what could not be drawn, or written, before the work.
-
-    Args:
-        path: of the picture.
-        name: what the user calls it.
-
-    Raises:
-        ModuleNotFoundError: if matplotlib is not installed.
-        ValueError: if the suffix is not that of a format, or it cannot be written.
-    """
+    """Refuse a picture that could not be drawn, or written, before the work; `name` is what the user calls it."""
     if Path(path).suffix.lower() not in FORMATS:
         raise Refusal(name, f"end in {' or '.join(FORMATS)}", {name: path})
     check_writable(path, name)

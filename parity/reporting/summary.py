@@ -56,14 +56,9 @@ def skipped_reasons(report: Report) -> list[str]:
 
 
 class Sent(NamedTuple):
-    """What devices of a mesh send each other in one kind of program, and in which cases.
+    """Operations in which devices of a mesh send each other data, in one kind of program, and its cases.
 
-    Attributes:
-        backend, program: as a `Collectives` names them.
-        counted, needed: in words.
-        excuse: why there is more than is needed; empty where there is not.
-        passed: whether there may be.
-        cases: their names.
+    `counted` and `needed` are words; `excuse` says why more is sent than needed, and `passed` if it may be.
     """
 
     backend: str

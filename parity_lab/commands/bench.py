@@ -19,7 +19,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument(
         "--what", type=name_list, metavar="A,B", help="cores,scores,layers,decode,memory,import,convert,growth"
     )

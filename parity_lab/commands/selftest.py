@@ -20,7 +20,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     parser.add_argument("--backends", type=name_list, metavar="A,B", help="jax,torch by default")
     parser.add_argument("--cases", default="*", metavar="GLOB")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
