@@ -19,13 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_layer_options(parser: argparse.ArgumentParser, what: str = "", *, many: bool = False) -> None:
-    """Options that say which layers of a file are meant, and what its shapes leave open.
-
-    Args:
-        parser: that of the command.
-        what: whose names `--prefix` tells; without it there is no such option.
-        many: whether `--prefix` may be given more than once.
-    """
+    """Add the options that choose layers of a file: `--prefix` for the names of `what`, and what shapes leave open."""
     if what:
         repeated: dict[str, Any] = {"action": "append", "default": []} if many else {}
         about = f"what the names of {what} begin with; {{i}} stands for a number"
@@ -72,12 +66,7 @@ def warn_of_parts(path: str) -> None:
 
 
 class Pairs(NamedTuple):
-    """Layers of two files that belong together.
-
-    Attributes:
-        layers: those of the first file, each with its counterpart.
-        not_compared: what a comparison of them leaves out.
-    """
+    """Layers of two files that belong together, and what a comparison of them leaves out."""
 
     layers: list[tuple[Any, Any]]
     not_compared: list[NotCompared]

@@ -134,13 +134,7 @@ def _print_plan(plan: ConversionPlan, dropped: Sequence[str], out: Console) -> N
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether two layers hold the same attention.
-
-    Attributes:
-        one, other: their names in both files.
-        weights: what their tensors say, which decides.
-        stages: what is computed with them on probe inputs.
-    """
+    """Verdict on two layers, by name: their weights decide, the stages of probe inputs show what differs."""
 
     one: str
     other: str
