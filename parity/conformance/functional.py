@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,25 +43,29 @@ class WithParams:
 
     def in_dtype(self, dtype: str, framework: str) -> WithParams:
         """Copy with floating-point weights in a dtype of a framework."""
+        params = self.params
         if framework == "jax":
             import jax
-            import jax.numpy as jnp
 
-            def cast(leaf: Any) -> Any:
-                is_floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-                return jnp.asarray(leaf, dtype) if is_floating else leaf
-
-            return WithParams(self.func, jax.tree.map(cast, self.params), self.name, self.signature)
-        if framework == "torch":
+            params = jax.tree.map(lambda leaf: cast_in_jax(leaf, dtype), params)
+        elif framework == "torch":
             import torch
 
-            def convert(leaf: Any) -> Any:
+            def convert(_: Any, leaf: Any) -> Any:
                 leaf = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
                 is_floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
                 return leaf.detach().to(getattr(torch, dtype)) if is_floating else leaf
 
-            return WithParams(self.func, _mapped(self.params, convert), self.name, self.signature)
-        return self
+            params = mapped(params, convert)
+        return replace(self, params=params)
+
+
+def cast_in_jax(leaf: Any, dtype: str) -> Any:
+    """Leaf of a tree of JAX, in a dtype if it is an array of floating-point numbers."""
+    import jax.numpy as jnp
+
+    is_floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jnp.asarray(leaf, dtype) if is_floating else leaf
 
 
 def with_params(target: Any, params: Any, name: str) -> WithParams:
@@ -151,20 +155,29 @@ def _looks_up_a_name(function: Callable[..., Any], names: Sequence[str], name: s
     return False
 
 
+def leaves_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Leaves of nested mappings, lists and tuples, each with its path."""
+    if isinstance(tree, Mapping | list | tuple) and not hasattr(tree, "shape"):
+        for name, each in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from leaves_in(each, (*path, name))
+    else:
+        yield path, tree
+
+
 def arrays_in(tree: Any) -> Iterator[Any]:
-    """The arrays in a mapping or another tree, in order."""
-    if hasattr(tree, "shape"):
-        yield tree
-    elif isinstance(tree, Mapping | list | tuple):
-        for each in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from arrays_in(each)
-    elif "jax" in sys.modules:
-        yield from (leaf for leaf in sys.modules["jax"].tree.leaves(tree) if hasattr(leaf, "shape"))
+    """Arrays in nested mappings, lists and tuples or, where JAX is loaded, in any tree of its own."""
+    for _, leaf in leaves_in(tree):
+        if hasattr(leaf, "shape"):
+            yield leaf
+        elif "jax" in sys.modules:
+            yield from (each for each in sys.modules["jax"].tree.leaves(leaf) if hasattr(each, "shape"))
 
 
-def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+def mapped(tree: Any, change: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
+    """Copy of nested mappings, lists and tuples with other leaves, `change(path, leaf)`."""
     if isinstance(tree, Mapping):
-        return {name: _mapped(each, change) for name, each in tree.items()}
+        inner = {name: mapped(each, change, (*path, name)) for name, each in tree.items()}
+        return inner if type(tree) is dict else type(tree)(inner)  # type: ignore[call-arg]
     if type(tree) in (list, tuple):
-        return type(tree)(_mapped(each, change) for each in tree)
-    return change(tree)
+        return type(tree)(mapped(each, change, (*path, i)) for i, each in enumerate(tree))
+    return change(path, tree)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from parity.mutating.compare import copied
 from parity.mutating.view import View
 
 Function = Callable[["Call"], Any]
@@ -60,12 +61,20 @@ class Call:
         return Call(self.view, tuple(args), kwargs, self.owner)
 
     def of(self, owner: Any) -> Call:
-        """The same call of another module."""
+        """Call another module with the same arguments."""
         return Call(self.view, self.args, self.kwargs, owner)
+
+    def copied(self) -> Call:
+        """Copy everything in the call, so that it leaves nothing behind.
+
+        Raises:
+            Exception: whatever something raises that cannot be copied.
+        """
+        return Call(self.view, copied(tuple(self.args)), copied(dict(self.kwargs)), copied(self.owner))
 
     @property
     def xp(self) -> Any:
-        """The array functions of its framework."""
+        """Array functions of its framework."""
         return importlib.import_module("torch" if self.view.framework == "torch" else "jax.numpy")
 
     @property

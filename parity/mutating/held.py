@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from parity.conformance.functional import leaves_in, mapped
 from parity.conformance.signatures import BIASES, LEAVES, PACKED, PROJECTIONS
 from parity.mutating.calls import Call, Function, library_of
 from parity.mutating.compare import Unfit
@@ -183,49 +183,31 @@ def _of_torch(call: Call) -> _Carrier:
 
 def replaced_in_torch(call: Call, changed: Mapping[str, Any], function: Function) -> Any:
     """Call a module of torch, some of its parameters and buffers others meanwhile, by their names."""
-    places = []
-    for name, x in changed.items():
-        prefix, _, last = name.rpartition(".")
-        module = call.owner.get_submodule(prefix)
-        held = module._parameters if last in module._parameters else module._buffers
-        places.append((held.__setitem__, last, held[last], x))
-    with _replaced(places):
-        return function(call)
+    from torch.func import functional_call
+    from torch.nn import Module
+
+    holder = Module()  # so that the call is the function's, not the module's, whose hooks would run twice
+    holder.owner = call.owner
+    holder.forward = lambda: function(call)
+    return functional_call(holder, {f"owner.{name}": x for name, x in changed.items()}, (), tie_weights=False)
 
 
 def _of_nnx(call: Call) -> _Carrier:
     from flax import nnx
 
-    found = dict(nnx.to_flat_state(nnx.state(call.owner, nnx.Param)))
-
-    def holder(path: Path) -> Any:
-        module = call.owner
-        for word in path[:-1]:
-            module = module[word] if isinstance(word, int) or isinstance(module, Mapping) else getattr(module, word)
-        return module
+    before = nnx.state(call.owner, nnx.Param)
+    parameters = dict(nnx.to_flat_state(before))
 
     def run(function: Function, changed: Mapping[Path, Any]) -> Any:
-        places = []
-        for path, x in changed.items():
-            module, name = holder(path), path[-1]
-            parameter = getattr(module, name)
-            places.append((lambda n, value, m=module: setattr(m, n, value), name, parameter, type(parameter)(x)))
-        with _replaced(places):
+        nnx.update(
+            call.owner, nnx.from_flat_state([(path, parameters[path].replace(x)) for path, x in changed.items()])
+        )
+        try:
             return function(call)
+        finally:
+            nnx.update(call.owner, before)
 
-    return _Carrier({path: parameter[...] for path, parameter in found.items()}, run)
-
-
-@contextmanager
-def _replaced(places: list[tuple[Callable[[Any, Any], None], Any, Any, Any]]) -> Iterator[None]:
-    """What is set by name to other values, for a while."""
-    for put, name, _, x in places:
-        put(name, x)
-    try:
-        yield
-    finally:
-        for put, name, before, _ in places:
-            put(name, before)
+    return _Carrier({path: parameter[...] for path, parameter in parameters.items()}, run)
 
 
 def _of_tree(tree: Any, call_with: Callable[[Any], Call]) -> _Carrier:
@@ -269,26 +251,11 @@ def _of_linen(call: Call) -> _Carrier:
 
 def _of_mapping(call: Call, mapping: Any) -> _Carrier:
     """A mapping that may hold others; its names may have dots in them."""
-    paths = dict(_paths(mapping)) if isinstance(mapping, Mapping) else {}
+    paths = {path: x for path, x in leaves_in(mapping) if path and hasattr(x, "shape")}
     if not paths:
         raise Unfit(f"its weights are no mapping of arrays by name but {type(mapping).__name__}")
-    return _Carrier(paths, lambda function, changed: function(call.but(weights=_changed(mapping, changed))))
 
+    def run(function: Function, changed: Mapping[Path, Any]) -> Any:
+        return function(call.but(weights=mapped(mapping, lambda path, x: changed.get(path, x))))
 
-def _paths(mapping: Mapping[Any, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
-    for name, value in mapping.items():
-        if isinstance(value, Mapping):
-            yield from _paths(value, (*above, name))
-        elif hasattr(value, "shape"):
-            yield (*above, name), value
-
-
-def _changed(mapping: Mapping[Any, Any], changed: Mapping[Path, Any], above: Path = ()) -> Any:
-    """A mapping of the same kind with other arrays at some paths."""
-    inner = {
-        name: _changed(value, changed, (*above, name))
-        if isinstance(value, Mapping)
-        else changed.get((*above, name), value)
-        for name, value in mapping.items()
-    }
-    return inner if type(mapping) is dict else type(mapping)(inner)  # type: ignore[call-arg]
+    return _Carrier(paths, run)
