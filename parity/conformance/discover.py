@@ -15,8 +15,15 @@ import numpy as np
 
 from mha_spec import Refusal, WrongType
 from parity.conformance.calls import Failed, Refused, fresh_copies, run
-from parity.conformance.functional import WithParams, arrays_in, check_has_weights, linen_module, with_params
-from parity.conformance.signatures import HEADS, WIDTHS, parameters_of, required, roles_of
+from parity.conformance.functional import (
+    WithParams,
+    arrays_in,
+    cast_in_jax,
+    check_has_weights,
+    linen_module,
+    with_params,
+)
+from parity.conformance.signatures import HEADS, WIDTHS, library_of, parameters_of, required, roles_of
 from parity.conformance.subjects import (
     AXES,
     BATCH,
@@ -28,6 +35,9 @@ from parity.conformance.subjects import (
     Path,
     Subject,
 )
+
+OF_MASKS = {"torch": "torch", "jax": "jax.numpy", "ttnn": "numpy"}
+"""Modules of the arrays that masks are."""
 
 OF_LIBRARY = {**{name: name for name in FRAMEWORKS}, "jaxlib": "jax"}
 """Frameworks by the top-level package of what they define."""
@@ -128,13 +138,13 @@ def subject_of(
             raise Refusal(what, "be at least 1", {what: number})
     name = name or name_of(target)
     target = made(target, name, params)
-    library = _library(target)
+    library = library_of(target)
     framework = framework or framework_of(target)
     if framework not in FRAMEWORKS:
         raise Refusal("framework", "be declared as torch, jax or ttnn where it cannot be seen", framework=name)
     parameters = parameters_of(target)
     roles = roles_of(name, parameters, mask_name=mask_name, causal_name=causal_name)
-    if library is not None:
+    if library:
         num_heads = num_heads or _size(target, HEADS)
         roles.pop("dropout", None)  # the module's own
     call = _AsCall(target, library, framework, roles, parameters is None, num_heads)
@@ -159,7 +169,7 @@ def subject_of(
     )
     if isinstance(target, WithParams) and axes is None:
         return _of_functional(subject, target, d_model)
-    if axes is None and library is None:
+    if axes is None and not library:
         try:
             return _with_axes(subject)
         except Refusal as error:
@@ -170,7 +180,7 @@ def subject_of(
 def _of_functional(subject: Subject, target: WithParams, d_model: int | None) -> Subject:
     """A function of weights: a layer of a width that its weights show, unless it takes split heads."""
     try:
-        return _with_width(subject, [d_model] if d_model else _widths(target, None))
+        return _with_width(subject, [d_model] if d_model else _widths(target, ""))
     except Refusal:
         if d_model or "value" not in subject.takes:
             raise
@@ -219,19 +229,9 @@ def framework_of(target: Any) -> str | None:
     """The framework whose arrays a function or module takes, one of `FRAMEWORKS`; None if it cannot be seen."""
     if isinstance(target, WithParams) and (found := _only(map(type, arrays_in(target.params)))):
         return found
-    if linen_module(target):
-        return "jax"
-    library = _library(target)
-    return {"flax": "jax", "equinox": "jax"}.get(library or "", library) or _imported(target)
-
-
-def _library(target: Any) -> str | None:
-    """The library whose module it is: `torch`, `flax` or `equinox`."""
-    for kind in type(target).__mro__:
-        library = kind.__module__.split(".")[0]
-        if library in ("torch", "flax", "equinox") and kind.__name__ == "Module":
-            return library
-    return None
+    if library := library_of(linen_module(target) or target):
+        return "torch" if library == "torch" else "jax"
+    return _imported(target)
 
 
 def _imported(target: Any) -> str | None:
@@ -258,18 +258,11 @@ def _size(target: Any, names: Sequence[str]) -> int | None:
     return next((size for name in names if isinstance(size := getattr(target, name, None), int)), None)
 
 
-def _widths(target: Any, library: str | None) -> list[int]:
+def _widths(target: Any, library: str) -> list[int]:
     """What the width of a module's inputs may be: what it says, then every size of its parameters."""
     told = _size(target, WIDTHS)
-    if library == "torch":
-        shapes = [tuple(parameter.shape) for parameter in target.parameters()]
-    elif isinstance(target, WithParams):
-        shapes = [tuple(leaf.shape) for leaf in arrays_in(target.params)]
-    else:
-        import jax
-
-        shapes = [leaf.shape for leaf in jax.tree.leaves(target) if hasattr(leaf, "shape")]
-    sizes = [size for shape in shapes if len(shape) > 1 for size in shape]
+    tree = [*target.parameters()] if library == "torch" else target.params if isinstance(target, WithParams) else target
+    sizes = [size for leaf in arrays_in(tree) if len(leaf.shape) > 1 for size in leaf.shape]
     return list(dict.fromkeys([*([told] if told else []), *sizes]))
 
 
@@ -294,12 +287,12 @@ class _AsCall:
     """A user's callable as a `Call`: parameters by their names, the mask in the first shape that it takes."""
 
     target: Any
-    library: str | None
+    library: str
     framework: str
     roles: Mapping[str, str]
     is_opaque: bool
     num_heads: int | None
-    mask_shape: Callable[[Any], Any] | None = None
+    mask_axes: tuple[int, ...] | None = None
     is_batched: bool | None = None
 
     def on_path(self, path: Path) -> Call:
@@ -314,6 +307,7 @@ class _AsCall:
             modes["rng"] = jax.random.key(0)
         modes["need_weights"] = False  # unless asked for below: some return them by default
         fixed = {self.roles[role]: value for role, value in modes.items() if role in self.roles}
+        broadcast_to = importlib.import_module(OF_MASKS[self.framework]).broadcast_to
 
         def call(query: Any, key: Any, value: Any, *, mask: Any = None, **options: Any) -> tuple[Any, Any]:
             if "padding" in options and "padding" not in self.roles:
@@ -322,15 +316,15 @@ class _AsCall:
             if mask is None:
                 return self._parsed(self._call(function, query, key, value, named))
             errors: list[Exception] = []
-            for shape in [self.mask_shape] if self.mask_shape else self._mask_shapes(query):
+            for axes in self._mask_axes(len(query)) if self.mask_axes is None else [self.mask_axes]:
                 try:
-                    given = {**named, self.roles["mask"]: shape(mask)}
+                    given = {**named, self.roles["mask"]: broadcast_to(mask[0, 0], (*axes, *mask.shape[-2:]))}
                     output = self._parsed(self._call(function, query, key, value, given))
                 except Exception as error:  # the next shape may do
                     errors.append(error)
                     continue
                 if tuple(output[0].shape)[:-1] == tuple(query.shape)[:-1]:
-                    self.mask_shape = shape
+                    self.mask_axes = axes
                     return output
             raise errors[0] if errors else ValueError("the mask is taken in no shape")
 
@@ -341,17 +335,12 @@ class _AsCall:
             import torch
 
             return copy.deepcopy(self.target).to(getattr(torch, path.dtype)).train(path.train)
-        if self.library in ("flax", "equinox"):
+        if self.library == "equinox":
             import jax
-            import jax.numpy as jnp
 
-            def cast(leaf: Any) -> Any:
-                floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-                return leaf.astype(path.dtype) if floating else leaf
-
-            if self.library == "equinox":
-                return jax.tree.map(cast, self.target)
-            fresh = fresh_copies(self.target, cast)
+            return jax.tree.map(lambda leaf: cast_in_jax(leaf, path.dtype), self.target)
+        if self.library == "nnx":
+            fresh = fresh_copies(self.target, lambda leaf: cast_in_jax(leaf, path.dtype))
             return lambda *args, **named: fresh()(*args, **named)
         return self.target.in_dtype(path.dtype, self.framework) if isinstance(self.target, WithParams) else self.target
 
@@ -376,27 +365,10 @@ class _AsCall:
                 self.is_batched = False
         return jax.vmap(direct)(query, key, value)
 
-    def _mask_shapes(self, query: Any) -> list[Callable[[Any], Any]]:
-        batch = query.shape[0]
-
-        def expand(mask: Any, *shape: int) -> Any:
-            shape = (*shape, *mask.shape[-2:])
-            if self.framework == "torch":
-                return mask[0].expand(shape)
-            if self.framework == "ttnn":  # whose masks are NumPy's
-                return np.broadcast_to(mask[0], shape)
-            import jax.numpy as jnp
-
-            return jnp.broadcast_to(mask[0], shape)
-
-        shapes: list[Callable[[Any], Any]] = [lambda mask: mask[0, 0]]
-        if self.library != "equinox":
-            shapes.insert(0, lambda mask: expand(mask[None], batch, 1))
-            shapes.append(lambda mask: expand(mask, batch))
-        if self.num_heads is not None:
-            heads = self.num_heads
-            shapes.append(lambda mask: expand(mask, batch * heads))
-        return shapes
+    def _mask_axes(self, batch: int) -> list[tuple[int, ...]]:
+        """Sizes that may come before (T, S) in a mask, the usual ones first."""
+        axes = [()] if self.library == "equinox" else [(batch, 1), (), (batch,)]
+        return axes if self.num_heads is None else [*axes, (batch * self.num_heads,)]
 
     @staticmethod
     def _parsed(result: Any) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Refusal, WrongType
-from parity.conformance.signatures import Parameters, parameters_of, required, role_names
+from parity.conformance.signatures import Parameters, library_of, parameters_of, required, role_names
 from parity.conformance.subjects import BATCH, HEAD_DIM, NUM_HEADS
 
 
@@ -83,9 +83,15 @@ def with_params(target: Any, params: Any, name: str) -> WithParams:
     if not any(True for _ in arrays_in(params)):
         raise Refusal("params", "be a mapping or another tree of arrays", type(params).__name__)
     if module := linen_module(target):
+
+        def apply(variables: Any, *args: Any, **named: Any) -> Any:
+            import jax
+
+            return module.apply(variables, *args, rngs={"dropout": jax.random.key(0)}, **named)
+
         is_whole = isinstance(params, Mapping) and "params" in params
         signature = inspect.signature(type(module).__call__)
-        return WithParams(_apply_of(module), params if is_whole else {"params": params}, "self", signature)
+        return WithParams(apply, params if is_whole else {"params": params}, "self", signature)
     if inspect.isclass(target):
         raise WrongType("params", "come with a function that takes them", f"the class {name}")
     parameters = parameters_of(target)
@@ -101,18 +107,7 @@ def linen_module(target: Any) -> Any:
     """The module of flax.linen that a target is, or whose `apply` it is; None if there is none."""
     if inspect.ismethod(target) and target.__name__ == "apply":
         target = target.__self__
-    kinds = [] if inspect.isclass(target) else type(target).__mro__
-    is_linen = any(kind.__module__.startswith("flax.linen") and kind.__name__ == "Module" for kind in kinds)
-    return target if is_linen else None
-
-
-def _apply_of(module: Any) -> Callable[..., Any]:
-    def apply(variables: Any, *args: Any, **named: Any) -> Any:
-        import jax
-
-        return module.apply(variables, *args, rngs={"dropout": jax.random.key(0)}, **named)
-
-    return apply
+    return target if library_of(target) == "linen" and not inspect.isclass(target) else None
 
 
 def weights_parameter(function: Any, parameters: Parameters) -> str:

@@ -107,6 +107,15 @@ def _spread(target: Any, parameter: inspect.Parameter) -> list[inspect.Parameter
     ]
 
 
+def library_of(module: Any) -> str:
+    """Library of a module or its class: `torch`, `equinox`, `linen` or `nnx`; empty if it is none of theirs."""
+    for kind in (module if inspect.isclass(module) else type(module)).__mro__:
+        library, _, rest = kind.__module__.partition(".")
+        if kind.__name__ == "Module" and library in ("torch", "equinox", "flax"):
+            return {"flax": rest.split(".")[0]}.get(library, library)
+    return ""
+
+
 def required(parameters: Parameters) -> list[str]:
     """Names of the parameters that a call must pass."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -100,15 +100,6 @@ class Call:
         return made.to(like.device) if self.view.framework == "torch" else made
 
 
-def library_of(module: Any) -> str:
-    """Whose module it is: `torch`, `equinox`, `linen` or `nnx`; empty if none of theirs."""
-    for kind in type(module).__mro__:
-        library, _, rest = kind.__module__.partition(".")
-        if kind.__name__ == "Module" and library in ("torch", "equinox", "flax"):
-            return {"flax": rest.split(".")[0]}.get(library, library)
-    return ""
-
-
 def taken(x: Any, places: np.ndarray, axis: int) -> Any:
     """An array of any framework with its entries along an axis in another order."""
     return x.swapaxes(0, axis)[np.ascontiguousarray(places)].swapaxes(0, axis)

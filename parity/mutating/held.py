@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from parity.conformance.functional import leaves_in, mapped
-from parity.conformance.signatures import BIASES, LEAVES, PACKED, PROJECTIONS
-from parity.mutating.calls import Call, Function, library_of
+from parity.conformance.signatures import BIASES, LEAVES, PACKED, PROJECTIONS, library_of
+from parity.mutating.calls import Call, Function
 from parity.mutating.compare import Unfit
 from parity.text import some_of
 
@@ -53,7 +53,7 @@ def held_in(call: Call) -> Held:
     """
     carrier = _carrier(call)
     places = _projections({path: ".".join(map(str, path)).split(".") for path in carrier.leaves})
-    library = "" if call.owner is None else library_of(call.owner)
+    library = library_of(call.owner)
     kernels = {leaf: str(places[leaf][-1]).split(".")[-1] for leaf in places if leaf.endswith(".weight")}
     out_first = {
         leaf

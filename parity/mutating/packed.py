@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from parity.conformance.calls import fresh_copies
-from parity.mutating.calls import Call, Function, library_of, taken
+from parity.conformance.signatures import library_of
+from parity.mutating.calls import Call, Function, taken
 from parity.mutating.compare import Unfit, is_traced, outputs_in, same
 from parity.mutating.held import PACKED_PROJECTION, Arrays, Held, held_in
 

@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from parity.mutating.calls import Call, Function, Planted, library_of
+from parity.conformance.signatures import library_of
+from parity.mutating.calls import Call, Function, Planted
 from parity.mutating.compare import Unfit, is_traced, outputs_in, same
 from parity.mutating.mistakes import planted_in
 from parity.mutating.record import note, order
@@ -43,11 +44,11 @@ def _wrapped(original: Any, view: View, is_method: bool, attend: Attend) -> Any:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        owner, given = (args[0], args[1:]) if is_method else (None, args)
+        owner: Any = args[0] if is_method else None
         makes_weights = library_of(owner) == "linen" and owner.is_initializing()
         if getattr(busy, "on", False) or makes_weights:  # or one that calls itself
             return original(*args, **kwargs)
-        call = Call(view, given, kwargs, owner)
+        call = Call(view, args[is_method:], kwargs, owner)
 
         def function(call: Call) -> Any:
             return original(*([call.owner] if is_method else []), *call.args, **call.kwargs)

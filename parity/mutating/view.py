@@ -165,7 +165,7 @@ def view_of(
     parameters = dict(list(parameters.items())[is_method:])
     roles = _roles(target, holder if is_method else function, parameters, mask_name, causal_name)
     taken = found if params is None else with_params(found, params, target)
-    framework = framework or _framework(taken, holder if is_method else None)
+    framework = framework or (framework_of(holder) if is_method else None) or framework_of(taken)
     if framework not in ("torch", "jax"):
         raise Refusal("framework", "be declared as torch or jax if it cannot be seen", target)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -223,15 +223,6 @@ def _roles(
         roles["weights"] = weights
     known = {*projections, *roles.values()} - {"query", "q"}
     return {"query": next((name for name in parameters if name not in known), next(iter(parameters))), **roles}
-
-
-def _framework(found: Any, owner: Any) -> str | None:
-    """Whose arrays it takes; of a class that was not made, by the classes that it is made of."""
-    for kind in getattr(owner, "__mro__", ()):
-        library = kind.__module__.split(".")[0]
-        if library in ("torch", "flax", "equinox"):
-            return "torch" if library == "torch" else "jax"
-    return framework_of(found)
 
 
 def _examined(view: View, subject: Subject) -> View:
