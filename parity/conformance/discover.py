@@ -316,7 +316,7 @@ class _AsCall:
             if mask is None:
                 return self._parsed(self._call(function, query, key, value, named))
             errors: list[Exception] = []
-            for axes in self._mask_axes(len(query)) if self.mask_axes is None else [self.mask_axes]:
+            for axes in self._mask_axes(query.shape[0]) if self.mask_axes is None else [self.mask_axes]:
                 try:
                     given = {**named, self.roles["mask"]: broadcast_to(mask[0, 0], (*axes, *mask.shape[-2:]))}
                     output = self._parsed(self._call(function, query, key, value, given))

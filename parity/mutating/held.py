@@ -195,19 +195,20 @@ def replaced_in_torch(call: Call, changed: Mapping[str, Any], function: Function
 def _of_nnx(call: Call) -> _Carrier:
     from flax import nnx
 
-    before = nnx.state(call.owner, nnx.Param)
-    parameters = dict(nnx.to_flat_state(before))
+    parameters = dict(nnx.to_flat_state(nnx.state(call.owner, nnx.Param)))
+    leaves = {path: parameter[...] for path, parameter in parameters.items()}
+
+    def put(values: Mapping[Path, Any]) -> None:
+        nnx.update(call.owner, nnx.from_flat_state([(path, parameters[path].replace(x)) for path, x in values.items()]))
 
     def run(function: Function, changed: Mapping[Path, Any]) -> Any:
-        nnx.update(
-            call.owner, nnx.from_flat_state([(path, parameters[path].replace(x)) for path, x in changed.items()])
-        )
+        put(changed)
         try:
             return function(call)
         finally:
-            nnx.update(call.owner, before)
+            put({path: leaves[path] for path in changed})
 
-    return _Carrier({path: parameter[...] for path, parameter in parameters.items()}, run)
+    return _Carrier(leaves, run)
 
 
 def _of_tree(tree: Any, call_with: Callable[[Any], Call]) -> _Carrier:
