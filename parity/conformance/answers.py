@@ -58,17 +58,6 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """The first reason that was given for not doing what was asked."""
-
-    path: Path
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
-
-
-@dataclass(frozen=True)
 class Answer(JsonRecord):
     """What one question found.
 
@@ -78,7 +67,7 @@ class Answer(JsonRecord):
         words: for the cell of the matrix.
         example: of a broken promise: shapes, seed, path and the numbers seen.
         findings: what each path answered, where several were asked.
-        refusal: where something was refused.
+        refusal: the first path on which something was refused, and the reason.
         exception: what the subject raised where it broke the promise, or else where it refused.
     """
 
@@ -87,7 +76,7 @@ class Answer(JsonRecord):
     words: str
     example: str = ""
     findings: Mapping[Path, Finding] = field(default_factory=dict)
-    refusal: Refusal | None = None
+    refusal: str = ""
     exception: BaseException | None = field(default=None, compare=False)
 
     IN_JSON = ("question", "status", "words", "example", "by_path", "refusal")
@@ -110,11 +99,7 @@ class Answer(JsonRecord):
     @property
     def was_asked(self) -> bool:
         """Whether there was anything to ask: a refusal is an answer, too."""
-        return self.kind is not Kind.ABSENT or self.refusal is not None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them."""
-        return {**super().to_dict(), "refusal": str(self.refusal or "")}
+        return self.kind is not Kind.ABSENT or bool(self.refusal)
 
 
 @dataclass(frozen=True)

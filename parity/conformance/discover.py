@@ -167,37 +167,23 @@ def subject_of(
         causal=causal,
         num_kv_heads=num_kv_heads,
     )
-    if isinstance(target, WithParams) and axes is None:
-        return _of_functional(subject, target, d_model)
-    if axes is None and not library:
+    if axes is not None or library:
+        return subject if d_model or not subject.is_layer else _with_width(subject, _widths(target, library))
+    if isinstance(target, WithParams):  # a layer of a width that its weights show, unless it takes split heads
         try:
+            return _with_width(subject, [d_model] if d_model else _widths(target, library))
+        except Refusal:
+            if d_model or "value" not in subject.takes:
+                raise
             return _with_axes(subject)
-        except Refusal as error:
-            raise _with_remedy(error, target, d_model) from error
-    return subject if d_model or not subject.is_layer else _with_width(subject, _widths(target, library))
-
-
-def _of_functional(subject: Subject, target: WithParams, d_model: int | None) -> Subject:
-    """A function of weights: a layer of a width that its weights show, unless it takes split heads."""
     try:
-        return _with_width(subject, [d_model] if d_model else _widths(target, ""))
-    except Refusal:
-        if d_model or "value" not in subject.takes:
-            raise
         return _with_axes(subject)
-
-
-def _with_remedy(error: Refusal, target: Any, d_model: int | None) -> Refusal:
-    """The refusal of a function that takes no plain call, with the declaration that would help.
-
-    Raises:
-        ValueError: if the function takes its weights, which are missing.
-    """
-    check_has_weights(target, error.argument, str(error.got))
-    if d_model is None:
-        error.remedy = {"d_model": "E"}
-        error.hint = "sets the width of the inputs"
-    return error
+    except Refusal as error:
+        check_has_weights(target, error.argument, str(error.got))
+        if d_model is None:
+            error.remedy = {"d_model": "E"}
+            error.hint = "sets the width of the inputs"
+        raise
 
 
 def name_of(target: Any) -> str:

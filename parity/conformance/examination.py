@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from mha_spec import AttentionSpec, Refusal
-from parity.conformance.answers import Answer, Finding, Question
+from parity.conformance.answers import Answer, Finding, Kind, Question
 from parity.conformance.calls import Failed, Refused, Result, run
-from parity.conformance.rules import merge, of_error
+from parity.conformance.rules import example, merge, of_error
 from parity.conformance.subjects import BATCH, NUM_HEADS, SEED, TOKENS, Inputs, Path, Subject
+from parity.core.compare import unit_of_rounding
 from parity.core.weights import Weights
 
 LARGE = {"float32": 1e5, "bfloat16": 1e5, "float16": 30.0}
 """Size of a perturbation: large enough that a key hidden by a finite penalty shows, small enough for the dtype."""
-
-
-class MaskTrue(Enum):
-    """What True in a mask does to a key."""
-
-    HIDES = "hides"
-    SHOWS = "shows"
-    IGNORED = "ignored"
-    HIDES_ALL = "hides all"
-
-    @property
-    def means_something(self) -> bool:
-        """Whether a mask can be given."""
-        return self in (MaskTrue.HIDES, MaskTrue.SHOWS)
-
-
-@dataclass(frozen=True)
-class Polarity:
-    """What True in a mask was found to do, and the numbers."""
-
-    true: MaskTrue
-    seen: str
 
 
 class Examination:
@@ -107,7 +84,7 @@ class Examination:
     @property
     def takes_mask(self) -> bool:
         """Whether its mask means something."""
-        return "mask" in self.subject.takes and self.polarity.true.means_something
+        return "mask" in self.subject.takes and self.polarity.words in ("hides", "shows")
 
     @cached_property
     def padding_true_hides(self) -> bool:
@@ -157,12 +134,11 @@ class Examination:
     @property
     def true_hides(self) -> bool:
         """Whether True in a mask hides, as found out; as claimed where that fails."""
-        found = self.polarity.true
-        return found is MaskTrue.HIDES if found.means_something else self.subject.mask_true != "shows"
+        return self.polarity.words == "hides" if self.takes_mask else self.subject.mask_true != "shows"
 
     @cached_property
-    def polarity(self) -> Polarity:
-        """What True does in a mask."""
+    def polarity(self) -> Finding:
+        """What True does in a mask: it hides, shows, is ignored or hides all."""
         one_true = np.zeros((1, 1, TOKENS, TOKENS), bool)
         one_true[..., 2] = True  # only key 2
         inputs = self.inputs()
@@ -173,21 +149,22 @@ class Examination:
             after = run(self.subject, self.base, perturbed(inputs, token, self.base, scale=3.0), mask=one_true).output
             felt.append(float(np.abs(before - after)[..., row, :].max()) > tolerance(before, self.base.dtype))
         seen = f"mask True at key 2 only; row {row} feels key 2: {felt[0]}, key 3: {felt[1]}"
-        found = {
-            (False, True): MaskTrue.HIDES,
-            (True, False): MaskTrue.SHOWS,
-            (True, True): MaskTrue.IGNORED,
-            (False, False): MaskTrue.HIDES_ALL,
-        }
-        return Polarity(found[felt[0], felt[1]], seen)
+        if felt[0] == felt[1]:
+            return Finding("ignored" if felt[0] else "hides all", Kind.BROKEN, seen)
+        return Finding("shows" if felt[0] else "hides", Kind.KEPT, seen)
 
     def moved(
         self, path: Path, inputs: Inputs, others: Inputs, rows: Sequence[int], **options: Any
-    ) -> tuple[bool, str, np.ndarray]:
+    ) -> tuple[bool, str]:
         """Whether the outputs of some queries change from one set of inputs to another, and the numbers."""
-        before = self.run(path, inputs, **options).output[..., list(rows), :]
-        after = self.run(path, others, **options).output[..., list(rows), :]
-        return *change(before, after, path, rows), before
+        before, after = (self.run(path, given, **options).output[..., list(rows), :] for given in (inputs, others))
+        return change(before, after, path, rows)
+
+    def broken(self, question: Question, finding: Finding, about: str = "") -> Answer:
+        """Answer of a broken promise that was seen on the first path."""
+        lines = [("asked", question.asks), ("path", str(self.base)), ("seen", finding.seen)]
+        text = example(self.subject, question, finding.words, lines, about)
+        return Answer(question.name, Kind.BROKEN, finding.words, text, exception=finding.exception)
 
     def answer(
         self,
@@ -228,7 +205,7 @@ def mapped(inputs: Inputs, function: Callable[[np.ndarray], np.ndarray], arrays:
 def tolerance(x: np.ndarray, dtype: str) -> float:
     """What rounding to a dtype may change between two calls of the same shapes: 16 units of the largest value."""
     finite = np.abs(x[np.isfinite(x)])
-    return 16 * float(ml_dtypes.finfo(dtype).eps) * (float(finite.max()) if finite.size else 1.0)
+    return 16 * unit_of_rounding(dtype) * (float(finite.max()) if finite.size else 1.0)
 
 
 def change(before: np.ndarray, after: np.ndarray, path: Path, rows: Sequence[int]) -> tuple[bool, str]:
@@ -256,16 +233,12 @@ def describe_shapes(inputs: Inputs) -> str:
     return ", ".join(f"{name} {x.shape}" for name, x in zip(("query", "key", "value"), inputs, strict=True))
 
 
-def plain_weights(spec: AttentionSpec) -> Weights:
-    """Projections that change nothing, so that a layer is the attention in it."""
-    identity = np.eye(spec.d_model, dtype=np.float32)
+def plain_layer(subject: Subject, num_kv_heads: int = NUM_HEADS) -> dict[str, Any]:
+    """Spec and weights of a layer whose projections change nothing, so that it is the attention in it."""
+    spec = AttentionSpec(NUM_HEADS * subject.head_dim, NUM_HEADS, num_kv_heads=num_kv_heads)
+    widths = {"q_proj": spec.q_width, "k_proj": spec.k_width, "v_proj": spec.v_width, "out_proj": spec.d_model}
     weights: Weights = {}
-    for name, rows in (
-        ("q_proj", spec.q_width),
-        ("k_proj", spec.k_width),
-        ("v_proj", spec.v_width),
-        ("out_proj", None),
-    ):
-        weights[f"{name}.weight"] = identity[:rows].copy()
-        weights[f"{name}.bias"] = np.zeros(len(weights[f"{name}.weight"]), np.float32)
-    return weights
+    for name, width in widths.items():
+        weights[f"{name}.weight"] = np.eye(width, spec.d_model, dtype=np.float32)
+        weights[f"{name}.bias"] = np.zeros(width, np.float32)
+    return {"spec": spec, "weights": weights}

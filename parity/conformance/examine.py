@@ -20,7 +20,7 @@ from parity.conformance.discover import framework_of, load_callable, made, name_
 from parity.conformance.examination import Examination
 from parity.conformance.peers import PEERS, peer
 from parity.conformance.questions import QUESTIONS
-from parity.conformance.rules import broken, judged, of_error, refused
+from parity.conformance.rules import judged, of_error, refused
 from parity.conformance.subjects import DTYPES, TTNN_DTYPES, Subject
 
 
@@ -93,7 +93,7 @@ def _answers(subject: Subject, questions: Iterable[str], dtypes: Sequence[str]) 
         except Refused as error:
             answer = refused(question, examination.base, str(error), error.__cause__)
         except Failed as error:
-            answer = broken(subject, question, examination.base, of_error(error))
+            answer = examination.broken(question, of_error(error))
         answers.append(judged(answer, subject))
     return Conformance(subject.name, subject.framework, subject.version, tuple(answers))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from parity.conformance.answers import Answer, Finding, Kind, Question, Refusal, worst
+from parity.conformance.answers import Answer, Finding, Kind, Question, worst
 from parity.conformance.calls import Failed, Refused
 from parity.conformance.subjects import BATCH, NUM_HEADS, SEED, TOKENS, Path, Subject
 
@@ -31,14 +31,7 @@ def of_error(error: Refused | Failed) -> Finding:
 def refused(question: Question, path: Path, reason: str, exception: BaseException | None = None) -> Answer:
     """The answer to a question that was refused as a whole."""
     findings = {path: Finding("", Kind.REFUSED, reason, exception)}
-    return Answer(question.name, Kind.REFUSED, "refused", "", findings, Refusal(path, reason), exception)
-
-
-def broken(subject: Subject, question: Question, path: Path, finding: Finding, about: str = "") -> Answer:
-    """A broken promise seen on one path."""
-    lines = [("asked", question.asks), ("path", str(path)), ("seen", finding.seen)]
-    text = example(subject, question, finding.words, lines, about)
-    return Answer(question.name, Kind.BROKEN, finding.words, text, exception=finding.exception)
+    return Answer(question.name, Kind.REFUSED, "refused", "", findings, f"{path}: {reason}", exception)
 
 
 def merge(
@@ -67,7 +60,7 @@ def merge(
     if also is not None:
         words, kind = f"{words}; {also.words}", worst((kind, also.kind))
     first = next((path for path, finding in findings.items() if finding.kind is Kind.REFUSED), None)
-    refusal = None if first is None else Refusal(first, findings[first].seen)
+    refusal = "" if first is None else f"{first}: {findings[first].seen}"
     exception = None if first is None else findings[first].exception
     answer = Answer(question.name, kind, words, "", findings, refusal, exception)
     if not answer.is_broken:

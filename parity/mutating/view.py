@@ -229,8 +229,8 @@ def _examined(view: View, subject: Subject) -> View:
     """The view with what is found out by calling it."""
     exam = Examination(subject, ("float32",))
     found = replace(view, axes=subject.axes)
-    if "mask" in subject.takes and exam.polarity.true.means_something:
-        found = replace(found, mask_true=exam.polarity.true.value)
+    if exam.takes_mask:
+        found = replace(found, mask_true=exam.polarity.words)
     if subject.padding == "mask" and not view.padding_true:
         with suppress(Refused, Failed):
             found = replace(found, padding_true="hides" if exam.padding_true_hides else "shows")

@@ -9,7 +9,6 @@ import numpy as np
 
 from parity.conformance.answers import Answer, Finding, Kind, Question, asks, worst
 from parity.conformance.examination import Examination, change, numbers
-from parity.conformance.rules import broken
 from parity.conformance.subjects import SEED, TOKENS
 
 
@@ -55,4 +54,4 @@ def cache(exam: Examination, question: Question) -> Answer:
     if kind is not Kind.BROKEN:
         return Answer(question.name, kind, words)
     seen = "; ".join(finding.seen for finding in findings if finding.seen)
-    return broken(exam.subject, question, exam.base, Finding(words, kind, seen))
+    return exam.broken(question, Finding(words, kind, seen))

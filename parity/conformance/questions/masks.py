@@ -11,7 +11,6 @@ import numpy as np
 from parity.conformance.answers import Answer, Finding, Kind, Question, asks
 from parity.conformance.calls import Refused, run
 from parity.conformance.examination import Examination, change, describe_shapes, mapped, perturbed, tolerance
-from parity.conformance.rules import broken
 from parity.conformance.subjects import BATCH, FEW_TOKENS, TOKENS, Inputs, Path
 
 USUAL = 3.0
@@ -21,18 +20,15 @@ MOST_PENALTY = 1e9
 """The largest penalty that is looked for; larger ones are not outweighed by what is asked."""
 
 
-def _is_finite(exam: Examination, path: Path, inputs: Inputs, token: int, rows: Sequence[int], **options: Any) -> bool:
-    """Whether a token that is felt where it is hidden is not, where it is of the usual size."""
-    return not exam.moved(path, inputs, perturbed(inputs, token, path, scale=USUAL), rows, **options)[0]
-
-
 def _leak(
-    exam: Examination, path: Path, inputs: Inputs, token: int, rows: Sequence[int], seen: str, **options: Any
-) -> Finding:
-    """What a hidden token that is felt says: it is not hidden, or by a number that its scores outweigh."""
-    if _is_finite(exam, path, inputs, token, rows, **options):
-        return Finding(_penalty(exam, **options), Kind.BROKEN, seen)
-    return Finding("leaks", Kind.BROKEN, seen)
+    exam: Examination, path: Path, inputs: Inputs, token: int, rows: Sequence[int], about: str, **options: Any
+) -> Finding | None:
+    """Look whether rows change with a token that is hidden from them, by nothing or by a number that it outweighs."""
+    leaks, seen = exam.moved(path, inputs, perturbed(inputs, token, path), rows, **options)
+    if not leaks:
+        return None
+    is_open, _ = exam.moved(path, inputs, perturbed(inputs, token, path, scale=USUAL), rows, **options)
+    return Finding("leaks" if is_open else _penalty(exam, **options), Kind.BROKEN, f"{about}: {seen}")
 
 
 def _penalty(exam: Examination, **options: Any) -> str:
@@ -63,14 +59,12 @@ def _penalty(exam: Examination, **options: Any) -> str:
 def mask(exam: Examination, question: Question) -> Answer:
     if "mask" not in exam.subject.takes:
         return question.not_offered
-    true, claimed = exam.polarity.true, exam.subject.mask_true
-    if not true.means_something:
-        finding = Finding(f"mask {true.value}", Kind.BROKEN, exam.polarity.seen)
-        return broken(exam.subject, question, exam.base, finding)
-    words = f"True {true.value}"
-    if claimed is not None and claimed != true.value:
-        finding = Finding(f"{words}, declared: {claimed}", Kind.BROKEN, exam.polarity.seen)
-        return broken(exam.subject, question, exam.base, finding)
+    polarity, claimed = exam.polarity, exam.subject.mask_true
+    if not exam.takes_mask:
+        return exam.broken(question, replace(polarity, words=f"mask {polarity.words}"))
+    words = f"True {polarity.words}"
+    if claimed is not None and claimed != polarity.words:
+        return exam.broken(question, replace(polarity, words=f"{words}, declared: {claimed}"))
     floats = _floats(exam)
     return Answer(question.name, floats.kind, f"{words}; {floats}")
 
@@ -138,16 +132,12 @@ def causal_and_mask(exam: Examination, question: Question) -> Answer:
     options: dict[str, Any] = {"hidden": hidden, "is_causal": takes_flag}
 
     def ask(path: Path) -> Finding:
-        masked, seen_masked, _ = exam.moved(path, inputs, perturbed(inputs, 1, path), [2, 3, 4], **options)
-        future, seen_future, _ = exam.moved(path, inputs, perturbed(inputs, 4, path), [0, 1, 2, 3], **options)
-        for token, rows, leaks, what, seen in (
-            (1, [2, 3, 4], masked, "mask", f"token 1, hidden by the mask, is changed: {seen_masked}"),
-            (4, [0, 1, 2, 3], future, "causal", f"token 4 is changed: {seen_future}"),
+        for token, rows, what, about in (
+            (1, [2, 3, 4], "mask", "token 1, hidden by the mask, is changed"),
+            (4, [0, 1, 2, 3], "causal", "token 4 is changed"),
         ):
-            if leaks and _is_finite(exam, path, inputs, token, rows, **options):
-                return Finding(f"{what} by {_penalty(exam, **options)}", Kind.BROKEN, seen)
-            if leaks:
-                return Finding(f"{what} dropped", Kind.BROKEN, seen)
+            if leak := _leak(exam, path, inputs, token, rows, about, **options):
+                return replace(leak, words=f"{what} dropped" if leak.words == "leaks" else f"{what} by {leak.words}")
         return Finding("both")
 
     return exam.answer(question, ask)
@@ -171,17 +161,13 @@ def future_token(exam: Examination, question: Question) -> Answer:
         refusals = []
         for way, options in ways.items():
             try:
-                leaks, seen, before = exam.moved(
-                    path, inputs, perturbed(inputs, TOKENS - 1, path), range(TOKENS - 1), **options
-                )
+                about = f"token {TOKENS - 1} is changed, with {way}"
+                if leak := _leak(exam, path, inputs, TOKENS - 1, range(TOKENS - 1), about, **options):
+                    return leak
+                if np.isnan(exam.run(path, inputs, **options).output[..., :-1, :]).any():
+                    return Finding("NaN", Kind.BROKEN, f"the output is NaN, with {way}")
             except Refused as refused:
                 refusals.append(refused)
-                continue
-            if leaks:
-                seen = f"token {TOKENS - 1} is changed, with {way}: {seen}"
-                return _leak(exam, path, inputs, TOKENS - 1, range(TOKENS - 1), seen, **options)
-            if np.isnan(before).any():
-                return Finding("NaN", Kind.BROKEN, f"the output is NaN, with {way}")
         if len(refusals) == len(ways):
             raise refusals[0]
         return Finding("hidden")
@@ -198,11 +184,8 @@ def masked_key(exam: Examination, question: Question) -> Answer:
     inputs = exam.inputs()
 
     def ask(path: Path) -> Finding:
-        leaks, seen, _ = exam.moved(path, inputs, perturbed(inputs, 2, path), [0, 1, 3, 4], hidden=hidden)
-        if leaks:
-            seen = f"token 2, hidden from all, is changed: {seen}"
-            return _leak(exam, path, inputs, 2, [0, 1, 3, 4], seen, hidden=hidden)
-        return Finding("hidden")
+        about = "token 2, hidden from all, is changed"
+        return _leak(exam, path, inputs, 2, [0, 1, 3, 4], about, hidden=hidden) or Finding("hidden")
 
     return exam.answer(question, ask)
 
