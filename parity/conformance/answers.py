@@ -37,7 +37,7 @@ class Finding:
     """What one path answered. Two are equal if they say the same, whatever the numbers are.
 
     Attributes:
-        words: for people; of a question that is refused as a whole, none.
+        words: for people.
         kind: what it amounts to.
         seen: the numbers, or the reason of an error.
         exception: what the subject raised, where it raised anything.
@@ -52,9 +52,9 @@ class Finding:
         return self.words
 
     @property
-    def told(self) -> str:
-        """The words, and of a refusal the reason."""
-        return ": ".join(filter(None, (self.words, self.seen))) if self.kind is Kind.REFUSED else self.words
+    def with_reason(self) -> str:
+        """Words, and the reason of a refusal."""
+        return f"{self.words}: {self.seen}" if self.kind is Kind.REFUSED else self.words
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Answer(JsonRecord):
         kind: what it amounts to.
         words: for the cell of the matrix.
         example: of a broken promise: shapes, seed, path and the numbers seen.
-        findings: what each path answered, where several were asked.
+        findings: what each path answered.
         refusal: the first path on which something was refused, and the reason.
         exception: what the subject raised where it broke the promise, or else where it refused.
     """
@@ -89,7 +89,7 @@ class Answer(JsonRecord):
     @property
     def by_path(self) -> dict[str, str]:
         """What each path answered, in words."""
-        return {str(path): finding.told for path, finding in self.findings.items()}
+        return {str(path): finding.with_reason for path, finding in self.findings.items()}
 
     @property
     def is_broken(self) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from mha_spec import AttentionSpec, Refusal
 from parity.conformance.answers import Answer, Finding, Kind, Question
 from parity.conformance.calls import Failed, Refused, Result, run
-from parity.conformance.rules import example, merge, of_error
+from parity.conformance.rules import merge, of_error
 from parity.conformance.subjects import BATCH, NUM_HEADS, SEED, TOKENS, Inputs, Path, Subject
 from parity.core.compare import unit_of_rounding
 from parity.core.weights import Weights
@@ -160,11 +160,9 @@ class Examination:
         before, after = (self.run(path, given, **options).output[..., list(rows), :] for given in (inputs, others))
         return change(before, after, path, rows)
 
-    def broken(self, question: Question, finding: Finding, about: str = "") -> Answer:
-        """Answer of a broken promise that was seen on the first path."""
-        lines = [("asked", question.asks), ("path", str(self.base)), ("seen", finding.seen)]
-        text = example(self.subject, question, finding.words, lines, about)
-        return Answer(question.name, Kind.BROKEN, finding.words, text, exception=finding.exception)
+    def only(self, question: Question, finding: Finding, about: str = "") -> Answer:
+        """Answer of what was seen on the first path alone."""
+        return merge(self.subject, question, {self.base: finding}, about)
 
     def answer(
         self,

@@ -20,7 +20,7 @@ from parity.conformance.discover import framework_of, load_callable, made, name_
 from parity.conformance.examination import Examination
 from parity.conformance.peers import PEERS, peer
 from parity.conformance.questions import QUESTIONS
-from parity.conformance.rules import judged, of_error, refused
+from parity.conformance.rules import judged, of_error
 from parity.conformance.subjects import DTYPES, TTNN_DTYPES, Subject
 
 
@@ -90,10 +90,8 @@ def _answers(subject: Subject, questions: Iterable[str], dtypes: Sequence[str]) 
     for question in map(QUESTIONS.__getitem__, questions):
         try:
             answer = question.ask(examination)
-        except Refused as error:
-            answer = refused(question, examination.base, str(error), error.__cause__)
-        except Failed as error:
-            answer = examination.broken(question, of_error(error))
+        except (Refused, Failed) as error:
+            answer = examination.only(question, of_error(error))
         answers.append(judged(answer, subject))
     return Conformance(subject.name, subject.framework, subject.version, tuple(answers))
 

@@ -55,6 +55,8 @@ PROJECTIONS = {
 }
 """Names of a projection in lower case: a parameter, a key of `weights` or an attribute of a module."""
 
+PROJECTION_NAMES = frozenset(name for names in PROJECTIONS.values() for name in names)
+
 PACKED = (
     *("qkv_proj", "qkv", "wqkv", "w_qkv", "qkv_weight", "qkv_kernel", "to_qkv", "c_attn", "in_proj", "in_proj_weight"),
     *("query_key_value", "w_pack", "qkv_linear"),

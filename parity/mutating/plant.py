@@ -19,7 +19,7 @@ from parity.mutating.view import View, place_of
 
 def plant(module: Any) -> None:
     """Replace the callable that the order names, in its module or in the class whose method it is."""
-    view = View.from_dict(order()["view"])
+    view = View(**order()["view"])
     holder, name, is_method = place_of(module, order()["attribute"])
     fit, _ = planted_in(view)
     mistake = order()["mistake"]

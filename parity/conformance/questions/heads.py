@@ -9,7 +9,7 @@ import numpy as np
 from parity.conformance.answers import Answer, Finding, Kind, Question, asks
 from parity.conformance.calls import Result, run
 from parity.conformance.examination import Examination, change, mapped, numbers, perturbed, plain_layer
-from parity.conformance.rules import refused
+from parity.conformance.rules import merge, of_error
 from parity.conformance.subjects import BATCH, NUM_HEADS, NUM_KV_HEADS, SEED, TOKENS, Inputs, Path
 from parity.core.compare import unit_of_rounding
 
@@ -20,7 +20,7 @@ def attends(exam: Examination, question: Question) -> Answer:
     others = felt & ~np.eye(TOKENS, dtype=bool)
     rows = "; ".join(f"output {t} changes with tokens {np.flatnonzero(felt[t]).tolist()}" for t in range(TOKENS))
     if not others.any():
-        return exam.broken(question, Finding("to no other token", Kind.BROKEN, rows))
+        return exam.only(question, Finding("to no other token", Kind.BROKEN, rows))
     inputs = exam.separate_inputs()
     seen_by = Finding("to all tokens" if felt.all() else "causally" if exam.is_causal_itself else "to some tokens")
 
@@ -61,7 +61,7 @@ def weights(exam: Examination, question: Question) -> Answer:
     if "need_weights" not in subject.takes:
         return question.not_offered
     if error := exam.weights_refusal:
-        return refused(question, replace(exam.base, need_weights=True), str(error), error.__cause__)
+        return merge(subject, question, {replace(exam.base, need_weights=True): of_error(error)})
     use_values = "value" in subject.takes
     inputs = exam.inputs(TOKENS, TOKENS) if "key" in subject.takes else exam.inputs()
     if use_values and subject.is_layer:
@@ -167,6 +167,6 @@ def grouped(exam: Examination, question: Question) -> Answer:
     answer = exam.answer(question, ask, exam.plain_paths, about)
     if answer.kind is Kind.REFUSED and subject.num_kv_heads is not None:
         words, refusal = f"declared: {subject.num_kv_heads}, refused", answer.findings[exam.base]
-        finding = Finding(words, Kind.BROKEN, refusal.told, refusal.exception)
-        return exam.broken(question, finding, about)
+        finding = Finding(words, Kind.BROKEN, refusal.with_reason, refusal.exception)
+        return exam.only(question, finding, about)
     return answer

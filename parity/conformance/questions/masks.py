@@ -61,10 +61,10 @@ def mask(exam: Examination, question: Question) -> Answer:
         return question.not_offered
     polarity, claimed = exam.polarity, exam.subject.mask_true
     if not exam.takes_mask:
-        return exam.broken(question, replace(polarity, words=f"mask {polarity.words}"))
+        return exam.only(question, replace(polarity, words=f"mask {polarity.words}"))
     words = f"True {polarity.words}"
     if claimed is not None and claimed != polarity.words:
-        return exam.broken(question, replace(polarity, words=f"{words}, declared: {claimed}"))
+        return exam.only(question, replace(polarity, words=f"{words}, declared: {claimed}", kind=Kind.BROKEN))
     floats = _floats(exam)
     return Answer(question.name, floats.kind, f"{words}; {floats}")
 

@@ -186,7 +186,7 @@ def _ask(exam: Examination, question: Question, hidden: bool) -> Answer:
     paths = [path for path in exam.steady_paths if path.dtype == exam.base.dtype or not path.grad]
     answer = exam.answer(question, lambda path: _find(exam, path, TOKENS, hidden), paths, also=also)
     if also is not None and also.kind is Kind.BROKEN:
-        return exam.broken(question, replace(also, words=answer.words))
+        return exam.only(question, replace(also, words=answer.words))
     return answer
 
 
