@@ -56,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Examine, and print the matrix."""
     from parity.conformance.answers import exit_status
-    from parity.conformance.discover import load_params
-    from parity.conformance.examine import examine_peers, examine_target
+    from parity.conformance.discover import load_callable, load_params
+    from parity.conformance.examine import examine, examine_peers
     from parity.conformance.peers import PEERS
     from parity.conformance.subjects import DTYPES
     from parity.core.packages import installed
@@ -88,7 +88,8 @@ def run(options: argparse.Namespace) -> int:
         with named_by_flags(("framework", "params", "axes", *heads, *mask)):
             if options.params is not None:
                 declared["params"] = load_params(options.params)
-            found = [examine_target(options.target, options.questions, options.dtypes, **declared)]
+            target = load_callable(options.target)
+            found = [examine(target, options.questions, options.dtypes, name=options.target, **declared)]
 
     def again(subject: str, question: str) -> str:
         given = f"--peers --only {subject}" if options.peers else options.target

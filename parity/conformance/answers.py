@@ -110,25 +110,29 @@ class Question:
         name: of the column.
         asks: what is asked, in words.
         function: asks it: `(examination, question) -> answer`.
+        is_offered: tells of an examination whether its subject offers anything to ask this of.
     """
 
     name: str
     asks: str
     function: Callable[[Any, Question], Answer]
+    is_offered: Callable[[Any], bool]
 
     def ask(self, examination: Any) -> Answer:
-        """The answer of the subject that is under examination."""
-        return self.function(examination, self)
+        """Ask the subject that is under examination."""
+        return self.function(examination, self) if self.is_offered(examination) else self.not_offered
 
     @property
     def not_offered(self) -> Answer:
-        """The answer of a subject that offers nothing to ask this of."""
+        """Answer of a subject that offers nothing to ask this of."""
         return Answer(self.name, Kind.ABSENT, "—")
 
 
-def asks(name: str, words: str) -> Callable[[Callable[[Any, Question], Answer]], Question]:
-    """Makes a question of the function that asks it."""
-    return lambda function: Question(name, words, function)
+def asks(
+    name: str, words: str, where: Callable[[Any], bool] = lambda examination: True
+) -> Callable[[Callable[[Any, Question], Answer]], Question]:
+    """Makes a question of the function that asks it, where a subject offers what it is about."""
+    return lambda function: Question(name, words, function, where)
 
 
 @dataclass(frozen=True)

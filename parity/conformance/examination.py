@@ -37,9 +37,15 @@ class Examination:
         except (Refused, Failed) as error:
             shapes = describe_shapes(self.inputs())
             raise Refusal(subject.name, f"attend over inputs of shapes {shapes}", str(error)) from error
-        self.weights_refusal = self._find_weights_refusal()
-        if self.weights_refusal:
-            self.paths = [path for path in self.paths if not path.need_weights]
+        self.weights_refusal: Refused | None = None
+        if "need_weights" in subject.takes:
+            try:
+                run(subject, replace(self.base, need_weights=True), self.inputs())
+            except Refused as refused:  # weights on every path
+                self.weights_refusal = refused
+                self.paths = [path for path in self.paths if not path.need_weights]
+            except Failed:  # the questions will find it
+                pass
         self.known: dict[Any, Any] = {}  # what questions found that others ask, too
 
     @property
@@ -52,28 +58,15 @@ class Examination:
         """The steady paths in the first dtype, without gradients: for what a dtype has no part in."""
         return [path for path in self.steady_paths if path.dtype == self.base.dtype and not path.grad]
 
-    def _find_weights_refusal(self) -> Refused | None:
-        """The error with which it refuses to give attention weights at all."""
-        if "need_weights" not in self.subject.takes:
-            return None
-        try:
-            run(self.subject, replace(self.base, need_weights=True), self.inputs())
-        except Refused as refused:
-            return refused
-        except Failed:  # the questions will find it
-            pass
-        return None
-
     @cached_property
     def felt(self) -> np.ndarray:
         """(T, S): which outputs of a plain call change with which token."""
         inputs = self.inputs()
-        tokens = range(TOKENS)
         before = run(self.subject, self.base, inputs).output
         felt = np.zeros((TOKENS, TOKENS), bool)
-        for s in tokens:
+        for s in range(TOKENS):
             after = run(self.subject, self.base, perturbed(inputs, s, self.base, scale=3.0)).output
-            felt[:, s] = [change(before[..., [t], :], after[..., [t], :], self.base, [t])[0] for t in tokens]
+            felt[:, s] = changed_rows(before, after, self.base)
         return felt
 
     @property
@@ -194,10 +187,10 @@ def perturbed(inputs: Inputs, token: int, path: Path, arrays: str = "qkv", scale
     return tuple(changed.get(id(x), x) for x in inputs)  # type: ignore[return-value]
 
 
-def mapped(inputs: Inputs, function: Callable[[np.ndarray], np.ndarray], arrays: str = "qkv") -> Inputs:
-    """The inputs with a function applied to each array, once."""
-    done = {id(x): function(x) for letter, x in zip("qkv", inputs, strict=True) if letter in arrays}
-    return tuple(done.get(id(x), x) for x in inputs)  # type: ignore[return-value]
+def mapped(inputs: Inputs, function: Callable[[np.ndarray], np.ndarray]) -> Inputs:
+    """Apply a function to each of the inputs; equal ones stay one array."""
+    done = {id(x): function(x) for x in inputs}
+    return tuple(done[id(x)] for x in inputs)  # type: ignore[return-value]
 
 
 def tolerance(x: np.ndarray, dtype: str) -> float:
@@ -217,6 +210,11 @@ def change(before: np.ndarray, after: np.ndarray, path: Path, rows: Sequence[int
     place[-2] = rows[place[-2]]
     seen = f"output[{', '.join(map(str, place))}] changes from {before[where]:.6g} to {after[where]:.6g}"
     return bool(difference.max() > tolerance(before, path.dtype)), seen
+
+
+def changed_rows(before: np.ndarray, after: np.ndarray, path: Path) -> list[bool]:
+    """Tell for each row of two outputs (…, rows, width) whether it differs, see `change`."""
+    return [change(before[..., [t], :], after[..., [t], :], path, [t])[0] for t in range(before.shape[-2])]
 
 
 def numbers(x: np.ndarray) -> str:

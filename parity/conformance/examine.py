@@ -16,7 +16,7 @@ from typing import Any
 from mha_spec import Refusal
 from parity.conformance.answers import Conformance
 from parity.conformance.calls import Failed, Refused
-from parity.conformance.discover import framework_of, load_callable, made, name_of, subject_of
+from parity.conformance.discover import framework_of, made, name_of, subject_of
 from parity.conformance.examination import Examination
 from parity.conformance.peers import PEERS, peer
 from parity.conformance.questions import QUESTIONS
@@ -94,18 +94,6 @@ def _answers(subject: Subject, questions: Iterable[str], dtypes: Sequence[str]) 
             answer = examination.only(question, of_error(error))
         answers.append(judged(answer, subject))
     return Conformance(subject.name, subject.framework, subject.version, tuple(answers))
-
-
-def examine_target(
-    target: str, questions: Iterable[str] | None = None, dtypes: Sequence[str] | None = None, **declared: Any
-) -> Conformance:
-    """`examine` what `pkg.module:callable` names.
-
-    Raises:
-        ImportError: if the module cannot be imported.
-        ValueError, TypeError: as `examine`, and if there is nothing callable by that name.
-    """
-    return examine(load_callable(target), questions, dtypes, name=target, **declared)
 
 
 def examine_peers(

@@ -56,7 +56,7 @@ class WithParams:
                 is_floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
                 return leaf.detach().to(getattr(torch, dtype)) if is_floating else leaf
 
-            params = mapped(params, convert)
+            params = with_leaves(params, convert)
         return replace(self, params=params)
 
 
@@ -168,11 +168,11 @@ def arrays_in(tree: Any) -> Iterator[Any]:
             yield from (each for each in sys.modules["jax"].tree.leaves(leaf) if hasattr(each, "shape"))
 
 
-def mapped(tree: Any, change: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
+def with_leaves(tree: Any, change: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
     """Copy of nested mappings, lists and tuples with other leaves, `change(path, leaf)`."""
     if isinstance(tree, Mapping):
-        inner = {name: mapped(each, change, (*path, name)) for name, each in tree.items()}
+        inner = {name: with_leaves(each, change, (*path, name)) for name, each in tree.items()}
         return inner if type(tree) is dict else type(tree)(inner)  # type: ignore[call-arg]
     if type(tree) in (list, tuple):
-        return type(tree)(mapped(each, change, (*path, i)) for i, each in enumerate(tree))
+        return type(tree)(with_leaves(each, change, (*path, i)) for i, each in enumerate(tree))
     return change(path, tree)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -67,8 +68,9 @@ def _jax_nn() -> Subject:
 # ---- Layers of other libraries ---------------------------------------------------------------------------------------
 
 
-def _layer(adapter: Adapter, framework: str, takes: frozenset[str], **known: Any) -> Subject:
-    """A layer of another library, made, filled and called by its adapter."""
+def _layer(adapter: Adapter, framework: str, takes: frozenset[str] = frozenset(), **known: Any) -> Subject:
+    """A layer of another library, made, filled and called by its adapter, which shows what it can be asked."""
+    options = inspect.signature(adapter.call).parameters.keys() & {"mask", "is_causal", "need_weights"}
 
     def make(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Call:
         spec, weights = _filled(path, spec, weights)
@@ -80,7 +82,7 @@ def _layer(adapter: Adapter, framework: str, takes: frozenset[str], **known: Any
         framework,
         "BTE",
         make,
-        takes=frozenset({"mask", "key", "value", "dropout"}) | takes,
+        takes=takes | options | {"key", "value", "dropout"},
         has_settable_weights=True,
         mask_true=adapter.mask_true,
         **known,
@@ -91,7 +93,7 @@ def _torch_mha() -> Subject:
     return _layer(
         load_adapter("torch.nn.MultiheadAttention"),
         "torch",
-        frozenset({"is_causal", "need_weights", "train"}),
+        frozenset({"train"}),
         padding="mask",
         documented={"causal and mask": "the flag is only a hint, as documented"},
     )
@@ -106,7 +108,7 @@ def _nnx() -> Subject:
         module.init_cache((x.shape[0], capacity, x.shape[2]))
         return _decoded(lambda token: module(token, decode=True, is_causal=is_causal), x)
 
-    return _layer(adapter, "jax", frozenset({"is_causal", "need_weights"}), has_groups=True, decode=decode)
+    return _layer(adapter, "jax", has_groups=True, decode=decode)
 
 
 def _linen() -> Subject:
@@ -128,19 +130,16 @@ def _linen() -> Subject:
 
         return _decoded(step, x)
 
-    return _layer(adapter, "jax", frozenset({"need_weights"}), decode=decode)
-
-
-def _equinox() -> Subject:
-    return _layer(load_adapter("equinox.nn.MultiheadAttention"), "jax", frozenset())
+    return _layer(adapter, "jax", decode=decode)
 
 
 def _keras(name: str) -> Subject:
     framework = import_keras().backend.backend()
     if framework not in ("torch", "jax"):
         raise ImportError(f"Keras runs on {framework} here, which is neither torch nor JAX (see KERAS_BACKEND)")
-    takes = frozenset({"is_causal", "need_weights", "train"})
-    return _layer(load_adapter(name), framework, takes, has_groups=name == "keras.layers.GroupQueryAttention")
+    return _layer(
+        load_adapter(name), framework, frozenset({"train"}), has_groups=name == "keras.layers.GroupQueryAttention"
+    )
 
 
 # ---- Our own ---------------------------------------------------------------------------------------------------------
@@ -246,7 +245,7 @@ PEERS: dict[str, tuple[str, Callable[[], Subject]]] = {
     "flax.linen.MultiHeadDotProductAttention": ("flax", _linen),
     "keras.layers.MultiHeadAttention": ("keras", lambda: _keras("keras.layers.MultiHeadAttention")),
     "keras.layers.GroupQueryAttention": ("keras", lambda: _keras("keras.layers.GroupQueryAttention")),
-    "equinox.nn.MultiheadAttention": ("equinox", _equinox),
+    "equinox.nn.MultiheadAttention": ("equinox", lambda: _layer(load_adapter("equinox.nn.MultiheadAttention"), "jax")),
     **_ours("torch", "torch"),
     **_ours("jax", "flax"),
 }

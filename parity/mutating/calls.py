@@ -60,17 +60,13 @@ class Call:
                 kwargs[name] = value
         return Call(self.view, tuple(args), kwargs, self.owner)
 
-    def of(self, owner: Any) -> Call:
-        """Call another module with the same arguments."""
-        return Call(self.view, self.args, self.kwargs, owner)
-
     def copied(self) -> Call:
         """Copy everything in the call, so that it leaves nothing behind.
 
         Raises:
             Exception: whatever something raises that cannot be copied.
         """
-        return Call(self.view, copied(tuple(self.args)), copied(dict(self.kwargs)), copied(self.owner))
+        return Call(self.view, copied(self.args), copied(dict(self.kwargs)), copied(self.owner))
 
     @property
     def xp(self) -> Any:

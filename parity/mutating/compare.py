@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from parity.conformance.examination import tolerance
-from parity.conformance.functional import arrays_in
+from parity.conformance.functional import arrays_in, with_leaves
 from parity.core.arrays import to_numpy
 
 
@@ -37,16 +37,16 @@ def same(before: Any, after: Any) -> bool:
         return bool(np.all((x == y) | (np.isnan(x) & np.isnan(y)) | (np.abs(x - y) <= allowed)))
 
 
-def copied(x: Any) -> Any:
-    """A copy of what a call was given, for a call beside it that must leave nothing behind.
+def copied(tree: Any) -> Any:
+    """Copy what a call was given, for a call that must leave nothing behind.
 
     Raises:
         Exception: whatever something raises that cannot be copied.
     """
-    if type(x) in (tuple, list):
-        return type(x)(copied(each) for each in x)
-    if type(x) is dict:
-        return {name: copied(each) for name, each in x.items()}
+    return with_leaves(tree, lambda _, x: _copied(x))
+
+
+def _copied(x: Any) -> Any:
     if hasattr(type(x), "detach"):
         return x.detach().clone()
     if is_traced(x) or type(x).__module__.startswith("jax"):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from parity.conformance.functional import leaves_in, mapped
+from parity.conformance.functional import leaves_in, with_leaves
 from parity.conformance.signatures import BIASES, LEAVES, PACKED, PROJECTIONS, library_of
 from parity.mutating.calls import Call, Function
 from parity.mutating.compare import Unfit
@@ -152,7 +152,7 @@ def _carrier(call: Call) -> _Carrier:
         if library == "torch":
             return _of_torch(call)
         if library == "equinox":
-            return _of_tree(call.owner, call.of)
+            return _of_tree(call.owner, lambda tree: replace(call, owner=tree))
         if library == "linen":
             return _of_linen(call)
         if library == "nnx":
@@ -240,7 +240,7 @@ def _of_linen(call: Call) -> _Carrier:
         other = owner.clone(parent=None).bind(
             {**owner.variables, "params": params}, rngs=rngs, mutable=owner.scope.mutable
         )
-        result = function(call.of(other))
+        result = function(replace(call, owner=other))
         for collection, values in other.variables.items():
             for name, value in values.items() if owner.is_mutable_collection(collection) else ():
                 if collection != "params":
@@ -257,6 +257,6 @@ def _of_mapping(call: Call, mapping: Any) -> _Carrier:
         raise Unfit(f"its weights are no mapping of arrays by name but {type(mapping).__name__}")
 
     def run(function: Function, changed: Mapping[Path, Any]) -> Any:
-        return function(call.but(weights=mapped(mapping, lambda path, x: changed.get(path, x))))
+        return function(call.but(weights=with_leaves(mapping, lambda path, x: changed.get(path, x))))
 
     return _Carrier(paths, run)

@@ -55,11 +55,13 @@ def other_sequence(exam: Examination, question: Question) -> Answer:
     return exam.answer(question, ask)
 
 
-@asks("weights", "are the returned attention weights those that were used?")
+@asks(
+    "weights",
+    "are the returned attention weights those that were used?",
+    lambda exam: "need_weights" in exam.subject.takes,
+)
 def weights(exam: Examination, question: Question) -> Answer:
     subject = exam.subject
-    if "need_weights" not in subject.takes:
-        return question.not_offered
     if error := exam.weights_refusal:
         return merge(subject, question, {replace(exam.base, need_weights=True): of_error(error)})
     use_values = "value" in subject.takes

@@ -10,7 +10,15 @@ import numpy as np
 
 from parity.conformance.answers import Answer, Finding, Kind, Question, asks
 from parity.conformance.calls import Refused, run
-from parity.conformance.examination import Examination, change, describe_shapes, mapped, perturbed, tolerance
+from parity.conformance.examination import (
+    Examination,
+    change,
+    changed_rows,
+    describe_shapes,
+    mapped,
+    perturbed,
+    tolerance,
+)
 from parity.conformance.subjects import BATCH, FEW_TOKENS, TOKENS, Inputs, Path
 
 USUAL = 3.0
@@ -55,10 +63,8 @@ def _penalty(exam: Examination, **options: Any) -> str:
     return f"a finite penalty of about {-float(f'{most:.0e}'):g}"
 
 
-@asks("mask", "which keys does a boolean mask with one True hide?")
+@asks("mask", "which keys does a boolean mask with one True hide?", lambda exam: "mask" in exam.subject.takes)
 def mask(exam: Examination, question: Question) -> Answer:
-    if "mask" not in exam.subject.takes:
-        return question.not_offered
     polarity, claimed = exam.polarity, exam.subject.mask_true
     if not exam.takes_mask:
         return exam.only(question, replace(polarity, words=f"mask {polarity.words}"))
@@ -87,11 +93,13 @@ def _floats(exam: Examination) -> Finding:
     return Finding("floats taken for something else", Kind.NOTE)
 
 
-@asks("causal", f"which of {TOKENS} keys does each of {FEW_TOKENS} queries see with the causal flag?")
+@asks(
+    "causal",
+    f"which of {TOKENS} keys does each of {FEW_TOKENS} queries see with the causal flag?",
+    lambda exam: "is_causal" in exam.subject.takes,
+)
 def causal(exam: Examination, question: Question) -> Answer:
     subject = exam.subject
-    if "is_causal" not in subject.takes:
-        return question.not_offered
     if "key" not in subject.takes:
         return Answer(question.name, Kind.KEPT, "T = S only")
     inputs = exam.inputs(TOKENS, FEW_TOKENS)
@@ -101,7 +109,7 @@ def causal(exam: Examination, question: Question) -> Answer:
         sees = np.zeros((FEW_TOKENS, TOKENS), bool)
         for s in range(TOKENS):
             after = exam.run(path, perturbed(inputs, s, path, "kv", scale), is_causal=True).output
-            sees[:, s] = [change(before[..., [t], :], after[..., [t], :], path, [t])[0] for t in range(FEW_TOKENS)]
+            sees[:, s] = changed_rows(before, after, path)
         offset = TOKENS - FEW_TOKENS
         known = {"top-left": np.tri(FEW_TOKENS, TOKENS), "bottom-right": np.tri(FEW_TOKENS, TOKENS, offset)}
         return next((words for words, triangle in known.items() if (sees == triangle.astype(bool)).all()), None), sees
@@ -175,10 +183,8 @@ def future_token(exam: Examination, question: Question) -> Answer:
     return exam.answer(question, ask)
 
 
-@asks("masked key", "does a token that the mask hides from all change another's output?")
+@asks("masked key", "does a token that the mask hides from all change another's output?", lambda exam: exam.takes_mask)
 def masked_key(exam: Examination, question: Question) -> Answer:
-    if not exam.takes_mask:
-        return question.not_offered
     hidden = np.zeros((TOKENS, TOKENS), bool)
     hidden[:, 2] = True
     inputs = exam.inputs()
@@ -190,11 +196,9 @@ def masked_key(exam: Examination, question: Question) -> Answer:
     return exam.answer(question, ask)
 
 
-@asks("padding", "does a padded token change the output of a real one?")
+@asks("padding", "does a padded token change the output of a real one?", lambda exam: exam.subject.padding is not None)
 def padding(exam: Examination, question: Question) -> Answer:
     kind = exam.subject.padding
-    if kind is None:
-        return question.not_offered
     inputs = exam.inputs()
     lengths = np.full(BATCH, TOKENS, np.int32)
     lengths[0] = 3  # of the first sequence only
