@@ -12,7 +12,7 @@ import numpy as np
 from mha_spec import AttentionSpec
 from parity.conformance.subjects import Inputs, Path, Subject
 from parity.core.arrays import to_numpy
-from parity.core.weights import Weights, dtype_named
+from parity.core.weights import Weights, dtype_named, is_floating
 
 
 class Refused(Exception):
@@ -33,7 +33,6 @@ class Failed(Exception):
 
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 LIBRARIES = ("torch", "jax", "jaxlib", "flax", "keras", "equinox", "jaxtyping", "ttnn")
-FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def _is_meant(error: Exception, framework: str) -> bool:
 
 
 def _check_output(subject: Subject, output: np.ndarray, query_shape: Sequence[int]) -> None:
-    if str(output.dtype) not in FLOATS:
+    if not is_floating(output.dtype):
         raise Failed(f"gives {output.dtype}", f"the output is of dtype {output.dtype}, which is not floating point")
     is_fit = (
         output.ndim == 3 and output.shape[:2] == query_shape[:2] if subject.is_layer else output.shape == query_shape

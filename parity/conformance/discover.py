@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Refusal, WrongType
+from mha_spec.rules import as_count, as_one_of
 from parity.conformance.calls import Failed, Refused, fresh_copies, run
 from parity.conformance.functional import (
     WithParams,
@@ -131,11 +132,11 @@ def subject_of(
         ("mask_true", mask_true, ("hides", "shows")),
         ("causal", causal, ("top-left", "bottom-right")),
     ):
-        if value is not None and value not in known:
-            raise Refusal(what, f"be one of {', '.join(known)}", {what: value})
+        if value is not None:
+            as_one_of(what, value, known)
     for what, number in (("d_model", d_model), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if number is not None and number < 1:
-            raise Refusal(what, "be at least 1", {what: number})
+        if number is not None:
+            as_count(what, number)
     name = name or name_of(target)
     target = made(target, name, params)
     library = library_of(target)
@@ -254,18 +255,24 @@ def _widths(target: Any, library: str) -> list[int]:
 
 def _with_width(subject: Subject, widths: Sequence[int]) -> Subject:
     """The layer with the first width of inputs that it takes."""
-    reasons = []
+    errors = []
     for width in widths:
         found = replace(subject, width=width)
-        x = np.random.default_rng(0).standard_normal((BATCH, NUM_HEADS, width))
-        try:
-            run(found, Path(), (x, x, x))
-        except (Refused, Failed) as error:
-            reasons.append(str(error))
-            continue
-        return found
-    got = f"{subject.name}{f' with {widths[0]}: {reasons[0]}' if reasons else ''}"
+        if not (error := _error_as_layer(found)):
+            return found
+        errors.append(error)
+    got = f"{subject.name}{f' with {widths[0]}: {errors[0]}' if errors else ''}"
     raise Refusal("d_model", "be declared if no width seen in its parameters is taken", got)
+
+
+def _error_as_layer(subject: Subject) -> Refused | Failed | None:
+    """Error of a plain call with the inputs of a layer; None if it is taken."""
+    x = np.random.default_rng(0).standard_normal((BATCH, NUM_HEADS, subject.width))
+    try:
+        run(subject, Path(subject.dtypes[0]), (x, x, x))
+    except (Refused, Failed) as error:
+        return error
+    return None
 
 
 @dataclass
@@ -379,9 +386,7 @@ def _with_axes(subject: Subject) -> Subject:
         value[0, 1, 2] += 10.0
         after = run(as_given, path, (query, key, value)).output
     except (Refused, Failed) as error:
-        try:
-            run(subject, path, (x, x, x))
-        except (Refused, Failed):
+        if _error_as_layer(subject):
             raise Refusal(subject.name, f"take split heads {heads} or (B, T, E) = {x.shape}", str(error)) from error
         return subject
     changed = np.abs(after - before).max(axis=-1)[0] > 1e-6

@@ -45,11 +45,12 @@ def examine(
             meant = get_close_matches(question, QUESTIONS, 1)
             hint = f"did you mean {meant[0]!r}?" if meant else ""
             raise Refusal("a question", f"be one of {', '.join(QUESTIONS)}", question=question, hint=hint)
-    framework = target.framework if isinstance(target, Subject) else declared.get("framework")
-    if not isinstance(target, Subject):
+    if isinstance(target, Subject):
+        framework = target.framework
+    else:
         declared["name"] = declared.get("name") or name_of(target)
         target = made(target, declared["name"], declared.pop("params", None))
-        framework = framework or framework_of(target)
+        framework = declared.get("framework") or framework_of(target)
     known = TTNN_DTYPES if framework == "ttnn" else DTYPES
     if unknown := [dtype for dtype in dtypes or () if dtype not in known]:
         of = " for ttnn" if framework == "ttnn" else ""

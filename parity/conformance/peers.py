@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec
+from mha_spec.rules import as_one_of
 from parity.backends import BACKENDS, load_backend
 from parity.conformance.calls import fresh_copies
 from parity.conformance.discover import subject_of
@@ -259,9 +260,7 @@ def peer(name: str) -> Subject:
         ValueError: if there is none of that name.
         ImportError: if it is not installed.
     """
-    if name not in PEERS:
-        raise Refusal("a peer", f"be one of {', '.join(PEERS)}", repr(name))
-    package, make = PEERS[name]
+    package, make = PEERS[as_one_of("a peer", name, [*PEERS])]
     if find_spec(package) is None:
         raise ImportError(f"{package} is not installed")
     subject = make()

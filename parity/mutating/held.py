@@ -13,6 +13,12 @@ from parity.mutating.compare import Unfit
 from parity.text import some_of
 
 PACKED_PROJECTION = "qkv_proj"
+ALIASES = {
+    name: projection for projection, names in {**PROJECTIONS, PACKED_PROJECTION: PACKED}.items() for name in names
+}
+BIAS_ALIASES = {name: projection for projection, names in BIASES.items() for name in names}
+"""Projections by the names that they and their biases may have."""
+
 Arrays = dict[str, Any]
 Path = tuple[Any, ...]
 
@@ -89,18 +95,13 @@ def _is_linear(call: Call, path: Path) -> bool:
 
 def leaf_of(words: list[str]) -> tuple[str, int]:
     """`q_proj.weight` for what a path of names calls so, and how many of them that takes; empty if it is none."""
-    words = [word.lower() for word in words]
-    if not words:
-        return "", 0
-    last = words[-1]
-    leaf = LEAVES.get(last, "")
-    for projection, aliases in {**PROJECTIONS, PACKED_PROJECTION: PACKED}.items():
-        if leaf and len(words) > 1 and words[-2] in aliases:
-            return f"{projection}.{leaf}", 2
-        if last in aliases:
-            return f"{projection}.weight", 1
-        if last in BIASES[projection]:
-            return f"{projection}.bias", 1
+    *above, last = ["", "", *(word.lower() for word in words)]
+    if last in LEAVES and above[-1] in ALIASES:
+        return f"{ALIASES[above[-1]]}.{LEAVES[last]}", 2
+    if last in ALIASES:
+        return f"{ALIASES[last]}.weight", 1
+    if last in BIAS_ALIASES:
+        return f"{BIAS_ALIASES[last]}.bias", 1
     return "", 0
 
 
@@ -148,16 +149,10 @@ def _is_attention(group: Mapping[str, Path]) -> bool:
 
 def _carrier(call: Call) -> _Carrier:
     if call.owner is not None:
-        library = library_of(call.owner)
-        if library == "torch":
-            return _of_torch(call)
-        if library == "equinox":
-            return _of_tree(call.owner, lambda tree: replace(call, owner=tree))
-        if library == "linen":
-            return _of_linen(call)
-        if library == "nnx":
-            return _of_nnx(call)
-        raise Unfit("it is a module of no library whose weights can be changed here")
+        carriers = {"torch": _of_torch, "equinox": _of_equinox, "linen": _of_linen, "nnx": _of_nnx}
+        if library_of(call.owner) not in carriers:
+            raise Unfit("it is a module of no library whose weights can be changed here")
+        return carriers[library_of(call.owner)](call)
     weights = call.get("weights")
     if weights is not None and call.view.framework == "jax" and not hasattr(weights, "shape"):
         return _of_tree(weights, lambda tree: call.but(weights=tree))
@@ -209,6 +204,10 @@ def _of_nnx(call: Call) -> _Carrier:
             put({path: leaves[path] for path in changed})
 
     return _Carrier(leaves, run)
+
+
+def _of_equinox(call: Call) -> _Carrier:
+    return _of_tree(call.owner, lambda tree: replace(call, owner=tree))
 
 
 def _of_tree(tree: Any, call_with: Callable[[Any], Call]) -> _Carrier:
