@@ -131,7 +131,7 @@ class Examination:
 
     @cached_property
     def polarity(self) -> Finding:
-        """What True does in a mask: it hides, shows, is ignored or hides all."""
+        """Find out what True does in a mask: it hides, shows, is ignored or hides all."""
         one_true = np.zeros((1, 1, TOKENS, TOKENS), bool)
         one_true[..., 2] = True  # only key 2
         inputs = self.inputs()

@@ -178,13 +178,19 @@ def _of_torch(call: Call) -> _Carrier:
 
 def replaced_in_torch(call: Call, changed: Mapping[str, Any], function: Function) -> Any:
     """Call a module of torch, some of its parameters and buffers others meanwhile, by their names."""
-    from torch.func import functional_call
-    from torch.nn import Module
-
-    holder = Module()  # so that the call is the function's, not the module's, whose hooks would run twice
-    holder.owner = call.owner
-    holder.forward = lambda: function(call)
-    return functional_call(holder, {f"owner.{name}": x for name, x in changed.items()}, (), tie_weights=False)
+    places = []
+    for name, x in changed.items():
+        prefix, _, last = name.rpartition(".")
+        module = call.owner.get_submodule(prefix)
+        held = module._parameters if last in module._parameters else module._buffers
+        places.append((held, last, held[last], x))
+    try:
+        for held, last, _, x in places:
+            held[last] = x
+        return function(call)
+    finally:
+        for held, last, before, _ in places:
+            held[last] = before
 
 
 def _of_nnx(call: Call) -> _Carrier:
