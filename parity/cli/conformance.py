@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Result:
     """Examine, and print the matrix."""
     from parity.conformance.answers import exit_status
-    from parity.conformance.discover import load_params
-    from parity.conformance.examine import examine_peers, examine_target
+    from parity.conformance.discover import load_callable, load_params
+    from parity.conformance.examine import examine, examine_peers
     from parity.conformance.peers import PEERS
     from parity.conformance.subjects import DTYPES
     from parity.core.packages import installed
@@ -66,7 +66,8 @@ def run(options: argparse.Namespace) -> Result:
             raise refusal("--only", "come with --peers", {"--only": options.only})
         if options.params is not None:
             declared["params"] = load_params(options.params)
-        found = [examine_target(options.subject, options.questions, options.dtypes, **declared)]
+        target = load_callable(options.subject)
+        found = [examine(target, options.questions, options.dtypes, name=options.subject, **declared)]
 
     def again(subject: str, question: str) -> str:
         given = [f"--peers --only {subject}" if options.peers else options.subject]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from parity.mutating.calls import Call, Planted, Run, library_of
+from parity.conformance.signatures import library_of
+from parity.mutating.calls import Call, Planted, Run
 from parity.mutating.compare import Unfit
 from parity.mutating.held import replaced_in_torch
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from parity.mutating.calls import Call, Planted, Run, library_of
+from parity.conformance.signatures import library_of
+from parity.mutating.calls import Call, Planted, Run
 from parity.mutating.compare import Unfit, is_traced
 from parity.mutating.held import replaced_in_torch
 
