@@ -59,7 +59,7 @@ GROUPS = (
     rope.turned_otherwise,
     rope.other_theta,
     rope_kinds.scaled,
-    rope_kinds.partial,
+    rope_kinds.partly,
     rope_kinds.on_several_axes,
     rope_kinds.neighbours,
     weights.fused_qkv,
@@ -102,7 +102,7 @@ GROUPS = (
 WITHOUT_LATENTS = frozenset(
     {
         *(weights.transposed, weights.swapped, weights.fused_qkv, weights.missing_biases),
-        *(rope_kinds.partial, heads.reordered),
+        *(rope_kinds.partly, heads.reordered),
     }
 )
 """Those that are made in q_proj, k_proj and v_proj."""
