@@ -46,6 +46,7 @@ __all__ = [
     "Mistake",
     "Override",
     "low_products",
+    "mistake_by_name",
     "mistakes_for",
     "page_by_mistake",
     "permuted_heads",
@@ -115,13 +116,19 @@ def mistakes_for(case: Case) -> list[Mistake]:
 
 
 @cache
-def page_by_mistake() -> dict[str, str]:
-    """The page of every mistake that is known, by its name."""
+def mistake_by_name() -> dict[str, Mistake]:
+    """Every mistake that a layer could have, as the first case has it that could."""
     in_any_order = (heads.permuted(name, np.arange(0)) for name in "qkv")
     cases = (*CASES.values(), replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)))  # one that is between
-    in_cases = (mistake for case in cases for mistake in mistakes_for(case))
-    found = (*in_cases, *PRECISIONS.values(), *FIDELITIES.values(), *in_any_order)
-    return {mistake.name: mistake.page for mistake in found} | dict.fromkeys(ranks.NAMES, ranks.PAGE)
+    found = [mistake for case in cases for mistake in mistakes_for(case)]
+    found += [*PRECISIONS.values(), *FIDELITIES.values(), *in_any_order]
+    return {mistake.name: mistake for mistake in reversed(found)}
+
+
+def page_by_mistake() -> dict[str, str]:
+    """The page of every mistake that is known, by its name."""
+    pages = {name: mistake.page for name, mistake in mistake_by_name().items()}
+    return pages | dict.fromkeys(ranks.NAMES, ranks.PAGE)
 
 
 def wrong_layer(
