@@ -16,10 +16,9 @@ from parity.core.problem import Problem
 from parity.core.reference import Arithmetic, Layer
 from parity.core.weights import dtype_named
 from parity.diagnosis.mistakes import (
-    alibi,
     batches,
     caches,
-    empty_rows,
+    distances,
     gates,
     heads,
     latents,
@@ -27,11 +26,9 @@ from parity.diagnosis.mistakes import (
     norms,
     precision,
     ranks,
-    relative_bias,
     rope,
     rope_kinds,
     scores,
-    sinks,
     softmax,
     temperature,
     weights,
@@ -81,10 +78,10 @@ GROUPS = (
     scores.scale,
     scores.soft_cap,
     scores.bias,
-    alibi.alibi,
-    relative_bias.relative_bias,
-    sinks.sinks,
-    scores.softmax_axis,
+    distances.alibi,
+    distances.relative_bias,
+    softmax.sinks,
+    softmax.softmax_axis,
     softmax.after_softmax,
     softmax.mask_as_number,
     softmax.other_functions,
@@ -95,7 +92,7 @@ GROUPS = (
     weights.out_columns,
     weights.missing_biases,
     caches.caches,
-    empty_rows.empty_rows,
+    softmax.empty_rows,
     precision.rounded_parts,
 )
 

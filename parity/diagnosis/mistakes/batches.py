@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import numpy as np
 
 from parity.core.case import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
+from parity.diagnosis.mistakes.families import SEQUENCES
 from parity.diagnosis.mistakes.record import Mistake, Override
 
 
 def batches(case: Case) -> Iterator[Mistake]:
     """The context of the wrong tokens; the weights, where they have the shape that they should have, are right."""
     spec = case.spec
-    mistake = partial(
-        Mistake,
-        fix="let every query attend to the keys of its own sequence: heads are (B, N, T, H), batch first",
-        page="batch-axis",
-        stages=("context", "module.output"),
-    )
+    mistake = SEQUENCES.seen_in("context", "module.output")
     is_by_place = spec.alibi or spec.relative_bias or spec.window_size or spec.chunk_size or case.window_size
     if case.is_cached or case.not_finite or case.bias or case.random_mask or is_by_place:
         return

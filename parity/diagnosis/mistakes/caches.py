@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import numpy as np
 
 from parity.core.case import Case
 from parity.core.stages import Values
+from parity.diagnosis.mistakes.families import CACHE_SLOTS
 from parity.diagnosis.mistakes.record import Mistake, Override
 from parity.diagnosis.mistakes.sites import before
 
@@ -20,12 +20,7 @@ def caches(case: Case) -> Iterator[Mistake]:
     if not case.is_cached:
         return
     spec, capacity = case.spec, case.capacity
-    cached = partial(
-        Mistake,
-        fix="write new token i into slot length + i",
-        page="cache-slots",
-        stages=("cache.latents", "cache.keys"),
-    )
+    cached = CACHE_SLOTS.seen_in("cache.latents", "cache.keys")
     if spec.value_head_dim == spec.head_dim and spec.latent is None:
         yield cached(
             "cache-keys-as-values",

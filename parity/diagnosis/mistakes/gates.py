@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 
 from parity.core.case import Case
+from parity.diagnosis.mistakes.families import GATE
 from parity.diagnosis.mistakes.record import Mistake
 from parity.diagnosis.mistakes.sites import after, packed
 
@@ -16,12 +16,7 @@ def gates(case: Case) -> Iterator[Mistake]:
     spec = case.spec
     if spec.gate is None:
         return
-    mistake = partial(
-        Mistake,
-        fix="multiply the context by sigmoid(gate_proj(query)), before out_proj",
-        page="gate",
-        stages=("output",),
-    )
+    mistake = GATE.seen_in("output")
     yield mistake("gate-missing", "the context is not gated", {"openness": after(np.ones_like)})
     yield mistake(
         "gate-without-sigmoid",

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 
 from parity.core.case import Case
 from parity.core.stages import Values
-from parity.diagnosis.mistakes.families import GROUPED
+from parity.diagnosis.mistakes.families import GROUPED, HEAD_ORDER
 from parity.diagnosis.mistakes.record import Mistake, Override, instead
 from parity.diagnosis.mistakes.sites import projected
-
-of_order = partial(Mistake, page="head-order")
 
 
 def shared(case: Case) -> Iterator[Mistake]:
     num_heads, num_kv_heads = case.spec.num_heads, case.spec.num_kv_heads
     if 1 < num_kv_heads < num_heads:
-        yield Mistake(
+        yield GROUPED.seen_in("scores")(
             "kv-heads-tiled",
             "key/value heads are tiled (0 1 0 1) and not repeated (0 0 1 1)",
             {"per_query_head": instead(lambda x: x[:, np.arange(num_heads) % num_kv_heads])},
-            fix=GROUPED.fix,
-            page=GROUPED.page,
-            stages=("scores",),
         )
 
 
 def split_or_combined(case: Case) -> Iterator[Mistake]:
     if case.spec.num_heads == 1:
         return
-    split, combined = partial(of_order, stages=("q", "k")), partial(of_order, stages=("output",))
+    split, combined = HEAD_ORDER.seen_in("q", "k"), HEAD_ORDER.seen_in("output")
     yield split(
         "heads-innermost",
         "the width is split into (H, N) and not (N, H)",
@@ -116,10 +110,10 @@ def permuted(name: str, order: np.ndarray) -> Mistake:
 
 
 def _reordered(name: str, word: str, about: str, order: np.ndarray) -> Mistake:
-    return of_order(
+    stages = ("q", "k") if name == "q" else (name,)
+    return HEAD_ORDER.seen_in(*stages)(
         f"{name}-heads-{word}",
         f"{name}'s heads are {about}",
         projected(lambda heads: {name: heads[name][:, order]}),
         fix=f"keep the heads of {name} in the order in which the weights hold them",
-        stages={"q": ("q", "k"), "k": ("k",), "v": ("v",)}[name],
     )

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from mha_spec import AttentionSpec, Latent, YarnScaling
 from parity.core.case import Case
+from parity.diagnosis.mistakes.families import LATENTS
 from parity.diagnosis.mistakes.record import Mistake, instead
 from parity.diagnosis.mistakes.scores import yarn_factor
 from parity.diagnosis.mistakes.sites import Overrides, after
-
-of_latents = partial(Mistake, page="latents")
 
 
 def latents(case: Case) -> Iterator[Mistake]:
@@ -31,12 +29,11 @@ def latents(case: Case) -> Iterator[Mistake]:
 
 
 def _norm_missing(name: str, words: str, stage: str) -> Mistake:
-    return of_latents(
+    return LATENTS.seen_in(stage)(
         f"latent-{name}-norm-missing",
         f"{words} is not normalised",
         {"normed": lambda _, original, of, x, norm: x if of == f"{name}_a" else original(of, x, norm)},
         fix=f"apply {name}_a_norm to {words}, before what is made of it",
-        stages=(stage,),
     )
 
 
@@ -44,27 +41,27 @@ def _other_factors(latent: Latent) -> Iterator[Mistake]:
     """What the latents are multiplied by after their norms: nothing, its square, or what is the other's."""
     for of, words, stage in (("q", "queries", "q"), ("kv", "keys and values", "latents")):
         name, factor = f"{of}_factor", getattr(latent, f"{of}_factor")
-        mistake = partial(
-            of_latents, fix=f"multiply the latent of {words} by {factor:.6g} after its norm, once", stages=(stage,)
-        )
+        mistake = LATENTS.seen_in(stage)
+        fix = f"multiply the latent of {words} by {factor:.6g} after its norm, once"
         if factor != 1.0:
             yield mistake(
                 f"latent-{of}-factor-missing",
                 f"the latent of {words} is not multiplied by its factor",
                 _with(**{name: 1.0}),
+                fix=fix,
             )
             yield mistake(
                 f"latent-{of}-factor-twice",
                 f"the latent of {words} is multiplied by its factor twice, or by it without its square root",
                 _with(**{name: factor**2}),
+                fix=fix,
             )
     if latent.q_rank is not None and latent.q_factor != latent.kv_factor:
-        yield of_latents(
+        yield LATENTS.seen_in("q", "latents")(
             "latent-factors-swapped",
             "the latent of queries is multiplied by the factor of keys and values, and theirs by that of queries",
             _with(q_factor=latent.kv_factor, kv_factor=latent.q_factor),
             fix=f"multiply queries' latent by {latent.q_factor:.6g}, that of keys and values by {latent.kv_factor:.6g}",
-            stages=("q", "latents"),
         )
 
 
@@ -79,33 +76,29 @@ def _columns_read_otherwise(spec: AttentionSpec, latent: Latent, own_features: i
     of_keys, of_values = np.arange(num_heads * own_features), np.arange(num_heads * value_dim)
     if num_heads > 1:
         halves = [of_keys.reshape(num_heads, -1), len(of_keys) + of_values.reshape(num_heads, -1)]
-        yield of_latents(
+        yield LATENTS.seen_in("k", "v")(
             "latent-kv-in-halves",
             "kv_b_proj is read as all keys and then all values, and not head by head",
             _read("kv_b_proj", np.concatenate(halves, axis=1).ravel()),
             fix="cut what kv_b_proj gives into heads first, and each head into its key and its value",
-            stages=("k", "v"),
         )
-    yield of_latents(
+    yield LATENTS.seen_in("k", "v")(
         "latent-values-first",
         "in a head of kv_b_proj the value is read before the key",
         _read("kv_b_proj", _rolled(num_heads, own_features + value_dim, -value_dim)),
         fix="take the first features of each head of kv_b_proj as its key",
-        stages=("k", "v"),
     )
-    yield of_latents(
+    yield LATENTS.seen_in("latents")(
         "latent-shared-first",
         "what the heads share of their keys is read before the latent",
         _read("kv_a_proj", _rolled(1, latent.width, -shared)),
         fix="take the first kv_rank features of what kv_a_proj gives as the latent",
-        stages=("latents",),
     )
-    yield of_latents(
+    yield LATENTS.seen_in("q")(
         "latent-rope-first",
         "in a head of the queries the features that are rotated are read first",
         _read("q_proj" if latent.q_rank is None else "q_b_proj", _rolled(num_heads, spec.head_dim, -shared)),
         fix="take the last rope_dim features of each head of the queries as those that are rotated",
-        stages=("q",),
     )
 
 
@@ -135,13 +128,12 @@ def _other_scales(spec: AttentionSpec, latent: Latent, own_features: int) -> Ite
     ):
         if not np.isclose(divisor, known).any():
             known.append(divisor)
-            yield of_latents(
+            yield LATENTS.seen_in("scores")(
                 f"latent-{name}",
                 f"the scale of the scores {words}",
                 {"scale": instead(lambda divisor=divisor: divisor)},
                 fix="multiply the scores by mscale² / sqrt(head_dim), all features of a head counted; mscale is 1 "
                 "without YaRN",
-                stages=("scores",),
             )
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from parity.core.case import Case
-from parity.diagnosis.mistakes.families import PADDING, WINDOW
+from parity.diagnosis.mistakes.families import CAUSAL, CHUNK, PADDING, WINDOW
 from parity.diagnosis.mistakes.record import Mistake, instead
 from parity.diagnosis.mistakes.sites import Overrides, before
 
@@ -64,21 +64,18 @@ def _making(change: Callable[[np.ndarray], np.ndarray]) -> Overrides:
 
 
 def causal(case: Case) -> Iterator[Mistake]:
-    mistake = partial(of_mask, page="causal-alignment")
-    later = "hide every key whose position is greater than the query's"
+    mistake = CAUSAL.seen_in("mask")
     is_causal = case.is_causal or case.is_cached or case.window_size is not None
     if is_causal:
         yield mistake(
             "causal-off-by-one",
             "each token sees the next one, too: the causal mask is one late",
             {"is_later": instead(lambda t, s: s > t + 1)},
-            fix=f"{later}: s > t",
         )
         yield mistake(
             "causal-excludes-self",
             "no token sees itself: the causal mask is one early",
             {"is_later": instead(lambda t, s: s >= t)},
-            fix=f"{later}: s > t, not s >= t",
         )
     is_square = case.seq_len == case.key_len and not case.is_cached and case.seq_len > 1
     is_triangle = is_square and is_causal
@@ -87,7 +84,6 @@ def causal(case: Case) -> Iterator[Mistake]:
             "causal-transposed",
             "each token sees itself and those after it: the causal mask is transposed",
             {"is_later": instead(lambda t, s: s < t)},
-            fix=f"{later}, s > t: the upper triangle, without the diagonal",
         )
     if (is_triangle and case.key_padding_lengths) or (is_square and case.random_mask):
         yield of_mask(
@@ -142,7 +138,7 @@ def padding(case: Case) -> Iterator[Mistake]:
     lengths, key_len = case.key_padding_lengths, case.key_len
     if lengths is None:
         return
-    mistake = partial(of_mask, fix="hide the keys from each sequence's own length on", page=PADDING.page)
+    mistake = PADDING.seen_in("mask")
     if case.is_causal or case.random_mask or case.window_size is not None or case.segment_ids:
         yield mistake("padding-ignored", "padding is not hidden", {"is_padding": instead(_of_no_pair)})
     yield mistake(
@@ -156,7 +152,6 @@ def padding(case: Case) -> Iterator[Mistake]:
             f"padding-off-by-{by}",
             f"the padding mask {words}",
             {"is_padding": before(lambda s, lengths, step=step: (s, lengths + step))},
-            fix="hide the keys from the length on: s >= length",
         )
     count = len(lengths)
     seen = {lengths, (key_len,) * count}  # the second of them is padding-ignored
@@ -172,7 +167,6 @@ def padding(case: Case) -> Iterator[Mistake]:
                 f"padding-of-{name}",
                 f"each sequence has the padding of {words}",
                 {"is_padding": before(lambda s, x, change=change: (s, change(x)))},
-                fix="hide the keys from each sequence's own length on, row b of the mask for sequence b",
             )
     if key_len == case.seq_len:
         yield mistake(
@@ -186,12 +180,10 @@ def padding(case: Case) -> Iterator[Mistake]:
 def window(case: Case) -> Iterator[Mistake]:
     if case.window_size is not None:
         yield from _windows(WINDOW.fix, "is_before_window")
-        yield of_mask(
+        yield WINDOW.seen_in("mask")(
             "window-ignored",
             "the window is ignored, only later keys are hidden",
             {"is_before_window": instead(_of_no_pair)},
-            fix="hide the keys at t - window_size and before",
-            page=WINDOW.page,
         )
 
 
@@ -234,10 +226,4 @@ def reach(case: Case) -> Iterator[Mistake]:
             lambda t, s, _: (t - 1) // size != (s - 1) // size,
         ),
     ):
-        yield of_mask(
-            f"chunk-{name}",
-            about,
-            {"is_in_another_chunk": instead(hides)},
-            fix="hide the keys of other chunks: those for which s // chunk_size is not t // chunk_size",
-            page=WINDOW.page,
-        )
+        yield CHUNK.seen_in("mask")(f"chunk-{name}", about, {"is_in_another_chunk": instead(hides)})

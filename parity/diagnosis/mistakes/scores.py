@@ -12,7 +12,7 @@ from mha_spec import AttentionSpec, YarnScaling
 from parity.core.case import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
-from parity.diagnosis.mistakes.families import SOFT_CAP, scale_family
+from parity.diagnosis.mistakes.families import SCORE_BIAS, SOFT_CAP, scale_family
 from parity.diagnosis.mistakes.record import Mistake, Override, instead
 from parity.diagnosis.mistakes.sites import attn_weights
 
@@ -121,7 +121,7 @@ def soft_cap(case: Case) -> Iterator[Mistake]:
 def bias(case: Case) -> Iterator[Mistake]:
     if not case.bias:
         return
-    mistake = partial(of_scores, fix="add the bias to the scores, before the softmax", page="score-bias")
+    mistake = SCORE_BIAS.seen_in("scores")
     missing = {"score_bias": instead(lambda: None)}
 
     def scaled(layer: Layer, original: Override) -> np.ndarray:
@@ -139,34 +139,6 @@ def bias(case: Case) -> Iterator[Mistake]:
     )
     added = {**missing, **attn_weights(with_bias)}
     yield mistake("score-bias-after-softmax", "the bias is added after the softmax", added)
-
-
-# ---- Softmax ---------------------------------------------------------------------------------------------------------
-
-
-def softmax_axis(case: Case) -> Iterator[Mistake]:
-    for axis, words, length in (
-        (2, "queries", case.seq_len),
-        (1, "heads", 1 if case.spec.sinks else case.spec.num_heads),  # sinks are those of heads
-        (0, "batch", case.batch),
-    ):
-        if length > 1:
-            yield Mistake(
-                f"softmax-over-{words}",
-                f"the softmax is over the {words}, and not over the keys",
-                {"attn_weights": _over(axis)},
-                fix="take the softmax over the last axis of (B, N, T, S)",
-                page="softmax-axis",
-                stages=("attn_weights",),
-            )
-
-
-def _over(axis: int) -> Override:
-    def attn_weights(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
-        turned = {name: values[name].swapaxes(axis, 3) for name in ("scores", "mask")}
-        return {"attn_weights": original(turned)["attn_weights"].swapaxes(axis, 3)}
-
-    return attn_weights
 
 
 # ---- NaN -------------------------------------------------------------------------------------------------------------

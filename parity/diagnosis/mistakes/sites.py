@@ -116,7 +116,3 @@ def attn_weights(change: Callable[[Layer, np.ndarray], np.ndarray]) -> Overrides
         return {"attn_weights": a.keep(change(layer, a.widen(found)))}
 
     return {"attn_weights": override}
-
-
-RESTARTED: Overrides = {"scores": lambda _, original, values, *places: original(values)}
-"""Count the places of queries among the keys from 0 in each call with a cache."""

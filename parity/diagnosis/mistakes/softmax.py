@@ -1,4 +1,4 @@
-"""Mistakes in the softmax: what is put in its place, what its mask becomes, what its weights are multiplied by."""
+"""Mistakes in the softmax: its mask, its function, its axis, dropout, sinks, and rows that see no key."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 from parity.core.case import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
-from parity.diagnosis.mistakes.record import Mistake, Override
-from parity.diagnosis.mistakes.sites import attn_weights
+from parity.diagnosis.mistakes.families import DROPOUT, EMPTY_ROWS, LEAKING, SINKS
+from parity.diagnosis.mistakes.record import Mistake, Override, instead
+from parity.diagnosis.mistakes.sites import after, attn_weights
 
 PENALTY = -10.0
 
@@ -51,13 +52,7 @@ def mask_as_number(case: Case) -> Iterator[Mistake]:
             lambda scores, mask: np.where(mask, scores.dtype.type(PENALTY), scores),
         ),
     ):
-        yield of_softmax(
-            f"mask-{name}",
-            about,
-            {"attn_weights": _numbered(wrong)},
-            fix="hide keys with -inf before the softmax: a boolean mask is not a number to be added",
-            page="mask-as-number",
-        )
+        yield LEAKING.seen_in("attn_weights")(f"mask-{name}", about, {"attn_weights": _numbered(wrong)})
 
 
 def _numbered(wrong: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Override:
@@ -119,6 +114,33 @@ def other_functions(case: Case) -> Iterator[Mistake]:
         yield mistake("softmax-log", "the weights are the logarithms of a softmax", logarithm)
 
 
+# ---- Another axis ----------------------------------------------------------------------------------------------------
+
+
+def softmax_axis(case: Case) -> Iterator[Mistake]:
+    for axis, words, length in (
+        (2, "queries", case.seq_len),
+        (1, "heads", 1 if case.spec.sinks else case.spec.num_heads),  # sinks are those of heads
+        (0, "batch", case.batch),
+    ):
+        if length > 1:
+            yield of_softmax(
+                f"softmax-over-{words}",
+                f"the softmax is over the {words}, and not over the keys",
+                {"attn_weights": _over(axis)},
+                fix="take the softmax over the last axis of (B, N, T, S)",
+                page="softmax-axis",
+            )
+
+
+def _over(axis: int) -> Override:
+    def attn_weights(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
+        turned = {name: values[name].swapaxes(axis, 3) for name in ("scores", "mask")}
+        return {"attn_weights": original(turned)["attn_weights"].swapaxes(axis, 3)}
+
+    return attn_weights
+
+
 # ---- Dropout ---------------------------------------------------------------------------------------------------------
 
 
@@ -126,10 +148,93 @@ def dropout(_: Case) -> Iterator[Mistake]:
     """The factor of a dropout that drops nothing. What is dropped is drawn, and cannot be computed again."""
     for percent in (10, 20, 50):
         share = 1.0 - percent / 100.0
-        yield of_softmax(
+        yield DROPOUT.seen_in("attn_weights")(
             f"dropout-factor-{percent}",
             f"the weights are divided by {share:g}, as a dropout of {percent} % does that drops nothing",
             attn_weights(lambda layer, x, share=share: x / layer.arithmetic.wide.type(share)),
-            fix="leave out dropout in evaluation, with its factor 1 / (1 - p)",
-            page="dropout",
         )
+
+
+# ---- Sinks -----------------------------------------------------------------------------------------------------------
+
+
+def sinks(case: Case) -> Iterator[Mistake]:
+    spec = case.spec
+    if not spec.sinks:
+        return
+    mistake = SINKS.seen_in("attn_weights")
+    none = {"sinks": instead(lambda: None)}
+    yield mistake("sinks-ignored", "there are no sinks", none)
+    yield mistake("sinks-zero", "every sink is 0, as before training", {"sinks": after(lambda sinks: sinks * 0.0)})
+    if spec.score_scale != 1.0:
+        scaled = after(lambda sinks: sinks * spec.score_scale)
+        yield mistake("sinks-scaled", "sinks are scaled as the scores are", {"sinks": scaled})
+    if 1 < spec.num_kv_heads < spec.num_heads:
+        order = np.arange(spec.num_heads).reshape(-1, spec.num_kv_heads).T.ravel()
+        tiled = after(lambda sinks: sinks[:, order])
+        yield mistake("sinks-of-other-heads", "sinks are those of other heads, tiled", {"sinks": tiled})
+    yield mistake(
+        "sinks-share-kept",
+        "weights are multiplied by the share of the sink, and not by what it leaves",
+        attn_weights(_share_kept),
+    )
+    if case.has_mask or case.is_cached:
+        yield mistake(
+            "sinks-mask-not-shifted",
+            "the sink is the first of the keys, and the mask is that of the keys alone",
+            {**none, "attn_weights": _mask_not_shifted},
+        )
+
+
+def _share_kept(_: Layer, found: np.ndarray) -> np.ndarray:
+    left = found.sum(axis=-1, keepdims=True)
+    return found / np.where(left == 0.0, 1.0, left) * (1.0 - left)
+
+
+def _mask_not_shifted(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
+    scores, mask = values["scores"], values["mask"]
+    sinks = layer.arithmetic.widen(layer.parameter("sinks")).reshape(1, -1, 1, 1)
+    first, last = np.broadcast_to(sinks, (*scores.shape[:3], 1)), np.zeros((*mask.shape[:3], 1), bool)
+    joined = {"scores": np.concatenate([first, scores], axis=3), "mask": np.concatenate([mask, last], axis=3)}
+    return {"attn_weights": original({**values, **joined})["attn_weights"][..., 1:]}
+
+
+# ---- Rows that see no key --------------------------------------------------------------------------------------------
+
+
+def empty_rows(case: Case) -> Iterator[Mistake]:
+    """Whoever masks may empty rows, by a wrong mask at least; a sink fills them."""
+    if not (case.has_mask or case.is_cached) or case.spec.sinks:
+        return
+    for name, about, of_scores in (
+        ("nan", "rows without a key are NaN", lambda scores: np.full_like(scores, np.nan)),
+        (
+            "mean",
+            "rows without a key weigh all keys alike",
+            lambda scores: np.full_like(scores, 1.0 / scores.shape[-1]),
+        ),
+        ("unmasked", "rows without a key see every key", _softmax),
+    ):
+        yield EMPTY_ROWS.seen_in("attn_weights")(
+            f"empty-row-{name}",
+            about,
+            {"of_empty_rows": _made(of_scores)},
+            shows_alone=case.random_mask or 0 in (case.key_padding_lengths or ()),
+        )
+
+
+def _made(of_scores: Callable[[np.ndarray], np.ndarray]) -> Override:
+    """Make another row for one without a key, of its scores as they are before anything is hidden."""
+
+    def of_empty_rows(
+        layer: Layer, _: Override, attn_weights: np.ndarray, scores: np.ndarray, is_empty: np.ndarray
+    ) -> np.ndarray:
+        wrong = layer.arithmetic.keep(of_scores(layer.arithmetic.widen(scores)))
+        return np.where(is_empty, wrong, attn_weights)
+
+    return of_empty_rows
+
+
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return exponentials / exponentials.sum(axis=-1, keepdims=True)

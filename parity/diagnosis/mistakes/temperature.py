@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from parity.core.case import Case
+from parity.diagnosis.mistakes.families import TEMPERATURE
 from parity.diagnosis.mistakes.record import Mistake
 from parity.diagnosis.mistakes.sites import before
 
@@ -14,12 +14,7 @@ def temperature(case: Case) -> Iterator[Mistake]:
     right = case.spec.temperature
     if right is None:
         return
-    mistake = partial(
-        Mistake,
-        fix="multiply queries by 1 + scale * ln(1 + floor((position + first_position) / length)), after RoPE",
-        page="temperature",
-        stages=("q", "k"),
-    )
+    mistake = TEMPERATURE.seen_in("q", "k")
     yield mistake(
         "temperature-ignored",
         "queries are not multiplied by a temperature",

@@ -11,7 +11,7 @@ from parity.core.case import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
 from parity.core.weights import QKV
-from parity.diagnosis.mistakes.families import TRANSPOSED
+from parity.diagnosis.mistakes.families import BIAS, HEAD_ORDER, SWAPPED, TRANSPOSED
 from parity.diagnosis.mistakes.record import Mistake, Override
 from parity.diagnosis.mistakes.sites import Overrides, packed, projected, read_as, weights
 
@@ -28,13 +28,11 @@ def transposed(case: Case) -> Iterator[Mistake]:
         "out_proj": spec.out_proj and spec.context_width == spec.d_model,
     }
     for projection in (name for name, holds in square.items() if holds):
-        yield Mistake(
+        yield TRANSPOSED.seen_in(*STAGES[projection])(
             f"{projection}-transposed",
             f"{projection}'s square kernel is transposed",
             weights(np.transpose, [f"{projection}.weight"]),
             fix=f"transpose {projection}.weight: {TRANSPOSED.fix}",
-            page=TRANSPOSED.page,
-            stages=STAGES[projection],
         )
 
 
@@ -48,13 +46,11 @@ def swapped(case: Case) -> Iterator[Mistake]:
         pairs += [("q", "k", q, k), *([("q", "v", q, v)] if has_one_width else [])]
 
     def mistake(one: str, other: str, about: str, in_reference: Overrides) -> Mistake:
-        return Mistake(
+        return SWAPPED.seen_in(one)(
             f"{one}-{other}-swapped",
             about,
             in_reference,
             fix=f"exchange {one}_proj and {other}_proj, or the order in which a packed projection is split",
-            page="swapped-projections",
-            stages=(one,),
         )
 
     for one, other, *biases in pairs:
@@ -68,13 +64,11 @@ def swapped(case: Case) -> Iterator[Mistake]:
             about = f"the weights of {one}_proj and {other}_proj are exchanged, and not their biases"
             yield mistake(one, other, about, {"parameter": read_as(names)})
     if spec.rope is not None and has_one_width:  # without it the same as the first
-        yield Mistake(
+        yield SWAPPED.seen_in("k")(
             "k-v-swapped",
             "k and v are exchanged after RoPE",
             projected(lambda heads: {"k": heads["v"], "v": heads["k"]}),
             fix="exchange k and v where the heads are returned or cached",
-            page="swapped-projections",
-            stages=("k",),
         )
 
 
@@ -123,16 +117,14 @@ def missing_biases(case: Case) -> Iterator[Mistake]:
     spec = case.spec
     held = tuple(name for name, has_bias in zip(QKV, spec.qkv_biases, strict=True) if has_bias)
     out = ("out_proj",) if spec.out_proj and spec.out_bias else ()
-    mistake = partial(Mistake, page="missing-bias")
 
     def missing(name: str, projections: tuple[str, ...], whose: str = "") -> Mistake:
         whose = whose or ", ".join(projections)
-        return mistake(
+        return BIAS.seen_in(*STAGES[projections[0]])(
             f"{name}-bias-missing",
             f"the bias of {whose} is missing",
             {"has_bias": lambda _, original, name: name not in projections and original(name)},
             fix=f"load and add the bias of {whose}",
-            stages=STAGES[projections[0]],
         )
 
     for name in held:
@@ -141,36 +133,33 @@ def missing_biases(case: Case) -> Iterator[Mistake]:
         yield missing("qkv", held)
     if spec.qkv_biases[1:] == (False, True):
         exchanged = _of_others({"k_proj": "v_proj", "v_proj": "k_proj"})
-        yield mistake(
+        yield BIAS.seen_in("k")(
             "v-bias-on-k",
             "the bias of v_proj is added to the keys, and not to the values",
             {"has_bias": exchanged, "parameter": read_as({"k_proj.bias": "v_proj.bias"})},
             fix="give v_proj its bias and k_proj none: where biases are packed, with zeros in the place of k's",
-            stages=("k",),
         )
     if out:
         yield missing("out_proj", out)
     if held and out:
         yield missing("all", held + out, "every projection")
     if out and spec.num_heads > 1:
-        yield mistake(
+        yield BIAS.seen_in(*STAGES["out_proj"])(
             "out_proj-bias-per-head",
             f"the bias of out_proj is added once for each of {spec.num_heads} heads",
             weights(lambda bias: bias * bias.dtype.type(spec.num_heads), ["out_proj.bias"]),
             fix="add the bias of out_proj once, after what heads (or ranks) give has been summed",
-            stages=STAGES["out_proj"],
         )
     for one, other, have_one_width in (
         ("k_proj", "q_proj", spec.k_width == spec.q_width),
         ("v_proj", "k_proj", spec.v_width == spec.k_width),
     ):
         if have_one_width and {one, other} <= {*held}:
-            yield mistake(
+            yield BIAS.seen_in(*STAGES[one])(
                 f"{one[0]}-bias-from-{other[0]}",
                 f"the bias of {one} is that of {other}",
                 {"parameter": read_as({f"{one}.bias": f"{other}.bias"})},
                 fix=f"load the bias of {one} under its own name",
-                stages=STAGES[one],
             )
 
 
@@ -205,13 +194,11 @@ def out_columns(case: Case) -> Iterator[Mistake]:
     """The columns of out_proj in another order of heads than the context has."""
     num_heads, size = case.spec.num_heads, case.spec.value_head_dim
     if case.spec.out_proj and 1 not in (num_heads, size) and num_heads != size:  # else it is heads-combined-innermost
-        yield Mistake(
+        yield HEAD_ORDER.seen_in("output")(
             "out_proj-heads-innermost",
             "the columns of out_proj are in the order (H, N) and not (N, H)",
             weights(lambda x: x.reshape(-1, num_heads, size).swapaxes(1, 2).reshape(x.shape), ["out_proj.weight"]),
             fix="reshape the columns of out_proj.weight to (N, H), heads outermost, as they are combined",
-            page="head-order",
-            stages=STAGES["out_proj"],
         )
 
 

@@ -88,12 +88,21 @@ def _divisor(call: Call) -> float:
     return 1.0 / float(scale) if isinstance(scale, (int, float)) and scale else math.sqrt(call.get("query").shape[-1])
 
 
-def _scaled(divisor: Callable[[Call, int], float]) -> Callable[[Call], Run | None]:
-    """Scores divided by something else."""
+Divisor = Callable[[float, int, int], float]
+"""Takes what scores are divided by, H and the width of q, and gives what they are divided by instead."""
 
+SCALES: dict[str, Divisor] = {
+    "scale-missing": lambda right, size, width: 1.0,
+    "scale-squared": lambda right, size, width: right**2,
+    "scale-by-d-model": lambda right, size, width: math.sqrt(width),
+}
+
+
+def _scaled(divisor: Divisor) -> Callable[[Call], Run | None]:
     def change(call: Call) -> Call | None:
         query, right = call.get("query"), _divisor(call)
-        wrong = divisor(call, query.shape[-1])
+        size = query.shape[-1]
+        wrong = divisor(right, size, size * query.shape[call.head_axis])
         return None if math.isclose(wrong, right) else call.but(query=query * (right / wrong))
 
     return with_call(change)
@@ -138,14 +147,8 @@ INPUTS = (
     Planted("kv-heads-tiled", (*HEADS, "groups"), _tiled),
     Planted("heads-not-moved", HEADS, with_call(_heads_not_moved)),
     Planted("heads-not-moved-back", HEADS, _heads_not_moved_back),
-    Planted("scale-missing", HEADS, _scaled(lambda call, size: 1.0)),
-    Planted("scale-ignored", (*HEADS, "scale"), _scaled(lambda call, size: math.sqrt(size))),
-    Planted("scale-squared", HEADS, _scaled(lambda call, size: _divisor(call) ** 2)),
-    Planted(
-        "scale-by-d-model",
-        HEADS,
-        _scaled(lambda call, size: math.sqrt(size * call.get("query").shape[call.head_axis])),
-    ),
+    *(Planted(name, HEADS, _scaled(divisor)) for name, divisor in SCALES.items()),
+    Planted("scale-ignored", (*HEADS, "scale"), _scaled(lambda right, size, width: math.sqrt(size))),
     Planted("scale-after-softmax", HEADS, _after_softmax),
     Planted("batch-as-tokens", ("layer",), _batch_as_tokens),
     Planted("precision-bfloat16", (), with_call(_rounded)),

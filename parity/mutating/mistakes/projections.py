@@ -13,7 +13,7 @@ from parity.conformance.signatures import HEAD_DIMS, HEADS, KV_HEADS, PROJECTION
 from parity.mutating.calls import Call, Planted, Run, taken
 from parity.mutating.compare import Unfit
 from parity.mutating.held import PACKED_PROJECTION, Arrays, Held, held_in
-from parity.mutating.mistakes.inputs import ORDERS
+from parity.mutating.mistakes.inputs import ORDERS, SCALES, Divisor
 from parity.mutating.mistakes.rope import has_rope
 from parity.mutating.packed import candidates, parts_of, unpacked
 
@@ -183,15 +183,16 @@ def _no_out_proj(weights: Weights) -> Arrays:
     return {"out_proj.weight": identity} | (_without_bias("out_proj")(weights) if "out_proj.bias" in weights else {})
 
 
-def _scaled(power: Callable[[int, int], float]) -> Callable[[Weights], Arrays]:
-    """Queries multiplied where they are projected; `power` takes H and the width of q."""
+def _scaled(divisor: Divisor) -> Callable[[Weights], Arrays]:
+    """Queries multiplied where they are projected."""
 
     def change(weights: Weights) -> Arrays:
-        factor = power(weights.head_dim, weights.width)
-        leaves = [leaf for leaf in ("q_proj.weight", "q_proj.bias") if leaf in weights]
-        if math.isclose(factor, 1.0):
+        right = math.sqrt(weights.head_dim)
+        wrong = divisor(right, weights.head_dim, weights.width)
+        if math.isclose(wrong, right):
             raise Unfit("the scale is 1 with it, too")
-        return {leaf: weights[leaf] * factor for leaf in leaves}
+        leaves = [leaf for leaf in ("q_proj.weight", "q_proj.bias") if leaf in weights]
+        return {leaf: weights[leaf] * (right / wrong) for leaf in leaves}
 
     return change
 
@@ -266,9 +267,7 @@ PROJECTED = (
         _planted(f"{name}-bias-missing", _without_bias(name), "biases")
         for name in ("q_proj", "v_proj", "out_proj")  # one of keys adds the same to every score of a query
     ),
-    _planted("scale-missing", _scaled(lambda size, _: size**0.5)),
-    _planted("scale-squared", _scaled(lambda size, _: size**-0.5)),
-    _planted("scale-by-d-model", _scaled(lambda size, width: (size / width) ** 0.5)),
+    *(_planted(name, _scaled(divisor)) for name, divisor in SCALES.items()),
     _planted("out-proj-missing", _no_out_proj),
 )
 """What is planted in weights."""
