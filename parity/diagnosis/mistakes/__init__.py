@@ -103,7 +103,7 @@ WITHOUT_LATENTS = frozenset(
         *(rope_kinds.partly, heads.reordered),
     }
 )
-"""Those that are made in q_proj, k_proj and v_proj."""
+"""Groups of mistakes in q_proj, k_proj and v_proj."""
 
 
 def mistakes_for(case: Case) -> list[Mistake]:

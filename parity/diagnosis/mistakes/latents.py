@@ -38,7 +38,7 @@ def _norm_missing(name: str, words: str, stage: str) -> Mistake:
 
 
 def _other_factors(latent: Latent) -> Iterator[Mistake]:
-    """What the latents are multiplied by after their norms: nothing, its square, or what is the other's."""
+    """Factors of the latents: 1, the square of the right one, or that of the other latent."""
     for of, words, stage in (("q", "queries", "q"), ("kv", "keys and values", "latents")):
         name, factor = f"{of}_factor", getattr(latent, f"{of}_factor")
         mistake = LATENTS.seen_in(stage)
@@ -71,7 +71,7 @@ def _with(**factors: float) -> Overrides:
 
 
 def _columns_read_otherwise(spec: AttentionSpec, latent: Latent, own_features: int) -> Iterator[Mistake]:
-    """What a projection gives, cut in another order than its weight has."""
+    """Features of a projection, cut in another order than its weight has."""
     num_heads, value_dim, shared = spec.num_heads, spec.value_head_dim, latent.rope_dim
     of_keys, of_values = np.arange(num_heads * own_features), np.arange(num_heads * value_dim)
     if num_heads > 1:

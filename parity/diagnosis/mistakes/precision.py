@@ -24,16 +24,16 @@ from parity.diagnosis.mistakes.record import Mistake, Override
 from parity.diagnosis.mistakes.sites import Overrides, before, weights
 
 DTYPES = ("bfloat16", "float16")
-"""Those that float32 is rounded to."""
+"""Dtypes that float32 is rounded to."""
 
 STAGES = {"q_proj": ("q",), "k_proj": ("k",), "v_proj": ("v",), "out_proj": ("output",)}
-"""Where a projection is seen first."""
+"""Stages that show a projection first."""
 
 OF_INPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "q_a_proj", "kv_a_proj")
 """The projections of what the layer is given."""
 
 NEAR = 2.0**-20
-"""How near to the middle between two narrower numbers, by its size, a float32 may be rounded either way."""
+"""Distance from the middle of two narrower numbers, by its size, at which a float32 may be rounded either way."""
 
 LAST = np.uint32(63)
 """The last bits of a float32's mantissa."""
@@ -83,12 +83,12 @@ def rounded_parts(case: Case) -> Iterator[Mistake]:
 
 
 LINE = 0.043
-"""How far the straight lines lie below the powers of two that they stand for, in the exponent: so that both are as far
+"""Distance of the straight lines below the powers of two that they stand for, in the exponent: so that both are as far
 from them above as below."""
 
 
 def _by_lines(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
-    """What vector units do that are asked to be fast: of 2^(n + f) it is 2^n (1 + f), up to 6 % off."""
+    """Compute as vector units do that are asked to be fast: 2^n (1 + f) for 2^(n + f), up to 6 % off."""
     kept = original(values)["attn_weights"]
     if not kept.shape[-1]:
         return {"attn_weights": kept}
@@ -117,7 +117,7 @@ def _to(dtype: str) -> Cut:
 
 
 def _rounded(layer: Layer, x: np.ndarray, cut: Cut) -> np.ndarray:
-    """What was computed, cut; in the same-precision reference in the middle where it may be cut either way.
+    """Cut computed numbers; in the same-precision reference in the middle where it may be cut either way.
 
     A number whose last bits are 0 is exact, most likely: an input, or a sum of short numbers; all cut it alike.
     """
@@ -131,7 +131,7 @@ def _rounded(layer: Layer, x: np.ndarray, cut: Cut) -> np.ndarray:
 
 
 def _entering(layer: Layer, projection: str, x: np.ndarray, cut: Cut) -> np.ndarray:
-    """What a projection is given, cut: inputs are what they are."""
+    """Cut the input of a projection: inputs of the layer are what they are."""
     wide = layer.arithmetic.widen(x)
     return cut(wide) if projection in OF_INPUTS else _rounded(layer, wide, cut)
 
@@ -140,7 +140,7 @@ def _entering(layer: Layer, projection: str, x: np.ndarray, cut: Cut) -> np.ndar
 
 
 def _weights(case: Case, dtype: str, projection: str = "") -> Iterator[Mistake]:
-    """Of all of the layer, or of one projection; with the biases, or without."""
+    """Weights of the layer, or of one projection; with the biases, or without."""
     names = [name for name in case.spec.weight_shapes if name.startswith(projection)]
     without = [name for name in names if not name.endswith(".bias")]
     whose = f" of {projection}" if projection else ""
@@ -292,5 +292,5 @@ FIDELITIES = {
     "tensix-hifi2": _products_of("hifi2", "6 explicit bits of their first operand and 9 of their second (HiFi2)"),
     "tensix-lofi": _products_of("lofi", "6 explicit bits of their first operand and 4 of their second (LoFi)"),
 }
-"""The same on Tenstorrent's hardware, where float32 and bfloat16 lose them. ttnn takes LoFi where a product is given a
-`program_config` or a `core_grid` and no arithmetic."""
+"""Arithmetics of Tenstorrent's hardware, where float32 and bfloat16 lose bits. ttnn takes LoFi where a product is
+given a `program_config` or a `core_grid` and no arithmetic."""

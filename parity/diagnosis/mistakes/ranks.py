@@ -26,10 +26,10 @@ NAMES = (
     *("rank-kv-heads-tiled", "rank-first-heads", "rank-first-sinks", "rank-first-gate", "rank-norm-over-own-width"),
     *("rank-out-bias-on-each", "rank-local-positions", "rank-zigzag-left", "rank-local-sums"),
 )
-"""Of all of them, which no single problem could have."""
+"""Names of all, which no single problem could have."""
 
 Computed = Callable[["SharedProblem", int], Values]
-"""What a rank computes with a mistake, in float64: the stages that the mistake is about."""
+"""Computes what a rank does with a mistake, in float64: the stages that the mistake is about."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What is known of a mistake, and how it is made in the reference."""
+"""Records of mistakes: their words, and how they are made in the reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ The original is what stood there before: where two mistakes are made, perhaps th
 
 
 class Change(Protocol):
-    """What makes the reference another one."""
+    """A change of the reference."""
 
     @property
     def in_reference(self) -> Mapping[str, Override]: ...

@@ -22,7 +22,7 @@ of_pairs = partial(of_rope, page="rope-pairs")
 
 
 def turned_otherwise(case: Case) -> Iterator[Mistake]:
-    """Of queries and keys, of queries alone, of keys alone."""
+    """Other rotations: of queries and keys, of queries alone, of keys alone."""
     rope, spec = case.spec.rope, case.spec
     if rope is None:
         return

@@ -93,7 +93,7 @@ def scaled(case: Case) -> Iterator[Mistake]:
 
 
 def _lengths(case: Case, rope: Rope) -> tuple[bool, bool, bool]:
-    """Whether calls of a sequence end beyond the original length, within it, and beyond with tokens within it."""
+    """Tell whether calls of a sequence end beyond the original length, within it, and beyond with tokens within it."""
     if not isinstance(rope.scaling, (DynamicScaling, LongRopeScaling)):
         return False, False, False
     calls = range(len(case.chunks)) if case.is_cached else [None]

@@ -203,7 +203,7 @@ def _mask_not_shifted(layer: Layer, original: Override, values: Values) -> dict[
 
 
 def empty_rows(case: Case) -> Iterator[Mistake]:
-    """Whoever masks may empty rows, by a wrong mask at least; a sink fills them."""
+    """Masks may empty rows, wrong ones at least; a sink fills them."""
     if not (case.has_mask or case.is_cached) or case.spec.sinks:
         return
     for name, about, of_scores in (

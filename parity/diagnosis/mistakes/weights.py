@@ -16,7 +16,7 @@ from parity.diagnosis.mistakes.record import Mistake, Override
 from parity.diagnosis.mistakes.sites import Overrides, packed, projected, read_as, weights
 
 STAGES = {"q_proj": ("q", "k"), "k_proj": ("k",), "v_proj": ("v",), "out_proj": ("output",)}
-"""Where a mistake in a projection is seen first."""
+"""Stages that show a mistake in a projection first."""
 
 
 def transposed(case: Case) -> Iterator[Mistake]:
@@ -203,7 +203,7 @@ def out_columns(case: Case) -> Iterator[Mistake]:
 
 
 def residual(case: Case) -> Iterator[Mistake]:
-    """What a block adds to the output of its attention, added by the attention."""
+    """The residual connection of a block, added by its attention."""
     spec = case.spec
 
     def output(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:

@@ -52,4 +52,4 @@ BUFFERS = tuple(
         ("causal-excludes-self", lambda x: _later(x, -1)),
     )
 )
-"""What is planted in masks that modules hold themselves."""
+"""Mistakes in masks that modules hold themselves."""

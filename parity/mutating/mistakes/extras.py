@@ -82,5 +82,5 @@ EXTRAS = (
     Planted("soft-cap-ignored", ("soft_cap",), _dropped("soft_cap")),
     Planted("sinks-ignored", ("sinks",), _dropped("sinks")),
 )
-"""What is planted in the rest of a call. Positions that are shifted for queries and keys alike change nothing: only
+"""Mistakes in the rest of a call. Positions that are shifted for queries and keys alike change nothing: only
 with a cache are there others."""

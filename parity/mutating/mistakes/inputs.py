@@ -153,4 +153,4 @@ INPUTS = (
     Planted("batch-as-tokens", ("layer",), _batch_as_tokens),
     Planted("precision-bfloat16", (), with_call(_rounded)),
 )
-"""What is planted in queries, keys and values."""
+"""Mistakes in queries, keys and values."""

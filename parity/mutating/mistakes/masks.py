@@ -195,4 +195,4 @@ MASKS = (
         _padding(_shifted(-1), lambda lengths, s: lengths + -1 * (lengths > 0)),
     ),
 )
-"""What is planted in masks. Of the two alignments of the causal one it has one, and the other is planted."""
+"""Mistakes in masks. Of the two alignments of the causal one a call has one, and the other is planted."""

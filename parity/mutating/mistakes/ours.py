@@ -114,4 +114,4 @@ OURS = (
     ),
     Planted("mask-after-softmax", ("heads", "mask", "ours"), _planted(_mask_after_softmax)),
 )
-"""What is planted in ours, which then stands in for the user's."""
+"""Mistakes in ours, which then stands in for the user's."""

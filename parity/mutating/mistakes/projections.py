@@ -258,7 +258,7 @@ HEADS_REORDERED = (
     _planted("rope-weights-interleaved", _pairs(lambda x: x.reshape(len(x), 2, -1).swapaxes(1, 2))),
     _planted("rope-weights-deinterleaved", _pairs(lambda x: x.reshape(len(x), -1, 2).swapaxes(1, 2))),
 )
-"""What is planted in layers by another order of the features of their projections."""
+"""Mistakes in layers by another order of the features of their projections."""
 
 PROJECTED = (
     *(_planted(f"{name}-transposed", _transposed(name)) for name in PROJECTIONS),
@@ -270,4 +270,4 @@ PROJECTED = (
     *(_planted(name, _scaled(divisor)) for name, divisor in SCALES.items()),
     _planted("out-proj-missing", _no_out_proj),
 )
-"""What is planted in weights."""
+"""Mistakes in weights."""

@@ -92,7 +92,7 @@ def _turned(call: Call, theta: float) -> Call:
 
 
 THETAS = (10000, 500000)
-"""Of two bases that is planted which it has not."""
+"""Bases, of which the one is planted that a layer has not."""
 
 ROPE = tuple(Planted(f"rope-theta-{theta}", ("rotation",), _theta(float(theta))) for theta in THETAS)
-"""What is planted in RoPE's frequencies."""
+"""Mistakes in RoPE's frequencies."""
