@@ -125,13 +125,11 @@ class Planted:
 
     Attributes:
         name: that of `mha-parity bugs`.
-        about: in words.
         needs: what the callable must have, see `View.lacks`.
         make: what runs a call with it; None where the call does not allow it, `Unfit` where that has a reason.
     """
 
     name: str
-    about: str
     needs: tuple[str, ...]
     make: Callable[[Call], Run | None]
 

@@ -45,12 +45,12 @@ def _buffer(hidden: Callable[[Any], Any]) -> Callable[[Call], Run | None]:
 
 
 BUFFERS = tuple(
-    Planted(name, about, ("layer", "module"), _buffer(hidden))
-    for name, about, hidden in (
-        ("mask-flipped", "its causal mask is used with the other polarity", lambda x: ~_later(x, 0)),
-        ("mask-ignored", "its causal mask is ignored", lambda x: _later(x, 0) & False),
-        ("causal-off-by-one", "each token sees the next one, too", lambda x: _later(x, 1)),
-        ("causal-excludes-self", "no token sees itself", lambda x: _later(x, -1)),
+    Planted(name, ("layer", "module"), _buffer(hidden))
+    for name, hidden in (
+        ("mask-flipped", lambda x: ~_later(x, 0)),
+        ("mask-ignored", lambda x: _later(x, 0) & False),
+        ("causal-off-by-one", lambda x: _later(x, 1)),
+        ("causal-excludes-self", lambda x: _later(x, -1)),
     )
 )
-"""What is planted in masks that modules hold themselves."""
+"""Mistakes in masks that modules hold themselves."""
