@@ -194,7 +194,7 @@ def test_convert_asks_for_heads_by_the_flags_that_decide(source, tmp_path, capsy
         (["--to", "W_q", "--rope-theta", "-1"], refuses("--rope-theta", {"--rope-theta": -1.0})),
         (
             ["--to", "W_q", "--json", "/no/such/folder/r.json"],
-            refuses("--json", {"--json": "/no/such/folder/r.json"}),
+            refuses("--json", "/no/such/folder/r.json: "),
         ),
     ],
 )

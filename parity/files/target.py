@@ -162,26 +162,31 @@ def _others_in(folder: Path, most: int = 5) -> list[str]:
     return found[:most]
 
 
-def check_writable(path: str | os.PathLike[str]) -> None:
+def check_writable(path: str | os.PathLike[str], name: str, shown: str = "") -> None:
     """Refuse a file that cannot be written, before the work whose result it shall hold. Nothing is left behind.
 
+    Args:
+        path: of the file.
+        name: what the user calls it, such as a flag.
+        shown: what the user gave, if that is another path.
+
     Raises:
-        OSError: if it is a folder, or its folder is not there or takes no file.
-        ValueError: if it is not a path.
+        ValueError: if it is a folder, or its folder is not there or takes no file.
     """
-    if not os.fspath(path):
-        raise Refusal("a path", "not be empty")
     try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        mode = stat.S_IFREG
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if stat.S_ISREG(mode):
-        with tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))):
-            pass
-    elif not os.access(path, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            mode = stat.S_IFREG
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if stat.S_ISREG(mode):
+            with tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))):
+                pass
+        elif not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise Refusal(name, "name a place that can be written to", f"{shown or path}: {error.strerror}") from None
 
 
 def check_place(target: Path) -> None:
