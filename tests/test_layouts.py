@@ -12,10 +12,10 @@ from refusals import refuses, refuses_type
 
 from mha_spec import Alibi, Gate, Latent, LinearScaling, Norm, Refusal, RelativeBias, Rope, Temperature
 from parity import AttentionSpec, random_weights
-from parity.conversion.layouts.detection import tensors_for
+from parity.conversion.layouts.canonical import from_canonical, to_canonical
+from parity.conversion.layouts.detection import placements
 from parity.conversion.layouts.layout import RULES, Layout, Tensor, check_carried, with_dropped, without
 from parity.conversion.layouts.tables import LAYOUTS
-from parity.conversion.layouts.views import from_canonical, to_canonical
 from parity.core.weights import check_weights, dtype_named, weight_shapes
 
 SHOWN = {name: layout for name, layout in LAYOUTS.items() if not layout.needs_spec}
@@ -645,7 +645,7 @@ def every(kind, *projections):
     return [
         pytest.param(layout, tensor.name.format(n=1), id=f"{name}-{tensor.name}")
         for name, layout in SHOWN.items()
-        for tensor in tensors_for(example(layout), layout)[0]
+        for tensor in placements(example(layout), layout)[0].tensors
         if tensor.kind == kind and (not projections or (tensor.holds in projections and not tensor.is_per_head))
     ]
 

@@ -77,7 +77,7 @@ def find_layers(file: TensorFile, **said: Unpack[LayerKeywords]) -> list[Found]:
             for first, *others in alike.values():
                 is_stacked, size, among, unread = False, 1, found, known.unread
                 try:
-                    layers = layers_under(TensorCache(file), first, layout, known, "")
+                    layers = layers_under(TensorCache(file), first, layout, known)
                     is_stacked, size, spec = layers[0].index is not None, len(layers), layers[0].spec
                     hints, unread = layers[0].hints, layers[0].hints.unread
                     words = f"{spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}"

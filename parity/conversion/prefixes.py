@@ -10,6 +10,9 @@ from parity.conversion.hints import LayerHints
 from parity.conversion.layouts import Layout, find_spec
 from parity.conversion.layouts.detection import HeadsUnknown, stack_size
 
+ENTRY = re.compile(r"(.*)\[(\d+)\]", re.DOTALL)
+"""The label of one layer of a stack, such as `layers.self_attn[3]`."""
+
 
 def join(prefix: str, name: str) -> str:
     """The full name of what has a name under a prefix."""
@@ -19,6 +22,23 @@ def join(prefix: str, name: str) -> str:
 def numbered(prefix: str) -> str:
     """A prefix with `{i}` in place of its numbers."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "{i}", prefix)
+
+
+def concrete_prefix(pattern: str, name: str) -> tuple[str, tuple[str, ...], str] | None:
+    """Divide a name under a prefix: the beginning, the numbers that `{i}` stands for there, and the rest of it."""
+    number = r"(\d+)"
+    begin = number.join(map(re.escape, pattern.split("{i}")))
+    match = re.fullmatch(rf"({begin})\.(.+)" if pattern else r"()(.+)", name)
+    return None if match is None else (match[1], match.groups()[1:-1], match.groups()[-1])
+
+
+def all_prefixes(names: Iterable[str]) -> dict[str, None]:
+    """Return the beginnings of names, up to a dot."""
+    found: dict[str, None] = {}
+    for prefix in names:
+        while (prefix := prefix.rpartition(".")[0]) and prefix not in found:
+            found[prefix] = None
+    return found
 
 
 def fitting_prefixes(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> list[str]:

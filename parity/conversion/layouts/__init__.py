@@ -3,10 +3,10 @@
 from difflib import get_close_matches
 
 from mha_spec import Refusal
+from parity.conversion.layouts.canonical import from_canonical, to_canonical
 from parity.conversion.layouts.detection import find_spec
 from parity.conversion.layouts.layout import Layout, Tensor
 from parity.conversion.layouts.tables import ALIASES, LAYOUTS
-from parity.conversion.layouts.views import from_canonical, to_canonical
 
 __all__ = ["LAYOUTS", "Layout", "Tensor", "find_layout", "find_spec", "from_canonical", "to_canonical"]
 

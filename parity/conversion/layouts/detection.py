@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 
 import numpy as np
 
@@ -16,13 +17,11 @@ from parity.conversion.layouts.layout import (
     Layout,
     Tensor,
     broken_rules,
-    head_counts,
     matches,
     names_of,
-    padded_width,
-    shapes_of,
     weights_of_norm,
 )
+from parity.conversion.layouts.placement import Placement, head_counts, padded_width
 from parity.text import some_of
 
 MAX_SIZE = 1 << 24  # of an axis; the widest models have some 1 << 16
@@ -102,8 +101,9 @@ def _check_said(names: Iterable[str], layout: Layout) -> None:
         )
 
 
-def tensors_for(spec: AttentionSpec, layout: Layout) -> list[tuple[Tensor, ...]]:
-    """The tensors in which a layout holds a layer, in each of its forms that can.
+@lru_cache(maxsize=1024)
+def placements(spec: AttentionSpec, layout: Layout) -> tuple[Placement, ...]:
+    """Place a layer in each form of a layout that can hold it.
 
     Raises:
         DoesNotFit: if none can.
@@ -118,10 +118,34 @@ def tensors_for(spec: AttentionSpec, layout: Layout) -> list[tuple[Tensor, ...]]
         held = {part for tensor in tensors for part in tensor.parts}
         nameless &= wanted - held
         if held == wanted and not any(_packs_two_sizes(tensor, spec) for tensor in tensors):
-            found.append(tensors)
+            found.append(Placement(layout, spec, tensors))
     if not found:
         raise _has_no_form(layout, wanted, nameless)
-    return found
+    return tuple(found)
+
+
+def placement_for(readers: Iterable[Callable[[str], np.ndarray]], spec: AttentionSpec, layout: Layout) -> Placement:
+    """Place layers of one specification; keys and values in one tensor, where the layout has such, if all are alike.
+
+    Args:
+        readers: each gives the canonical weights of a layer by their names.
+        spec: the specification.
+        layout: to be written.
+
+    Raises:
+        DoesNotFit: if it cannot hold such layers.
+    """
+    found = placements(spec, layout)
+    shared = [each for each in found if any(tensor.is_shared for tensor in each.tensors)]
+    parts = [tensor.parts for each in shared for tensor in each.tensors if tensor.is_shared]
+    if shared and all(_are_one([read(part) for part in each]) for each in parts for read in readers):
+        return shared[0]
+    return next((each for each in found if each not in shared), found[0])
+
+
+def _are_one(weights: list[np.ndarray]) -> bool:
+    first, *others = (weight.view(f"u{weight.dtype.itemsize}") for weight in weights)
+    return all(np.array_equal(first, other) for other in others)
 
 
 def _has_no_form(layout: Layout, wanted: Collection[str], nameless: Collection[str]) -> DoesNotFit:
@@ -159,32 +183,20 @@ def _packs_two_sizes(tensor: Tensor, spec: AttentionSpec) -> bool:
     return len(inputs) > 1 or len(sizes) > 1
 
 
-def find_tensors(shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, layout: Layout) -> tuple[Tensor, ...]:
-    """The tensors of a layout that names and shapes are, of a layer that is known.
+def find_placement(shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, layout: Layout) -> Placement:
+    """Find the placement of a layer that is known by the names and shapes of its tensors.
 
     Raises:
         DoesNotFit: if they are not those of the layer, or the layout cannot hold it.
     """
     given = {name: tuple(shape) for name, shape in shapes.items() if not layout.ignores(name)}
-    forms = tensors_for(spec, layout)
+    possible = placements(spec, layout)
     _check_said(given, layout)
-    wanted = [shapes_of(tensors, spec, layout) for tensors in forms]
-    for tensors, each in zip(forms, wanted, strict=True):
-        if each == given:
-            return tensors
-    nearest = min(wanted, key=lambda each: len(each.keys() ^ given.keys()))
-    if any(count := _scanned(given, each) for each in wanted):
-        raise DoesNotFit("layers", "be stacked on the first axis", f"{count} on the second in {layout.name}")
-    raise DoesNotFit("tensors", f"be those of {layout.name}", str(_difference(given, nearest)))
-
-
-def _scanned(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> int:
-    """How many layers are stacked on the second axis, where MaxText scans by default; 0 if none are."""
-    if given.keys() != wanted.keys() or any(len(shape) < 2 for shape in given.values()):
-        return 0
-    counts = {shape[1] for shape in given.values()}
-    alike = all((shape[0], *shape[2:]) == wanted[name] for name, shape in given.items())
-    return counts.pop() if alike and len(counts) == 1 else 0
+    for each in possible:
+        if each.shapes == given:
+            return each
+    nearest = min(possible, key=lambda each: len(each.shapes.keys() ^ given.keys()))
+    raise DoesNotFit("tensors", f"be those of {layout.name}", _difference(given, nearest.shapes))
 
 
 def _difference(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
@@ -225,9 +237,9 @@ def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: Laye
     form = find_form(shapes, layout)
     if layout.needs_spec:
         raise DoesNotFit(f"a layer in {layout.name}", f"be told by a specification, {TOLD_BY}")
-    if beside := names_of(layout.others, shapes):
+    if others := names_of(layout.others, shapes):
         raise SpecUnknown(
-            f"what {shorten(sorted(beside))} do in {layout.name}", f"be told by a specification, {TOLD_BY}"
+            f"what {shorten(sorted(others))} do in {layout.name}", f"be told by a specification, {TOLD_BY}"
         )
     present = [tensor for tensor in form if matches(tensor.name, shapes)]
     biases = {part for tensor in present if tensor.kind == "bias" for part in tensor.parts}
@@ -257,7 +269,7 @@ def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: Laye
                 raise
             reasons.append(str(error))
             continue
-        if shapes_of(present, spec, layout) != told:
+        if Placement(layout, spec, tuple(present)).shapes != told:
             continue
         broken, got = broken_rules(spec, layout)
         if broken:

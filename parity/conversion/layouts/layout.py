@@ -288,7 +288,7 @@ def _has_factors_of_widths(latent: Latent, d_model: int) -> bool:
 
 
 def _has_rms_norms(spec: AttentionSpec, weight: str) -> bool:
-    norms = [norm for _, norm in _norms_of(spec) if norm is not None]
+    norms = filter(None, (spec.qk_norm, spec.v_norm))
     return all(norm.kind == "rms" and norm.weight in (weight, None) for norm in norms)
 
 
@@ -311,20 +311,25 @@ DROPPABLE = (*CARRIED, UNSAID)
 
 
 def lost_in(layout: Layout, spec: AttentionSpec) -> dict[str, Any]:
-    """What a layer computes and weights in a layout do not say, nor the module that takes them: names of `CARRIED`."""
-    said = {name: getattr(spec, name, None) for name in CARRIED}
-    said["rope.scaling"] = None if spec.rope is None else spec.rope.scaling
-    factors = () if spec.latent is None else (spec.latent.q_factor, spec.latent.kv_factor)
-    said["latent.factors"] = factors if set(factors) - {1.0} else None
+    """Return what a layer computes and a layout loses, by names of `CARRIED`: neither weights nor a module say it."""
     named = {part for tensor in (*layout.tensors, *layout.others) for part in tensor.parts}
     held = {
-        name for name, norm in _norms_of(spec) if norm is not None and norm.weight and weights_of_norm(name) <= named
+        name for name in ("qk_norm", "v_norm") if _has_weights(getattr(spec, name)) and weights_of_norm(name) <= named
     }
     return {
         name: value
-        for name, value in said.items()
+        for name, value in _carried(spec).items()
         if value is not None and name not in held and (name not in layout.carries or _has_weights(value))
     }
+
+
+def _carried(spec: AttentionSpec) -> dict[str, Any]:
+    """The value of each name of `CARRIED` in a layer; None where it computes nothing of the kind."""
+    found = {name: getattr(spec, name, None) for name in CARRIED}
+    found["rope.scaling"] = None if spec.rope is None else spec.rope.scaling
+    factors = () if spec.latent is None else (spec.latent.q_factor, spec.latent.kv_factor)
+    found["latent.factors"] = factors if set(factors) - {1.0} else None
+    return found
 
 
 def weights_of_norm(name: str) -> set[str]:
@@ -334,10 +339,6 @@ def weights_of_norm(name: str) -> set[str]:
 
 def _has_weights(value: Any) -> bool:
     return isinstance(value, Norm) and value.weight is not None
-
-
-def _norms_of(spec: AttentionSpec) -> list[tuple[str, Norm | None]]:
-    return [("qk_norm", spec.qk_norm), ("v_norm", spec.v_norm)]
 
 
 def check_carried(
@@ -365,31 +366,28 @@ def check_carried(
 
 
 def without(spec: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
-    """A layer without what some names of `CARRIED` say."""
-    names = set(names) & {*CARRIED}
-    changes: dict[str, Any] = dict.fromkeys(names - {"rope.scaling", "latent.factors"})
-    if "latent.factors" in names and spec.latent is not None:
-        changes["latent"] = replace(spec.latent, q_factor=1.0, kv_factor=1.0)
-    if "rope.scaling" in names and "rope" not in names and spec.rope is not None:
-        changes["rope"] = replace(spec.rope, scaling=None)
-    return replace(spec, **changes)
+    """Return a layer without what some names of `CARRIED` say."""
+    return _with_carried(spec, dict.fromkeys(set(names) & {*CARRIED}))
 
 
 def with_dropped(spec: AttentionSpec, other: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
-    """A layer with what another one has of some names of `CARRIED`."""
+    """Return a layer with what another one has of some names of `CARRIED`; norms with weights are gone."""
     names = set(names)
-    changes = {name: getattr(other, name) for name in names & {*CARRIED} - {"rope.scaling", "latent.factors"}}
-    changes = {name: value for name, value in changes.items() if not _has_weights(value)}  # which are gone
-    if "latent.factors" in names and spec.latent is not None and other.latent is not None:
-        changes["latent"] = replace(
-            spec.latent, q_factor=other.latent.q_factor, kv_factor=other.latent.kv_factor
-        )  # its ranks are compared
-    if "rope.scaling" in names and "rope" not in names and spec.rope is not None and other.rope is not None:
-        changes["rope"] = replace(spec.rope, scaling=other.rope.scaling)  # its base is compared
+    held = {name: value for name, value in _carried(other).items() if name in names and not _has_weights(value)}
+    return _with_carried(spec, held)
+
+
+def _with_carried(spec: AttentionSpec, values: Mapping[str, Any]) -> AttentionSpec:
+    changes = {name: value for name, value in values.items() if "." not in name}
+    if "latent.factors" in values and spec.latent is not None:
+        q_factor, kv_factor = values["latent.factors"] or (1.0, 1.0)
+        changes["latent"] = replace(spec.latent, q_factor=q_factor, kv_factor=kv_factor)
+    if "rope.scaling" in values and "rope" not in values and spec.rope is not None:
+        changes["rope"] = replace(spec.rope, scaling=values["rope.scaling"])
     return replace(spec, **changes)
 
 
-# ---- Names and sizes -------------------------------------------------------------------------------------------------
+# ---- Names -----------------------------------------------------------------------------------------------------------
 
 
 def matches(pattern: str, names: Iterable[str]) -> set[str]:
@@ -401,48 +399,5 @@ def matches(pattern: str, names: Iterable[str]) -> set[str]:
 
 
 def names_of(present: Iterable[Tensor], names: Iterable[str]) -> list[str]:
-    """Those of names that are some tensors', in the order of the tensors."""
+    """Return those of names that are some tensors', in the order of the tensors."""
     return [name for tensor in present for name in matches(tensor.name, names)]
-
-
-def shapes_of(present: Iterable[Tensor], spec: AttentionSpec, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of some tensors of a layout that hold a layer."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for tensor in present:
-        if tensor.is_whole:
-            shape = _shape_of_whole(tensor, spec)
-            count, shape = (shape[0], shape[1:]) if tensor.is_per_head else (1, shape)
-        else:
-            sizes = sizes_of(tensor, spec, layout)
-            count, shape = sizes["n"], tensor.shape(sizes)
-        names = [tensor.name.format(n=n) for n in range(count)] if tensor.is_per_head else [tensor.name]
-        shapes |= dict.fromkeys(names, shape)
-    return shapes
-
-
-def _shape_of_whole(tensor: Tensor, spec: AttentionSpec) -> tuple[int, ...]:
-    shape = spec.weight_shapes[tensor.holds]
-    if tensor.axes == "...":
-        return shape
-    return (shape[1], spec.num_heads, shape[0] // spec.num_heads) if tensor.axes == "d n h" else shape[::-1]
-
-
-def sizes_of(tensor: Tensor, spec: AttentionSpec, layout: Layout) -> dict[str, int]:
-    """The sizes of the axes in a tensor of a layout that holds a layer."""
-    total = sum(head_counts(tensor, spec))
-    size = spec.head_dim if {*tensor.holds} & {*"qk"} else spec.value_head_dim
-    features = padded_width(size, spec.rope is not None) if layout.padded else size
-    is_of_queries = tensor.holds != "out" and bool({*tensor.holds} & {*"qg"})
-    counts = {"p": len(tensor.holds), "n": total // len(tensor.holds)} if tensor.has_projection_axis else {"n": total}
-    return {**counts, "h": features, "d": spec.d_in if is_of_queries else spec.d_kv, "e": spec.d_model}
-
-
-def head_counts(tensor: Tensor, spec: AttentionSpec) -> list[int]:
-    """How many heads of each projection in it a tensor has."""
-    words = ["out"] if tensor.holds == "out" else list(tensor.holds[:1] if tensor.is_shared else tensor.holds)
-    return [spec.num_kv_heads if word in ("k", "v") else spec.num_heads for word in words]
-
-
-def padded_width(head_dim: int, rope: bool) -> int:
-    """Features of a head in whole tiles; with RoPE each half has its own."""
-    return 2 * padded_width(-(-head_dim // 2), False) if rope else -(-head_dim // TILE) * TILE
