@@ -334,6 +334,18 @@ def test_a_dry_run_refuses_what_the_conversion_refuses(source, tmp_path, capsys,
     assert capsys.readouterr() == dry
 
 
+def test_a_dry_run_looks_at_the_files_of_ranks(source, tmp_path, capsys, monkeypatch):
+    arguments = convert(source, tmp_path / "b", "--to", "meta.LLaMA", "--rest", "drop", "--ranks", "2")
+    assert main([*arguments, "--dry-run"]) == 0
+    assert os.listdir(tmp_path) == ["source.safetensors"]
+    monkeypatch.setitem(sys.modules, "torch", None)  # which writes such files
+    capsys.readouterr()
+    for more in (["--dry-run"], []):
+        assert main([*arguments, *more]) != 0
+        assert "torch" in capsys.readouterr().err
+        assert os.listdir(tmp_path) == ["source.safetensors"]
+
+
 def test_a_dry_run_takes_heads_that_do_not_divide_the_width(tmp_path):
     spec = AttentionSpec(10, 3, head_dim=4)
     save(tmp_path / "a.npz", random_weights(spec), spec)

@@ -237,11 +237,7 @@ def convert_file(
 
 
 def _file_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """A file to write; in a folder that is there, the one of its weights.
-
-    Raises:
-        ValueError: if other weights are there already: the folder could not be opened afterwards.
-    """
+    """Return the file to write; in a folder that is there, that of its weights, unless others are there already."""
     if not Path(path).suffix and not os.path.exists(path):
         raise Refusal(path, "end in the suffix of a file, such as .safetensors, or be a folder that is there")
     if not os.path.isdir(path) or Path(path).suffix in SUFFIXES:
@@ -253,18 +249,14 @@ def _file_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 
 def _ignored(layers: Iterable[FileLayer], known: Iterable[str], target: Layout) -> set[str]:
-    """Names (with wildcards) under the prefixes of layers that are none of their weights, nor of a target's."""
+    """Return names (with wildcards) under the prefixes of layers that are none of their weights, nor of a target's."""
     found = {*known} | {name for layer in layers for name in layer.layout.ignored}
     found |= {name for layer in layers if layer.model is not None for name in layer.model.ignored}
     return found - {tensor.name for tensor in (*target.tensors, *target.others)}
 
 
 def _written(layer: FileLayer, target: Layout, drop: Collection[str], *, fill_bias: bool) -> AttentionSpec:
-    """What is written of a layer: without what may be left out, with biases that are added.
-
-    Raises:
-        ValueError: if the target cannot hold it, or does not carry it all.
-    """
+    """Return what is written of a layer: without what may be left out, with biases that are added; or refuse it."""
     spec = without(layer.spec, [name for name in lost_in(target, layer.spec) if name in drop])
     filled = replace(spec, qkv_bias=True, out_bias=spec.out_proj)
     try:
@@ -284,7 +276,7 @@ def _written(layer: FileLayer, target: Layout, drop: Collection[str], *, fill_bi
 
 
 def _targets(layers: list[FileLayer], prefix: str, to_prefix: str) -> tuple[dict[str, list[FileLayer]], bool]:
-    """The layers that go under each prefix of the target, and whether they are stacked there."""
+    """Return the layers that go under each prefix of the target, and whether they are stacked there."""
     places, to_places = prefix.count("{i}"), to_prefix.count("{i}")
     kinds = {layer.index is not None for layer in layers}
     is_stack = kinds == {True} and not ENTRY.fullmatch(prefix)

@@ -73,17 +73,7 @@ class OpenLayers(NamedTuple):
 def open_model(
     path: str | os.PathLike[str], layout: str | None = None, *, prefix: str | None = None, **said: Unpack[LayerKeywords]
 ) -> Iterator[OpenLayers]:
-    """The attention layers of a file as `open_layers` has them, and what is not among them.
-
-    Args:
-        path, layout, prefix, said: as `open_layers` takes them.
-
-    Raises:
-        As `load`.
-
-    Warns:
-        NotCarriedWarning: as `load`.
-    """
+    """Open the attention layers of a file as `open_layers` does, and name what is not among them."""
     with open_checkpoint(path) as file:
         known, cache = file_hints(file, LayerHints.by(CALLER, **said)), TensorCache(file)
         layers = [
@@ -384,11 +374,7 @@ def _without(axis: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tupl
 def _entries(
     shapes: Mapping[str, tuple[int, ...]], size: int, prefix: str, layout: Layout, known: FileHints
 ) -> list[Entry]:
-    """Find the layers of a stack of so many.
-
-    Raises:
-        DoesNotFit: if nothing is known of one, they are not all of the model's, or these are not their shapes.
-    """
+    """Find the layers of a stack of so many, or refuse it: each is known, and they are all of a model's."""
     if known.model.layer_at(f"{prefix}[{size}]") is not None:
         raise DoesNotFit("a stack", "be of all layers that config.json tells of", f"{size} of them")
     entries: list[Entry] = []

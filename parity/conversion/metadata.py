@@ -169,13 +169,8 @@ def sources(
 ) -> list[tuple[str, Layout]]:
     """Return the prefixes of a file's layers, `{i}` standing for numbers, each with the layout of its layers.
 
-    They are those that the caller says, or the file's own metadata, or those of the model.
-
-    Args:
-        file: open.
-        known: of its layers.
-        prefix, layout: as the caller says them.
-        what: the argument that names the layout, for messages.
+    They are those that the caller says, or the file's own metadata, or those of the model. `what` is the argument that
+    names the layout, for messages.
 
     Raises:
         ValueError: if a layout is not known, or there is none of that name.
@@ -209,11 +204,7 @@ def sources(
 
 
 def _prefixes_of(file: TensorFile, model: ModelHints) -> dict[str, str]:
-    """The prefixes of the model's attention layers in a file, and the layout of each.
-
-    Raises:
-        ValueError: if several in the file could be one of them: it holds more than the model.
-    """
+    """Return the prefixes of a model's attention layers in a file, each with a layout; refuse several of one layer."""
     found: dict[str, str] = {}
     places: dict[int, str] = {}  # of each layer of the model
     for prefix in all_prefixes(file.infos):
@@ -289,10 +280,7 @@ MOST_IN_ZIP = 65_000
 def with_source(metadata: Mapping[str, str], file: TensorFile, suffix: str) -> tuple[dict[str, str], list[str]]:
     """Return metadata of a target with that of its source, and the source's entries that the target does not hold.
 
-    Args:
-        metadata: of the target; they precede those of the source.
-        file: the source.
-        suffix: of the target.
+    Entries of the target precede; its suffix tells how many there may be.
     """
     known = {*COMPUTED, *(OURS if _is_ours(file.metadata) else ())}
     theirs = {name: text for name, text in file.metadata.items() if name not in known and metadata.get(name) != text}

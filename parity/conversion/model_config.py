@@ -48,7 +48,8 @@ class ModelHints:
         found: dict[str, dict[str, ModelLayer]] = {}
         for section, layers in self.parts.items():
             for layer in layers:
-                for path in (layer.path, f"{_unnumbered(layer.path)}[{layer.index}]"):
+                words = (word for word in layer.path.split(".") if not word.isdigit())
+                for path in (layer.path, f"{'.'.join(words)}[{layer.index}]"):
                     found.setdefault(path, {}).setdefault(section, layer)  # the first of those that share their weights
         return found
 
@@ -157,11 +158,7 @@ NOTHING_IN_GGUF = ("0", "0.0", "False", "none")
 
 
 def _gguf_hints(file: TensorFile, *, is_told: bool) -> ModelHints:
-    """Return the hints of a GGUF file: its layers, if it says all of them, else numbers.
-
-    Raises:
-        ValueError: if it says something of its layers that is not understood.
-    """
+    """Return the hints of a GGUF file: its layers, if it says all of them, else numbers."""
     family = str(file.metadata.get("general.architecture"))
     begin = f"{family}."
     own = {name.removeprefix(begin): value for name, value in file.metadata.items() if name.startswith(begin)}
@@ -216,12 +213,7 @@ def _attention_keys(values: Mapping[str, Any], others: Collection[str] = ()) -> 
 
 
 def _in_config(config: Mapping[str, Any], known: Collection[str]) -> LayerHints:
-    """What a configuration says of layers without a known family.
-
-    Args:
-        config: the values.
-        known: the keys of its parts whose layers are known.
-    """
+    """Return the hints of a configuration about layers without a known family; `known` are the parts that have one."""
     rope = config.get("rope_parameters")
     rope = {**config, **rope} if isinstance(rope, dict) else config
     # Only plain RoPE is read: neither frequencies that are scaled, nor features that are not rotated.
@@ -255,8 +247,3 @@ def _tails(label: str) -> list[str]:
     """The endings of a label, from all of it to its last word."""
     words = label.split(".")
     return [".".join(words[begin:]) for begin in range(len(words))]
-
-
-def _unnumbered(path: str) -> str:
-    """A path without its numbers."""
-    return ".".join(word for word in path.split(".") if not word.isdigit())

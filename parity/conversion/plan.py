@@ -144,10 +144,9 @@ class Plan:
         """Return the metadata to be written beside the tensors.
 
         Args:
-            prefix: of all of them; None where there are several.
+            prefix: of all layers; None where there are several.
             kept: the names of the other tensors.
-            ignored: names (with wildcards) under the prefix of a layer in the source that are none of its weights.
-            unread: keys about attention that are in no specification, with their values.
+            ignored, unread: as `metadata_of` takes them.
             drop: what may be left out.
         """
         lost = set() if {*CARRIED} <= {*self.layout.carries} else {*unread} & {*drop}
@@ -161,12 +160,7 @@ class Plan:
         return metadata_of(self.layout, self.specs, prefix, lost, ignored, unread, has_others=has_others)
 
     def record(self, layout_from: str, metadata: Mapping[str, str]) -> ConversionPlan:
-        """Return the plan as a record.
-
-        Args:
-            layout_from: the source of the layout, if it is the caller.
-            metadata: to be written.
-        """
+        """Return the plan as a record; `layout_from` is the source of the layout, if it is the caller."""
         return ConversionPlan(
             layers=[_layer_record(layer, label, layout_from) for label, layer in self.labels.items()],
             tensors={name: tensor.sources() for name, tensor in self.tensors.items()},

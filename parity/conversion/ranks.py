@@ -21,7 +21,7 @@ import numpy as np
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.rules import as_count
 from mha_spec.shares import OF_QUERIES, axis_of_heads
-from parity.conversion.layouts import LAYOUTS, Layout, Tensor
+from parity.conversion.layouts import LAYOUTS, Layout
 from parity.conversion.layouts.layout import Ranks
 from parity.conversion.prefixes import ENTRY, join
 from parity.files import TensorFile, TensorInfo, open_tensors, write_tensors
@@ -271,19 +271,15 @@ def _refuse_used(folder: Path) -> None:
 def _division(
     name: str, shapes: Shapes, layout: Layout, ranks: Ranks, norms: Collection[str], count: int = 1
 ) -> Division | None:
-    """The division of a tensor, None where it is not known.
+    """Return the division of a tensor, None where it is not known.
 
-    Args:
-        name: its full name.
-        shapes: of all tensors: those of a rank of several, or of the whole.
-        layout: of the attention layers.
-        ranks: the layout's.
-        norms: the names of those that are divided.
-        count: of how many ranks they are one's.
+    The shapes are those of the tensors of one of `count` ranks, or of the whole; of the norms those named are divided.
     """
     for tensor in (*layout.tensors, *layout.others):
         if name == tensor.name or name.endswith(f".{tensor.name}"):
-            return Division(0 if name in norms else _axis_of(tensor))
+            axes = [axis for axis, group in enumerate(tensor.groups) if "n" in group]
+            axis = OF_QUERIES.get(tensor.holds) if tensor.is_whole else next(iter(axes), None)
+            return Division(0 if name in norms else axis)
     if name == ranks.embeddings:  # whose last axis is as wide as the model, and so are the rows of the output
         out = next(tensor.name for tensor in layout.tensors if (tensor.holds, tensor.kind) == ("out", "weight"))
         widths = {shape[0] for each, shape in shapes.items() if each.endswith(out)}
@@ -341,10 +337,3 @@ def _divided_norms(file: TensorFile, layout: Layout) -> list[str]:
         if len(info.shape) == 2 or len(widths) == 2:
             found += of_layer
     return found
-
-
-def _axis_of(tensor: Tensor) -> int | None:
-    """The axis of a tensor of attention on which its heads lie."""
-    if tensor.is_whole:
-        return OF_QUERIES.get(tensor.holds)
-    return next((axis for axis, group in enumerate(tensor.groups) if "n" in group), None)

@@ -17,17 +17,12 @@ multiplies a scale in and out again, rounds a few times."""
 
 
 def coarser(one: np.dtype, other: np.dtype) -> np.dtype:
-    """Of two dtypes the one with fewer significant bits."""
+    """Return the one of two dtypes with fewer significant bits."""
     return max(one, other, key=lambda dtype: unit_of_rounding(dtype.name))
 
 
 def ulps(one: np.ndarray, other: np.ndarray, dtype: np.dtype | None = None) -> np.ndarray:
-    """The distance of each element in units in the last place of a dtype, at the smaller of both values; float64.
-
-    Args:
-        one, other: arrays of one shape.
-        dtype: whose units are counted; that of the coarser array when absent.
-    """
+    """Return the distance of each element in units in the last place, at the smaller of both values; float64."""
     info = ml_dtypes.finfo(dtype or coarser(one.dtype, other.dtype))
     one, other = one.astype(np.float64), other.astype(np.float64)
     smaller = np.maximum(np.minimum(np.abs(one), np.abs(other)), float(info.smallest_normal))

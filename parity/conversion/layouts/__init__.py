@@ -12,15 +12,7 @@ __all__ = ["LAYOUTS", "Layout", "Tensor", "find_layout", "find_spec", "from_cano
 
 
 def find_layout(name: str, what: str = "layout") -> Layout:
-    """The layout of that name; `mha_torch` is another name of `canonical`.
-
-    Args:
-        name: of the layout.
-        what: the argument that names it, for the message.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Return the layout of a name, or refuse it as the argument `what`; `mha_torch` is another name of `canonical`."""
     name = ALIASES.get(name, name)
     if name not in LAYOUTS:
         nearest = _nearest(str(name))

@@ -54,8 +54,12 @@ def shorten(names: Iterable[str]) -> str:
     return f"[{some_of(map(repr, names))}]"
 
 
+def _not_of(layout: Layout, got: str) -> DoesNotFit:
+    return DoesNotFit("tensors", f"be those of {layout.name}", got)
+
+
 def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
-    """The form of a layout that these names are.
+    """Find the form of a layout that names are.
 
     Raises:
         ValueError: if no form fits, or more than one.
@@ -70,23 +74,18 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
     if len(found) != 1:
         likeliest = max(range(len(missing)), key=lambda i: len(required[i]) - len(missing[i]))
         what = "more than one of its forms" if found else f"missing {missing[likeliest]}"
-        raise DoesNotFit("tensors", f"be those of {layout.name}", f"{what} in {shorten(sorted(names))}")
-    stacks = [(tensor.name, matches(tensor.name, names)) for tensor in found[0] if tensor.is_per_head]
-    count = max((len(heads) for _, heads in stacks), default=0)
-    gaps = [
-        name for pattern, heads in stacks if heads for n in range(count) if (name := pattern.format(n=n)) not in heads
-    ]
-    if gaps:
-        raise DoesNotFit(
-            "tensors", f"be those of {layout.name}", f"missing {shorten(gaps)} in {shorten(sorted(names))}"
-        )
-    known = set().union(*(matches(tensor.name, names) for tensor in (*found[0], *layout.others)))
+        raise _not_of(layout, f"{what} in {shorten(sorted(names))}")
+    (form,) = found
+    stacks = {tensor.name: matches(tensor.name, names) for tensor in form if tensor.is_per_head}
+    heads = range(max(map(len, stacks.values()), default=0))
+    if gaps := [name for each, held in stacks.items() if held for n in heads if (name := each.format(n=n)) not in held]:
+        raise _not_of(layout, f"missing {shorten(gaps)} in {shorten(sorted(names))}")
+    known = {*names_of((*form, *layout.others), names)}
     unknown = sorted(name for name in names - known if not layout.ignores(name))
-    others = [name for name in unknown if not layout.leaves_unsaid(name)]
-    if others:
-        raise DoesNotFit("tensors", f"be those of {layout.name}", f"unknown names {shorten(others)}")
+    if others := [name for name in unknown if not layout.leaves_unsaid(name)]:
+        raise _not_of(layout, f"unknown names {shorten(others)}")
     _check_said(unknown, layout)
-    return found[0]
+    return form
 
 
 def _check_said(names: Iterable[str], layout: Layout) -> None:
@@ -125,15 +124,9 @@ def placements(spec: AttentionSpec, layout: Layout) -> tuple[Placement, ...]:
 
 
 def placement_for(readers: Iterable[Callable[[str], np.ndarray]], spec: AttentionSpec, layout: Layout) -> Placement:
-    """Place layers of one specification; keys and values in one tensor, where the layout has such, if all are alike.
+    """Place layers of one specification, whose weights are read by name, or refuse them.
 
-    Args:
-        readers: each gives the canonical weights of a layer by their names.
-        spec: the specification.
-        layout: to be written.
-
-    Raises:
-        DoesNotFit: if it cannot hold such layers.
+    Keys and values are in one tensor, where the layout has such, if all layers have both alike.
     """
     found = placements(spec, layout)
     shared = [each for each in found if any(tensor.is_shared for tensor in each.tensors)]
@@ -149,21 +142,15 @@ def _are_one(weights: list[np.ndarray]) -> bool:
 
 
 def _has_no_form(layout: Layout, wanted: Collection[str], nameless: Collection[str]) -> DoesNotFit:
-    """The refusal of a layer that no form of a layout can hold.
-
-    Args:
-        layout: the layout.
-        wanted: names of the layer's weights.
-        nameless: those that no form has a name for.
-    """
+    """Make the refusal of a layer with some weights that no form holds; for `nameless` ones none has a name."""
     if nameless:
         norms = [name for name in ("qk_norm", "v_norm") if weights_of_norm(name) & {*nameless}]
         remedy, hint = ({"drop": ",".join(norms)}, "leaves it out") if norms else ((), "")
         rule = f"have only weights for which {layout.name} has names"
         return DoesNotFit("the layer", rule, shorten(sorted(nameless)), remedy=remedy, hint=hint)
-    for tensor in (tensor for tensor in layout.tensors if tensor.kind == "bias"):
+    for tensor in layout.tensors:
         without = [part for part in tensor.parts if part not in wanted]
-        if 0 < len(without) < len(tensor.parts):
+        if tensor.kind == "bias" and 0 < len(without) < len(tensor.parts):
             rule = f"have a bias in all projections that {tensor.name} of {layout.name} packs"
             return DoesNotFit("the layer", rule, f"none of {', '.join(without)}")
     return DoesNotFit("the layer", f"have equal sizes where {layout.name} packs projections")
@@ -196,7 +183,7 @@ def find_placement(shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, l
         if each.shapes == given:
             return each
     nearest = min(possible, key=lambda each: len(each.shapes.keys() ^ given.keys()))
-    raise DoesNotFit("tensors", f"be those of {layout.name}", _difference(given, nearest.shapes))
+    raise _not_of(layout, _difference(given, nearest.shapes))
 
 
 def _difference(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
@@ -233,14 +220,12 @@ def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: Laye
     Raises:
         ValueError: if there is none, or more than one.
     """
-    said = _checked_counts(hints)
+    _check_counts(hints.counts)
     form = find_form(shapes, layout)
     if layout.needs_spec:
         raise DoesNotFit(f"a layer in {layout.name}", f"be told by a specification, {TOLD_BY}")
-    if others := names_of(layout.others, shapes):
-        raise SpecUnknown(
-            f"what {shorten(sorted(others))} do in {layout.name}", f"be told by a specification, {TOLD_BY}"
-        )
+    if others := sorted(names_of(layout.others, shapes)):
+        raise SpecUnknown(f"what {shorten(others)} do in {layout.name}", f"be told by a specification, {TOLD_BY}")
     present = [tensor for tensor in form if matches(tensor.name, shapes)]
     biases = {part for tensor in present if tensor.kind == "bias" for part in tensor.parts}
     of_qkv = sorted(biases - {"out_proj.bias"})
@@ -277,70 +262,45 @@ def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: Laye
         else:
             fitting.append(spec)
     if not fitting:
-        if said and not reasons and (rule := _head_rule(present, shapes, layout)):
-            raise HeadsDoNotFit(rule[0], f"{rule[1]} in {layout.name}", said)
-        raise DoesNotFit(
-            "shapes", f"be those of a layer in {layout.name}{(f' ({reasons[0]})' if reasons else '')}", str(told)
-        )
-    if layout.ranks is not None and hints.head_dim is None:
-        _check_whole(fitting, layout)
+        if hints.counts and not reasons and (rule := _head_rule(present, shapes, layout)):
+            raise HeadsDoNotFit(rule[0], f"{rule[1]} in {layout.name}", hints.counts)
+        why = f" ({reasons[0]})" if reasons else ""
+        raise DoesNotFit("shapes", f"be those of a layer in {layout.name}{why}", str(told))
+    first = fitting[0]
+    if layout.ranks is not None and hints.head_dim is None and all(spec.q_width != spec.d_model for spec in fitting):
+        rule = f"be said in {layout.name} where num_heads * head_dim is not d_model, as in the file of one rank"
+        raise DoesNotFit("head_dim", rule, num_heads=first.num_heads, head_dim=first.head_dim, d_model=first.d_model)
     if len(fitting) > 1:
         fitting.sort(key=lambda s: (USUAL.index(s.head_dim) if s.head_dim in USUAL else len(USUAL), -s.head_dim))
-        options = ", ".join(f"{s.num_heads} x {s.head_dim} (key/value {s.num_kv_heads})" for s in fitting[:4])
-        raise HeadsUnknown(
-            "the heads",
-            f"be given for {layout.name}, whose shapes fit {options}{(', …' if len(fitting) > 4 else '')}",
-            hint=f"{_deciding(fitting)} decides",
-        )
-    return fitting[0]
+        options = some_of((f"{s.num_heads} x {s.head_dim} (key/value {s.num_kv_heads})" for s in fitting), 4)
+        rule = f"be given for {layout.name}, whose shapes fit {options}"
+        raise HeadsUnknown("the heads", rule, hint=f"{_deciding(fitting)} decides")
+    return first
 
 
-def _check_whole(fitting: list[AttentionSpec], layout: Layout) -> None:
-    """Refuse what may be the part of one rank: heads that together are not as wide as the model.
-
-    Of a model whose heads are so by themselves it must be said how wide one is.
-    """
-    if all(spec.q_width != spec.d_model for spec in fitting):
-        raise DoesNotFit(
-            "head_dim",
-            f"be said in {layout.name} where num_heads * head_dim is not d_model, as in the file of one "
-            "rank of several",
-            num_heads=fitting[0].num_heads,
-            head_dim=fitting[0].head_dim,
-            d_model=fitting[0].d_model,
-        )
-
-
-def _checked_counts(hints: LayerHints) -> dict[str, int]:
-    """The numbers of heads that are known.
-
-    Raises:
-        TypeError: if one is not an integer.
-        ValueError: if one is below 1.
-    """
-    for name, value in hints.counts.items():
+def _check_counts(counts: Mapping[str, int]) -> None:
+    for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise WrongType(name, "be an integer", {name: value})
         if value < 1:
             raise Refusal(name, "be at least 1", {name: value})
-    return hints.counts
 
 
 def _head_rule(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> tuple[str, str] | None:
     """A product of heads and its rule for a layer of these shapes, or None if no heads would do."""
-    size = "head_dim in whole tiles" if layout.padded else "head_dim"
-    rows: dict[str, int] = {}
-    for tensor in present:
-        if tensor.kind == "weight" and tensor.holds != "out":
-            rows.setdefault(_head_count(tensor), _rows_of(tensor, shapes))
     try:
         find_spec(shapes, layout, LayerHints())
     except HeadsUnknown:
         pass
     except ValueError:
         return None
-    (first, count), *others = rows.items()
-    return f"{first} * {size}", f"be {count}" + "".join(f", and {heads} * {size} {n}" for heads, n in others)
+    size = "head_dim in whole tiles" if layout.padded else "head_dim"
+    rows: dict[str, int] = {}
+    for tensor in present:
+        if tensor.kind == "weight" and tensor.holds != "out":
+            rows.setdefault(f"{_head_count(tensor)} * {size}", _rows_of(tensor, shapes))
+    (product, count), *others = rows.items()
+    return product, f"be {count}" + "".join(f", and {other} {n}" for other, n in others)
 
 
 def _head_count(tensor: Tensor) -> str:
@@ -392,11 +352,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _check_shapes(shapes: Mapping[str, tuple[int, ...]], present: Collection[Tensor], layout: Layout) -> None:
-    """Refuse shapes that no layer has, before heads of so many features are tried.
-
-    Raises:
-        DoesNotFit: if one has another number of axes, or a size is 0 or beyond `MAX_SIZE`.
-    """
+    """Refuse shapes that no layer has, before heads of so many features are tried."""
     axes = {name: len(tensor.groups) for tensor in present for name in matches(tensor.name, shapes)}
     if any(len(shape) != axes[name] for name, shape in shapes.items()):
         raise DoesNotFit("shapes", f"be those of a layer in {layout.name}", str(dict(shapes)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mha_spec import AttentionSpec, Latent, Norm, Refusal, Rope
+from mha_spec import AttentionSpec, Latent, Norm, Refusal
 from parity.core.records import JsonRecord
 
 TILE = 32  # rows and columns in which TTNN keeps tensors
@@ -179,17 +179,17 @@ class Layout(JsonRecord):
     @property
     def packing(self) -> str:
         """The order of heads in each packed tensor, in words; empty if no tensor holds several projections."""
-        packed = (tensor.holds for tensor in self.tensors if len(tensor.parts) > 1 and not tensor.is_shared)
-        return "; ".join(self._order_of(holds) for holds in dict.fromkeys(packed))
-
-    def _order_of(self, holds: str) -> str:
-        if not self.grouped:
-            order = "all " + ", then all ".join(holds)
-            return f"in each of {self.blocks} blocks {order}" if self.blocks > 1 else order
         words = {"q": "queries", "k": "key", "v": "value", "g": "gate"}
-        return ("each head's " if holds == "qg" else "each group's ") + ", then its ".join(
-            words[each] for each in holds
-        )
+        orders: dict[str, None] = {}
+        for holds in (tensor.holds for tensor in self.tensors if len(tensor.parts) > 1 and not tensor.is_shared):
+            order = "all " + ", then all ".join(holds)
+            if self.grouped:
+                order = "each head's " if holds == "qg" else "each group's "
+                order += ", then its ".join(words[each] for each in holds)
+            elif self.blocks > 1:
+                order = f"in each of {self.blocks} blocks {order}"
+            orders[order] = None
+        return "; ".join(orders)
 
     def ignores(self, name: str, others: Iterable[str] = ()) -> bool:
         """Whether a name under the prefix of a layer is not a weight, by the layout or by other patterns."""
@@ -209,13 +209,19 @@ class Rule:
     holds: Callable[[AttentionSpec], bool]
 
 
+def _equal(one: str, other: str) -> Rule:
+    words = f"{one} must equal {other}"
+    return Rule(words, (one, other), lambda spec: getattr(spec, one) == getattr(spec, other))
+
+
+def _divisible(name: str, count: int) -> Rule:
+    return Rule(f"{name} must be divisible by {count}", (name,), lambda spec: getattr(spec, name) % count == 0)
+
+
 RULES: dict[str, Rule] = {
-    "no groups": Rule(
-        "num_kv_heads must equal num_heads",
-        ("num_heads", "num_kv_heads"),
-        lambda spec: spec.num_kv_heads == spec.num_heads,
-    ),
-    "one width": Rule("d_kv must equal d_in", ("d_in", "d_kv"), lambda spec: spec.d_kv == spec.d_in),
+    "no groups": _equal("num_kv_heads", "num_heads"),
+    "one width": _equal("d_kv", "d_in"),
+    "one head_dim": _equal("value_head_dim", "head_dim"),
     "square": Rule(
         "d_in, d_model and num_heads * head_dim must be equal",
         ("d_in", "d_model", "num_heads", "head_dim"),
@@ -249,21 +255,9 @@ RULES: dict[str, Rule] = {
     "scale told": Rule(
         "scale must be told, 1.0 where the weights of queries hold it", ("scale",), lambda spec: spec.scale is not None
     ),
-    "one head_dim": Rule(
-        "value_head_dim must equal head_dim",
-        ("head_dim", "value_head_dim"),
-        lambda spec: spec.value_head_dim == spec.head_dim,
-    ),
-    **{
-        f"{count} parts": Rule(
-            f"num_kv_heads must be divisible by {count}",
-            ("num_kv_heads",),
-            lambda spec, count=count: spec.num_kv_heads % count == 0,
-        )
-        for count in (2, 4, 8)
-    },
-    "four blocks": Rule("num_heads must be divisible by 4", ("num_heads",), lambda spec: spec.num_heads % 4 == 0),
-    "even": Rule("head_dim must be even", ("head_dim",), lambda spec: spec.head_dim % 2 == 0),
+    **{f"{count} parts": _divisible("num_kv_heads", count) for count in (2, 4, 8)},
+    "four blocks": _divisible("num_heads", 4),
+    "even": _divisible("head_dim", 2),
     "factors of widths": Rule(
         "latents must have the factors sqrt(d_model / q_rank) and sqrt(d_model / kv_rank)",
         ("d_model", "latent"),
@@ -272,14 +266,12 @@ RULES: dict[str, Rule] = {
     "whole halves": Rule(
         "RoPE must rotate the pairs (i, i + H/2) of whole heads",
         ("rope",),
-        lambda spec: spec.rope is None or _rotates_whole_halves(spec.rope, spec.head_dim),
+        lambda spec: (
+            spec.rope is None or (spec.rope.pairs, spec.rope.rotary_dim or spec.head_dim) == ("half", spec.head_dim)
+        ),
     ),
 }
 """What layouts may ask of a layer."""
-
-
-def _rotates_whole_halves(rope: Rope, head_dim: int) -> bool:
-    return rope.pairs == "half" and rope.rotary_dim in (None, head_dim)
 
 
 def _has_factors_of_widths(latent: Latent, d_model: int) -> bool:
