@@ -11,14 +11,13 @@ from typing import Any, Unpack
 import numpy as np
 
 from mha_spec import AttentionSpec, Refusal, WrongType
-from parity.conversion.converted import Converted
 from parity.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.conversion.layers import FileLayer, TensorCache, key_in_words, layers_under, open_layers
 from parity.conversion.layouts import Layout, find_layout, from_canonical, to_canonical
 from parity.conversion.layouts.detection import DoesNotFit, placements
 from parity.conversion.layouts.layout import DROPPABLE, UNSAID, check_carried, lost_in, without
 from parity.conversion.metadata import file_hints, metadata_of, sources, with_source
-from parity.conversion.plan import Plan
+from parity.conversion.plan import Converted, Plan
 from parity.conversion.prefixes import ENTRY, fitting_prefixes, join
 from parity.conversion.ranks import norms_to_join, open_checkpoint, write_ranks
 from parity.core.weights import Weights

@@ -73,7 +73,7 @@ class Tensor:
             return [self.holds]
         return [f"{PROJECTIONS[word]}.{self.kind}" for word in (["out"] if self.holds == "out" else self.holds)]
 
-    @property
+    @cached_property
     def logical(self) -> str:
         """The axes of what is in it, before it is laid out."""
         if self.is_whole:
