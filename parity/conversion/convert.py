@@ -110,7 +110,7 @@ def save(
 
 
 OPTIMIZER_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
-"""What torch's optimizers keep for each weight, in its shape; optax keeps such things under the weights' names."""
+"""Names that torch's optimizers give what they keep for each weight, in its shape; optax keeps the weights' names."""
 
 
 def convert_file(

@@ -87,7 +87,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class WeightsComparison(JsonRecord):
-    """Whether two sets of weights hold the same attention, by what the tensors say.
+    """Comparison of two sets of weights by their tensors: do they hold the same attention?
 
     Attributes:
         kind: `bits`, the same bit for bit; `values`, the same values in other bits: another dtype that holds them, or
@@ -109,7 +109,7 @@ class WeightsComparison(JsonRecord):
 
     @property
     def same(self) -> bool:
-        """Whether both hold the same attention."""
+        """Return whether both hold the same attention."""
         return self.kind != "different"
 
     @property
@@ -184,7 +184,7 @@ def compare_weights(
 
 
 def _bias_of_one(name: str, of_first: Collection[str], of_second: Collection[str]) -> TensorLaw | None:
-    """Whether only one of the files has a tensor at all, which the other one has as zeros here."""
+    """The law of a bias that only one of the files has; the other one has zeros here."""
     if name in of_first:
         return TensorLaw("bias", "not there, and no zeros in the first", "missing-bias")
     return TensorLaw("bias", "a bias that the first has not", "missing-bias") if name in of_second else None
@@ -216,7 +216,7 @@ def _same_values(one: Weights, two: Weights, found: list[TensorDifference], max_
 def _difference(
     name: str, one: np.ndarray, two: np.ndarray, role: Role | None, spec: AttentionSpec
 ) -> TensorDifference | None:
-    """Where the values of a tensor differ, and by how much; None if they do not."""
+    """The places where the values of a tensor differ, and by how much; None if they do not."""
     if np.array_equal(one, two):
         return None
     wide = [x.astype(np.float64) for x in (one, two)]

@@ -1,4 +1,4 @@
-"""What is in a file: every attention layer, in every layout that fits."""
+"""Every attention layer in a file, in every layout that fits."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ FEWEST = 2  # elements that are not 0: one number alone is always a multiple of 
 
 @dataclass(frozen=True)
 class TensorLaw:
-    """What was done to a tensor.
+    """The relation of a tensor to that of another file.
 
     Attributes:
         name: of the law: `zeros`, `one-plus`, `exchanged`, `copied`, `transposed`, `permuted`, `fewer-bits`,
@@ -126,7 +126,7 @@ def _one_plus(pair: Pair, layers: Layers) -> TensorLaw | None:
 
 
 def _is_shifted(one: np.ndarray, other: np.ndarray, by: float) -> bool:
-    """Whether a number was added to one, or taken from the other: where it cancels, only one way gives the bits."""
+    """Return whether two arrays differ by a number; where it cancels, only one of two ways gives the bits."""
     before, after, dtype = one.astype(np.float64), other.astype(np.float64), coarser(one.dtype, other.dtype)
     return agree(before + by, after, dtype) or agree(before, after - by, dtype)
 

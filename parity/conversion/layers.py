@@ -139,7 +139,7 @@ class FileLayer:
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """What it computed that its file does not say: see `parity.conversion.layouts.layout.DROPPABLE`."""
+        """Names of what it computed and its file does not say: see `parity.conversion.layouts.layout.DROPPABLE`."""
         return self.known.dropped
 
     @property
@@ -149,7 +149,7 @@ class FileLayer:
 
     @property
     def is_cross(self) -> bool:
-        """Whether its keys and values come from elsewhere."""
+        """Return whether its keys and values come from elsewhere."""
         return self.spec.d_kv != self.spec.d_in or (self.model is not None and self.model.kind == "cross_attention")
 
     @property
@@ -231,7 +231,7 @@ class TensorCache:
 QUANTISED = re.compile(
     r"\.(qweight|qzeros|scales|SCB|weight_scale(_inv)?|weight_packed|weight\.(absmax|quant_state.*))$"
 )
-"""What lies beside weights that GPTQ, AWQ, bitsandbytes, FP8 or compressed-tensors have quantised."""
+"""Tensors beside weights that GPTQ, AWQ, bitsandbytes, FP8 or compressed-tensors have quantised."""
 
 
 def layers_under(file: TensorCache, prefix: str, layout: Layout, known: FileHints) -> list[FileLayer]:

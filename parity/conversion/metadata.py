@@ -29,7 +29,7 @@ Held = TypeVar("Held", list, dict)
 
 @dataclass(frozen=True)
 class FileHints:
-    """What is known of the layers of a file beside their names and shapes.
+    """Hints about the layers of a file beside their names and shapes.
 
     Attributes:
         sources: of hints, in order of precedence; the last one is the model's, if it has any.

@@ -149,7 +149,7 @@ READ_IN_GGUF = re.compile(
     r"attention\.(head_count(_kv)?|key_length|causal|(layer_norm|layer_norm_rms|group_norm)_epsilon|group_norm_groups)|"
     r"rope\.(freq_base|scaling\.(original_context_length|finetuned))"
 )
-"""Those that are read, or say nothing of what attention computes: norms before it, and how long RoPE was trained."""
+"""Keys that are read, or say nothing of what attention computes: norms before it, and how long RoPE was trained."""
 
 READ_OF_FAMILIES = "attention.sliding_window"
 """The key that is read of the families of `GGUF_LAYOUTS` alone."""

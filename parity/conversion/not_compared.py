@@ -31,7 +31,7 @@ class NotCompared(JsonRecord):
 
 
 def by_reason(parts: Sequence[NotCompared]) -> list[str]:
-    """What is not compared, in words: a text for each reason."""
+    """Say what is not compared: a text for each reason."""
     reasons = dict.fromkeys(each.reason for each in parts)
     return [f"{some_of([each.what for each in parts if each.reason == reason])} ({reason})" for reason in reasons]
 

@@ -63,7 +63,7 @@ class ConversionPlan(JsonRecord):
 
 @dataclass(frozen=True)
 class Converted(JsonRecord):
-    """What `convert_file` did.
+    """Record of a conversion by `convert_file`.
 
     Attributes:
         source: name of the layout that the layers were in.

@@ -1,4 +1,4 @@
-"""Where a checkpoint may have layers: the prefixes of names and shapes that fit a layout."""
+"""Places of layers in a checkpoint: the prefixes of names and shapes that fit a layout."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def names_under(names: Iterable[str], prefixes: Iterable[str]) -> dict[str, list
 
 
 def _fits(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
-    """Whether tensors are a layer in a layout, or a stack of them, with some number of heads."""
+    """Return whether tensors are a layer in a layout, or a stack of them, with some number of heads."""
     try:
         is_stacked = stack_size(shapes, layout) is not None
         find_spec({name: shape[is_stacked:] for name, shape in shapes.items()}, layout, LayerHints())
@@ -83,7 +83,7 @@ def _fits(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
 
 
 def possible_prefixes(names: Iterable[str], layout: Layout) -> dict[str, str]:
-    """What the names of a layout's layers may begin with, each with a name that does and ends as one of its tensors."""
+    """Return prefixes that a layout's layers may have, each with a name that ends as one of its tensors."""
     endings = {tensor.name.replace("{n}", "0") for tensor in layout.tensors if tensor.kind == "weight"}
     found: dict[str, str] = {}
     for name in names:

@@ -101,7 +101,7 @@ def probe_case(name: str, spec: AttentionSpec, *, is_causal: bool | None = None)
 
 
 def same_bits(weights: Weights, other: Weights) -> bool:
-    """Whether two sets of weights are equal in names, dtypes and every bit."""
+    """Return whether two sets of weights are equal in names, dtypes and every bit."""
     return weights.keys() == other.keys() and all(
         (array.dtype, array.shape, array.tobytes()) == (other[name].dtype, other[name].shape, other[name].tobytes())
         for name, array in weights.items()

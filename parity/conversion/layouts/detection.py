@@ -157,7 +157,7 @@ def _has_no_form(layout: Layout, wanted: Collection[str], nameless: Collection[s
 
 
 def _packs_two_sizes(tensor: Tensor, spec: AttentionSpec) -> bool:
-    """Whether a tensor would hold projections of inputs or heads that differ in size, or in number on an axis."""
+    """Return whether projections in a tensor differ in the size of inputs or heads, or in their number on an axis."""
     if tensor.has_projection_axis and len({*head_counts(tensor, spec)}) > 1:
         return True
     if tensor.kind == "bias" or len(tensor.parts) == 1:
@@ -187,7 +187,7 @@ def find_placement(shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, l
 
 
 def _difference(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """How names and shapes are not those that are wanted, in words."""
+    """The difference of names and shapes from those that are wanted, in words."""
     missing, unknown = (sorted(one.keys() - other.keys()) for one, other in ((wanted, given), (given, wanted)))
     words = [f"{what} {shorten(names)}" for what, names in (("missing", missing), ("unknown names", unknown)) if names]
     if not words:
@@ -197,7 +197,7 @@ def _difference(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple
 
 
 def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | None:
-    """How many layers are stacked on a leading axis, as `scan` and `vmap` keep them; None where it is one layer.
+    """Count the layers stacked on a leading axis, as `scan` and `vmap` keep them; None where it is one layer.
 
     Nothing is guessed: every tensor of a layout has a number of axes, and those of a stack have one more.
 
@@ -304,7 +304,7 @@ def _head_rule(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], lay
 
 
 def _head_count(tensor: Tensor) -> str:
-    """How many heads a tensor holds, in terms of a layer's numbers of them."""
+    """The number of heads that a tensor holds, in terms of a layer's numbers of them."""
     kv = {0: "", 1: "num_kv_heads", 2: "2 * num_kv_heads"}[len({*tensor.holds} - {"q"})]
     if "q" not in tensor.holds:
         return kv

@@ -21,14 +21,14 @@ from parity.core.records import JsonRecord
 TILE = 32  # rows and columns in which TTNN keeps tensors
 
 OTHERS = ("inputs.*", "dropout_rngs.*")
-"""What lies beside weights in any layout: inputs in our own files, and the state of mha_jax's dropout."""
+"""Names beside weights in any layout: inputs in our own files, and the state of mha_jax's dropout."""
 
 LOGICAL = {"weight": "n h d", "bias": "n h", "out.weight": "e n h", "out.bias": "e"}
-"""What a projection is before it is laid out, by axis: n heads, h features of a head, d input width, e output width."""
+"""The axes of a projection before it is laid out: n heads, h features of a head, d input width, e output width."""
 
 
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "g": "gate_proj", "out": "out_proj"}
-"""What projections are called in `Tensor.holds`, and their canonical names."""
+"""Projections as `Tensor.holds` names them, and their canonical names."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Tensor:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether it is one weight without heads to be laid out."""
+        """Return whether it is one weight without heads to be laid out."""
         return self.kind == "whole"
 
     @cached_property
@@ -82,12 +82,12 @@ class Tensor:
 
     @cached_property
     def has_projection_axis(self) -> bool:
-        """Whether the projections in it are an axis."""
+        """Return whether the projections in it are an axis."""
         return "p" in self.axes.split()
 
     @cached_property
     def is_per_head(self) -> bool:
-        """Whether each head has a tensor of its own."""
+        """Return whether each head has a tensor of its own."""
         return "{n}" in self.name
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Ranks:
-    """How a program keeps a checkpoint whose heads are divided over ranks: a file for each, the same names in all.
+    """A checkpoint whose heads a program divides over ranks: a file for each, the same names in all.
 
     What holds heads is divided with them, as its axes say. Of the other tensors, by names with wildcards:
 
@@ -127,7 +127,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Layout(JsonRecord):
-    """How a checkpoint holds an attention layer.
+    """Layout of an attention layer in a checkpoint.
 
     Attributes:
         name: what the command line calls it.
@@ -192,17 +192,17 @@ class Layout(JsonRecord):
         return "; ".join(orders)
 
     def ignores(self, name: str, others: Iterable[str] = ()) -> bool:
-        """Whether a name under the prefix of a layer is not a weight, by the layout or by other patterns."""
+        """Return whether a name under the prefix of a layer is no weight, by the layout or by other patterns."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored, *others))
 
     def leaves_unsaid(self, name: str) -> bool:
-        """Whether a name under the prefix of a layer is of what no specification says."""
+        """Return whether a name under the prefix of a layer is of what no specification says."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.unsaid)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a layout may ask of a layer: in words, of which fields, and whether it holds."""
+    """A demand of a layout on a layer: in words, on which fields, and whether it holds."""
 
     words: str
     fields: tuple[str, ...]
@@ -271,7 +271,7 @@ RULES: dict[str, Rule] = {
         ),
     ),
 }
-"""What layouts may ask of a layer."""
+"""Demands of layouts on a layer."""
 
 
 def _has_factors_of_widths(latent: Latent, d_model: int) -> bool:
@@ -293,13 +293,13 @@ def broken_rules(spec: AttentionSpec, layout: Layout) -> tuple[str, dict[str, An
 
 CARRIED = ("rope", "rope.scaling", "scale", "soft_cap", "window_size", "chunk_size", "alibi", "clip_qkv", "temperature")
 CARRIED += ("qk_norm", "v_norm", "latent.factors")
-"""What a layer computes and no weight shows, and norms, whose weights a layout may have no names for."""
+"""Fields of a layer that no weight shows, and norms, whose weights a layout may have no names for."""
 
 UNSAID = "relative_position_bias"
-"""What `Layout.unsaid` is called where it is dropped."""
+"""The name of `Layout.unsaid` where it is dropped."""
 
 DROPPABLE = (*CARRIED, UNSAID)
-"""What a conversion leaves out where it is told to."""
+"""Names that a conversion may be told to leave out."""
 
 
 def lost_in(layout: Layout, spec: AttentionSpec) -> dict[str, Any]:

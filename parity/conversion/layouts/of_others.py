@@ -20,7 +20,7 @@ def _scales(leaf: str = "scale", **names: str) -> tuple[Tensor, ...]:
 
 
 def _weights(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Those of tensors that are no biases."""
+    """Tensors without biases."""
     return tuple(tensor for tensor in tensors if tensor.kind != "bias")
 
 

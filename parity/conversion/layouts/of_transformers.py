@@ -44,7 +44,7 @@ def _of_latents(name: str, words: str, file: str, *forms: tuple[str, ...], **opt
 
 OF_LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALIKE = ("no groups", "out_proj", "one width", "square")
-"""What older modules ask of a layer."""
+"""Demands of older modules on a layer."""
 
 ROTATED = ("rope", "rope.scaling")
 IN_WINDOWS = (*ROTATED, "window_size")
@@ -338,4 +338,4 @@ OF_TRANSFORMERS = [
         prefixes=tuple(f"{begin}layers.{{i}}.self_attn.{part}" for begin in ("model.", "") for part in (0, 1)),
     ),
 ]
-"""Those without `carries` are of many families, which together have all of it."""
+"""Layouts without `carries` are of many families, which together have all of it."""

@@ -166,5 +166,5 @@ def _first(x: np.ndarray, axis: int, count: int) -> np.ndarray:
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
-    """The same memory as unsigned integers: NumPy is slow with dtypes that are not its own."""
+    """View memory as unsigned integers: NumPy is slow with dtypes that are not its own."""
     return x.view(f"u{x.dtype.itemsize}")
