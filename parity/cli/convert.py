@@ -58,13 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Convert, and print what became of the tensors."""
     from parity.conversion.convert import convert_file
+    from parity.conversion.inspect import count_tensors
     from parity.reporting.console import console, progress_bar
     from parity.reporting.conversion import print_conversion
 
     gib = options.max_shard_gib
     if gib is not None and not 0 < gib <= MOST_GIB:
         raise refusal("--max-shard-gib", f"be a number > 0 and <= {MOST_GIB}", {"--max-shard-gib": gib})
-    with progress_bar(None) as begin, in_flags(options):
+    with progress_bar(count_tensors(options.source)) as on_tensor, in_flags(options):
         converted = convert_file(
             options.source,
             options.target,
@@ -79,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
             fill_bias=options.fill_bias,
             force=options.force,
             dry_run=options.dry_run,
-            on_tensor=lambda name, total: begin(name, total=total),
+            on_tensor=on_tensor,
             **layer_options(options),
         )
     print_conversion(converted, options.to, console())

@@ -128,7 +128,7 @@ def convert_file(
     fill_bias: bool = False,
     force: bool = False,
     dry_run: bool = False,
-    on_tensor: Callable[[str, int], None] = lambda name, total: None,
+    on_tensor: Callable[[str], None] = lambda name: None,
     **said: Unpack[LayerKeywords],
 ) -> Converted:
     """Convert every attention layer of a file, tensor by tensor, so that memory holds a few of them at a time.
@@ -155,7 +155,7 @@ def convert_file(
         fill_bias: add biases of zeros where the target must have some.
         force: replace a target that is there, if it is of the same format; never the source.
         dry_run: read every tensor, refuse what would be refused, and write nothing; the record has a `plan`.
-        on_tensor: called with the name of each tensor before it is written, and with how many there are.
+        on_tensor: called with the name of each tensor before it is written.
         said: num_heads, num_kv_heads, head_dim, rope, spec, as `load` takes them.
 
     Raises:
@@ -195,7 +195,7 @@ def convert_file(
         metadata, lost = with_source(metadata, file, suffix)
 
         def read(name: str) -> np.ndarray:
-            on_tensor(name, len(plan.tensors) * (ranks or 1))
+            on_tensor(name)
             return plan.tensors[name].make()
 
         infos = {name: (tensor.shape, tensor.dtype) for name, tensor in plan.tensors.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -12,7 +13,14 @@ from parity.conversion.layouts import LAYOUTS
 from parity.conversion.layouts.detection import DoesNotFit, HeadsDoNotFit
 from parity.conversion.metadata import file_hints
 from parity.conversion.prefixes import names_under, numbered, possible_prefixes
+from parity.conversion.ranks import open_checkpoint
 from parity.files import TensorFile
+
+
+def count_tensors(path: str | os.PathLike[str]) -> int:
+    """Count the tensors of a file: about as many as its conversion writes."""
+    with open_checkpoint(path) as file:
+        return len(file.infos)
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def progress_bar(total: int | None) -> Iterator[Any]:
     """A bar on standard error that shows what runs now; only on a terminal. Without a total it shows how many did.
 
     Yields:
-        A function to call before each item, with what it is; and with the total, if that was not known before.
+        A function to call before each item, with what it is.
     """
     errors = _Console(stderr=True)
     columns = (
@@ -99,9 +99,9 @@ def progress_bar(total: int | None) -> Iterator[Any]:
         task = progress.add_task("", total=total)
         started = False
 
-        def begin(*what: str, total: int | None = total) -> None:
+        def begin(*what: str) -> None:
             nonlocal started
-            progress.update(task, description=" ".join(what), total=total, advance=1 if started else 0)
+            progress.update(task, description=" ".join(what), advance=1 if started else 0)
             started = True
 
         yield begin
