@@ -185,7 +185,7 @@ def test_convert_asks_for_heads_by_the_flags_that_decide(source, tmp_path, capsy
             refuses("--prefix", {"--prefix": "encoder.{i}"}, remedy={"--prefix": "model.layers.{i}.self_attn"}),
         ),
         (["--to", "W_q", "--from", "transformers.GPT2"], refuses("tensors", "['c_attn.weight', 'c_proj.weight']")),
-        (["--to", "W_q", "--num-heads", "5"], refuses("num_heads * head_dim", {"--num-heads": 5})),
+        (["--to", "W_q", "--num-heads", "5"], refuses("the heads", {"--num-heads": 5})),
         *(
             (["--to", "W_q", "--max-shard-gib", size], refuses("--max-shard-gib", {"--max-shard-gib": float(size)}))
             for size in ("0", "-1", "inf", "nan", "1e300")

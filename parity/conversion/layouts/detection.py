@@ -227,13 +227,33 @@ def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: Laye
     if others := sorted(names_of(layout.others, shapes)):
         raise SpecUnknown(f"what {shorten(others)} do in {layout.name}", f"be told by a specification, {TOLD_BY}")
     present = [tensor for tensor in form if matches(tensor.name, shapes)]
-    biases = {part for tensor in present if tensor.kind == "bias" for part in tensor.parts}
-    of_qkv = sorted(biases - {"out_proj.bias"})
+    of_qkv = sorted({part for each in present if each.kind == "bias" for part in each.parts} - {"out_proj.bias"})
     if len(of_qkv) not in (0, 3):
         raise Refusal("q_proj, k_proj and v_proj", "all have a bias, or none", str(of_qkv))
     told = {name: shapes[name] for name in names_of(present, shapes)}
     _check_shapes(told, present, layout)
+    fitting, reasons = _fitting(present, told, layout, hints)
+    if not fitting:
+        if hints.counts and not reasons and (others := _fitting(present, told, layout, LayerHints(rope=hints.rope))[0]):
+            raise HeadsDoNotFit("the heads", f"be those of {layout.name}: {_options(others)}", hints.counts)
+        why = f" ({reasons[0]})" if reasons else ""
+        raise DoesNotFit("shapes", f"be those of a layer in {layout.name}{why}", str(told))
+    first = fitting[0]
+    if layout.ranks is not None and hints.head_dim is None and all(spec.q_width != spec.d_model for spec in fitting):
+        rule = f"be said in {layout.name} where num_heads * head_dim is not d_model, as in the file of one rank"
+        raise DoesNotFit("head_dim", rule, num_heads=first.num_heads, head_dim=first.head_dim, d_model=first.d_model)
+    if len(fitting) > 1:
+        rule = f"be given for {layout.name}, whose shapes fit {_options(fitting)}"
+        raise HeadsUnknown("the heads", rule, hint=f"{_deciding(fitting)} decides")
+    return first
+
+
+def _fitting(
+    present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: LayerHints
+) -> tuple[list[AttentionSpec], list[str]]:
+    """The layers that have such tensors, and why others have not that could."""
     widths = _widths(present, shapes)
+    biases = {part for tensor in present if tensor.kind == "bias" for part in tensor.parts}
     fitting, reasons = [], []
     for heads, kv_heads, features in _head_counts(present, shapes, layout, hints):
         try:
@@ -244,7 +264,7 @@ def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: Laye
                 head_dim=features,
                 d_in=widths["q"],
                 d_kv=widths["k"],
-                qkv_bias=bool(of_qkv),
+                qkv_bias="q_proj.bias" in biases,
                 out_bias="out_proj.bias" in biases,
                 out_proj="out" in widths,
                 rope=hints.rope,
@@ -254,28 +274,20 @@ def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: Laye
                 raise
             reasons.append(str(error))
             continue
-        if Placement(layout, spec, tuple(present)).shapes != told:
+        if Placement(layout, spec, tuple(present)).shapes != shapes:
             continue
         broken, got = broken_rules(spec, layout)
         if broken:
             reasons.append(f"{broken}, got {', '.join(f'{name}={value}' for name, value in got.items())}")
         else:
             fitting.append(spec)
-    if not fitting:
-        if hints.counts and not reasons and (rule := _head_rule(present, shapes, layout)):
-            raise HeadsDoNotFit(rule[0], f"{rule[1]} in {layout.name}", hints.counts)
-        why = f" ({reasons[0]})" if reasons else ""
-        raise DoesNotFit("shapes", f"be those of a layer in {layout.name}{why}", str(told))
-    first = fitting[0]
-    if layout.ranks is not None and hints.head_dim is None and all(spec.q_width != spec.d_model for spec in fitting):
-        rule = f"be said in {layout.name} where num_heads * head_dim is not d_model, as in the file of one rank"
-        raise DoesNotFit("head_dim", rule, num_heads=first.num_heads, head_dim=first.head_dim, d_model=first.d_model)
-    if len(fitting) > 1:
-        fitting.sort(key=lambda s: (USUAL.index(s.head_dim) if s.head_dim in USUAL else len(USUAL), -s.head_dim))
-        options = some_of((f"{s.num_heads} x {s.head_dim} (key/value {s.num_kv_heads})" for s in fitting), 4)
-        rule = f"be given for {layout.name}, whose shapes fit {options}"
-        raise HeadsUnknown("the heads", rule, hint=f"{_deciding(fitting)} decides")
-    return first
+    return fitting, reasons
+
+
+def _options(fitting: list[AttentionSpec]) -> str:
+    """The heads of layers in words, usual ones first."""
+    usual = sorted(fitting, key=lambda s: (USUAL.index(s.head_dim) if s.head_dim in USUAL else len(USUAL), -s.head_dim))
+    return some_of((f"{s.num_heads} x {s.head_dim} (key/value {s.num_kv_heads})" for s in usual), 4)
 
 
 def _check_counts(counts: Mapping[str, int]) -> None:
@@ -284,31 +296,6 @@ def _check_counts(counts: Mapping[str, int]) -> None:
             raise WrongType(name, "be an integer", {name: value})
         if value < 1:
             raise Refusal(name, "be at least 1", {name: value})
-
-
-def _head_rule(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> tuple[str, str] | None:
-    """A product of heads and its rule for a layer of these shapes, or None if no heads would do."""
-    try:
-        find_spec(shapes, layout, LayerHints())
-    except HeadsUnknown:
-        pass
-    except ValueError:
-        return None
-    size = "head_dim in whole tiles" if layout.padded else "head_dim"
-    rows: dict[str, int] = {}
-    for tensor in present:
-        if tensor.kind == "weight" and tensor.holds != "out":
-            rows.setdefault(f"{_head_count(tensor)} * {size}", _rows_of(tensor, shapes))
-    (product, count), *others = rows.items()
-    return product, f"be {count}" + "".join(f", and {other} {n}" for other, n in others)
-
-
-def _head_count(tensor: Tensor) -> str:
-    """The number of heads that a tensor holds, in terms of a layer's numbers of them."""
-    kv = {0: "", 1: "num_kv_heads", 2: "2 * num_kv_heads"}[len({*tensor.holds} - {"q"})]
-    if "q" not in tensor.holds:
-        return kv
-    return f"(num_heads + {kv})" if kv else "num_heads"
 
 
 def _rows_of(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> int:
