@@ -209,7 +209,15 @@ def write_ranks(
     folder, ranks = Path(folder), _check_ranks(layout, count, specs)
     shapes = {name: shape for name, (shape, _) in infos.items()}
     norms = [name for name in _norms_by_heads(layout, specs) if name in infos]
-    divisions = {name: _known_division(name, shapes, layout, ranks, norms, count) for name in shapes}
+    divisions: dict[str, Division] = {}
+    for name, shape in shapes.items():
+        division = _division(name, shapes, layout, ranks, norms)
+        if division is None:
+            hint = "leaves it out, because its division over ranks is unknown"
+            raise Refusal(name, "be left out of the files of ranks", remedy={"keep_rest": False}, hint=hint)
+        if division.axis is not None and shape[division.axis] % (division.blocks * count):
+            raise Refusal(name, "divide over the ranks", {f"{name}.shape": shape, "ranks": count})
+        divisions[name] = division
     own = {name: (divisions[name].part(shape, count), dtype) for name, (shape, dtype) in infos.items()}
     metadata = {**metadata, SAID: str(count), **({NORMS: json.dumps(norms)} if norms else {})}
 
@@ -245,19 +253,6 @@ def _check_ranks(layout: Layout, count: int, specs: Mapping[str, AttentionSpec])
             raise Refusal("ranks", f"divide num_kv_heads in {layout.name}", ranks=count, num_kv_heads=spec.num_kv_heads)
         shard_spec(spec, ShardPlan(count), 0, alone=False)
     return layout.ranks
-
-
-def _known_division(
-    name: str, shapes: Shapes, layout: Layout, ranks: Ranks, norms: Collection[str], count: int
-) -> Division:
-    """The division of a whole tensor over so many ranks."""
-    division = _division(name, shapes, layout, ranks, norms)
-    if division is None:
-        hint = "leaves it out, because its division over ranks is unknown"
-        raise Refusal(name, "be left out of the files of ranks", remedy={"keep_rest": False}, hint=hint)
-    if division.axis is not None and shapes[name][division.axis] % (division.blocks * count):
-        raise Refusal(name, "divide over the ranks", {f"{name}.shape": shapes[name], "ranks": count})
-    return division
 
 
 def _refuse_used(folder: Path) -> None:

@@ -194,17 +194,13 @@ def _rescaled(views: Views, held: Mapping[str, Role], spec: AttentionSpec) -> st
         factors = np.where(np.isfinite(factors) & (factors != 0.0), factors, 1.0)[:, None, :, None]
         expected = {name: views[name][0].astype(np.float64) * factors for name in times}
         expected |= {name: views[name][0].astype(np.float64) / factors for name in over}
-        if not all(_made(expected[name], *views[name]) for name in names):
+        if not all(agree(expected[name], views[name][1], coarser(*(x.dtype for x in views[name]))) for name in names):
             return None
         involved.update(names)
         said.append(_said(factors, kind, views[names[0]]))
     if not said or not all(agree(*views[name]) for name in views if name not in involved):
         return None
     return "; ".join(said)
-
-
-def _made(expected: np.ndarray, one: np.ndarray, other: np.ndarray) -> bool:
-    return agree(expected, other, coarser(one.dtype, other.dtype))
 
 
 def _said(factors: np.ndarray, kind: str, views: tuple[np.ndarray, np.ndarray]) -> str:
