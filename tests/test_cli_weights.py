@@ -452,7 +452,8 @@ def test_inspect_says_which_heads_would_fit(tmp_path, capsys):
     )
     assert main(["inspect", str(tmp_path / "y.npz"), "--num-heads", "5"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "in torch.nn.MultiheadAttention, got num_heads=5" in shown
+    assert "4 x 8 (key/value 4)" in shown
+    assert "got num_heads=5" in shown
     assert "No attention layer" not in shown
 
 
