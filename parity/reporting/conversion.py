@@ -20,11 +20,11 @@ from parity.reporting.diagnosis import print_explanation
 from parity.text import counted, some_of
 
 if TYPE_CHECKING:
-    from parity.conversion.converted import ConversionPlan, Converted
     from parity.conversion.differences import WeightsComparison
     from parity.conversion.inspect import Found
     from parity.conversion.layouts import Layout
     from parity.conversion.not_compared import NotCompared
+    from parity.conversion.plan import ConversionPlan, Converted
     from parity.diagnosis.diagnose import Diagnosis
     from parity.files import TensorFile
 
