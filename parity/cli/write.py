@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parity.cli.help import Page
-from parity.cli.layers import add_layer_options, in_flags, layer_options
-from parity.cli.messages import refusal, say
-from parity.cli.options import add_json_option, range_list, write_json
+from parity.cli.help import Page, Result
+from parity.cli.layers import add_layer_options, layer_options
+from parity.cli.messages import refusal
+from parity.cli.options import range_list
 
 if TYPE_CHECKING:
     from parity.conversion.layers import FileLayer
@@ -42,45 +42,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace files that exist")
     parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="from the file's metadata by default")
     add_layer_options(parser, "a layer")
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Write the layer, and its test if one is asked for."""
     from parity.conversion.layers import open_layers
+    from parity.files.target import write_whole
     from parity.running.models import chosen_layers
 
     _check_output(options)
-    with (
-        in_flags(options),
-        open_layers(options.source, options.layout, prefix=options.prefix, **layer_options(options)) as found,
-    ):
+    with open_layers(options.source, options.layout, prefix=options.prefix, **layer_options(options)) as found:
         chosen = chosen_layers(found, options.layers) if options.layers else found[:1]
         if len(chosen) != 1:
             raise refusal("--layers", "name one layer", f"{len(chosen)}: {', '.join(each.label for each in chosen)}")
         files = _files_of(chosen[0], options)
+    content = {"layer": chosen[0].label, "source": next(iter(files.values()))}
     if options.output is None:
-        print(next(iter(files.values())), end="")
-        return 0
+        print(content["source"], end="")
+        return 0, content
     _check_free(list(files), force=options.force)
-    for path, content in files.items():
-        if isinstance(content, str):
-            path.write_text(content)
-        else:
-            _save(path, content)
-    say(f"written: {', '.join(map(str, files))}", 0)
-    write_json(options, {"layer": chosen[0].label, "files": [str(path) for path in files]})
-    return 0
+    for path, text in files.items():
+        write_whole(path, text if isinstance(text, bytes) else text.encode())
+    print(f"written: {', '.join(map(str, files))}")
+    return 0, {**content, "files": [str(path) for path in files]}
 
 
-def _files_of(layer: FileLayer, options: argparse.Namespace) -> dict[Path, Any]:
+def _files_of(layer: FileLayer, options: argparse.Namespace) -> dict[Path, str | bytes]:
     """Return what is written, by path."""
     from parity.writing import call_of_layer, source_of_layer
     from parity.writing.check import check_of
 
     call: Any = {"cache": options.cache, "has_mask": options.mask}
     path = Path(options.output or "attention.py")
-    files: dict[Path, Any] = {path: source_of_layer(layer, options.to, **call)}
+    files: dict[Path, str | bytes] = {path: source_of_layer(layer, options.to, **call)}
     if options.test is not None:
         form = call_of_layer(layer, **call)
         check = check_of(path.stem, layer.spec, options.to, form, with_trace=options.test == "trace")
@@ -104,10 +98,3 @@ def _check_free(paths: list[Path], *, force: bool) -> None:
     for path in paths:
         if path.exists() and not force:
             raise refusal("--output", "name a file that does not exist, or come with --force", str(path))
-
-
-def _save(path: Path, arrays: dict[str, Any]) -> None:
-    import numpy as np
-
-    with path.open("wb") as file:
-        np.savez(file, **arrays)

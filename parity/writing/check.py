@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import textwrap
 from collections.abc import Iterator
@@ -27,11 +28,11 @@ class Check(NamedTuple):
 
     Attributes:
         source: of the test.
-        trace: arrays that it reads from a file; None if the reference computes them.
+        trace: content of the npz file that it reads; None if the reference computes the values.
     """
 
     source: str
-    trace: dict[str, np.ndarray] | None = None
+    trace: bytes | None = None
 
 
 def case_of(name: str, spec: AttentionSpec, call: CallForm) -> Case:
@@ -212,8 +213,8 @@ def _arguments(case: Case) -> str:
 # ---- The trace -------------------------------------------------------------------------------------------------------
 
 
-def _trace_of(case: Case) -> dict[str, np.ndarray]:
-    """Return the inputs of a case, its outputs in float64, and how far an implementation may be off."""
+def _trace_of(case: Case) -> bytes:
+    """Return an npz file of the inputs of a case, its outputs in float64, and how far an implementation may be off."""
     rng = np.random.default_rng(SEED)
     weights = {
         name: rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
@@ -227,7 +228,9 @@ def _trace_of(case: Case) -> dict[str, np.ndarray]:
         if name.endswith("module.output"):
             allowed = budget(expected, same_precision[name], "float32")
             trace |= {name: expected, f"allowed.{name}": np.array(allowed["max"])}
-    return trace
+    file = io.BytesIO()
+    np.savez(file, **trace)
+    return file.getvalue()
 
 
 def _of_steps(problem: Problem) -> dict[str, np.ndarray]:

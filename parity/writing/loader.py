@@ -9,7 +9,6 @@ import numpy as np
 
 from mha_spec import Refusal
 from parity.conversion.layers import FileLayer
-from parity.conversion.layouts.views import read_out
 from parity.writing.specialize import WIDTH
 
 ARRAYS = {"torch": "Tensor", "jax": "np.ndarray", "ttnn": "np.ndarray"}
@@ -31,7 +30,7 @@ def loader_of(layer: FileLayer, framework: str) -> str:
         whole = _traced(f"tensors[{_quoted(names[short])}]", shape, framework)
         return whole if layer.index is None else whole[(slice(None),) * layer.axis + (layer.index,)]
 
-    read = {name: read_out(name, tensor, layer.form, layer.spec, layer.layout) for name in layer.spec.weight_shapes}
+    read = {name: layer.placement.read_out(name, tensor) for name in layer.placement.weights}
     entries = {name: each.text for name, each in read.items() if isinstance(each, _Traced)}
     return _function(entries, layer.label, framework)
 
