@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from mha_spec import Refusal
-from parity.files.tensor_file import DTYPES, Cursor, Piece, Shape, TensorFile, TensorInfo
+from parity.files.tensor_file import DTYPES, Cursor, Place, Shape, TensorFile, TensorInfo
 
 # fmt: off
 TYPES = [  # by number; None: taken out of the format
@@ -138,7 +138,7 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
         "gguf",
         {name: infos[name] for name in entries},
         metadata,
-        {name: [Piece(file, e.offset, infos[name].nbytes)] for name, e in entries.items() if e.kind in PLAIN},
+        {name: Place(file, entry.offset) for name, entry in entries.items() if entry.kind in PLAIN},
         fetch,
         quantised={name: entry.kind for name, entry in entries.items() if entry.kind in BLOCKS},
     )

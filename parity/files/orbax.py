@@ -16,7 +16,17 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Refusal
-from parity.files.tensor_file import DTYPES, TensorFile, TensorInfo, Tensors, flatten, nest, parse_json, text_by_name
+from parity.files.tensor_file import (
+    DTYPES,
+    TensorFile,
+    TensorInfo,
+    Tensors,
+    flatten,
+    library,
+    nest,
+    parse_json,
+    text_by_name,
+)
 from parity.files.zipped import check_inflation
 
 MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
@@ -25,7 +35,7 @@ MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 
 def write_orbax(path: Path, tensors: Tensors) -> None:
     """Write a folder. The library wants all tensors at once: this is no way for what does not fit into memory twice."""
-    ocp = orbax_library(path)
+    ocp = library(path, "orbax.checkpoint")
     empty = [name for name, info in tensors.infos.items() if not info.nbytes]
     if empty:
         raise Refusal("tensors", "not be empty in an orbax checkpoint", tensors=empty[0])
@@ -77,7 +87,7 @@ def _filled(tree: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
 
 def open_orbax(path: Path) -> TensorFile:
     """Open a folder, or the one in it that holds the arrays, as a checkpoint manager's step does."""
-    ocp = orbax_library(path)
+    ocp = library(path, "orbax.checkpoint")
     import jax
 
     folder = _arrays_in(path)
@@ -125,12 +135,3 @@ def _metadata(folder: Path) -> dict[str, str]:
         values = held if isinstance(held, dict) else {}
         return text_by_name({name: x if isinstance(x, str) else json.dumps(x) for name, x in values.items()})
     return {}
-
-
-def orbax_library(path: Path) -> Any:
-    """The library, without which there is no such file."""
-    try:
-        import orbax.checkpoint as ocp
-    except ImportError as error:
-        raise ImportError(f"{path} needs orbax-checkpoint: {error}; pip install orbax-checkpoint") from None
-    return ocp

@@ -16,7 +16,7 @@ from parity.files.gguf import open_gguf
 from parity.files.msgpack import open_msgpack
 from parity.files.orbax import MARKS, open_orbax
 from parity.files.safetensors import open_safetensors
-from parity.files.tensor_file import Piece, TensorFile, TensorInfo, check_names, in_one_line, parse_json, text_by_name
+from parity.files.tensor_file import Place, TensorFile, TensorInfo, check_names, in_one_line, parse_json, text_by_name
 from parity.files.zipped import open_npz, open_torch
 
 OPENERS = {
@@ -177,7 +177,7 @@ def _open_shards(path: Path, folder: Path, names: list[str]) -> TensorFile:
         if missing := next((each for each in all_of if each not in names), None):
             raise Refusal(path, f"have all {len(numbers)} shards", missing=missing)
     infos: dict[str, TensorInfo] = {}
-    places: dict[str, list[Piece]] = {}
+    places: dict[str, Place] = {}
     shard_of: dict[str, TensorFile] = {}
     ignored: list[str] = []
     metadata: dict[str, str] | None = None

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Refusal, WrongType
-from parity.files.msgpack import METADATA, msgpack_library, write_msgpack
-from parity.files.orbax import orbax_library, write_orbax
+from parity.files.msgpack import METADATA, write_msgpack
+from parity.files.orbax import write_orbax
 from parity.files.reading import INDEX, SUFFIXES, open_tensors
 from parity.files.safetensors import CODES, write_safetensors
 from parity.files.target import check_target, locked, move, scratch_beside
@@ -25,11 +25,11 @@ from parity.files.tensor_file import (
     TensorInfo,
     Tensors,
     check_names,
-    checksum,
     hash_of,
+    library,
     nest,
 )
-from parity.files.zipped import torch_library, write_npz, write_torch
+from parity.files.zipped import write_npz, write_torch
 
 WRITERS = {
     "safetensors": (write_safetensors, CODES),
@@ -40,7 +40,7 @@ WRITERS = {
 }
 """By format: how it is written, and the names of the dtypes that it holds."""
 
-LIBRARIES = {"torch": torch_library, "msgpack": msgpack_library, "orbax": orbax_library}
+LIBRARIES = {"torch": "torch", "msgpack": "msgpack", "orbax": "orbax.checkpoint"}
 """By format: what it cannot be written without."""
 
 SHARDED = ("safetensors", "torch")
@@ -103,7 +103,7 @@ def write_tensors(
     names = [name] if len(shards) == 1 else [*_shard_names(name, len(shards)), f"{name}{INDEX}"]
     check_target(path, kind, names, folder, overwrite=overwrite, source=source)
     if kind in LIBRARIES:
-        LIBRARIES[kind](path)
+        library(path, LIBRARIES[kind])
     if kind in ("msgpack", "orbax"):
         nest(checked)  # refuses names that cannot be levels
     written = path if len(shards) == 1 else folder / names[-1]
@@ -114,17 +114,15 @@ def write_tensors(
         if dry_run:
             return written
         digests: dict[str, str] = {}
-        checksums: dict[str, int] = {}
         for shard, part in zip(names, shards, strict=False):
             tensors = Tensors(part, read, metadata, pool)
             WRITERS[kind][0](scratch / shard, tensors)
             digests |= tensors.digests
-            checksums |= tensors.checksums
         metadata["sha256"] = hash_of(checked, digests)
         if len(shards) > 1:
             (scratch / names[-1]).write_bytes(_index(checked, shards, names, metadata))
         flushed = pool.submit(_flush, scratch)  # the disk works while we compare
-        _compare(path, scratch / names[-1], checked, metadata, checksums)
+        _verify(path, scratch / names[-1], checked, metadata)
         flushed.result()
         with locked(folder):  # and look again, for others may have written there meanwhile
             stale = check_target(path, kind, names, folder, overwrite=overwrite, source=source)
@@ -216,21 +214,13 @@ def _flush(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _compare(
-    path: Path,
-    written: Path,
-    infos: Mapping[str, TensorInfo],
-    metadata: Mapping[str, str],
-    checksums: Mapping[str, int],
-) -> None:
-    """Read back what was written, as anyone would open it, and compare."""
+def _verify(path: Path, written: Path, infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> None:
+    """Read back what was written, as anyone would open it, and compare the hash in its metadata."""
     try:
         with open_tensors(written) as file:
             if dict(file.infos) != infos or not metadata.items() <= file.metadata.items():
                 raise OSError(f"{path} must read back as it was written, its header does not")
-            for name, expected in checksums.items():
-                if checksum(file.chunks(name)) != expected:
-                    raise OSError(f"{path} must read back as it was written, {name} does not")
+            file.verify()
     except ValueError as error:
         text = str(error).replace(f"{written.parent}{os.sep}", "")
         raise OSError(f"{path} must read back as it was written: {text}") from None

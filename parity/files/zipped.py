@@ -30,13 +30,13 @@ from numpy.lib import format as npy
 from mha_spec import Refusal
 from parity.files.tensor_file import (
     BFLOAT16,
-    CHUNK,
     DTYPES,
     NATIVE,
     TensorFile,
     TensorInfo,
     Tensors,
     flatten,
+    library,
     parse_json,
     raw,
     text_by_name,
@@ -142,28 +142,23 @@ def open_npz(path: Path, file: BinaryIO) -> TensorFile:
             ignored.append(member.filename)
             continue
         with archive.open(member) as stream:
-            info = _read_header(stream)[0]
+            info = _read_header(stream)
             if stream.tell() + info.nbytes != member.file_size:
                 raise Refusal(member.filename, f"have {info.nbytes} bytes after its header, as that says")
         infos[member.filename.removesuffix(".npy")] = info
     metadata = _metadata(archive)
-    members = {_dotted(name): name for name in infos} if "sha256" not in metadata else {name: name for name in infos}
-    if len(members) < len(infos):
+    members = {_dotted(name): name for name in infos}
+    if "sha256" in metadata or len(members) < len(infos):
         members = {name: name for name in infos}
     infos = {name: infos[member] for name, member in members.items()}
 
     def fetch(name: str) -> np.ndarray:
         with archive.open(f"{members[name]}.npy") as stream:
-            info, stored, is_fortran = _read_header(stream)
-            array = np.empty(info.shape[::-1] if is_fortran else info.shape, stored)
-            buffer = raw(array)
-            for start in range(0, info.nbytes, CHUNK):
-                part = stream.read(min(CHUNK, info.nbytes - start))
-                buffer[start : start + CHUNK] = memoryview(part)  # as long, or it is an error
+            array = npy.read_array(stream, max_header_size=MAX_HEADER)
             if stream.read(1):  # at the end the checksum is compared
-                raise Refusal(name, f"have {info.nbytes} bytes", "more")
-        array = array.view(BFLOAT16) if info.dtype == BFLOAT16 else array.astype(info.dtype, copy=False)
-        return np.ascontiguousarray(array.T).reshape(info.shape) if is_fortran else array
+                raise Refusal(name, f"have {array.nbytes} bytes", "more")
+        dtype = infos[name].dtype
+        return np.asarray(array.view(dtype) if dtype == BFLOAT16 else array.astype(dtype, copy=False), order="C")
 
     return TensorFile(path, "npz", infos, metadata, fetch=fetch, ignored=ignored)
 
@@ -174,25 +169,18 @@ def _dotted(name: str) -> str:
     return name if "." in name or not all(levels) else ".".join(levels)
 
 
-def _read_header(stream: IO[bytes]) -> tuple[TensorInfo, np.dtype, bool]:
-    """Read what a .npy file says of its array: the array, its dtype as stored, whether it is in Fortran's order."""
+def _read_header(stream: IO[bytes]) -> TensorInfo:
+    """Read what a .npy file says of its array."""
     version = npy.read_magic(stream)
-    if version not in _HEADERS:
+    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
+    if read is None:
         raise Refusal("an array", "be of version 1 or 2 of .npy", str(version))
-    width, read = _HEADERS[version]
-    size = stream.peek(width)[:width]  # pyright: ignore[reportAttributeAccessIssue]
-    if int.from_bytes(size, "little") > MAX_HEADER:  # NumPy reads it all first
-        raise Refusal("the header of an array", f"have at most {MAX_HEADER} bytes", "more")
     with warnings.catch_warnings(action="ignore"):  # of strange text, which is refused
-        shape, is_fortran, stored = read(stream, max_header_size=MAX_HEADER)
+        shape, _, stored = read(stream, max_header_size=MAX_HEADER)
     dtype = BFLOAT16 if stored == np.dtype("V2") else stored.newbyteorder("=")  # NumPy has no name for bfloat16
     if dtype not in (*NATIVE.values(), BFLOAT16):
         raise Refusal("an array", f"hold one of {sorted(NATIVE)} or bfloat16", str(stored))
-    return TensorInfo.of(shape, dtype), stored, is_fortran
-
-
-_HEADERS = {(1, 0): (2, npy.read_array_header_1_0), (2, 0): (4, npy.read_array_header_2_0)}
-"""By the version of .npy: the bytes that hold the size of a header, and how it is read."""
+    return TensorInfo.of(shape, dtype)
 
 
 # ---- torch -----------------------------------------------------------------------------------------------------------
@@ -254,7 +242,7 @@ class _Pickler(pickle.Pickler):
 
 def write_torch(path: Path, tensors: Tensors) -> None:
     """Write the archive that `torch.save` writes for a state dict. (That would want all tensors at once.)"""
-    torch_library(path)
+    library(path, "torch")
     entries = {name: _Tensor(_Storage(str(i), info)) for i, (name, info) in enumerate(tensors.infos.items())}
     with new_zip(path, tensors) as archive:
         with new_member(archive, "archive/data.pkl") as member:
@@ -304,7 +292,7 @@ def _load(path: Path, *, mmap: bool) -> Any:
     """What is in a file of torch's."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of kinds of tensors that are refused
-            return torch_library(path).load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            return library(path, "torch").load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:  # its text tells how to load it nevertheless
         reason = re.search(r"WeightsUnpickler error: (.*)", str(error))
         what = reason[1] if reason else "what is in it cannot be determined"
@@ -312,7 +300,7 @@ def _load(path: Path, *, mmap: bool) -> Any:
 
 
 def _tensors_in(path: Path, tree: Any, size: int, archive: zipfile.ZipFile | None) -> TensorFile:
-    torch = torch_library(path)
+    torch = library(path, "torch")
     leaves = flatten({"": tree} if isinstance(tree, torch.Tensor) else tree)
     found = {name: leaf.detach() for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
     infos = {name: _info(name, tensor) for name, tensor in found.items()}
@@ -349,15 +337,6 @@ def _check_storage(name: str, storage: torch.UntypedStorage, checksums: Mapping[
     content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # pyright: ignore[reportArgumentType]
     if content.nbytes and zlib.crc32(raw(content)) not in checksums[content.nbytes]:
         raise Refusal(name, "have the CRC-32 that its archive says", "damaged bytes")
-
-
-def torch_library(path: Path) -> Any:
-    """The library, without which there is no such file."""
-    try:
-        import torch
-    except ImportError as error:
-        raise ImportError(f"{path} needs torch: {error}; pip install torch") from None
-    return torch
 
 
 def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
