@@ -18,7 +18,7 @@ import warnings
 import zipfile
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,22 +185,6 @@ def _read_header(stream: IO[bytes]) -> TensorInfo:
 
 # ---- torch -----------------------------------------------------------------------------------------------------------
 
-_TYPED = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-    "complex64": "ComplexFloatStorage",
-    "complex128": "ComplexDoubleStorage",
-}
-"""Classes that torch's pickles name for the dtypes that it had first; the others are told in another way."""
-
 
 @dataclass(frozen=True)
 class _Storage:
@@ -208,42 +192,46 @@ class _Storage:
     info: TensorInfo
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    storage: _Storage
+class _Tensor(_Storage):
+    """A tensor whose bytes are a storage."""
 
 
 class _Pickler(pickle.Pickler):
     """Writes the pickle that torch writes for a dict of tensors, of which there need be none yet."""
 
     def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, _Storage):
+        if type(obj) is not _Storage:
             return None
         import torch
 
-        name = obj.info.dtype.name
-        if name in _TYPED:
-            number = obj.info.nbytes // obj.info.dtype.itemsize
-            return ("storage", getattr(torch, _TYPED[name]), obj.key, "cpu", number)
-        return ("storage", torch.UntypedStorage, obj.key, "cpu", obj.info.nbytes)
+        kind = _storage_type(obj.info)
+        size = obj.info.dtype.itemsize if kind else 1
+        return ("storage", getattr(torch, kind or "UntypedStorage"), obj.key, "cpu", obj.info.nbytes // size)
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, _Tensor):
             return NotImplemented
         import torch._utils
 
-        info = obj.storage.info
+        info = obj.info
         strides = tuple(math.prod(info.shape[i + 1 :]) for i in range(len(info.shape)))
-        arguments = (obj.storage, 0, info.shape, strides, False, OrderedDict())
-        if info.dtype.name in _TYPED:
+        arguments = (_Storage(obj.key, info), 0, info.shape, strides, False, OrderedDict())
+        if _storage_type(info):
             return torch._utils._rebuild_tensor_v2, arguments
         return torch._utils._rebuild_tensor_v3, (*arguments, getattr(torch, info.dtype.name))
 
 
+def _storage_type(info: TensorInfo) -> str | None:
+    """The class that torch's pickles name for a dtype that it had first; None for one of the others."""
+    import torch
+
+    return torch.storage._dtype_to_storage_type_map().get(getattr(torch, info.dtype.name))
+
+
 def write_torch(path: Path, tensors: Tensors) -> None:
-    """Write the archive that `torch.save` writes for a state dict. (That would want all tensors at once.)"""
+    """Write the archive that `torch.save` writes for a state dict."""
     library(path, "torch")
-    entries = {name: _Tensor(_Storage(str(i), info)) for i, (name, info) in enumerate(tensors.infos.items())}
+    entries = {name: _Tensor(str(i), info) for i, (name, info) in enumerate(tensors.infos.items())}
     with new_zip(path, tensors) as archive:
         with new_member(archive, "archive/data.pkl") as member:
             _Pickler(member, protocol=2).dump(entries)
@@ -251,7 +239,7 @@ def write_torch(path: Path, tensors: Tensors) -> None:
             with new_member(archive, f"archive/{name}") as member:
                 member.write(content)
         for name, entry in entries.items():
-            with new_member(archive, f"archive/data/{entry.storage.key}", ALIGNMENT) as member:
+            with new_member(archive, f"archive/data/{entry.key}", ALIGNMENT) as member:
                 member.write(raw(tensors.read(name)))
 
 
@@ -261,35 +249,66 @@ LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 def open_torch(path: Path, file: BinaryIO) -> TensorFile:
     """Open what `torch.save` wrote, with `weights_only`: nothing in it is executed. It is mapped, but for old ones."""
-    if not zipfile.is_zipfile(file):
+    if zipfile.is_zipfile(file):
+        archive = open_zip(file)
+        members = archive.infolist()
+        _check_members(archive, members)
+        metadata = _metadata(archive)
+    else:
         file.seek(0)
-        if file.read(len(LEGACY)) == LEGACY:
-            return _tensors_in(path, _load(path, mmap=False), file.seek(0, 2), None)
-        raise Refusal(path, "be a file that torch.save wrote, but it is something else or cut off")
-    archive = open_zip(file)
-    if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+        if file.read(len(LEGACY)) != LEGACY:
+            raise Refusal(path, "be a file that torch.save wrote, but it is something else or cut off")
+        members, metadata = None, {}
+    torch = library(path, "torch")
+    tree = _load(path, mmap=members is not None)
+    leaves = flatten({"": tree} if isinstance(tree, torch.Tensor) else tree)
+    found = {name: leaf.detach() for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    infos = {name: _info(name, tensor) for name, tensor in found.items()}
+    check_inflation(sum(info.nbytes for info in infos.values()), file.seek(0, 2))  # a tensor may repeat a number
+    checksums: dict[int, set[int]] = {0: set()}
+    for member in members or ():
+        checksums.setdefault(member.file_size, set()).add(member.CRC)
+    # A storage that is said to be longer than it is goes on in the next one.
+    if members is not None and any(tensor.untyped_storage().nbytes() not in checksums for tensor in found.values()):
+        raise Refusal("each storage", "be as long as the member that holds it, but one is not")
+    unread = {tensor.untyped_storage().data_ptr() for tensor in found.values()} if _has_checksums(members) else set()
+
+    def fetch(name: str) -> np.ndarray:
+        tensor, dtype = found[name], infos[name].dtype
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in unread:  # only torch knows its member; damaged bytes hardly have another's checksum
+            content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            if content.nbytes and zlib.crc32(raw(content)) not in checksums[content.nbytes]:
+                raise Refusal(name, "have the CRC-32 that its archive says", "damaged bytes")
+            unread.remove(storage.data_ptr())
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+        if dtype.name not in NATIVE:  # torch knows none of these NumPy dtypes; the bits are the same
+            tensor = tensor.view(getattr(torch, f"int{8 * dtype.itemsize}"))
+        return tensor.numpy().copy().view(dtype)
+
+    ignored = [name for name in leaves if name not in found]
+    return TensorFile(path, "torch", infos, metadata, fetch=fetch, ignored=ignored)
+
+
+def _check_members(archive: zipfile.ZipFile, members: Iterable[zipfile.ZipInfo]) -> None:
+    """Refuse an archive that torch would not map as it is, and damage in what tells of the tensors."""
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
         raise Refusal("members of an archive of torch's", "not be compressed, but they are")
-    byteorder = ""
-    if _checksums(archive):
-        for member in archive.infolist():
-            if "/data/" not in member.filename:  # what the tensors are; torch compares no checksum
-                content = archive.read(member)
-                byteorder = content.decode() if member.filename.endswith("/byteorder") else byteorder
-    if byteorder not in ("", sys.byteorder):  # torch swaps the bytes, whose checksums then are others
-        raise Refusal("numbers", f"be {sys.byteorder}-endian", byteorder=byteorder)
-    return _tensors_in(path, _load(path, mmap=True), file.seek(0, 2), archive)
+    for member in members if _has_checksums(members) else ():
+        if "/data/" not in member.filename:  # torch compares no checksum; the archive does
+            content = archive.read(member)
+            if member.filename.endswith("/byteorder") and content != sys.byteorder.encode():
+                # torch swaps the bytes, whose checksums then are others
+                raise Refusal("numbers", f"be {sys.byteorder}-endian", byteorder=content.decode())
 
 
-def _checksums(archive: zipfile.ZipFile | None) -> dict[int, set[int]]:
-    """The CRC-32 of members, by their length; none if the archive has none, as torch can save it."""
-    found: dict[int, set[int]] = {}
-    for member in archive.infolist() if archive is not None else ():
-        found.setdefault(member.file_size, set()).add(member.CRC)
-    return found if set().union(*found.values()) != {0} else {}
+def _has_checksums(members: Iterable[zipfile.ZipInfo] | None) -> bool:
+    """Whether members have a CRC-32; torch can save without."""
+    return any(member.CRC for member in members or ())
 
 
 def _load(path: Path, *, mmap: bool) -> Any:
-    """What is in a file of torch's."""
+    """Load the tree of tensors from a file of torch's."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of kinds of tensors that are refused
             return library(path, "torch").load(path, map_location="cpu", weights_only=True, mmap=mmap)
@@ -297,46 +316,6 @@ def _load(path: Path, *, mmap: bool) -> Any:
         reason = re.search(r"WeightsUnpickler error: (.*)", str(error))
         what = reason[1] if reason else "what is in it cannot be determined"
         raise Refusal(path, f"hold tensors and nothing that is executed: {what}") from None
-
-
-def _tensors_in(path: Path, tree: Any, size: int, archive: zipfile.ZipFile | None) -> TensorFile:
-    torch = library(path, "torch")
-    leaves = flatten({"": tree} if isinstance(tree, torch.Tensor) else tree)
-    found = {name: leaf.detach() for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
-    infos = {name: _info(name, tensor) for name, tensor in found.items()}
-    # A storage that is said to be longer than it is goes on in the next one.
-    sizes = set() if archive is None else {member.file_size for member in archive.infolist()}
-    if archive is not None and not {tensor.untyped_storage().nbytes() for tensor in found.values()} <= sizes | {0}:
-        raise Refusal("each storage", "be as long as the member that holds it, but one is not")
-    check_inflation(sum(info.nbytes for info in infos.values()), size)  # a tensor may repeat a number, or another one
-    checksums, whole = _checksums(archive), set()
-
-    def fetch(name: str) -> np.ndarray:
-        storage = found[name].untyped_storage()
-        if checksums and storage.data_ptr() not in whole:
-            _check_storage(name, storage, checksums)
-            whole.add(storage.data_ptr())
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        tensor, dtype = found[name].resolve_conj().resolve_neg().contiguous(), infos[name].dtype
-        if dtype.name not in NATIVE:  # torch knows none of these NumPy dtypes; the bits are the same
-            tensor = tensor.view(bits[dtype.itemsize])
-        return tensor.numpy().copy().view(dtype)
-
-    ignored = [name for name in leaves if name not in found]
-    metadata = {} if archive is None else _metadata(archive)
-    return TensorFile(path, "torch", infos, metadata, fetch=fetch, ignored=ignored)
-
-
-def _check_storage(name: str, storage: torch.UntypedStorage, checksums: Mapping[int, set[int]]) -> None:
-    """Refuse bytes that have the checksum of no member as long as they are.
-
-    Only torch knows which member they are. Damaged bytes are as unlikely to have another's checksum as their own.
-    """
-    import torch
-
-    content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # pyright: ignore[reportArgumentType]
-    if content.nbytes and zlib.crc32(raw(content)) not in checksums[content.nbytes]:
-        raise Refusal(name, "have the CRC-32 that its archive says", "damaged bytes")
 
 
 def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
