@@ -209,6 +209,16 @@ def move(names: Sequence[str], scratch: Path, folder: Path, stale: Sequence[str]
         raise
 
 
+def flush(folder: Path) -> None:
+    """Wait until all that is in a folder is on the disk."""
+    for path in (folder, *folder.rglob("*")):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def write_whole(
     path: str | os.PathLike[str], data: bytes, verify: Callable[[Path], None] = lambda written: None
 ) -> None:
@@ -228,9 +238,7 @@ def write_whole(
     path = Path(os.path.realpath(path))  # the file that a link leads to, not the link
     with scratch_beside(path) as scratch:
         written = scratch / path.name
-        with written.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        written.write_bytes(data)
+        flush(scratch)
         verify(written)
         written.replace(path)
