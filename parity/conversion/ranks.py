@@ -25,7 +25,7 @@ from parity.conversion.layouts.layout import Ranks
 from parity.conversion.prefixes import join
 from parity.files import TensorFile, TensorInfo, open_tensors, write_tensors
 from parity.files.reading import SUFFIXES
-from parity.files.target import locked, move, scratch_beside
+from parity.files.target import move, scratch_beside
 from parity.sharding.shard import ShardPlan, shard_spec
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -235,9 +235,8 @@ def write_ranks(
             path = scratch / folder.name / ranks.file.format(rank=f"{rank:02}")
             path.parent.mkdir(parents=True, exist_ok=True)
             write_tensors(path, own, partial(read_part, rank=rank), {**metadata, **said})
-        with locked(folder.parent):
-            _refuse_used(folder)
-            move([folder.name], scratch, folder.parent)
+        _refuse_used(folder)
+        move([folder.name], scratch, folder.parent)
     return folder
 
 

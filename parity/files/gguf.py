@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from mha_spec import Refusal
-from parity.files.tensor_file import DTYPES, Cursor, Place, Shape, TensorFile, TensorInfo, library
+from parity.files.tensor_file import DTYPES, Cursor, FileOffset, Shape, TensorFile, TensorInfo, library
 
 # fmt: off
 TYPES = [  # by number; None: taken out of the format
@@ -139,7 +139,7 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
     def fetch(name: str) -> np.ndarray:
         return _dequantised(path, file, name, entries[name])
 
-    places = {name: Place(file, entry.offset) for name, entry in entries.items() if entry.kind in PLAIN}
+    places = {name: FileOffset(file, entry.offset) for name, entry in entries.items() if entry.kind in PLAIN}
     quantised = {name: entry.kind for name, entry in entries.items() if entry.kind in BLOCKS}
     return TensorFile(path, "gguf", infos, metadata, places, fetch, quantised=quantised)
 

@@ -23,7 +23,7 @@ from parity.files.tensor_file import (
     MAX_DEPTH,
     MAX_ENTRIES,
     Cursor,
-    Place,
+    FileOffset,
     TensorFile,
     TensorInfo,
     Tensors,
@@ -96,7 +96,7 @@ class _Array:
     """An array in the file: where its bytes begin, and how many of them lie there; in several places if it is large."""
 
     info: TensorInfo
-    pieces: list[tuple[Place, int]]
+    pieces: list[tuple[FileOffset, int]]
 
 
 def open_msgpack(path: Path, file: BinaryIO) -> TensorFile:
@@ -150,19 +150,16 @@ class _Walker:
             return self.array(1 << first - 0xD4, depth + 1)
         self.cursor.file.seek(-1, 1)
         if 0x80 <= first <= 0x8F or first in (0xDE, 0xDF):
-            return _joined(self.entries(self.next("read_map_header"), depth + 1))
+            entries: dict[Any, Any] = {}
+            for _ in range(self.next("read_map_header")):
+                key = self.node(depth + 1)
+                if not isinstance(key, (str, int)) or key in entries:
+                    raise Refusal("each entry", "have a name of its own", repr(key))
+                entries[key] = self.node(depth + 1)
+            return _joined(entries) if CHUNKED in entries else entries
         if 0x90 <= first <= 0x9F or first in (0xDC, 0xDD):
             return [self.node(depth + 1) for _ in range(self.next("read_array_header"))]
         return self.next("unpack")
-
-    def entries(self, length: int, depth: int) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
-        for _ in range(length):
-            key = self.node(depth)
-            if not isinstance(key, (str, int)) or key in found:
-                raise Refusal("each entry", "have a name of its own", repr(key))
-            found[key] = self.node(depth)
-        return found
 
     def array(self, length: int, depth: int) -> _Array | None:
         (code,) = self.cursor.take(1)
@@ -177,22 +174,20 @@ class _Walker:
             raise Refusal("an array", f"hold one of {sorted(DTYPES)}", str(dtype))
         info = TensorInfo.of(shape, DTYPES[dtype])
         (first,) = self.cursor.take(1)
-        length = self.cursor.unpack(_BYTES[first]) if first in _BYTES else None
-        place = Place(self.cursor.file, self.cursor.tell())
-        if length != info.nbytes or place.offset + length != end:
+        nbytes = self.cursor.unpack(_BYTES[first]) if first in _BYTES else -1
+        place = FileOffset(self.cursor.file, self.cursor.tell())
+        if nbytes != info.nbytes or place.offset + nbytes != end:
             raise Refusal("an array", f"have {info.nbytes} bytes, as its shape says, but one does not")
-        self.cursor.skip(length)
-        return _Array(info, [(place, length)])
+        self.cursor.skip(nbytes)
+        return _Array(info, [(place, nbytes)])
 
 
-def _joined(entries: dict[Any, Any]) -> Any:
-    """The array whose chunks are in a dict, where Flax has divided one; any other dict as it is."""
-    if CHUNKED not in entries:
-        return entries
+def _joined(entries: dict[Any, Any]) -> _Array:
+    """Join the chunks into which Flax has divided an array."""
     shape, chunks = ([part[str(i)] for i in range(len(part))] for part in (entries["shape"], entries["chunks"]))
     info = TensorInfo.of(shape, chunks[0].info.dtype)
-    if any(chunk.info.dtype != info.dtype for chunk in chunks):
-        raise Refusal("the chunks of an array", "have one dtype, but they do not")
-    if sum(chunk.info.nbytes for chunk in chunks) != info.nbytes:
-        raise Refusal("the chunks of an array", f"have {info.nbytes} bytes together, but they do not")
+    if {chunk.info.dtype for chunk in chunks} != {info.dtype} or sum(
+        chunk.info.nbytes for chunk in chunks
+    ) != info.nbytes:
+        raise Refusal("the chunks of an array", f"have one dtype, and {info.nbytes} bytes together, but they do not")
     return _Array(info, [piece for chunk in chunks for piece in chunk.pieces])

@@ -17,7 +17,7 @@ from parity.files.gguf import open_gguf
 from parity.files.msgpack import open_msgpack
 from parity.files.orbax import MARKS, open_orbax
 from parity.files.safetensors import open_safetensors
-from parity.files.tensor_file import Place, TensorFile, TensorInfo, in_one_line, parse_json, text_by_name
+from parity.files.tensor_file import FileOffset, TensorFile, TensorInfo, in_one_line, parse_json, text_by_name
 from parity.files.zipped import open_npz, open_torch
 
 OPENERS = {
@@ -165,7 +165,7 @@ def _open_shards(path: Path, folder: Path, names: list[str], index: Mapping[str,
         if missing := next((each for each in all_of if each not in names), None):
             raise Refusal(path, f"have all {len(numbers)} shards", missing=missing)
     infos: dict[str, TensorInfo] = {}
-    places: dict[str, Place] = {}
+    places: dict[str, FileOffset] = {}
     shard_of: dict[str, TensorFile] = {}
     ignored: list[str] = []
     with ExitStack() as stack:
@@ -189,4 +189,6 @@ def _open_shards(path: Path, folder: Path, names: list[str], index: Mapping[str,
             metadata |= {key: x if isinstance(x, str) else json.dumps(x) for key, x in entries.items()}
         kind = "+".join(sorted({shard.format for shard in shards}))
         fetch = lambda name: shard_of[name].read(name)  # noqa: E731
-        return TensorFile(path, kind, infos, metadata, places, fetch, stack.pop_all().close, ignored)
+        file = TensorFile(path, kind, infos, metadata, places, fetch, ignored=ignored)
+        file.release = stack.pop_all().close
+        return file

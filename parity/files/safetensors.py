@@ -13,7 +13,7 @@ import safetensors
 from safetensors import safe_open
 
 from mha_spec import Refusal
-from parity.files.tensor_file import DTYPES, Place, TensorFile, TensorInfo, Tensors, parse_json, raw
+from parity.files.tensor_file import DTYPES, FileOffset, TensorFile, TensorInfo, Tensors, parse_json, raw
 
 NAMES = {
     "BOOL": "bool",
@@ -95,10 +95,10 @@ def open_safetensors(path: Path, file: BinaryIO) -> TensorFile:
     entries = parse_json(file.read(length))
     metadata = entries.pop("__metadata__", None) or {}
     infos: dict[str, TensorInfo] = {}
-    places: dict[str, Place] = {}
+    places: dict[str, FileOffset] = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["dtype"] not in NAMES:
             raise Refusal(path, f"hold one of {sorted(NAMES)}", f"{entry['dtype']} for {name}")
         infos[name] = TensorInfo.of(entry["shape"], DTYPES[NAMES[entry["dtype"]]])
-        places[name] = Place(file, 8 + length + entry["data_offsets"][0])
+        places[name] = FileOffset(file, 8 + length + entry["data_offsets"][0])
     return TensorFile(path, "safetensors", infos, metadata, places)

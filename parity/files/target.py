@@ -12,19 +12,13 @@ import re
 import secrets
 import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from mha_spec import Refusal
 from parity.files.reading import INDEX, shards_in
-
-try:
-    import fcntl
-except ImportError:  # not on Windows, where writers do not wait for each other
-    fcntl = None
 
 SCRATCH = ".mha-parity"
 """How the names of scratch folders end."""
@@ -113,19 +107,14 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     """Refuse a file that cannot be written, before the work whose result it shall hold. Nothing is left behind.
 
     Raises:
-        OSError: if it is a folder, or its folder is not there or takes no file.
-        ValueError: if it is not a path.
+        OSError: if it, or its folder, cannot be written.
     """
-    if not os.fspath(path):
-        raise Refusal("a path", "not be empty")
     try:
-        mode = os.stat(path).st_mode
+        is_file = stat.S_ISREG(os.stat(path).st_mode)
     except FileNotFoundError:
-        mode = stat.S_IFREG
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if stat.S_ISREG(mode):
-        with tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))):
+        is_file = True
+    if is_file:
+        with scratch_beside(Path(os.path.realpath(path))):
             pass
     elif not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -156,21 +145,6 @@ def _remove_tree(folder: Path) -> None:
             return
         time.sleep(0.05)  # a thread of a library's may still be writing
     shutil.rmtree(folder)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Alone among writers into a folder, where its file system has locks."""
-    descriptor = None
-    try:
-        with suppress(OSError):
-            if fcntl is not None:
-                descriptor = os.open(folder, os.O_RDONLY)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
 
 
 # ---- Into place ------------------------------------------------------------------------------------------------------

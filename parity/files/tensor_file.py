@@ -37,17 +37,13 @@ class TensorInfo(NamedTuple):
 
     @classmethod
     def of(cls, shape: Any, dtype: np.dtype) -> TensorInfo:
-        """That of an array, if there may be one of that shape.
-
-        Raises:
-            ValueError: if the shape is none.
-        """
+        """Describe an array, if its shape is one."""
         if not isinstance(shape, (tuple, list)) or not all(type(size) is int and size >= 0 for size in shape):
             raise Refusal("a shape", "be of integers >= 0", str(shape))
         return cls(tuple(shape), dtype, math.prod(shape) * dtype.itemsize)
 
 
-class Place(NamedTuple):
+class FileOffset(NamedTuple):
     """Where bytes begin in an open file."""
 
     file: BinaryIO
@@ -85,7 +81,7 @@ class TensorFile:
     format: str
     infos: Mapping[str, TensorInfo]
     metadata: dict[str, str]
-    places: Mapping[str, Place] = field(repr=False, default_factory=dict)
+    places: Mapping[str, FileOffset] = field(repr=False, default_factory=dict)
     fetch: Callable[[str], np.ndarray] = field(repr=False, default=_closed)
     release: Callable[[], object] = field(repr=False, default=lambda: None)
     ignored: list[str] = field(default_factory=list)
@@ -106,7 +102,7 @@ class TensorFile:
         self.release()
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, as a new array in C order.
+        """Read one tensor, as a new array in C order.
 
         Raises:
             OSError: if the file cannot be read.
@@ -125,18 +121,14 @@ class TensorFile:
         return array
 
     def read_entry(self, name: str, index: int) -> np.ndarray:
-        """One entry of the first axis of a tensor, as a new array in C order; no more is read where that can be.
-
-        Raises:
-            As `read`.
-        """
+        """Read one entry of the first axis of a tensor, as `read` does; no more of it where the format allows that."""
         info = self._info(name)
         if name not in self.places:
             return self.read(name)[index].copy()
         array = np.empty(info.shape[1:], info.dtype)
         with in_one_line(self.path, self.format):
             file, offset = self.places[name]
-            Place(file, offset + index * array.nbytes).read_into(raw(array))
+            FileOffset(file, offset + index * array.nbytes).read_into(raw(array))
         return array
 
     def _info(self, name: str) -> TensorInfo:
@@ -145,7 +137,7 @@ class TensorFile:
         return self.infos[name]
 
     def sha256(self) -> str:
-        """The hash of all tensors: of their names, dtypes, shapes and bytes, but not of their order or the format."""
+        """Hash all tensors: their names, dtypes, shapes and bytes, but neither their order nor the format."""
         return hash_of(self.infos, {name: digest(self.read(name)) for name in self.infos})
 
     def verify(self) -> None:
@@ -181,41 +173,37 @@ def hash_of(infos: Mapping[str, TensorInfo], digests: Mapping[str, str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+@dataclass
 class Tensors:
     """Tensors on their way into a file: each is read once, checked, and hashed while it is written.
 
     Attributes:
         infos: of those that the file shall hold.
+        source: reads one of them.
+        given: metadata without the hash.
+        pool: where tensors are hashed.
     """
 
-    def __init__(
-        self,
-        infos: Mapping[str, TensorInfo],
-        read: Callable[[str], np.ndarray],
-        metadata: Mapping[str, str],
-        pool: ThreadPoolExecutor,
-    ) -> None:
-        self.infos = infos
-        self._metadata = metadata
-        self._read = read
-        self._pool = pool
-        self._digests: dict[str, Future[str]] = {}
-        self._last: Future[str] | None = None
+    infos: Mapping[str, TensorInfo]
+    source: Callable[[str], np.ndarray]
+    given: Mapping[str, str]
+    pool: ThreadPoolExecutor
+    _digests: dict[str, Future[str]] = field(default_factory=dict)
+    _last: Future[str] | None = None
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor, in C order.
+        """Read a tensor, in C order.
 
         Raises:
             TypeError, ValueError: if it is not what was announced.
         """
         if self._last is not None:
             self._last.result()  # else memory would hold two of them
-        array = np.asarray(self._read(name))
-        info = self.infos[name]
+        array, info = np.asarray(self.source(name)), self.infos[name]
         if array.shape != info.shape or array.dtype != info.dtype:
             raise Refusal(name, f"be read as it was announced, {info.dtype}{info.shape}", f"{array.dtype}{array.shape}")
         array = np.asarray(array, dtype=info.dtype, order="C")
-        self._digests[name] = self._last = self._pool.submit(digest, array)
+        self._digests[name] = self._last = self.pool.submit(digest, array)
         return array
 
     @property
@@ -225,9 +213,9 @@ class Tensors:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The metadata, with the hash of all tensors; as long as some are missing, zeros as many stand for it."""
+        """Metadata with the hash of all tensors; as long as some are missing, zeros as many stand for it."""
         complete = self._digests.keys() == self.infos.keys()
-        return {**self._metadata, "sha256": hash_of(self.infos, self.digests) if complete else "0" * 64}
+        return {**self.given, "sha256": hash_of(self.infos, self.digests) if complete else "0" * 64}
 
 
 class Cursor:
@@ -239,28 +227,26 @@ class Cursor:
         file.seek(0)
 
     def tell(self) -> int:
-        """Where it is."""
+        """Tell where it is."""
         return self.file.tell()
 
     def take(self, count: int) -> bytes:
-        """The next bytes."""
-        self._refuse_beyond(count)
-        return self.file.read(count)
+        """Read the next bytes."""
+        return self.file.read(self._within(count))
 
     def skip(self, count: int) -> None:
         """Pass over the next bytes."""
-        self._refuse_beyond(count)
-        self.file.seek(count, 1)
+        self.file.seek(self._within(count), 1)
 
     def unpack(self, code: str) -> Any:
-        """The next number, in the words of `struct`."""
-        (value,) = struct.unpack(code, self.take(struct.calcsize(code)))
-        return value
+        """Read the next number, in the words of `struct`."""
+        return struct.unpack(code, self.take(struct.calcsize(code)))[0]
 
-    def _refuse_beyond(self, count: int) -> None:
+    def _within(self, count: int) -> int:
         left = self.size - self.tell()
         if count > left:
             raise Refusal(f"{count} more bytes", "be there", str(left))
+        return count
 
 
 # ---- Trees -----------------------------------------------------------------------------------------------------------
@@ -301,7 +287,7 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def nest(names: Iterable[str]) -> dict[str, Any]:
-    """Nested dicts of which `flatten` gives the same names; each leaf is its name.
+    """Make the nested dicts that `flatten` gives the same names; each leaf is its name.
 
     Raises:
         ValueError: if there are none.

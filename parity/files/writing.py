@@ -18,7 +18,7 @@ from parity.files.msgpack import METADATA, write_msgpack
 from parity.files.orbax import write_orbax
 from parity.files.reading import INDEX, SUFFIXES, open_tensors
 from parity.files.safetensors import CODES, write_safetensors
-from parity.files.target import check_target, flush, locked, move, scratch_beside
+from parity.files.target import check_target, flush, move, scratch_beside
 from parity.files.tensor_file import (
     DTYPES,
     NATIVE,
@@ -134,9 +134,9 @@ def write_tensors(
         flushed = pool.submit(flush, scratch)  # the disk works while we compare
         _verify(path, scratch / place.name, checked, metadata)
         flushed.result()
-        with locked(place.parent):  # and look again, for others may have written there meanwhile
-            stale = check_target(path, kind, names, place.parent, overwrite=overwrite, source=source)
-            move(names, scratch, place.parent, stale)
+        # Look again, for others may have written there meanwhile.
+        stale = check_target(path, kind, names, place.parent, overwrite=overwrite, source=source)
+        move(names, scratch, place.parent, stale)
     return written
 
 
