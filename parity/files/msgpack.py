@@ -41,7 +41,7 @@ MAX_CHUNK = 1 << 30  # bytes of an array, as Flax has it; a larger one is divide
 _ARRAY, _SCALAR = 1, 3  # Flax's types: an array, and one that was a NumPy scalar
 _BYTES = {0xC4: ">B", 0xC5: ">H", 0xC6: ">I"}
 _EXTENSIONS = {0xC7: ">B", 0xC8: ">H", 0xC9: ">I"}
-"""How a length is packed, by the byte before it. (Extensions of 1 to 16 bytes have 0xD4 to 0xD8 and no length.)"""
+"""Formats of a length, by the byte before it. (Extensions of 1 to 16 bytes have 0xD4 to 0xD8 and no length.)"""
 
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Where files are written: what may be replaced, a scratch folder beside it, and the move into place.
+"""Targets of writes: what may be replaced, a scratch folder beside it, and the move into place.
 
 A file is replaced if that is asked for. A folder is, too, but only an orbax checkpoint with nothing else in it.
 """
@@ -21,7 +21,7 @@ from mha_spec import Refusal
 from parity.files.reading import INDEX, shards_in
 
 SCRATCH = ".mha-parity"
-"""How the names of scratch folders end."""
+"""End of the names of scratch folders."""
 
 BEFORE = ".before"
 """The part of a scratch folder that keeps what is being replaced, until it is."""

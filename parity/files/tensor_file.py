@@ -29,7 +29,7 @@ MAX_NAME = 1000  # characters, of a tensor
 
 
 class TensorInfo(NamedTuple):
-    """What a file says of a tensor before it is read: its shape, its dtype, and the bytes of its values."""
+    """Facts of a tensor before it is read: its shape, its dtype, and the bytes of its values."""
 
     shape: Shape
     dtype: np.dtype
@@ -44,7 +44,7 @@ class TensorInfo(NamedTuple):
 
 
 class FileOffset(NamedTuple):
-    """Where bytes begin in an open file."""
+    """The place in an open file where some bytes begin."""
 
     file: BinaryIO
     offset: int

@@ -39,10 +39,10 @@ WRITERS = {
     "msgpack": (write_msgpack, DTYPES),
     "orbax": (write_orbax, DTYPES),
 }
-"""By format: how it is written, and the names of the dtypes that it holds."""
+"""Writers by format, and the names of the dtypes that it holds."""
 
 LIBRARIES = {"torch": "torch", "msgpack": "msgpack", "orbax": "orbax.checkpoint"}
-"""By format: what it cannot be written without."""
+"""Libraries by format, without which it is not written."""
 
 SHARDED = ("safetensors", "torch")
 COMPUTED = ("sha256", "total_size")  # metadata that a file has of its own

@@ -54,7 +54,7 @@ ALIGNMENT = 64  # of what torch maps
 
 
 def open_zip(file: BinaryIO) -> zipfile.ZipFile:
-    """The archive in a file, if it has each name once and is no bomb.
+    """Open the archive in a file, if it has each name once and is no bomb.
 
     Raises:
         ValueError: if not. (The library's own errors are of many kinds.)
@@ -153,7 +153,7 @@ def open_npz(path: Path, file: BinaryIO) -> TensorFile:
     infos = {name: infos[member] for name, member in members.items()}
 
     def fetch(name: str) -> np.ndarray:
-        with archive.open(f"{members[name]}.npy") as stream:
+        with archive.open(f"{members[name]}.npy") as stream, warnings.catch_warnings(action="ignore"):
             array = npy.read_array(stream, max_header_size=MAX_HEADER)
             if stream.read(1):  # at the end the checksum is compared
                 raise Refusal(name, f"have {array.nbytes} bytes", "more")
@@ -230,7 +230,6 @@ def _storage_type(info: TensorInfo) -> str | None:
 
 def write_torch(path: Path, tensors: Tensors) -> None:
     """Write the archive that `torch.save` writes for a state dict."""
-    library(path, "torch")
     entries = {name: _Tensor(str(i), info) for i, (name, info) in enumerate(tensors.infos.items())}
     with new_zip(path, tensors) as archive:
         with new_member(archive, "archive/data.pkl") as member:
@@ -303,7 +302,7 @@ def _check_members(archive: zipfile.ZipFile, members: Iterable[zipfile.ZipInfo])
 
 
 def _has_checksums(members: Iterable[zipfile.ZipInfo] | None) -> bool:
-    """Whether members have a CRC-32; torch can save without."""
+    """Tell whether members have a CRC-32; torch can save without."""
     return any(member.CRC for member in members or ())
 
 
