@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -353,19 +354,22 @@ def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:
         text.encode()
 
 
+def check_unique(names: Iterable[str]) -> None:
+    """Refuse a name that is there twice."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise Refusal("names", "differ", f"{twice[0]} twice")
+
+
 def parse_json(data: bytes) -> Any:
-    """What JSON says, if it says each thing once.
+    """Parse JSON that says each thing once.
 
     Raises:
         ValueError: if it is no JSON, or an object has a name twice.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-            raise Refusal("names", "differ", f"{twice} twice")
-        return found
+        check_unique(name for name, _ in pairs)
+        return dict(pairs)
 
     return json.loads(data, object_pairs_hook=unique)
 

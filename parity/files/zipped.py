@@ -17,12 +17,11 @@ import sys
 import warnings
 import zipfile
 import zlib
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy
@@ -35,6 +34,7 @@ from parity.files.tensor_file import (
     TensorFile,
     TensorInfo,
     Tensors,
+    check_unique,
     flatten,
     library,
     parse_json,
@@ -65,9 +65,7 @@ def open_zip(file: BinaryIO) -> zipfile.ZipFile:
     if end[:4] != b"PK\5\6" or int.from_bytes(end[20:], "little") != len(archive.comment):
         raise Refusal("an archive", "end where it says, but it does not")  # the library is silent
     members = archive.infolist()
-    twice = [name for name, count in Counter(member.filename for member in members).items() if count > 1]
-    if twice:
-        raise Refusal("names", "differ", f"{twice[0]} twice")
+    check_unique(member.filename for member in members)
     size = file.seek(0, 2)
     for member in members:
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or member.flag_bits & 1:
@@ -186,59 +184,48 @@ def _read_header(stream: IO[bytes]) -> TensorInfo:
 # ---- torch -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Storage:
-    key: str
-    info: TensorInfo
+class _Storage(tuple[Any, ...]):
+    """The name of a storage in torch's pickles."""
 
 
-class _Tensor(_Storage):
-    """A tensor whose bytes are a storage."""
+class _Tensor(NamedTuple):
+    """A tensor that is not there yet: the function of torch's that makes it, and its arguments."""
+
+    make: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.make, self.arguments
 
 
 class _Pickler(pickle.Pickler):
-    """Writes the pickle that torch writes for a dict of tensors, of which there need be none yet."""
-
     def persistent_id(self, obj: Any) -> Any:
-        if type(obj) is not _Storage:
-            return None
-        import torch
-
-        kind = _storage_type(obj.info)
-        size = obj.info.dtype.itemsize if kind else 1
-        return ("storage", getattr(torch, kind or "UntypedStorage"), obj.key, "cpu", obj.info.nbytes // size)
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, _Tensor):
-            return NotImplemented
-        import torch._utils
-
-        info = obj.info
-        strides = tuple(math.prod(info.shape[i + 1 :]) for i in range(len(info.shape)))
-        arguments = (_Storage(obj.key, info), 0, info.shape, strides, False, OrderedDict())
-        if _storage_type(info):
-            return torch._utils._rebuild_tensor_v2, arguments
-        return torch._utils._rebuild_tensor_v3, (*arguments, getattr(torch, info.dtype.name))
-
-
-def _storage_type(info: TensorInfo) -> str | None:
-    """The class that torch's pickles name for a dtype that it had first; None for one of the others."""
-    import torch
-
-    return torch.storage._dtype_to_storage_type_map().get(getattr(torch, info.dtype.name))
+        return tuple(obj) if isinstance(obj, _Storage) else None
 
 
 def write_torch(path: Path, tensors: Tensors) -> None:
     """Write the archive that `torch.save` writes for a state dict."""
-    entries = {name: _Tensor(str(i), info) for i, (name, info) in enumerate(tensors.infos.items())}
+    import torch
+    from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
+
+    entries: dict[str, _Tensor] = {}
+    for i, (name, info) in enumerate(tensors.infos.items()):
+        dtype = getattr(torch, info.dtype.name)
+        kind = torch.storage._dtype_to_storage_type_map().get(dtype)  # of dtypes that torch had first
+        size = info.nbytes // info.dtype.itemsize if kind else info.nbytes
+        storage = _Storage(("storage", getattr(torch, kind or "UntypedStorage"), str(i), "cpu", size))
+        strides = tuple(math.prod(info.shape[axis + 1 :]) for axis in range(len(info.shape)))
+        arguments = (storage, 0, info.shape, strides, False, OrderedDict())
+        made_by = (_rebuild_tensor_v2, arguments) if kind else (_rebuild_tensor_v3, (*arguments, dtype))
+        entries[name] = _Tensor(*made_by)
     with new_zip(path, tensors) as archive:
         with new_member(archive, "archive/data.pkl") as member:
             _Pickler(member, protocol=2).dump(entries)
         for name, content in {"version": b"3\n", "byteorder": b"little"}.items():
             with new_member(archive, f"archive/{name}") as member:
                 member.write(content)
-        for name, entry in entries.items():
-            with new_member(archive, f"archive/data/{entry.key}", ALIGNMENT) as member:
+        for i, name in enumerate(entries):
+            with new_member(archive, f"archive/data/{i}", ALIGNMENT) as member:
                 member.write(raw(tensors.read(name)))
 
 
