@@ -864,8 +864,10 @@ def checkpoint_with(name):
         (lambda path: (path / "an empty one").mkdir(parents=True), "an empty one"),
         (checkpoint_with("NOTES.md"), r"\['NOTES.md'\]"),
         (checkpoint_with("1000/_METADATA"), "1000"),
+        (checkpoint_with("d/notes"), "d/notes"),
+        (lambda path: (write(path, {"old": np.ones(1)}) / "_sharding").symlink_to("d"), "_sharding"),
     ],
-    ids=["manager", "folder", "notes", "step"],
+    ids=["manager", "folder", "notes", "step", "inside", "link"],
 )
 def test_a_folder_is_not_replaced_unless_it_is_a_checkpoint_and_nothing_else(tmp_path, make, named):
     make(tmp_path / "run.orbax")
@@ -904,9 +906,16 @@ def test_what_comes_into_a_folder_during_the_write_is_not_removed(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", FILES)
-@pytest.mark.parametrize("text", ["", "Dear diary"])
-def test_any_file_is_replaced(tmp_path, suffix, text):
-    (tmp_path / f"w{suffix}").write_text(text)
+def test_a_file_of_another_format_is_not_replaced(tmp_path, suffix):
+    (tmp_path / f"w{suffix}").write_text("Dear diary")
+    with refuses(f"…/w{suffix}", "begins with b'Dear"):
+        write(tmp_path / f"w{suffix}", some_tensors())
+    assert contents(tmp_path) == {Path(f"w{suffix}"): b"Dear diary"}
+
+
+@pytest.mark.parametrize("suffix", FILES)
+def test_an_empty_file_is_replaced(tmp_path, suffix):
+    (tmp_path / f"w{suffix}").touch()
     write(tmp_path / f"w{suffix}", some_tensors())
     assert same_tensors(read_all(tmp_path / f"w{suffix}"), some_tensors())
 
@@ -941,11 +950,15 @@ def test_shards_of_another_count_go_with_their_index(tmp_path):
     assert same_tensors(read_all(tmp_path / "w.safetensors.index.json"), tensors)
 
 
-def test_an_index_that_is_none_is_not_replaced(tmp_path):
+def test_shards_of_which_no_index_tells_are_not_replaced(tmp_path):
+    write(tmp_path / "w-00001-of-00002.safetensors", {"precious": np.ones(1)})
+    old = contents(tmp_path)
+    with refuses("…/w-00001-of-00002.safetensors"):
+        write(tmp_path / "w.safetensors", {"a": np.ones(1), "b": np.ones(1)}, max_shard_bytes=9)
     (tmp_path / "w.safetensors.index.json").write_text("{}")
     with refuses("…/w.safetensors.index.json"):
         write(tmp_path / "w.safetensors", {"a": np.ones(1), "b": np.ones(1)}, max_shard_bytes=9)
-    assert contents(tmp_path) == {Path("w.safetensors.index.json"): b"{}"}
+    assert contents(tmp_path) == {**old, Path("w.safetensors.index.json"): b"{}"}
 
 
 @pytest.mark.parametrize("same", ["itself", "dot", "link", "hard link"])
@@ -989,21 +1002,49 @@ def test_a_folder_that_is_read_is_no_target_and_holds_none(tmp_path):
 
 WRITE_AND_DIE = """
 import os, signal, sys
-from parity.files import write_tensors
+from pathlib import Path
+import numpy as np
+from parity.files import target, write_tensors
 
-write_tensors(sys.argv[1], {"new": ((2,), float)}, lambda name: os.kill(os.getpid(), signal.SIGKILL))
+path, when = Path(sys.argv[1]), sys.argv[2]
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def replace(self, to, original=Path.replace):
+    if self.parent.name.endswith(target.SCRATCH):
+        die()
+    return original(self, to)
+
+if when == "move":
+    Path.replace = replace
+write_tensors(path, {"new": ((2,), float)}, die if when == "read" else lambda name: np.ones(2))
 """
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".orbax"])
-def test_a_killed_process_leaves_the_old_and_a_scratch_folder(tmp_path, suffix):
+@pytest.mark.parametrize(
+    ("when", "suffix"),
+    rest_thorough(
+        [("read", ".safetensors"), ("read", ".orbax"), ("move", ".safetensors"), ("move", ".orbax")],
+        [("read", ".safetensors"), ("move", ".orbax")],
+    ),
+)
+def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path, suffix, when):
     path = tmp_path / f"w{suffix}"
     write(path, {"old": np.ones(1)})
-    killed = subprocess.run([sys.executable, "-c", WRITE_AND_DIE, path], check=False)
+    killed = subprocess.run([sys.executable, "-c", WRITE_AND_DIE, path, when], check=False)
     assert killed.returncode == -9
-    assert list(read_all(path)) == ["old"]
     (left,) = (name for name in os.listdir(tmp_path) if name != path.name)
     assert left.endswith(SCRATCH)
+    # Killed between two moves, it had set the old folder aside, which comes back before anything else happens.
+    with pytest.raises(ValueError, match="no more"):
+        write_tensors(path, {"new": ((1,), float)}, no_more)
+    assert list(read_all(path)) == ["old"]
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def no_more(name):
+    raise ValueError("no more")
 
 
 def test_the_scratch_folder_of_a_process_that_still_writes_stays(tmp_path):

@@ -274,10 +274,14 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     assert path.read_bytes() == old
 
 
-def test_a_suffix_of_another_format_is_refused(tmp_path, weights):
+def test_a_file_of_another_format_is_neither_written_nor_replaced(tmp_path, weights):
     with refuses("…/w.npz", "that of npz"):
         save_weights(tmp_path / "w.npz", weights, SPEC)
-    assert os.listdir(tmp_path) == []
+    (tmp_path / "w.safetensors").write_text("Dear diary")
+    with refuses("…/w.safetensors", "one that begins with b'Dear dia'"):
+        save_weights(tmp_path / "w.safetensors", weights, SPEC)
+    assert (tmp_path / "w.safetensors").read_text() == "Dear diary"
+    assert os.listdir(tmp_path) == ["w.safetensors"]
 
 
 def test_a_write_that_does_not_read_back_is_an_error(tmp_path, monkeypatch, weights):

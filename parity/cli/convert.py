@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=int, metavar="R", help="divide the heads over R ranks: DST is a new folder with a file for each"
     )
-    parser.add_argument("--force", action="store_true", help="replace DST")
+    parser.add_argument("--force", action="store_true", help="replace DST, if it is of the same format")
     parser.add_argument(
         "--dry-run",
         action="store_true",

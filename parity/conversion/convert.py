@@ -155,7 +155,7 @@ def convert_file(
         drop: what layers compute that may be left out where the target does not carry it: names of
             `parity.conversion.layouts.layout.DROPPABLE`, such as `rope.scaling`.
         fill_bias: add biases of zeros where the target must have some.
-        force: replace a target that is there; never the source.
+        force: replace a target that is there, if it is of the same format; never the source.
         dry_run: read every tensor, refuse what would be refused, and write nothing; the record has a `plan`.
         on_tensor: called with the name of each tensor before it is written.
         said: num_heads, num_kv_heads, head_dim, rope, spec, as `load` takes them.

@@ -25,7 +25,7 @@ from parity.conversion.layouts.layout import Ranks
 from parity.conversion.prefixes import join
 from parity.files import TensorFile, TensorInfo, open_tensors, write_tensors
 from parity.files.reading import SUFFIXES
-from parity.files.target import move, scratch_beside
+from parity.files.target import locked, move, scratch_beside
 from parity.sharding.shard import ShardPlan, shard_spec
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -228,9 +228,10 @@ def write_ranks(
 
     said = {SAID: str(count), **({NORMS: json.dumps(norms)} if norms else {})}
     _refuse_used(folder)
+    if dry_run:
+        check_place(folder)
+        return folder
     with scratch_beside(folder) as scratch:
-        if dry_run:
-            return folder
         for rank in range(count):
             path = scratch / folder.name / ranks.file.format(rank=f"{rank:02}")
             path.parent.mkdir(parents=True, exist_ok=True)

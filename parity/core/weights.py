@@ -19,7 +19,7 @@ from mha_spec import AttentionSpec, Refusal, WrongType
 from parity.core.arrays import to_numpy_by_name
 from parity.files.reading import SUFFIXES, open_file
 from parity.files.safetensors import safetensors_bytes
-from parity.files.target import write_whole
+from parity.files.target import refuse_other_file, write_whole
 
 Weights = dict[str, np.ndarray]
 
@@ -139,7 +139,8 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Any], metad
     """Write arrays to a safetensors file: whole and verified, or not at all.
 
     The bytes depend on nothing but the arguments. They are written to a temporary file beside `path`, read back,
-    compared, and only then moved into place; a file that was there before stays until that moment.
+    compared, and only then moved into place; a file that was there before stays until that moment. A safetensors file
+    is replaced, a file of another format is not.
 
     Args:
         path: file to write; its suffix must not be that of another format.
@@ -149,12 +150,13 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Any], metad
     Raises:
         OSError: if the file cannot be written, or what is read back is not what was written.
         TypeError: if an entry is not an array.
-        ValueError: if the suffix is that of another format.
+        ValueError: if the suffix, or the file that is there, is of another format.
     """
     tensors = to_numpy_by_name(tensors)
     kind = SUFFIXES.get(Path(path).suffix.lower(), "safetensors")
     if kind != "safetensors":
         raise Refusal(path, "end in .safetensors, the only format written here", f"that of {kind}")
+    refuse_other_file(path, kind)
 
     def verify(written: Path) -> None:
         found, _ = load_tensors(written)

@@ -1,33 +1,43 @@
-"""Targets of writes: what may be replaced, a scratch folder beside it, and the move into place.
+"""Where files are written: what may be replaced, a scratch folder beside it, and the move into place.
 
-A file is replaced if that is asked for. A folder is, too, but only an orbax checkpoint with nothing else in it.
+No write removes what it would not have written itself. A file is replaced by one of its own format, a folder by a
+checkpoint of its own format if nothing else lies in it, shards and their index by those that the index names.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
+import glob
 import os
 import re
 import secrets
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mha_spec import Refusal
 from parity.files.reading import INDEX, shards_in
 
+try:
+    import fcntl
+except ImportError:  # not on Windows, where writers do not wait for each other
+    fcntl = None
+
 SCRATCH = ".mha-parity"
-"""End of the names of scratch folders."""
+"""How the names of scratch folders end."""
 
 BEFORE = ".before"
 """The part of a scratch folder that keeps what is being replaced, until it is."""
 
-_ORBAX = re.compile(r"_\w+(\.json)?|d|manifest\.ocdbt|ocdbt\.process_\d+|array_metadatas|commit_success\.txt")
-"""Names in the folder of an orbax checkpoint."""
+_ORBAX = re.compile(
+    r"_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|commit_success\.txt|d|array_metadatas(/process_\d+)?|"
+    r"ocdbt\.process_\d+|(ocdbt\.process_\d+/)?(manifest\.ocdbt|d|d/[0-9a-f]{32})"
+)
+"""What lies in an orbax checkpoint, by its path there."""
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
@@ -49,75 +59,134 @@ def check_target(
         kind: its format.
         names: the files or the folder to be written; of shards, the index last.
         folder: where they will lie.
-        overwrite: replace what is there.
+        overwrite: whether what is there may be replaced, if it is of the same kind.
         source: what is read meanwhile.
 
     Returns:
-        Names to be removed with what is replaced: the shards of an old index that will not be written.
+        Names of what must be removed with what is replaced: the shards of an old index that will not be written.
 
     Raises:
         FileExistsError: if something is there and `overwrite` is False.
         OSError: if what is there cannot be looked at, such as a loop of links.
-        ValueError: if the target is the source, or neither a file nor a checkpoint that may be replaced.
+        ValueError: if the target is the source, or what is there is of another kind.
     """
-    places = [folder / name for name in names]
     if source is not None:
-        _refuse_source(path, places, Path(source))
-    there = [place for place in places if os.path.lexists(place)]
+        _refuse_source(path, [folder / name for name in names], folder, Path(source))
+    there = [folder / name for name in names if _exists(folder / name)]
     if there and not overwrite:
         raise FileExistsError(f"{path if len(names) == 1 else there[-1]} exists; pass --force to replace it")
-    for place in there:
-        _refuse_irreplaceable(path, place, kind)
-    index = places[-1]
-    if len(names) == 1 or index not in there:
+    if len(names) == 1:
+        for place in there:
+            _refuse_others(path, place, kind)
         return []
+    index = folder / names[-1]
+    shards = set(shards_in(index)) if index in there else set()
     own = re.compile(re.escape(path.stem) + r"-\d{5}-of-\d{5}" + re.escape(path.suffix))
-    stale = set(shards_in(index)) - set(names)
-    return sorted(name for name in stale if own.fullmatch(name) and os.path.lexists(folder / name))
+    stale = {name for name in shards if own.fullmatch(name) and _exists(folder / name)}
+    for place in there:
+        if place != index and place.name not in stale:
+            raise Refusal(place, f"be named by {index} to be replaced, but it is not")
+    for name in sorted(stale):
+        _refuse_others(folder / name, folder / name, kind)
+    return sorted(stale - set(names))
 
 
-def _refuse_source(path: Path, targets: Iterable[Path], source: Path) -> None:
-    """Refuse to write onto what is read, under whatever name, into the folder that is read, or what that lies in."""
+def _exists(path: Path) -> bool:
+    """Whether anything has that name; a link that leads nowhere, too."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return path.is_symlink()
+    return True
+
+
+def _refuse_source(path: Path, targets: Iterable[Path], folder: Path, source: Path) -> None:
+    """Refuse to write onto what is read, under whatever name, or into the folder that is read."""
+    if source.is_dir():
+        if any(place.exists() and place.samefile(source) for place in (*targets, folder, *folder.absolute().parents)):
+            raise Refusal("the target", "lie outside the folder that is read", path=path, source=source)
+        return
     read = [source, *(source.parent / name for name in (shards_in(source) if source.name.endswith(INDEX) else ()))]
     around = Path(os.path.realpath(source)).parents
-    for target in targets:
-        pairs = [*itertools.product((target, *target.absolute().parents), read), *((target, place) for place in around)]
-        if any(place.exists() and other.exists() and place.samefile(other) for place, other in pairs):
-            raise Refusal("the target", "be neither what is read nor in it or around it", path=path, source=source)
+    for target in (target for target in targets if target.exists()):
+        if any(place.exists() and target.samefile(place) for place in (*read, *around)):
+            raise Refusal("the target", "be a file other than the source", path=path, source=source)
 
 
-def _refuse_irreplaceable(path: Path, place: Path, kind: str) -> None:
-    """Refuse to replace a device, a pipe, or a folder that holds more than an orbax checkpoint."""
+def _refuse_others(path: Path, place: Path, kind: str) -> None:
+    """Refuse to replace what is something else than a file, or a folder, of that format; what is empty is nothing."""
     try:
         mode = place.stat().st_mode
     except FileNotFoundError:  # a link to where nothing is yet
         return
-    if kind != "orbax":
-        if not stat.S_ISREG(mode):
-            raise Refusal(path, "be a file or not exist yet, but it is something else")
+    if kind == "orbax":
+        if not stat.S_ISDIR(mode):
+            raise Refusal(path, "be a folder or not exist yet, but it is something else")
+        others = _others_in(place)
+        if others:
+            raise Refusal(path, "be an orbax checkpoint and nothing else to be replaced", f"{others} there")
         return
-    if not stat.S_ISDIR(mode):
-        raise Refusal(path, "be a folder or not exist yet, but it is something else")
-    names = sorted(os.listdir(place))
-    if others := [name for name in names if "_METADATA" not in names or not _ORBAX.fullmatch(name)]:
-        raise Refusal(path, "be an orbax checkpoint and nothing else to be replaced", f"{others[:5]} there")
+    if not stat.S_ISREG(mode):
+        raise Refusal(path, "be a file or not exist yet, but it is something else")
+    with place.open("rb") as file:
+        begin = file.read(16)
+    if begin and not _begins(kind, begin):
+        raise Refusal(path, f"be a {kind} file to be replaced", f"one that begins with {begin[:8]!r}")
 
 
-def check_writable(path: str | os.PathLike[str]) -> None:
-    """Refuse a file that cannot be written, before the work whose result it shall hold. Nothing is left behind.
+def refuse_other_file(path: str | os.PathLike[str], kind: str) -> None:
+    """Refuse to replace a file of another format.
 
     Raises:
-        OSError: if it, or its folder, cannot be written.
+        ValueError: if what is there does not begin as a file of that format does.
+    """
+    if os.path.isfile(path):
+        _refuse_others(Path(path), Path(path), kind)
+
+
+def _begins(kind: str, begin: bytes) -> bool:
+    """Whether a file of that format may begin so."""
+    return {
+        "safetensors": begin[8:9] == b"{",
+        "npz": begin[:2] == b"PK",
+        "torch": begin[:2] == b"PK" or begin[:1] == b"\x80",  # a pickle, before 1.6
+        "msgpack": 0x80 <= begin[0] <= 0x8F or begin[0] in (0xDE, 0xDF),  # a dict
+    }[kind]
+
+
+def _others_in(folder: Path, most: int = 5) -> list[str]:
+    """What lies in a folder and is not part of an orbax checkpoint; all of it if there is no checkpoint."""
+    found = [place.relative_to(folder).as_posix() for place in sorted(folder.rglob("*"))]
+    if "_METADATA" in found:
+        found = [name for name in found if not _ORBAX.fullmatch(name) or (folder / name).is_symlink()]
+    return found[:most]
+
+
+def check_writable(path: str | os.PathLike[str], name: str, shown: str = "") -> None:
+    """Refuse a file that cannot be written, before the work whose result it shall hold. Nothing is left behind.
+
+    Args:
+        path: of the file.
+        name: what the user calls it, such as a flag.
+        shown: what the user gave, if that is another path.
+
+    Raises:
+        ValueError: if it is a folder, or its folder is not there or takes no file.
     """
     try:
-        is_file = stat.S_ISREG(os.stat(path).st_mode)
-    except FileNotFoundError:
-        is_file = True
-    if is_file:
-        with scratch_beside(Path(os.path.realpath(path))):
-            pass
-    elif not os.access(path, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            mode = stat.S_IFREG
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if stat.S_ISREG(mode):
+            with tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(path))):
+                pass
+        elif not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise Refusal(name, "name a place that can be written to", f"{shown or path}: {error.strerror}") from None
 
 
 # ---- Scratch ---------------------------------------------------------------------------------------------------------
@@ -125,25 +194,87 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def scratch_beside(target: Path) -> Iterator[Path]:
-    """A folder beside the target, on the same disk, which is gone afterwards."""
-    scratch = target.parent / f".{target.name[:40]}.{secrets.token_hex(4)}{SCRATCH}"
+    """A folder beside the target, on the same disk, which is gone afterwards.
+
+    Where a process was killed before it could clean up, the next write of the same target does: a lock, which ends
+    with its process, tells whether the folder is still in use.
+    """
+    begin = f".{target.name[:40]}."
+    scratch = target.parent / f"{begin}{secrets.token_hex(4)}{SCRATCH}"
+    lock = None
     try:
-        try:
-            scratch.mkdir()
-        except OSError as error:  # which would name the scratch folder
-            raise OSError(error.errno, error.strerror, str(target)) from None
+        with locked(target.parent):
+            for left in target.parent.glob(f"{glob.escape(begin)}*{SCRATCH}"):
+                _remove_left(left)
+            try:
+                scratch.mkdir()
+            except OSError as error:  # which would name the scratch folder
+                raise OSError(error.errno, error.strerror, str(target)) from None
+            lock = _lock(scratch)
         yield scratch
     finally:
-        if not (scratch / BEFORE).exists():  # else something could not be put back, and stays there
+        if _put_back(scratch):
             _remove_tree(scratch)
+        if lock is not None:
+            os.close(lock)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Alone among writers into a folder, where its file system has locks."""
+    lock = _lock(folder, wait=True)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(folder: Path, *, wait: bool = False) -> int | None:
+    """A lock on a folder, held until it is closed; None if there is none to be had."""
+    if fcntl is None:
+        return None
+    descriptor = None
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        return descriptor
+    if descriptor is not None:
+        os.close(descriptor)
+    return None
+
+
+def _remove_left(scratch: Path) -> None:
+    """Remove what a killed process left; what it was about to replace goes back to its place."""
+    lock = None if scratch.is_symlink() else _lock(scratch)
+    if lock is None:
+        return
+    try:
+        if _put_back(scratch):
+            shutil.rmtree(scratch, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _put_back(scratch: Path) -> bool:
+    """Put back what was set aside and not replaced; False where something else is there by now, so that it stays."""
+    before = scratch / BEFORE
+    if not before.is_dir():
+        return True
+    for old in sorted(before.iterdir(), key=lambda path: path.name.endswith(INDEX)):  # the index last
+        if os.path.lexists(scratch.parent / old.name):
+            return False
+        old.replace(scratch.parent / old.name)
+    return True
 
 
 def _remove_tree(folder: Path) -> None:
     for _ in range(5):
-        shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
             return
-        time.sleep(0.05)  # a thread of a library's may still be writing
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            time.sleep(0.05)  # a thread of a library's may still be writing
     shutil.rmtree(folder)
 
 
@@ -176,10 +307,7 @@ def move(names: Sequence[str], scratch: Path, folder: Path, stale: Sequence[str]
             for name in reversed(names):
                 if not os.path.lexists(scratch / name):
                     (folder / name).replace(scratch / name)
-            for name in (*stale, *names):
-                if os.path.lexists(before / name):
-                    (before / name).replace(folder / name)
-            before.rmdir()
+            _put_back(scratch)
         raise
 
 

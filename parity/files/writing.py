@@ -18,7 +18,7 @@ from parity.files.msgpack import METADATA, write_msgpack
 from parity.files.orbax import write_orbax
 from parity.files.reading import INDEX, SUFFIXES, open_tensors
 from parity.files.safetensors import CODES, write_safetensors
-from parity.files.target import check_target, flush, move, scratch_beside
+from parity.files.target import check_target, flush, locked, move, scratch_beside
 from parity.files.tensor_file import (
     DTYPES,
     NATIVE,
@@ -62,8 +62,9 @@ def write_tensors(
     """Write tensors to a file, whole and verified, or not at all; memory holds one of them at a time.
 
     All is written beside the target, read back and compared, and then moved into place. What was there before stays
-    until that moment, and if anything fails. An old index goes with its shards. A folder is replaced only if it is an
-    orbax checkpoint in which nothing else lies.
+    until that moment, and if anything fails. It is replaced only if it is of the same format: a file that begins as
+    such a file does; an orbax checkpoint in whose folder nothing else lies; an index with those shards of its own
+    that it names. What a killed process left beside a target is removed when that is written again.
 
     Args:
         path: file to write; its suffix decides the format.
@@ -73,7 +74,7 @@ def write_tensors(
         metadata: text by name, kept in the file with `sha256`, the hash of all tensors: see `TensorFile.verify`.
         max_shard_bytes: write files of at most about that size and an index, as Hugging Face does; a larger tensor gets
             a file of its own.
-        overwrite: replace what is there; False refuses it.
+        overwrite: replace what is there, if it is of the same format; False refuses it.
         source: the file or folder that `read` reads from, which must not be the target nor hold it.
         dry_run: refuse what would be refused, before anything is read or written, and write nothing.
 
@@ -134,9 +135,9 @@ def write_tensors(
         flushed = pool.submit(flush, scratch)  # the disk works while we compare
         _verify(path, scratch / place.name, checked, metadata)
         flushed.result()
-        # Look again, for others may have written there meanwhile.
-        stale = check_target(path, kind, names, place.parent, overwrite=overwrite, source=source)
-        move(names, scratch, place.parent, stale)
+        with locked(place.parent):  # and look again, because others may have written there meanwhile
+            stale = check_target(path, kind, names, place.parent, overwrite=overwrite, source=source)
+            move(names, scratch, place.parent, stale)
     return written
 
 

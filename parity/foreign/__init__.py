@@ -140,7 +140,7 @@ def save(
 ) -> None:
     """Write canonical weights to a file, in a layout, whole or not at all.
 
-    Replaces a file that is there, and a folder that is an orbax checkpoint and nothing else.
+    What is there already is replaced if it is of the same format, and refused if it is anything else.
 
     Args:
         path: of the file; its suffix decides the format.
