@@ -480,7 +480,7 @@ def test_one_framework_may_be_measured_alone(tiny_plan, as_users_have_it):
         (["--layers", "0", "--num-heads", "2"], refuses("--layers, --num-heads")),
         (["--model", "x", "--what", "cores"], refuses("--model")),
         (["--plot", "a.pdf"], refuses("--plot", {"--plot": "a.pdf"})),
-        (["--json", "/nowhere/a.json"], refuses("--json", {"--json": "/nowhere/a.json"})),
+        (["--json", "/nowhere/a.json"], refuses("--json", "/nowhere/a.json: ")),
     ],
 )
 def test_bad_usage_is_refused_before_the_work(capsys, arguments, refusal):

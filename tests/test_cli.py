@@ -124,8 +124,8 @@ def test_skipped_backends_are_in_the_json_with_their_reason(tmp_path, let_need):
         (["run", "--backends", "numpy"], refuses("--backends", {"--backends": "numpy"})),
         (["run", "--cases", "no-such-*"], refuses("--cases", {"--cases": "no-such-*"})),
         (["run", "--dtypes", "int8", "--cases", "textbook"], refuses("--dtypes", {"--dtypes": "int8"})),
-        (["run", "--json", "/no/such/folder/r.json"], refuses("--json", {"--json": "/no/such/folder/r.json"})),
-        (["run", "--json", "/"], refuses("--json", {"--json": "/"})),
+        (["run", "--json", "/no/such/folder/r.json"], refuses("--json", "/no/such/folder/r.json: ")),
+        (["run", "--json", "/"], refuses("--json", "/: Is a directory")),
         (["run", "--random", "-1"], refuses("--random", {"--random": -1})),
         (["compare", "/no/such/folder"], refuses("/no/such/folder")),
         (

@@ -185,7 +185,7 @@ def test_convert_asks_for_heads_by_the_flags_that_decide(source, tmp_path, capsy
             refuses("--prefix", {"--prefix": "encoder.{i}"}, remedy={"--prefix": "model.layers.{i}.self_attn"}),
         ),
         (["--to", "W_q", "--from", "transformers.GPT2"], refuses("tensors", "['c_attn.weight', 'c_proj.weight']")),
-        (["--to", "W_q", "--num-heads", "5"], refuses("num_heads * head_dim", {"--num-heads": 5})),
+        (["--to", "W_q", "--num-heads", "5"], refuses("the heads", {"--num-heads": 5})),
         *(
             (["--to", "W_q", "--max-shard-gib", size], refuses("--max-shard-gib", {"--max-shard-gib": float(size)}))
             for size in ("0", "-1", "inf", "nan", "1e300")
@@ -194,7 +194,7 @@ def test_convert_asks_for_heads_by_the_flags_that_decide(source, tmp_path, capsy
         (["--to", "W_q", "--rope-theta", "-1"], refuses("--rope-theta", {"--rope-theta": -1.0})),
         (
             ["--to", "W_q", "--json", "/no/such/folder/r.json"],
-            refuses("--json", {"--json": "/no/such/folder/r.json"}),
+            refuses("--json", "/no/such/folder/r.json: "),
         ),
     ],
 )
@@ -334,6 +334,18 @@ def test_a_dry_run_refuses_what_the_conversion_refuses(source, tmp_path, capsys,
     assert capsys.readouterr() == dry
 
 
+def test_a_dry_run_looks_at_the_files_of_ranks(source, tmp_path, capsys, monkeypatch):
+    arguments = convert(source, tmp_path / "b", "--to", "meta.LLaMA", "--rest", "drop", "--ranks", "2")
+    assert main([*arguments, "--dry-run"]) == 0
+    assert os.listdir(tmp_path) == ["source.safetensors"]
+    monkeypatch.setitem(sys.modules, "torch", None)  # which writes such files
+    capsys.readouterr()
+    for more in (["--dry-run"], []):
+        assert main([*arguments, *more]) != 0
+        assert "torch" in capsys.readouterr().err
+        assert os.listdir(tmp_path) == ["source.safetensors"]
+
+
 def test_a_dry_run_takes_heads_that_do_not_divide_the_width(tmp_path):
     spec = AttentionSpec(10, 3, head_dim=4)
     save(tmp_path / "a.npz", random_weights(spec), spec)
@@ -440,7 +452,8 @@ def test_inspect_says_which_heads_would_fit(tmp_path, capsys):
     )
     assert main(["inspect", str(tmp_path / "y.npz"), "--num-heads", "5"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "in torch.nn.MultiheadAttention, got num_heads=5" in shown
+    assert "4 x 8 (key/value 4)" in shown
+    assert "got num_heads=5" in shown
     assert "No attention layer" not in shown
 
 

@@ -636,7 +636,7 @@ def test_heads_that_are_not_known_are_told_as_such(tmp_path):
 def test_layers_of_other_heads_than_those_given_are_told_as_such(tmp_path):
     path = write(tmp_path / "a.npz", checkpoint() | checkpoint((0,), MHA, "transformers.BERT", prefix="bert.{i}"))
     found = found_in(path, num_heads=5)
-    refusal = refuses("num_heads * head_dim", num_heads=5)
+    refusal = refuses("the heads", num_heads=5)
     assert all(refusal.is_printed_in(each.heads) for each in found.values())
     assert not any(refuses("…").is_printed_in(each.heads) for each in found_in(path, num_heads=4).values())
 

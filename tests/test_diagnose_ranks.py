@@ -78,7 +78,7 @@ def test_ranks_of_a_case_need_no_weights(write, capsys):
     ("ranks", "which", "more", "refusal"),
     [
         ("tensor=4", [0, 1, 3], [], refuses("--ranks tensor=4", "3: ")),
-        ("tensor=4", [0, 1, 1, 3], [], refuses("ranks", "rank1")),
+        ("tensor=4", [0, 1, 1, 3], [], refuses("each rank", "rank1")),
         ("tensor=4", [0, 2, 1, 3], [], refuses("files", "rank2")),
         ("heads=4", [0], [], refuses("--ranks", {"--ranks": "heads=4"})),
         ("tensor=1", [0], [], refuses("--ranks", {"--ranks": "tensor=1"})),

@@ -19,8 +19,8 @@ from refusals import refuses
 import mha_torch
 from mha_spec import Rope
 from parity import AttentionSpec, Case, random_weights
+from parity.conversion.layouts.canonical import from_canonical, to_canonical
 from parity.conversion.layouts.tables import LAYOUTS
-from parity.conversion.layouts.views import from_canonical, to_canonical
 from parity.core.compare import compare
 from parity.core.problem import make_problem
 from parity.core.trace import Reference

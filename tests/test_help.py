@@ -136,7 +136,7 @@ def test_cases_are_chosen_by_their_names_and_written_as_json(tmp_path, capsys):
         (["run", "--cases", "rope_gqa"], refuses("--cases", {"--cases": "rope_gqa"}, hint="near it: rope-gqa")),
         (
             ["plot", "no-such-file", "a.png", "--case", "causl"],
-            refuses("--case", {"--case": "causl"}, hint="near it: causal"),
+            refuses("--case", {"--case": "causl"}, hint="causal"),
         ),
         (["run", "--backends", "numpy"], refuses("--backends", {"--backends": "numpy"})),
         (["run", "--dtypes", "int8"], refuses("--dtypes", {"--dtypes": "int8"})),

@@ -133,7 +133,7 @@ def test_text_of_files_does_not_drive_a_terminal(tmp_path, capsys, hostile):
 
 @pytest.mark.filterwarnings("default")
 def test_warnings_of_libraries_are_one_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("parity.cli.inspect.run", lambda _: warnings.warn(f"a\n{ESCAPES}", stacklevel=1) or 0)
+    monkeypatch.setattr("parity.cli.inspect.run", lambda _: warnings.warn(f"a\n{ESCAPES}", stacklevel=1) or (0, {}))
     assert main(["inspect", str(tmp_path)]) == 0
     assert capsys.readouterr().err == "mha-parity: warning: UserWarning: a; \\x1b[2J\\x9b2J\\x07\\u202e\n"
 
@@ -161,7 +161,7 @@ class Full(io.StringIO):
 def test_the_exit_status_does_not_depend_on_standard_error(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Full())
     assert main(["inspect", str(tmp_path / "nothing")]) == 2
-    monkeypatch.setattr("parity.cli.inspect.run", lambda _: warn("unsaid") or 0)
+    monkeypatch.setattr("parity.cli.inspect.run", lambda _: warn("unsaid") or (0, {}))
     assert main(["inspect", str(tmp_path)]) == 0
 
 

@@ -302,8 +302,9 @@ def test_attention_maps_of_a_failure_show_the_difference_where_it_is_worst():
     shown = maps["causal", "float32", "torch"]
     assert shown.sequence == 1
     assert shown.largest_difference == pytest.approx(0.25)
-    assert shown.pictures["difference"][2, 3, 0] == STEPS
-    assert shown.words["difference"][2] == "largest 0.25 at t=3, s=0"
+    levels_of_head, words = shown.pictures["difference"][2]
+    assert levels_of_head[3, 0] == STEPS
+    assert words == "largest 0.25 at t=3, s=0"
     alternatives = [image["alt"] for image in Page(content).of("img")]
     assert len(alternatives) == 4 * (2 + 3)  # jax and torch show different sequences
     assert all(alternatives)
@@ -313,4 +314,4 @@ def test_attention_maps_are_of_few_heads_and_the_last_step():
     _, maps, _ = page_of(["trained-smollm2-decode", "gqa", "rope-far"])
     assert maps["trained-smollm2-decode", "float32", "torch"].stage == "step5.attn_weights"
     assert maps["gqa", "float32", "torch"].heads == tuple(range(MOST_HEADS))
-    assert maps["rope-far", "float32", "torch"].pictures["actual"].shape == (4, MOST_CELLS, MOST_CELLS)
+    assert maps["rope-far", "float32", "torch"].pictures["actual"][3][0].shape == (MOST_CELLS, MOST_CELLS)

@@ -149,4 +149,4 @@ def test_run_and_compare_write_it(tmp_path):
 def test_a_place_that_cannot_be_written_to_is_refused_before_the_work(capsys, monkeypatch):
     monkeypatch.setattr(parity.running.run, "record", None)
     assert main(["run", "--cases", "textbook", "--junit", "/no/such/folder/r.xml"]) == 2
-    assert refuses("--junit", {"--junit": "/no/such/folder/r.xml"}).is_printed_in(capsys.readouterr().err)
+    assert refuses("--junit", "/no/such/folder/r.xml: ").is_printed_in(capsys.readouterr().err)

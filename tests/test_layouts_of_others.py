@@ -440,14 +440,6 @@ def test_an_axis_of_a_stack_that_could_be_either_is_refused(tmp_path):
         load(tmp_path / "a.npz", "maxtext", prefix=f"{PREFIX}[0]", spec=spec)
 
 
-def test_layers_of_others_that_are_stacked_on_the_second_axis_are_refused_by_name(tmp_path):
-    each = from_canonical(random_weights(SCALED), SCALED, LAYOUTS["canonical"])
-    tensors = {f"{PREFIX}.{name}": np.stack([x] * 3, 1) for name, x in each.items()}
-    write_tensors(tmp_path / "a.npz", {name: (x.shape, x.dtype) for name, x in tensors.items()}, tensors.__getitem__)
-    with refuses("layers", "3 on the second in canonical", where="params.decoder.layers.self_attention"):
-        load(tmp_path / "a.npz", "canonical", prefix=PREFIX, spec=SCALED)
-
-
 def test_a_layer_of_maxtext_must_be_told(tmp_path):
     path, _ = scanned(tmp_path, 0)
     with refuses("a layer in maxtext", where="params.decoder.layers.self_attention"):

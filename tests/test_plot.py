@@ -123,7 +123,7 @@ def test_nothing_global_changes(attn_weights, tmp_path):
     ("arguments", "refusal"),
     [
         ({"path": "a.jpg"}, refuses("path", path="a.jpg")),
-        ({"path": "/no/such/folder/a.png"}, refuses("path", path="/no/such/folder/a.png")),
+        ({"path": "/no/such/folder/a.png"}, refuses("path", "/no/such/folder/a.png: ")),
         ({"attn_weights": np.ones(3)}, refuses("attn_weights", attn_weights=(3,))),
         ({"attn_weights": np.ones((0, 3))}, refuses("attn_weights", attn_weights=(0, 3))),
         ({"attn_weights": np.array([["a"]])}, refuses_type("attn_weights", "dtype <U1")),
@@ -245,7 +245,7 @@ def test_plot_draws_a_layer_for_a_case_in_any_layout(tmp_path):
         (["W", "a.png"], refuses("--input or --case")),
         (
             ["W", "a.png", "--case", "no-such-case"],
-            refuses("--case", {"--case": "no-such-case"}, hint="near it: no-bias"),
+            refuses("--case", {"--case": "no-such-case"}, hint="the nearest are "),
         ),
         (["W", "a.png", "--case", "full", "--causal"], refuses("--causal")),
         (["W", "a.png", "--input", "X", "--stage", "attn_weights"], refuses("--stage", {"--stage": "attn_weights"})),

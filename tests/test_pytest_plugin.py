@@ -481,9 +481,9 @@ def test_the_report_may_be_a_page(run_two_tests, pytester, name):
 @pytest.mark.parametrize(
     ("path", "refusal"),
     [
-        ("report.txt", refuses("its suffix", "/report.txt")),
-        ("nowhere/report.json", refuses("it", "/nowhere/report.json")),
-        ("/proc/report.json", refuses("it", "/proc/report.json: No such file or directory")),
+        ("report.txt", refuses("--parity-report", "/report.txt")),
+        ("nowhere/report.json", refuses("--parity-report", "/nowhere/report.json")),
+        ("/proc/report.json", refuses("--parity-report", "/proc/report.json: No such file or directory")),
     ],
 )
 def test_a_report_that_cannot_be_written_is_told_before_any_test_runs(run_two_tests, path, refusal):
@@ -498,7 +498,7 @@ def test_a_report_whose_library_is_missing_is_told_before_any_test_runs(run_two_
     monkeypatch.setattr("parity.core.packages.is_installed", lambda package: package != "jinja2")
     result = run_two_tests("--parity-report", "report.html")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --parity-report cannot be written: *jinja2, not installed here*"])
+    result.stderr.fnmatch_lines(["ERROR: an HTML report *jinja2, not installed here*"])
     result.stdout.no_fnmatch_line("*collected*")
 
 

@@ -24,7 +24,7 @@ from parity.diagnosis.mistakes import mistakes_for, wrong_layer
 from parity.diagnosis.readings import AS_OURS, BEFORE_ROPE, BEFORE_SCALE, Right
 from parity.diagnosis.remembered import remembering
 from parity.diagnosis.replay import Replay
-from parity.testing.assertion import compare_arrays, explained, message
+from parity.testing.assertion import compare_arrays, judge, message
 
 SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
 GQA = Case("readings", SPEC, "shared heads, RoPE, two masks", seq_len=6, is_causal=True, key_padding_lengths=(4, 6))
@@ -286,8 +286,7 @@ def test_the_first_of_two_mistakes_leads_where_axes_differ_too():
     problem, values = right(case, "float32", *map(known.get, names))
     values = kept(values, lambda v: {name: v[name].swapaxes(1, 2) for name in ("q", "k", "v", "context")})
     values["scores"] = np.where(values["mask"], -np.inf, values["scores"]).astype(np.float32)
-    comparisons = compare_arrays(values, problem=problem)
-    judged, diagnosis = explained(comparisons, values, problem)
+    judged, diagnosis = judge(values, problem=problem)
     assert [each.hypotheses for each in diagnosis.explanations] == [(name,) for name in names]
     assert all(math.isfinite(each.ratio) for each in judged)
     assert message(judged, diagnosis).splitlines()[0] == f"parity: {diagnosis.cause}"
@@ -300,7 +299,7 @@ def test_what_passes_in_another_form_has_the_distance_of_ours():
     values = {**kept(values, RECORDED["(B, T, N, H)"]), "q": before["q"], "scores": values["scores"]}
     values = kept(values, RECORDED["masked scores"])
     with pytest.warns(parity.ConventionWarning):
-        judged, diagnosis = explained(compare_arrays(values, problem=problem), values, problem)
+        judged, diagnosis = judge(values, problem=problem)
     assert diagnosis.kind == "convention"
     assert all(each.passed and each.ratio <= 1.0 for each in judged)
     assert {each.stage for each in judged if each.reason} == set(diagnosis.conventions)

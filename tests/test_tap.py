@@ -1097,7 +1097,8 @@ def test_a_narrow_terminal_has_a_line_for_each_layer(recordings):
     print_difference(difference, Console(file=out, width=60), with_table=True)
     printed = " ".join(out.getvalue().split())
     assert len(difference.layers) == 6
-    assert all(str(layer) in printed for layer in difference.layers)
+    for layer in difference.layers:
+        assert f"{layer.layer}: input {layer.errors['input']:.0e}, " in printed
 
 
 def test_tokens_after_another_one_are_left_out(recordings):

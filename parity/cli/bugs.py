@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from parity.cli.help import Page
-from parity.cli.options import add_json_option, write_json
+from parity.cli.help import Page, Result
 
 PAGE = Page(
     "the mistakes that are known: symptoms, reproduction and fix of each",
@@ -17,17 +16,14 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
     parser.add_argument("names", nargs="*", metavar="NAME", help="a page or a mistake; without one, the list of them")
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Print pages."""
     from parity.reporting.bugs import bug_page, print_pages
     from parity.reporting.console import console
 
     pages = {name: bug_page(name) for name in options.names or ["README"]}
     print_pages(pages.values(), console())
-    write_json(options, {"pages": pages})
-    return 0
+    return 0, {"pages": pages}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from parity.cli.help import Page
-from parity.cli.messages import refusal
-from parity.cli.options import add_json_option, flag_of, write_json
+from parity.cli.help import Page, Result
+from parity.cli.options import check_names, check_range
 
 MOST_SIZE = 2**63 - 1  # of an axis, as arrays have it
 
@@ -19,7 +18,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
     parser.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences; 1 by default")
     parser.add_argument("--num-kv-heads", type=int, required=True, metavar="K")
     parser.add_argument("--head-dim", type=int, required=True, metavar="H")
@@ -29,23 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", dest="batch_size", type=int, help=argparse.SUPPRESS)  # its former name
     parser.add_argument("--num-layers", type=int, default=1, metavar="L", help="1 by default")
     parser.add_argument("--dtype", default="float16", help="float32, bfloat16, float16, float64; float16 by default")
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Print the size."""
     from mha_spec import AttentionSpec
     from parity.core.case import DTYPES
     from parity.core.weights import dtype_named
     from parity.reporting.console import console
 
-    if options.dtype not in DTYPES:
-        raise refusal("--dtype", f"be one of {', '.join(DTYPES)}", {"--dtype": options.dtype})
+    check_names("--dtype", [options.dtype], DTYPES)
     for name in ("batch_size", "num_kv_heads", "head_dim", "capacity", "num_layers"):
-        if getattr(options, name) < 1:
-            raise refusal(flag_of(name), "be at least 1", {flag_of(name): getattr(options, name)})
-        if getattr(options, name) > MOST_SIZE:
-            raise refusal(flag_of(name), f"be at most {MOST_SIZE}", {flag_of(name): getattr(options, name)})
+        check_range(options, name, 1, MOST_SIZE)
     spec = AttentionSpec(options.num_kv_heads * options.head_dim, options.num_kv_heads)
     nbytes = spec.cache_nbytes(
         options.batch_size, options.capacity, dtype_named(options.dtype), num_layers=options.num_layers
@@ -57,5 +50,4 @@ def run(options: argparse.Namespace) -> int:
         f"{nbytes} bytes = {nbytes / 2**30:.3g} GiB",
         soft_wrap=True,
     )
-    write_json(options, {"nbytes": nbytes})
-    return 0
+    return 0, {"nbytes": nbytes}

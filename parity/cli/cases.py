@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import fnmatch
 from typing import TYPE_CHECKING
 
-from parity.cli.help import Page
-from parity.cli.messages import near, refusal
-from parity.cli.options import add_json_option, write_json
+from parity.cli.help import Page, Result
+from parity.cli.messages import refusal
 
 if TYPE_CHECKING:
     from parity.core.case import Case
@@ -23,12 +23,10 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
     parser.add_argument("names", nargs="?", default="*", metavar="GLOB", help="such as 'rope*'; all by default")
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """List the cases."""
     from dataclasses import asdict
 
@@ -38,17 +36,18 @@ def run(options: argparse.Namespace) -> int:
     cases = cases_named("GLOB", options.names)
     print_cases(cases, console())
     listed = [{"covers": covers(case), **asdict(case)} for case in cases]
-    write_json(options, {"cases": listed})
-    return 0
+    return 0, {"cases": listed}
 
 
 def cases_named(flag: str, pattern: str, may_be_none: bool = False) -> list[Case]:
-    """The cases whose names fit a pattern, `random-N` too where it is the name itself."""
+    """Return the cases whose names fit a pattern, `random-N` too where it is the name itself."""
     from parity.core.cases import CASES, find_case
 
     cases = [case for name, case in CASES.items() if fnmatch.fnmatchcase(name, pattern)]
     if not cases and (case := find_case(pattern)):
         cases = [case]
     if not (cases or may_be_none):
-        raise refusal(flag, "match a case", {flag: pattern}, hint=near(pattern, CASES) + "see `mha-parity cases`")
+        nearest = difflib.get_close_matches(pattern, CASES, n=5, cutoff=0.5)
+        hint = f"near it: {', '.join(nearest)}; " if nearest else ""
+        raise refusal(flag, "match a case", {flag: pattern}, hint=f"{hint}see `mha-parity cases`")
     return cases

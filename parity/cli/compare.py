@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from parity.cli.help import Page
+from parity.cli.help import Page, Result
 from parity.cli.messages import refusal
 from parity.cli.reports import add_report_options, attention_maps, print_and_write
 
@@ -20,7 +20,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
     parser.add_argument("traces", nargs="+", metavar="DIR", help="folders of traces, or single files, or recordings")
     parser.add_argument("--weights", metavar="DIR", help="with recordings: the model that they should be of")
     parser.add_argument("--verbose", action="store_true", help="print every comparison")
@@ -28,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_report_options(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Judge the traces, print the report and write it."""
     from parity.cli import taps
     from parity.running.run import compare_traces

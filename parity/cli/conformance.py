@@ -5,17 +5,9 @@ from __future__ import annotations
 import argparse
 import fnmatch
 
-from parity.cli.help import Page
+from parity.cli.help import Page, Result
 from parity.cli.messages import refusal
-from parity.cli.options import (
-    add_json_option,
-    add_params_option,
-    check_names,
-    flag_of,
-    name_list,
-    named_by_flags,
-    write_json,
-)
+from parity.cli.options import add_declarations, check_names, flag_of, name_list
 
 PAGE = Page(
     "an attention's conventions, and the promises it breaks",
@@ -28,9 +20,8 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
     parser.add_argument(
-        "target", nargs="?", metavar="PKG.MODULE:CALLABLE", help="a function, a module, or what makes one"
+        "subject", nargs="?", metavar="PKG.MODULE:CALLABLE", help="a function, a module, or what makes one"
     )
     parser.add_argument("--peers", action="store_true", help="those of torch, JAX, Flax, Keras, Equinox; and ours")
     parser.add_argument("--only", default="*", metavar="GLOB", help="names of peers, such as 'keras*'")
@@ -38,64 +29,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtypes", type=name_list, metavar="A,B", help="float32,bfloat16,float16 by default; of ttnn bfloat16"
     )
-    parser.add_argument(
-        "--framework", choices=("torch", "jax", "ttnn"), help="of a function, where its module has more than one"
-    )
-    add_params_option(parser)
-    parser.add_argument("--axes", choices=("BNTH", "BTNH", "BTE"), help="of the inputs, where they cannot be inferred")
+    add_declarations(parser, ("torch", "jax", "ttnn"))
     parser.add_argument("--d-model", type=int, metavar="E", help="width of a layer's inputs")
     parser.add_argument("--num-heads", type=int, metavar="N", help="of a layer")
     parser.add_argument("--num-kv-heads", type=int, metavar="K", help="declare that grouped heads are supported")
-    parser.add_argument("--mask-name", metavar="NAME", help="the parameter that takes the mask")
-    parser.add_argument("--mask-true", choices=("hides", "shows"), help="declare what True in a mask does")
-    parser.add_argument("--causal-name", metavar="NAME", help="the parameter that is the causal flag")
-    parser.add_argument("--causal", choices=("top-left", "bottom-right"), help="declare how it is aligned")
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Examine, and print the matrix."""
     from parity.conformance.answers import exit_status
-    from parity.conformance.discover import load_params
-    from parity.conformance.examine import examine_peers, examine_target
+    from parity.conformance.discover import load_callable, load_params
+    from parity.conformance.examine import examine, examine_peers
     from parity.conformance.peers import PEERS
     from parity.conformance.subjects import DTYPES
     from parity.core.packages import installed
     from parity.reporting.conformance import print_conformance
     from parity.reporting.console import console, progress_bar
 
-    if options.peers == (options.target is not None):
+    if options.peers == (options.subject is not None):
         raise refusal("either a subject", "be given as pkg.module:callable, or --peers")
-    heads, mask = ("d_model", "num_heads", "num_kv_heads"), ("mask_name", "mask_true", "causal_name", "causal")
-    declared = {
-        name: value
-        for name in ("framework", "params", "axes", *heads, *mask)
-        if (value := getattr(options, name)) is not None
-    }
+    names = ("framework", "params", "axes", "d_model", "num_heads", "num_kv_heads")
+    names += ("mask_name", "mask_true", "causal_name", "causal")
+    declared = {name: value for name in names if (value := getattr(options, name)) is not None}
     flags = {flag_of(name): value for name, value in declared.items()}
     check_names("--dtypes", options.dtypes, DTYPES)
     if options.peers:
         if flags:
             raise refusal("--peers", f"not be combined with {', '.join(flags)}")
-        names = fnmatch.filter(PEERS, options.only)
-        if not names:
+        peers = fnmatch.filter(PEERS, options.only)
+        if not peers:
             raise refusal("--only", "match a peer", {"--only": options.only}, hint=f"there are {', '.join(PEERS)}")
-        with progress_bar(len(names)) as on_subject:
-            found = examine_peers(names, options.questions, options.dtypes, on_subject=on_subject)
+        with progress_bar(len(peers)) as on_subject:
+            found = examine_peers(peers, options.questions, options.dtypes, on_subject=on_subject)
     else:
         if options.only != "*":
             raise refusal("--only", "come with --peers", {"--only": options.only})
-        with named_by_flags(("framework", "params", "axes", *heads, *mask)):
-            if options.params is not None:
-                declared["params"] = load_params(options.params)
-            found = [examine_target(options.target, options.questions, options.dtypes, **declared)]
+        if options.params is not None:
+            declared["params"] = load_params(options.params)
+        target = load_callable(options.subject)
+        found = [examine(target, options.questions, options.dtypes, name=options.subject, **declared)]
 
     def again(subject: str, question: str) -> str:
-        given = f"--peers --only {subject}" if options.peers else options.target
-        return " ".join(["mha-parity conformance", given, *(f"{flag} {value}" for flag, value in flags.items())]) + (
-            f" --questions '{question}'"
-        )
+        given = [f"--peers --only {subject}" if options.peers else options.subject]
+        given += [f"{flag} {value}" for flag, value in flags.items()]
+        return f"mha-parity conformance {' '.join(given)} --questions '{question}'"
 
     print_conformance(found, console(), again)
-    write_json(options, {"packages": installed(), "subjects": found})
-    return exit_status(found)
+    return exit_status(found), {"packages": installed(), "subjects": found}

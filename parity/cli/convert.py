@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from parity.cli.help import Page
-from parity.cli.layers import add_layer_options, in_flags, layer_options, warn_of_parts
+from parity.cli.help import Page, Result
+from parity.cli.layers import add_layer_options, layer_options, warn_of_parts
 from parity.cli.messages import refusal, warn
-from parity.cli.options import add_json_option, name_list, write_json
+from parity.cli.options import name_list
+from parity.text import some_of
 
 MOST_GIB = 2**20  # of a shard: a pebibyte
 
@@ -23,7 +24,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
     parser.add_argument("source", metavar="SRC", help="a file, or a folder of shards or of ranks' files")
     parser.add_argument("target", metavar="DST", help="a file, whose suffix decides the format; or a folder")
     parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="from the file's metadata by default")
@@ -52,10 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read everything, say what would be written or refused, and write nothing",
     )
     add_layer_options(parser, "a layer")
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Convert, and print what became of the tensors."""
     from parity.conversion.convert import convert_file
     from parity.conversion.inspect import count_tensors
@@ -65,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     gib = options.max_shard_gib
     if gib is not None and not 0 < gib <= MOST_GIB:
         raise refusal("--max-shard-gib", f"be a number > 0 and <= {MOST_GIB}", {"--max-shard-gib": gib})
-    with progress_bar(count_tensors(options.source)) as on_tensor, in_flags(options):
+    with progress_bar(count_tensors(options.source)) as on_tensor:
         converted = convert_file(
             options.source,
             options.target,
@@ -99,7 +98,5 @@ def run(options: argparse.Namespace) -> int:
         ("quantised in the source, and written as the float32 values that it stands for", converted.dequantised),
     ):
         if names:
-            some = f"{', '.join(names[:6])}{', …' if len(names) > 6 else ''}"
-            warn(f"{what}: {some} ({len(names)})")
-    write_json(options, converted.to_dict())
-    return 0
+            warn(f"{what}: {some_of(names)} ({len(names)})")
+    return 0, converted.to_dict()

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from parity.cli.help import Page
-from parity.cli.layers import add_layer_options, in_flags, layer_options, pairs_of_layers, status_of
+from parity.cli.help import Page, Result
+from parity.cli.layers import add_layer_options, layer_options, pairs_of_layers, status_of
 from parity.cli.messages import refusal
-from parity.cli.options import add_json_option, add_params_option, named_by_flags, write_json
-from parity.cli.paths import is_trace
+from parity.cli.options import add_params_option
+from parity.cli.paths import kind_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +31,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
     parser.add_argument(
         "files",
         nargs="+",
@@ -61,10 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", dest="layouts", action="append", default=[], metavar="LAYOUT", help="of both weight files, or each"
     )
     add_layer_options(parser, "the layer, in both files or each", many=True)
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Print what explains a difference."""
     from parity.cli import ranks, taps
     from parity.reporting.console import console
@@ -95,11 +93,10 @@ def run(options: argparse.Namespace) -> int:
     else:
         raise refusal("diagnose", "be given a trace, two traces, two weight files or a function", str(options.files))
     print_diagnosis(diagnosis, out)
-    write_json(options, diagnosis.to_dict())
-    return 1 if diagnosis.is_wrong else 0
+    return 1 if diagnosis.is_wrong else 0, diagnosis.to_dict()
 
 
-def _diagnose_weights(options: argparse.Namespace, out: Console) -> int:
+def _diagnose_weights(options: argparse.Namespace, out: Console) -> Result:
     """Print what differs between one layer of each of two files, and what explains it: of many, the first that does."""
     from parity.conversion.differences import compare_weights
     from parity.diagnosis.diagnose import Diagnosis
@@ -120,13 +117,16 @@ def _diagnose_weights(options: argparse.Namespace, out: Console) -> int:
                 break
     weights, diagnosis = cast(Any, shown)  # there is a layer
     print_weights(weights, diagnosis, out)
-    write_json(options, {**diagnosis.to_dict(), "weights": weights, "not_compared": pairs.not_compared})
-    return status_of(weights.same, pairs)
+    return status_of(weights.same, pairs), {
+        **diagnosis.to_dict(),
+        "weights": weights,
+        "not_compared": pairs.not_compared,
+    }
 
 
 def _are_traces(files: Sequence[str]) -> bool:
     """Whether the files are traces, all of them or none."""
-    kinds = list(map(is_trace, files))
+    kinds = [kind_of(path) == "trace" for path in files]
     if any(kinds) and not all(kinds):
         raise refusal("both files", "be traces, or neither", " ".join(files))
     return all(kinds)
@@ -136,7 +136,7 @@ def _diagnose_traces(files: Sequence[str], out: Console) -> Diagnosis:
     """The diagnosis of one trace, or of the one of two that goes wrong first."""
     from parity.core.compare import first_difference
     from parity.diagnosis.traces import diagnose_worst, distances, judge_together
-    from parity.reporting.diagnosis import print_difference, print_divergence
+    from parity.reporting.diagnosis import print_divergence
     from parity.running.traces import load_trace
 
     traces = [load_trace(path) for path in files]
@@ -150,7 +150,7 @@ def _diagnose_traces(files: Sequence[str], out: Console) -> Diagnosis:
     if len(traces) > 1:
         print_divergence(sides, distances(traces[0], traces[1], sides), out)
     elif difference := first_difference(sides[0]):
-        print_difference(difference, out)
+        out.print(str(difference), style="red")
     return diagnose_worst(traces, sides)
 
 
@@ -197,17 +197,15 @@ def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
     function = load_callable(options.files[0])
     if isinstance(function, type):
         raise refusal(options.files[0], "be a function or a layer that was made", "the class")
-    with named_by_flags(("params",)):
-        function = made(function, options.files[0], options.params and load_params(options.params))
-        check_has_weights(function, options.files[0])
+    function = made(function, options.files[0], options.params and load_params(options.params))
+    check_has_weights(function, options.files[0])
     framework = options.framework or framework_of(function)
     if framework is None:
         raise refusal("--framework", f"say whose arrays {options.files[0]} takes, one of {list(FRAMEWORKS)}")
     if reason := why_missing(FRAMEWORKS[framework]):
         raise ModuleNotFoundError(reason)
     layouts, prefixes = options.layouts or [None], options.prefix or [None]
-    with in_flags(options):
-        weights, spec = load(options.weights, layouts[0], prefix=prefixes[0], **layer_options(options))
+    weights, spec = load(options.weights, layouts[0], prefix=prefixes[0], **layer_options(options))
     case = probe_case("diagnose", spec, is_causal=False if options.not_causal else None)
     dtype = "bfloat16" if framework == "ttnn" else "float32"  # what its fused kernels take
     return function, make_problem(case, dtype, weights), framework

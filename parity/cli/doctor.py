@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from parity.cli.help import Page
-from parity.cli.options import add_json_option, write_json
+from parity.cli.help import Page, Result
 
 PAGE = Page(
     "what is installed, and what would be skipped and why",
@@ -17,11 +16,10 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
-    add_json_option(parser)
+    """Add nothing: there are no options but those of every command."""
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Print what is installed."""
     from parity.backends import BACKENDS, why_missing
     from parity.backends.numerics import environment
@@ -38,5 +36,4 @@ def run(options: argparse.Namespace) -> int:
     found = environment(name for name in BACKENDS if name not in missing)
     optional = {name: version_of(name) if is_installed(name) else None for name in OPTIONAL}
     print_environment(found, {name: missing.get(name) for name in BACKENDS}, optional, console())
-    write_json(options, {"environment": found, "missing": missing, "optional": optional})
-    return 0
+    return 0, {"environment": found, "missing": missing, "optional": optional}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+Result = tuple[int, Mapping[str, Any]]
+"""The exit status of a command, and what `--json` writes."""
 
 EXIT_STATUS = (
     "exit status: 0 all well, 1 a mismatch, 2 bad usage or something missing, 70 a bug in this program, "

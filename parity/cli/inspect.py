@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from parity.cli.help import Page
+from parity.cli.help import Page, Result
 from parity.cli.layers import add_layer_options, layer_options, warn_of_parts
-from parity.cli.options import add_json_option, write_json
 
 PAGE = Page(
     "what a file holds, and which layouts its attention layers fit",
@@ -17,13 +16,11 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
     parser.add_argument("file", metavar="FILE")
     add_layer_options(parser)
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Print what a file holds."""
     from parity.conversion.inspect import find_layers
     from parity.conversion.ranks import open_checkpoint
@@ -38,5 +35,4 @@ def run(options: argparse.Namespace) -> int:
         print_inspection(options.file, file, found, console())
         told = {"file_format": file.format, "metadata": dict(file.metadata), "tensors": infos}
     warn_of_parts(options.file)
-    write_json(options, {**told, "layers": found})
-    return 0
+    return 0, {**told, "layers": found}

@@ -17,25 +17,9 @@ if TYPE_CHECKING:
     from parity.conversion.layers import FileLayer
     from parity.conversion.not_compared import NotCompared
 
-HEADS = ("num_heads", "num_kv_heads", "head_dim")
-
-FLAGS = {
-    "source": "--from",
-    "layout": "--from",
-    "target": "--to",
-    **{name: flag_of(name) for name in ("prefix", "to_prefix", "drop", "fill_bias", "ranks", "against", "layers")},
-}
-"""Flags of the arguments that the functions behind the commands refuse."""
-
 
 def add_layer_options(parser: argparse.ArgumentParser, what: str = "", *, many: bool = False) -> None:
-    """Options that say which layers of a file are meant, and what its shapes leave open.
-
-    Args:
-        parser: that of the command.
-        what: whose names `--prefix` tells; without it there is no such option.
-        many: whether `--prefix` may be given more than once.
-    """
+    """Add the options that choose layers of a file: `--prefix` for the names of `what`, and what shapes leave open."""
     if what:
         repeated: dict[str, Any] = {"action": "append", "default": []} if many else {}
         about = f"what the names of {what} begin with; {{i}} stands for a number"
@@ -47,11 +31,7 @@ def add_layer_options(parser: argparse.ArgumentParser, what: str = "", *, many: 
 
 
 def layer_options(options: argparse.Namespace) -> LayerKeywords:
-    """Return the keywords of functions that read layers; None for an option that was not given.
-
-    Raises:
-        ValueError: if the base of the RoPE frequencies is not positive and finite.
-    """
+    """Return the keywords of functions that read layers; None for an option that was not given."""
     from mha_spec import Rope
 
     theta = options.rope_theta
@@ -85,31 +65,8 @@ def warn_of_parts(path: str) -> None:
             warn(f"{name or config['model_type']} is not read: {why}")
 
 
-@contextmanager
-def in_flags(options: argparse.Namespace) -> Iterator[None]:
-    """Show refusals with flags instead of arguments: `--to-prefix a` instead of `to_prefix='a'`."""
-    from mha_spec import Refusal
-
-    def rename(name: str, value: Any) -> tuple[str, Any]:
-        if name == "keep_rest":
-            return "--rest", "drop"
-        if name in HEADS:  # layouts have rules about numbers of heads that nobody passed
-            return (name if value is None or value != getattr(options, name) else flag_of(name)), value
-        return FLAGS.get(name, name), value
-
-    try:
-        yield
-    except Refusal as refused:
-        raise refused.renamed(rename) from None
-
-
 class Pairs(NamedTuple):
-    """Layers of two files that belong together.
-
-    Attributes:
-        layers: those of the first file, each with its counterpart.
-        not_compared: what a comparison of them leaves out.
-    """
+    """Layers of two files that belong together, and what a comparison of them leaves out."""
 
     layers: list[tuple[Any, Any]]
     not_compared: list[NotCompared]
@@ -137,11 +94,10 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[Pairs]:
         tell = [tells_layout(path) for path in options.files]
         layouts = [None if told and not all(tell) else layouts[0] for told in tell]
     with ExitStack() as stack:
-        with in_flags(options):
-            opened = [
-                stack.enter_context(open_model(path, layout, prefix=prefix, **layer_options(options)))
-                for path, layout, prefix in zip(options.files, layouts, prefixes, strict=True)
-            ]
+        opened = [
+            stack.enter_context(open_model(path, layout, prefix=prefix, **layer_options(options)))
+            for path, layout, prefix in zip(options.files, layouts, prefixes, strict=True)
+        ]
         one, other = opened[0].layers, _in_order_of(opened[0].layers, opened[1].layers)
         places = [[layer.place for layer in layers] for layers in (one, other)]
         if places[0] != places[1] and not len(one) == len(other) == 1:

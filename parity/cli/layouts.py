@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from parity.cli.help import Page
-from parity.cli.options import add_json_option, write_json
+from parity.cli.help import Page, Result
 
 PAGE = Page(
     "the known layouts, or the tensors of one",
@@ -16,12 +15,10 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
     parser.add_argument("name", nargs="?", metavar="LAYOUT")
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Print the layouts, or one."""
     from parity.conversion.layouts import LAYOUTS, find_layout
     from parity.reporting.console import console
@@ -34,5 +31,4 @@ def run(options: argparse.Namespace) -> int:
     else:
         shown = [find_layout(options.name)]
         print_layout(shown[0], out)
-    write_json(options, {"layouts": shown})
-    return 0
+    return 0, {"layouts": shown}

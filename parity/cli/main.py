@@ -41,7 +41,8 @@ from parity.cli import (
 from parity.cli.clone import FROM_A_CLONE, commands_of_a_clone
 from parity.cli.help import EXIT_STATUS
 from parity.cli.messages import is_writable, refusal, say, warn
-from parity.cli.paths import REPORTS, STANDARD_OUTPUT, check_destinations
+from parity.cli.options import in_flags
+from parity.cli.paths import REPORTS, STANDARD_OUTPUT, check_paths
 from parity.conversion.not_carried import NotCarriedWarning
 from parity.text import in_line
 
@@ -158,7 +159,9 @@ def _signals_raise(*, for_good: bool) -> Iterator[list[int]]:
             latest = time.monotonic() + PATIENCE
         if raised:
             return
-        if hasattr(signal, "setitimer") and _is_importing(frame) and time.monotonic() < latest:
+        places = {each.f_code.co_filename for each, _ in traceback.walk_stack(frame)}
+        is_importing = "<frozen importlib._bootstrap>" in places
+        if hasattr(signal, "setitimer") and is_importing and time.monotonic() < latest:
             before.setdefault(signal.SIGALRM, signal.signal(signal.SIGALRM, interrupt))
             signal.setitimer(signal.ITIMER_REAL, 0.02)  # libraries in C print a traceback when they cannot be imported
             return
@@ -180,36 +183,40 @@ def _signals_raise(*, for_good: bool) -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL if for_good else handler)
 
 
-def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a frame is part of an import."""
-    while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _run_command(options: argparse.Namespace) -> int:
     try:
         os.getcwd()
     except FileNotFoundError:  # libraries would end the process
         raise FileNotFoundError("the current folder must exist, but it was deleted") from None
-    check_destinations(options)
-    run = COMMANDS[options.command].run
+    check_paths(options)
     to_stdout = [flag for flag in REPORTS if getattr(options, flag, None) in STANDARD_OUTPUT]
     if not to_stdout:
-        return run(options)
+        return _run_and_write(options)
     if len(to_stdout) > 1:
         raise refusal(f"--{' and --'.join(to_stdout)}", "not both be standard output")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report"
         setattr(options, to_stdout[0], str(path))
         with redirect_stdout(sys.stderr):  # what is for people goes there
-            status = run(options)
+            status = _run_and_write(options)
         with suppress(BrokenPipeError):  # the reader has seen enough
             sys.stdout.flush()
             sys.stdout.buffer.write(path.read_bytes())
             sys.stdout.flush()
+    return status
+
+
+def _run_and_write(options: argparse.Namespace) -> int:
+    from mha_spec import Refusal
+
+    try:
+        status, content = COMMANDS[options.command].run(options)
+    except Refusal as refused:
+        raise in_flags(refused, options) from None
+    if options.json is not None:
+        from parity.reporting.json import write_json
+
+        write_json(options.json, {"format": 1, **content})
     return status
 
 
@@ -248,13 +255,15 @@ def make_parser() -> argparse.ArgumentParser:
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         page = command.PAGE
-        command.add_arguments(
-            parsers.add_parser(
-                name,
-                help=page.line,
-                description=textwrap.fill(page.about, 78),
-                epilog=page.epilog,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
+        command_parser = parsers.add_parser(
+            name,
+            help=page.line,
+            description=textwrap.fill(page.about, 78),
+            epilog=page.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(command_parser)
+        command_parser.add_argument(
+            "--json", metavar="PATH", help="also write the result as JSON; - is standard output"
         )
     return parser

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -52,12 +51,6 @@ def refusal(argument: str, rule: str, got: Mapping[str, Any] | str = "", /, **va
     from mha_spec import Refusal
 
     return Refusal(argument, rule, got, **values)
-
-
-def near(name: str, known: Collection[str]) -> str:
-    """The names that are nearest to one that is not known, as the beginning of a hint."""
-    found = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
-    return f"near it: {', '.join(found)}; " if found else ""
 
 
 def no_framework() -> str:

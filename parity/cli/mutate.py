@@ -7,9 +7,9 @@ import fnmatch
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from parity.cli.help import Page
+from parity.cli.help import Page, Result
 from parity.cli.messages import refusal
-from parity.cli.options import add_json_option, add_params_option, name_list, named_by_flags, write_json
+from parity.cli.options import add_declarations, check_range, name_list
 
 if TYPE_CHECKING:
     from mha_spec import Refusal
@@ -25,7 +25,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
     parser.add_argument("subject", metavar="PKG.MODULE:CALLABLE", help="a function, or a class of modules")
     parser.add_argument("tests", nargs="+", metavar="COMMAND", help="after --, what runs the tests: pytest …")
     parser.add_argument("--only", type=name_list, metavar="GLOBS", help="names of mistakes, such as 'mask*,scale*'")
@@ -34,18 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, metavar="SECONDS", help="of one run; ten times the first, at least 60, by default"
     )
-    parser.add_argument("--framework", choices=("torch", "jax"), help="of a function, where its module has both")
-    add_params_option(parser)
-    parser.add_argument("--axes", choices=("BNTH", "BTNH", "BTE"), help="of the inputs, where they cannot be inferred")
-    parser.add_argument("--mask-name", metavar="NAME", help="the parameter that takes the mask")
-    parser.add_argument("--mask-true", choices=("hides", "shows"), help="what True in a mask does")
+    add_declarations(parser, ("torch", "jax"))
     parser.add_argument("--padding-true", choices=("hides", "shows"), help="what True in a padding mask does")
-    parser.add_argument("--causal-name", metavar="NAME", help="the parameter that is the causal flag")
-    parser.add_argument("--causal", choices=("top-left", "bottom-right"), help="how it is aligned")
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Plant the mistakes, and print what became of them."""
     from parity.conformance.discover import load_params
     from parity.mutating.mistakes import planted_in
@@ -54,15 +46,13 @@ def run(options: argparse.Namespace) -> int:
     from parity.reporting.console import console, progress_bar
     from parity.reporting.mutate import print_mutations
 
-    if options.jobs < 1:
-        raise refusal("--jobs", "be at least 1", {"--jobs": options.jobs})
+    check_range(options, "jobs", 1)
     if options.timeout is not None and not options.timeout > 0:
         raise refusal("--timeout", "be above 0", {"--timeout": options.timeout})
     wanted = _wanted(options.only, options.skip)
     claims = ("framework", "axes", "mask_name", "mask_true", "padding_true", "causal_name", "causal")
-    with named_by_flags((*claims, "params")):
-        params = None if options.params is None else load_params(options.params)
-        view = view_of(options.subject, params=params, **{name: getattr(options, name) for name in claims})
+    params = None if options.params is None else load_params(options.params)
+    view = view_of(options.subject, params=params, **{name: getattr(options, name) for name in claims})
     fit, reasons = planted_in(view)
     names = [name for name in fit if name in wanted]
     left_out = {name: reason for name, reason in reasons.items() if name in wanted}
@@ -76,9 +66,8 @@ def run(options: argparse.Namespace) -> int:
     if not outcomes:
         raise _nothing(options, left_out)
     print_mutations(options.subject, outcomes, left_out, console(), view.note)
-    found = {"outcomes": outcomes, "not_planted": left_out}
-    write_json(options, {"subject": options.subject, "not_examined": view.note, **found})
-    return 0 if all(outcome.is_caught for outcome in outcomes) else 1
+    found = {"subject": options.subject, "not_examined": view.note, "outcomes": outcomes, "not_planted": left_out}
+    return 0 if all(outcome.is_caught for outcome in outcomes) else 1, found
 
 
 def _nothing(options: argparse.Namespace, left_out: Mapping[str, str]) -> Refusal:

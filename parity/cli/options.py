@@ -1,13 +1,36 @@
-"""Options: their names, the types of their values, and the one that every command has."""
+"""Options: their names, and the types of their values."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+import math
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from parity.cli.messages import refusal
+
+if TYPE_CHECKING:
+    from mha_spec import Refusal
+
+HEADS = ("num_heads", "num_kv_heads", "head_dim")
+
+ARGUMENTS = (
+    *("prefix", "to_prefix", "drop", "fill_bias", "ranks", "against", "layers", *HEADS),
+    *(
+        "case",
+        "framework",
+        "params",
+        "axes",
+        "d_model",
+        "mask_name",
+        "mask_true",
+        "padding_true",
+        "causal_name",
+        "causal",
+    ),
+)
+"""Arguments of the functions behind the commands that are the options of the same names."""
 
 
 def flag_of(name: str) -> str:
@@ -15,18 +38,22 @@ def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-@contextmanager
-def named_by_flags(names: Collection[str]) -> Iterator[None]:
-    """Raise refusals with the flags of some arguments instead of their names."""
-    from mha_spec import Refusal
+def in_flags(refused: Refusal, options: argparse.Namespace) -> Refusal:
+    """Return a refusal of an argument of a function as that of the flag behind it: `--to-prefix` for `to_prefix`."""
+    flags = {name: flag_of(name) for name in ARGUMENTS if hasattr(options, name)}
+    if hasattr(options, "layout") or hasattr(options, "layouts"):
+        flags |= {"source": "--from", "layout": "--from"}
+    if hasattr(options, "to"):
+        flags |= {"target": "--to"}
 
     def rename(name: str, value: Any) -> tuple[str, Any]:
-        return flag_of(name) if name in names else name, value
+        if name == "keep_rest":
+            return "--rest", "drop"
+        # Layouts have rules about numbers of heads that nobody passed.
+        is_passed = name not in HEADS or (value is not None and value == getattr(options, name, None))
+        return flags.get(name, name) if is_passed else name, value
 
-    try:
-        yield
-    except Refusal as error:
-        raise error.renamed(rename) from error
+    return refused.renamed(rename)
 
 
 def add_params_option(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +63,17 @@ def add_params_option(parser: argparse.ArgumentParser) -> None:
         metavar="PKG.MODULE:NAME",
         help="weights of a function that takes them, attention(params, x): a mapping or a function that returns one",
     )
+
+
+def add_declarations(parser: argparse.ArgumentParser, frameworks: Sequence[str]) -> None:
+    """Options that declare what cannot be inferred of an attention."""
+    parser.add_argument("--framework", choices=frameworks, help="of a function, where its module has more than one")
+    add_params_option(parser)
+    parser.add_argument("--axes", choices=("BNTH", "BTNH", "BTE"), help="of the inputs, where they cannot be inferred")
+    parser.add_argument("--mask-name", metavar="NAME", help="the parameter that takes the mask")
+    parser.add_argument("--mask-true", choices=("hides", "shows"), help="declare what True in a mask does")
+    parser.add_argument("--causal-name", metavar="NAME", help="the parameter that is the causal flag")
+    parser.add_argument("--causal", choices=("top-left", "bottom-right"), help="declare how it is aligned")
 
 
 def name_list(text: str) -> list[str]:
@@ -54,47 +92,28 @@ def named_path(text: str) -> tuple[str, str]:
     return name, path
 
 
-def number_list(text: str) -> list[int]:
-    """The type of an option that takes integers with commas between them."""
-    try:
-        return list(map(int, name_list(text)))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be numbers, got {text}") from None
-
-
 def range_list(text: str) -> list[int]:
     """The type of an option that takes numbers and ranges of them: `0,5-7`."""
     found: list[int] = []
-    for word in name_list(text):
-        first, dash, last = word.partition("-")
-        try:
+    with suppress(ValueError):
+        for first, dash, last in (word.partition("-") for word in name_list(text)):
             found += range(int(first), int(last if dash else first) + 1)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be numbers and ranges of them, such as 0,5-7, got {text}") from None
-    if not found:
-        raise argparse.ArgumentTypeError(f"must be numbers and ranges of them, such as 0,5-7, got {text}")
-    return found
+        if found:
+            return found
+    raise argparse.ArgumentTypeError(f"must be numbers and ranges of them, such as 0,5-7, got {text}")
+
+
+def check_range(options: argparse.Namespace, name: str, least: int, most: float = math.inf) -> None:
+    """Refuse a number that is too small or too large."""
+    value = getattr(options, name)
+    if value < least:
+        raise refusal(flag_of(name), f"be at least {least}", {flag_of(name): value})
+    if value > most:
+        raise refusal(flag_of(name), f"be at most {most}", {flag_of(name): value})
 
 
 def check_names(flag: str, given: Sequence[str] | None, known: Collection[str]) -> None:
-    """Refuse a name that is not known.
-
-    Raises:
-        ValueError: if one of those that are given is not.
-    """
+    """Refuse a name that is not known."""
     for name in given or ():
         if name not in known:
             raise refusal(flag, f"be of {', '.join(known)}", {flag: name})
-
-
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    """The option that every command has."""
-    parser.add_argument("--json", metavar="PATH", help="also write the result as JSON; - is standard output")
-
-
-def write_json(options: argparse.Namespace, content: Mapping[str, Any]) -> None:
-    """Write a result where `--json` says, if it says anything."""
-    if options.json is not None:
-        from parity.reporting import json
-
-        json.write_json(options.json, {"format": 1, **content})

@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from parity.cli.help import Page
-from parity.cli.layers import add_layer_options, in_flags, layer_options
-from parity.cli.messages import near, refusal
-from parity.cli.options import add_json_option, number_list, write_json
-from parity.cli.paths import is_trace
+from parity.cli.help import Page, Result
+from parity.cli.layers import add_layer_options, layer_options
+from parity.cli.messages import refusal
+from parity.cli.options import range_list
+from parity.cli.paths import kind_of
 
 PAGE = Page(
     "heat maps of attention: which query attends to which key, head by head",
@@ -21,7 +21,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
     parser.add_argument("source", metavar="SRC", help="a trace, or a file with the weights of a layer")
     parser.add_argument("target", metavar="DST", help="the picture, .png or .svg")
     given = parser.add_mutually_exclusive_group()
@@ -33,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     labels.add_argument("--tokens", metavar="A,B", help="labels of the keys, and of as many queries")
     labels.add_argument("--tokens-file", metavar="FILE", help="the same, one a line")
     parser.add_argument("--query-tokens", metavar="A,B", help="labels of the queries, where they differ")
-    parser.add_argument("--heads", type=number_list, metavar="I,J", help="all by default")
+    parser.add_argument("--heads", type=range_list, metavar="0,5-7", help="all by default")
     parser.add_argument(
         "--sequence", type=int, default=0, metavar="B", help="which sequence of the batch; 0 by default"
     )
@@ -42,10 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", "--layout", dest="layout", metavar="LAYOUT", help="from the file's metadata by default"
     )
     add_layer_options(parser, "the layer")
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Draw, and print what was drawn."""
     from parity.reporting.console import console
     from parity.reporting.plot import check_destination, plot_attention
@@ -69,25 +67,21 @@ def run(options: argparse.Namespace) -> int:
     told = f"{stage}, sequence {options.sequence}, {drawn}; wrote {options.target}"
     console().print(told, soft_wrap=True)
     content = {"stage": stage, "sequence": options.sequence, "heads": heads, "shape": list(attn_weights.shape)}
-    write_json(options, {**content, "target": options.target})
-    return 0
+    return 0, {**content, "target": options.target}
 
 
 def _attention(options: argparse.Namespace) -> tuple[str, Any]:
     """The stage and the attention weights that `plot` was asked for: a trace's, or a layer's for an input."""
     from parity.conversion.convert import load
-    from parity.core.cases import CASES, find_case
+    from parity.core.cases import case_named
     from parity.diagnosis.attention import attention_for, attention_in, attention_in_case, read_array
     from parity.running.traces import load_trace
 
-    case = None if options.case is None else find_case(options.case)
-    if options.case is not None and case is None:
-        nearest = near(options.case, CASES)
-        raise refusal("--case", "name a case", {"--case": options.case}, hint=f"{nearest}see `mha-parity cases`")
+    case = None if options.case is None else case_named(options.case)
     of_input = {"--causal": options.causal, "--key-input": options.key_input}
     of_layer = {"--input": options.input, "--case": options.case, **of_input, "--from": options.layout}
     of_layer |= {"--prefix": options.prefix}
-    if is_trace(options.source):
+    if kind_of(options.source) == "trace":
         if needless := [flag for flag, value in of_layer.items() if value]:
             raise refusal(", ".join(needless), "be left out for a trace", str(options.source))
         return attention_in(load_trace(options.source), options.stage)
@@ -97,8 +91,7 @@ def _attention(options: argparse.Namespace) -> tuple[str, Any]:
         raise refusal(", ".join(needless), "come with --input")
     if options.input is None and case is None:
         raise refusal("--input or --case", "say what the layer is applied to")
-    with in_flags(options):
-        weights, spec = load(options.source, options.layout, prefix=options.prefix, **layer_options(options))
+    weights, spec = load(options.source, options.layout, prefix=options.prefix, **layer_options(options))
     if case is not None:
         return attention_in_case(weights, spec, case)
     query = read_array(str(options.input))

@@ -9,9 +9,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from parity.cli.layers import in_flags, layer_options
+from parity.cli.help import Result
+from parity.cli.layers import layer_options
 from parity.cli.messages import refusal
-from parity.cli.options import flag_of, write_json
+from parity.cli.options import flag_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,7 +25,7 @@ INPUTS = ("query", "key", "cotangent")
 """What a file holds beside stages, where the layer is that of --weights."""
 
 
-def diagnose(options: argparse.Namespace) -> int:
+def diagnose(options: argparse.Namespace) -> Result:
     """Say which ranks are wrong, and which mistake of dividing explains all of them."""
     from parity.core.weights import load_tensors
     from parity.diagnosis.ranks import diagnose_ranks
@@ -36,7 +37,7 @@ def diagnose(options: argparse.Namespace) -> int:
         told = f"{len(paths)}: {' '.join(paths)}"
         raise refusal(f"--ranks {options.ranks}", f"come with a file of each rank, {size} in order", told)
     if twice := next((path for path in paths if paths.count(path) > 1), ""):
-        raise refusal("ranks", "have a file each", f"{twice} twice")
+        raise refusal("each rank", "have a file of its own", f"{twice} twice")
     _check_order(paths)
     files = {path: load_tensors(path)[0] for path in paths}
     problem = _problem_of_case(options, files) if options.weights is None else _problem_of_layer(options, files)
@@ -44,8 +45,7 @@ def diagnose(options: argparse.Namespace) -> int:
     diagnosis = diagnose_ranks(observed, problem, **divided)
     style = "" if diagnosis.is_wrong else "bold green"
     console().print(str(diagnosis), style=style, soft_wrap=True)
-    write_json(options, diagnosis.to_dict())
-    return 1 if diagnosis.is_wrong else 0
+    return 1 if diagnosis.is_wrong else 0, diagnosis.to_dict()
 
 
 def _check_order(paths: Sequence[str]) -> None:
@@ -72,7 +72,7 @@ def _divided(text: str) -> dict[str, int]:
 
 def _problem_of_case(options: argparse.Namespace, files: Mapping[str, Stages]) -> Problem:
     """A case that is known here."""
-    from parity.core.cases import find_case
+    from parity.core.cases import case_named
     from parity.core.problem import make_problem
 
     if options.case is None:
@@ -80,8 +80,7 @@ def _problem_of_case(options: argparse.Namespace, files: Mapping[str, Stages]) -
     said = {"from": options.layouts, "prefix": options.prefix, "not-causal": options.not_causal}
     if needless := [flag_of(name) for name, value in (said | layer_options(options)).items() if value]:
         raise refusal(", ".join(needless), "come with --weights")
-    if (case := find_case(options.case)) is None:
-        raise refusal("--case", "be one of `mha-parity cases`, or random-N", {"--case": options.case})
+    case = case_named(options.case)
     _check_names(options, files, ())
     return make_problem(case, _dtype_of(files))
 
@@ -98,9 +97,8 @@ def _problem_of_layer(options: argparse.Namespace, files: Mapping[str, Stages]) 
 
     if options.case is not None:
         raise refusal("--case", "not be combined with --weights, which has a layer of its own")
-    with in_flags(options):
-        layout, prefix = (options.layouts or [None])[0], (options.prefix or [None])[0]
-        weights, spec = load(options.weights, layout, prefix=prefix, **layer_options(options))
+    layout, prefix = (options.layouts or [None])[0], (options.prefix or [None])[0]
+    weights, spec = load(options.weights, layout, prefix=prefix, **layer_options(options))
     _check_names(options, files, INPUTS)
     inputs = {}
     for name in INPUTS:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from parity.cli.options import add_json_option
+from parity.cli.help import Result
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     """Options that say where a report is written."""
-    add_json_option(parser)
     parser.add_argument("--junit", metavar="PATH", help="also write the result as JUnit XML")
     parser.add_argument("--html", metavar="PATH", help="also write the result as one page that needs no network")
 
@@ -24,15 +23,12 @@ def attention_maps(options: argparse.Namespace) -> Any:
     return AttentionMaps()
 
 
-def print_and_write(options: argparse.Namespace, results: Any, maps: Any) -> int:
-    """Print a report, write it where the options say, and give back its exit status."""
+def print_and_write(options: argparse.Namespace, results: Any, maps: Any) -> Result:
+    """Print a report, and write it where the options say."""
     from parity.reporting.console import console
-    from parity.reporting.json import write_json
     from parity.reporting.run import print_report
 
     print_report(results, console(), verbose=options.verbose, quiet=options.quiet)
-    if options.json is not None:
-        write_json(options.json, results.to_dict())
     if options.junit is not None:
         from parity.reporting.junit import write_junit
 
@@ -41,4 +37,4 @@ def print_and_write(options: argparse.Namespace, results: Any, maps: Any) -> int
         from parity.reporting.html import write_html
 
         write_html(options.html, results, maps)
-    return results.status
+    return results.status, results.to_dict()

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from parity.backends import BACKENDS
 from parity.cli.cases import cases_named
-from parity.cli.help import Page
-from parity.cli.layers import add_layer_options, in_flags, layer_options, said_of_layers, warn_of_parts
+from parity.cli.help import Page, Result
+from parity.cli.layers import add_layer_options, layer_options, said_of_layers, warn_of_parts
 from parity.cli.messages import no_framework, refusal
-from parity.cli.options import check_names, name_list, named_path, range_list
+from parity.cli.options import check_names, check_range, name_list, named_path, range_list
 from parity.cli.reports import add_report_options, attention_maps, print_and_write
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
     parser.add_argument(
         "--backends",
         type=name_list,
@@ -96,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_report_options(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Run the cases, print the report and write it."""
     from parity.backends import why_missing
     from parity.conversion.convert import load
@@ -108,8 +107,7 @@ def run(options: argparse.Namespace) -> int:
 
     check_names("--backends", options.backends, BACKENDS)
     check_names("--dtypes", options.dtypes, DTYPES)
-    if options.jobs < 1:
-        raise refusal("--jobs", "be at least 1", {"--jobs": options.jobs})
+    check_range(options, "jobs", 1)
     if options.jobs > 1 and options.model is not None:
         raise refusal("--jobs", "be 1 with --model, whose layers are read one at a time", {"--jobs": options.jobs})
     cases, maps = _chosen_cases(options), attention_maps(options)
@@ -131,8 +129,7 @@ def run(options: argparse.Namespace) -> int:
         return print_and_write(options, results, maps)
     weights = None
     if options.weights is not None:
-        with in_flags(options):
-            weights, spec = load(options.weights, options.layout, prefix=options.prefix, **layer_options(options))
+        weights, spec = load(options.weights, options.layout, prefix=options.prefix, **layer_options(options))
         cases = cases_of(f"weights-{Path(options.weights).stem}", spec)
     runs = sum(1 if case.dtype else len(options.dtypes) for case in cases) * len(backends)
     with progress_bar(runs) as on_case, ExitStack() as stack:
@@ -198,7 +195,7 @@ def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:
     if options.against == "transformers" and find_spec("transformers") is None:
         raise ModuleNotFoundError("--against transformers needs transformers; pip install transformers")
     warn_of_parts(options.model)
-    with progress_bar(None) as on_case, in_flags(options):
+    with progress_bar(None) as on_case:
         return run_model(
             options.model,
             options.backends,
@@ -216,10 +213,7 @@ def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:
 def _chosen_cases(options: argparse.Namespace) -> list[Case]:
     from parity.core.cases import QUICK, random_case
 
-    if options.random < 0:
-        raise refusal("--random", "be at least 0", {"--random": options.random})
-    if options.random > MOST_RANDOM:
-        raise refusal("--random", f"be at most {MOST_RANDOM}", {"--random": options.random})
+    check_range(options, "random", 0, MOST_RANDOM)
     drawn = {case.name: case for case in map(random_case, range(options.random))}
     named = QUICK
     if options.cases is not None:

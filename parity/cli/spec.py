@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from parity.cli.help import Page
-from parity.cli.options import add_json_option, write_json
+from parity.cli.help import Page, Result
 
 PAGE = Page(
     "what each attention layer of a model computes, by its config.json",
@@ -17,7 +16,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
     parser.add_argument("path", metavar="PATH", help="a config.json, or the folder that it lies in")
     parser.add_argument(
         "--part",
@@ -25,10 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a model with several parts one alone: the key of its configuration, text_config, or the keys on "
         "the way to it, thinker_config.text_config",
     )
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Print the specifications."""
     from parity.models.config import read_config
     from parity.models.specs import known_parts, part_of, specs_of, unknown_parts
@@ -46,5 +43,4 @@ def run(options: argparse.Namespace) -> int:
     for name, why in unread.items():
         print_heading(name or str(config["model_type"]), out, f"not read: {why}")
     told = [{**layer.to_dict(), "section": name} for name, found in layers.items() for layer in found]
-    write_json(options, {"layers": told, "not_read": unread})
-    return 0
+    return 0, {"layers": told, "not_read": unread}

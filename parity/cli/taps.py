@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parity.cli.help import Result
 from parity.cli.messages import refusal
-from parity.cli.options import write_json
 from parity.cli.paths import kind_of
 
 if TYPE_CHECKING:
@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def are_taps(paths: Sequence[str]) -> bool:
-    """Whether paths are recordings, all of them or none.
-
-    Raises:
-        OSError: if a file cannot be read.
-        ValueError: if some are and some are not, or there are more than two.
-    """
+    """Return if paths are recordings, one or two; refuse a mixture."""
     kinds = [Path(path).is_file() and kind_of(path) == "tap" for path in paths]
     if not any(kinds):
         return False
@@ -30,7 +25,7 @@ def are_taps(paths: Sequence[str]) -> bool:
     return True
 
 
-def compare(options: argparse.Namespace) -> int:
+def compare(options: argparse.Namespace) -> Result:
     """Judge recordings by their model, as a report; or two by each other."""
     from parity.cli.reports import attention_maps, print_and_write
     from parity.running.taps import compare_with, report_of
@@ -42,11 +37,11 @@ def compare(options: argparse.Namespace) -> int:
         return _compare_two(options.traces, options, with_table=True)
     maps = attention_maps(options)
     verdicts = compare_with(options.weights, options.traces)
-    print_and_write(options, report_of(verdicts), maps)
-    return 0 if all(verdict.passed for verdict in verdicts.values()) else 1
+    _, content = print_and_write(options, report_of(verdicts), maps)
+    return 0 if all(verdict.passed for verdict in verdicts.values()) else 1, content
 
 
-def diagnose(options: argparse.Namespace) -> int:
+def diagnose(options: argparse.Namespace) -> Result:
     """Say which layer goes wrong, at which stage, and why."""
     from parity.reporting.console import console
     from parity.reporting.taps import print_verdict
@@ -58,11 +53,10 @@ def diagnose(options: argparse.Namespace) -> int:
     for path, verdict in verdicts.items():
         print_verdict(verdict, path if len(verdicts) > 1 else "", console())
     told = [{"recording": path, **verdict.to_dict()} for path, verdict in verdicts.items()]
-    write_json(options, {"recordings": told})
-    return 0 if all(verdict.passed for verdict in verdicts.values()) else 1
+    return 0 if all(verdict.passed for verdict in verdicts.values()) else 1, {"recordings": told}
 
 
-def _compare_two(paths: Sequence[str], options: argparse.Namespace, *, with_table: bool) -> int:
+def _compare_two(paths: Sequence[str], options: argparse.Namespace, *, with_table: bool) -> Result:
     from parity.diagnosis.tap_pairs import judge_taps
     from parity.reporting.console import console
     from parity.reporting.taps import print_difference
@@ -72,5 +66,4 @@ def _compare_two(paths: Sequence[str], options: argparse.Namespace, *, with_tabl
         raise refusal("--weights", f"name the folder of the model that {paths[0]} should be of, or give two")
     difference: TapDifference = judge_taps(*map(load_tap, paths))
     print_difference(difference, console(), with_table=with_table)
-    write_json(options, difference.to_dict())
-    return 0 if difference.agrees else 1
+    return 0 if difference.agrees else 1, difference.to_dict()

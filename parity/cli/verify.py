@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from parity.cli.help import Page
+from parity.cli.help import Page, Result
 from parity.cli.layers import add_layer_options, pairs_of_layers, status_of
 from parity.cli.messages import warn
-from parity.cli.options import add_json_option, write_json
 
 PAGE = Page(
     "do two files hold the same attention?",
@@ -23,16 +22,14 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
     parser.add_argument("files", nargs=2, metavar="FILE")
     parser.add_argument(
         "--from", dest="layouts", action="append", default=[], metavar="LAYOUT", help="of both, or each"
     )
     add_layer_options(parser, "the layer, in both files or each", many=True)
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Compare the layers, and print the verdicts."""
     from dataclasses import replace
 
@@ -63,5 +60,4 @@ def run(options: argparse.Namespace) -> int:
     print_verdicts(verdicts, diagnosis, options.files, console(), pairs.not_compared)
     results = [each for verdict in verdicts for each in verdict.stages]
     told = {"results": results, "layers": verdicts, "diagnosis": diagnosis, "not_compared": pairs.not_compared}
-    write_json(options, told)
-    return status_of(all(verdict.weights.same for verdict in verdicts), pairs)
+    return status_of(all(verdict.weights.same for verdict in verdicts), pairs), told

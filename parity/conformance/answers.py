@@ -37,7 +37,7 @@ class Finding:
     """What one path answered. Two are equal if they say the same, whatever the numbers are.
 
     Attributes:
-        words: for people; of a question that is refused as a whole, none.
+        words: for people.
         kind: what it amounts to.
         seen: the numbers, or the reason of an error.
         exception: what the subject raised, where it raised anything.
@@ -52,20 +52,9 @@ class Finding:
         return self.words
 
     @property
-    def told(self) -> str:
-        """The words, and of a refusal the reason."""
-        return ": ".join(filter(None, (self.words, self.seen))) if self.kind is Kind.REFUSED else self.words
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """The first reason that was given for not doing what was asked."""
-
-    path: Path
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
+    def with_reason(self) -> str:
+        """Words, and the reason of a refusal."""
+        return f"{self.words}: {self.seen}" if self.kind is Kind.REFUSED else self.words
 
 
 @dataclass(frozen=True)
@@ -77,8 +66,8 @@ class Answer(JsonRecord):
         kind: what it amounts to.
         words: for the cell of the matrix.
         example: of a broken promise: shapes, seed, path and the numbers seen.
-        findings: what each path answered, where several were asked.
-        refusal: where something was refused.
+        findings: what each path answered.
+        refusal: the first path on which something was refused, and the reason.
         exception: what the subject raised where it broke the promise, or else where it refused.
     """
 
@@ -87,7 +76,7 @@ class Answer(JsonRecord):
     words: str
     example: str = ""
     findings: Mapping[Path, Finding] = field(default_factory=dict)
-    refusal: Refusal | None = None
+    refusal: str = ""
     exception: BaseException | None = field(default=None, compare=False)
 
     IN_JSON = ("question", "status", "words", "example", "by_path", "refusal")
@@ -100,7 +89,7 @@ class Answer(JsonRecord):
     @property
     def by_path(self) -> dict[str, str]:
         """What each path answered, in words."""
-        return {str(path): finding.told for path, finding in self.findings.items()}
+        return {str(path): finding.with_reason for path, finding in self.findings.items()}
 
     @property
     def is_broken(self) -> bool:
@@ -110,11 +99,7 @@ class Answer(JsonRecord):
     @property
     def was_asked(self) -> bool:
         """Whether there was anything to ask: a refusal is an answer, too."""
-        return self.kind is not Kind.ABSENT or self.refusal is not None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them."""
-        return {**super().to_dict(), "refusal": str(self.refusal or "")}
+        return self.kind is not Kind.ABSENT or bool(self.refusal)
 
 
 @dataclass(frozen=True)
@@ -125,25 +110,29 @@ class Question:
         name: of the column.
         asks: what is asked, in words.
         function: asks it: `(examination, question) -> answer`.
+        is_offered: tells of an examination whether its subject offers anything to ask this of.
     """
 
     name: str
     asks: str
     function: Callable[[Any, Question], Answer]
+    is_offered: Callable[[Any], bool]
 
     def ask(self, examination: Any) -> Answer:
-        """The answer of the subject that is under examination."""
-        return self.function(examination, self)
+        """Ask the subject that is under examination."""
+        return self.function(examination, self) if self.is_offered(examination) else self.not_offered
 
     @property
     def not_offered(self) -> Answer:
-        """The answer of a subject that offers nothing to ask this of."""
+        """Answer of a subject that offers nothing to ask this of."""
         return Answer(self.name, Kind.ABSENT, "—")
 
 
-def asks(name: str, words: str) -> Callable[[Callable[[Any, Question], Answer]], Question]:
-    """Makes a question of the function that asks it."""
-    return lambda function: Question(name, words, function)
+def asks(
+    name: str, words: str, where: Callable[[Any], bool] = lambda examination: True
+) -> Callable[[Callable[[Any, Question], Answer]], Question]:
+    """Makes a question of the function that asks it, where a subject offers what it is about."""
+    return lambda function: Question(name, words, function, where)
 
 
 @dataclass(frozen=True)

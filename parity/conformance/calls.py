@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.conformance.subjects import Call, Inputs, Path, Subject
+from parity.conformance.subjects import Inputs, Path, Subject
 from parity.core.arrays import to_numpy
-from parity.core.weights import Weights, dtype_named
+from parity.core.weights import Weights, dtype_named, is_floating
 
 
 class Refused(Exception):
@@ -33,7 +33,6 @@ class Failed(Exception):
 
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 LIBRARIES = ("torch", "jax", "jaxlib", "flax", "keras", "equinox", "jaxtyping", "ttnn")
-FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -73,26 +72,41 @@ def run(
         Refused: if the subject raises an error that is meant, see `REFUSALS`, or one of its library's own.
         Failed: if it raises another, or its output is not an array of floating-point numbers, one row for each query.
     """
-    dtype = dtype_named(path.dtype)
-    given = {id(x): x.astype(dtype) for x in inputs}
-    if subject.axes == "BTNH":
-        given = {name: x.swapaxes(1, 2) for name, x in given.items()}
-    order = (lambda x: np.ascontiguousarray(x.swapaxes(0, -1)).swapaxes(0, -1)) if strided else np.ascontiguousarray
-    given = {name: order(x) for name, x in given.items()}
+    dtype, swaps = dtype_named(path.dtype), subject.axes == "BTNH"
+
+    def ordered(x: np.ndarray) -> np.ndarray:
+        x = x.swapaxes(1, 2) if swaps else x
+        return np.ascontiguousarray(x.swapaxes(0, -1)).swapaxes(0, -1) if strided else np.ascontiguousarray(x)
+
+    given = {id(x): ordered(x.astype(dtype)) for x in inputs}
     if cotangent is not None:
-        cotangent = cotangent.swapaxes(1, 2) if subject.axes == "BTNH" else cotangent
+        cotangent = cotangent.swapaxes(1, 2) if swaps else cotangent
         cotangent = np.ascontiguousarray(cotangent.astype(dtype))
     options = {name: option for name, option in options.items() if option is not None and option is not False}
     options |= {"need_weights": True} if path.need_weights else {}
-    made = {} if spec is None else {"spec": spec, "weights": weights}
-    names = [id(x) for x in inputs]
+
+    def prepare(from_numpy: Callable[[np.ndarray], Any], kind: Any) -> Attend:
+        call = subject.make(path) if spec is None else subject.make(path, spec=spec, weights=weights)
+        converted = {name: from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+
+        def attend(*arrays: Any) -> tuple[Any, Any]:
+            by_id = dict(zip(given, arrays, strict=True))
+            output, attn_weights = call(*(by_id[id(x)] for x in inputs), **converted)
+            if not isinstance(output, kind):
+                raise Failed("no array", f"the output is not an array but {type(output).__name__}")
+            return output, attn_weights
+
+        return attend
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            output, attn_weights, grads = _RUNNERS[subject.framework](
-                lambda: subject.make(path, **made), path, given, names, options, cotangent, seed
-            )
-        _check_output(subject, output, given[names[0]].shape)
+            run_in = _RUNNERS[subject.framework]
+            output, attn_weights, grads = run_in(path, [*given.values()], prepare, cotangent, seed)
+        output = to_numpy(output)
+        _check_output(subject, output, given[id(inputs[0])].shape)
+        attn_weights = None if attn_weights is None else to_numpy(attn_weights).astype(np.float64)
+        grads = tuple(to_numpy(grad).astype(np.float64) for grad in grads)
     except Failed:
         raise
     except Exception as error:  # whatever another library raises
@@ -101,9 +115,7 @@ def run(
         reason = f"{kind}: {reason}" if reason else kind
         raise (Refused(reason) if _is_meant(error, subject.framework) else Failed(kind, reason)) from error
     output = output.astype(np.float64)
-    if subject.axes == "BTNH":
-        output = output.swapaxes(1, 2)
-    return Result(output, attn_weights, grads)
+    return Result(output.swapaxes(1, 2) if swaps else output, attn_weights, grads)
 
 
 def _is_meant(error: Exception, framework: str) -> bool:
@@ -120,7 +132,7 @@ def _is_meant(error: Exception, framework: str) -> bool:
 
 
 def _check_output(subject: Subject, output: np.ndarray, query_shape: Sequence[int]) -> None:
-    if str(output.dtype) not in FLOATS:
+    if not is_floating(output.dtype):
         raise Failed(f"gives {output.dtype}", f"the output is of dtype {output.dtype}, which is not floating point")
     is_fit = (
         output.ndim == 3 and output.shape[:2] == query_shape[:2] if subject.is_layer else output.shape == query_shape
@@ -130,40 +142,26 @@ def _check_output(subject: Subject, output: np.ndarray, query_shape: Sequence[in
         raise Failed("wrong shape", f"the output is of shape {output.shape}, not {wanted}")
 
 
-def _check_array(output: Any, kind: type | tuple[type, ...]) -> None:
-    if not isinstance(output, kind):
-        raise Failed("no array", f"the output is not an array but {type(output).__name__}")
+Arrays = Sequence[np.ndarray]
+Outputs = tuple[Any, Any, Sequence[Any]]
+Attend = Callable[..., tuple[Any, Any]]
+Prepare = Callable[[Callable[[np.ndarray], Any], Any], Attend]
+"""Makes the subject, from a framework's conversion of arrays and the type of its outputs."""
 
 
-def _run_torch(
-    make: Callable[[], Call],
-    path: Path,
-    given: Mapping[int, np.ndarray],
-    names: list[int],
-    options: dict[str, Any],
-    cotangent: np.ndarray | None,
-    seed: int,
-) -> Any:
+def _run_torch(path: Path, arrays: Arrays, prepare: Prepare, cotangent: np.ndarray | None, seed: int) -> Outputs:
     import torch
 
     from parity.backends.torch import from_numpy
 
-    leaves = {name: from_numpy(x).requires_grad_(path.grad) for name, x in given.items()}
-    options = {name: from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    leaves = [from_numpy(x).requires_grad_(path.grad) for x in arrays]
     with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(path.grad):
         _seed_torch(0)
-        call = make()
+        attend = prepare(from_numpy, torch.Tensor)
         _seed_torch(seed)
-        output, attn_weights = call(*(leaves[name] for name in names), **options)
-        _check_array(output, torch.Tensor)
-        grads = ()
-        if cotangent is not None:
-            grads = torch.autograd.grad(output, list(leaves.values()), from_numpy(cotangent))
-    return (
-        to_numpy(output),
-        None if attn_weights is None else to_numpy(attn_weights).astype(np.float64),
-        tuple(to_numpy(grad).astype(np.float64) for grad in grads),
-    )
+        output, attn_weights = attend(*leaves)
+        grads = () if cotangent is None else torch.autograd.grad(output, leaves, from_numpy(cotangent))
+    return output, attn_weights, grads
 
 
 def _seed_torch(seed: int) -> None:
@@ -174,68 +172,32 @@ def _seed_torch(seed: int) -> None:
     seeded.manual_seed(seed)
 
 
-def _run_jax(
-    make: Callable[[], Call],
-    path: Path,
-    given: Mapping[int, np.ndarray],
-    names: list[int],
-    options: dict[str, Any],
-    cotangent: np.ndarray | None,
-    seed: int,
-) -> Any:
+def _run_jax(path: Path, arrays: Arrays, prepare: Prepare, cotangent: np.ndarray | None, _: int) -> Outputs:
     import jax
 
     from parity.backends.jax import from_numpy
-
-    def apply(*arrays: Any) -> Any:
-        by_name = dict(zip(given, arrays, strict=True))
-        output, attn_weights = call(*(by_name[name] for name in names), **options)
-        _check_array(output, (jax.Array, np.ndarray))
-        return output, attn_weights
 
     with (
         jax.numpy_dtype_promotion("standard"),  # as a user has them
         jax.numpy_rank_promotion("allow"),
         jax.default_matmul_precision("highest"),  # but no TF32, whose rounding would look like a difference
     ):
-        call = make()
-        arrays = [from_numpy(x) for x in given.values()]
-        options = {name: from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
-        grads: tuple[Any, ...] = ()
-        if path.grad:
-            output, backward, attn_weights = jax.vjp(apply, *arrays, has_aux=True)
-            if cotangent is not None:
-                grads = backward(from_numpy(cotangent).astype(output.dtype))
-        else:
-            output, attn_weights = apply(*arrays)
-    return (
-        np.asarray(output),
-        None if attn_weights is None else np.asarray(attn_weights).astype(np.float64),
-        tuple(np.asarray(grad).astype(np.float64) for grad in grads),
-    )
+        attend, leaves = prepare(from_numpy, (jax.Array, np.ndarray)), [from_numpy(x) for x in arrays]
+        if not path.grad:
+            return *attend(*leaves), ()
+        output, backward, attn_weights = jax.vjp(attend, *leaves, has_aux=True)
+        grads = () if cotangent is None else backward(from_numpy(cotangent).astype(output.dtype))
+    return output, attn_weights, grads
 
 
-def _run_ttnn(
-    make: Callable[[], Call],
-    path: Path,
-    given: Mapping[int, np.ndarray],
-    names: list[int],
-    options: dict[str, Any],
-    *_: Any,
-) -> Any:
+def _run_ttnn(path: Path, arrays: Arrays, prepare: Prepare, *_: Any) -> Outputs:
     import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
 
     from parity.backends.tt import from_numpy, lock
 
     with lock(path.dtype):
-        tensors = {name: from_numpy(x) for name, x in given.items()}
-        output, attn_weights = make()(*(tensors[name] for name in names), **options)
-        _check_array(output, ttnn.Tensor)
-        return (
-            to_numpy(output),
-            None if attn_weights is None else to_numpy(attn_weights).astype(np.float64),
-            (),
-        )
+        output, attn_weights = prepare(np.asarray, ttnn.Tensor)(*map(from_numpy, arrays))
+        return to_numpy(output), None if attn_weights is None else to_numpy(attn_weights), ()
 
 
 _RUNNERS = {"torch": _run_torch, "jax": _run_jax, "ttnn": _run_ttnn}

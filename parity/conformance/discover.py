@@ -14,9 +14,17 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Refusal, WrongType
+from mha_spec.rules import as_count, as_one_of
 from parity.conformance.calls import Failed, Refused, fresh_copies, run
-from parity.conformance.functional import WithParams, arrays_in, check_has_weights, linen_module, with_params
-from parity.conformance.signatures import HEADS, WIDTHS, parameters_of, required, roles_of
+from parity.conformance.functional import (
+    WithParams,
+    arrays_in,
+    cast_in_jax,
+    check_has_weights,
+    linen_module,
+    with_params,
+)
+from parity.conformance.signatures import HEADS, WIDTHS, library_of, parameters_of, required, roles_of
 from parity.conformance.subjects import (
     AXES,
     BATCH,
@@ -28,6 +36,9 @@ from parity.conformance.subjects import (
     Path,
     Subject,
 )
+
+OF_MASKS = {"torch": "torch", "jax": "jax.numpy", "ttnn": "numpy"}
+"""Modules of the arrays that masks are."""
 
 OF_LIBRARY = {**{name: name for name in FRAMEWORKS}, "jaxlib": "jax"}
 """Frameworks by the top-level package of what they define."""
@@ -121,20 +132,20 @@ def subject_of(
         ("mask_true", mask_true, ("hides", "shows")),
         ("causal", causal, ("top-left", "bottom-right")),
     ):
-        if value is not None and value not in known:
-            raise Refusal(what, f"be one of {', '.join(known)}", {what: value})
+        if value is not None:
+            as_one_of(what, value, known)
     for what, number in (("d_model", d_model), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if number is not None and number < 1:
-            raise Refusal(what, "be at least 1", {what: number})
+        if number is not None:
+            as_count(what, number)
     name = name or name_of(target)
     target = made(target, name, params)
-    library = _library(target)
+    library = library_of(target)
     framework = framework or framework_of(target)
     if framework not in FRAMEWORKS:
         raise Refusal("framework", "be declared as torch, jax or ttnn where it cannot be seen", framework=name)
     parameters = parameters_of(target)
     roles = roles_of(name, parameters, mask_name=mask_name, causal_name=causal_name)
-    if library is not None:
+    if library:
         num_heads = num_heads or _size(target, HEADS)
         roles.pop("dropout", None)  # the module's own
     call = _AsCall(target, library, framework, roles, parameters is None, num_heads)
@@ -157,37 +168,23 @@ def subject_of(
         causal=causal,
         num_kv_heads=num_kv_heads,
     )
-    if isinstance(target, WithParams) and axes is None:
-        return _of_functional(subject, target, d_model)
-    if axes is None and library is None:
+    if axes is not None or library:
+        return subject if d_model or not subject.is_layer else _with_width(subject, _widths(target, library))
+    if isinstance(target, WithParams):  # a layer of a width that its weights show, unless it takes split heads
         try:
+            return _with_width(subject, [d_model] if d_model else _widths(target, library))
+        except Refusal:
+            if d_model or "value" not in subject.takes:
+                raise
             return _with_axes(subject)
-        except Refusal as error:
-            raise _with_remedy(error, target, d_model) from error
-    return subject if d_model or not subject.is_layer else _with_width(subject, _widths(target, library))
-
-
-def _of_functional(subject: Subject, target: WithParams, d_model: int | None) -> Subject:
-    """A function of weights: a layer of a width that its weights show, unless it takes split heads."""
     try:
-        return _with_width(subject, [d_model] if d_model else _widths(target, None))
-    except Refusal:
-        if d_model or "value" not in subject.takes:
-            raise
         return _with_axes(subject)
-
-
-def _with_remedy(error: Refusal, target: Any, d_model: int | None) -> Refusal:
-    """The refusal of a function that takes no plain call, with the declaration that would help.
-
-    Raises:
-        ValueError: if the function takes its weights, which are missing.
-    """
-    check_has_weights(target, error.argument, str(error.got))
-    if d_model is None:
-        error.remedy = {"d_model": "E"}
-        error.hint = "sets the width of the inputs"
-    return error
+    except Refusal as error:
+        check_has_weights(target, error.argument, str(error.got))
+        if d_model is None:
+            error.remedy = {"d_model": "E"}
+            error.hint = "sets the width of the inputs"
+        raise
 
 
 def name_of(target: Any) -> str:
@@ -219,19 +216,9 @@ def framework_of(target: Any) -> str | None:
     """The framework whose arrays a function or module takes, one of `FRAMEWORKS`; None if it cannot be seen."""
     if isinstance(target, WithParams) and (found := _only(map(type, arrays_in(target.params)))):
         return found
-    if linen_module(target):
-        return "jax"
-    library = _library(target)
-    return {"flax": "jax", "equinox": "jax"}.get(library or "", library) or _imported(target)
-
-
-def _library(target: Any) -> str | None:
-    """The library whose module it is: `torch`, `flax` or `equinox`."""
-    for kind in type(target).__mro__:
-        library = kind.__module__.split(".")[0]
-        if library in ("torch", "flax", "equinox") and kind.__name__ == "Module":
-            return library
-    return None
+    if library := library_of(linen_module(target) or target):
+        return "torch" if library == "torch" else "jax"
+    return _imported(target)
 
 
 def _imported(target: Any) -> str | None:
@@ -258,35 +245,34 @@ def _size(target: Any, names: Sequence[str]) -> int | None:
     return next((size for name in names if isinstance(size := getattr(target, name, None), int)), None)
 
 
-def _widths(target: Any, library: str | None) -> list[int]:
+def _widths(target: Any, library: str) -> list[int]:
     """What the width of a module's inputs may be: what it says, then every size of its parameters."""
     told = _size(target, WIDTHS)
-    if library == "torch":
-        shapes = [tuple(parameter.shape) for parameter in target.parameters()]
-    elif isinstance(target, WithParams):
-        shapes = [tuple(leaf.shape) for leaf in arrays_in(target.params)]
-    else:
-        import jax
-
-        shapes = [leaf.shape for leaf in jax.tree.leaves(target) if hasattr(leaf, "shape")]
-    sizes = [size for shape in shapes if len(shape) > 1 for size in shape]
+    tree = [*target.parameters()] if library == "torch" else target.params if isinstance(target, WithParams) else target
+    sizes = [size for leaf in arrays_in(tree) if len(leaf.shape) > 1 for size in leaf.shape]
     return list(dict.fromkeys([*([told] if told else []), *sizes]))
 
 
 def _with_width(subject: Subject, widths: Sequence[int]) -> Subject:
     """The layer with the first width of inputs that it takes."""
-    reasons = []
+    errors = []
     for width in widths:
         found = replace(subject, width=width)
-        x = np.random.default_rng(0).standard_normal((BATCH, NUM_HEADS, width))
-        try:
-            run(found, Path(), (x, x, x))
-        except (Refused, Failed) as error:
-            reasons.append(str(error))
-            continue
-        return found
-    got = f"{subject.name}{f' with {widths[0]}: {reasons[0]}' if reasons else ''}"
+        if not (error := _error_as_layer(found)):
+            return found
+        errors.append(error)
+    got = f"{subject.name}{f' with {widths[0]}: {errors[0]}' if errors else ''}"
     raise Refusal("d_model", "be declared if no width seen in its parameters is taken", got)
+
+
+def _error_as_layer(subject: Subject) -> Refused | Failed | None:
+    """Error of a plain call with the inputs of a layer; None if it is taken."""
+    x = np.random.default_rng(0).standard_normal((BATCH, NUM_HEADS, subject.width))
+    try:
+        run(subject, Path(subject.dtypes[0]), (x, x, x))
+    except (Refused, Failed) as error:
+        return error
+    return None
 
 
 @dataclass
@@ -294,12 +280,12 @@ class _AsCall:
     """A user's callable as a `Call`: parameters by their names, the mask in the first shape that it takes."""
 
     target: Any
-    library: str | None
+    library: str
     framework: str
     roles: Mapping[str, str]
     is_opaque: bool
     num_heads: int | None
-    mask_shape: Callable[[Any], Any] | None = None
+    mask_axes: tuple[int, ...] | None = None
     is_batched: bool | None = None
 
     def on_path(self, path: Path) -> Call:
@@ -314,6 +300,7 @@ class _AsCall:
             modes["rng"] = jax.random.key(0)
         modes["need_weights"] = False  # unless asked for below: some return them by default
         fixed = {self.roles[role]: value for role, value in modes.items() if role in self.roles}
+        broadcast_to = importlib.import_module(OF_MASKS[self.framework]).broadcast_to
 
         def call(query: Any, key: Any, value: Any, *, mask: Any = None, **options: Any) -> tuple[Any, Any]:
             if "padding" in options and "padding" not in self.roles:
@@ -322,15 +309,15 @@ class _AsCall:
             if mask is None:
                 return self._parsed(self._call(function, query, key, value, named))
             errors: list[Exception] = []
-            for shape in [self.mask_shape] if self.mask_shape else self._mask_shapes(query):
+            for axes in self._mask_axes(query.shape[0]) if self.mask_axes is None else [self.mask_axes]:
                 try:
-                    given = {**named, self.roles["mask"]: shape(mask)}
+                    given = {**named, self.roles["mask"]: broadcast_to(mask[0, 0], (*axes, *mask.shape[-2:]))}
                     output = self._parsed(self._call(function, query, key, value, given))
                 except Exception as error:  # the next shape may do
                     errors.append(error)
                     continue
                 if tuple(output[0].shape)[:-1] == tuple(query.shape)[:-1]:
-                    self.mask_shape = shape
+                    self.mask_axes = axes
                     return output
             raise errors[0] if errors else ValueError("the mask is taken in no shape")
 
@@ -341,17 +328,12 @@ class _AsCall:
             import torch
 
             return copy.deepcopy(self.target).to(getattr(torch, path.dtype)).train(path.train)
-        if self.library in ("flax", "equinox"):
+        if self.library == "equinox":
             import jax
-            import jax.numpy as jnp
 
-            def cast(leaf: Any) -> Any:
-                floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-                return leaf.astype(path.dtype) if floating else leaf
-
-            if self.library == "equinox":
-                return jax.tree.map(cast, self.target)
-            fresh = fresh_copies(self.target, cast)
+            return jax.tree.map(lambda leaf: cast_in_jax(leaf, path.dtype), self.target)
+        if self.library == "nnx":
+            fresh = fresh_copies(self.target, lambda leaf: cast_in_jax(leaf, path.dtype))
             return lambda *args, **named: fresh()(*args, **named)
         return self.target.in_dtype(path.dtype, self.framework) if isinstance(self.target, WithParams) else self.target
 
@@ -376,27 +358,10 @@ class _AsCall:
                 self.is_batched = False
         return jax.vmap(direct)(query, key, value)
 
-    def _mask_shapes(self, query: Any) -> list[Callable[[Any], Any]]:
-        batch = query.shape[0]
-
-        def expand(mask: Any, *shape: int) -> Any:
-            shape = (*shape, *mask.shape[-2:])
-            if self.framework == "torch":
-                return mask[0].expand(shape)
-            if self.framework == "ttnn":  # whose masks are NumPy's
-                return np.broadcast_to(mask[0], shape)
-            import jax.numpy as jnp
-
-            return jnp.broadcast_to(mask[0], shape)
-
-        shapes: list[Callable[[Any], Any]] = [lambda mask: mask[0, 0]]
-        if self.library != "equinox":
-            shapes.insert(0, lambda mask: expand(mask[None], batch, 1))
-            shapes.append(lambda mask: expand(mask, batch))
-        if self.num_heads is not None:
-            heads = self.num_heads
-            shapes.append(lambda mask: expand(mask, batch * heads))
-        return shapes
+    def _mask_axes(self, batch: int) -> list[tuple[int, ...]]:
+        """Sizes that may come before (T, S) in a mask, the usual ones first."""
+        axes = [()] if self.library == "equinox" else [(batch, 1), (), (batch,)]
+        return axes if self.num_heads is None else [*axes, (batch * self.num_heads,)]
 
     @staticmethod
     def _parsed(result: Any) -> tuple[Any, Any]:
@@ -421,9 +386,7 @@ def _with_axes(subject: Subject) -> Subject:
         value[0, 1, 2] += 10.0
         after = run(as_given, path, (query, key, value)).output
     except (Refused, Failed) as error:
-        try:
-            run(subject, path, (x, x, x))
-        except (Refused, Failed):
+        if _error_as_layer(subject):
             raise Refusal(subject.name, f"take split heads {heads} or (B, T, E) = {x.shape}", str(error)) from error
         return subject
     changed = np.abs(after - before).max(axis=-1)[0] > 1e-6

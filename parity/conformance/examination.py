@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from mha_spec import AttentionSpec, Refusal
-from parity.conformance.answers import Answer, Finding, Question
+from parity.conformance.answers import Answer, Finding, Kind, Question
 from parity.conformance.calls import Failed, Refused, Result, run
 from parity.conformance.rules import merge, of_error
 from parity.conformance.subjects import BATCH, NUM_HEADS, SEED, TOKENS, Inputs, Path, Subject
+from parity.core.compare import unit_of_rounding
 from parity.core.weights import Weights
 
 LARGE = {"float32": 1e5, "bfloat16": 1e5, "float16": 30.0}
 """Size of a perturbation: large enough that a key hidden by a finite penalty shows, small enough for the dtype."""
-
-
-class MaskTrue(Enum):
-    """What True in a mask does to a key."""
-
-    HIDES = "hides"
-    SHOWS = "shows"
-    IGNORED = "ignored"
-    HIDES_ALL = "hides all"
-
-    @property
-    def means_something(self) -> bool:
-        """Whether a mask can be given."""
-        return self in (MaskTrue.HIDES, MaskTrue.SHOWS)
-
-
-@dataclass(frozen=True)
-class Polarity:
-    """What True in a mask was found to do, and the numbers."""
-
-    true: MaskTrue
-    seen: str
 
 
 class Examination:
@@ -60,9 +37,15 @@ class Examination:
         except (Refused, Failed) as error:
             shapes = describe_shapes(self.inputs())
             raise Refusal(subject.name, f"attend over inputs of shapes {shapes}", str(error)) from error
-        self.weights_refusal = self._find_weights_refusal()
-        if self.weights_refusal:
-            self.paths = [path for path in self.paths if not path.need_weights]
+        self.weights_refusal: Refused | None = None
+        if "need_weights" in subject.takes:
+            try:
+                run(subject, replace(self.base, need_weights=True), self.inputs())
+            except Refused as refused:  # weights on every path
+                self.weights_refusal = refused
+                self.paths = [path for path in self.paths if not path.need_weights]
+            except Failed:  # the questions will find it
+                pass
         self.known: dict[Any, Any] = {}  # what questions found that others ask, too
 
     @property
@@ -75,28 +58,15 @@ class Examination:
         """The steady paths in the first dtype, without gradients: for what a dtype has no part in."""
         return [path for path in self.steady_paths if path.dtype == self.base.dtype and not path.grad]
 
-    def _find_weights_refusal(self) -> Refused | None:
-        """The error with which it refuses to give attention weights at all."""
-        if "need_weights" not in self.subject.takes:
-            return None
-        try:
-            run(self.subject, replace(self.base, need_weights=True), self.inputs())
-        except Refused as refused:
-            return refused
-        except Failed:  # the questions will find it
-            pass
-        return None
-
     @cached_property
     def felt(self) -> np.ndarray:
         """(T, S): which outputs of a plain call change with which token."""
         inputs = self.inputs()
-        tokens = range(TOKENS)
         before = run(self.subject, self.base, inputs).output
         felt = np.zeros((TOKENS, TOKENS), bool)
-        for s in tokens:
+        for s in range(TOKENS):
             after = run(self.subject, self.base, perturbed(inputs, s, self.base, scale=3.0)).output
-            felt[:, s] = [change(before[..., [t], :], after[..., [t], :], self.base, [t])[0] for t in tokens]
+            felt[:, s] = changed_rows(before, after, self.base)
         return felt
 
     @property
@@ -107,7 +77,7 @@ class Examination:
     @property
     def takes_mask(self) -> bool:
         """Whether its mask means something."""
-        return "mask" in self.subject.takes and self.polarity.true.means_something
+        return "mask" in self.subject.takes and self.polarity.words in ("hides", "shows")
 
     @cached_property
     def padding_true_hides(self) -> bool:
@@ -157,12 +127,11 @@ class Examination:
     @property
     def true_hides(self) -> bool:
         """Whether True in a mask hides, as found out; as claimed where that fails."""
-        found = self.polarity.true
-        return found is MaskTrue.HIDES if found.means_something else self.subject.mask_true != "shows"
+        return self.polarity.words == "hides" if self.takes_mask else self.subject.mask_true != "shows"
 
     @cached_property
-    def polarity(self) -> Polarity:
-        """What True does in a mask."""
+    def polarity(self) -> Finding:
+        """Find out what True does in a mask: it hides, shows, is ignored or hides all."""
         one_true = np.zeros((1, 1, TOKENS, TOKENS), bool)
         one_true[..., 2] = True  # only key 2
         inputs = self.inputs()
@@ -173,21 +142,20 @@ class Examination:
             after = run(self.subject, self.base, perturbed(inputs, token, self.base, scale=3.0), mask=one_true).output
             felt.append(float(np.abs(before - after)[..., row, :].max()) > tolerance(before, self.base.dtype))
         seen = f"mask True at key 2 only; row {row} feels key 2: {felt[0]}, key 3: {felt[1]}"
-        found = {
-            (False, True): MaskTrue.HIDES,
-            (True, False): MaskTrue.SHOWS,
-            (True, True): MaskTrue.IGNORED,
-            (False, False): MaskTrue.HIDES_ALL,
-        }
-        return Polarity(found[felt[0], felt[1]], seen)
+        if felt[0] == felt[1]:
+            return Finding("ignored" if felt[0] else "hides all", Kind.BROKEN, seen)
+        return Finding("shows" if felt[0] else "hides", Kind.KEPT, seen)
 
     def moved(
         self, path: Path, inputs: Inputs, others: Inputs, rows: Sequence[int], **options: Any
-    ) -> tuple[bool, str, np.ndarray]:
+    ) -> tuple[bool, str]:
         """Whether the outputs of some queries change from one set of inputs to another, and the numbers."""
-        before = self.run(path, inputs, **options).output[..., list(rows), :]
-        after = self.run(path, others, **options).output[..., list(rows), :]
-        return *change(before, after, path, rows), before
+        before, after = (self.run(path, given, **options).output[..., list(rows), :] for given in (inputs, others))
+        return change(before, after, path, rows)
+
+    def only(self, question: Question, finding: Finding, about: str = "") -> Answer:
+        """Answer of what was seen on the first path alone."""
+        return merge(self.subject, question, {self.base: finding}, about)
 
     def answer(
         self,
@@ -219,16 +187,16 @@ def perturbed(inputs: Inputs, token: int, path: Path, arrays: str = "qkv", scale
     return tuple(changed.get(id(x), x) for x in inputs)  # type: ignore[return-value]
 
 
-def mapped(inputs: Inputs, function: Callable[[np.ndarray], np.ndarray], arrays: str = "qkv") -> Inputs:
-    """The inputs with a function applied to each array, once."""
-    done = {id(x): function(x) for letter, x in zip("qkv", inputs, strict=True) if letter in arrays}
-    return tuple(done.get(id(x), x) for x in inputs)  # type: ignore[return-value]
+def mapped(inputs: Inputs, function: Callable[[np.ndarray], np.ndarray]) -> Inputs:
+    """Apply a function to each of the inputs; equal ones stay one array."""
+    done = {id(x): function(x) for x in inputs}
+    return tuple(done[id(x)] for x in inputs)  # type: ignore[return-value]
 
 
 def tolerance(x: np.ndarray, dtype: str) -> float:
     """What rounding to a dtype may change between two calls of the same shapes: 16 units of the largest value."""
     finite = np.abs(x[np.isfinite(x)])
-    return 16 * float(ml_dtypes.finfo(dtype).eps) * (float(finite.max()) if finite.size else 1.0)
+    return 16 * unit_of_rounding(dtype) * (float(finite.max()) if finite.size else 1.0)
 
 
 def change(before: np.ndarray, after: np.ndarray, path: Path, rows: Sequence[int]) -> tuple[bool, str]:
@@ -244,6 +212,11 @@ def change(before: np.ndarray, after: np.ndarray, path: Path, rows: Sequence[int
     return bool(difference.max() > tolerance(before, path.dtype)), seen
 
 
+def changed_rows(before: np.ndarray, after: np.ndarray, path: Path) -> list[bool]:
+    """Tell for each row of two outputs (…, rows, width) whether it differs, see `change`."""
+    return [change(before[..., [t], :], after[..., [t], :], path, [t])[0] for t in range(before.shape[-2])]
+
+
 def numbers(x: np.ndarray) -> str:
     """The first few of a row."""
     return f"[{', '.join(f'{value:.4g}' for value in x[:3])}, …]"
@@ -256,16 +229,12 @@ def describe_shapes(inputs: Inputs) -> str:
     return ", ".join(f"{name} {x.shape}" for name, x in zip(("query", "key", "value"), inputs, strict=True))
 
 
-def plain_weights(spec: AttentionSpec) -> Weights:
-    """Projections that change nothing, so that a layer is the attention in it."""
-    identity = np.eye(spec.d_model, dtype=np.float32)
+def plain_layer(subject: Subject, num_kv_heads: int = NUM_HEADS) -> dict[str, Any]:
+    """Spec and weights of a layer whose projections change nothing, so that it is the attention in it."""
+    spec = AttentionSpec(NUM_HEADS * subject.head_dim, NUM_HEADS, num_kv_heads=num_kv_heads)
+    widths = {"q_proj": spec.q_width, "k_proj": spec.k_width, "v_proj": spec.v_width, "out_proj": spec.d_model}
     weights: Weights = {}
-    for name, rows in (
-        ("q_proj", spec.q_width),
-        ("k_proj", spec.k_width),
-        ("v_proj", spec.v_width),
-        ("out_proj", None),
-    ):
-        weights[f"{name}.weight"] = identity[:rows].copy()
-        weights[f"{name}.bias"] = np.zeros(len(weights[f"{name}.weight"]), np.float32)
-    return weights
+    for name, width in widths.items():
+        weights[f"{name}.weight"] = np.eye(width, spec.d_model, dtype=np.float32)
+        weights[f"{name}.bias"] = np.zeros(width, np.float32)
+    return {"spec": spec, "weights": weights}

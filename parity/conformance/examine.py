@@ -16,11 +16,11 @@ from typing import Any
 from mha_spec import Refusal
 from parity.conformance.answers import Conformance
 from parity.conformance.calls import Failed, Refused
-from parity.conformance.discover import framework_of, load_callable, made, name_of, subject_of
+from parity.conformance.discover import framework_of, made, name_of, subject_of
 from parity.conformance.examination import Examination
 from parity.conformance.peers import PEERS, peer
 from parity.conformance.questions import QUESTIONS
-from parity.conformance.rules import broken, judged, of_error, refused
+from parity.conformance.rules import judged, of_error
 from parity.conformance.subjects import DTYPES, TTNN_DTYPES, Subject
 
 
@@ -45,11 +45,12 @@ def examine(
             meant = get_close_matches(question, QUESTIONS, 1)
             hint = f"did you mean {meant[0]!r}?" if meant else ""
             raise Refusal("a question", f"be one of {', '.join(QUESTIONS)}", question=question, hint=hint)
-    framework = target.framework if isinstance(target, Subject) else declared.get("framework")
-    if not isinstance(target, Subject):
+    if isinstance(target, Subject):
+        framework = target.framework
+    else:
         declared["name"] = declared.get("name") or name_of(target)
         target = made(target, declared["name"], declared.pop("params", None))
-        framework = framework or framework_of(target)
+        framework = declared.get("framework") or framework_of(target)
     known = TTNN_DTYPES if framework == "ttnn" else DTYPES
     if unknown := [dtype for dtype in dtypes or () if dtype not in known]:
         of = " for ttnn" if framework == "ttnn" else ""
@@ -90,24 +91,10 @@ def _answers(subject: Subject, questions: Iterable[str], dtypes: Sequence[str]) 
     for question in map(QUESTIONS.__getitem__, questions):
         try:
             answer = question.ask(examination)
-        except Refused as error:
-            answer = refused(question, examination.base, str(error), error.__cause__)
-        except Failed as error:
-            answer = broken(subject, question, examination.base, of_error(error))
+        except (Refused, Failed) as error:
+            answer = examination.only(question, of_error(error))
         answers.append(judged(answer, subject))
     return Conformance(subject.name, subject.framework, subject.version, tuple(answers))
-
-
-def examine_target(
-    target: str, questions: Iterable[str] | None = None, dtypes: Sequence[str] | None = None, **declared: Any
-) -> Conformance:
-    """`examine` what `pkg.module:callable` names.
-
-    Raises:
-        ImportError: if the module cannot be imported.
-        ValueError, TypeError: as `examine`, and if there is nothing callable by that name.
-    """
-    return examine(load_callable(target), questions, dtypes, name=target, **declared)
 
 
 def examine_peers(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mha_spec import Refusal, WrongType
-from parity.conformance.signatures import Parameters, parameters_of, required, role_names
+from parity.conformance.signatures import Parameters, library_of, parameters_of, required, role_names
 from parity.conformance.subjects import BATCH, HEAD_DIM, NUM_HEADS
 
 
@@ -43,25 +43,29 @@ class WithParams:
 
     def in_dtype(self, dtype: str, framework: str) -> WithParams:
         """Copy with floating-point weights in a dtype of a framework."""
+        params = self.params
         if framework == "jax":
             import jax
-            import jax.numpy as jnp
 
-            def cast(leaf: Any) -> Any:
-                is_floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-                return jnp.asarray(leaf, dtype) if is_floating else leaf
-
-            return WithParams(self.func, jax.tree.map(cast, self.params), self.name, self.signature)
-        if framework == "torch":
+            params = jax.tree.map(lambda leaf: cast_in_jax(leaf, dtype), params)
+        elif framework == "torch":
             import torch
 
-            def convert(leaf: Any) -> Any:
+            def convert(_: Any, leaf: Any) -> Any:
                 leaf = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
                 is_floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
                 return leaf.detach().to(getattr(torch, dtype)) if is_floating else leaf
 
-            return WithParams(self.func, _mapped(self.params, convert), self.name, self.signature)
-        return self
+            params = with_leaves(params, convert)
+        return replace(self, params=params)
+
+
+def cast_in_jax(leaf: Any, dtype: str) -> Any:
+    """Leaf of a tree of JAX, in a dtype if it is an array of floating-point numbers."""
+    import jax.numpy as jnp
+
+    is_floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jnp.asarray(leaf, dtype) if is_floating else leaf
 
 
 def with_params(target: Any, params: Any, name: str) -> WithParams:
@@ -79,9 +83,15 @@ def with_params(target: Any, params: Any, name: str) -> WithParams:
     if not any(True for _ in arrays_in(params)):
         raise Refusal("params", "be a mapping or another tree of arrays", type(params).__name__)
     if module := linen_module(target):
+
+        def apply(variables: Any, *args: Any, **named: Any) -> Any:
+            import jax
+
+            return module.apply(variables, *args, rngs={"dropout": jax.random.key(0)}, **named)
+
         is_whole = isinstance(params, Mapping) and "params" in params
         signature = inspect.signature(type(module).__call__)
-        return WithParams(_apply_of(module), params if is_whole else {"params": params}, "self", signature)
+        return WithParams(apply, params if is_whole else {"params": params}, "self", signature)
     if inspect.isclass(target):
         raise WrongType("params", "come with a function that takes them", f"the class {name}")
     parameters = parameters_of(target)
@@ -97,18 +107,7 @@ def linen_module(target: Any) -> Any:
     """The module of flax.linen that a target is, or whose `apply` it is; None if there is none."""
     if inspect.ismethod(target) and target.__name__ == "apply":
         target = target.__self__
-    kinds = [] if inspect.isclass(target) else type(target).__mro__
-    is_linen = any(kind.__module__.startswith("flax.linen") and kind.__name__ == "Module" for kind in kinds)
-    return target if is_linen else None
-
-
-def _apply_of(module: Any) -> Callable[..., Any]:
-    def apply(variables: Any, *args: Any, **named: Any) -> Any:
-        import jax
-
-        return module.apply(variables, *args, rngs={"dropout": jax.random.key(0)}, **named)
-
-    return apply
+    return target if library_of(target) == "linen" and not inspect.isclass(target) else None
 
 
 def weights_parameter(function: Any, parameters: Parameters) -> str:
@@ -151,20 +150,29 @@ def _looks_up_a_name(function: Callable[..., Any], names: Sequence[str], name: s
     return False
 
 
+def leaves_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Leaves of nested mappings, lists and tuples, each with its path."""
+    if isinstance(tree, Mapping | list | tuple) and not hasattr(tree, "shape"):
+        for name, each in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from leaves_in(each, (*path, name))
+    else:
+        yield path, tree
+
+
 def arrays_in(tree: Any) -> Iterator[Any]:
-    """The arrays in a mapping or another tree, in order."""
-    if hasattr(tree, "shape"):
-        yield tree
-    elif isinstance(tree, Mapping | list | tuple):
-        for each in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from arrays_in(each)
-    elif "jax" in sys.modules:
-        yield from (leaf for leaf in sys.modules["jax"].tree.leaves(tree) if hasattr(leaf, "shape"))
+    """Arrays in nested mappings, lists and tuples or, where JAX is loaded, in any tree of its own."""
+    for _, leaf in leaves_in(tree):
+        if hasattr(leaf, "shape"):
+            yield leaf
+        elif "jax" in sys.modules:
+            yield from (each for each in sys.modules["jax"].tree.leaves(leaf) if hasattr(each, "shape"))
 
 
-def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+def with_leaves(tree: Any, change: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
+    """Copy of nested mappings, lists and tuples with other leaves, `change(path, leaf)`."""
     if isinstance(tree, Mapping):
-        return {name: _mapped(each, change) for name, each in tree.items()}
+        inner = {name: with_leaves(each, change, (*path, name)) for name, each in tree.items()}
+        return inner if type(tree) is dict else type(tree)(inner)  # type: ignore[call-arg]
     if type(tree) in (list, tuple):
-        return type(tree)(_mapped(each, change) for each in tree)
-    return change(tree)
+        return type(tree)(with_leaves(each, change, (*path, i)) for i, each in enumerate(tree))
+    return change(path, tree)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from parity.conformance.answers import Answer, Finding, Kind, Question, Refusal, worst
+from parity.conformance.answers import Answer, Finding, Kind, Question, worst
 from parity.conformance.calls import Failed, Refused
 from parity.conformance.subjects import BATCH, NUM_HEADS, SEED, TOKENS, Path, Subject
 
@@ -26,19 +26,6 @@ def of_error(error: Refused | Failed) -> Finding:
     if isinstance(error, Refused):
         return Finding("refused", Kind.REFUSED, str(error), error.__cause__)
     return Finding(error.words, Kind.BROKEN, str(error), error.__cause__)
-
-
-def refused(question: Question, path: Path, reason: str, exception: BaseException | None = None) -> Answer:
-    """The answer to a question that was refused as a whole."""
-    findings = {path: Finding("", Kind.REFUSED, reason, exception)}
-    return Answer(question.name, Kind.REFUSED, "refused", "", findings, Refusal(path, reason), exception)
-
-
-def broken(subject: Subject, question: Question, path: Path, finding: Finding, about: str = "") -> Answer:
-    """A broken promise seen on one path."""
-    lines = [("asked", question.asks), ("path", str(path)), ("seen", finding.seen)]
-    text = example(subject, question, finding.words, lines, about)
-    return Answer(question.name, Kind.BROKEN, finding.words, text, exception=finding.exception)
 
 
 def merge(
@@ -67,35 +54,34 @@ def merge(
     if also is not None:
         words, kind = f"{words}; {also.words}", worst((kind, also.kind))
     first = next((path for path, finding in findings.items() if finding.kind is Kind.REFUSED), None)
-    refusal = None if first is None else Refusal(first, findings[first].seen)
+    refusal = "" if first is None else f"{first}: {findings[first].seen}"
     exception = None if first is None else findings[first].exception
     answer = Answer(question.name, kind, words, "", findings, refusal, exception)
     if not answer.is_broken:
         return answer
     path = next((path for path, finding in findings.items() if finding.kind is Kind.BROKEN), next(iter(findings)))
-    text = example(subject, question, words, _seen(question, findings, path), about)
+    text = _example(subject, question, words, findings, path, about)
     return replace(answer, example=text, exception=findings[path].exception or exception)
 
 
-def _seen(question: Question, findings: Mapping[Path, Finding], path: Path) -> list[tuple[str, str]]:
-    """The lines of an example: what was seen on a path, and what on the first that answers something else."""
-    finding = findings[path]
-    lines = [("asked", question.asks), ("path", str(path)), ("seen", finding.seen or finding.words)]
-    for other, but in findings.items():
-        if but != finding and but.kind is not Kind.REFUSED:
-            return [*lines, ("but", f"{but.words} ({other}){': ' if but.seen else ''}{but.seen}")]
-    return lines
-
-
-def example(subject: Subject, question: Question, words: str, lines: list[tuple[str, str]], about: str) -> str:
-    """A failing example: what was asked of what, on which path, and the numbers."""
+def _example(
+    subject: Subject, question: Question, words: str, findings: Mapping[Path, Finding], path: Path, about: str
+) -> str:
+    """A failing example: what was asked of what, the numbers on a path, and those of another that differs."""
     if subject.is_layer:
         given = f"x = numpy.random.default_rng({SEED}).standard_normal(({BATCH}, {TOKENS}, {subject.width}))"
     else:
         shape = f"({BATCH}, {NUM_HEADS}, {TOKENS}, {subject.head_dim})"
         given = f"query, key, value, each {shape} (B N T H), from numpy.random.default_rng({SEED}).standard_normal"
-    lines = [lines[0], ("inputs", about or given), *lines[1:]]
-    return "\n".join([f"{subject.name}, {question.name}: {words}", *(f"  {name:<7} {text}" for name, text in lines)])
+    finding = findings[path]
+    lines = {"asked": question.asks, "inputs": about or given, "path": path, "seen": finding.seen or finding.words}
+    differs = (other for other, but in findings.items() if but != finding and but.kind is not Kind.REFUSED)
+    if other := next(differs, None):
+        but = findings[other]
+        lines["but"] = f"{but.words} ({other}){': ' if but.seen else ''}{but.seen}"
+    return "\n".join(
+        [f"{subject.name}, {question.name}: {words}", *(f"  {name:<7} {text}" for name, text in lines.items())]
+    )
 
 
 # ---- Which path gives which answer -----------------------------------------------------------------------------------

@@ -55,6 +55,8 @@ PROJECTIONS = {
 }
 """Names of a projection in lower case: a parameter, a key of `weights` or an attribute of a module."""
 
+PROJECTION_NAMES = frozenset(name for names in PROJECTIONS.values() for name in names)
+
 PACKED = (
     *("qkv_proj", "qkv", "wqkv", "w_qkv", "qkv_weight", "qkv_kernel", "to_qkv", "c_attn", "in_proj", "in_proj_weight"),
     *("query_key_value", "w_pack", "qkv_linear"),
@@ -105,6 +107,15 @@ def _spread(target: Any, parameter: inspect.Parameter) -> list[inspect.Parameter
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
         for name in get_args(kind)[0].__annotations__
     ]
+
+
+def library_of(module: Any) -> str:
+    """Library of a module or its class: `torch`, `equinox`, `linen` or `nnx`; empty if it is none of theirs."""
+    for kind in (module if inspect.isclass(module) else type(module)).__mro__:
+        library, _, rest = kind.__module__.partition(".")
+        if kind.__name__ == "Module" and library in ("torch", "equinox", "flax"):
+            return {"flax": rest.split(".")[0]}.get(library, library)
+    return ""
 
 
 def required(parameters: Parameters) -> list[str]:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
 
 from mha_spec import AttentionSpec, Refusal, WrongType
-from parity.conversion.converted import Converted
 from parity.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.conversion.layers import FileLayer, TensorCache, key_in_words, layers_under, open_layers
 from parity.conversion.layouts import Layout, find_layout, from_canonical, to_canonical
-from parity.conversion.layouts.detection import DoesNotFit, tensors_for
+from parity.conversion.layouts.detection import DoesNotFit, placements
 from parity.conversion.layouts.layout import DROPPABLE, UNSAID, check_carried, lost_in, without
-from parity.conversion.metadata import ENTRY, file_hints, metadata_of, sources, with_source
-from parity.conversion.plan import Plan
-from parity.conversion.prefixes import fitting_prefixes, join
+from parity.conversion.metadata import file_hints, metadata_of, sources, with_source
+from parity.conversion.plan import Converted, Plan
+from parity.conversion.prefixes import ENTRY, fitting_prefixes, join
 from parity.conversion.ranks import norms_to_join, open_checkpoint, write_ranks
 from parity.core.weights import Weights
 from parity.files import write_tensors
@@ -112,7 +110,7 @@ def save(
 
 
 OPTIMIZER_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
-"""What torch's optimizers keep for each weight, in its shape; optax keeps such things under the weights' names."""
+"""Names that torch's optimizers give what they keep for each weight, in its shape; optax keeps the weights' names."""
 
 
 def convert_file(
@@ -172,7 +170,7 @@ def convert_file(
         known, cache = file_hints(file, LayerHints.by(CALLER, **said)), TensorCache(file)
         if unknown := sorted(set(drop) - {*DROPPABLE} - known.attention_keys):
             raise Refusal("drop", f"name some of {', '.join(DROPPABLE)}", drop=", ".join(unknown))
-        found = sources(file, known, prefix, source, source_path, "source")
+        found = sources(file, known, prefix, source, "source")
         known = known.without_unsaid(file.infos, [layout for _, layout in found]) if UNSAID in drop else known
         if to_prefix is not None and len(found) > 1:
             raise Refusal("prefix", f"be one of {', '.join((of for of, _ in found))} with to_prefix", "none")
@@ -182,82 +180,63 @@ def convert_file(
         for of, layout in found:
             entry = ENTRY.fullmatch(of)
             to = to_prefix if to_prefix is not None else str(entry[1]) if entry else of
-            group = layers_under(cache, of, layout, known, source_path)
-            written = [_written(layer, target_layout, drop, fill_bias=fill_bias) for layer in group]
-            layers += [replace(layer, written=spec) for layer, spec in zip(group, written, strict=True)]
-            plan.take(*_targets(layers[-len(group) :], of, to))
-        rest = [name for name in file.infos if name not in plan.own]
+            group = [
+                replace(layer, written=_written(layer, target_layout, drop, fill_bias=fill_bias))
+                for layer in layers_under(cache, of, layout, known)
+            ]
+            plan.take(*_targets(group, of, to))
+            layers += group
+        rest = plan.fill(cache, keep_rest=keep_rest)
         kept, dropped = (rest, []) if keep_rest else ([], rest)
-        for name, info in file.infos.items():
-            plan.add_layers(plan.prefixes_of.get(name, ()))
-            if keep_rest and name not in plan.own:
-                plan.add(name, info.shape, info.dtype, partial(cache.read, name))
-
-        def read(name: str) -> np.ndarray:
-            on_tensor(name)
-            return plan.makers[name]()
-
-        specs = list(dict.fromkeys(layer.spec for layer in layers))
-        ignored = _ignored(layers, known.ignored, target_layout)
         unread = {name: value for layer in layers for name, value in layer.hints.unread.items()}
+        ignored = _ignored(layers, known.ignored, target_layout)
         metadata = plan.metadata(None if len(found) > 1 else to, kept, ignored, {**known.unread, **unread}, drop)
         suffix = Path(target_path if target_layout.ranks is None or not ranks else target_layout.ranks.file).suffix
         metadata, lost = with_source(metadata, file, suffix)
-        options = {"max_shard_bytes": max_shard_bytes, "overwrite": force, "source": source_path, "dry_run": dry_run}
-        written_to = _write(plan, read, metadata, ranks, options)
-        shapes = {file.infos[name].shape for name in plan.prefixes_of}
+
+        def read(name: str) -> np.ndarray:
+            on_tensor(name)
+            return plan.tensors[name].make()
+
+        infos = {name: (tensor.shape, tensor.dtype) for name, tensor in plan.tensors.items()}
+        if ranks is None:
+            options = {"max_shard_bytes": max_shard_bytes, "overwrite": force, "source": source_path}
+            written_to = write_tensors(target_path, infos, read, metadata, **options, dry_run=dry_run)
+        elif max_shard_bytes is not None:
+            raise Refusal("max_shard_bytes", "be left out with ranks", ranks=ranks)
+        else:
+            planned = target_path, target_layout, ranks, plan.specs, infos
+            written_to = write_ranks(*planned, read, metadata, dry_run=dry_run)
+        for name in infos if dry_run else ():  # values that are not finite are refused, and ranks that differ
+            read(name)
+        specs = {layer.spec for layer in layers}
+        of_layers = {file.infos[name].shape for layer in layers for name in layer.sources.values()}
         return Converted(
             source=layers[0].layout.name,
             layers=[layer.label for layer in layers],
-            spec=specs[0] if len(specs) == 1 else None,
+            spec=layers[0].spec if len(specs) == 1 else None,
             kept=kept,
             dropped=dropped,
             heads_from=layers[0].hints.from_model,
             left_out=list(file.ignored),
             unconverted=fitting_prefixes({name: file.infos[name].shape for name in kept}, layers[0].layout),
             optimizer_state=[
-                name for name in kept if name.rpartition(".")[2] in OPTIMIZER_STATE and file.infos[name].shape in shapes
+                name
+                for name in kept
+                if name.rpartition(".")[2] in OPTIMIZER_STATE and file.infos[name].shape in of_layers
             ],
             not_carried=[key_in_words(*each) for each in unread.items()],
             path=str(written_to),
             missing=known.missing([layer.label for layer in layers], file),
             dequantised=[name for name in file.quantised if name not in dropped],
-            joined=norms_to_join(plan.layout, plan.specs, ranks or 1),
+            joined=norms_to_join(target_layout, plan.specs, ranks or 1),
             metadata_left_out=lost,
-            plan=plan.told(CALLER if source is not None else "", metadata) if dry_run else None,
+            plan=plan.record(CALLER if source is not None else "", metadata) if dry_run else None,
         )
 
 
-def _write(
-    plan: Plan,
-    read: Callable[[str], np.ndarray],
-    metadata: Mapping[str, str],
-    ranks: int | None,
-    options: dict[str, Any],
-) -> Path:
-    """Write what is planned: a file or its shards, as the options of `write_tensors` say, or the files of ranks.
-
-    A dry run reads every tensor instead, to refuse values that are not finite, and ranks that differ.
-    """
-    dry_run = options["dry_run"]
-    if ranks is None:
-        written_to = write_tensors(plan.path, plan.infos, read, metadata, **options)
-    elif options["max_shard_bytes"] is not None:
-        raise Refusal("max_shard_bytes", "be left out with ranks", ranks=ranks)
-    else:
-        planned = plan.path, plan.layout, ranks, plan.specs, plan.infos
-        written_to = write_ranks(*planned, read, metadata, dry_run=dry_run)
-    for name in plan.infos if dry_run else ():
-        read(name)
-    return written_to
-
-
 def _file_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """A file to write; in a folder that is there, the one of its weights.
-
-    Raises:
-        ValueError: if other weights are there already: the folder could not be opened afterwards.
-    """
+    """Return the file to write; in a folder that is there, that of its weights, unless others are there already."""
     if not Path(path).suffix and not os.path.exists(path):
         raise Refusal(path, "end in the suffix of a file, such as .safetensors, or be a folder that is there")
     if not os.path.isdir(path) or Path(path).suffix in SUFFIXES:
@@ -269,25 +248,21 @@ def _file_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 
 def _ignored(layers: Iterable[FileLayer], known: Iterable[str], target: Layout) -> set[str]:
-    """Names (with wildcards) under the prefixes of layers that are none of their weights, nor of a target's."""
+    """Return names (with wildcards) under the prefixes of layers that are none of their weights, nor of a target's."""
     found = {*known} | {name for layer in layers for name in layer.layout.ignored}
     found |= {name for layer in layers if layer.model is not None for name in layer.model.ignored}
     return found - {tensor.name for tensor in (*target.tensors, *target.others)}
 
 
 def _written(layer: FileLayer, target: Layout, drop: Collection[str], *, fill_bias: bool) -> AttentionSpec:
-    """What is written of a layer: without what may be left out, with biases that are added.
-
-    Raises:
-        ValueError: if the target cannot hold it, or does not carry it all.
-    """
+    """Return what is written of a layer: without what may be left out, with biases that are added; or refuse it."""
     spec = without(layer.spec, [name for name in lost_in(target, layer.spec) if name in drop])
     filled = replace(spec, qkv_bias=True, out_bias=spec.out_proj)
     try:
-        tensors_for(spec, target)
+        placements(spec, target)
     except DoesNotFit as error:
         try:
-            tensors_for(filled, target)
+            placements(filled, target)
         except DoesNotFit:
             raise error from None  # biases would not help
         if not fill_bias:
@@ -300,7 +275,7 @@ def _written(layer: FileLayer, target: Layout, drop: Collection[str], *, fill_bi
 
 
 def _targets(layers: list[FileLayer], prefix: str, to_prefix: str) -> tuple[dict[str, list[FileLayer]], bool]:
-    """The layers that go under each prefix of the target, and whether they are stacked there."""
+    """Return the layers that go under each prefix of the target, and whether they are stacked there."""
     places, to_places = prefix.count("{i}"), to_prefix.count("{i}")
     kinds = {layer.index is not None for layer in layers}
     is_stack = kinds == {True} and not ENTRY.fullmatch(prefix)

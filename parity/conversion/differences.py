@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.conversion.laws import Pair, TensorLaw, law_of
+from parity.conversion.laws import Layers, Pair, TensorLaw, law_of
 from parity.conversion.roles import Role, roles
 from parity.conversion.same_function import in_other_words
 from parity.conversion.ulps import MOST_ULPS, coarser, is_copy, ulps
@@ -87,7 +87,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class WeightsComparison(JsonRecord):
-    """Whether two sets of weights hold the same attention, by what the tensors say.
+    """Comparison of two sets of weights by their tensors: do they hold the same attention?
 
     Attributes:
         kind: `bits`, the same bit for bit; `values`, the same values in other bits: another dtype that holds them, or
@@ -109,7 +109,7 @@ class WeightsComparison(JsonRecord):
 
     @property
     def same(self) -> bool:
-        """Whether both hold the same attention."""
+        """Return whether both hold the same attention."""
         return self.kind != "different"
 
     @property
@@ -176,45 +176,39 @@ def compare_weights(
         names = and_listed(each.name for each in found)
         kind, how = "function", f"{names} {verb}, and it is the same function: {words}"
     if kind == "different":
-        pairs = [_pair(each, one, two, held) for each in found]
-        laws = [_bias_of_one(pair.name, *biases) or law_of(pair, one, two, spec) for pair in pairs]
-        found = [TensorDifference(**{**vars(each), "law": law}) for each, law in zip(found, laws, strict=True)]
+        layers = Layers(one, two, spec)
+        for index, each in enumerate(found):
+            pair = Pair(each.name, one[each.name], two[each.name], held.get(each.name))
+            found[index] = replace(each, law=_bias_of_one(each.name, *biases) or law_of(pair, each.heads, layers))
     return WeightsComparison(kind, told, max_ulp, tuple(found), how)
 
 
 def _bias_of_one(name: str, of_first: Collection[str], of_second: Collection[str]) -> TensorLaw | None:
-    """Whether only one of the files has a tensor at all, which the other one has as zeros here."""
+    """The law of a bias that only one of the files has; the other one has zeros here."""
     if name in of_first:
         return TensorLaw("bias", "not there, and no zeros in the first", "missing-bias")
     return TensorLaw("bias", "a bias that the first has not", "missing-bias") if name in of_second else None
 
 
-def _pair(difference: TensorDifference, one: Weights, two: Weights, held: Mapping[str, Role]) -> Pair:
-    name, heads = difference.name, difference.heads
-    some = heads if len(heads) < difference.num_heads else ()
-    return Pair(name, one[name], two[name], held.get(name), some)
-
-
 def _same_values(one: Weights, two: Weights, found: list[TensorDifference], max_ulp: float) -> tuple[str, str]:
-    """Whether values are the same, or the same but for a few roundings, and in which words."""
+    """The kind of weights with the same values, or the same but for a few roundings, and words for it."""
     dtypes = [next(iter(held.values())).dtype for held in (one, two)]
-    coarse = coarser(*dtypes).name
+    names, coarse = [dtype.name for dtype in dtypes], coarser(*dtypes).name
     lost = any(bool(one[each.name].any()) != bool(two[each.name].any()) for each in found)  # all that a tensor held
     if not found:
-        in_dtypes = "but for signs of zeros, or biases of zeros that one has"
-        if dtypes[0] != dtypes[1]:
-            in_dtypes = f"in {dtypes[0].name} and in {dtypes[1].name}"
+        in_dtypes = f"in {' and in '.join(names)}"
+        if names[0] == names[1]:
+            in_dtypes = "but for signs of zeros, or biases of zeros that one has"
         return "values", f"weights the same values, {in_dtypes}"
     if lost or max_ulp > MOST_ULPS:
         return "different", ""
     rounded = f"weights the same up to rounding in {coarse}: "
     apart = f"at most {max_ulp:.3g} units in the last place apart"
-    if dtypes[0] != dtypes[1] and all(is_copy(one[name], two[name]) for name in one):
-        which = ("first", "second") if coarse == dtypes[0].name else ("second", "first")
+    if names[0] != names[1] and all(is_copy(one[name], two[name]) for name in one):
+        which, fine = ("first is the second", names[1]) if coarse == names[0] else ("second is the first", names[0])
         gone = sum(np.count_nonzero((one[name] == 0) != (two[name] == 0)) for name in one)
         zeros = f", {gone} elements to 0" if gone else ""
-        fine = next((dtype.name for dtype in dtypes if dtype.name != coarse), coarse)
-        return "copy", f"{rounded}the {which[0]} is the {which[1]}, {fine} rounded to {coarse}, {apart}{zeros}"
+        return "copy", f"{rounded}the {which}, {fine} rounded to {coarse}, {apart}{zeros}"
     count, size = sum(each.differing for each in found), sum(x.size for x in one.values())
     return "rounding", f"{rounded}{apart}, in {count} of {size} elements"
 
@@ -222,7 +216,7 @@ def _same_values(one: Weights, two: Weights, found: list[TensorDifference], max_
 def _difference(
     name: str, one: np.ndarray, two: np.ndarray, role: Role | None, spec: AttentionSpec
 ) -> TensorDifference | None:
-    """Where the values of a tensor differ, and by how much; None if they do not."""
+    """The places where the values of a tensor differ, and by how much; None if they do not."""
     if np.array_equal(one, two):
         return None
     wide = [x.astype(np.float64) for x in (one, two)]

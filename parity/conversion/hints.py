@@ -50,11 +50,7 @@ class LayerHints:
 
     @classmethod
     def by(cls, origin: str, **given: Any) -> LayerHints:
-        """Return the hints of one source.
-
-        Raises:
-            TypeError: if a keyword is none of `LayerKeywords`.
-        """
+        """Return the hints of one source, by the names of `LayerKeywords`."""
         if unknown := given.keys() - {*SAID}:
             raise TypeError(f"hints must be of {', '.join(SAID)}, got {', '.join(sorted(unknown))}")
         return cls(**given, origins=dict.fromkeys((name for name in SAID if given.get(name) is not None), origin))
@@ -125,11 +121,7 @@ def merge(label: str, sources: Iterable[HintSource]) -> LayerHints:
 
 
 def _with_hints(spec: AttentionSpec, hints: LayerHints, label: str, *, may_rotate: bool) -> AttentionSpec:
-    """Return a layer with the RoPE of hints, if any; `label` is for messages.
-
-    Raises:
-        ValueError: if it has other heads, or is known to rotate in another way, or not at all.
-    """
+    """Return a layer with the RoPE of hints, if any, or refuse one with other heads, or that rotates in another way."""
     if wrong := hints.contradicted_by(spec):
         got, told = (", ".join(f"{name}={of[name]}" for name in wrong) for of in (hints.counts, spec.values()))
         raise Refusal(wrong[0], f"be what the file's metadata say of {label}, {told}", got)

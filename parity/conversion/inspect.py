@@ -1,4 +1,4 @@
-"""What is in a file: every attention layer, in every layout that fits."""
+"""Every attention layer in a file, in every layout that fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parity.files import TensorFile
 
 
 def count_tensors(path: str | os.PathLike[str]) -> int:
-    """How many tensors a file holds: about as many as its conversion writes."""
+    """Count the tensors of a file: about as many as its conversion writes."""
     with open_checkpoint(path) as file:
         return len(file.infos)
 
@@ -49,50 +49,41 @@ class Found:
 
 
 def find_layers(file: TensorFile, **said: Unpack[LayerKeywords]) -> list[Found]:
-    """Every attention layer in a file, in every layout that fits its names.
+    """Find every attention layer in an open file, in every layout that fits its names.
 
     Where none fits with the heads that are given, those that would with others.
-
-    Args:
-        file: an open file.
-        said: of the layers, as far as they are known.
     """
-    found, known = [], file_hints(file, LayerHints.by(CALLER, **said))
+    known = file_hints(file, LayerHints.by(CALLER, **said))
+    found: list[Found] = []
     of_other_heads: list[Found] = []
     for layout in LAYOUTS.values():
-        groups: dict[str, list[str]] = {}
         prefixes = possible_prefixes(file.infos, layout)
-        for concrete in prefixes:
-            groups.setdefault(numbered(concrete), []).append(concrete)
-        under = names_under(file.infos, prefixes)
-        for prefix, members in groups.items():
-            alike: dict[Any, list[str]] = {}  # layers of the same shapes, of which one is looked at
-            for concrete in members:
-                of_model, begin = known.model.layer_at(concrete), f"{concrete}." if concrete else ""
-                if of_model is not None and of_model.layout != layout.name:
-                    continue
-                infos = {name.removeprefix(begin): file.infos[name] for name in under[concrete]}
-                kind = tuple(sorted((name, info.shape, info.dtype.name) for name, info in infos.items()))
-                alike.setdefault(kind, []).append(concrete)
-            for first, *others in alike.values():
-                is_stacked, size, among, unread = False, 1, found, known.unread
-                try:
-                    layers = layers_under(TensorCache(file), first, layout, known, "")
-                    is_stacked, size, spec = layers[0].index is not None, len(layers), layers[0].spec
-                    hints, unread = layers[0].hints, layers[0].hints.unread
-                    words = f"{spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}"
-                    words += f" ({hints.from_model})" if hints.from_model else ""
-                except ValueError as error:
-                    of_model = known.model.layer_at(first)
-                    if type(error) is DoesNotFit and (of_model is None or of_model.spec is None):
-                        continue  # of a layer that a configuration tells of whoever looks shall know why
-                    among = of_other_heads if isinstance(error, HeadsDoNotFit) else found
-                    words = str(error).removeprefix(f"{first}: ")
-                    with suppress(ValueError):  # what is known of it may be why
-                        unread = known.without_heads_of_model(first).unread
-                dtype = file.infos[prefixes[first]].dtype.name
-                count = (1 + len(others)) * size
-                keys = tuple(key_in_words(*each) for each in unread.items())
-                among.append(Found(prefix, count, layout.name, words, dtype, is_stacked, layout.packing, keys))
+        alike: dict[Any, list[str]] = {}  # layers of one pattern and the same shapes, of which one is looked at
+        for concrete, names in names_under(file.infos, prefixes).items():
+            of_model = known.model.layer_at(concrete)
+            if of_model is None or of_model.layout == layout.name:
+                infos = ((name[len(concrete) :], file.infos[name]) for name in names)
+                kind = tuple(sorted((name, info.shape, info.dtype.name) for name, info in infos))
+                alike.setdefault((numbered(concrete), kind), []).append(concrete)
+        for (prefix, _), members in alike.items():
+            first = members[0]
+            is_stacked, size, among, unread = False, 1, found, known.unread
+            try:
+                layers = layers_under(TensorCache(file), first, layout, known)
+                is_stacked, size, spec = layers[0].index is not None, len(layers), layers[0].spec
+                hints, unread = layers[0].hints, layers[0].hints.unread
+                words = f"{spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}"
+                words += f" ({hints.from_model})" if hints.from_model else ""
+            except ValueError as error:
+                of_model = known.model.layer_at(first)
+                if type(error) is DoesNotFit and (of_model is None or of_model.spec is None):
+                    continue  # of a layer that a configuration tells of whoever looks shall know why
+                among = of_other_heads if isinstance(error, HeadsDoNotFit) else found
+                words = str(error).removeprefix(f"{first}: ")
+                with suppress(ValueError):  # what is known of it may be why
+                    unread = known.without_heads_of_model(first).unread
+            dtype, count = file.infos[prefixes[first]].dtype.name, len(members) * size
+            keys = tuple(key_in_words(*each) for each in unread.items())
+            among.append(Found(prefix, count, layout.name, words, dtype, is_stacked, layout.packing, keys))
     fitting = {each.prefix for each in found}
     return found + [each for each in of_other_heads if each.prefix not in fitting]

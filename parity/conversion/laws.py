@@ -1,10 +1,11 @@
-"""By what law one tensor of weights was made of another: each is tried, and verified on every element."""
+"""Laws by which one tensor of weights is made of another: each is tried, and verified on every element."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,7 @@ FEWEST = 2  # elements that are not 0: one number alone is always a multiple of 
 
 @dataclass(frozen=True)
 class TensorLaw:
-    """What was done to a tensor.
+    """The relation of a tensor to that of another file.
 
     Attributes:
         name: of the law: `zeros`, `one-plus`, `exchanged`, `copied`, `transposed`, `permuted`, `fewer-bits`,
@@ -39,85 +40,82 @@ class TensorLaw:
 
 @dataclass(frozen=True)
 class Pair:
-    """A tensor of both files, with what is known of it.
+    """A tensor of both files, or a part of it.
 
     Attributes:
         name: its canonical name.
         one, other: as each file has it.
-        role: where its heads are, if it has some.
-        heads: those that differ, if not all do.
+        role: where its heads are, if it has some and is whole.
+        places: the heads, as (heads, features, the rest), the rows or the columns that the part consists of.
     """
 
     name: str
     one: np.ndarray
     other: np.ndarray
-    role: Role | None
-    heads: tuple[int, ...]
+    role: Role | None = None
+    places: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def law_of(pair: Pair, weights: Weights, others: Weights, spec: AttentionSpec) -> TensorLaw | None:
-    """The law that explains every element of a tensor, if one is known here.
+class Layers(NamedTuple):
+    """All weights of both files, for a tensor may be in the place of another one, and their specification."""
 
-    Args:
-        pair: a tensor that differs.
-        weights, others: all of both files, for a tensor may be in the place of another one.
-        spec: the layer.
+    weights: Weights
+    others: Weights
+    spec: AttentionSpec
+
+
+def law_of(pair: Pair, heads: Collection[int], layers: Layers) -> TensorLaw | None:
+    """Return the law that explains every element of a tensor that differs, if one is known here.
+
+    Laws of values are looked for where it differs: in `heads`, if these are not all; then in some rows or columns. One
+    factor for each row explains much, and comes last.
     """
-    one, other = pair.one, pair.other
-    whole = [_one_plus(pair), _zeros(one, other), _in_place_of(pair, weights, others), _transposed(one, other)]
-    found = next(filter(None, whole), None) or _permuted(pair, weights, others, spec)
-    if found is not None:
-        return found
-    if pair.role is not None and pair.heads:
-        heads = list(pair.heads)
-        views = [pair.role.view(x, spec) for x in (one, other)]
-        before, after = (view.reshape(-1, *view.shape[2:])[heads] for view in views)
-        found = next(_by_value(pair, before, after, spec), None)
-        return replace(found, heads=pair.heads) if found else _of_some(pair, spec)
-    found = next(_by_value(pair, one, other, spec), None)
-    return _of_some(pair, spec) or found if found is None or found.name == "factors" else found
-
-
-def _of_some(pair: Pair, spec: AttentionSpec) -> TensorLaw | None:
-    """A law of those rows alone that differ, or of those columns."""
-    differs, whole = pair.one != pair.other, Pair(pair.name, pair.one, pair.other, None, ())
-    for axis, what in zip(range(differs.ndim), ("rows", "columns"), strict=False):
-        places = np.flatnonzero(np.moveaxis(differs, axis, 0).reshape(differs.shape[axis], -1).any(axis=1))
-        if len(places) < differs.shape[axis]:
-            found = next(_by_value(whole, pair.one.take(places, axis), pair.other.take(places, axis), spec), None)
-            if found is not None:
-                return replace(found, **{what: tuple(map(int, places))})
+    differing = pair
+    if pair.role is not None and pair.role.heads != "shared":
+        one, other = (pair.role.view(x, layers.spec) for x in (pair.one, pair.other))
+        one, other = (view.reshape(-1, *view.shape[2:]) for view in (one, other))
+        if len(heads) < len(one):
+            differing = Pair(pair.name, one[[*heads]], other[[*heads]], places={"heads": tuple(heads)})
+    tries = [(pair, OF_TENSORS), (differing, OF_VALUES)]
+    tries += [(lines, (*OF_VALUES, _factors)) for lines in _differing_lines(pair)]
+    for part, relations in [*tries, (differing, (_factors,))]:
+        for relation in relations:
+            if (law := relation(part, layers)) is not None:
+                return replace(law, **part.places)
     return None
+
+
+def _differing_lines(pair: Pair) -> Iterator[Pair]:
+    """The rows that differ, and the columns, if not all do."""
+    differs = pair.one != pair.other
+    for axis, what in zip(range(differs.ndim), ("rows", "columns"), strict=False):
+        lines = np.flatnonzero(np.moveaxis(differs, axis, 0).reshape(differs.shape[axis], -1).any(axis=1))
+        if len(lines) < differs.shape[axis]:
+            one, other = pair.one.take(lines, axis), pair.other.take(lines, axis)
+            yield Pair(pair.name, one, other, places={what: tuple(map(int, lines))})
 
 
 # ---- Values ----------------------------------------------------------------------------------------------------------
 
 
-def _by_value(pair: Pair, one: np.ndarray, other: np.ndarray, spec: AttentionSpec) -> Iterator[TensorLaw]:
-    """The laws that change values and not their places, of a tensor or of some of its heads."""
-    zeros = _zeros(one, other)
-    if zeros is not None:
-        yield zeros
-    if ways := ways_to_fewer_bits(one, other):
-        yield TensorLaw("fewer-bits", f"the first's, {' or '.join(ways)}", "low-precision")
-    if ways := ways_to_fewer_bits(other, one):
-        yield TensorLaw("fewer-bits", f"what the first's is {' or '.join(ways)} of", "low-precision")
-    if kind := quantised_as(one, other):
-        yield TensorLaw("quantised", f"the first's, quantised as {kind}")
-    if kind := quantised_as(other, one):
-        yield TensorLaw("quantised", f"what the first's is quantised as {kind} of")
-    yield from _factors(pair, one, other, spec)
-    yield from _shift(one, other)
-
-
-def _zeros(one: np.ndarray, other: np.ndarray) -> TensorLaw | None:
-    page = "missing-bias" if one.ndim == 1 else ""
-    if not other.any():
+def _zeros(pair: Pair, layers: Layers) -> TensorLaw | None:
+    page = "missing-bias" if pair.one.ndim == 1 else ""
+    if not pair.other.any():
         return TensorLaw("zeros", "zeros", page)
-    return None if one.any() else TensorLaw("zeros", "no zeros, as all the first's are", page)
+    return None if pair.one.any() else TensorLaw("zeros", "no zeros, as all the first's are", page)
 
 
-def _one_plus(pair: Pair) -> TensorLaw | None:
+def _fewer_bits(pair: Pair, layers: Layers) -> TensorLaw | None:
+    pairs = (pair.one, pair.other, "the first's, {}"), (pair.other, pair.one, "what the first's is {} of")
+    for before, after, words in pairs:
+        if ways := ways_to_fewer_bits(before, after):
+            return TensorLaw("fewer-bits", words.format(" or ".join(ways)), "low-precision")
+        if kind := quantised_as(before, after):
+            return TensorLaw("quantised", words.format(f"quantised as {kind}"))
+    return None
+
+
+def _one_plus(pair: Pair, layers: Layers) -> TensorLaw | None:
     """A norm that multiplies by 1 + w, and one that multiplies by w."""
     if not pair.name.endswith("_norm.weight"):
         return None
@@ -128,29 +126,43 @@ def _one_plus(pair: Pair) -> TensorLaw | None:
 
 
 def _is_shifted(one: np.ndarray, other: np.ndarray, by: float) -> bool:
-    """Whether a number was added to one, or taken from the other: where it cancels, only one way gives the bits."""
+    """Return whether two arrays differ by a number; where it cancels, only one of two ways gives the bits."""
     before, after, dtype = one.astype(np.float64), other.astype(np.float64), coarser(one.dtype, other.dtype)
     return agree(before + by, after, dtype) or agree(before, after - by, dtype)
 
 
-def _shift(one: np.ndarray, other: np.ndarray) -> Iterator[TensorLaw]:
-    by = float(np.mean(other.astype(np.float64) - one.astype(np.float64)))
-    if one.size >= FEWEST and by and _is_shifted(one, other, by):
-        yield TensorLaw("shift", f"the first's, {by:+.6g} everywhere")
+def _shift(pair: Pair, layers: Layers) -> TensorLaw | None:
+    by = float(np.mean(pair.other.astype(np.float64) - pair.one.astype(np.float64)))
+    if pair.one.size >= FEWEST and by and _is_shifted(pair.one, pair.other, by):
+        return TensorLaw("shift", f"the first's, {by:+.6g} everywhere")
+    return None
 
 
-def _factors(pair: Pair, one: np.ndarray, other: np.ndarray, spec: AttentionSpec) -> Iterator[TensorLaw]:
-    """One factor, or one for each head, row or column."""
-    factor = _times(one, other, None)
-    if factor is not None:
-        words, page = _factor_in_words(float(factor.reshape(-1)[0]), pair, spec)
-        yield TensorLaw("factor", f"the first's, {words}", page)
-        return
+def _factor(pair: Pair, layers: Layers) -> TensorLaw | None:
+    """One factor, and its meaning in the layer."""
+    factors = _times(pair.one, pair.other, None)
+    if factors is None:
+        return None
+    factor, head_dim = float(factors.reshape(-1)[0]), layers.spec.head_dim
+    root = math.sqrt(head_dim)
+    known = {"sqrt(H)": root, "1 / sqrt(H)": 1.0 / root, "H": head_dim, "1 / H": 1.0 / head_dim}
+    meant = next((words for words, value in known.items() if math.isclose(factor, value, rel_tol=1e-6)), "")
+    if factor == -1.0:
+        return TensorLaw("factor", "the first's, negated")
+    is_scale = bool(meant) and pair.name.startswith(("q_", "k_"))
+    why = ": a scale of the scores, folded in or left out" if is_scale else ""
+    words = f"the first's, times {factor:.6g}{', ' * bool(meant)}{meant}{why}"
+    return TensorLaw("factor", words, "scale" if is_scale else "")
+
+
+def _factors(pair: Pair, layers: Layers) -> TensorLaw | None:
+    """One factor for each head, row or column."""
+    one, other = pair.one, pair.other
     parts: list[tuple[str, np.ndarray, np.ndarray, tuple[int, ...]]] = []
-    if pair.heads:  # some of them, and each as (features, the rest)
+    if "heads" in pair.places:
         parts.append(("head", one, other, (1, 2)))
     elif pair.role is not None:
-        parts.append(("head", pair.role.view(one, spec), pair.role.view(other, spec), (2, 3)))
+        parts.append(("head", pair.role.view(one, layers.spec), pair.role.view(other, layers.spec), (2, 3)))
     if one.ndim == 2:
         parts += [("row", one, other, (1,)), ("column", one, other, (0,))]
     for part, before, after, axes in parts:
@@ -158,11 +170,12 @@ def _factors(pair: Pair, one: np.ndarray, other: np.ndarray, spec: AttentionSpec
         if found is not None:
             low, high = float(found.min()), float(found.max())
             hint = ": a norm before it is folded in, it may be" if part == "column" else ""
-            yield TensorLaw("factors", f"the first's, each {part} times a number, {low:.3g} to {high:.3g}{hint}")
+            return TensorLaw("factors", f"the first's, each {part} times a number, {low:.3g} to {high:.3g}{hint}")
+    return None
 
 
 def _times(one: np.ndarray, other: np.ndarray, axes: tuple[int, ...] | None) -> np.ndarray | None:
-    """What one must be multiplied by to give the other, along axes; None if nothing does, or one number would tell."""
+    """The factors that make one the other, along axes; None if there are none, or one number would tell."""
     wide, after = one.astype(np.float64), other.astype(np.float64)
     if (np.count_nonzero(one, axis=axes, keepdims=True) < FEWEST).any():
         return None
@@ -170,53 +183,40 @@ def _times(one: np.ndarray, other: np.ndarray, axes: tuple[int, ...] | None) -> 
     return factors if agree(wide * factors, after, coarser(one.dtype, other.dtype)) else None
 
 
-def _factor_in_words(factor: float, pair: Pair, spec: AttentionSpec) -> tuple[str, str]:
-    """A factor, what it is of the layer, and the page that it belongs on."""
-    root = math.sqrt(spec.head_dim)
-    known = {"sqrt(H)": root, "1 / sqrt(H)": 1.0 / root, "H": spec.head_dim, "1 / H": 1.0 / spec.head_dim}
-    meant = next((words for words, value in known.items() if math.isclose(factor, value, rel_tol=1e-6)), None)
-    if factor == -1.0:
-        return "negated", ""
-    if meant is None:
-        return f"times {factor:.6g}", ""
-    of_scores = pair.name.startswith(("q_", "k_"))
-    why = ": a scale of the scores, folded in or left out" if of_scores else ""
-    return f"times {factor:.6g}, {meant}{why}", "scale" if of_scores else ""
-
-
 # ---- Places ----------------------------------------------------------------------------------------------------------
 
 
-def _in_place_of(pair: Pair, weights: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -> TensorLaw | None:
-    """Whether the tensor is another one of the first file."""
-    for name, x in weights.items():
+def _in_place_of(pair: Pair, layers: Layers) -> TensorLaw | None:
+    """Another tensor of the first file."""
+    for name, x in layers.weights.items():
         if name == pair.name or x.shape != pair.other.shape or not x.any() or not agree(x, pair.other):
             continue
         page = "swapped-projections" if name[0] in "qkv" and "_proj." in name else ""
-        if agree(pair.one, others[name]):
+        if agree(pair.one, layers.others[name]):
             return TensorLaw("exchanged", f"{name} of the first: the two are exchanged", page)
         return TensorLaw("copied", f"{name} of the first", page)
     return None
 
 
-def _transposed(one: np.ndarray, other: np.ndarray) -> TensorLaw | None:
-    if one.ndim == 2 and one.shape[0] == one.shape[1] and agree(one.T, other):
+def _transposed(pair: Pair, layers: Layers) -> TensorLaw | None:
+    one = pair.one
+    if one.ndim == 2 and one.shape[0] == one.shape[1] and agree(one.T, pair.other):
         return TensorLaw("transposed", "the first's, transposed", "transposed-kernel")
     return None
 
 
-def _permuted(pair: Pair, weights: Weights, others: Weights, spec: AttentionSpec) -> TensorLaw | None:
-    """Whether rows, or columns, are in another order, and which order that is."""
+def _permuted(pair: Pair, layers: Layers) -> TensorLaw | None:
+    """Rows, or columns, in another order, and which order that is."""
     one, other = pair.one, pair.other
     if pair.name.endswith(".bias"):  # many numbers of a bias may be equal: the order of its weight comes first
         weight = f"{pair.name.removesuffix('bias')}weight"
-        order = _order(weights[weight], others[weight], 0) if weight in weights else None
+        order = _order(layers.weights[weight], layers.others[weight], 0) if weight in layers.weights else None
         if order is not None and order.shape == one.shape and agree(one[order], other):
-            return _of_order(order, 0, pair, spec)
+            return _of_order(order, 0, pair, layers.spec)
     for axis in range(one.ndim):
         order = _order(one, other, axis)
         if order is not None and agree(np.take(one, order, axis=axis), other):
-            return _of_order(order, axis, pair, spec)
+            return _of_order(order, axis, pair, layers.spec)
     return None
 
 
@@ -230,26 +230,24 @@ def _order(one: np.ndarray, other: np.ndarray, axis: int) -> np.ndarray | None:
 
 def _of_order(order: np.ndarray, axis: int, pair: Pair, spec: AttentionSpec) -> TensorLaw:
     """An order of rows or columns in words: of heads, of RoPE pairs, or any other."""
-    rows = ("rows", "columns")[axis]
+    rows, places = ("rows", "columns")[axis], np.arange(len(order))
     if pair.role is not None and pair.role.axis == axis:
-        view = pair.role.view(np.arange(len(order)).reshape(-1, *[1] * axis).swapaxes(0, axis), spec)
+        view = pair.role.view(places.reshape(-1, *[1] * axis).swapaxes(0, axis), spec)
         heads, features = view.shape[0] * view.shape[1], view.shape[2]
         of_heads = order.reshape(heads, features) if heads * features == len(order) else None
         if heads > 1 and of_heads is not None:
-            moved, inside = of_heads[:, 0] // features, np.arange(len(order)).reshape(heads, features)
+            moved, inside = of_heads[:, 0] // features, places.reshape(heads, features)
             if np.array_equal(of_heads, inside[moved]):
                 return TensorLaw("permuted", f"the first's, its heads in the order {listed(moved)}", "head-order")
             innermost = inside.T.reshape(-1)
             if np.array_equal(order, innermost) or np.array_equal(order, np.argsort(innermost)):
                 return TensorLaw("permuted", "the first's, with heads innermost in one of the two", "head-order")
-        found = _of_pairs(order, features, spec) if axis == 0 and pair.name[0] in "qk" else None
-        if found is not None:
+        if axis == 0 and pair.name[0] in "qk" and (found := _of_pairs(order, features, spec)):
             return found
-        if of_heads is not None and np.array_equal(np.sort(of_heads, axis=1), np.arange(len(order)).reshape(heads, -1)):
+        if of_heads is not None and np.array_equal(np.sort(of_heads, axis=1), places.reshape(heads, -1)):
             return TensorLaw("permuted", f"the first's, its {rows} in another order within their heads")
-    if len(order) <= 2 * spec.head_dim:
-        return TensorLaw("permuted", f"the first's, its {rows} in the order {listed(order)}")
-    return TensorLaw("permuted", f"the first's, its {rows} in another order")
+    which = f"the order {listed(order)}" if len(order) <= 2 * spec.head_dim else "another order"
+    return TensorLaw("permuted", f"the first's, its {rows} in {which}")
 
 
 def _of_pairs(order: np.ndarray, features: int, spec: AttentionSpec) -> TensorLaw | None:
@@ -270,3 +268,12 @@ def _of_pairs(order: np.ndarray, features: int, spec: AttentionSpec) -> TensorLa
         if np.array_equal(order, np.argsort(interleaved)):
             return TensorLaw("permuted", f"the first's, its RoPE pairs halves and not interleaved{as_if}", "rope-pairs")
     return None
+
+
+Relation = Callable[[Pair, Layers], TensorLaw | None]
+
+OF_TENSORS: tuple[Relation, ...] = (_one_plus, _zeros, _in_place_of, _transposed, _permuted)
+"""Laws of whole tensors, in the order in which they are tried."""
+
+OF_VALUES: tuple[Relation, ...] = (_zeros, _fewer_bits, _factor, _shift)
+"""Laws that change values and not their places, of a tensor or a part of it."""

@@ -15,15 +15,15 @@ import numpy as np
 
 from mha_spec import AttentionSpec, Refusal
 from parity.conversion.hints import CALLER, LayerHints, LayerKeywords, is_of_rope
-from parity.conversion.layouts import Layout, Tensor
-from parity.conversion.layouts.detection import DoesNotFit, find_spec, find_tensors, shorten, stack_size
-from parity.conversion.layouts.views import lay_out, read_out
-from parity.conversion.metadata import ENTRY, FileHints, concrete_prefix, file_hints, sources
+from parity.conversion.layouts import Layout
+from parity.conversion.layouts.detection import DoesNotFit, find_placement, find_spec, shorten, stack_size
+from parity.conversion.layouts.placement import Placement
+from parity.conversion.metadata import FileHints, file_hints, sources
 from parity.conversion.model_config import ModelHints
 from parity.conversion.not_carried import NotCarriedWarning
-from parity.conversion.prefixes import fitting_prefixes, numbered
+from parity.conversion.prefixes import ENTRY, concrete_prefix, fitting_prefixes, numbered
 from parity.conversion.ranks import open_checkpoint
-from parity.core.weights import Weights, is_finite, is_floating, weight_shapes
+from parity.core.weights import Weights, is_finite, is_floating
 from parity.files import TensorFile
 from parity.models.specs import ModelLayer, sections_named
 from parity.text import some_of
@@ -73,23 +73,13 @@ class OpenLayers(NamedTuple):
 def open_model(
     path: str | os.PathLike[str], layout: str | None = None, *, prefix: str | None = None, **said: Unpack[LayerKeywords]
 ) -> Iterator[OpenLayers]:
-    """The attention layers of a file as `open_layers` has them, and what is not among them.
-
-    Args:
-        path, layout, prefix, said: as `open_layers` takes them.
-
-    Raises:
-        As `load`.
-
-    Warns:
-        NotCarriedWarning: as `load`.
-    """
+    """Open the attention layers of a file as `open_layers` does, and name what is not among them."""
     with open_checkpoint(path) as file:
         known, cache = file_hints(file, LayerHints.by(CALLER, **said)), TensorCache(file)
         layers = [
             layer
-            for each, of_layout in sources(file, known, prefix, layout, path, "layout")
-            for layer in sorted(layers_under(cache, each, of_layout, known, path), key=lambda layer: layer.place)
+            for each, of_layout in sources(file, known, prefix, layout, "layout")
+            for layer in sorted(layers_under(cache, each, of_layout, known), key=lambda layer: layer.place)
         ]
         missing = known.missing([layer.label for layer in layers], file)
         if prefix is not None:  # of the layers that are asked for
@@ -101,14 +91,10 @@ def _others(file: TensorFile, known: FileHints, layers: list[FileLayer]) -> list
     """The prefixes of layers that the configuration of a model does not describe."""
     if not any(layer.model is not None for layer in layers):
         return []
-    own = {name for layer in layers for name in layer.sources}
+    own = {name for layer in layers for name in layer.sources.values()}
     rest = {name: info.shape for name, info in file.infos.items() if name not in own}
     unread = set(known.model.sections) - set(known.model.parts)  # parts of families that are not known
     return [each for each in fitting_prefixes(rest, layers[0].layout) if not sections_named(each, unread)]
-
-
-Stack = list[tuple[int | None, LayerHints]]
-"""Layers with their indices, or one with None, and the hints about each."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +106,12 @@ class FileLayer:
         prefix: what the names of its tensors begin with.
         numbers: those in the prefix that `{i}` stood for.
         index: of the layer in a stack, if it is in one.
-        layout: that it is in.
+        axis: of the stack.
+        placement: in the tensors of its layout.
         spec: the layer.
         hints: about it, merged.
-        sources: the full names of its tensors, and those after the prefix.
+        sources: the full names of its tensors, by those after the prefix.
         known: of the layers of its file.
-        axis: of the stack.
         written: what is written of it in another layout, if it is not the same.
     """
 
@@ -133,106 +119,98 @@ class FileLayer:
     prefix: str
     numbers: tuple[str, ...]
     index: int | None
-    layout: Layout
+    axis: int
+    placement: Placement
     spec: AttentionSpec
     hints: LayerHints
     sources: dict[str, str]
     known: FileHints
-    axis: int = 0
     written: AttentionSpec | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that it is in."""
+        return self.placement.layout
 
     @cached_property
     def model(self) -> ModelLayer | None:
-        """Return the layer of the model that it is, by the configuration beside the file."""
+        """The layer of the model that it is, by the configuration beside the file."""
         return self.known.model.layer_at(self.label)
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """List what it computed that its file does not say: see `parity.conversion.layouts.layout.DROPPABLE`."""
+        """Names of what it computed and its file does not say: see `parity.conversion.layouts.layout.DROPPABLE`."""
         return self.known.dropped
 
     @property
     def to_spec(self) -> AttentionSpec:
-        """What is written of it in another layout."""
+        """The layer as it is written in another layout."""
         return self.written or self.spec
 
     @property
     def is_cross(self) -> bool:
-        """Whether its keys and values come from elsewhere."""
+        """Return whether its keys and values come from elsewhere."""
         return self.spec.d_kv != self.spec.d_in or (self.model is not None and self.model.kind == "cross_attention")
 
     @property
     def label(self) -> str:
-        """Its prefix, and its index if it is in a stack: what `load` takes."""
+        """Its prefix, and its index if it is in a stack, as `load` takes it."""
         return self.prefix if self.index is None else f"{self.prefix}[{self.index}]"
 
     @property
     def place(self) -> list[int]:
-        """Its numbers, and its index if it is in a stack: what layers of two files have in common."""
+        """Its numbers, and its index if it is in a stack, which layers of two files have in common."""
         return [int(number) for number in self.numbers] + ([] if self.index is None else [self.index])
 
     @property
     def dtype(self) -> np.dtype:
-        """That of its tensors."""
-        return self.file.infos[next(iter(self.sources))].dtype
+        """The dtype of its tensors."""
+        return self.file.infos[next(iter(self.sources.values()))].dtype
 
     @property
     def quantised(self) -> list[str]:
-        """The types of those of its tensors that are quantised in the file."""
-        return sorted({self.file.quantised[name] for name in self.sources if name in self.file.quantised})
+        """The types of its tensors that are quantised in the file."""
+        return sorted({self.file.quantised[name] for name in self.sources.values() if name in self.file.quantised})
 
     def load(self) -> tuple[Weights, AttentionSpec]:
-        """Its canonical weights, and its specification."""
-        return {name: np.array(self.read(name), order="C") for name in weight_shapes(self.spec)}, self.spec
+        """Read its canonical weights, and return them with its specification."""
+        return {name: np.array(self.read(name), order="C") for name in self.placement.weights}, self.spec
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """Its tensors by their names after the prefix."""
-        return {short: self._tensor(short) for short in self.sources.values()}
-
-    @cached_property
-    def form(self) -> tuple[Tensor, ...]:
-        """The tensors of the layout that it is in."""
-        shapes = {short: self.file.infos[name].shape for name, short in self.sources.items()}
-        shapes = shapes if self.index is None else _without(self.axis, shapes)
-        return find_tensors(shapes, self.spec, self.layout)
+        """Read its tensors, by their names after the prefix."""
+        return {name: self._tensor(name) for name in self.sources}
 
     def read(self, name: str) -> np.ndarray:
-        """A canonical weight."""
-        return read_out(name, self._tensor, self.form, self.spec, self.layout)
+        """Read a canonical weight."""
+        return self.placement.read_out(name, self._tensor)
 
     def read_written(self, name: str) -> np.ndarray:
-        """A canonical weight of what is written of it; biases that it has not are 0."""
-        shapes = self.to_spec.weight_shapes
-        return self.read(name) if name in self.spec.weight_shapes else np.zeros(shapes[name], self.dtype)
-
-    def write(self, name: str, target: Layout, form: tuple[Tensor, ...]) -> np.ndarray:
-        """A tensor of another layout, one of those of a form."""
-        return lay_out(name, self.read_written, form, self.to_spec, target)
+        """Read a canonical weight of the layer as it is written; biases that it has not are 0."""
+        if name in self.placement.weights:
+            return self.read(name)
+        return np.zeros(self.to_spec.weight_shapes[name], self.dtype)
 
     def _tensor(self, name: str) -> np.ndarray:
-        return self.file.read_finite(self._names[name], self.index, self.axis)
-
-    @cached_property
-    def _names(self) -> dict[str, str]:
-        return {short: name for name, short in self.sources.items()}
+        return self.file.read_finite(self.sources[name], self.index, self.axis)
 
 
 class TensorCache:
     """Tensors of a file, the last one of which is at hand: q, k and v are read from a packed one in turn."""
 
     def __init__(self, file: TensorFile) -> None:
+        self.path = file.path
         self.infos = file.infos
         self.quantised = file.quantised
         self._file = file
         self._held: dict[tuple[str, int | None], np.ndarray] = {}
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor, which is not kept."""
+        """Read a tensor, which is not kept."""
         self._held.clear()  # memory shall not hold two of them
         return self._file.read(name)
 
     def read_finite(self, name: str, index: int | None = None, axis: int = 0) -> np.ndarray:
-        """A tensor, or one entry of one that is stacked on an axis, without NaN and infinities."""
+        """Read a tensor, or one entry of one that is stacked on an axis, without NaN and infinities."""
         if index is None or (name in self._file.places and axis == 0):
             return self._hold((name, index), 1)
         # It can only be read whole: then q, k and v are, once, for all layers that they are packed for.
@@ -253,13 +231,11 @@ class TensorCache:
 QUANTISED = re.compile(
     r"\.(qweight|qzeros|scales|SCB|weight_scale(_inv)?|weight_packed|weight\.(absmax|quant_state.*))$"
 )
-"""What lies beside weights that GPTQ, AWQ, bitsandbytes, FP8 or compressed-tensors have quantised."""
+"""Tensors beside weights that GPTQ, AWQ, bitsandbytes, FP8 or compressed-tensors have quantised."""
 
 
-def layers_under(
-    file: TensorCache, prefix: str, layout: Layout, known: FileHints, path: str | os.PathLike[str]
-) -> list[FileLayer]:
-    """The attention layers whose names begin with a prefix.
+def layers_under(file: TensorCache, prefix: str, layout: Layout, known: FileHints) -> list[FileLayer]:
+    """Find the attention layers whose names begin with a prefix.
 
     Raises:
         ValueError: if there is none, or tensors there do not fit the layout.
@@ -273,63 +249,46 @@ def layers_under(
     for name in file.infos:
         match = concrete_prefix(begin, name)
         if match and not layout.ignores(match[2], known.ignored):
-            found.setdefault(match[0], (match[1], {}))[1][name] = match[2]
+            found.setdefault(match[0], (match[1], {}))[1][match[2]] = name
     if "{i}" in begin:
-        attention = {concrete: held for concrete, held in found.items() if not known.is_other(concrete)}
-        found = attention or found
+        found = {concrete: held for concrete, held in found.items() if not known.is_other(concrete)} or found
     if not found:
-        raise _no_layer(Refusal, file, prefix, layout, path)
+        raise _no_layer(Refusal, file, prefix, layout)
     layers = []
-    for concrete, (numbers, held) in found.items():
-        held = _with_lent(file, concrete, held, known.model)
-        infos = {short: file.infos[name] for name, short in held.items()}
+    for concrete, (numbers, own) in found.items():
+        held = _with_lent(file, concrete, own, known.model)
+        infos = {short: file.infos[name] for short, name in held.items()}
         try:
-            each, axis = _identify({short: info.shape for short, info in infos.items()}, concrete, layout, known)
+            entries, axis = _identify({short: info.shape for short, info in infos.items()}, concrete, layout, known)
         except Refusal as error:
             if isinstance(error, DoesNotFit):
                 if not concrete and any(fitting_prefixes({name: x.shape for name, x in file.infos.items()}, layout)):
-                    raise _no_layer(DoesNotFit, file, prefix, layout, path) from None
-                if any(map(QUANTISED.search, held.values())):
+                    raise _no_layer(DoesNotFit, file, prefix, layout) from None
+                if any(map(QUANTISED.search, held)):
                     error.hint = "; ".join(filter(None, [error.hint, "it is quantized, and only GGUF is read so"]))
-            raise error.within(concrete or str(path)) from None
+            raise error.within(concrete or str(file.path)) from None
         dtypes = sorted({info.dtype.name for info in infos.values()})
         if len(dtypes) > 1 or not is_floating(next(iter(infos.values())).dtype):
-            raise Refusal(concrete or path, "have one floating-point dtype", str(dtypes))
+            raise Refusal(concrete or file.path, "have one floating-point dtype", str(dtypes))
         if entry:
-            each = _entry_of(each, int(entry[2]), prefix, path)
+            size = "no stack" if entries[0][0] is None else f"a stack of {len(entries)}"
+            entries = [each for each in entries if each[0] == int(entry[2])]
+            if not entries:
+                raise Refusal("prefix", f"be that of a layer in {file.path}", f"prefix={prefix!r} of {size}")
         layers += [
-            FileLayer(file, concrete, numbers, index, layout, hints.spec, hints, held, known, axis)
-            for index, hints in each
+            FileLayer(file, concrete, numbers, index, axis, placement, hints.spec, hints, held, known)
+            for index, hints, placement in entries
             if hints.spec is not None
         ]
     for layer in layers:
         _check_values(layer)
-    _warn_of_unread(layers, known)
+    if unread := {name: value for layer in layers for name, value in layer.hints.unread.items()}:
+        warnings.warn(_not_carried(unread, known), NotCarriedWarning, stacklevel=3)
     return layers
 
 
-def _entry_of(stack: Stack, index: int, prefix: str, path: str | os.PathLike[str]) -> Stack:
-    """The layer of a stack that has an index.
-
-    Raises:
-        Refusal: if it is no stack, or has no such layer.
-    """
-    found = [each for each in stack if each[0] == index]
-    if not found:
-        words = "no stack" if stack[0][0] is None else f"a stack of {len(stack)}"
-        raise Refusal("prefix", f"be that of a layer in {path}", f"prefix={prefix!r} of {words}")
-    return found
-
-
-def _warn_of_unread(layers: list[FileLayer], known: FileHints) -> None:
-    """Name what is said of layers and is in none of their specifications."""
-    unread = {name: value for layer in layers for name, value in layer.hints.unread.items()}
-    if unread:
-        warnings.warn(_not_carried(unread, known), NotCarriedWarning, stacklevel=4)
-
-
 def _not_carried(unread: Mapping[str, Any], known: FileHints) -> str:
-    """What is said of a model and no specification here has, and how a caller can say it."""
+    """Say what is said of a model and is in no specification, and how a caller can say it."""
     origin = known.model.origin or "the metadata"
     words = f"{origin} says {', '.join(key_in_words(*each) for each in unread.items())}"
     words += ", which is not read into a specification"
@@ -341,7 +300,7 @@ def _not_carried(unread: Mapping[str, Any], known: FileHints) -> str:
 
 
 def key_in_words(name: str, value: Any) -> str:
-    """A key of a configuration with its value, which is cut off if it is long."""
+    """Return a key of a configuration with its value, which is cut off if it is long."""
     text = str(value) if isinstance(value, str | int | float) else repr(value)
     return name if value is None else f"{name}={text if len(text) <= 80 else f'{text[:80]}…'}"
 
@@ -350,35 +309,38 @@ def _check_values(layer: FileLayer) -> None:
     """Refuse a layer of a model that has no values of its own and should have some, or the other way round."""
     if layer.model is None or layer.layout.name != layer.model.layout:
         return
-    is_shared = any(tensor.is_shared for tensor in layer.form)
+    is_shared = any(tensor.is_shared for tensor in layer.placement.tensors)
     if is_shared != layer.model.keys_are_values:
         rule = "be made as keys are" if layer.model.keys_are_values else "have a projection of their own"
-        raise DoesNotFit("values", f"{rule}, by config.json", shorten(layer.sources.values()), where=layer.label)
+        raise DoesNotFit("values", f"{rule}, by config.json", shorten(layer.sources), where=layer.label)
 
 
-def _with_lent(file: TensorCache, prefix: str, held: Mapping[str, str], model: ModelHints) -> dict[str, str]:
+def _with_lent(file: TensorCache, prefix: str, held: dict[str, str], model: ModelHints) -> dict[str, str]:
     """The tensors of a layer: of a model's with those that it takes from elsewhere, without those that say nothing."""
     layer = model.layer_at(prefix)
     if layer is None:
-        return dict(held)
-    before, own = prefix.removesuffix(layer.path), set(held.values())
-    lent = {f"{before}{path}": short for short, path in layer.shared.items() if short not in own}
-    found = {name: short for name, short in held.items() if short not in layer.ignored}
-    return found | {name: short for name, short in lent.items() if name in file.infos}
+        return held
+    before = prefix.removesuffix(layer.path)
+    lent = {short: f"{before}{path}" for short, path in layer.shared.items() if short not in held}
+    found = {short: name for short, name in held.items() if short not in layer.ignored}
+    return found | {short: name for short, name in lent.items() if name in file.infos}
+
+
+Entry = tuple[int | None, LayerHints, Placement]
+"""A layer of a stack with its index, or one with None; the hints about it with its specification; its placement."""
 
 
 def _identify(
     shapes: Mapping[str, tuple[int, ...]], prefix: str, layout: Layout, known: FileHints
-) -> tuple[Stack, int]:
-    """The layers under a prefix, each with its specification among its hints, and the axis of their stack, if any."""
+) -> tuple[list[Entry], int]:
+    """Find the layers under a prefix, and the axis of their stack, if any."""
     hints, wrong = known.at(prefix), None
     if hints.spec is not None:
         try:
-            find_tensors(shapes, hints.spec, layout)
-            return [(None, hints)], 0
+            return [(None, hints, find_placement(shapes, hints.spec, layout))], 0
         except DoesNotFit as error:
             wrong = error
-    stacks: list[tuple[Stack, int]] = []
+    stacks: list[tuple[list[Entry], int]] = []
     for axis in range(layout.stack_axis + 1):
         sizes = {shape[axis : axis + 1] for shape in shapes.values()}
         if len(sizes) == 1 and sizes != {()} and known.at(f"{prefix}[0]").spec is not None:
@@ -396,11 +358,12 @@ def _identify(
     if size is not None:
         shapes = _without(0, shapes)
     try:
-        hints = replace(hints, spec=find_spec(shapes, layout, hints))
+        spec = find_spec(shapes, layout, hints)
     except ValueError:
         hints = known.without_heads_of_model(prefix)
-        hints = replace(hints, spec=find_spec(shapes, layout, hints))
-    return [(index, hints) for index in ([None] if size is None else range(size))], 0
+        spec = find_spec(shapes, layout, hints)
+    hints, placement = replace(hints, spec=spec), find_placement(shapes, spec, layout)
+    return [(index, hints, placement) for index in ([None] if size is None else range(size))], 0
 
 
 def _without(axis: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -408,30 +371,25 @@ def _without(axis: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tupl
     return {name: (*shape[:axis], *shape[axis + 1 :]) for name, shape in shapes.items()}
 
 
-def _entries(shapes: Mapping[str, tuple[int, ...]], size: int, prefix: str, layout: Layout, known: FileHints) -> Stack:
-    """The layers of a stack of so many.
-
-    Raises:
-        DoesNotFit: if nothing is known of one, they are not all of the model's, or these are not their shapes.
-    """
+def _entries(
+    shapes: Mapping[str, tuple[int, ...]], size: int, prefix: str, layout: Layout, known: FileHints
+) -> list[Entry]:
+    """Find the layers of a stack of so many, or refuse it: each is known, and they are all of a model's."""
     if known.model.layer_at(f"{prefix}[{size}]") is not None:
         raise DoesNotFit("a stack", "be of all layers that config.json tells of", f"{size} of them")
-    entries: Stack = []
+    entries: list[Entry] = []
     for index in range(size):
         label = f"{prefix}[{index}]"
         hints = known.at(label)
         if hints.spec is None:
             raise DoesNotFit("the model", f"have a layer {label}, and its configuration has none")
-        find_tensors(shapes, hints.spec, layout)
-        entries.append((index, hints))
+        entries.append((index, hints, find_placement(shapes, hints.spec, layout)))
     return entries
 
 
-def _no_layer(
-    kind: type[Refusal], file: TensorCache, prefix: str, layout: Layout, path: str | os.PathLike[str]
-) -> Refusal:
-    """The refusal of a prefix without a layer, which names the prefixes of layers."""
+def _no_layer(kind: type[Refusal], file: TensorCache, prefix: str, layout: Layout) -> Refusal:
+    """Make the refusal of a prefix without a layer, which names the prefixes of layers."""
     fitting = fitting_prefixes({name: info.shape for name, info in file.infos.items()}, layout)
     hint = f"fits {layout.name}" if fitting else f"none fits {layout.name}; `mha-parity inspect` lists what fits"
     remedy = [{"prefix": each} for each in fitting]
-    return kind("prefix", f"be that of a layer in {path}", prefix=prefix, remedy=remedy, hint=hint)
+    return kind("prefix", f"be that of a layer in {file.path}", prefix=prefix, remedy=remedy, hint=hint)

@@ -1,4 +1,4 @@
-"""What is known of layers beside their tensors, layout, prefix and specification, and what is written of it."""
+"""Knowledge of layers beside their tensors: layout, prefix and specification, and the metadata written of them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import fnmatch
 import json
 import math
 import os
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from mha_spec import AttentionSpec, Refusal
-from parity.conversion.hints import METADATA, HintSource, LayerHints, is_of_rope, merge
+from parity.conversion.hints import COUNTS, METADATA, HintSource, LayerHints, is_of_rope, merge
 from parity.conversion.layouts import LAYOUTS, Layout, find_layout
 from parity.conversion.layouts.layout import DROPPABLE, UNSAID
 from parity.conversion.model_config import ModelHints, model_hints
-from parity.conversion.prefixes import fitting_prefixes, numbered
+from parity.conversion.prefixes import ENTRY, all_prefixes, concrete_prefix, fitting_prefixes, numbered
 from parity.conversion.ranks import NORMS, SAID, open_checkpoint
 from parity.core.weights import FORMAT, read_spec
 from parity.files import TensorFile
@@ -25,13 +24,12 @@ from parity.files.reading import SUFFIXES
 from parity.files.tensor_file import parse_json
 from parity.files.writing import COMPUTED
 
-ENTRY = re.compile(r"(.*)\[(\d+)\]", re.DOTALL)
-"""The prefix of one layer of a stack, such as `layers.self_attn[3]`."""
+Held = TypeVar("Held", list, dict)
 
 
 @dataclass(frozen=True)
 class FileHints:
-    """What is known of the layers of a file beside their names and shapes.
+    """Hints about the layers of a file beside their names and shapes.
 
     Attributes:
         sources: of hints, in order of precedence; the last one is the model's, if it has any.
@@ -64,14 +62,14 @@ class FileHints:
         return replace(others, unread=unread, overridden=full.overridden)
 
     def missing(self, labels: Iterable[str], file: TensorFile) -> list[str]:
-        """The paths of attention layers, in the parts of the model that layers of some labels are of, without a tensor.
+        """List the paths of attention layers without a tensor, in the parts of the model that found layers are of.
 
-        Of a stack, which is one array for all of them, none is said to be missing.
+        A stack, which is one array for all of them, misses none.
         """
         model = self.model
         found = {id(model.layer_at(label)) for label in labels if not ENTRY.fullmatch(label)}
         parts = {name for name, layers in model.parts.items() if any(id(layer) in found for layer in layers)}
-        prefixes = set(_all_prefixes(file.infos))
+        prefixes = all_prefixes(file.infos)
         there = {id(model.layer_at(prefix)) for prefix in prefixes}
         return [label for label in self.specs if label.partition("[")[0] not in prefixes] + [
             f"{path} of {section}" if len(model.parts) > 1 else path
@@ -86,14 +84,14 @@ class FileHints:
         return {*self.unread, *self.model.plain.unread, *self.model.unread_of_known, "rope_theta"}
 
     def without_unsaid(self, names: Iterable[str], layouts: Iterable[Layout]) -> FileHints:
-        """The same of layers without what no specification says, if any of a file's names is of that."""
+        """Return the same of layers without what no specification says, if any of a file's names is of that."""
         unsaid = dict.fromkeys(pattern for layout in layouts for pattern in layout.unsaid)
         if not any(fnmatch.fnmatchcase(name, f"*{pattern}") for name in names for pattern in unsaid):
             return self
         return replace(self, ignored=(*self.ignored, *unsaid), dropped=tuple(dict.fromkeys((*self.dropped, UNSAID))))
 
     def is_other(self, prefix: str) -> bool:
-        """Whether what has a prefix is none of the attention layers that are known of a model, or of a file of ours."""
+        """Return whether what has a prefix is none of the attention layers of a model, or of a file of ours."""
         if self.specs:
             return prefix not in self.specs and f"{prefix}[0]" not in self.specs
         return self.model.attention_at(prefix) is None  # beyond the last one there may be some that predict more tokens
@@ -109,12 +107,14 @@ def file_hints(file: TensorFile, caller: LayerHints) -> FileHints:
     spec = caller.spec
     if spec is not None and (given := [name for name in caller.given if name != "spec"]):
         raise Refusal(", ".join(given), "not be said beside a spec")
-    own = _own_specs(file) if _is_ours(file.metadata) else {}
-    if spec is None and not own:
+    own = _own_specs(file)
+    if not own:
+        if spec is not None:
+            return FileHints((lambda label: caller,))
         model = model_hints(file, caller)
         return FileHints((lambda label: caller, model.hints), model=model)
-    dropped, ignored = (_names(file, what) if own else () for what in ("dropped", "ignored"))
-    unread = _unread(file) if own else {}
+    dropped, ignored, unread = _held(file, "dropped", list), _held(file, "ignored", list), _held(file, "unread", dict)
+    dropped, ignored = (tuple(map(str, names)) for names in (dropped, ignored))
     if unknown := sorted({*dropped} - {*DROPPABLE} - {*unread}):
         raise Refusal(file.path, f"name some of {', '.join(DROPPABLE)} as dropped", ", ".join(unknown))
     if spec is not None or caller.rope is not None:  # which says what was dropped
@@ -129,42 +129,34 @@ def file_hints(file: TensorFile, caller: LayerHints) -> FileHints:
 
 
 def _own_hints(specs: Mapping[str, AttentionSpec], unread: Mapping[str, Any], label: str) -> LayerHints:
-    """Return what the metadata of a file of ours say of a layer, which may be what they say of all."""
+    """Return the hints of the metadata of a file of ours about a layer; they may be the same for all layers."""
     if "" in specs:
         label, unread = "", {name: value for name, value in unread.items() if not (specs[""].rope and is_of_rope(name))}
     may_rotate = all(each.rope is None for each in specs.values())
     return replace(LayerHints.by(METADATA, spec=specs.get(label)), unread=unread, may_rotate=may_rotate)
 
 
-def _names(file: TensorFile, what: str) -> tuple[str, ...]:
-    """A list of names in the metadata of a file of ours."""
-    names = parse_json(file.metadata.get(what, "[]").encode())
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise Refusal(file.path, f"hold a list of names as {what} in its metadata", repr(names))
-    return tuple(names)
-
-
-def _unread(file: TensorFile) -> dict[str, Any]:
-    """The keys that were not read when a file of ours was written."""
-    held = parse_json(file.metadata.get("unread", "{}").encode())
-    if not isinstance(held, dict):
-        raise Refusal(file.path, "hold values by name as unread in its metadata", f"{held!r:.80}")
-    return held
-
-
 def _own_specs(file: TensorFile) -> dict[str, AttentionSpec]:
     """The specifications in the metadata of a file of ours: of each layer by its label, or of all under no name."""
     metadata = {**file.metadata, "format": FORMAT}
-    if "specs" in metadata:
-        held = parse_json(metadata["specs"].encode())
-        if not isinstance(held, Mapping):
-            raise Refusal(file.path, "hold specs by name in its metadata", repr(metadata["specs"][:80]))
-        return {label: read_spec(file.path, {**metadata, "spec": json.dumps(each)}) for label, each in held.items()}
-    return {"": read_spec(file.path, metadata)} if "spec" in metadata else {}
+    if not _is_ours(file.metadata) or not {"spec", "specs"} & metadata.keys():
+        return {}
+    if "specs" not in metadata:
+        return {"": read_spec(file.path, metadata)}
+    held = _held(file, "specs", dict)
+    return {label: read_spec(file.path, {**metadata, "spec": json.dumps(each)}) for label, each in held.items()}
+
+
+def _held(file: TensorFile, name: str, kind: type[Held]) -> Held:
+    """A list or dict in the metadata of a file of ours, empty where there is none."""
+    held = parse_json(file.metadata[name].encode()) if name in file.metadata else kind()
+    if not isinstance(held, kind):
+        raise Refusal(file.path, f"hold a JSON {kind.__name__} as {name} in its metadata", f"{held!r:.80}")
+    return held
 
 
 def tells_layout(path: str | os.PathLike[str]) -> bool:
-    """Whether a file was written here, and says where its layers are, and in which layout."""
+    """Return whether a file was written here, and says where its layers are, and in which layout."""
     with open_checkpoint(path) as file:
         return _is_ours(file.metadata) and "layout" in file.metadata
 
@@ -173,18 +165,12 @@ def tells_layout(path: str | os.PathLike[str]) -> bool:
 
 
 def sources(
-    file: TensorFile, known: FileHints, prefix: str | None, layout: str | None, path: str | os.PathLike[str], what: str
+    file: TensorFile, known: FileHints, prefix: str | None, layout: str | None, what: str
 ) -> list[tuple[str, Layout]]:
-    """The prefixes of a file's layers, `{i}` standing for numbers, each with the layout of its layers.
+    """Return the prefixes of a file's layers, `{i}` standing for numbers, each with the layout of its layers.
 
-    They are those that the caller says, or the file's own metadata, or those of the model.
-
-    Args:
-        file: open.
-        known: of its layers.
-        prefix, layout: as the caller says them.
-        path: of the file, for messages.
-        what: the argument that names the layout, for messages.
+    They are those that the caller says, or the file's own metadata, or those of the model. `what` is the argument that
+    names the layout, for messages.
 
     Raises:
         ValueError: if a layout is not known, or there is none of that name.
@@ -195,9 +181,9 @@ def sources(
         prefixes = list(dict.fromkeys(numbered(label.partition("[")[0]) for label in known.specs))
     elif prefix is not None or (is_ours and "prefix" in file.metadata):
         prefixes = [file.metadata.get("prefix", "") if prefix is None else prefix]
+    elif of_model := _prefixes_of(file, known.model):
+        return [(each, find_layout(layout, what) if layout else LAYOUTS[name]) for each, name in of_model.items()]
     else:
-        if of_model := _prefixes_of(file, known.model):
-            return [(each, find_layout(layout, what) if layout else LAYOUTS[name]) for each, name in of_model.items()]
         prefixes = [""]
     if told is not None:
         return [(each, find_layout(told, what)) for each in prefixes]
@@ -206,25 +192,22 @@ def sources(
         return [(each, LAYOUTS[layout]) for each, layout in zip(prefixes, layouts, strict=True)]
     shapes = {name: info.shape for name, info in file.infos.items()}
     found = [(each, p) for each in LAYOUTS.values() for p in fitting_prefixes(shapes, each)]
-    packings = {each.packing for each, _ in found}
     fitting = [{what: each.name, "prefix": p} for each, p in found]
-    packed = [f"{each.name} is {each.packing}" for each, _ in found if each.packing]
     hint = ["fits" if fitting else "`mha-parity inspect` lists what is in it"]
-    if len(packings) > 1:
-        hint += ["no shape shows the order of packed heads", *dict.fromkeys(packed)]
+    if len({each.packing for each, _ in found}) > 1:
+        hint.append("no shape shows the order of packed heads")
+        hint += dict.fromkeys(f"{each.name} is {each.packing}" for each, _ in found if each.packing)
     hint += filter(None, [known.model.why_unknown])
-    raise Refusal(what, f"be given for {path}, whose metadata do not have it", remedy=fitting, hint="; ".join(hint))
+    raise Refusal(
+        what, f"be given for {file.path}, whose metadata do not have it", remedy=fitting, hint="; ".join(hint)
+    )
 
 
 def _prefixes_of(file: TensorFile, model: ModelHints) -> dict[str, str]:
-    """The prefixes of the model's attention layers in a file, and the layout of each.
-
-    Raises:
-        ValueError: if several in the file could be one of them: it holds more than the model.
-    """
+    """Return the prefixes of a model's attention layers in a file, each with a layout; refuse several of one layer."""
     found: dict[str, str] = {}
     places: dict[int, str] = {}  # of each layer of the model
-    for prefix in _all_prefixes(file.infos):
+    for prefix in all_prefixes(file.infos):
         layer = model.attention_at(prefix)
         if layer is None:
             continue
@@ -235,26 +218,10 @@ def _prefixes_of(file: TensorFile, model: ModelHints) -> dict[str, str]:
     return found
 
 
-def _all_prefixes(names: Iterable[str]) -> Iterator[str]:
-    """Whatever names begin with, up to a dot, each once."""
-    seen: set[str] = set()
-    for prefix in names:
-        while (prefix := prefix.rpartition(".")[0]) and prefix not in seen:
-            seen.add(prefix)
-            yield prefix
-
-
 def _layout_under(file: TensorFile, model: ModelHints, prefix: str) -> str:
     """The layout of the model's attention layers under a prefix, or nothing: the first layers may be no attention."""
     concrete = dict.fromkeys(match[0] for name in file.infos if (match := concrete_prefix(prefix, name)))
     return next((layer.layout for layer in map(model.attention_at, concrete) if layer is not None), "")
-
-
-def concrete_prefix(pattern: str, name: str) -> tuple[str, tuple[str, ...], str] | None:
-    """What a name begins with if it is under a prefix, the numbers that `{i}` stands for there, and the rest of it."""
-    parts = (r"(\d+)" if part == "{i}" else re.escape(part) for part in re.split(r"(\{i\})", pattern))
-    match = re.fullmatch(rf"({''.join(parts)})\.(.+)" if pattern else r"()(.+)", name)
-    return None if match is None else (match[1], match.groups()[1:-1], match.groups()[-1])
 
 
 # ---- What is written of layers ---------------------------------------------------------------------------------------
@@ -270,7 +237,7 @@ def metadata_of(
     *,
     has_others: bool = False,
 ) -> dict[str, str]:
-    """What is written of layers beside their tensors.
+    """Return the metadata to be written of layers.
 
     Args:
         layout: theirs.
@@ -282,30 +249,27 @@ def metadata_of(
             written, because they may be what such a key says.
         has_others: there are layers of other kinds under such prefixes: each label is then said.
     """
-    different = list(dict.fromkeys(specs.values()))
     fields = {label: json.loads(spec.to_json()) for label, spec in specs.items()}
     if unread:
-        fields = {
-            label: {name: value for name, value in each.items() if value is not None} for label, each in fields.items()
-        }
+        for label, each in fields.items():
+            fields[label] = {name: value for name, value in each.items() if value is not None}
     # transformers 4 refuses files of another format than "pt"; `load_weights` knows canonical ones by ours.
     form = FORMAT if layout.name == "canonical" and not prefix else "pt"
     metadata = {"format": form, "mha_parity": FORMAT, "layout": layout.name, "rope": layout.rope}
     if prefix is not None:
         metadata["prefix"] = prefix
+    different = {*specs.values()}
     if len(different) == 1 and prefix is not None and not has_others:
         (spec,) = different
-        held = json.dumps(next(iter(fields.values())), sort_keys=True)
-        metadata |= {"spec": held, "num_heads": str(spec.num_heads), "num_kv_heads": str(spec.num_kv_heads)}
-        metadata["head_dim"] = str(spec.head_dim)
+        metadata["spec"] = json.dumps(next(iter(fields.values())), sort_keys=True)
+        metadata |= {name: str(getattr(spec, name)) for name in COUNTS}
     else:
         metadata["specs"] = json.dumps(fields)
-    found = {"dropped": dropped, "ignored": ignored}
-    metadata |= {what: json.dumps(sorted(names)) for what, names in found.items() if names}
-    return metadata | ({"unread": json.dumps(unread, sort_keys=True)} if unread else {})
+    found = {"dropped": sorted(dropped), "ignored": sorted(ignored), "unread": unread}
+    return metadata | {name: json.dumps(held, sort_keys=True) for name, held in found.items() if held}
 
 
-OURS = {"format", "mha_parity", "layout", "rope", "prefix", "spec", "specs", "num_heads", "num_kv_heads", "head_dim"}
+OURS = {"format", "mha_parity", "layout", "rope", "prefix", "spec", "specs", *COUNTS}
 OURS |= {"dropped", "ignored", "unread", SAID, NORMS}
 """Names in metadata that mean something here: values that others have under them are not written."""
 
@@ -314,29 +278,25 @@ MOST_IN_ZIP = 65_000
 
 
 def with_source(metadata: Mapping[str, str], file: TensorFile, suffix: str) -> tuple[dict[str, str], list[str]]:
-    """Metadata of a target with that of its source, and the entries of the source that the target does not hold.
+    """Return metadata of a target with that of its source, and the source's entries that the target does not hold.
 
-    Args:
-        metadata: of the target; they precede those of the source.
-        file: the source.
-        suffix: of the target.
+    Entries of the target precede; its suffix tells how many there may be.
     """
-    others = {name: text for name, text in file.metadata.items() if name not in COMPUTED}
-    theirs = {name: text for name, text in others.items() if metadata.get(name) != text}
-    if _is_ours(file.metadata):
-        theirs = {name: text for name, text in theirs.items() if name not in OURS}
-    is_list = file.format == "gguf"  # whose lists are not read
-    lost = {name for name, text in theirs.items() if name in OURS or (is_list and text.startswith("a list of "))}
-    found = dict(metadata)
+    known = {*COMPUTED, *(OURS if _is_ours(file.metadata) else ())}
+    theirs = {name: text for name, text in file.metadata.items() if name not in known and metadata.get(name) != text}
+    found, lost = dict(metadata), []
     room = MOST_IN_ZIP - len(json.dumps(found)) if SUFFIXES.get(suffix.lower()) in ("npz", "torch") else math.inf
     for name, text in sorted(theirs.items(), key=lambda entry: len(entry[1])):
         size = len(json.dumps({name: text}))
-        if name not in lost and size <= room:
+        is_list = file.format == "gguf" and text.startswith("a list of ")  # which is not read
+        if name in OURS or is_list or size > room:
+            lost.append(name)
+        else:
             found[name] = text
             room -= size
-    return found, sorted(theirs.keys() - found.keys() | lost & theirs.keys())
+    return found, sorted(lost)
 
 
 def _is_ours(metadata: Mapping[str, str]) -> bool:
-    """Whether metadata were written here; other programs use some of the same words."""
+    """Return whether metadata were written here; other programs use some of the same words."""
     return metadata.get("mha_parity", metadata.get("format")) == FORMAT

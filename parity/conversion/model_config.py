@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -47,7 +48,8 @@ class ModelHints:
         found: dict[str, dict[str, ModelLayer]] = {}
         for section, layers in self.parts.items():
             for layer in layers:
-                for path in (layer.path, f"{_unnumbered(layer.path)}[{layer.index}]"):
+                words = (word for word in layer.path.split(".") if not word.isdigit())
+                for path in (layer.path, f"{'.'.join(words)}[{layer.index}]"):
                     found.setdefault(path, {}).setdefault(section, layer)  # the first of those that share their weights
         return found
 
@@ -56,8 +58,8 @@ class ModelHints:
 
         Of layers that end alike it is that of the part that the label names; nothing is known where it names none.
         """
-        named = sections_named(label, self.sections)
-        for tail in (tail for tail in _tails(label) if tail in self.paths):
+        for tail in filter(self.paths.__contains__, _tails(label)):
+            named = sections_named(label, self.sections)
             found = [layer for section, layer in self.paths[tail].items() if not named or section in named]
             if found:
                 return found[0] if len(found) == 1 else None
@@ -124,106 +126,72 @@ def model_hints(file: TensorFile, caller: LayerHints) -> ModelHints:
     return ModelHints("config.json", plain, unread, config, layers, tuple(sections_of(config)), why)
 
 
-def _gguf_hints(file: TensorFile, *, is_told: bool) -> ModelHints:
-    plain = _in_gguf(file)
-    family = str(file.metadata.get("general.architecture"))
-    others = [name for name in plain.unread if not (family in GGUF_LAYOUTS and name == READ_OF_FAMILIES)]
-    layers = () if is_told or others else _layers_of_gguf(file)
-    return ModelHints("GGUF", parts={"": layers}) if layers else ModelHints("GGUF", plain)
-
-
 GGUF_LAYOUTS = {"llama": "gguf.LLaMA", "qwen2": "gguf.Qwen2", "qwen3": "gguf.Qwen2"}
 """The layouts of the architectures whose values are read as a configuration; Mistral's is `llama`, too."""
 
+GGUF_KEYS = {
+    "hidden_size": ("embedding_length", int),
+    "num_hidden_layers": ("block_count", int),
+    "num_attention_heads": ("attention.head_count", int),
+    "num_key_value_heads": ("attention.head_count_kv", int),
+    "head_dim": ("attention.key_length", int),
+    "max_position_embeddings": ("context_length", int),
+    "rms_norm_eps": ("attention.layer_norm_rms_epsilon", float),
+    "rope_theta": ("rope.freq_base", float),
+    "sliding_window": ("attention.sliding_window", int),
+}
+"""The values of a configuration, each with its key in a GGUF file, after the name of the architecture."""
 
 OF_ATTENTION = re.compile(r"attention\.|attn_|rope\.")
-"""What the keys of a GGUF file begin with that are about attention, after the name of its architecture."""
+"""The beginnings of such keys that are about attention."""
 
 READ_IN_GGUF = re.compile(
     r"attention\.(head_count(_kv)?|key_length|causal|(layer_norm|layer_norm_rms|group_norm)_epsilon|group_norm_groups)|"
-    r"rope\.(dimension_count|freq_base|scale_linear|scaling\.(type|factor|original_context_length|finetuned))"
+    r"rope\.(freq_base|scaling\.(original_context_length|finetuned))"
 )
-"""Those that are read, or say nothing of what attention computes: norms before it, and how long RoPE was trained."""
+"""Keys that are read, or say nothing of what attention computes: norms before it, and how long RoPE was trained."""
 
 READ_OF_FAMILIES = "attention.sliding_window"
-"""What is read of the families of `GGUF_LAYOUTS` alone."""
+"""The key that is read of the families of `GGUF_LAYOUTS` alone."""
 
 NOTHING_IN_GGUF = ("0", "0.0", "False", "none")
 
 
-def _layers_of_gguf(file: TensorFile) -> tuple[ModelLayer, ...]:
-    """The layers of a model whose GGUF file says all of them.
-
-    Raises:
-        ValueError: if it says something that is not understood, or too little.
-    """
+def _gguf_hints(file: TensorFile, *, is_told: bool) -> ModelHints:
+    """Return the hints of a GGUF file: its layers, if it says all of them, else numbers."""
     family = str(file.metadata.get("general.architecture"))
-    if family not in GGUF_LAYOUTS:
-        return ()
-    keys = {
-        "hidden_size": ("embedding_length", int),
-        "num_hidden_layers": ("block_count", int),
-        "num_attention_heads": ("attention.head_count", int),
-        "num_key_value_heads": ("attention.head_count_kv", int),
-        "head_dim": ("attention.key_length", int),
-        "max_position_embeddings": ("context_length", int),
-        "rms_norm_eps": ("attention.layer_norm_rms_epsilon", float),
-        "rope_theta": ("rope.freq_base", float),
-        "sliding_window": ("attention.sliding_window", int),
-    }
-    said = {name: file.metadata.get(f"{family}.{key}") for name, (key, _) in keys.items()}
-    if any(value is not None and value.startswith("a list") for value in said.values()):
-        return ()  # layers have each their own
-    config: dict[str, Any] = {name: keys[name][1](value) for name, value in said.items() if value is not None}
-    if "num_hidden_layers" not in config or "num_attention_heads" not in config:
-        return ()  # it is no whole model
-    config.setdefault("num_key_value_heads", config["num_attention_heads"])  # as llama.cpp takes it
-    config.setdefault("rope_theta", 10000.0)
-    if family == "llama":
-        config["attention_bias"] = "blk.0.attn_q.bias" in file.infos
-    layout = GGUF_LAYOUTS[family]
-    try:
-        found = specs_of({"model_type": family, **config})
-    except ValueError as error:
-        raise Refusal(f"the values of {file.path}", f"be understood: {error}") from None
-    return tuple(replace(layer, path=f"blk.{layer.index}", layout=layout) for layer in found)
-
-
-def _in_gguf(file: TensorFile) -> LayerHints:
-    values = file.metadata
-
-    def number(key: str, kind: type) -> Any:
-        try:
-            return kind(values[f"{values.get('general.architecture')}.{key}"])
-        except (KeyError, ValueError):
-            return None
-
-    head_dim, rotated = number("attention.key_length", int), number("rope.dimension_count", int)
-    heads, width = number("attention.head_count", int), number("embedding_length", int)
-    size = head_dim or (width // heads if heads and width else None)
-    scaling = {key: number(f"rope.{key}", str) for key in ("scaling.type", "scaling.factor", "scale_linear")}
+    begin = f"{family}."
+    own = {name.removeprefix(begin): value for name, value in file.metadata.items() if name.startswith(begin)}
+    config: dict[str, Any] = {}
+    for name, (key, kind) in GGUF_KEYS.items():
+        with suppress(KeyError, ValueError):
+            config[name] = kind(own[key])
+    heads = config.get("num_attention_heads")
+    size = str(config.get("head_dim") or (config.get("hidden_size", 0) // heads if heads else None))
+    usual = {"attention.value_length": (size,), "rope.dimension_count": (size,)}
+    usual |= dict.fromkeys(("rope.scaling.factor", "rope.scale_linear"), ("1", "1.0"))
     unread: dict[str, Any] = {
-        f"rope.{key}": value for key, value in scaling.items() if value not in (None, "none", "1.0", "1")
+        key: value
+        for key, value in own.items()
+        if OF_ATTENTION.match(key) and not READ_IN_GGUF.fullmatch(key)
+        if value not in (*NOTHING_IN_GGUF, *usual.get(key, ()))
     }
     if "rope_freqs.weight" in file.infos:  # a factor for each frequency
         unread["rope_freqs.weight"] = None
-    if rotated not in (None, size):
-        unread["rope.dimension_count"] = rotated
-    unread |= _unread_in_gguf(values, {"attention.value_length": str(size)})
-    counts = {"num_heads": heads, "num_kv_heads": number("attention.head_count_kv", int), "head_dim": head_dim}
-    return _plain("GGUF", counts, number("rope.freq_base", float), unread)
-
-
-def _unread_in_gguf(values: Mapping[str, str], usual: Mapping[str, str]) -> dict[str, str]:
-    """What the metadata of a model say of its attention and nothing here reads, unless it is what is usual."""
-    begin = f"{values.get('general.architecture')}."
-    found: dict[str, str] = {}
-    for key, value in values.items():
-        name = key.removeprefix(begin)
-        is_ours = key.startswith(begin) and OF_ATTENTION.match(name) and not READ_IN_GGUF.fullmatch(name)
-        if is_ours and value not in (*NOTHING_IN_GGUF, usual.get(name)):
-            found[name] = value
-    return found
+    plain = _plain("GGUF", config, config.get("rope_theta"), unread)
+    is_of_layers = any(own.get(key, "").startswith("a list") for key, _ in GGUF_KEYS.values())  # each has its own
+    is_whole = {"num_hidden_layers", "num_attention_heads"} <= config.keys() and not is_of_layers
+    if family not in GGUF_LAYOUTS or is_told or not is_whole or set(plain.unread) - {READ_OF_FAMILIES}:
+        return ModelHints("GGUF", plain)
+    config = {"num_key_value_heads": heads, "rope_theta": 10000.0, **config}  # as llama.cpp takes it
+    if family == "llama":
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.infos
+    try:
+        layers = specs_of({"model_type": family, **config})
+    except ValueError as error:
+        raise Refusal(f"the values of {file.path}", f"be understood: {error}") from None
+    layout = GGUF_LAYOUTS[family]
+    return ModelHints("GGUF", parts={"": [replace(each, path=f"blk.{each.index}", layout=layout) for each in layers]})
 
 
 COUNTS = {"num_attention_heads", "n_head", "num_key_value_heads", "head_dim", "num_heads", "n_heads", "num_kv_heads"}
@@ -245,12 +213,7 @@ def _attention_keys(values: Mapping[str, Any], others: Collection[str] = ()) -> 
 
 
 def _in_config(config: Mapping[str, Any], known: Collection[str]) -> LayerHints:
-    """What a configuration says of layers without a known family.
-
-    Args:
-        config: the values.
-        known: the keys of its parts whose layers are known.
-    """
+    """Return the hints of a configuration about layers without a known family; `known` are the parts that have one."""
     rope = config.get("rope_parameters")
     rope = {**config, **rope} if isinstance(rope, dict) else config
     # Only plain RoPE is read: neither frequencies that are scaled, nor features that are not rotated.
@@ -261,16 +224,16 @@ def _in_config(config: Mapping[str, Any], known: Collection[str]) -> LayerHints:
     unread |= _attention_keys(config, ROPE)
     for name in set(sections_of(config)) - set(known):
         unread |= {f"{name}.{key}": value for key, value in _attention_keys(config[name]).items()}
+    return _plain("config.json", config, rope.get("rope_theta"), unread)
+
+
+def _plain(origin: str, config: Mapping[str, Any], theta: Any, unread: Mapping[str, Any]) -> LayerHints:
+    """Return the hints of a configuration that are numbers, if the most important one is."""
     counts = {
         "num_heads": config.get("num_attention_heads", config.get("n_head")),
         "num_kv_heads": config.get("num_key_value_heads"),
         "head_dim": config.get("head_dim"),
     }
-    return _plain("config.json", counts, rope.get("rope_theta"), unread)
-
-
-def _plain(origin: str, counts: Mapping[str, Any], theta: Any, unread: Mapping[str, Any]) -> LayerHints:
-    """Return those hints that are numbers, if the most important one is."""
     heads: dict[str, Any] = {name: n for name, n in counts.items() if type(n) is int and n > 0}
     if type(theta) in (int, float) and 0 < theta < math.inf and "num_heads" in heads:
         if not any(map(is_of_rope, unread)):
@@ -280,13 +243,7 @@ def _plain(origin: str, counts: Mapping[str, Any], theta: Any, unread: Mapping[s
     return replace(LayerHints.by(origin, **(heads if "num_heads" in heads else {})), unread=unread)
 
 
-def _tails(label: str) -> Iterator[str]:
-    """What a label ends with, from all of it to its last word."""
-    while label:
-        yield label
-        label = label.partition(".")[2]
-
-
-def _unnumbered(path: str) -> str:
-    """A path without its numbers."""
-    return ".".join(word for word in path.split(".") if not word.isdigit())
+def _tails(label: str) -> list[str]:
+    """The endings of a label, from all of it to its last word."""
+    words = label.split(".")
+    return [".".join(words[begin:]) for begin in range(len(words))]

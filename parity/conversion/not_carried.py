@@ -2,4 +2,4 @@
 
 
 class NotCarriedWarning(UserWarning):
-    """What a model's configuration says of its attention is left out, for it is not read, or not there."""
+    """Part of what a model says of its attention is left out: it is not read, or not there."""

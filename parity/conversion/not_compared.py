@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from parity.conversion.layers import FileLayer, OpenLayers, key_in_words
 from parity.core.records import JsonRecord
@@ -32,7 +31,7 @@ class NotCompared(JsonRecord):
 
 
 def by_reason(parts: Sequence[NotCompared]) -> list[str]:
-    """What is not compared, in words: a text for each reason."""
+    """Say what is not compared: a text for each reason."""
     reasons = dict.fromkeys(each.reason for each in parts)
     return [f"{some_of([each.what for each in parts if each.reason == reason])} ({reason})" for reason in reasons]
 
@@ -40,27 +39,16 @@ def by_reason(parts: Sequence[NotCompared]) -> list[str]:
 def find_not_compared(
     pairs: Sequence[tuple[FileLayer, FileLayer]], files: Sequence[Path], opened: Sequence[OpenLayers]
 ) -> list[NotCompared]:
-    """What a comparison of layers leaves out, each once.
-
-    Args:
-        pairs: the layers that are compared.
-        files: the paths of both files.
-        opened: both files.
-    """
+    """Return what a comparison of pairs of layers in two files leaves out, each once."""
     found: dict[NotCompared, NotCompared] = {}
-    for one, other in pairs:
-        for each in _of_pair(one, other, files):
-            found.setdefault(each, each).labels.append(one.label)
+    for pair in pairs:
+        for each in _of_pair(pair, files):
+            found.setdefault(each, each).labels.append(pair[0].label)
     return [*found, *of_files(files, opened)]
 
 
 def of_files(files: Sequence[Path], opened: Sequence[OpenLayers]) -> list[NotCompared]:
-    """Layers that only the configurations of two files have, or only the files.
-
-    Args:
-        files: the paths of both files.
-        opened: both files.
-    """
+    """Return layers that only the configurations of two files have, or only the files."""
     found: list[NotCompared] = []
     for path, file in zip(files, opened, strict=True):
         if file.missing:
@@ -70,28 +58,21 @@ def of_files(files: Sequence[Path], opened: Sequence[OpenLayers]) -> list[NotCom
     return found
 
 
-def _of_pair(one: FileLayer, other: FileLayer, files: Sequence[Path]) -> Iterator[NotCompared]:
-    layers = dict(zip(map(str, files), (one, other), strict=True))
-    dropped = {name for layer in layers.values() for name in layer.dropped}
+def _of_pair(pair: tuple[FileLayer, FileLayer], files: Sequence[Path]) -> Iterator[NotCompared]:
+    layers = dict(zip(map(str, files), pair, strict=True))  # one, where a file is compared with itself
     for path, layer in layers.items():
         for name in layer.dropped:
             yield NotCompared(name, f"left out when {path} was written")
         if layer.hints.overridden is not None:
             reason = f"what {path} says is overridden by the caller"
             yield NotCompared(f"rope_theta={layer.hints.overridden:g}", reason, is_open=False)
-    for name in dict.fromkeys((*one.hints.unread, *other.hints.unread)):
-        values = [_value(name, layer) for layer in (one, other)]
-        if name in dropped:
-            continue
-        if len(values[0]) and values[0] == values[1]:
-            yield NotCompared(key_in_words(name, values[0][0]), "not understood, equal in both files", is_open=False)
+    dropped = {name for layer in pair for name in layer.dropped}
+    said = [{**layer.known.model.values, **layer.hints.unread} for layer in pair]
+    for name in dict.fromkeys(name for layer in pair for name in layer.hints.unread if name not in dropped):
+        values = [known[name] for known in said if name in known]
+        if len(values) == 2 and values[0] == values[1]:
+            yield NotCompared(key_in_words(name, values[0]), "not understood, equal in both files", is_open=False)
             continue
         for path, layer in layers.items():
             if name in layer.hints.unread:
                 yield NotCompared(key_in_words(name, layer.hints.unread[name]), f"not understood, in {path}")
-
-
-def _value(name: str, layer: FileLayer) -> list[Any]:
-    """The value of a key in what describes a layer, as a list; empty if it is not there."""
-    sources: tuple[Mapping[str, Any], ...] = (layer.hints.unread, layer.known.model.values)
-    return next(([source[name]] for source in sources if name in source), [])

@@ -1,4 +1,4 @@
-"""A conversion before it is written: the tensors of a target, how each is made, and the metadata beside them."""
+"""Conversions: the plan of one, which is the tensors of a target and how each is made, and the records of both."""
 
 from __future__ import annotations
 
@@ -8,58 +8,213 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mha_spec import AttentionSpec, Refusal
-from parity.conversion.converted import ConversionPlan, PlannedLayer
 from parity.conversion.hints import COUNTS, METADATA
-from parity.conversion.layers import FileLayer
+from parity.conversion.layers import FileLayer, TensorCache
 from parity.conversion.layouts import Layout
-from parity.conversion.layouts.layout import CARRIED, Tensor, lost_in, matches, shapes_of
-from parity.conversion.layouts.views import form_for
-from parity.conversion.metadata import concrete_prefix, metadata_of
-from parity.conversion.prefixes import join
+from parity.conversion.layouts.detection import placement_for
+from parity.conversion.layouts.layout import CARRIED, lost_in
+from parity.conversion.layouts.placement import Placement
+from parity.conversion.metadata import metadata_of
+from parity.conversion.prefixes import concrete_prefix, join
+from parity.core.records import JsonRecord
+
+
+@dataclass(frozen=True)
+class PlannedLayer(JsonRecord):
+    """A layer that would be converted.
+
+    Attributes:
+        label, to: its prefix in the source and in the target, with its index if it is in a stack.
+        layout: its layout in the source.
+        layout_from: the source of that: the caller, the file's metadata, `config.json` or `GGUF`.
+        spec: what it computes.
+        hints: the source of each field that is a number of heads or not the default: those, or the shapes.
+    """
+
+    label: str
+    to: str
+    layout: str
+    layout_from: str
+    spec: AttentionSpec
+    hints: dict[str, str]
+
+
+@dataclass(frozen=True)
+class ConversionPlan(JsonRecord):
+    """Record of a conversion that `convert_file` would write.
+
+    Attributes:
+        layers: to be converted.
+        tensors: names in the target, each with those in the source that it is made of.
+        size: bytes of all tensors of the target.
+        left_out: what layers compute that the target does not say.
+    """
+
+    layers: list[PlannedLayer]
+    tensors: dict[str, list[str]]
+    size: int
+    left_out: list[str]
+
+
+@dataclass(frozen=True)
+class Converted(JsonRecord):
+    """Record of a conversion by `convert_file`.
+
+    Attributes:
+        source: name of the layout that the layers were in.
+        layers: prefixes of the layers that were converted, those of a stack with an index in brackets.
+        spec: theirs, if they have the same.
+        kept, dropped: names of the other tensors.
+        heads_from: the file that the heads come from, if it was neither the caller nor the source itself.
+        left_out: names of what is not a tensor, such as numbers and text, and is not in the target.
+        unconverted: prefixes of other layers in the source's layout, which are in the target as they were.
+        optimizer_state: names of an optimizer's tensors for the layers, which are in the target in the old layout.
+        not_carried: what the source says of attention that is not read from it; if it is of RoPE, the specification
+            has none.
+        path: what was written: the file, or the index of its shards.
+        missing: paths of attention layers that the model has, by its configuration, and the file has not; of models
+            with several parts with the part.
+        dequantised: names of the source's tensors that are quantised there, and written as what they stand for.
+        joined: names of norms over the width of all heads in files of ranks, each of which has the weights of its own:
+            their mean squares are those of all ranks.
+        metadata_left_out: names in the metadata of the source whose values are not in the target's.
+        plan: what would be written, if nothing was: with `dry_run`.
+    """
+
+    source: str
+    layers: list[str]
+    spec: AttentionSpec | None
+    kept: list[str]
+    dropped: list[str]
+    heads_from: str = ""
+    left_out: list[str] = field(default_factory=list)
+    unconverted: list[str] = field(default_factory=list)
+    optimizer_state: list[str] = field(default_factory=list)
+    not_carried: list[str] = field(default_factory=list)
+    path: str = ""
+    missing: list[str] = field(default_factory=list)
+    dequantised: list[str] = field(default_factory=list)
+    joined: list[str] = field(default_factory=list)
+    metadata_left_out: list[str] = field(default_factory=list)
+    plan: ConversionPlan | None = None
+
+
+# ---- Planning ------------------------------------------------------------------------------------------------------
+
+
+class PlannedTensor(NamedTuple):
+    """A tensor of a target.
+
+    Attributes:
+        shape, dtype: of the tensor.
+        make: gives it when it is written.
+        sources: gives the names of the tensors that it is made of.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[], np.ndarray]
+    sources: Callable[[], list[str]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The tensors of a target, in their order, and how each is made.
+    """The tensors of a target, in their order.
 
     Attributes:
         path: of the target.
         layout: of its layers.
         layers: those that go under each prefix of the target.
         stacked: the prefixes under which they are stacked.
-        infos: shape and dtype of each tensor by name.
-        makers: give a tensor when it is written.
-        made_of: give the names in the source of what it is made of.
-        added: the prefixes whose tensors are among them.
+        tensors: by name.
     """
 
     path: str | os.PathLike[str]
     layout: Layout
     layers: dict[str, list[FileLayer]] = field(default_factory=dict)
     stacked: set[str] = field(default_factory=set)
-    infos: dict[str, tuple[tuple[int, ...], np.dtype]] = field(default_factory=dict)
-    makers: dict[str, Callable[[], np.ndarray]] = field(default_factory=dict)
-    made_of: dict[str, Callable[[], list[str]]] = field(default_factory=dict)
-    added: set[str] = field(default_factory=set)
+    tensors: dict[str, PlannedTensor] = field(default_factory=dict)
 
     def take(self, layers: dict[str, list[FileLayer]], is_stacked: bool) -> None:
-        """Plan for layers under prefixes of the target."""
+        """Take layers under prefixes of the target."""
         self.layers.update(layers)
         self.stacked.update(layers if is_stacked else ())
 
+    def fill(self, file: TensorCache, *, keep_rest: bool) -> list[str]:
+        """Add all tensors, in the order of the source; return the names of those that are of no layer.
+
+        Layers are added with the first of their tensors. All that a tensor goes into are added together, so that a
+        stack is read once.
+
+        Raises:
+            ValueError: if two tensors have one name.
+        """
+        rest, added = [], set()
+        for name, info in file.infos.items():
+            new = [prefix for prefix in self._prefixes_of.get(name, ()) if prefix not in added]
+            added.update(new)
+            self._add_layers(new)
+            if name not in self._own:
+                rest.append(name)
+                if keep_rest:
+                    make, sources = partial(file.read, name), partial(list, [name])
+                    self._add(name, PlannedTensor(info.shape, info.dtype, make, sources))
+        return rest
+
+    @cached_property
+    def _own(self) -> set[str]:
+        """The names of tensors in the source that are those of one layer, and not lent to it."""
+        layers = [layer for group in self.layers.values() for layer in group]
+        return {name for layer in layers for short, name in layer.sources.items() if name == join(layer.prefix, short)}
+
+    @cached_property
+    def _prefixes_of(self) -> dict[str, dict[str, None]]:
+        """By the name of a tensor in the source, the prefixes of the target that it goes under."""
+        prefixes: dict[str, dict[str, None]] = {}
+        for prefix, group in self.layers.items():
+            for name in (name for layer in group for name in layer.sources.values()):
+                prefixes.setdefault(name, {})[prefix] = None
+        return prefixes
+
+    def _add(self, name: str, tensor: PlannedTensor) -> None:
+        if name in self.tensors:
+            raise Refusal("names", f"differ in {self.path}", f"{name} twice")
+        self.tensors[name] = tensor
+
+    def _add_layers(self, prefixes: Iterable[str]) -> None:
+        placements = {
+            prefix: placement_for([layer.read_written for layer in group], group[0].to_spec, self.layout)
+            for prefix, group in ((prefix, self.layers[prefix]) for prefix in prefixes)
+        }
+        for name in dict.fromkeys(name for each in placements.values() for name in each.shapes):
+            for prefix, placement in placements.items():
+                if name not in placement.shapes:
+                    continue
+                group, shape, make = self.layers[prefix], placement.shapes[name], _laid_out
+                if prefix in self.stacked:
+                    axis = self.layout.stack_axis
+                    shape, make = (*shape[:axis], len(group), *shape[axis:]), _stacked
+                made = partial(make, group, name, placement), partial(_sources_of, group, name, placement)
+                self._add(join(prefix, name), PlannedTensor(shape, group[0].dtype, *made))
+
     @property
-    def specs(self) -> dict[str, AttentionSpec]:
-        """Layers to be written, by labels of the target."""
+    def labels(self) -> dict[str, FileLayer]:
+        """The layers by their labels in the target."""
         return {
-            f"{prefix}[{index}]" if prefix in self.stacked else prefix: layer.to_spec
+            f"{prefix}[{index}]" if prefix in self.stacked else prefix: layer
             for prefix, group in self.layers.items()
             for index, layer in enumerate(group)
         }
+
+    @property
+    def specs(self) -> dict[str, AttentionSpec]:
+        """The layers as they are written, by their labels in the target."""
+        return {label: layer.to_spec for label, layer in self.labels.items()}
 
     def metadata(
         self,
@@ -72,89 +227,32 @@ class Plan:
         """Return the metadata to be written beside the tensors.
 
         Args:
-            prefix: of all of them; None where there are several.
+            prefix: of all layers; None where there are several.
             kept: the names of the other tensors.
-            ignored: names (with wildcards) under the prefix of a layer in the source that are none of its weights.
-            unread: keys about attention that are in no specification, with their values.
+            ignored, unread: as `metadata_of` takes them.
             drop: what may be left out.
         """
-        layers = [layer for group in self.layers.values() for layer in group]
-        lost = {name for layer in layers for name in (*layer.dropped, *_lost(layer, self.layout))}
-        lost |= set() if {*CARRIED} <= {*self.layout.carries} else {*unread} & {*drop}
+        lost = set() if {*CARRIED} <= {*self.layout.carries} else {*unread} & {*drop}
+        for layer in self.labels.values():
+            lost |= {*layer.dropped} | (
+                lost_in(self.layout, layer.spec).keys() - lost_in(self.layout, layer.to_spec).keys()
+            )
         under = [concrete_prefix(prefix or "", name) for name in kept]
         has_others = any(at is not None and at[0] not in self.layers for at in under)
         ignored = ignored if kept else ()
         return metadata_of(self.layout, self.specs, prefix, lost, ignored, unread, has_others=has_others)
 
-    @cached_property
-    def own(self) -> set[str]:
-        """The names of tensors in the source that are those of one layer, and not lent to it."""
-        layers = [layer for group in self.layers.values() for layer in group]
-        return {name for layer in layers for name, short in layer.sources.items() if name == join(layer.prefix, short)}
-
-    @cached_property
-    def prefixes_of(self) -> dict[str, list[str]]:
-        """By the name of a tensor in the source, the prefixes of the target that it goes under."""
-        prefixes: dict[str, dict[str, None]] = {}
-        for prefix, group in self.layers.items():
-            for name in (name for layer in group for name in layer.sources):
-                prefixes.setdefault(name, {})[prefix] = None
-        return {name: list(under) for name, under in prefixes.items()}
-
-    def add(self, name: str, shape: tuple[int, ...], dtype: np.dtype, make: Callable[[], np.ndarray]) -> None:
-        """Add a tensor.
-
-        Raises:
-            ValueError: if there is one of that name.
-        """
-        if name in self.infos:
-            raise Refusal("names", f"differ in {self.path}", f"{name} twice")
-        self.infos[name], self.makers[name] = (shape, dtype), make
-
-    def add_layers(self, prefixes: Iterable[str]) -> None:
-        """Add the layers that a tensor goes into and that are not there yet.
-
-        They are one, or all of a stack, which then is read once.
-        """
-        new = [prefix for prefix in prefixes if prefix not in self.added]
-        if not new:
-            return
-        self.added.update(new)
-        first = self.layers[new[0]][0]
-        spec, forms = first.to_spec, {prefix: self._form(prefix) for prefix in new}
-        shapes = {prefix: shapes_of(form, spec, self.layout) for prefix, form in forms.items()}
-        for name in dict.fromkeys(name for each in shapes.values() for name in each):
-            for prefix in (prefix for prefix in new if name in shapes[prefix]):
-                group, is_stacked = self.layers[prefix], prefix in self.stacked
-                whole, axis = shapes[prefix][name], self.layout.stack_axis
-                whole = (*whole[:axis], len(group), *whole[axis:]) if is_stacked else whole
-                make = partial(_laid_out, group, name, self.layout, forms[prefix], is_stacked)
-                self.made_of[join(prefix, name)] = partial(_made_of, group, name, forms[prefix])
-                self.add(join(prefix, name), whole, first.dtype, make)
-
-    def told(self, layout_from: str, metadata: Mapping[str, str]) -> ConversionPlan:
-        """Return the plan as a record.
-
-        Args:
-            layout_from: the source of the layout, if it is the caller.
-            metadata: to be written.
-        """
-        specs = dict(zip(self.specs, (layer for group in self.layers.values() for layer in group), strict=True))
+    def record(self, layout_from: str, metadata: Mapping[str, str]) -> ConversionPlan:
+        """Return the plan as a record; `layout_from` is the source of the layout, if it is the caller."""
         return ConversionPlan(
-            layers=[_layer_record(layer, label, layout_from) for label, layer in specs.items()],
-            tensors={name: self.made_of[name]() if name in self.made_of else [name] for name in self.infos},
-            size=sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.infos.values()),
+            layers=[_layer_record(layer, label, layout_from) for label, layer in self.labels.items()],
+            tensors={name: tensor.sources() for name, tensor in self.tensors.items()},
+            size=sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values()),
             left_out=json.loads(metadata.get("dropped", "[]")),
         )
 
-    def _form(self, prefix: str) -> tuple[Tensor, ...]:
-        """The tensors in which the layers under a prefix are written."""
-        group = self.layers[prefix]
-        return form_for([layer.read_written for layer in group], group[0].to_spec, self.layout)
-
 
 def _layer_record(layer: FileLayer, to: str, layout_from: str) -> PlannedLayer:
-    """Return the record of a layer; the layout is by the caller if `layout_from` says so."""
     is_of_model = layer.model is not None and layer.model.layout == layer.layout.name
     layout_from = layout_from or (layer.known.model.origin if is_of_model else METADATA)
     counts = {name: getattr(layer.spec, name) for name in COUNTS}
@@ -164,31 +262,27 @@ def _layer_record(layer: FileLayer, to: str, layout_from: str) -> PlannedLayer:
     return PlannedLayer(layer.label, to, layer.layout.name, layout_from, layer.spec, hints)
 
 
-def _made_of(group: list[FileLayer], name: str, form: tuple[Tensor, ...]) -> list[str]:
+def _sources_of(group: list[FileLayer], name: str, placement: Placement) -> list[str]:
     """The names in the source of the tensors that one of a target is made of."""
-    parts = {part for tensor in form if matches(tensor.name, [name]) for part in tensor.parts}
+    parts = {*placement.holders[name].parts}
     return [
         full
         for layer in group
-        for full, short in layer.sources.items()
-        if any(parts & {*tensor.parts} and matches(tensor.name, [short]) for tensor in layer.form)
+        for short, full in layer.sources.items()
+        if short in layer.placement.holders and parts & {*layer.placement.holders[short].parts}
     ]
 
 
-def _lost(layer: FileLayer, target: Layout) -> set[str]:
-    """Return the features of a layer that are lost in writing it."""
-    return lost_in(target, layer.spec).keys() - lost_in(target, layer.to_spec).keys()
+def _laid_out(group: list[FileLayer], name: str, placement: Placement) -> np.ndarray:
+    """A tensor of the target, of one layer."""
+    return placement.lay_out(name, group[0].read_written)
 
 
-def _laid_out(group: list[FileLayer], name: str, target: Layout, form: tuple[Tensor, ...], stacked: bool) -> np.ndarray:
-    """A tensor of another layout, of one layer or of all in a stack."""
-    first = group[0].write(name, target, form)
-    if not stacked:
-        return first
-    axis = target.stack_axis
-    tensor = np.empty((*first.shape[:axis], len(group), *first.shape[axis:]), first.dtype)
+def _stacked(group: list[FileLayer], name: str, placement: Placement) -> np.ndarray:
+    """A tensor of the target, of all layers of a stack."""
+    shape, axis = placement.shapes[name], placement.layout.stack_axis
+    tensor = np.empty((*shape[:axis], len(group), *shape[axis:]), group[0].dtype)
     layers = np.moveaxis(tensor, axis, 0)  # a view
-    layers[0] = first
-    for index, layer in enumerate(group[1:], 1):
-        layers[index] = layer.write(name, target, form)
+    for index, layer in enumerate(group):
+        layers[index] = placement.lay_out(name, layer.read_written)
     return tensor

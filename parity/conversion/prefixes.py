@@ -1,4 +1,4 @@
-"""Where a checkpoint may have layers: the prefixes of names and shapes that fit a layout."""
+"""Places of layers in a checkpoint: the prefixes of names and shapes that fit a layout."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from parity.conversion.hints import LayerHints
 from parity.conversion.layouts import Layout, find_spec
 from parity.conversion.layouts.detection import HeadsUnknown, stack_size
 
+ENTRY = re.compile(r"(.*)\[(\d+)\]", re.DOTALL)
+"""The label of one layer of a stack, such as `layers.self_attn[3]`."""
+
 
 def join(prefix: str, name: str) -> str:
     """The full name of what has a name under a prefix."""
@@ -19,6 +22,23 @@ def join(prefix: str, name: str) -> str:
 def numbered(prefix: str) -> str:
     """A prefix with `{i}` in place of its numbers."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "{i}", prefix)
+
+
+def concrete_prefix(pattern: str, name: str) -> tuple[str, tuple[str, ...], str] | None:
+    """Divide a name under a prefix: the beginning, the numbers that `{i}` stands for there, and the rest of it."""
+    number = r"(\d+)"
+    begin = number.join(map(re.escape, pattern.split("{i}")))
+    match = re.fullmatch(rf"({begin})\.(.+)" if pattern else r"()(.+)", name)
+    return None if match is None else (match[1], match.groups()[1:-1], match.groups()[-1])
+
+
+def all_prefixes(names: Iterable[str]) -> dict[str, None]:
+    """Return the beginnings of names, up to a dot."""
+    found: dict[str, None] = {}
+    for prefix in names:
+        while (prefix := prefix.rpartition(".")[0]) and prefix not in found:
+            found[prefix] = None
+    return found
 
 
 def fitting_prefixes(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> list[str]:
@@ -51,7 +71,7 @@ def names_under(names: Iterable[str], prefixes: Iterable[str]) -> dict[str, list
 
 
 def _fits(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
-    """Whether tensors are a layer in a layout, or a stack of them, with some number of heads."""
+    """Return whether tensors are a layer in a layout, or a stack of them, with some number of heads."""
     try:
         is_stacked = stack_size(shapes, layout) is not None
         find_spec({name: shape[is_stacked:] for name, shape in shapes.items()}, layout, LayerHints())
@@ -63,7 +83,7 @@ def _fits(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
 
 
 def possible_prefixes(names: Iterable[str], layout: Layout) -> dict[str, str]:
-    """What the names of a layout's layers may begin with, each with a name that does and ends as one of its tensors."""
+    """Return prefixes that a layout's layers may have, each with a name that ends as one of its tensors."""
     endings = {tensor.name.replace("{n}", "0") for tensor in layout.tensors if tensor.kind == "weight"}
     found: dict[str, str] = {}
     for name in names:

@@ -20,17 +20,15 @@ import numpy as np
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.rules import as_count
 from mha_spec.shares import OF_QUERIES, axis_of_heads
-from parity.conversion.layouts import LAYOUTS, Layout, Tensor
+from parity.conversion.layouts import LAYOUTS, Layout
 from parity.conversion.layouts.layout import Ranks
-from parity.conversion.prefixes import join
+from parity.conversion.prefixes import ENTRY, join
 from parity.files import TensorFile, TensorInfo, open_tensors, write_tensors
 from parity.files.reading import SUFFIXES
 from parity.files.target import locked, move, scratch_beside
 from parity.sharding.shard import ShardPlan, shard_spec
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-ENTRY = re.compile(r".*\[\d+\]", re.DOTALL)  # the label of a layer of a stack
 
 SAID = "ranks"
 """The number of ranks in the metadata of files that were written here."""
@@ -40,10 +38,30 @@ NORMS = "ranks.norms"
 
 
 class Division(NamedTuple):
-    """How a tensor is divided over ranks: on an axis, in each of so many blocks by itself; None where it is copied."""
+    """The division of a tensor over ranks: on an axis, in each of so many blocks by itself; None where it is copied."""
 
     axis: int | None
     blocks: int = 1
+
+    def part(self, shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+        """Return the shape of a part of a tensor."""
+        return self._with_size(shape, lambda size: size // count)
+
+    def whole(self, shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+        """Return the shape of a tensor with such parts."""
+        return self._with_size(shape, lambda size: size * count)
+
+    def _with_size(self, shape: tuple[int, ...], change: Callable[[int], int]) -> tuple[int, ...]:
+        axis = self.axis
+        return shape if axis is None else (*shape[:axis], change(shape[axis]), *shape[axis + 1 :])
+
+    def parts(self, array: np.ndarray, count: int) -> list[np.ndarray]:
+        """Return views of the parts of a tensor; of one that is copied, all of it for each rank."""
+        axis = self.axis
+        if axis is None:
+            return [array] * count
+        split = array.reshape(*array.shape[:axis], self.blocks, count, -1, *array.shape[axis + 1 :])
+        return list(np.moveaxis(split, axis + 1, 0))
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
@@ -58,19 +76,22 @@ def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
     """
     path = Path(path)
     for layout in LAYOUTS.values():
-        if layout.ranks is None:
+        if (ranks := layout.ranks) is None:
             continue
         if path.is_dir():
-            files = _files_in(path, layout.ranks)
-            others = [name for name in os.listdir(path) if Path(name).suffix in SUFFIXES and path / name not in files]
-            if others:  # a folder as any other, which may have the same weights in two forms
-                continue
-            if strays := sorted({*path.glob(layout.ranks.file.format(rank="*"))} - {*files}):
-                raise Refusal(path, f"have a file for each rank, {layout.ranks.file}", str(strays[0]))
+            files = _files_in(path, ranks)
+            own = [*files.values()]
+            if any(Path(name).suffix in SUFFIXES and path / name not in own for name in os.listdir(path)):
+                continue  # a folder as any other, which may have the same weights in two forms
+            if strays := sorted({*path.glob(ranks.file.format(rank="*"))} - {*own}):
+                raise Refusal(path, f"have a file for each rank, {ranks.file}", str(strays[0]))
             if files:
-                return _joined(path, layout, layout.ranks, files)
-        elif path.is_file() and _is_of_rank(path, layout.ranks):
-            _refuse_alone(path, layout.ranks)
+                return _joined(path, layout, ranks, files)
+        elif path.is_file() and (rank := _rank_of(path, ranks)) is not None:
+            files = _files_in(path.absolute().parents[ranks.file.count("/")], ranks)
+            if rank > 0 or len(files) > 1:
+                hint = f"name the folder, which has those of {len(files)}"
+                raise Refusal(path, "be read with the files of all ranks", f"rank {rank} alone", hint=hint)
     file = open_tensors(path)
     if (count := file.metadata.get(SAID, "1")) != "1":
         file.close()
@@ -78,64 +99,45 @@ def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
     return file
 
 
-# ---- Which files -----------------------------------------------------------------------------------------------------
-
-
-def _expression(ranks: Ranks) -> str:
-    return rf"(?:.*/)?{re.escape(ranks.file)}".replace(r"\{rank\}", r"(\d{2,})")
-
-
-def _is_of_rank(path: Path, ranks: Ranks) -> bool:
-    return re.fullmatch(_expression(ranks), path.absolute().as_posix()) is not None
-
-
-def _rank_of(path: Path, ranks: Ranks) -> int:
-    match = re.fullmatch(_expression(ranks), path.absolute().as_posix())
-    return int(match[1]) if match else -1
-
-
-def _files_in(folder: Path, ranks: Ranks) -> list[Path]:
-    """The files of ranks in a folder, in their order."""
-    files = [path for path in folder.glob(ranks.file.format(rank="*")) if _is_of_rank(path, ranks)]
-    return sorted(files, key=lambda path: _rank_of(path, ranks))
-
-
-def _refuse_alone(path: Path, ranks: Ranks) -> None:
-    """Refuse the file of one rank of several."""
-    folder = path.absolute().parents[ranks.file.count("/")]
-    files, rank = _files_in(folder, ranks), _rank_of(path, ranks)
-    if rank > 0 or len(files) > 1:
-        raise Refusal(
-            path,
-            "be read with the files of all ranks",
-            f"rank {rank} alone",
-            hint=f"name the folder, which has those of {len(files)}",
-        )
-
-
 # ---- Reading ---------------------------------------------------------------------------------------------------------
 
 
-def _joined(folder: Path, layout: Layout, ranks: Ranks, paths: list[Path]) -> TensorFile:
+def _rank_of(path: Path, ranks: Ranks) -> int | None:
+    """The rank whose file a path is."""
+    expression = rf"(?:.*/)?{re.escape(ranks.file)}".replace(r"\{rank\}", r"(\d{2,})")
+    match = re.fullmatch(expression, path.absolute().as_posix())
+    return int(match[1]) if match else None
+
+
+def _files_in(folder: Path, ranks: Ranks) -> dict[int, Path]:
+    """The files of ranks in a folder, in their order."""
+    files = ((_rank_of(path, ranks), path) for path in folder.glob(ranks.file.format(rank="*")))
+    return dict(sorted((rank, path) for rank, path in files if rank is not None))
+
+
+def _joined(folder: Path, layout: Layout, ranks: Ranks, paths: Mapping[int, Path]) -> TensorFile:
     """The files of all ranks as one, whose tensors are joined as they are read: memory holds one, and a rank's part."""
-    numbers = [_rank_of(path, ranks) for path in paths]
-    if missing := sorted({*range(numbers[-1])} - {*numbers}):
-        raise Refusal(folder, f"have the files of all ranks, missing rank {missing[0]} of {numbers[-1] + 1}")
+    if missing := sorted({*range(max(paths))} - {*paths}):
+        raise Refusal(folder, f"have the files of all ranks, missing rank {missing[0]} of {max(paths) + 1}")
+    count = len(paths)
     with ExitStack() as stack:
-        files = [stack.enter_context(open_tensors(path)) for path in paths]
+        files = [stack.enter_context(open_tensors(path)) for path in paths.values()]
         first = files[0]
-        if (said := first.metadata.get(SAID, str(len(files)))) != str(len(files)):
-            raise Refusal(folder, f"have the files of all {said} ranks", str(len(files)))
-        for path, file in zip(paths, files, strict=True):
-            differing = [
-                name for name in {**first.infos, **file.infos} if first.infos.get(name) != file.infos.get(name)
-            ]
-            if differing:
+        if (said := first.metadata.get(SAID, str(count))) != str(count):
+            raise Refusal(folder, f"have the files of all {said} ranks", str(count))
+        for path, file in zip(paths.values(), files, strict=True):
+            names = {**first.infos, **file.infos}
+            if differing := [name for name in names if first.infos.get(name) != file.infos.get(name)]:
                 raise Refusal(path, "hold the tensors of rank 0, in parts as large", f"others: {differing[0]}")
         shapes = {name: info.shape for name, info in first.infos.items()}
         norms = _divided_norms(first, layout)
-        divisions = {name: _division(name, shapes, layout, ranks, norms, len(files)) for name in shapes}
-        infos = {name: _whole(info, divisions[name], len(files)) for name, info in first.infos.items()}
+        divisions = {name: _division(name, shapes, layout, ranks, norms, count) for name in shapes}
+        infos = {  # of a tensor whose division is not known, those of a part
+            name: info
+            if (known := divisions[name]) is None
+            else TensorInfo.of(known.whole(info.shape, count), info.dtype)
+            for name, info in first.infos.items()
+        }
         metadata = {
             key: text
             for key, text in first.metadata.items()
@@ -143,43 +145,29 @@ def _joined(folder: Path, layout: Layout, ranks: Ranks, paths: list[Path]) -> Te
         }
 
         def fetch(name: str) -> np.ndarray:
-            return _join(folder, name, [partial(file.read, name) for file in files], infos[name], divisions[name])
+            return _join(folder, name, files, infos[name], divisions[name])
 
         release = stack.pop_all().close
         return TensorFile(folder, first.format, infos, metadata, {}, fetch, release, list(first.ignored))
 
 
-def _whole(info: TensorInfo, division: Division | None, count: int) -> TensorInfo:
-    """What is known of a tensor whose parts are such; of one whose division is not known, what is of a part."""
-    if division is None or division.axis is None:
-        return info
-    axis, shape = division.axis, info.shape
-    return TensorInfo.of((*shape[:axis], shape[axis] * count, *shape[axis + 1 :]), info.dtype)
-
-
 def _join(
-    folder: Path, name: str, reads: list[Callable[[], np.ndarray]], info: TensorInfo, division: Division | None
+    folder: Path, name: str, files: Collection[TensorFile], info: TensorInfo, division: Division | None
 ) -> np.ndarray:
     """A tensor of the parts that ranks have."""
     if division is None:
         hint = f"leaves out {name}, whose division over ranks is unknown"
         raise Refusal(folder, "be read without its other tensors", remedy={"keep_rest": False}, hint=hint)
     whole = np.empty(info.shape, info.dtype)
-    places = _parts(whole, division, len(reads))
     before = b""
-    for rank, read in enumerate(reads):
-        part = read()
+    for rank, (file, place) in enumerate(zip(files, division.parts(whole, len(files)), strict=True)):
+        part = file.read(name)
         if division.axis is None and rank and part.tobytes() != before:
             raise Refusal(folder, "have the same values on all ranks", tensor=name, rank=rank)
         if division.axis is not None and part.tobytes() == before and (part != part.flat[0]).any():
-            raise Refusal(
-                folder,
-                "have each head on one rank",
-                tensor=name,
-                ranks=[rank - 1, rank],
-                hint="key/value heads that ranks share are not joined",
-            )
-        places[rank][...] = part.reshape(places[rank].shape)
+            hint = "key/value heads that ranks share are not joined"
+            raise Refusal(folder, "have each head on one rank", tensor=name, ranks=[rank - 1, rank], hint=hint)
+        place[...] = part.reshape(place.shape)
         before = part.tobytes()
     return whole
 
@@ -220,29 +208,36 @@ def write_ranks(
     folder, ranks = Path(folder), _check_ranks(layout, count, specs)
     shapes = {name: shape for name, (shape, _) in infos.items()}
     norms = [name for name in _norms_by_heads(layout, specs) if name in infos]
-    divisions = {name: _known_division(name, shapes, layout, ranks, norms, count) for name in shapes}
-    own = {name: (_shape_of_part(shapes[name], divisions[name], count), dtype) for name, (_, dtype) in infos.items()}
+    divisions: dict[str, Division] = {}
+    for name, shape in shapes.items():
+        division = _division(name, shapes, layout, ranks, norms)
+        if division is None:
+            hint = "leaves it out, because its division over ranks is unknown"
+            raise Refusal(name, "be left out of the files of ranks", remedy={"keep_rest": False}, hint=hint)
+        if division.axis is not None and shape[division.axis] % (division.blocks * count):
+            raise Refusal(name, "divide over the ranks", {f"{name}.shape": shape, "ranks": count})
+        divisions[name] = division
+    own = {name: (divisions[name].part(shape, count), dtype) for name, (shape, dtype) in infos.items()}
+    metadata = {**metadata, SAID: str(count), **({NORMS: json.dumps(norms)} if norms else {})}
 
     def read_part(name: str, rank: int) -> np.ndarray:
-        return _parts(read(name), divisions[name], count)[rank].reshape(own[name][0])
+        return divisions[name].parts(read(name), count)[rank].reshape(own[name][0])
 
-    said = {SAID: str(count), **({NORMS: json.dumps(norms)} if norms else {})}
     _refuse_used(folder)
-    if dry_run:
-        check_place(folder)
-        return folder
     with scratch_beside(folder) as scratch:
         for rank in range(count):
             path = scratch / folder.name / ranks.file.format(rank=f"{rank:02}")
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_tensors(path, own, partial(read_part, rank=rank), {**metadata, **said})
-        _refuse_used(folder)
-        move([folder.name], scratch, folder.parent)
+            write_tensors(path, own, partial(read_part, rank=rank), metadata, dry_run=dry_run)
+        if not dry_run:
+            with locked(folder.parent):
+                _refuse_used(folder)
+                move([folder.name], scratch, folder.parent)
     return folder
 
 
 def _check_ranks(layout: Layout, count: int, specs: Mapping[str, AttentionSpec]) -> Ranks:
-    """How a layout keeps ranks, of layers that so many can divide."""
+    """Return how a layout keeps ranks, of layers that so many can divide."""
     as_count("ranks", count)
     if layout.ranks is None:
         known = [each.name for each in LAYOUTS.values() if each.ranks is not None]
@@ -258,24 +253,6 @@ def _check_ranks(layout: Layout, count: int, specs: Mapping[str, AttentionSpec])
     return layout.ranks
 
 
-def _known_division(
-    name: str, shapes: Shapes, layout: Layout, ranks: Ranks, norms: Collection[str], count: int
-) -> Division:
-    """How a whole tensor is divided over so many ranks."""
-    division = _division(name, shapes, layout, ranks, norms)
-    if division is None:
-        hint = "leaves it out, because its division over ranks is unknown"
-        raise Refusal(name, "be left out of the files of ranks", remedy={"keep_rest": False}, hint=hint)
-    if division.axis is not None and shapes[name][division.axis] % (division.blocks * count):
-        raise Refusal(name, "divide over the ranks", {f"{name}.shape": shapes[name], "ranks": count})
-    return division
-
-
-def _shape_of_part(shape: tuple[int, ...], division: Division, count: int) -> tuple[int, ...]:
-    axis = division.axis
-    return shape if axis is None else (*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
-
-
 def _refuse_used(folder: Path) -> None:
     if os.path.lexists(folder) and not (folder.is_dir() and not os.listdir(folder)):
         raise FileExistsError(f"{folder} exists; the files of ranks are written into a new folder, or an empty one")
@@ -287,36 +264,32 @@ def _refuse_used(folder: Path) -> None:
 def _division(
     name: str, shapes: Shapes, layout: Layout, ranks: Ranks, norms: Collection[str], count: int = 1
 ) -> Division | None:
-    """How a tensor is divided, None where that is not known.
+    """Return the division of a tensor, None where it is not known.
 
-    Args:
-        name: its full name.
-        shapes: of all tensors: those of a rank of several, or of the whole.
-        layout: of the attention layers.
-        ranks: the layout's.
-        norms: the names of those that are divided.
-        count: of how many ranks they are one's.
+    The shapes are those of the tensors of one of `count` ranks, or of the whole; of the norms those named are divided.
     """
     for tensor in (*layout.tensors, *layout.others):
         if name == tensor.name or name.endswith(f".{tensor.name}"):
-            return Division(0 if name in norms else _axis_of(tensor))
-
-    def is_of(patterns: Iterable[str]) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-    if name == ranks.embeddings:
-        widths = {shape[0] for each, shape in shapes.items() if each.endswith(_out_of(layout))}
+            axes = [axis for axis, group in enumerate(tensor.groups) if "n" in group]
+            axis = OF_QUERIES.get(tensor.holds) if tensor.is_whole else next(iter(axes), None)
+            return Division(0 if name in norms else axis)
+    if name == ranks.embeddings:  # whose last axis is as wide as the model, and so are the rows of the output
+        out = next(tensor.name for tensor in layout.tensors if (tensor.holds, tensor.kind) == ("out", "weight"))
+        widths = {shape[0] for each, shape in shapes.items() if each.endswith(out)}
         return Division(1 if count > 1 and {shapes[name][-1] * count} == widths else 0)
-    if is_of(ranks.rows):
-        return Division(0)
-    if is_of(ranks.columns):
-        return Division(1)
+    for patterns, division in ((ranks.rows, Division(0)), (ranks.columns, Division(1))):
+        if _is_of(name, patterns):
+            return division
     for pattern, other in ranks.gated:
         if fnmatch.fnmatchcase(name, pattern):
             taken = shapes.get(f"{name.rpartition('.')[0].rpartition('.')[0]}.{other}")
             times = 0 if taken is None else shapes[name][0] / taken[-1]
             return Division(0, int(times)) if times in (1, 2) else None
-    return Division(None) if is_of(ranks.copied) else None
+    return Division(None) if _is_of(name, ranks.copied) else None
+
+
+def _is_of(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def norms_to_join(layout: Layout, specs: Mapping[str, AttentionSpec], count: int) -> list[str]:
@@ -336,41 +309,24 @@ def _norms_by_heads(layout: Layout, specs: Mapping[str, AttentionSpec]) -> list[
 
 
 def _divided_norms(file: TensorFile, layout: Layout) -> list[str]:
-    """The same of the file of a rank: as it says, if it was written here. Of others, what has an axis of heads, and
-    norms of queries and keys that differ in width: those over a head, which are copied, are alike."""
+    """The names of such norms in the file of a rank, which says them itself if it was written here.
+
+    Else they are those with an axis of heads, and norms of queries and keys that differ in width: those over a head,
+    which are copied, are alike.
+    """
     if SAID in file.metadata:
         return json.loads(file.metadata.get(NORMS, "[]"))
-    named, found = {tensor.holds: tensor.name for tensor in layout.others}, list[str]()
-    shapes = {name: info.shape for name, info in file.infos.items()}
-    of_queries = named.get("q_norm.weight", "")
-    for name, shape in shapes.items():
-        if not of_queries or not (name == of_queries or name.endswith(f".{of_queries}")):
-            continue
+    named = {tensor.holds: tensor.name for tensor in layout.others}
+    of_queries = named.get("q_norm.weight", "no such name")
+    found: list[str] = []
+    for name, info in file.infos.items():
         prefix = name.removesuffix(of_queries)
+        if prefix == name or not (prefix == "" or prefix.endswith(".")):
+            continue
         of_layer = [
             f"{prefix}{named[f'{norm}.{leaf}']}" for norm in ("q_norm", "k_norm") for leaf in ("weight", "bias")
         ]
-        if len(shape) == 2 or len({shapes[each] for each in of_layer if each in shapes}) == 2:
+        widths = {file.infos[each].shape for each in of_layer if each in file.infos}
+        if len(info.shape) == 2 or len(widths) == 2:
             found += of_layer
     return found
-
-
-def _axis_of(tensor: Tensor) -> int | None:
-    """The axis of a tensor of attention on which its heads lie."""
-    if tensor.is_whole:
-        return OF_QUERIES.get(tensor.holds)
-    return next((axis for axis, group in enumerate(tensor.groups) if "n" in group), None)
-
-
-def _out_of(layout: Layout) -> str:
-    """The name of what gives the output, whose rows are as many as the model is wide."""
-    return next(tensor.name for tensor in layout.tensors if tensor.holds == "out" and tensor.kind == "weight")
-
-
-def _parts(array: np.ndarray, division: Division, count: int) -> list[np.ndarray]:
-    """Views of the parts of a tensor; of one that is copied, all of it for each rank."""
-    axis, blocks = division
-    if axis is None:
-        return [array] * count
-    split = array.reshape(*array.shape[:axis], blocks, count, -1, *array.shape[axis + 1 :])
-    return list(np.moveaxis(split, axis + 1, 0))

@@ -1,4 +1,4 @@
-"""Where a weight has its heads and their features, whatever its axes: what reorders or scales heads is written once."""
+"""Places of heads and their features in a weight, whatever its axes: what reorders or scales heads is written once."""
 
 from __future__ import annotations
 

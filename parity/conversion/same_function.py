@@ -1,4 +1,4 @@
-"""The same function in other words: heads or features in another order, or a factor here that is divided out there.
+"""Weights of one function: heads or features in another order, or a factor here that is divided out there.
 
 Attention does not change where heads move together with all that is theirs, where features of queries and keys move
 alike, those that RoPE rotates excepted, or those of values and the columns of out_proj; nor where one of two is
@@ -23,7 +23,7 @@ MOST_SHOWN = 16  # places of an order
 
 
 def in_other_words(one: Weights, other: Weights, spec: AttentionSpec) -> str | None:
-    """How two sets of weights that differ are the same function, in words; None if that is not found."""
+    """Say how two sets of weights that differ are the same function; None if that is not found."""
     held = roles(spec)
     with_heads = {name: (held[name].view(one[name], spec), held[name].view(other[name], spec)) for name in held}
     if not all(agree(one[name], other[name]) for name in one if name not in held):
@@ -44,7 +44,7 @@ Views = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class _Order:
-    """Where heads and features came from: other[g, n, f] = one[groups[g], heads[g, n], features[g, f]]."""
+    """The origin of heads and features: other[g, n, f] = one[groups[g], heads[g, n], features[g, f]]."""
 
     groups: np.ndarray
     heads: np.ndarray
@@ -124,7 +124,7 @@ def _order(
 
 @dataclass(frozen=True)
 class _Rows:
-    """What heads and features of one side are known by: the digests of all their rows.
+    """The digests of all rows of one side, by which its heads and features are known.
 
     Attributes:
         digests: by name, (K, heads of the group, features).
@@ -194,17 +194,13 @@ def _rescaled(views: Views, held: Mapping[str, Role], spec: AttentionSpec) -> st
         factors = np.where(np.isfinite(factors) & (factors != 0.0), factors, 1.0)[:, None, :, None]
         expected = {name: views[name][0].astype(np.float64) * factors for name in times}
         expected |= {name: views[name][0].astype(np.float64) / factors for name in over}
-        if not all(_made(expected[name], *views[name]) for name in names):
+        if not all(agree(expected[name], views[name][1], coarser(*(x.dtype for x in views[name]))) for name in names):
             return None
         involved.update(names)
         said.append(_said(factors, kind, views[names[0]]))
     if not said or not all(agree(*views[name]) for name in views if name not in involved):
         return None
     return "; ".join(said)
-
-
-def _made(expected: np.ndarray, one: np.ndarray, other: np.ndarray) -> bool:
-    return agree(expected, other, coarser(one.dtype, other.dtype))
 
 
 def _said(factors: np.ndarray, kind: str, views: tuple[np.ndarray, np.ndarray]) -> str:
@@ -217,7 +213,7 @@ def _said(factors: np.ndarray, kind: str, views: tuple[np.ndarray, np.ndarray]) 
 
 
 def _factors(views: list[tuple[np.ndarray, np.ndarray]], tied: np.ndarray) -> np.ndarray:
-    """What each feature of each group, with those that it is tied to, was multiplied by: (K, features), or NaN."""
+    """The factor of each feature of each group, with those that it is tied to: (K, features), or NaN."""
     shape = (views[0][0].shape[0], len(tied))
     products, squares = np.zeros(shape), np.zeros(shape)
     for one, other in views:

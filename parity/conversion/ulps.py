@@ -1,4 +1,4 @@
-"""How far apart two arrays are, in units in the last place, and whether one is the other in fewer bits."""
+"""The distance of two arrays in units in the last place, and arrays that are others in fewer bits."""
 
 from __future__ import annotations
 
@@ -12,22 +12,17 @@ from parity.core.packages import is_installed
 from parity.core.weights import dtype_named
 
 MOST_ULPS = 4.0
-"""How far the same weights may be apart, in units in the last place: a conversion that computes, such as one that
+"""The distance that equal weights may have, in units in the last place: a conversion that computes, such as one that
 multiplies a scale in and out again, rounds a few times."""
 
 
 def coarser(one: np.dtype, other: np.dtype) -> np.dtype:
-    """Of two dtypes the one with fewer significant bits."""
+    """Return the one of two dtypes with fewer significant bits."""
     return max(one, other, key=lambda dtype: unit_of_rounding(dtype.name))
 
 
 def ulps(one: np.ndarray, other: np.ndarray, dtype: np.dtype | None = None) -> np.ndarray:
-    """The distance of each element in units in the last place of a dtype, at the smaller of both values; float64.
-
-    Args:
-        one, other: arrays of one shape.
-        dtype: whose units are counted; that of the coarser array when absent.
-    """
+    """Return the distance of each element in units in the last place, at the smaller of both values; float64."""
     info = ml_dtypes.finfo(dtype or coarser(one.dtype, other.dtype))
     one, other = one.astype(np.float64), other.astype(np.float64)
     smaller = np.maximum(np.minimum(np.abs(one), np.abs(other)), float(info.smallest_normal))
@@ -36,7 +31,7 @@ def ulps(one: np.ndarray, other: np.ndarray, dtype: np.dtype | None = None) -> n
 
 
 def agree(one: np.ndarray, other: np.ndarray, dtype: np.dtype | None = None) -> bool:
-    """Whether two arrays are the same but for a few roundings: see `MOST_ULPS`."""
+    """Return whether two arrays are the same but for a few roundings: see `MOST_ULPS`."""
     if one.shape != other.shape:
         return False
     dtype = dtype or coarser(one.dtype, other.dtype)
@@ -45,7 +40,7 @@ def agree(one: np.ndarray, other: np.ndarray, dtype: np.dtype | None = None) -> 
 
 
 def is_copy(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether the array of the coarser dtype is the other one, rounded to it."""
+    """Return whether the array of the coarser dtype is the other one, rounded to it."""
     fine, coarse = (other, one) if coarser(one.dtype, other.dtype) == one.dtype else (one, other)
     with np.errstate(over="ignore"):
         return np.array_equal(fine.astype(coarse.dtype), coarse)
@@ -81,11 +76,11 @@ FEWER_BITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "rounded to float8 (e4m3)": _through("float8_e4m3fn"),
     "rounded to float8 (e5m2)": _through("float8_e5m2"),
 }
-"""What may be left of values, given and told as float32, by its words; values too large become the largest."""
+"""Ways to lose bits, from float32 to float32, by words for them; values too large become the largest."""
 
 
 def ways_to_fewer_bits(one: np.ndarray, other: np.ndarray) -> list[str]:
-    """In which words `other` is `one` in fewer bits, exactly, all that hold."""
+    """Return all words by which `other` is `one` in fewer bits, exactly."""
     wide, kept = one.astype(np.float32), other.astype(np.float32)
     if not np.array_equal(kept, other):
         return []

@@ -58,17 +58,14 @@ def verify(
 def probe(
     weights: Mapping[str, Any], spec: AttentionSpec, other: Mapping[str, Any], other_spec: AttentionSpec
 ) -> tuple[Problem, Problem]:
-    """Probe inputs for two layers that should be the same, with the weights of each.
-
-    Raises:
-        ValueError: if the layers differ in more than their weights.
-    """
-    (weights, spec), (other, other_spec) = (
-        with_biases(to_numpy_by_name(weights), spec, other_spec),
-        with_biases(to_numpy_by_name(other), other_spec, spec),
-    )
-    spec = check_alike(spec, other_spec)
-    case, dtype = probe_case("verify", spec), _narrower(weights, other)
+    """Make probe inputs for two layers that should be the same, with the weights of each."""
+    weights, with_all = with_biases(to_numpy_by_name(weights), spec, other_spec)
+    other, other_with_all = with_biases(to_numpy_by_name(other), other_spec, spec)
+    spec = check_alike(with_all, other_with_all)
+    order = ("bfloat16", "float16", "float32", "float64")
+    arrays = (array for held in (weights, other) for array in held.values())
+    dtype = min({array.dtype.name for array in arrays if is_floating(array.dtype)}, key=order.index)
+    case = probe_case("verify", spec)
     return make_problem(case, dtype, weights), make_problem(case, dtype, other)
 
 
@@ -82,27 +79,18 @@ def with_biases(weights: Weights, spec: AttentionSpec, other_spec: AttentionSpec
 
 
 def check_alike(spec: AttentionSpec, other_spec: AttentionSpec) -> AttentionSpec:
-    """The specification that two layers share, without what their weights do not tell.
-
-    Raises:
-        ValueError: if the layers differ in more than their weights.
-    """
+    """Return the specification that two layers share, without what their weights do not tell; or refuse them."""
     spec, other_spec = unheld(spec), unheld(other_spec)
     if spec != other_spec:
         told, others = spec.values(), other_spec.values()
         differ = [name for name in told if told[name] != others[name]]
         words = ", ".join(f"{name}={told[name]} and {others[name]}" for name in differ)
-        if differ == ["rope"] and None in (spec.rope, other_spec.rope):
-            words += _said_of_the_other(spec.rope or other_spec.rope)
+        rope = spec.rope or other_spec.rope
+        if differ == ["rope"] and rope is not None and None in (spec.rope, other_spec.rope):
+            theta = f"--rope-theta {rope.theta:g}, or rope=Rope({rope.theta:g}),"
+            words += f"; {theta if rope == Rope(rope.theta) else 'rope=Rope(…), from Python,'} says it of the other"
         raise Refusal("the layers", "be of one specification to be compared", words)
     return spec
-
-
-def _said_of_the_other(rope: Rope | None) -> str:
-    """How the RoPE of one layer is said of another, of which nobody says any."""
-    if rope is not None and rope == Rope(rope.theta):
-        return f"; --rope-theta {rope.theta:g}, or rope=Rope({rope.theta:g}), says it of the other"
-    return "; rope=Rope(…), from Python, says it of the other"
 
 
 def probe_case(name: str, spec: AttentionSpec, *, is_causal: bool | None = None) -> Case:
@@ -113,15 +101,8 @@ def probe_case(name: str, spec: AttentionSpec, *, is_causal: bool | None = None)
 
 
 def same_bits(weights: Weights, other: Weights) -> bool:
-    """Whether two sets of weights are equal in names, dtypes and every bit."""
+    """Return whether two sets of weights are equal in names, dtypes and every bit."""
     return weights.keys() == other.keys() and all(
         (array.dtype, array.shape, array.tobytes()) == (other[name].dtype, other[name].shape, other[name].tobytes())
         for name, array in weights.items()
     )
-
-
-def _narrower(*layers: Weights) -> str:
-    """The dtype with the fewest significant bits among those of the layers."""
-    order = ("bfloat16", "float16", "float32", "float64")
-    names = {array.dtype.name for weights in layers for array in weights.values() if is_floating(array.dtype)}
-    return min(names, key=order.index)

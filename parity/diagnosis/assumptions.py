@@ -67,4 +67,4 @@ class _Alone:
 
 def _mistake(law: Law, change: Change) -> Mistake:
     """The law as a mistake of no name, which no report mentions."""
-    return Mistake(law.name, law.words, "", "", (), change.in_reference)
+    return Mistake(law.name, law.words, change.in_reference, fix="", page="", stages=())

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from mha_spec import AttentionSpec, Refusal, WrongType
 from parity.conversion.hints import LayerHints
 from parity.conversion.layouts import LAYOUTS, from_canonical, to_canonical
+from parity.conversion.layouts.canonical import shapes_in
 from parity.conversion.layouts.detection import find_spec
-from parity.conversion.layouts.views import shapes_in
 from parity.core.arrays import to_numpy_by_name
 from parity.core.weights import Weights
 

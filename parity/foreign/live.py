@@ -7,8 +7,8 @@ from typing import Any
 
 from mha_spec import AttentionSpec, Refusal, WrongType
 from parity.conversion.layouts import LAYOUTS, to_canonical
+from parity.conversion.layouts.canonical import shapes_in
 from parity.conversion.layouts.detection import DoesNotFit
-from parity.conversion.layouts.views import shapes_in
 from parity.core.weights import Weights
 from parity.models.config import values_of
 from parity.models.specs import ModelLayer, known_parts, sections_named, sections_of, specs_of, why_unknown

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from parity.mutating.compare import copied
 from parity.mutating.view import View
 
 Function = Callable[["Call"], Any]
@@ -59,13 +60,17 @@ class Call:
                 kwargs[name] = value
         return Call(self.view, tuple(args), kwargs, self.owner)
 
-    def of(self, owner: Any) -> Call:
-        """The same call of another module."""
-        return Call(self.view, self.args, self.kwargs, owner)
+    def copied(self) -> Call:
+        """Copy everything in the call, so that it leaves nothing behind.
+
+        Raises:
+            Exception: whatever something raises that cannot be copied.
+        """
+        return Call(self.view, copied(self.args), copied(dict(self.kwargs)), copied(self.owner))
 
     @property
     def xp(self) -> Any:
-        """The array functions of its framework."""
+        """Array functions of its framework."""
         return importlib.import_module("torch" if self.view.framework == "torch" else "jax.numpy")
 
     @property
@@ -89,15 +94,6 @@ class Call:
         like = self.get("query") if like is None else like
         made = self.xp.asarray(values)
         return made.to(like.device) if self.view.framework == "torch" else made
-
-
-def library_of(module: Any) -> str:
-    """Whose module it is: `torch`, `equinox`, `linen` or `nnx`; empty if none of theirs."""
-    for kind in type(module).__mro__:
-        library, _, rest = kind.__module__.partition(".")
-        if kind.__name__ == "Module" and library in ("torch", "equinox", "flax"):
-            return {"flax": rest.split(".")[0]}.get(library, library)
-    return ""
 
 
 def taken(x: Any, places: np.ndarray, axis: int) -> Any:
@@ -129,13 +125,11 @@ class Planted:
 
     Attributes:
         name: that of `mha-parity bugs`.
-        about: in words.
         needs: what the callable must have, see `View.lacks`.
         make: what runs a call with it; None where the call does not allow it, `Unfit` where that has a reason.
     """
 
     name: str
-    about: str
     needs: tuple[str, ...]
     make: Callable[[Call], Run | None]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
 from typing import Any
 
 import numpy as np
 
 from parity.conformance.examination import tolerance
+from parity.conformance.functional import arrays_in, with_leaves
+from parity.core.arrays import to_numpy
 
 
 class Unfit(Exception):
@@ -20,46 +22,31 @@ def is_traced(x: Any) -> bool:
     return "Tracer" in kinds
 
 
-def arrays_in(result: Any) -> Iterator[Any]:
-    """The arrays of floating-point numbers in what a call gave, in order."""
-    if isinstance(result, (tuple, list)):
-        for each in result:
-            yield from arrays_in(each)
-    elif isinstance(result, dict):
-        yield from arrays_in(list(result.values()))
-    elif hasattr(result, "shape") and any(kind in str(getattr(result, "dtype", "")) for kind in ("float", "complex")):
-        yield result
+def outputs_in(result: Any) -> list[Any]:
+    """Arrays of floating-point numbers in the result of a call, in order."""
+    return [x for x in arrays_in(result) if any(kind in str(getattr(x, "dtype", "")) for kind in ("float", "complex"))]
 
 
 def same(before: Any, after: Any) -> bool:
-    """Whether two arrays of any framework are equal within rounding; NaN is equal to NaN."""
+    """Compare two arrays of any framework up to rounding; NaN equals NaN."""
     if tuple(before.shape) != tuple(after.shape):
         return False
-    x, y = (_numpy(each) for each in (before, after))
-    if not x.size:
-        return True
+    x, y = (to_numpy(each).astype(np.float64) for each in (before, after))
     allowed = tolerance(x, str(before.dtype).split(".")[-1])
     with np.errstate(invalid="ignore"):
         return bool(np.all((x == y) | (np.isnan(x) & np.isnan(y)) | (np.abs(x - y) <= allowed)))
 
 
-def _numpy(x: Any) -> np.ndarray:
-    x = x.detach().cpu().double().numpy() if hasattr(x, "detach") else np.asarray(x)
-    return x.astype(np.float64)
-
-
-def copied(x: Any) -> Any:
-    """A copy of what a call was given, for a call beside it that must leave nothing behind.
+def copied(tree: Any) -> Any:
+    """Copy what a call was given, for a call that must leave nothing behind.
 
     Raises:
         Exception: whatever something raises that cannot be copied.
     """
-    import copy
+    return with_leaves(tree, lambda _, x: _copied(x))
 
-    if type(x) in (tuple, list):
-        return type(x)(copied(each) for each in x)
-    if type(x) is dict:
-        return {name: copied(each) for name, each in x.items()}
+
+def _copied(x: Any) -> Any:
     if hasattr(type(x), "detach"):
         return x.detach().clone()
     if is_traced(x) or type(x).__module__.startswith("jax"):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from parity.conformance.signatures import BIASES, LEAVES, PACKED, PROJECTIONS
-from parity.mutating.calls import Call, Function, library_of
+from parity.conformance.functional import leaves_in, with_leaves
+from parity.conformance.signatures import BIASES, LEAVES, PACKED, PROJECTIONS, library_of
+from parity.mutating.calls import Call, Function
 from parity.mutating.compare import Unfit
 from parity.text import some_of
 
 PACKED_PROJECTION = "qkv_proj"
+ALIASES = {
+    name: projection for projection, names in {**PROJECTIONS, PACKED_PROJECTION: PACKED}.items() for name in names
+}
+BIAS_ALIASES = {name: projection for projection, names in BIASES.items() for name in names}
+"""Projections by the names that they and their biases may have."""
+
 Arrays = dict[str, Any]
 Path = tuple[Any, ...]
 
@@ -53,7 +59,7 @@ def held_in(call: Call) -> Held:
     """
     carrier = _carrier(call)
     places = _projections({path: ".".join(map(str, path)).split(".") for path in carrier.leaves})
-    library = "" if call.owner is None else library_of(call.owner)
+    library = library_of(call.owner)
     kernels = {leaf: str(places[leaf][-1]).split(".")[-1] for leaf in places if leaf.endswith(".weight")}
     out_first = {
         leaf
@@ -89,18 +95,13 @@ def _is_linear(call: Call, path: Path) -> bool:
 
 def leaf_of(words: list[str]) -> tuple[str, int]:
     """`q_proj.weight` for what a path of names calls so, and how many of them that takes; empty if it is none."""
-    words = [word.lower() for word in words]
-    if not words:
-        return "", 0
-    last = words[-1]
-    leaf = LEAVES.get(last, "")
-    for projection, aliases in {**PROJECTIONS, PACKED_PROJECTION: PACKED}.items():
-        if leaf and len(words) > 1 and words[-2] in aliases:
-            return f"{projection}.{leaf}", 2
-        if last in aliases:
-            return f"{projection}.weight", 1
-        if last in BIASES[projection]:
-            return f"{projection}.bias", 1
+    *above, last = ["", "", *(word.lower() for word in words)]
+    if last in LEAVES and above[-1] in ALIASES:
+        return f"{ALIASES[above[-1]]}.{LEAVES[last]}", 2
+    if last in ALIASES:
+        return f"{ALIASES[last]}.weight", 1
+    if last in BIAS_ALIASES:
+        return f"{BIAS_ALIASES[last]}.bias", 1
     return "", 0
 
 
@@ -148,16 +149,10 @@ def _is_attention(group: Mapping[str, Path]) -> bool:
 
 def _carrier(call: Call) -> _Carrier:
     if call.owner is not None:
-        library = library_of(call.owner)
-        if library == "torch":
-            return _of_torch(call)
-        if library == "equinox":
-            return _of_tree(call.owner, call.of)
-        if library == "linen":
-            return _of_linen(call)
-        if library == "nnx":
-            return _of_nnx(call)
-        raise Unfit("it is a module of no library whose weights can be changed here")
+        carriers = {"torch": _of_torch, "equinox": _of_equinox, "linen": _of_linen, "nnx": _of_nnx}
+        if library_of(call.owner) not in carriers:
+            raise Unfit("it is a module of no library whose weights can be changed here")
+        return carriers[library_of(call.owner)](call)
     weights = call.get("weights")
     if weights is not None and call.view.framework == "jax" and not hasattr(weights, "shape"):
         return _of_tree(weights, lambda tree: call.but(weights=tree))
@@ -188,44 +183,37 @@ def replaced_in_torch(call: Call, changed: Mapping[str, Any], function: Function
         prefix, _, last = name.rpartition(".")
         module = call.owner.get_submodule(prefix)
         held = module._parameters if last in module._parameters else module._buffers
-        places.append((held.__setitem__, last, held[last], x))
-    with _replaced(places):
+        places.append((held, last, held[last], x))
+    try:
+        for held, last, _, x in places:
+            held[last] = x
         return function(call)
+    finally:
+        for held, last, before, _ in places:
+            held[last] = before
 
 
 def _of_nnx(call: Call) -> _Carrier:
     from flax import nnx
 
-    found = dict(nnx.to_flat_state(nnx.state(call.owner, nnx.Param)))
+    parameters = dict(nnx.to_flat_state(nnx.state(call.owner, nnx.Param)))
+    leaves = {path: parameter[...] for path, parameter in parameters.items()}
 
-    def holder(path: Path) -> Any:
-        module = call.owner
-        for word in path[:-1]:
-            module = module[word] if isinstance(word, int) or isinstance(module, Mapping) else getattr(module, word)
-        return module
+    def put(values: Mapping[Path, Any]) -> None:
+        nnx.update(call.owner, nnx.from_flat_state([(path, parameters[path].replace(x)) for path, x in values.items()]))
 
     def run(function: Function, changed: Mapping[Path, Any]) -> Any:
-        places = []
-        for path, x in changed.items():
-            module, name = holder(path), path[-1]
-            parameter = getattr(module, name)
-            places.append((lambda n, value, m=module: setattr(m, n, value), name, parameter, type(parameter)(x)))
-        with _replaced(places):
+        put(changed)
+        try:
             return function(call)
+        finally:
+            put({path: leaves[path] for path in changed})
 
-    return _Carrier({path: parameter[...] for path, parameter in found.items()}, run)
+    return _Carrier(leaves, run)
 
 
-@contextmanager
-def _replaced(places: list[tuple[Callable[[Any, Any], None], Any, Any, Any]]) -> Iterator[None]:
-    """What is set by name to other values, for a while."""
-    for put, name, _, x in places:
-        put(name, x)
-    try:
-        yield
-    finally:
-        for put, name, before, _ in places:
-            put(name, before)
+def _of_equinox(call: Call) -> _Carrier:
+    return _of_tree(call.owner, lambda tree: replace(call, owner=tree))
 
 
 def _of_tree(tree: Any, call_with: Callable[[Any], Call]) -> _Carrier:
@@ -257,7 +245,7 @@ def _of_linen(call: Call) -> _Carrier:
         other = owner.clone(parent=None).bind(
             {**owner.variables, "params": params}, rngs=rngs, mutable=owner.scope.mutable
         )
-        result = function(call.of(other))
+        result = function(replace(call, owner=other))
         for collection, values in other.variables.items():
             for name, value in values.items() if owner.is_mutable_collection(collection) else ():
                 if collection != "params":
@@ -269,26 +257,11 @@ def _of_linen(call: Call) -> _Carrier:
 
 def _of_mapping(call: Call, mapping: Any) -> _Carrier:
     """A mapping that may hold others; its names may have dots in them."""
-    paths = dict(_paths(mapping)) if isinstance(mapping, Mapping) else {}
+    paths = {path: x for path, x in leaves_in(mapping) if path and hasattr(x, "shape")}
     if not paths:
         raise Unfit(f"its weights are no mapping of arrays by name but {type(mapping).__name__}")
-    return _Carrier(paths, lambda function, changed: function(call.but(weights=_changed(mapping, changed))))
 
+    def run(function: Function, changed: Mapping[Path, Any]) -> Any:
+        return function(call.but(weights=with_leaves(mapping, lambda path, x: changed.get(path, x))))
 
-def _paths(mapping: Mapping[Any, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
-    for name, value in mapping.items():
-        if isinstance(value, Mapping):
-            yield from _paths(value, (*above, name))
-        elif hasattr(value, "shape"):
-            yield (*above, name), value
-
-
-def _changed(mapping: Mapping[Any, Any], changed: Mapping[Path, Any], above: Path = ()) -> Any:
-    """A mapping of the same kind with other arrays at some paths."""
-    inner = {
-        name: _changed(value, changed, (*above, name))
-        if isinstance(value, Mapping)
-        else changed.get((*above, name), value)
-        for name, value in mapping.items()
-    }
-    return inner if type(mapping) is dict else type(mapping)(inner)  # type: ignore[call-arg]
+    return _Carrier(paths, run)

@@ -6,14 +6,17 @@ without queries the weights are those without keys, for all scores are 0, and wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import importlib
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from parity.mutating.calls import Call, Function, library_of
-from parity.mutating.compare import Unfit, arrays_in, copied, is_traced, same
+from parity.conformance.calls import fresh_copies
+from parity.conformance.signatures import library_of
+from parity.mutating.calls import Call, Function, taken
+from parity.mutating.compare import Unfit, is_traced, outputs_in, same
 from parity.mutating.held import PACKED_PROJECTION, Arrays, Held, held_in
 
 Parts = dict[str, np.ndarray]
@@ -32,9 +35,11 @@ def unpacked(held: Held, parts: Parts) -> Held:
         parts: of it, see `parts_of`.
     """
     (kernel, axis), bias = _as_matrix(held), held.arrays.get(BIAS)
+    back = np.argsort(np.concatenate([*parts.values()]))
+    xp = importlib.import_module("torch" if hasattr(kernel, "detach") else "jax.numpy")
     apart: Arrays = {name: x for name, x in held.arrays.items() if name not in (WEIGHT, BIAS)}
     for name, places in parts.items():
-        apart[f"{name}.weight"] = kernel[places] if axis == 0 else kernel[:, places]
+        apart[f"{name}.weight"] = taken(kernel, places, axis)
         if bias is not None:
             apart[f"{name}.bias"] = bias.reshape(-1)[places]
 
@@ -43,27 +48,13 @@ def unpacked(held: Held, parts: Parts) -> Held:
         for leaf, packed, along in (("weight", WEIGHT, axis), ("bias", BIAS, 0)):
             if any(f"{name}.{leaf}" in changed for name in parts):
                 given = [changed.get(f"{name}.{leaf}", apart[f"{name}.{leaf}"]) for name in parts]
-                back = _put_back(_functions_for(kernel), given, np.concatenate([*parts.values()]), along)
-                whole[packed] = back.reshape(tuple(held.arrays[packed].shape))
+                joined = taken(xp.concatenate(given, along), back, along)
+                whole[packed] = joined.reshape(tuple(held.arrays[packed].shape))
         return held.run(function, whole)
 
     names = frozenset(f"{name}.weight" for name in parts)
     out_first, in_first = (names, frozenset()) if axis == 0 else (frozenset(), names)
     return Held(apart, held.out_first | out_first, held.in_first | in_first, held.owners, run)
-
-
-def _functions_for(x: Any) -> Any:
-    """The array functions for an array."""
-    import importlib
-
-    return importlib.import_module("torch" if hasattr(type(x), "detach") else "jax.numpy")
-
-
-def _put_back(xp: Any, given: list[Any], places: np.ndarray, axis: int) -> Any:
-    """What was taken from `places`, one part after the other, where it was."""
-    back = np.argsort(places)
-    joined = xp.concatenate(given, axis)
-    return joined[back] if axis == 0 else joined[:, back]
 
 
 def _as_matrix(held: Held) -> tuple[Any, int]:
@@ -143,7 +134,7 @@ def _is_right(call: Call, function: Function, parts: Parts) -> bool:
             other = aside(call)
             held = unpacked(held_in(other), parts)
             changed = {leaf: x * 0 for leaf, x in held.arrays.items() if leaf.split(".")[0] in without}
-            return next(arrays_in(held.run(function, changed)))
+            return outputs_in(held.run(function, changed))[0]
 
     try:
         right, without_values = output(), output("v_proj")
@@ -174,34 +165,23 @@ def _quietly(call: Call) -> Iterator[None]:
 def aside(call: Call) -> Call:
     """The call with copies of everything; what has no values yet, because JAX traces, gets some."""
     if call.view.framework == "torch":
-        return Call(call.view, copied(tuple(call.args)), copied(dict(call.kwargs)), copied(call.owner))
+        return call.copied()
     import jax
 
-    rng = np.random.default_rng(0)
+    rng, owner = np.random.default_rng(0), call.owner
 
     def concrete(x: Any) -> Any:
         return _drawn(rng, x) if is_traced(x) else x
 
     args, kwargs = jax.tree.map(concrete, (call.args, dict(call.kwargs)))
-    return Call(call.view, args, kwargs, _concrete_owner(call.owner, concrete))
-
-
-def _concrete_owner(owner: Any, concrete: Callable[[Any], Any]) -> Any:
-    import jax
-
-    if owner is None:
-        return None
     library = library_of(owner)
     if library == "linen":
         variables = jax.tree.map(concrete, owner.variables)
         rngs = {name: jax.random.key(0) for name in owner.scope.rngs}
-        return owner.clone(parent=None).bind(variables, rngs=rngs, mutable=[n for n in variables if n != "params"])
-    if library == "nnx":
-        from flax import nnx
-
-        graph, state = nnx.split(owner)
-        return nnx.merge(graph, jax.tree.map(concrete, state))
-    return jax.tree.map(concrete, owner)
+        owner = owner.clone(parent=None).bind(variables, rngs=rngs, mutable=[n for n in variables if n != "params"])
+    else:
+        owner = fresh_copies(owner, concrete)() if library == "nnx" else jax.tree.map(concrete, owner)
+    return Call(call.view, args, kwargs, owner)
 
 
 def _drawn(rng: np.random.Generator, x: Any) -> Any:

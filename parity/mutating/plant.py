@@ -9,8 +9,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from parity.mutating.calls import Call, Function, Planted, library_of
-from parity.mutating.compare import Unfit, arrays_in, copied, is_traced, same
+from parity.conformance.signatures import library_of
+from parity.mutating.calls import Call, Function, Planted
+from parity.mutating.compare import Unfit, is_traced, outputs_in, same
 from parity.mutating.mistakes import planted_in
 from parity.mutating.record import note, order
 from parity.mutating.view import View, place_of
@@ -18,7 +19,7 @@ from parity.mutating.view import View, place_of
 
 def plant(module: Any) -> None:
     """Replace the callable that the order names, in its module or in the class whose method it is."""
-    view = View.from_dict(order()["view"])
+    view = View(**order()["view"])
     holder, name, is_method = place_of(module, order()["attribute"])
     fit, _ = planted_in(view)
     mistake = order()["mistake"]
@@ -34,8 +35,8 @@ def _wait() -> None:
         sys.modules["jax"].effects_barrier()
 
 
-Attend = Callable[[Call, Function, Callable[[], Any]], Any]
-"""What stands in for a call: given the call, what makes it, and what makes it with copies, leaving nothing behind."""
+Attend = Callable[[Call, Function], Any]
+"""Stand-in for a user's attention: takes the call, and the attention itself."""
 
 
 def _wrapped(original: Any, view: View, is_method: bool, attend: Attend) -> Any:
@@ -43,38 +44,30 @@ def _wrapped(original: Any, view: View, is_method: bool, attend: Attend) -> Any:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        owner, given = (args[0], args[1:]) if is_method else (None, args)
-        if getattr(busy, "on", False) or _is_initialized(owner):  # one that calls itself, or only makes its weights
+        owner: Any = args[0] if is_method else None
+        makes_weights = library_of(owner) == "linen" and owner.is_initializing()
+        if getattr(busy, "on", False) or makes_weights:  # or one that calls itself
             return original(*args, **kwargs)
-        call = Call(view, given, kwargs, owner)
+        call = Call(view, args[is_method:], kwargs, owner)
 
         def function(call: Call) -> Any:
             return original(*([call.owner] if is_method else []), *call.args, **call.kwargs)
 
-        def beside() -> Any:
-            first = [copied(owner)] if is_method else []
-            return original(*first, *copied(tuple(call.args)), **copied(dict(call.kwargs)))
-
         busy.on = True
         try:
             note("called")
-            return attend(call, function, beside)
+            return attend(call, function)
         finally:
             busy.on = False
 
     return wrapper
 
 
-def _is_initialized(owner: Any) -> bool:
-    """Whether a module of flax.linen is called to make its parameters."""
-    return library_of(owner) == "linen" and owner.is_initializing()
-
-
 def _watched(fit: dict[str, Planted]) -> Attend:
     """Nothing is planted; which mistakes could be is told."""
     left = dict(fit)
 
-    def attend(call: Call, function: Function, beside: Callable[[], Any]) -> Any:
+    def attend(call: Call, function: Function) -> Any:
         for name, mistake in list(left.items()):
             try:
                 fits = mistake.make(call) is not None
@@ -99,18 +92,17 @@ def _broken(mistake: Planted) -> Attend:
             is_changed.set()
             note("changed")
 
-    def attend(call: Call, function: Function, beside: Callable[[], Any]) -> Any:
+    def attend(call: Call, function: Function) -> Any:
+        run = None
         try:
             run = mistake.make(call)
         except Unfit as error:
             note("unfit", str(error))
-            run = None
         except Exception as error:  # whatever unusual arguments raise
             note("unfit", f"it cannot be made in such a call: {type(error).__name__}: {error}")
-            run = None
         if run is None:
             return function(call)
-        before = None if is_changed.is_set() else _before(call, beside)
+        before = None if is_changed.is_set() else _before(call, function)
         try:
             result = run(function)
         except Unfit as error:
@@ -122,27 +114,27 @@ def _broken(mistake: Planted) -> Attend:
             raise
         note("reached")
         if before is not None:
-            _told(compare, before, list(arrays_in(result)))
+            _compare(compare, before, outputs_in(result))
         return result
 
     return attend
 
 
-def _before(call: Call, beside: Callable[[], Any]) -> list[Any] | None:
+def _before(call: Call, function: Function) -> list[Any] | None:
     """What the call gives without the mistake; None where that cannot be had without disturbing it."""
     try:
         if call.view.framework != "torch":
-            return list(arrays_in(beside()))
+            return outputs_in(function(call.copied()))
         import torch
 
         with torch.no_grad(), torch.random.fork_rng():
-            return list(arrays_in(beside()))
+            return outputs_in(function(call.copied()))
     except Exception as error:  # whatever cannot be copied
         note("uncompared", f"{type(error).__name__}: {error}".split("\n")[0])
         return None
 
 
-def _told(compare: Callable[[list[Any], list[Any]], None], before: list[Any], after: list[Any]) -> None:
+def _compare(compare: Callable[[list[Any], list[Any]], None], before: list[Any], after: list[Any]) -> None:
     """Compare now, or when a compiled function runs."""
     if not any(map(is_traced, [*before, *after])):
         return compare(before, after)

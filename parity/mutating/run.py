@@ -19,7 +19,7 @@ from typing import Any
 
 from mha_spec import Refusal
 from parity.core.records import JsonRecord
-from parity.mutating.mistakes import page_of, planted_in
+from parity.mutating.mistakes import about_of, page_of
 from parity.mutating.record import VARIABLE, Event, events
 from parity.mutating.view import View
 
@@ -240,7 +240,6 @@ def mutate(
         tests.timeout = max(LEAST_TIMEOUT, TIMES_LONGER * first.seconds)
     allowed = {more for event, more in first.told if event == "fits"}
     reasons = dict(more.split(": ", 1) for event, more in reversed(first.told) if event == "unfit")
-    fit, _ = planted_in(tests.view)
 
     def outcome(name: str) -> Outcome:
         on_mistake(name)
@@ -250,7 +249,7 @@ def mutate(
         else:
             run = tests.run(name)
             found = (*_judged(run), run.seconds)
-        return Outcome(name, fit[name].about, page_of(name), *found)
+        return Outcome(name, about_of(name), page_of(name), *found)
 
     with ThreadPoolExecutor(jobs) as pool:
         waiting = [pool.submit(outcome, name) for name in names]

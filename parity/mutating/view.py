@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +16,7 @@ from parity.conformance.discover import framework_of, load_callable, subject_of
 from parity.conformance.examination import Examination
 from parity.conformance.functional import linen_module, weights_parameter, with_params
 from parity.conformance.questions.masks import causal as asks_causal
-from parity.conformance.signatures import BIASES, PACKED, PROJECTIONS, Parameters, parameters_of, roles_of
+from parity.conformance.signatures import BIASES, PACKED, PROJECTION_NAMES, Parameters, parameters_of, roles_of
 from parity.conformance.subjects import NUM_KV_HEADS, Subject
 
 WORDS = {
@@ -72,8 +72,8 @@ class View:
 
     framework: str
     axes: str
-    order: tuple[str, ...]
-    optional: tuple[str, ...] = ()
+    order: Sequence[str]
+    optional: Sequence[str] = ()
     roles: dict[str, str] = field(default_factory=dict)
     mask_true: str = ""
     padding_true: str = ""
@@ -84,12 +84,6 @@ class View:
     biases: bool = False
     is_module: bool = False
     note: str = ""
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> View:
-        """The view that was written as JSON."""
-        lists: dict[str, Any] = {name: tuple(fields[name]) for name in ("order", "optional")}
-        return cls(**{**fields, **lists})
 
     def lacks(self, need: str) -> str:
         """Why a mistake that needs something cannot be planted; empty if it can."""
@@ -165,7 +159,7 @@ def view_of(
     parameters = dict(list(parameters.items())[is_method:])
     roles = _roles(target, holder if is_method else function, parameters, mask_name, causal_name)
     taken = found if params is None else with_params(found, params, target)
-    framework = framework or _framework(taken, holder if is_method else None)
+    framework = framework or (framework_of(holder) if is_method else None) or framework_of(taken)
     if framework not in ("torch", "jax"):
         raise Refusal("framework", "be declared as torch or jax if it cannot be seen", target)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -179,7 +173,7 @@ def view_of(
         mask_true or "",
         padding_true or "",
         causal=causal or "",
-        projections=has_weights or bool(left & {*PACKED, *(n for names in PROJECTIONS.values() for n in names)}),
+        projections=has_weights or bool(left & {*PACKED, *PROJECTION_NAMES}),
         biases=has_weights or any(left & {*names} for names in BIASES.values()),
         is_module=is_method,
     )
@@ -215,49 +209,34 @@ def _roles(
     """Parameters by role; `query` is the first that has no other role and is no projection."""
     if not parameters:
         raise Refusal(target, "take queries or what they are made of", "no parameters")
-    projections = {name for names in PROJECTIONS.values() for name in names}
     inputs = {"query", "key", "value", "k", "v"}
-    others = {name: each for name, each in parameters.items() if name not in projections - inputs}
+    others = {name: each for name, each in parameters.items() if name not in PROJECTION_NAMES - inputs}
     roles = roles_of(target, others, mask_name=mask_name, causal_name=causal_name)
     if weights := weights_parameter(function, parameters):
         roles["weights"] = weights
-    known = {*projections, *roles.values()} - {"query", "q"}
+    known = {*PROJECTION_NAMES, *roles.values()} - {"query", "q"}
     return {"query": next((name for name in parameters if name not in known), next(iter(parameters))), **roles}
-
-
-def _framework(found: Any, owner: Any) -> str | None:
-    """Whose arrays it takes; of a class that was not made, by the classes that it is made of."""
-    for kind in getattr(owner, "__mro__", ()):
-        library = kind.__module__.split(".")[0]
-        if library in ("torch", "flax", "equinox"):
-            return "torch" if library == "torch" else "jax"
-    return framework_of(found)
 
 
 def _examined(view: View, subject: Subject) -> View:
     """The view with what is found out by calling it."""
     exam = Examination(subject, ("float32",))
     found = replace(view, axes=subject.axes)
-    if "mask" in subject.takes and exam.polarity.true.means_something:
-        found = replace(found, mask_true=exam.polarity.true.value)
+    if exam.takes_mask:
+        found = replace(found, mask_true=exam.polarity.words)
     if subject.padding == "mask" and not view.padding_true:
         with suppress(Refused, Failed):
             found = replace(found, padding_true="hides" if exam.padding_true_hides else "shows")
     if not found.causal and "is_causal" in subject.takes:
         words = asks_causal.ask(exam).words
         found = replace(found, causal=words if words in ("top-left", "bottom-right") else "")
-    if subject.axes == "BTE":
-        return found
-    return replace(found, has_groups=_takes_groups(exam), is_ours=_is_ours(exam))
-
-
-def _takes_groups(exam: Examination) -> bool:
-    query, key, value = exam.inputs()
-    try:
-        run(exam.subject, exam.base, (query, key[:, :NUM_KV_HEADS].copy(), value[:, :NUM_KV_HEADS].copy()))
-    except (Refused, Failed):
-        return False
-    return True
+    if subject.axes != "BTE":
+        query, key, value = exam.inputs()
+        found = replace(found, is_ours=_is_ours(exam))
+        with suppress(Refused, Failed):
+            run(subject, exam.base, (query, key[:, :NUM_KV_HEADS].copy(), value[:, :NUM_KV_HEADS].copy()))
+            found = replace(found, has_groups=True)
+    return found
 
 
 def _is_ours(exam: Examination) -> bool:

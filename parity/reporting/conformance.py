@@ -19,10 +19,7 @@ LABEL, CELL = 16, 18  # columns
 def print_conformance(found: Sequence[Conformance], out: Console, again: Callable[[str, str], str]) -> None:
     """Print the matrix, as many subjects side by side as there is room for, and below it each broken promise.
 
-    Args:
-        found: the subjects.
-        out: a console, see `parity.reporting.console.console`.
-        again: the command that asks a subject a question once more, from their names.
+    `again` makes the command that asks a subject a question once more, from their names.
     """
     examined = [subject for subject in found if not subject.missing]
     between = 3 if out.is_terminal else 2
@@ -41,27 +38,21 @@ def print_conformance(found: Sequence[Conformance], out: Console, again: Callabl
     for subject in found:
         if subject.missing:
             out.print(Text(f"{subject.name}: {subject.missing}", style="dim"), soft_wrap=True)
-    refusals = [(subject, answer) for subject in examined for answer in subject.answers if answer.refusal]
-    for i, (subject, answer) in enumerate(refusals):
-        refused = f"{subject.name}, {answer.question}: refused ({answer.refusal})"
-        out.print(Text(refused if i else f"\n{refused}", style="dim"), soft_wrap=True)
+    answers = [(subject, answer) for subject in examined for answer in subject.answers]
+    if refused := [
+        f"{subject.name}, {each.question}: refused ({each.refusal})" for subject, each in answers if each.refusal
+    ]:
+        out.print(Text("\n" + "\n".join(refused), style="dim"), soft_wrap=True)
     for subject in examined:
         for answer in subject.broken:
             out.print()
             out.print(Text(answer.example, style="red"), soft_wrap=True)
             out.print(Text(f"  again   {again(subject.name, answer.question)}"), soft_wrap=True)
     out.print()
-    answers = [answer for subject in examined for answer in subject.answers]
-    asked, promises = sum(answer.was_asked for answer in answers), sum(answer.is_broken for answer in answers)
-    verdict = counted(promises, "broken promise") if promises else "no broken promises"
-    verdict = verdict if asked else "nothing to ask"
-    out.print(
-        Text(
-            f"{counted(len(examined), 'subject')} examined, {asked} of {len(answers)} questions answered: {verdict}",
-            style="bold red" if promises or not asked else "bold green",
-        ),
-        soft_wrap=True,
-    )
+    asked, promises = sum(answer.was_asked for _, answer in answers), sum(answer.is_broken for _, answer in answers)
+    verdict = counted(promises, "broken promise") if promises else "no broken promises" if asked else "nothing to ask"
+    words = f"{counted(len(examined), 'subject')} examined, {asked} of {len(answers)} questions answered: {verdict}"
+    out.print(Text(words, style="bold red" if promises or not asked else "bold green"), soft_wrap=True)
 
 
 def _cell(answer: Answer) -> Text:

@@ -10,6 +10,7 @@ from itertools import repeat
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
@@ -19,6 +20,9 @@ from rich.text import Text
 from parity.text import printable
 
 PIPE_WIDTH = 100
+
+NARROWEST = 9
+"""How narrow a column may become whose text is folded: a verdict is `FAIL 1.03`."""
 
 
 class _Console(Console):
@@ -55,10 +59,10 @@ def print_table(
     columns: Sequence[str | Column],
     rows: Iterable[Sequence[str | Text]],
     styles: Iterable[str] = repeat(""),
-    *,
-    narrow: bool = False,
 ) -> None:
     """Print a title and a table: with lines on a terminal, columns of plain text elsewhere.
+
+    Where there is no room for columns, each row is a line, `cell: header cell, header cell`.
 
     Args:
         out: where to.
@@ -66,19 +70,29 @@ def print_table(
         columns: their headers, or how they are drawn, too: text is folded. None for a table without headers.
         rows: their cells.
         styles: of each row.
-        narrow: there is no room for columns, so that each row is a line, `cell: header cell, header cell`.
     """
     out.print(Text(title, style="bold"))
     drawn = [Column(each, overflow="fold") if isinstance(each, str) else each for each in columns]
     table = Table(*drawn, box=box.ROUNDED if out.is_terminal else None, padding=(0, 1), show_header=bool(columns))
-    for row, style in zip(rows, styles, strict=False):
-        if narrow:
-            cells = (Text(f"{column.header} ").append(cell) for column, cell in zip(drawn[1:], row[1:], strict=True))
-            out.print(Text(f"{row[0]}: ", style=style, overflow="fold") + Text(", ").join(cells))
-        else:
-            table.add_row(*row, style=style)
-    if not narrow:
+    styled = list(zip(rows, styles, strict=False))
+    for row, style in styled:
+        table.add_row(*row, style=style)
+    between = 3 if out.is_terminal else 2
+    if not drawn or _least_width(drawn, [row for row, _ in styled]) + between * len(drawn) + 1 <= out.width:
         out.print(table)
+        return
+    for row, style in styled:
+        cells = (Text(f"{column.header} ").append(cell) for column, cell in zip(drawn[1:], row[1:], strict=True))
+        out.print(Text(f"{row[0]}: ", style=style, overflow="fold") + Text(", ").join(cells))
+
+
+def _least_width(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> int:
+    """Characters that the text of columns needs; where it is folded, a few are enough."""
+    least = 0
+    for place, column in enumerate(columns):
+        longest = max(cell_len(str(cell)) for cell in (column.header, *(row[place] for row in rows)))
+        least += longest if column.no_wrap else min(longest, NARROWEST)
+    return least
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
+from parity.conversion.not_compared import by_reason
 from parity.conversion.prefixes import numbered
 from parity.core.compare import Comparison, first_difference
 from parity.reporting.console import print_table, short_ratio
@@ -19,11 +20,11 @@ from parity.reporting.diagnosis import print_explanation
 from parity.text import counted, some_of
 
 if TYPE_CHECKING:
-    from parity.conversion.converted import ConversionPlan, Converted
     from parity.conversion.differences import WeightsComparison
     from parity.conversion.inspect import Found
     from parity.conversion.layouts import Layout
     from parity.conversion.not_compared import NotCompared
+    from parity.conversion.plan import ConversionPlan, Converted
     from parity.diagnosis.diagnose import Diagnosis
     from parity.files import TensorFile
 
@@ -97,13 +98,7 @@ def _prefix_column() -> Column:
 
 
 def print_conversion(converted: Converted, layout: str, out: Console) -> None:
-    """Print what became of a file's tensors.
-
-    Args:
-        converted: what was done.
-        layout: the one that it was converted to.
-        out: where to.
-    """
+    """Print what became of the tensors of a file that was converted to a layout."""
     layers, spec = converted.layers, converted.spec
     heads = f", {spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}" if spec else ""
     if converted.heads_from:
@@ -139,13 +134,7 @@ def _print_plan(plan: ConversionPlan, dropped: Sequence[str], out: Console) -> N
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether two layers hold the same attention.
-
-    Attributes:
-        one, other: their names in both files.
-        weights: what their tensors say, which decides.
-        stages: what is computed with them on probe inputs.
-    """
+    """Verdict on two layers, by name: their weights decide, the stages of probe inputs show what differs."""
 
     one: str
     other: str
@@ -173,60 +162,41 @@ def print_verdicts(
 ) -> None:
     """Print whether two files hold the same attention, in full for one layer, and of many for the first that differs.
 
-    Args:
-        verdicts: of each layer.
-        diagnosis: of the first layer that differs.
-        files: their names.
-        out: where to.
-        not_compared: what the comparison leaves out.
+    The diagnosis is that of the first layer that differs.
     """
-    if len(verdicts) == 1:
-        _print_verdict(verdicts[0], diagnosis, files, out, not_compared)
-        return
     wrong = [verdict for verdict in verdicts if not verdict.weights.same]
-    for verdict in wrong:
+    alone = len(verdicts) == 1
+    for verdict in [] if alone else wrong:
         out.print(Text(str(verdict), style="red"), soft_wrap=True)
     if wrong:
         _print_difference(wrong[0], diagnosis, out)
-    kinds = Counter(verdict.weights.kind for verdict in verdicts)
-    others = {"values": "the same values", "function": "the same function in other words"}
-    counts = [f"{kinds['bits']} the same, bit for bit"]
-    counts += [f"{kinds[kind]} {words}" for kind, words in others.items() if kinds[kind]]
-    counts += [f"{kinds['copy'] + kinds['rounding']} the same up to rounding", f"{len(wrong)} different"]
-    claim, style = _claim(not wrong, not_compared)
-    told = f"{files[0]} and {files[1]} {claim} in all {len(verdicts)} layers: {'; '.join(counts)}"
-    out.print(Text(f"{told}{_left_out(not_compared)}", style=style), soft_wrap=True)
-    for verdict in (each for each in verdicts if each.weights.kind == "function"):
-        out.print(Text(f"{verdict.one}: {verdict.weights.how}"), soft_wrap=True)
-
-
-def _print_verdict(
-    verdict: Verdict, diagnosis: Diagnosis, files: list[str], out: Console, not_compared: list[NotCompared]
-) -> None:
-    """Print whether two files hold the same attention, and if they do not, why."""
-    same = verdict.weights.same
-    if same:
-        _print_stages(verdict.stages, out)
+    elif alone:
+        _print_stages(verdicts[0].stages, out)
+    if wrong:
+        claim, style = "do NOT hold the same attention", "bold red"
+    elif any(each.is_open for each in not_compared):
+        claim, style = "hold the same weights", "bold yellow"
     else:
-        _print_difference(verdict, diagnosis, out)
-    claim, style = _claim(same, not_compared)
-    told = f"{files[0]} and {files[1]} {claim}{f': {verdict.weights.how}' if same else ''}{_left_out(not_compared)}"
-    out.print(Text(told, style=style), soft_wrap=True)
+        claim, style = "hold the same attention", "bold green"
+    if not alone:
+        claim += f" in all {len(verdicts)} layers: {_counts(verdicts)}"
+    elif not wrong:
+        claim += f": {verdicts[0].weights.how}"
+    left_out = f"; not compared: {', '.join(by_reason(not_compared))}" if not_compared else ""
+    out.print(Text(f"{files[0]} and {files[1]} {claim}{left_out}", style=style), soft_wrap=True)
+    for verdict in verdicts:
+        if verdict.weights.kind == "function" and not alone:
+            out.print(Text(f"{verdict.one}: {verdict.weights.how}"), soft_wrap=True)
 
 
-def _claim(same: bool, not_compared: list[NotCompared]) -> tuple[str, str]:
-    """How much a comparison shows, and the style in which it is printed."""
-    if not same:
-        return "do NOT hold the same attention", "bold red"
-    if any(each.is_open for each in not_compared):
-        return "hold the same weights", "bold yellow"
-    return "hold the same attention", "bold green"
-
-
-def _left_out(not_compared: list[NotCompared]) -> str:
-    from parity.conversion.not_compared import by_reason
-
-    return f"; not compared: {', '.join(by_reason(not_compared))}" if not_compared else ""
+def _counts(verdicts: list[Verdict]) -> str:
+    """Count the layers that are the same in each sense, and those that differ."""
+    kinds = Counter(verdict.weights.kind for verdict in verdicts)
+    counts = [f"{kinds['bits']} the same, bit for bit"]
+    counts += [f"{kinds['values']} the same values"] if kinds["values"] else []
+    counts += [f"{kinds['function']} the same function in other words"] if kinds["function"] else []
+    rounded = kinds["copy"] + kinds["rounding"]
+    return "; ".join([*counts, f"{rounded} the same up to rounding", f"{kinds['different']} different"])
 
 
 def _print_difference(verdict: Verdict, diagnosis: Diagnosis, out: Console) -> None:

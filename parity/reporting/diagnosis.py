@@ -38,19 +38,8 @@ def print_explanation(weights: WeightsComparison, diagnosis: Diagnosis, out: Con
         print_diagnosis(diagnosis, out)
 
 
-def print_difference(difference: Comparison, out: Console) -> None:
-    """Print where a trace first goes wrong."""
-    out.print(str(difference), style="red")
-
-
 def print_divergence(sides: list[list[Comparison]], distances: dict[str, float], out: Console) -> None:
-    """Print, stage by stage, how far two traces are from the reference and from each other, and where they part.
-
-    Args:
-        sides: the comparisons of each with the reference.
-        distances: by stage, the largest difference between the two.
-        out: where to.
-    """
+    """Print, stage by stage, how far two traces are from the reference and from each other, and where they part."""
     names = [side[0].backend for side in sides]
     title = "Error / budget of each against the reference, and their difference"
     by_stage = [{comparison.stage: comparison for comparison in side} for side in sides]
@@ -61,7 +50,7 @@ def print_divergence(sides: list[list[Comparison]], distances: dict[str, float],
         styles.append("" if all(each is None or each.passed for each in found) else "red")
         rows.append([stage, *ratios, f"{distance:.1e}"])
     columns = [Column("stage", no_wrap=True), *(Column(name, justify="right") for name in (*names, "difference"))]
-    print_table(out, title, columns, rows, styles, narrow=out.width < 80)
+    print_table(out, title, columns, rows, styles)
     for side in sides:
         wrong = first_difference(side)
         words = "is right" if wrong is None else f"goes wrong at {wrong.stage}"

@@ -23,31 +23,27 @@ def print_environment(
 
     Args:
         found: the environment, see `parity.backends.numerics.environment`.
-        backends: by name, why each cannot run here, or nothing.
-        optional: by name, the version of each optional package, or nothing.
+        backends: by name, why each cannot run here, if it cannot.
+        optional: by name, the version of each optional package that is installed.
         out: where to.
     """
-    facts = [(name, str(found[name])) for name in ("python", "platform", "cpus")]
-    print_table(out, "Environment", (), [*facts, *found["packages"].items()])
-    _print_backends(found["backends"], backends, out)
+    machine = [(name, str(found[name])) for name in ("python", "platform", "cpus")]
+    print_table(out, "Environment", (), [*machine, *found["packages"].items()])
     rows: list[Sequence[str | Text]] = []
+    for name, missing in backends.items():
+        if missing is not None:
+            rows.append((name, Text("no", style="yellow"), "", f"skipped: {missing}"))
+            continue
+        facts = found["backends"][name]
+        device, devices = facts["device"], facts.get("cuda_devices") or facts.get("devices") or []
+        others = ", ".join(each for each in devices if each != device)
+        numerics = ", ".join(f"{key}={value}" for key, value in facts["numerics"].items())
+        rows.append((name, Text("yes", style="green"), f"{device} ({others})" if others else device, numerics))
+    print_table(out, "Backends", ("backend", "runs here", "device", "numerics while a case runs"), rows)
+    rows = []
     for name, version in optional.items():
         _, purpose = OPTIONAL[name]
         lack = (Text("missing", style="yellow"), f"skipped or refused: {purpose}; pip install {name}")
         rows.append((name, *(lack if version is None else (version, purpose))))
     columns = [Column(name, no_wrap=True) for name in ("package", "version")]
     print_table(out, "Optional packages", [*columns, "needed for"], rows)
-
-
-def _print_backends(found: Mapping[str, Any], backends: Mapping[str, str | None], out: Console) -> None:
-    rows: list[Sequence[str | Text]] = []
-    for name, missing in backends.items():
-        if missing is not None:
-            rows.append((name, Text("no", style="yellow"), "", f"skipped: {missing}"))
-            continue
-        facts = found[name]
-        device, devices = facts["device"], facts.get("cuda_devices") or facts.get("devices") or []
-        others = ", ".join(each for each in devices if each != device)
-        numerics = ", ".join(f"{key}={value}" for key, value in facts["numerics"].items())
-        rows.append((name, Text("yes", style="green"), f"{device} ({others})" if others else device, numerics))
-    print_table(out, "Backends", ("backend", "runs here", "device", "numerics while a case runs"), rows)

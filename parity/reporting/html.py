@@ -24,7 +24,7 @@ from parity.core.trace import Reference, Trace
 from parity.files.target import write_whole
 from parity.reporting.console import short_ratio
 from parity.reporting.plot import downsample
-from parity.reporting.summary import reproduction, sent_by_program, skipped_reasons, summary_line
+from parity.reporting.summary import reproduction, sent_by_program, skipped_reasons, summary_line, worst_of
 from parity.running.report import Report, flattened
 from parity.text import printable
 
@@ -38,7 +38,7 @@ MOST_OPEN = 5  # cases that failed, unfolded when the page opens
 # An attention map is kept in levels: weights in steps of 1/14, finer than eyes, and one for what is not finite.
 STEPS = 14
 NOT_FINITE = STEPS + 1
-INKS = {"weight": (37, 99, 235), "difference": (217, 72, 15), "not finite": (220, 38, 38)}
+INKS = {"expected": (37, 99, 235), "actual": (37, 99, 235), "difference": (217, 72, 15), "not finite": (220, 38, 38)}
 
 BUDGET_MARK = 70  # where on a bar, in percent, the budget ends: linear up to there, logarithmic beyond
 FARTHEST = 6  # powers of ten beyond the budget at which a bar is full
@@ -48,14 +48,7 @@ HEAT = (0.03, 0.1, 0.3, 1.0)
 
 
 def check_installed(*, pictures: bool = False) -> None:
-    """Refuse to begin what could not be finished.
-
-    Args:
-        pictures: whether the page will hold attention maps, too.
-
-    Raises:
-        ModuleNotFoundError: if a library that makes the page is not installed.
-    """
+    """Refuse to begin a page, with attention maps or without, whose library is not installed."""
     packages.check_installed("an HTML report", "jinja2", *(["pillow"] if pictures else []))
 
 
@@ -64,14 +57,13 @@ def check_installed(*, pictures: bool = False) -> None:
 
 @dataclass(frozen=True)
 class AttentionMap:
-    """The attention weights of some heads in one sequence, in levels that a picture shows, and what they say in words.
+    """Attention weights of some heads in one sequence.
 
     Attributes:
         stage, sequence, heads: where they are from.
         shape: number of queries and of keys, of which neighbours may share a cell.
-        pictures: levels (heads, queries, keys) by what they show: `expected`, `actual` and, of a case that failed,
-            `difference`, whose levels are shares of its largest.
-        words: of each picture and head, its largest value and where.
+        pictures: for each head, the levels and the largest value in words, by what they show: `expected`, `actual`
+            and, of a case that failed, `difference`, whose levels are shares of its largest.
         largest_difference: between actual and expected.
     """
 
@@ -79,8 +71,7 @@ class AttentionMap:
     sequence: int
     heads: tuple[int, ...]
     shape: tuple[int, int]
-    pictures: dict[str, np.ndarray] = field(repr=False)
-    words: dict[str, list[str]] = field(repr=False)
+    pictures: dict[str, list[tuple[np.ndarray, str]]] = field(repr=False)
     largest_difference: float
 
 
@@ -115,15 +106,12 @@ class AttentionMaps(dict[Key, AttentionMap]):
         difference = errors_of(whole_rows(actual, shown.stage), expected)
         finite = difference[np.isfinite(difference)]
         largest = float(finite.max()) if finite.size == difference.size else math.inf
-        pictures = {"expected": levels(expected), "actual": levels(actual)}
-        words = {"expected": _in_words(expected), "actual": _in_words(actual)}
+        pictures = {"expected": _picture(expected), "actual": _picture(actual)}
         if failed:
-            scale = finite.max(initial=0.0)
-            pictures["difference"] = levels(difference / scale if scale > 0.0 else difference)
-            words["difference"] = _in_words(difference)
+            pictures["difference"] = _picture(difference, finite.max(initial=0.0) or 1.0)
         key = (trace.problem.case.name, trace.problem.dtype, trace.title)
         shape = (expected.shape[1], expected.shape[2])
-        self[key] = AttentionMap(shown.stage, sequence, tuple(heads), shape, pictures, words, largest)
+        self[key] = AttentionMap(shown.stage, sequence, tuple(heads), shape, pictures, largest)
 
 
 def levels(maps: np.ndarray) -> np.ndarray:
@@ -145,31 +133,25 @@ def png(picture: np.ndarray, ink: tuple[int, int, int]) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _in_words(maps: np.ndarray) -> list[str]:
-    """Of each head, what a picture of it says: the largest value and where."""
-    words = []
-    for values in maps:
+def _picture(maps: np.ndarray, scale: float = 1.0) -> list[tuple[np.ndarray, str]]:
+    """For each head, its levels, and its largest value and place in words."""
+
+    def in_words(values: np.ndarray) -> str:
         if lost := np.count_nonzero(~np.isfinite(values)):
-            words.append(f"NaN or infinite at {lost} of {values.size} places")
-            continue
+            return f"NaN or infinite at {lost} of {values.size} places"
         query, key = np.unravel_index(int(values.argmax()), values.shape)
-        words.append(f"largest {values[query, key]:.3g} at t={query}, s={key}")
-    return words
+        return f"largest {values[query, key]:.3g} at t={query}, s={key}"
+
+    return list(zip(levels(maps / scale), map(in_words, maps), strict=True))
 
 
 # ---- The page --------------------------------------------------------------------------------------------------------
 
 
 def write_html(path: str | os.PathLike[str], report: Report, maps: Mapping[Key, AttentionMap] | None = None) -> None:
-    """Write a report as one HTML page, whole or not at all.
+    """Write a report as one HTML page, whole or not at all, with attention maps if they were kept.
 
-    It asks for nothing from anywhere and runs no script, and a Content-Security-Policy in it says so. All text that
-    comes from traces, weights or errors is escaped.
-
-    Args:
-        path: file to write.
-        report: what to show.
-        maps: attention maps, if they were kept.
+    The page loads nothing and runs no script, and its Content-Security-Policy says so. All text is escaped.
 
     Raises:
         ModuleNotFoundError: if a library that makes the page is not installed.
@@ -192,8 +174,9 @@ def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) ->
         lstrip_blocks=True,
     )
     templates.filters.update(
-        ratio=_ratio, number=_number, bar=_bar, heat=_heat, printable=printable, breakable=_breakable
+        ratio=_ratio, number=_number, bar=_bar, heat=_heat, printable=printable, breakable=_breakable, anchor=_anchor
     )
+    templates.globals.update(first_difference=first_difference, reproduction=reproduction, worst_of=worst_of)
     style = (resources.files("parity.reporting") / "html_report" / "style.css").read_text("utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     page = templates.get_template("page.html").render(
@@ -201,8 +184,6 @@ def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) ->
         policy=f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
         report=report,
         verdict=summary_line(report).plain,
-        backends=list(dict.fromkeys(comparison.backend for comparison in report.comparisons)),
-        failures=list(_failures(report)),
         layers=_layers(report),
         cases=_cases(report, maps or {}),
         sent=sent_by_program(report),
@@ -213,43 +194,13 @@ def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) ->
     return page.encode("utf-8", "replace")  # a folder's name need not be Unicode
 
 
-def _failures(report: Report) -> Iterator[dict[str, Any]]:
-    """What failed: of each case, dtype and backend, where it begins, and what is known of it."""
-    for (case, dtype, backend), comparisons in report.groups().items():
-        difference = first_difference(comparisons)
-        if difference is None:
-            continue
-        diagnosis = report.diagnoses.get((case, dtype, backend))
-        yield {
-            "title": f"{case}, {dtype}: {backend}",
-            "anchor": _anchor(case, dtype),
-            "stages": [(comparison, _state(comparison, difference)) for comparison in comparisons],
-            "difference": difference,
-            "again": reproduction(difference, report),
-            "cause": "" if diagnosis is None else diagnosis.cause,
-            "diagnosis": "" if diagnosis is None else str(diagnosis),
-            "pages": [
-                (" + ".join(explanation.hypotheses), f"mha-parity bugs {page}")
-                for explanation in (diagnosis.explanations if diagnosis else [])
-                for page in explanation.docs
-            ],
-        }
-
-
-def _state(comparison: Comparison, difference: Comparison) -> str:
-    if comparison is difference:
-        return "first"
-    return "passed" if comparison.passed else "failed"
-
-
 def _layers(report: Report) -> list[dict[str, Any]]:
     """Of each backend a strip of the layers of its model, the higher and warmer the more of its budget one uses."""
     if not report.layers:
         return []
     worst: dict[str, dict[str, Comparison]] = {}
     for (case, _, backend), comparisons in report.groups().items():
-        shown = first_difference(comparisons) or max(comparisons, key=lambda comparison: comparison.worse_ratio)
-        worst.setdefault(backend, {})[case] = shown
+        worst.setdefault(backend, {})[case] = worst_of(comparisons)
     strips = []
     for backend, of_layers in worst.items():
         cells = []
@@ -284,22 +235,15 @@ def _cases(report: Report, maps: Mapping[Key, AttentionMap]) -> list[dict[str, A
     opened = 0
     for case, dtype in pairs:
         known = find_case(case)
-        cells = []
-        for backend in backends:
-            comparisons = groups.get((case, dtype, backend), [])
-            difference = first_difference(comparisons)
-            worst = difference or max(comparisons, key=lambda comparison: comparison.worse_ratio, default=None)
-            rows = [(comparison, difference and _state(comparison, difference)) for comparison in comparisons]
-            reason = skipped.get((case, dtype, backend), "")
-            cells.append({"backend": backend, "worst": worst, "rows": rows, "skipped": reason})
-        failed = any(cell["worst"] and not cell["worst"].passed for cell in cells)
+        keys = [(case, dtype, backend) for backend in backends]
+        cells = [{"backend": key[2], "rows": groups.get(key, []), "skipped": skipped.get(key, "")} for key in keys]
+        failed = any(first_difference(cell["rows"]) for cell in cells)
         opened += failed
         cases.append(
             {
                 "name": case,
                 "dtype": dtype,
                 "shows_dtype": len(dtypes) > 1,
-                "anchor": _anchor(case, dtype),
                 "about": known.about if known else "",
                 "cells": cells,
                 "failed": failed,
@@ -322,27 +266,25 @@ def _galleries(
     for (stage, sequence, heads), group in groupby(sorted(found, key=place), place):
         group = list(group)
         first = group[0][1]
-        rows = [("reference", "", _images(first, "expected", "weight"))]
+        rows = [("reference", "", _images(first, "expected"))]
         for backend, shown in group:
             largest = _number(shown.largest_difference)
-            rows.append((backend, f"differs by {largest}", _images(shown, "actual", "weight")))
+            rows.append((backend, f"differs by {largest}", _images(shown, "actual")))
             if "difference" in shown.pictures:
-                images = _images(shown, "difference", "difference")
-                rows.append((f"|{backend} − reference|", f"most ink: {largest}", images))
+                rows.append((f"|{backend} − reference|", f"most ink: {largest}", _images(shown, "difference")))
         yield {
             "stage": stage,
             "sequence": sequence,
             "heads": heads,
             "rows": rows,
             "shape": first.shape,
-            "cells": first.pictures["expected"].shape[1:],
+            "cells": first.pictures["expected"][0][0].shape,
         }
 
 
-def _images(shown: AttentionMap, picture: str, ink: str) -> list[tuple[str, str]]:
-    """Of each head, a picture and what it says."""
-    pictures = (png(picture, INKS[ink]) for picture in shown.pictures[picture])
-    return list(zip(pictures, shown.words[picture], strict=True))
+def _images(shown: AttentionMap, what: str) -> list[tuple[str, str]]:
+    """For each head, its picture and words."""
+    return [(png(picture, INKS[what]), words) for picture, words in shown.pictures[what]]
 
 
 def _environments(environment: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, dict[str, str]]]]]:
@@ -351,21 +293,18 @@ def _environments(environment: Mapping[str, Any]) -> Iterator[tuple[str, list[tu
     A run has one environment, and those of the traces that it joined; a comparison of traces has one for each folder.
     """
     here = {name: value for name, value in environment.items() if name != "joined"}
-    joined = environment.get("joined", {})
-    is_run = "python" in environment
-    for place, settings in [("this run", here), *joined.items()] if is_run else list(environment.items()):
+    places = {"this run": here, **environment.get("joined", {})} if "python" in environment else environment
+    for place, settings in places.items():
         settings = dict(settings) if isinstance(settings, Mapping) else {"value": settings}
         of_backends = settings.pop("backends", {})
-        tables = [("machine and packages", flattened(settings))]
-        if isinstance(of_backends, Mapping):
-            for backend, facts in of_backends.items():
-                facts = facts if isinstance(facts, Mapping) else {"value": facts}
-                tables.append((f"{backend}: device and numerics lock", flattened(facts)))
-        yield place or "this machine", [(name, table) for name, table in tables if table]
+        tables: dict[str, Mapping[str, Any]] = {"machine and packages": settings}
+        for backend, facts in of_backends.items() if isinstance(of_backends, Mapping) else ():
+            tables[f"{backend}: device and numerics lock"] = facts if isinstance(facts, Mapping) else {"value": facts}
+        yield place or "this machine", [(name, flattened(table)) for name, table in tables.items() if table]
 
 
-def _anchor(case: str, dtype: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", f"case-{case}-{dtype}")
+def _anchor(key: tuple[str, ...]) -> str:
+    return re.sub(r"[^\w.-]+", "-", f"case-{key[0]}-{key[1]}")
 
 
 # ---- Numbers and shapes ----------------------------------------------------------------------------------------------

@@ -41,14 +41,11 @@ def junit_xml(report: Report) -> bytes:
         message = f"devices send {words_of(sent.counted)}, needed {words_of(sent.ideal)}"
         test.append(_element("failure", message=message, type="collectives"))
         suites.setdefault(f"{sent.backend} {sent.dtype}", []).append(test)
-    for skipped in report.skipped_cases:
-        test = _test(skipped.case, skipped.dtype, skipped.backend)
-        test.append(_element("skipped", message=skipped.reason))
-        suites.setdefault(f"{skipped.backend} {skipped.dtype}", []).append(test)
-    for missing in report.missing:
-        test = _test(missing.case, missing.dtype, missing.backend)
-        test.append(_element("error", message=missing.reason, type="missing"))
-        suites.setdefault(f"{missing.backend} {missing.dtype}", []).append(test)
+    for tag, more, unjudged in (("skipped", {}, report.skipped_cases), ("error", {"type": "missing"}, report.missing)):
+        for each in unjudged:
+            test = _test(each.case, each.dtype, each.backend)
+            test.append(_element(tag, message=each.reason, **more))
+            suites.setdefault(f"{each.backend} {each.dtype}", []).append(test)
     for backend, reason in report.skipped.items():
         test = _element("testcase", classname=backend, name="every case")
         test.append(_element("skipped", message=reason))
@@ -82,8 +79,8 @@ def _failure(difference: Comparison, report: Report) -> ElementTree.Element:
     """The failure of a case: its cause in one line, where that is known; then the difference and the diagnosis."""
     diagnosis = report.diagnoses.get((difference.case, difference.dtype, difference.backend))
     raised = difference.stage == "run"  # the backend did not come to any stage
-    message = f"{difference.stage}: {difference.worse_ratio:.3g} times the error budget"
-    message = diagnosis.cause if diagnosis is not None and diagnosis.cause else message
+    cause = diagnosis.cause if diagnosis is not None else ""
+    message = cause or f"{difference.stage}: {difference.worse_ratio:.3g} times the error budget"
     message = difference.reason if raised else message
     again = reproduction(difference, report)
     told = "" if diagnosis is None else str(diagnosis)
@@ -92,15 +89,9 @@ def _failure(difference: Comparison, report: Report) -> ElementTree.Element:
 
 
 def _counts(tests: list[ElementTree.Element]) -> dict[str, str]:
-    def having(tag: str) -> str:
-        return str(sum(test.find(tag) is not None for test in tests))
-
-    return {
-        "tests": str(len(tests)),
-        "failures": having("failure"),
-        "errors": having("error"),
-        "skipped": having("skipped"),
-    }
+    tags = {"failures": "failure", "errors": "error", "skipped": "skipped"}
+    counts = {name: sum(test.find(tag) is not None for test in tests) for name, tag in tags.items()}
+    return {name: str(count) for name, count in ({"tests": len(tests)} | counts).items()}
 
 
 def _element(tag: str, text: str = "", **attributes: str) -> ElementTree.Element:

@@ -27,12 +27,7 @@ def print_mutations(
 ) -> None:
     """Print what became of each mistake, which were left out and why, and how many are noticed.
 
-    Args:
-        target: what they were planted in.
-        outcomes: one for each mistake.
-        left_out: mistakes that cannot be planted there, with the reason.
-        out: a console, see `parity.reporting.console.console`.
-        note: why the callable could not be examined beforehand, if it could not.
+    `note` says why the callable could not be examined beforehand, if it could not.
     """
     columns = [Column(name, no_wrap=True) for name in ("mistake", "page (mha-parity bugs …)")]
     rows = [(each.mistake, each.page, Text(_words(each), style=STYLES[each.status])) for each in outcomes]
@@ -42,14 +37,13 @@ def print_mutations(
     by_reason: dict[str, list[str]] = {}
     for name, reason in left_out.items():
         by_reason.setdefault(reason, []).append(name)
-    for i, (reason, names) in enumerate(by_reason.items()):
-        line = f"not planted, {reason}: {', '.join(names)}"
-        out.print(Text(line if i else f"\n{line}", style="dim"), soft_wrap=True)
+    if lines := [f"not planted, {reason}: {', '.join(names)}" for reason, names in by_reason.items()]:
+        out.print(Text("\n" + "\n".join(lines), style="dim"), soft_wrap=True)
     out.print()
-    survived = [outcome for outcome in outcomes if outcome.status is Status.SURVIVED]
-    for outcome in survived:
-        line = f"{outcome.mistake}: {outcome.about}, and every test passes; mha-parity bugs {outcome.page}"
-        out.print(Text(line, style="red"), soft_wrap=True)
+    for outcome in outcomes:
+        if outcome.status is Status.SURVIVED:
+            line = f"{outcome.mistake}: {outcome.about}, and every test passes; mha-parity bugs {outcome.page}"
+            out.print(Text(line, style="red"), soft_wrap=True)
     counts = {status: sum(outcome.status is status for outcome in outcomes) for status in Status}
     verdict = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
     is_well = all(outcome.is_caught for outcome in outcomes)

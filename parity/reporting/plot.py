@@ -14,7 +14,7 @@ import numpy as np
 from mha_spec import Refusal, WrongType
 from parity.core import packages
 from parity.core.weights import is_floating
-from parity.files.target import write_whole
+from parity.files.target import check_writable, write_whole
 from parity.text import printable
 
 FORMATS = (".png", ".svg")
@@ -23,20 +23,10 @@ MOST_CELLS = 1024  # along an axis; beyond, of neighbours the largest is shown
 
 
 def check_destination(path: str | os.PathLike[str], name: str = "path") -> None:
-    """Refuse what could not be drawn, or written, before the work.
-
-    Args:
-        path: of the picture.
-        name: what the user calls it.
-
-    Raises:
-        ModuleNotFoundError: if matplotlib is not installed.
-        ValueError: if the suffix is not that of a format, or the folder is not there.
-    """
+    """Refuse a picture that could not be drawn, or written, before the work; `name` is what the user calls it."""
     if Path(path).suffix.lower() not in FORMATS:
         raise Refusal(name, f"end in {' or '.join(FORMATS)}", {name: path})
-    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-        raise Refusal(name, "be that of a file in a folder that exists", {name: path})
+    check_writable(path, name)
     packages.check_installed("a plot", "matplotlib")
 
 

@@ -9,27 +9,22 @@ from rich.table import Column
 from rich.text import Text
 
 from parity.core.cases import find_case
-from parity.core.compare import Comparison, first_difference
+from parity.core.compare import Comparison
 from parity.core.stages import stage_named
-from parity.reporting.console import print_table, short_ratio
+from parity.reporting.console import NARROWEST, print_table, short_ratio
 from parity.reporting.diagnosis import print_diagnosis
-from parity.reporting.summary import reproduction, sent_by_program, skipped_reasons, summary_line
+from parity.reporting.summary import reproduction, sent_by_program, skipped_reasons, summary_line, worst_of
 
 if TYPE_CHECKING:
     from parity.running.report import Report
 
 DETAILED_FAILURES = 5  # shown whole on the terminal; all are in the JSON
-NARROWEST = 9  # columns for a verdict in a table: `FAIL 1.03`
 
 
 def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: bool = False) -> None:
     """Print a report: cases, stages, what is wrong and where, what was skipped and why, and a last line.
 
-    Args:
-        report: what to print.
-        out: where to.
-        verbose: also print every comparison.
-        quiet: print only what is wrong and the last line.
+    `verbose` adds every comparison; `quiet` leaves only what is wrong and the last line.
     """
     if verbose:
         print_comparison_table(report, out)
@@ -77,37 +72,27 @@ def print_case_table(report: Report, out: Console) -> None:
     backends = list(dict.fromkeys(backend for _, _, backend in groups))
     # A case that has one dtype of its own has it in its name.
     dtypes = {dtype for case, dtype, _ in groups if (known := find_case(case)) is None or known.dtype is None}
-    longest = max(len(case) for case, _, _ in groups)
     pairs = list(dict.fromkeys((case, dtype) for case, dtype, _ in groups))
-    between = 3 if out.is_terminal else 2  # columns
-    taken = longest + 6 + 2 * between + (8 + between if len(dtypes) > 1 else 0)
-    width = (out.width - taken - 1) // max(len(backends), 1) - between
-    columns = [
-        Column("case", no_wrap=True, min_width=longest),
-        *([Column("dtype", no_wrap=True, min_width=8)] if len(dtypes) > 1 else []),
-        Column("stages", justify="right", no_wrap=True, min_width=6),
-    ]
-    for backend in backends:
-        header = Text(backend, no_wrap=True, overflow="ellipsis")
-        columns.append(Column(header, min_width=NARROWEST, max_width=width))
+    columns = [Column("case", no_wrap=True)]
+    columns += [Column("dtype", no_wrap=True)] if len(dtypes) > 1 else []
+    columns.append(Column("stages", justify="right", no_wrap=True))
+    columns += [Column(Text(name, no_wrap=True, overflow="ellipsis"), min_width=NARROWEST) for name in backends]
     rows = []
     for case, dtype in pairs:
         of_backends = [groups.get((case, dtype, backend)) for backend in backends]
         row = [case, *([dtype] if len(dtypes) > 1 else []), str(max(len(group or []) for group in of_backends))]
         rows.append([*row, *map(_verdict, of_backends)])
-    title = "Worst error / budget of each case (1.00 is the limit)"
-    print_table(out, title, columns, rows, narrow=width < NARROWEST)
+    print_table(out, "Worst error / budget of each case (1.00 is the limit)", columns, rows)
 
 
 def _verdict(comparisons: list[Comparison] | None) -> Text:
     """What a cell says; the stage of what passed may be cut off, that of what failed goes on in the next line."""
     if not comparisons:
         return Text("—" if comparisons is None else "skipped", style="dim")
-    difference = first_difference(comparisons)
-    if difference is not None:
-        words = f"FAIL {short_ratio(difference.worse_ratio)} {difference.stage}"
+    worst = worst_of(comparisons)
+    if not worst.passed:
+        words = f"FAIL {short_ratio(worst.worse_ratio)} {worst.stage}"
         return Text(words, style="bold red", overflow="fold")
-    worst = max(comparisons, key=lambda comparison: comparison.worse_ratio)
     return Text(f"ok {short_ratio(worst.ratio)} {worst.stage}", style="green", no_wrap=True, overflow="ellipsis")
 
 
@@ -117,58 +102,30 @@ def print_stage_table(report: Report, out: Console) -> None:
     kinds: dict[str, list[Comparison]] = {}
     for comparison in report.comparisons:
         kinds.setdefault(stage_named(comparison.stage).kind, []).append(comparison)
-    longest = max(map(len, kinds), default=0)
-    widths = [min(max(len(backend), 5), NARROWEST) for backend in backends]
-    room = out.width - longest - 4 - sum(width + 3 for width in widths)  # for all but the stage and the ratios
-    room_for_sizes = room >= 10 * len(backends)
-    room_for_cases = room - 10 * len(backends) >= 20
-
-    def ratio(comparisons: list[Comparison]) -> Text:
-        if not comparisons:
-            return Text("—")
-        style = "" if all(comparison.passed for comparison in comparisons) else "bold red"
-        return Text(short_ratio(max(comparison.worse_ratio for comparison in comparisons)), style=style)
-
-    columns = [Column("stage", no_wrap=True)]
-    for backend, width in zip(backends, widths, strict=True):
-        columns.append(Column(backend, justify="right", no_wrap=True, min_width=width, max_width=width))
-        if room_for_sizes:
-            columns.append(Column("max abs", justify="right", no_wrap=True, min_width=7))
-    if room_for_cases:
-        columns.append(Column("worst in", no_wrap=True, style="dim", max_width=room - 10 * len(backends) - 3))
     rows = []
     for kind, comparisons in kinds.items():
         row: list[str | Text] = [kind]
         for backend in backends:
-            of_backend = _of(backend, comparisons)
-            row.append(ratio(of_backend))
-            if room_for_sizes:
-                row.append(f"{max(comparison.max_abs for comparison in of_backend):.1e}" if of_backend else "—")
+            found = [comparison for comparison in comparisons if comparison.backend == backend]
+            style = "" if all(comparison.passed for comparison in found) else "bold red"
+            ratio = short_ratio(max((comparison.worse_ratio for comparison in found), default=None))
+            size = f" ({max(comparison.max_abs for comparison in found):.1e})" if found else ""
+            row.append(Text.assemble((ratio, style), size))
         worst = max(comparisons, key=lambda comparison: comparison.worse_ratio)
         place = f"{worst.case} ({worst.backend})" if worst.worse_ratio else ""
-        rows.append([*row, *([place] if room_for_cases else [])])
-    title = "Stage by stage: worst error / budget" + ", and largest absolute error" * room_for_sizes
-    print_table(out, title, columns, rows, narrow=room < 0)
-
-
-def _of(backend: str, comparisons: list[Comparison]) -> list[Comparison]:
-    return [comparison for comparison in comparisons if comparison.backend == backend]
+        rows.append([*row, Text(place, style="dim", no_wrap=True, overflow="ellipsis")])
+    columns = [Column("stage", no_wrap=True), *(Column(name, justify="right") for name in backends), "worst in"]
+    print_table(out, "Stage by stage: worst error / budget (largest absolute error)", columns, rows)
 
 
 def print_comparison_table(report: Report, out: Console) -> None:
-    """One row a comparison; where there is no room for columns, a line with its ratio."""
+    """One row a comparison."""
     styles = ["" if each.passed else "red" for each in report.comparisons]
-    if out.width < 80:
-        out.print(Text("Every comparison: error / budget", style="bold"))
-        for each, style in zip(report.comparisons, styles, strict=True):
-            words = f"{each.case} {each.stage} {each.dtype} {each.backend} {short_ratio(each.worse_ratio)}"
-            out.print(Text(words, style=style, overflow="fold"))
-        return
     columns = ["case", "stage", Column("dtype"), Column("backend")]
     columns += [Column(name, justify="right") for name in ("error", "budget", "ratio", "local", "max abs", "max ulp")]
     rows = []
     for each in report.comparisons:
         errors = (f"{each.error:.0e}", f"{each.budget:.0e}", short_ratio(each.ratio), short_ratio(each.local_ratio))
-        sizes = (f"{each.max_abs:.0e}", f"{each.max_ulp:.0f}")
+        sizes = (f"{each.max_abs:.0e}", f"{each.max_ulp:.4g}")
         rows.append((each.case, each.stage, each.dtype, each.backend, *errors, *sizes))
     print_table(out, "Every comparison", columns, rows, styles)

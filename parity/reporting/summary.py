@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.text import Text
 
 from parity.core.cases import find_case
+from parity.core.compare import first_difference
 from parity.core.stages import stage_named
 from parity.sharding.mesh import words_of
 from parity.text import and_listed, counted
@@ -40,6 +41,11 @@ def summary_line(report: Report) -> Text:
     )
 
 
+def worst_of(comparisons: list[Comparison]) -> Comparison:
+    """Return the stage that stands for a case: its first difference, or that which uses the most of its budget."""
+    return first_difference(comparisons) or max(comparisons, key=lambda comparison: comparison.worse_ratio)
+
+
 def skipped_reasons(report: Report) -> list[str]:
     """Each reason for which something was skipped, once."""
     reasons = Counter((skipped.backend, skipped.dtype, skipped.reason) for skipped in report.skipped_cases)
@@ -50,14 +56,9 @@ def skipped_reasons(report: Report) -> list[str]:
 
 
 class Sent(NamedTuple):
-    """What devices of a mesh send each other in one kind of program, and in which cases.
+    """Operations in which devices of a mesh send each other data, in one kind of program, and its cases.
 
-    Attributes:
-        backend, program: as a `Collectives` names them.
-        counted, needed: in words.
-        excuse: why there is more than is needed; empty where there is not.
-        passed: whether there may be.
-        cases: their names.
+    `counted` and `needed` are words; `excuse` says why more is sent than needed, and `passed` if it may be.
     """
 
     backend: str

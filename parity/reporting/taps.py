@@ -12,13 +12,7 @@ from parity.reporting.console import print_table
 
 
 def print_verdict(verdict: TapVerdict, name: str, out: Console) -> None:
-    """Print which layer goes wrong, and why.
-
-    Args:
-        verdict: on a recording.
-        name: what to call it, if there are several.
-        out: where to.
-    """
+    """Print which layer of a recording goes wrong, and why, below its name if there are several."""
     if name:
         out.print(Text(name, style="bold"), soft_wrap=True)
     out.print(Text(str(verdict), style="bold green" if verdict.passed else "red"), soft_wrap=True)
@@ -26,7 +20,7 @@ def print_verdict(verdict: TapVerdict, name: str, out: Console) -> None:
 
 def print_difference(difference: TapDifference, out: Console, *, with_table: bool) -> None:
     """Print how far apart two recordings are, layer by layer, and which layer explains it."""
-    if with_table and out.width >= 80:
+    if with_table:
         stages = [each for each in ("input", *STAGES) if any(each in layer.errors for layer in difference.layers)]
         columns = [Column("layer", no_wrap=True), *(Column(name, justify="right", no_wrap=True) for name in stages)]
         rows = []
@@ -35,7 +29,4 @@ def print_difference(difference: TapDifference, out: Console, *, with_table: boo
             rows.append([layer.layer, *numbers])
         styles = ["red" if layer.is_culprit else "" for layer in difference.layers]
         print_table(out, "How far apart, as a share of the first (root mean square)", columns, rows, styles)
-    elif with_table:  # no room for columns
-        for layer in difference.layers:
-            out.print(Text(str(layer), style="red" if layer.is_culprit else "", overflow="fold"))
     out.print(Text(str(difference), style="bold green" if difference.agrees else "red"), soft_wrap=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,6 @@ from parity.core.reference import ARITHMETICS
 from parity.core.stages import STAGES, stage_named
 from parity.core.trace import Reference
 from parity.diagnosis.diagnose import Diagnosis, diagnose_stages
-from parity.testing.recorded import as_recorded
 from parity.text import some_of
 
 Stages = Mapping[str, np.ndarray]
@@ -101,18 +101,54 @@ def assert_parity(
         ValueError: if there is no dtype of that name.
     """
     __tracebackhide__ = True
-    about: dict[str, Any] = {"stage": stage, "arithmetic": arithmetic, "problem": problem}
-    about["reference"] = reference_for(actual, problem, stage)
-    comparisons = compare_arrays(actual, expected, same_precision=same_precision, dtype=dtype, name=name, **about)
-    diagnosis = None
-    if diagnose and problem is not None and first_difference(comparisons) is not None:
-        comparisons, diagnosis = explained(comparisons, actual, **about)
+    comparisons, diagnosis = judge(
+        actual,
+        expected,
+        same_precision=same_precision,
+        problem=problem,
+        dtype=dtype,
+        name=name,
+        stage=stage,
+        diagnose=diagnose,
+        arithmetic=arithmetic,
+    )
     if text := message(comparisons, diagnosis, next_step="" if problem else NEXT):
         raise AssertionError(text)
 
 
-def reference_for(actual: Any, problem: Problem | None, stage: str = "output") -> Reference | None:
-    """Return the reference of arrays that are compared with it and diagnosed if they differ, so that it runs once."""
+def judge(
+    actual: Any,
+    expected: Any = None,
+    *,
+    problem: Problem | None = None,
+    stage: str = "output",
+    diagnose: bool = True,
+    arithmetic: str | None = None,
+    **options: Any,
+) -> tuple[list[Comparison], Diagnosis | None]:
+    """Compare arrays as `assert_parity` does, and diagnose what differs from the reference of a problem.
+
+    Returns:
+        The comparisons, of which those that a convention explains pass, with a warning if nothing is wrong; and the
+        diagnosis, or None if there is nothing to diagnose.
+    """
+    reference = _reference_for(actual, problem, stage)  # once for both
+    about: dict[str, Any] = {"problem": problem, "stage": stage, "arithmetic": arithmetic, "reference": reference}
+    comparisons = compare_arrays(actual, expected, **about, **options)
+    difference = first_difference(comparisons)
+    stages = stages_of("actual", actual, stage) if diagnose and difference is not None else {}
+    if reference is None or not any(stage_named(name).kind in STAGES for name in stages):
+        return comparisons, None
+    arithmetic = arithmetic or arithmetic_of(actual)
+    diagnosis = diagnose_stages(stages, reference, arithmetic, difference=difference)
+    judged = _as_recorded(comparisons, diagnosis, reference, arithmetic)
+    if not diagnosis.is_wrong and judged != comparisons:
+        warnings.warn(f"{comparisons[0].case}: {diagnosis}", ConventionWarning, stacklevel=3)
+    return judged, diagnosis
+
+
+def _reference_for(actual: Any, problem: Problem | None, stage: str) -> Reference | None:
+    """Return the reference of a problem for the stages of some arrays."""
     if not isinstance(problem, Problem):
         return None
     stages = [stage_named(name) for name in (actual if isinstance(actual, Mapping) else [stage])]
@@ -133,10 +169,7 @@ def compare_arrays(
     arithmetic: str | None = None,
     reference: Reference | None = None,
 ) -> list[Comparison]:
-    """The comparisons that `assert_parity` judges by, one for each stage, in the order of the data flow.
-
-    `reference` is that of the problem, see `reference_for`, to be used again.
-    """
+    """Return the comparisons that `assert_parity` judges by, one for each stage, in the order of the data flow."""
     if dtype is not None and dtype not in DTYPES:
         raise Refusal("dtype", f"be one of {list(DTYPES)}", dtype=dtype)
     if arithmetic not in (None, *ARITHMETICS):
@@ -163,7 +196,7 @@ def compare_arrays(
     arithmetic = arithmetic or arithmetic_of(actual)
     with np.errstate(over="ignore", invalid="ignore"):  # what is infinite is part of the verdict
         if problem is not None:
-            reference = reference or reference_for(arrays["actual"], problem) or Reference(problem)
+            reference = reference or _reference_for(actual, problem, stage) or Reference(problem)
             return _compare_with_reference(arrays["actual"], reference, name, arithmetic)
         return _compare_with_expected(arrays, dtype, name, arithmetic)
 
@@ -192,36 +225,33 @@ def message(comparisons: Iterable[Comparison], diagnosis: Diagnosis | None = Non
     return "\n".join(lines)
 
 
-def explained(
-    comparisons: Sequence[Comparison],
-    actual: Any,
-    problem: Problem,
-    stage: str = "output",
-    arithmetic: str | None = None,
-    reference: Reference | None = None,
-) -> tuple[list[Comparison], Diagnosis | None]:
-    """Diagnose arrays that differ from a problem's reference, which is computed by default.
+def _as_recorded(
+    comparisons: list[Comparison], diagnosis: Diagnosis, reference: Reference, arithmetic: str
+) -> list[Comparison]:
+    """Judge stages after undoing what the diagnosis found to be a way to record them.
 
-    Returns:
-        The comparisons, of which those that a convention explains pass, with a warning if nothing is wrong; and the
-        diagnosis, or None if there is nothing that one could judge.
+    What a diagnosis does not judge, such as gradients, stays as it is. If nothing is wrong, all other stages pass.
     """
-    stages = stages_of("actual", actual, stage)
-    if not any(stage_named(name).kind in STAGES for name in stages):
-        return list(comparisons), None
-    arithmetic = arithmetic or arithmetic_of(actual)
-    own = reference or reference_for(stages, problem) or Reference(problem)
-    diagnosis = diagnose_stages(stages, own, arithmetic, difference=first_difference(comparisons))
-    name = comparisons[0].case
+    shapes = {each.stage: each.shape for each in comparisons if not each.passed}
+    taken = {name: x for name, x in diagnosis.taken.items() if shapes.get(name) == x.shape}
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = _compare_with_reference(taken, reference, comparisons[0].case, arithmetic) if taken else []
+    again = {each.stage: each for each in found}
+    return [_passed_as_recorded(again.get(each.stage, each), diagnosis, each.stage in again) for each in comparisons]
 
-    def again(taken: Stages) -> list[Comparison]:
-        with np.errstate(over="ignore", invalid="ignore"):
-            return _compare_with_reference(taken, own, name, arithmetic)
 
-    judged = as_recorded(comparisons, diagnosis, again)
-    if not diagnosis.is_wrong and judged != list(comparisons):
-        warnings.warn(f"{name}: {diagnosis}", ConventionWarning, stacklevel=3)
-    return judged, diagnosis
+def _passed_as_recorded(comparison: Comparison, diagnosis: Diagnosis, is_again: bool) -> Comparison:
+    stage, words = stage_named(comparison.stage), diagnosis.conventions.get(comparison.stage, "")
+    if comparison.passed:
+        return replace(comparison, reason=words)
+    if stage.is_gradient or stage.kind not in STAGES or (diagnosis.is_wrong and (is_again or not words)):
+        return comparison
+    passed = replace(comparison, status="passed", reason=words or diagnosis.choice)
+    # What cannot be brought into the reference's form agrees with the reference in the form that it has.
+    if is_again or (not words and math.isfinite(comparison.ratio)):
+        return passed
+    no_distance = {"error": 0.0, "ratio": 0.0, "max_abs": 0.0, "max_ulp": 0.0, "mismatched": 0, "pcc": None}
+    return replace(passed, **no_distance, worst_index={}, worst_values=None, by_position=())
 
 
 def _compare_with_reference(actual: Stages, reference: Reference, name: str, arithmetic: str) -> list[Comparison]:

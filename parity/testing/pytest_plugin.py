@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,7 @@ WRITERS = {
 }
 """The module and the function that write a report, by the suffix of the file."""
 
-ON_WORKERS = "parity_comparisons"
-DIAGNOSES = "parity_diagnoses"
+FROM_WORKER = "parity_report"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     try:
         controller.check()
     except (ImportError, ValueError) as error:
-        raise pytest.UsageError(f"--parity-report cannot be written: {error}") from None
+        raise pytest.UsageError(str(error)) from None
     config.pluginmanager.register(controller, _Recorder.NAME)
 
 
@@ -54,20 +53,12 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
     """`parity.assert_parity(actual, expected, …)`, titled by the test and collected for `--parity-report`."""
     recorder = request.config.pluginmanager.get_plugin(_Recorder.NAME)
 
-    def assert_parity(
-        actual: Any, expected: Any = None, *, name: str = "", diagnose: bool = True, **options: Any
-    ) -> None:
+    def assert_parity(actual: Any, expected: Any = None, *, name: str = "", **options: Any) -> None:
         __tracebackhide__ = True
-        from parity.core.compare import first_difference
-        from parity.testing.assertion import NEXT, compare_arrays, explained, message, reference_for
+        from parity.testing.assertion import NEXT, judge, message
 
-        title, diagnosis = f"{request.node.nodeid} {name}".rstrip(), None
-        problem, stage = options.get("problem"), options.get("stage", "output")
-        reference = reference_for(actual, problem, stage)
-        comparisons = compare_arrays(actual, expected, name=title, reference=reference, **options)
-        if diagnose and problem is not None and first_difference(comparisons) is not None:
-            about = problem, stage, options.get("arithmetic"), reference
-            comparisons, diagnosis = explained(comparisons, actual, *about)
+        title = f"{request.node.nodeid} {name}".rstrip()
+        comparisons, diagnosis = judge(actual, expected, name=title, **options)
         if recorder is not None:
             test = _test_of(request.node, name)
             recorder.comparisons.extend(replace(comparison, test=test) for comparison in comparisons)
@@ -75,7 +66,7 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
                 first = comparisons[0]
                 key = (first.case, first.dtype, first.backend)
                 recorder.diagnoses.setdefault(key, replace(diagnosis, taken={}))
-        if text := message(comparisons, diagnosis, next_step="" if problem else NEXT):
+        if text := message(comparisons, diagnosis, next_step="" if options.get("problem") else NEXT):
             raise AssertionError(text)
 
     return assert_parity
@@ -109,8 +100,7 @@ class _Worker(_Recorder):
     def pytest_sessionfinish(self) -> None:
         import pickle
 
-        self.config.workeroutput[ON_WORKERS] = [asdict(comparison) for comparison in self.comparisons]
-        self.config.workeroutput[DIAGNOSES] = pickle.dumps(self.diagnoses)
+        self.config.workeroutput[FROM_WORKER] = pickle.dumps((self.comparisons, self.diagnoses))
 
 
 class _Controller(_Recorder):
@@ -130,13 +120,11 @@ class _Controller(_Recorder):
     def pytest_testnodedown(self, node: Any) -> None:
         import pickle
 
-        from parity.core.compare import Comparison
-
         output = getattr(node, "workeroutput", {})  # a worker that crashed has none
-        if ON_WORKERS in output:
-            self.comparisons.extend(Comparison(**fields) for fields in output[ON_WORKERS])
-            self.comparisons.sort(key=lambda comparison: comparison.case)  # workers finish in any order
-            self.diagnoses |= pickle.loads(output[DIAGNOSES])  # of our own process
+        if FROM_WORKER in output:
+            comparisons, diagnoses = pickle.loads(output[FROM_WORKER])  # of our own process
+            self.comparisons = sorted([*self.comparisons, *comparisons], key=lambda comparison: comparison.case)
+            self.diagnoses |= diagnoses
             self.silent.pop(node.gateway.id, None)
 
     @pytest.hookimpl(tryfirst=True)
@@ -163,13 +151,8 @@ class _Controller(_Recorder):
 
         suffix = self.path.suffix.lower()
         if suffix not in WRITERS:
-            raise Refusal("its suffix", f"be one of {', '.join(WRITERS)}", str(self.path))
-        if self.path.is_dir() or not self.path.parent.is_dir():
-            raise Refusal("it", "name a file in a folder that exists", str(self.path))
-        try:
-            check_writable(self.path)
-        except OSError as error:
-            raise Refusal("it", "name a file that can be written", f"{self.path}: {error.strerror}") from None
+            raise Refusal("--parity-report", f"end in one of {', '.join(WRITERS)}", {"--parity-report": self.path})
+        check_writable(self.path, "--parity-report")
         module = importlib.import_module(WRITERS[suffix][0])
         getattr(module, "check_installed", lambda: None)()  # the page's libraries are imported when it is written
 

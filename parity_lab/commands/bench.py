@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from parity.cli.help import Page
-from parity.cli.layers import add_layer_options, in_flags, layer_options, said_of_layers
+from parity.cli.help import Page, Result
+from parity.cli.layers import add_layer_options, layer_options, said_of_layers
 from parity.cli.messages import refusal
-from parity.cli.options import add_json_option, check_names, name_list, range_list, write_json
+from parity.cli.options import check_names, name_list, range_list
 
 PAGE = Page(
     "how fast: against other libraries in one process, and against the limit",
@@ -19,7 +19,6 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
     parser.add_argument(
         "--what", type=name_list, metavar="A,B", help="cores,scores,layers,decode,memory,import,convert,growth"
     )
@@ -32,10 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=range_list, metavar="0,5-7", help="of --model; all that differ by default")
     parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="of its weights; told by the file by default")
     add_layer_options(parser, "its layers")
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Measure, and print what was measured."""
     from parity.reporting.console import console, progress_bar
     from parity_lab.bench import DEVICES, DTYPES, FRAMEWORKS, GROUPS, bench, count_rows
@@ -58,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         from parity_lab.bench.models import bench_model
 
         about = {"layers": options.layers, "layout": options.layout, "prefix": options.prefix}
-        with progress_bar(None) as on_row, in_flags(options):
+        with progress_bar(None) as on_row:
             found = bench_model(
                 options.model, options.frameworks, **asked, on_row=on_row, **about, **layer_options(options)
             )
@@ -68,8 +66,7 @@ def run(options: argparse.Namespace) -> int:
     print_bench(found, console())
     if options.plot is not None:
         plot_growth(found, options.plot)
-    write_json(options, found.to_dict())
-    return 0
+    return 0, found.to_dict()
 
 
 def _check_model_options(options: argparse.Namespace) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import fnmatch
 
-from parity.cli.help import Page
+from parity.cli.help import Page, Result
 from parity.cli.messages import no_framework, refusal
-from parity.cli.options import add_json_option, check_names, name_list, write_json
+from parity.cli.options import check_names, name_list
 
 PAGE = Page(
     "would the harness notice? plant a known mistake of each page",
@@ -20,14 +20,12 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
     parser.add_argument("--backends", type=name_list, metavar="A,B", help="jax,torch by default")
     parser.add_argument("--cases", default="*", metavar="GLOB")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
-    add_json_option(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> Result:
     """Plant the mistakes, and print what became of them."""
     from parity.backends import why_missing
     from parity.reporting.console import console, progress_bar
@@ -48,5 +46,4 @@ def run(options: argparse.Namespace) -> int:
     with progress_bar(total) as on_mistake:
         outcomes = list(selftest(backends, cases, seeds=[options.seed], on_mistake=on_mistake))
     print_selftest(outcomes, console())
-    write_json(options, {"outcomes": [outcome.to_dict() for outcome in outcomes]})
-    return 0 if all(outcome.is_caught for outcome in outcomes) else 1
+    return 0 if all(outcome.is_caught for outcome in outcomes) else 1, {"outcomes": outcomes}

@@ -17,10 +17,8 @@ def _hidden_row() -> np.ndarray:
     return hidden
 
 
-@asks("empty row", "what does a query give whose keys are all hidden?")
+@asks("empty row", "what does a query give whose keys are all hidden?", lambda exam: exam.takes_mask)
 def empty_row(exam: Examination, question: Question) -> Answer:
-    if not exam.takes_mask:
-        return question.not_offered
     inputs = exam.inputs()
 
     def ask(path: Path) -> Finding:
@@ -54,10 +52,8 @@ def empty_row(exam: Examination, question: Question) -> Answer:
     return exam.answer(question, ask, exam.steady_paths)
 
 
-@asks("its gradient", "are the gradients finite where a query sees no key?")
+@asks("its gradient", "are the gradients finite where a query sees no key?", lambda exam: exam.takes_mask)
 def empty_row_gradient(exam: Examination, question: Question) -> Answer:
-    if not exam.takes_mask:
-        return question.not_offered
     if exam.subject.framework == "ttnn":
         return Answer(question.name, Kind.ABSENT, "no gradients")
     inputs = exam.inputs()

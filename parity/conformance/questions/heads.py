@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
 
-from mha_spec import AttentionSpec
 from parity.conformance.answers import Answer, Finding, Kind, Question, asks
 from parity.conformance.calls import Result, run
-from parity.conformance.examination import Examination, change, mapped, numbers, perturbed, plain_weights
-from parity.conformance.rules import broken, refused
+from parity.conformance.examination import Examination, change, mapped, numbers, perturbed, plain_layer
+from parity.conformance.rules import merge, of_error
 from parity.conformance.subjects import BATCH, NUM_HEADS, NUM_KV_HEADS, SEED, TOKENS, Inputs, Path
-from parity.core.weights import dtype_named
+from parity.core.compare import unit_of_rounding
 
 
 @asks("attends", "do the outputs change with other tokens, and with each of the inputs?")
 def attends(exam: Examination, question: Question) -> Answer:
-    """Whether it is attention at all: its outputs change with other tokens, and with each of its inputs."""
     felt = exam.felt
     others = felt & ~np.eye(TOKENS, dtype=bool)
     rows = "; ".join(f"output {t} changes with tokens {np.flatnonzero(felt[t]).tolist()}" for t in range(TOKENS))
     if not others.any():
-        finding = Finding("to no other token", Kind.BROKEN, rows)
-        return broken(exam.subject, question, exam.base, finding)
+        return exam.only(question, Finding("to no other token", Kind.BROKEN, rows))
     inputs = exam.separate_inputs()
     seen_by = Finding("to all tokens" if felt.all() else "causally" if exam.is_causal_itself else "to some tokens")
 
@@ -59,20 +55,20 @@ def other_sequence(exam: Examination, question: Question) -> Answer:
     return exam.answer(question, ask)
 
 
-@asks("weights", "are the returned attention weights those that were used?")
+@asks(
+    "weights",
+    "are the returned attention weights those that were used?",
+    lambda exam: "need_weights" in exam.subject.takes,
+)
 def weights(exam: Examination, question: Question) -> Answer:
     subject = exam.subject
-    if "need_weights" not in subject.takes:
-        return question.not_offered
     if error := exam.weights_refusal:
-        return refused(question, replace(exam.base, need_weights=True), str(error), error.__cause__)
+        return merge(subject, question, {replace(exam.base, need_weights=True): of_error(error)})
     use_values = "value" in subject.takes
     inputs = exam.inputs(TOKENS, TOKENS) if "key" in subject.takes else exam.inputs()
     if use_values and subject.is_layer:
         inputs = (*inputs[:2], np.random.default_rng(SEED + 4).standard_normal(inputs[1].shape))
-    hidden = None
-    if exam.takes_mask:
-        hidden = ~np.tri(TOKENS, dtype=bool)
+    hidden = ~np.tri(TOKENS, dtype=bool) if exam.takes_mask else None
 
     def ask(path: Path) -> Finding:
         result = exam.run(path, inputs, hidden)
@@ -87,16 +83,14 @@ def weights(exam: Examination, question: Question) -> Answer:
             return Finding("NaN", Kind.BROKEN, f"attn_weights[0, 0] = {numbers(attn_weights.reshape(-1, TOKENS)[0])}")
         if path.drops:
             return Finding(kind)
-        eps = float(ml_dtypes.finfo(dtype_named(path.dtype)).eps)
+        eps = unit_of_rounding(path.dtype)
         sums = attn_weights.sum(axis=-1)
         if np.abs(sums - 1.0).max() > 8 * eps:
-            return Finding(
-                "rows do not sum to 1", Kind.BROKEN, f"a row sums to {sums.flat[np.abs(sums - 1).argmax()]:.6g}"
-            )
+            seen = f"a row sums to {sums.flat[np.abs(sums - 1).argmax()]:.6g}"
+            return Finding("rows do not sum to 1", Kind.BROKEN, seen)
         if hidden is not None and np.abs(attn_weights[..., hidden]).max() > 0.0:
-            return Finding(
-                "hidden keys weigh", Kind.BROKEN, f"a hidden key weighs {attn_weights[..., hidden].max():.6g}"
-            )
+            seen = f"a hidden key weighs {attn_weights[..., hidden].max():.6g}"
+            return Finding("hidden keys weigh", Kind.BROKEN, seen)
         if not use_values or attn_weights.ndim != 4 or path.dtype != exam.base.dtype:
             return Finding(kind)
         error = _unexplained(exam, path, inputs, hidden, result)
@@ -147,26 +141,23 @@ def grouped(exam: Examination, question: Question) -> Answer:
         "repeat": ([n // groups for n in range(NUM_HEADS)], Kind.KEPT),
         "tile": ([n % NUM_KV_HEADS for n in range(NUM_HEADS)], Kind.NOTE),
     }
-    spec = weights = None
+    if subject.is_layer and not subject.has_groups:
+        if subject.num_kv_heads is None:
+            return question.not_offered
+        return Answer(question.name, Kind.ABSENT, "not to be seen in a layer")
+    # The values of key/value head g are g, whatever comes in.
+    inputs, layer = exam.inputs(), {}
     if subject.is_layer:
-        if not subject.has_groups:
-            if subject.num_kv_heads is None:
-                return question.not_offered
-            return Answer(question.name, Kind.ABSENT, "not to be seen in a layer")
-        spec = AttentionSpec(NUM_HEADS * head_dim, NUM_HEADS, num_kv_heads=NUM_KV_HEADS)
-        weights = plain_weights(spec)
-        # The values of key/value head g are g, whatever comes in.
-        weights["v_proj.weight"][:] = 0.0
-        weights["v_proj.bias"][:] = np.repeat(np.arange(NUM_KV_HEADS), head_dim)
-        inputs = exam.inputs()
+        layer = plain_layer(subject, NUM_KV_HEADS)
+        layer["weights"]["v_proj.weight"][:] = 0.0
+        layer["weights"]["v_proj.bias"][:] = np.repeat(np.arange(NUM_KV_HEADS), head_dim)
     else:
-        query, key, value = (x for x in exam.inputs())
+        query, key, value = inputs
         key, value = key[:, :NUM_KV_HEADS], np.zeros_like(value[:, :NUM_KV_HEADS])
-        value += np.arange(NUM_KV_HEADS)[:, None, None]
-        inputs = (query, key, value)
+        inputs = (query, key, value + np.arange(NUM_KV_HEADS)[:, None, None])
 
     def ask(path: Path) -> Finding:
-        output = run(subject, path, inputs, spec=spec, weights=weights).output
+        output = run(subject, path, inputs, **layer).output
         heads = output[0, 0].reshape(NUM_HEADS, head_dim)[:, 0] if subject.is_layer else output[0, :, 0, 0]
         seen = f"query heads 0 to {NUM_HEADS - 1} use key/value heads {np.round(heads, 2).tolist()}"
         for words, (order, kind) in known.items():
@@ -178,6 +169,6 @@ def grouped(exam: Examination, question: Question) -> Answer:
     answer = exam.answer(question, ask, exam.plain_paths, about)
     if answer.kind is Kind.REFUSED and subject.num_kv_heads is not None:
         words, refusal = f"declared: {subject.num_kv_heads}, refused", answer.findings[exam.base]
-        finding = Finding(words, Kind.BROKEN, refusal.told, refusal.exception)
-        return broken(subject, question, exam.base, finding, about)
+        finding = Finding(words, Kind.BROKEN, refusal.with_reason, refusal.exception)
+        return exam.only(question, finding, about)
     return answer

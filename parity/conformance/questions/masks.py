@@ -10,8 +10,15 @@ import numpy as np
 
 from parity.conformance.answers import Answer, Finding, Kind, Question, asks
 from parity.conformance.calls import Refused, run
-from parity.conformance.examination import Examination, change, describe_shapes, mapped, perturbed, tolerance
-from parity.conformance.rules import broken
+from parity.conformance.examination import (
+    Examination,
+    change,
+    changed_rows,
+    describe_shapes,
+    mapped,
+    perturbed,
+    tolerance,
+)
 from parity.conformance.subjects import BATCH, FEW_TOKENS, TOKENS, Inputs, Path
 
 USUAL = 3.0
@@ -21,18 +28,15 @@ MOST_PENALTY = 1e9
 """The largest penalty that is looked for; larger ones are not outweighed by what is asked."""
 
 
-def _is_finite(exam: Examination, path: Path, inputs: Inputs, token: int, rows: Sequence[int], **options: Any) -> bool:
-    """Whether a token that is felt where it is hidden is not, where it is of the usual size."""
-    return not exam.moved(path, inputs, perturbed(inputs, token, path, scale=USUAL), rows, **options)[0]
-
-
 def _leak(
-    exam: Examination, path: Path, inputs: Inputs, token: int, rows: Sequence[int], seen: str, **options: Any
-) -> Finding:
-    """What a hidden token that is felt says: it is not hidden, or by a number that its scores outweigh."""
-    if _is_finite(exam, path, inputs, token, rows, **options):
-        return Finding(_penalty(exam, **options), Kind.BROKEN, seen)
-    return Finding("leaks", Kind.BROKEN, seen)
+    exam: Examination, path: Path, inputs: Inputs, token: int, rows: Sequence[int], about: str, **options: Any
+) -> Finding | None:
+    """Look whether rows change with a token that is hidden from them, by nothing or by a number that it outweighs."""
+    leaks, seen = exam.moved(path, inputs, perturbed(inputs, token, path), rows, **options)
+    if not leaks:
+        return None
+    is_open, _ = exam.moved(path, inputs, perturbed(inputs, token, path, scale=USUAL), rows, **options)
+    return Finding("leaks" if is_open else _penalty(exam, **options), Kind.BROKEN, f"{about}: {seen}")
 
 
 def _penalty(exam: Examination, **options: Any) -> str:
@@ -59,18 +63,14 @@ def _penalty(exam: Examination, **options: Any) -> str:
     return f"a finite penalty of about {-float(f'{most:.0e}'):g}"
 
 
-@asks("mask", "which keys does a boolean mask with one True hide?")
+@asks("mask", "which keys does a boolean mask with one True hide?", lambda exam: "mask" in exam.subject.takes)
 def mask(exam: Examination, question: Question) -> Answer:
-    if "mask" not in exam.subject.takes:
-        return question.not_offered
-    true, claimed = exam.polarity.true, exam.subject.mask_true
-    if not true.means_something:
-        finding = Finding(f"mask {true.value}", Kind.BROKEN, exam.polarity.seen)
-        return broken(exam.subject, question, exam.base, finding)
-    words = f"True {true.value}"
-    if claimed is not None and claimed != true.value:
-        finding = Finding(f"{words}, declared: {claimed}", Kind.BROKEN, exam.polarity.seen)
-        return broken(exam.subject, question, exam.base, finding)
+    polarity, claimed = exam.polarity, exam.subject.mask_true
+    if not exam.takes_mask:
+        return exam.only(question, replace(polarity, words=f"mask {polarity.words}"))
+    words = f"True {polarity.words}"
+    if claimed is not None and claimed != polarity.words:
+        return exam.only(question, replace(polarity, words=f"{words}, declared: {claimed}", kind=Kind.BROKEN))
     floats = _floats(exam)
     return Answer(question.name, floats.kind, f"{words}; {floats}")
 
@@ -93,11 +93,13 @@ def _floats(exam: Examination) -> Finding:
     return Finding("floats taken for something else", Kind.NOTE)
 
 
-@asks("causal", f"which of {TOKENS} keys does each of {FEW_TOKENS} queries see with the causal flag?")
+@asks(
+    "causal",
+    f"which of {TOKENS} keys does each of {FEW_TOKENS} queries see with the causal flag?",
+    lambda exam: "is_causal" in exam.subject.takes,
+)
 def causal(exam: Examination, question: Question) -> Answer:
     subject = exam.subject
-    if "is_causal" not in subject.takes:
-        return question.not_offered
     if "key" not in subject.takes:
         return Answer(question.name, Kind.KEPT, "T = S only")
     inputs = exam.inputs(TOKENS, FEW_TOKENS)
@@ -107,7 +109,7 @@ def causal(exam: Examination, question: Question) -> Answer:
         sees = np.zeros((FEW_TOKENS, TOKENS), bool)
         for s in range(TOKENS):
             after = exam.run(path, perturbed(inputs, s, path, "kv", scale), is_causal=True).output
-            sees[:, s] = [change(before[..., [t], :], after[..., [t], :], path, [t])[0] for t in range(FEW_TOKENS)]
+            sees[:, s] = changed_rows(before, after, path)
         offset = TOKENS - FEW_TOKENS
         known = {"top-left": np.tri(FEW_TOKENS, TOKENS), "bottom-right": np.tri(FEW_TOKENS, TOKENS, offset)}
         return next((words for words, triangle in known.items() if (sees == triangle.astype(bool)).all()), None), sees
@@ -138,16 +140,12 @@ def causal_and_mask(exam: Examination, question: Question) -> Answer:
     options: dict[str, Any] = {"hidden": hidden, "is_causal": takes_flag}
 
     def ask(path: Path) -> Finding:
-        masked, seen_masked, _ = exam.moved(path, inputs, perturbed(inputs, 1, path), [2, 3, 4], **options)
-        future, seen_future, _ = exam.moved(path, inputs, perturbed(inputs, 4, path), [0, 1, 2, 3], **options)
-        for token, rows, leaks, what, seen in (
-            (1, [2, 3, 4], masked, "mask", f"token 1, hidden by the mask, is changed: {seen_masked}"),
-            (4, [0, 1, 2, 3], future, "causal", f"token 4 is changed: {seen_future}"),
+        for token, rows, what, about in (
+            (1, [2, 3, 4], "mask", "token 1, hidden by the mask, is changed"),
+            (4, [0, 1, 2, 3], "causal", "token 4 is changed"),
         ):
-            if leaks and _is_finite(exam, path, inputs, token, rows, **options):
-                return Finding(f"{what} by {_penalty(exam, **options)}", Kind.BROKEN, seen)
-            if leaks:
-                return Finding(f"{what} dropped", Kind.BROKEN, seen)
+            if leak := _leak(exam, path, inputs, token, rows, about, **options):
+                return replace(leak, words=f"{what} dropped" if leak.words == "leaks" else f"{what} by {leak.words}")
         return Finding("both")
 
     return exam.answer(question, ask)
@@ -171,17 +169,13 @@ def future_token(exam: Examination, question: Question) -> Answer:
         refusals = []
         for way, options in ways.items():
             try:
-                leaks, seen, before = exam.moved(
-                    path, inputs, perturbed(inputs, TOKENS - 1, path), range(TOKENS - 1), **options
-                )
+                about = f"token {TOKENS - 1} is changed, with {way}"
+                if leak := _leak(exam, path, inputs, TOKENS - 1, range(TOKENS - 1), about, **options):
+                    return leak
+                if np.isnan(exam.run(path, inputs, **options).output[..., :-1, :]).any():
+                    return Finding("NaN", Kind.BROKEN, f"the output is NaN, with {way}")
             except Refused as refused:
                 refusals.append(refused)
-                continue
-            if leaks:
-                seen = f"token {TOKENS - 1} is changed, with {way}: {seen}"
-                return _leak(exam, path, inputs, TOKENS - 1, range(TOKENS - 1), seen, **options)
-            if np.isnan(before).any():
-                return Finding("NaN", Kind.BROKEN, f"the output is NaN, with {way}")
         if len(refusals) == len(ways):
             raise refusals[0]
         return Finding("hidden")
@@ -189,29 +183,22 @@ def future_token(exam: Examination, question: Question) -> Answer:
     return exam.answer(question, ask)
 
 
-@asks("masked key", "does a token that the mask hides from all change another's output?")
+@asks("masked key", "does a token that the mask hides from all change another's output?", lambda exam: exam.takes_mask)
 def masked_key(exam: Examination, question: Question) -> Answer:
-    if not exam.takes_mask:
-        return question.not_offered
     hidden = np.zeros((TOKENS, TOKENS), bool)
     hidden[:, 2] = True
     inputs = exam.inputs()
 
     def ask(path: Path) -> Finding:
-        leaks, seen, _ = exam.moved(path, inputs, perturbed(inputs, 2, path), [0, 1, 3, 4], hidden=hidden)
-        if leaks:
-            seen = f"token 2, hidden from all, is changed: {seen}"
-            return _leak(exam, path, inputs, 2, [0, 1, 3, 4], seen, hidden=hidden)
-        return Finding("hidden")
+        about = "token 2, hidden from all, is changed"
+        return _leak(exam, path, inputs, 2, [0, 1, 3, 4], about, hidden=hidden) or Finding("hidden")
 
     return exam.answer(question, ask)
 
 
-@asks("padding", "does a padded token change the output of a real one?")
+@asks("padding", "does a padded token change the output of a real one?", lambda exam: exam.subject.padding is not None)
 def padding(exam: Examination, question: Question) -> Answer:
     kind = exam.subject.padding
-    if kind is None:
-        return question.not_offered
     inputs = exam.inputs()
     lengths = np.full(BATCH, TOKENS, np.int32)
     lengths[0] = 3  # of the first sequence only

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from parity.conformance.answers import Answer, Finding, Kind, Question, asks
 from parity.conformance.calls import Failed, Refused
 from parity.conformance.examination import Examination, change, numbers
-from parity.conformance.rules import broken
 from parity.conformance.subjects import BATCH, TOKENS, Path
 
 MANY_TOKENS = 600
@@ -40,19 +39,16 @@ class Poison:
         return f"{self.value} in {arrays[self.letters]} {self.token}"
 
 
-@dataclass(frozen=True)
-class Poisoned:
-    """What became of poisons, each in a call of its own.
+class Poisoned(NamedTuple):
+    """Results of poisons, each in a call of its own.
 
     Attributes:
-        swallowed: of the first output that should not be finite and is, or "".
-        leaked: of the first output that should be as without the poison and is not, or "".
-        hides: whether anything was hidden.
+        swallowed: the first output that should not be finite and is, in words, or "".
+        leaked: the first output that should be as without the poison and is not, or "".
     """
 
     swallowed: str
     leaked: str
-    hides: bool
 
 
 def _ways(exam: Examination, num_tokens: int) -> list[Way]:
@@ -122,11 +118,17 @@ def _poison(exam: Examination, path: Path, way: Way, poisons: Sequence[Poison]) 
             moves, seen = change(clean[None][..., blind, :], poisoned[None][..., blind, :], path, blind)
             if moves:
                 leaked = f"{way.name}: {poison}{size}, which must not be seen: {seen}"
-    return Poisoned(swallowed, leaked, not way.visible.all())
+    return Poisoned(swallowed, leaked)
 
 
-def _poisoned(exam: Examination, path: Path, num_tokens: int = TOKENS) -> dict[str, Poisoned]:
-    """What became of the poisons, by the name of the way to hide, on separate inputs and on equal ones.
+def _poisoned(exam: Examination, path: Path, num_tokens: int, hides: bool) -> dict[str, list[Poisoned]]:
+    """Try the poisons on separate inputs and on equal ones, by the name of the way to hide.
+
+    Args:
+        exam: whose subject is called.
+        path: on which.
+        num_tokens: in a sequence.
+        hides: leave out the ways by which every query sees every key.
 
     Raises:
         Refused: if every way is.
@@ -141,77 +143,58 @@ def _poisoned(exam: Examination, path: Path, num_tokens: int = TOKENS) -> dict[s
         kinds.append([*poisons, Poison(letters, 2, np.inf), Poison(letters, last, np.inf)])
     if not kinds or (exam.subject.is_layer and exam.subject.framework == "torch"):  # which can tell equal inputs
         kinds.append([Poison("qkv", 2, np.nan), Poison("qkv", last, np.nan), Poison("qkv", 2, np.inf)])
-    found: dict[str, Poisoned] = {}
+    found: dict[str, list[Poisoned]] = {}
     refusals: list[Refused] = []
-    for way in _ways(exam, num_tokens):
+    ways = _ways(exam, num_tokens)
+    for way in ways:
         for poisons in kinds:
             asked = (path, way.name, num_tokens, poisons[0].letters)
             try:
                 if asked not in exam.known:
                     exam.known[asked] = _poison(exam, path, way, poisons)
+                found.setdefault(way.name, []).append(exam.known[asked])
             except Refused as refused:
                 refusals.append(refused)
-                continue
-            before, after = found.get(way.name, Poisoned("", "", False)), exam.known[asked]
-            found[way.name] = Poisoned(
-                before.swallowed or after.swallowed, before.leaked or after.leaked, before.hides or after.hides
-            )
     if not found:
         raise refusals[0]
-    return found
+    return {way.name: found[way.name] for way in ways if way.name in found and not (hides and way.visible.all())}
 
 
-@dataclass(frozen=True)
-class Promise:
-    """What a subject does with values that are not finite.
-
-    Attributes:
-        kept, broken: whether it does, in words.
-        kind: what it amounts to where it does not.
-        fault: where it does not: what was seen, or "".
-        is_asked: whether a way to hide has to do with it.
-    """
-
-    kept: str
-    broken: str
-    kind: Kind
-    fault: Callable[[Poisoned], str]
-    is_asked: Callable[[Poisoned], bool]
-
-    def find(self, exam: Examination, path: Path, num_tokens: int = TOKENS) -> Finding:
-        """Whether it is kept on a path."""
-        poisoned = {name: each for name, each in _poisoned(exam, path, num_tokens).items() if self.is_asked(each)}
-        if not poisoned:
-            return Finding("—", Kind.ABSENT)
-        faults = {name: fault for name, each in poisoned.items() if (fault := self.fault(each))}
-        if not faults:
-            return Finding(self.kept)
-        words = self.broken if len(faults) == len(poisoned) else f"{self.broken} ({', '.join(faults)})"
-        return Finding(words, self.kind, next(iter(faults.values())))
-
-    def ask(self, exam: Examination, question: Question) -> Answer:
-        """Whether it is kept on every path, and once more with many tokens."""
-        also = None
-        if exam.felt.all() or exam.is_causal_itself:  # else it is not known which of many tokens sees which
-            few, many = self.find(exam, exam.base), self.find(exam, exam.base, MANY_TOKENS)
-            also = None if few == many else replace(many, words=f"{many.words} of {MANY_TOKENS} tokens")
-        # A path that only rounds otherwise is asked once, without gradients.
-        paths = [path for path in exam.steady_paths if path.dtype == exam.base.dtype or not path.grad]
-        answer = exam.answer(question, lambda path: self.find(exam, path), paths, also=also)
-        if also is not None and also.kind is Kind.BROKEN:
-            return broken(exam.subject, question, exam.base, replace(also, words=answer.words))
-        return answer
+def _find(exam: Examination, path: Path, num_tokens: int, hidden: bool) -> Finding:
+    """Look on a path whether poisons reach every output that sees them, or no output from which they are hidden."""
+    poisoned = _poisoned(exam, path, num_tokens, hides=hidden)
+    if not poisoned:
+        return Finding("—", Kind.ABSENT)
+    faults: dict[str, str] = {}
+    for name, results in poisoned.items():
+        if seen := next(filter(None, (each.leaked if hidden else each.swallowed for each in results)), ""):
+            faults[name] = seen
+    if not faults:
+        return Finding("hidden" if hidden else "seen")
+    words = "leaks" if hidden else "swallowed"
+    words += f" ({', '.join(faults)})" if len(faults) < len(poisoned) else ""
+    return Finding(words, Kind.NOTE if hidden else Kind.BROKEN, next(iter(faults.values())))
 
 
-SEEN = Promise("seen", "swallowed", Kind.BROKEN, lambda each: each.swallowed, lambda _: True)
-HIDDEN = Promise("hidden", "leaks", Kind.NOTE, lambda each: each.leaked, lambda each: each.hides)
+def _ask(exam: Examination, question: Question, hidden: bool) -> Answer:
+    """Ask on every path, and once more with many tokens."""
+    also = None
+    if exam.felt.all() or exam.is_causal_itself:  # else it is not known which of many tokens sees which
+        few, many = (_find(exam, exam.base, num_tokens, hidden) for num_tokens in (TOKENS, MANY_TOKENS))
+        also = None if few == many else replace(many, words=f"{many.words} of {MANY_TOKENS} tokens")
+    # A path that only rounds otherwise is asked once, without gradients.
+    paths = [path for path in exam.steady_paths if path.dtype == exam.base.dtype or not path.grad]
+    answer = exam.answer(question, lambda path: _find(exam, path, TOKENS, hidden), paths, also=also)
+    if also is not None and also.kind is Kind.BROKEN:
+        return exam.only(question, replace(also, words=answer.words))
+    return answer
 
 
 @asks("NaN seen", "does a NaN or infinity reach every output whose query sees it?")
 def nan_seen(exam: Examination, question: Question) -> Answer:
-    return SEEN.ask(exam, question)
+    return _ask(exam, question, hidden=False)
 
 
 @asks("NaN hidden", "does a NaN or infinity in a hidden key or value stay hidden?")
 def nan_hidden(exam: Examination, question: Question) -> Answer:
-    return HIDDEN.ask(exam, question)
+    return _ask(exam, question, hidden=True)

@@ -4,38 +4,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
 
-from mha_spec import AttentionSpec
 from parity.conformance.answers import Answer, Finding, Kind, Question, asks
 from parity.conformance.calls import run
-from parity.conformance.examination import Examination, change, plain_weights
+from parity.conformance.examination import Examination, change, plain_layer
 from parity.conformance.subjects import BATCH, NUM_HEADS, TOKENS, Path
-from parity.core.weights import dtype_named
+from parity.core.compare import unit_of_rounding
 
 
 @asks("scale", "by what are the scores scaled?")
 def scale(exam: Examination, question: Question) -> Answer:
     subject, head_dim = exam.subject, exam.subject.head_dim
-    spec = weights = None
-    if subject.is_layer:
-        if not subject.has_settable_weights:
-            return question.not_offered
-        spec = AttentionSpec(NUM_HEADS * head_dim, NUM_HEADS)
-        weights = plain_weights(spec)
+    if subject.is_layer and not subject.has_settable_weights:
+        return question.not_offered
+    layer = plain_layer(subject) if subject.is_layer else {}
     # One key has q . k = -sqrt(H) and value 1, the others 0 and 0: the output is its weight, small and so told exactly.
     shape = (BATCH, TOKENS, NUM_HEADS * head_dim) if subject.is_layer else (BATCH, NUM_HEADS, TOKENS, head_dim)
     value = np.zeros(shape)
     value[..., -1, :] = 1.0
     inputs = (np.ones(shape), -value / np.sqrt(head_dim), value)
-    if weights is not None:  # the same from one array, for self-attention
+    if layer:  # the same from one array, for self-attention
+        weights = layer["weights"]
         weights["q_proj.weight"][:], weights["q_proj.bias"][:] = 0.0, 1.0
         weights["k_proj.weight"] /= -np.float32(np.sqrt(head_dim))
         inputs = (value, value, value)
 
     def ask(path: Path) -> Finding:
-        share = run(subject, path, inputs, spec=spec, weights=weights).output[0, ..., -1, 0].flat[0]  # sees every key
+        share = run(subject, path, inputs, **layer).output[0, ..., -1, 0].flat[0]  # sees every key
         with np.errstate(all="ignore"):
             factor = -float(np.log((TOKENS - 1) * share / (1.0 - share)))  # times 1/sqrt(H)
         seen = f"that key weighs {share:.4g}: scale = {factor:.3f} / sqrt(H)"
@@ -57,25 +53,21 @@ def overflow(exam: Examination, question: Question) -> Answer:
     paths = [replace(path, dtype="float16") for path in exam.paths if path.dtype == exam.base.dtype]
     if not any(path.dtype == "float16" for path in exam.paths):
         return Answer(question.name, Kind.ABSENT, "no float16" if subject.framework == "ttnn" else "not asked")
-    spec = weights = None
     query, _, value = exam.inputs(TOKENS) if "value" in subject.takes or not subject.is_layer else exam.inputs()
     large = np.full_like(query, 200.0)
-    inputs = (large, large, value)
-    if subject.is_layer and subject.has_settable_weights:
-        spec = AttentionSpec(NUM_HEADS * subject.head_dim, NUM_HEADS)
-        weights = plain_weights(spec)
-    elif subject.is_layer:  # its projections are not known, so that only the size of the logits is
-        large = 1000.0 * query
+    inputs, about = (large, large, value), "query = key = 200, H = 8"
+    layer = plain_layer(subject) if subject.is_layer and subject.has_settable_weights else {}
+    if subject.is_layer and not layer:  # its projections are not known, so that only the size of the logits is
+        large, about = 1000.0 * query, "inputs of size 1000"
         inputs = (large, large, value if "value" in subject.takes else large)
 
     def ask(path: Path) -> Finding:
-        output = run(subject, path, inputs, spec=spec, weights=weights).output
+        output = run(subject, path, inputs, **layer).output
         bad = np.count_nonzero(~np.isfinite(output))
         seen = f"{bad} of {output.size} outputs are not finite"
         return Finding("NaN", Kind.BROKEN, seen) if bad else Finding("finite")
 
-    size = "query = key = 200, H = 8" if spec is not None or not subject.is_layer else "inputs of size 1000"
-    return exam.answer(question, ask, paths, f"{size}: logits beyond 65504, the largest float16")
+    return exam.answer(question, ask, paths, f"{about}: logits beyond 65504, the largest float16")
 
 
 @asks("strided inputs", "do inputs that are not contiguous in memory give the same?")
@@ -97,21 +89,16 @@ def strided(exam: Examination, question: Question) -> Answer:
 @asks("paths", "do all paths give the same output, up to rounding?")
 def agreement(exam: Examination, question: Question) -> Answer:
     """Whether the paths compute one function: causal where it can be, so that the masks take part."""
-    hidden = None
-    if exam.takes_mask:
-        hidden = ~np.tri(TOKENS, dtype=bool)
+    hidden = ~np.tri(TOKENS, dtype=bool) if exam.takes_mask else None
     inputs = exam.inputs()
     expected = exam.run(exam.base, inputs, hidden).output
-    paths = exam.steady_paths
 
     def ask(path: Path) -> Finding:
         output = exam.run(path, inputs, hidden).output
-        scale = np.abs(expected).max()
-        error = np.abs(output - expected).max() / scale
+        error = np.abs(output - expected).max() / np.abs(expected).max()
         # The inputs are rounded too, and what a layer projects; this is no measure of quality but of another function.
-        allowed = 64 * float(ml_dtypes.finfo(dtype_named(path.dtype)).eps)
-        if not error <= allowed:
+        if not error <= 64 * unit_of_rounding(path.dtype):
             return Finding("another result", Kind.BROKEN, f"{error:.2e} of the output's size away from {exam.base}")
         return Finding("agree")
 
-    return exam.answer(question, ask, paths)
+    return exam.answer(question, ask, exam.steady_paths)

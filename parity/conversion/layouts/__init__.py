@@ -3,24 +3,16 @@
 from difflib import get_close_matches
 
 from mha_spec import Refusal
+from parity.conversion.layouts.canonical import from_canonical, to_canonical
 from parity.conversion.layouts.detection import find_spec
 from parity.conversion.layouts.layout import Layout, Tensor
 from parity.conversion.layouts.tables import ALIASES, LAYOUTS
-from parity.conversion.layouts.views import from_canonical, to_canonical
 
 __all__ = ["LAYOUTS", "Layout", "Tensor", "find_layout", "find_spec", "from_canonical", "to_canonical"]
 
 
 def find_layout(name: str, what: str = "layout") -> Layout:
-    """The layout of that name; `mha_torch` is another name of `canonical`.
-
-    Args:
-        name: of the layout.
-        what: the argument that names it, for the message.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Return the layout of a name, or refuse it as the argument `what`; `mha_torch` is another name of `canonical`."""
     name = ALIASES.get(name, name)
     if name not in LAYOUTS:
         nearest = _nearest(str(name))

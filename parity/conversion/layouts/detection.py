@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 
 import numpy as np
 
@@ -16,13 +17,11 @@ from parity.conversion.layouts.layout import (
     Layout,
     Tensor,
     broken_rules,
-    head_counts,
     matches,
     names_of,
-    padded_width,
-    shapes_of,
     weights_of_norm,
 )
+from parity.conversion.layouts.placement import Placement, head_counts, padded_width
 from parity.text import some_of
 
 MAX_SIZE = 1 << 24  # of an axis; the widest models have some 1 << 16
@@ -55,8 +54,12 @@ def shorten(names: Iterable[str]) -> str:
     return f"[{some_of(map(repr, names))}]"
 
 
+def _not_of(layout: Layout, got: str) -> DoesNotFit:
+    return DoesNotFit("tensors", f"be those of {layout.name}", got)
+
+
 def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
-    """The form of a layout that these names are.
+    """Find the form of a layout that names are.
 
     Raises:
         ValueError: if no form fits, or more than one.
@@ -71,23 +74,18 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
     if len(found) != 1:
         likeliest = max(range(len(missing)), key=lambda i: len(required[i]) - len(missing[i]))
         what = "more than one of its forms" if found else f"missing {missing[likeliest]}"
-        raise DoesNotFit("tensors", f"be those of {layout.name}", f"{what} in {shorten(sorted(names))}")
-    stacks = [(tensor.name, matches(tensor.name, names)) for tensor in found[0] if tensor.is_per_head]
-    count = max((len(heads) for _, heads in stacks), default=0)
-    gaps = [
-        name for pattern, heads in stacks if heads for n in range(count) if (name := pattern.format(n=n)) not in heads
-    ]
-    if gaps:
-        raise DoesNotFit(
-            "tensors", f"be those of {layout.name}", f"missing {shorten(gaps)} in {shorten(sorted(names))}"
-        )
-    known = set().union(*(matches(tensor.name, names) for tensor in (*found[0], *layout.others)))
+        raise _not_of(layout, f"{what} in {shorten(sorted(names))}")
+    (form,) = found
+    stacks = {tensor.name: matches(tensor.name, names) for tensor in form if tensor.is_per_head}
+    heads = range(max(map(len, stacks.values()), default=0))
+    if gaps := [name for each, held in stacks.items() if held for n in heads if (name := each.format(n=n)) not in held]:
+        raise _not_of(layout, f"missing {shorten(gaps)} in {shorten(sorted(names))}")
+    known = {*names_of((*form, *layout.others), names)}
     unknown = sorted(name for name in names - known if not layout.ignores(name))
-    others = [name for name in unknown if not layout.leaves_unsaid(name)]
-    if others:
-        raise DoesNotFit("tensors", f"be those of {layout.name}", f"unknown names {shorten(others)}")
+    if others := [name for name in unknown if not layout.leaves_unsaid(name)]:
+        raise _not_of(layout, f"unknown names {shorten(others)}")
     _check_said(unknown, layout)
-    return found[0]
+    return form
 
 
 def _check_said(names: Iterable[str], layout: Layout) -> None:
@@ -102,8 +100,9 @@ def _check_said(names: Iterable[str], layout: Layout) -> None:
         )
 
 
-def tensors_for(spec: AttentionSpec, layout: Layout) -> list[tuple[Tensor, ...]]:
-    """The tensors in which a layout holds a layer, in each of its forms that can.
+@lru_cache(maxsize=1024)
+def placements(spec: AttentionSpec, layout: Layout) -> tuple[Placement, ...]:
+    """Place a layer in each form of a layout that can hold it.
 
     Raises:
         DoesNotFit: if none can.
@@ -118,35 +117,47 @@ def tensors_for(spec: AttentionSpec, layout: Layout) -> list[tuple[Tensor, ...]]
         held = {part for tensor in tensors for part in tensor.parts}
         nameless &= wanted - held
         if held == wanted and not any(_packs_two_sizes(tensor, spec) for tensor in tensors):
-            found.append(tensors)
+            found.append(Placement(layout, spec, tensors))
     if not found:
         raise _has_no_form(layout, wanted, nameless)
-    return found
+    return tuple(found)
+
+
+def placement_for(readers: Iterable[Callable[[str], np.ndarray]], spec: AttentionSpec, layout: Layout) -> Placement:
+    """Place layers of one specification, whose weights are read by name, or refuse them.
+
+    Keys and values are in one tensor, where the layout has such, if all layers have both alike.
+    """
+    found = placements(spec, layout)
+    shared = [each for each in found if any(tensor.is_shared for tensor in each.tensors)]
+    parts = [tensor.parts for each in shared for tensor in each.tensors if tensor.is_shared]
+    if shared and all(_are_one([read(part) for part in each]) for each in parts for read in readers):
+        return shared[0]
+    return next((each for each in found if each not in shared), found[0])
+
+
+def _are_one(weights: list[np.ndarray]) -> bool:
+    first, *others = (weight.view(f"u{weight.dtype.itemsize}") for weight in weights)
+    return all(np.array_equal(first, other) for other in others)
 
 
 def _has_no_form(layout: Layout, wanted: Collection[str], nameless: Collection[str]) -> DoesNotFit:
-    """The refusal of a layer that no form of a layout can hold.
-
-    Args:
-        layout: the layout.
-        wanted: names of the layer's weights.
-        nameless: those that no form has a name for.
-    """
+    """Make the refusal of a layer with some weights that no form holds; for `nameless` ones none has a name."""
     if nameless:
         norms = [name for name in ("qk_norm", "v_norm") if weights_of_norm(name) & {*nameless}]
         remedy, hint = ({"drop": ",".join(norms)}, "leaves it out") if norms else ((), "")
         rule = f"have only weights for which {layout.name} has names"
         return DoesNotFit("the layer", rule, shorten(sorted(nameless)), remedy=remedy, hint=hint)
-    for tensor in (tensor for tensor in layout.tensors if tensor.kind == "bias"):
+    for tensor in layout.tensors:
         without = [part for part in tensor.parts if part not in wanted]
-        if 0 < len(without) < len(tensor.parts):
+        if tensor.kind == "bias" and 0 < len(without) < len(tensor.parts):
             rule = f"have a bias in all projections that {tensor.name} of {layout.name} packs"
             return DoesNotFit("the layer", rule, f"none of {', '.join(without)}")
     return DoesNotFit("the layer", f"have equal sizes where {layout.name} packs projections")
 
 
 def _packs_two_sizes(tensor: Tensor, spec: AttentionSpec) -> bool:
-    """Whether a tensor would hold projections of inputs or heads that differ in size, or in number on an axis."""
+    """Return whether projections in a tensor differ in the size of inputs or heads, or in their number on an axis."""
     if tensor.has_projection_axis and len({*head_counts(tensor, spec)}) > 1:
         return True
     if tensor.kind == "bias" or len(tensor.parts) == 1:
@@ -159,36 +170,24 @@ def _packs_two_sizes(tensor: Tensor, spec: AttentionSpec) -> bool:
     return len(inputs) > 1 or len(sizes) > 1
 
 
-def find_tensors(shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, layout: Layout) -> tuple[Tensor, ...]:
-    """The tensors of a layout that names and shapes are, of a layer that is known.
+def find_placement(shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, layout: Layout) -> Placement:
+    """Find the placement of a layer that is known by the names and shapes of its tensors.
 
     Raises:
         DoesNotFit: if they are not those of the layer, or the layout cannot hold it.
     """
     given = {name: tuple(shape) for name, shape in shapes.items() if not layout.ignores(name)}
-    forms = tensors_for(spec, layout)
+    possible = placements(spec, layout)
     _check_said(given, layout)
-    wanted = [shapes_of(tensors, spec, layout) for tensors in forms]
-    for tensors, each in zip(forms, wanted, strict=True):
-        if each == given:
-            return tensors
-    nearest = min(wanted, key=lambda each: len(each.keys() ^ given.keys()))
-    if any(count := _scanned(given, each) for each in wanted):
-        raise DoesNotFit("layers", "be stacked on the first axis", f"{count} on the second in {layout.name}")
-    raise DoesNotFit("tensors", f"be those of {layout.name}", str(_difference(given, nearest)))
-
-
-def _scanned(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> int:
-    """How many layers are stacked on the second axis, where MaxText scans by default; 0 if none are."""
-    if given.keys() != wanted.keys() or any(len(shape) < 2 for shape in given.values()):
-        return 0
-    counts = {shape[1] for shape in given.values()}
-    alike = all((shape[0], *shape[2:]) == wanted[name] for name, shape in given.items())
-    return counts.pop() if alike and len(counts) == 1 else 0
+    for each in possible:
+        if each.shapes == given:
+            return each
+    nearest = min(possible, key=lambda each: len(each.shapes.keys() ^ given.keys()))
+    raise _not_of(layout, _difference(given, nearest.shapes))
 
 
 def _difference(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """How names and shapes are not those that are wanted, in words."""
+    """The difference of names and shapes from those that are wanted, in words."""
     missing, unknown = (sorted(one.keys() - other.keys()) for one, other in ((wanted, given), (given, wanted)))
     words = [f"{what} {shorten(names)}" for what, names in (("missing", missing), ("unknown names", unknown)) if names]
     if not words:
@@ -198,7 +197,7 @@ def _difference(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple
 
 
 def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | None:
-    """How many layers are stacked on a leading axis, as `scan` and `vmap` keep them; None where it is one layer.
+    """Count the layers stacked on a leading axis, as `scan` and `vmap` keep them; None where it is one layer.
 
     Nothing is guessed: every tensor of a layout has a number of axes, and those of a stack have one more.
 
@@ -221,22 +220,40 @@ def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: Laye
     Raises:
         ValueError: if there is none, or more than one.
     """
-    said = _checked_counts(hints)
+    _check_counts(hints.counts)
     form = find_form(shapes, layout)
     if layout.needs_spec:
         raise DoesNotFit(f"a layer in {layout.name}", f"be told by a specification, {TOLD_BY}")
-    if beside := names_of(layout.others, shapes):
-        raise SpecUnknown(
-            f"what {shorten(sorted(beside))} do in {layout.name}", f"be told by a specification, {TOLD_BY}"
-        )
+    if others := sorted(names_of(layout.others, shapes)):
+        raise SpecUnknown(f"what {shorten(others)} do in {layout.name}", f"be told by a specification, {TOLD_BY}")
     present = [tensor for tensor in form if matches(tensor.name, shapes)]
-    biases = {part for tensor in present if tensor.kind == "bias" for part in tensor.parts}
-    of_qkv = sorted(biases - {"out_proj.bias"})
+    of_qkv = sorted({part for each in present if each.kind == "bias" for part in each.parts} - {"out_proj.bias"})
     if len(of_qkv) not in (0, 3):
         raise Refusal("q_proj, k_proj and v_proj", "all have a bias, or none", str(of_qkv))
     told = {name: shapes[name] for name in names_of(present, shapes)}
     _check_shapes(told, present, layout)
+    fitting, reasons = _fitting(present, told, layout, hints)
+    if not fitting:
+        if hints.counts and not reasons and (others := _fitting(present, told, layout, LayerHints(rope=hints.rope))[0]):
+            raise HeadsDoNotFit("the heads", f"be those of {layout.name}: {_options(others)}", hints.counts)
+        why = f" ({reasons[0]})" if reasons else ""
+        raise DoesNotFit("shapes", f"be those of a layer in {layout.name}{why}", str(told))
+    first = fitting[0]
+    if layout.ranks is not None and hints.head_dim is None and all(spec.q_width != spec.d_model for spec in fitting):
+        rule = f"be said in {layout.name} where num_heads * head_dim is not d_model, as in the file of one rank"
+        raise DoesNotFit("head_dim", rule, num_heads=first.num_heads, head_dim=first.head_dim, d_model=first.d_model)
+    if len(fitting) > 1:
+        rule = f"be given for {layout.name}, whose shapes fit {_options(fitting)}"
+        raise HeadsUnknown("the heads", rule, hint=f"{_deciding(fitting)} decides")
+    return first
+
+
+def _fitting(
+    present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: LayerHints
+) -> tuple[list[AttentionSpec], list[str]]:
+    """The layers that have such tensors, and why others have not that could."""
     widths = _widths(present, shapes)
+    biases = {part for tensor in present if tensor.kind == "bias" for part in tensor.parts}
     fitting, reasons = [], []
     for heads, kv_heads, features in _head_counts(present, shapes, layout, hints):
         try:
@@ -247,7 +264,7 @@ def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: Laye
                 head_dim=features,
                 d_in=widths["q"],
                 d_kv=widths["k"],
-                qkv_bias=bool(of_qkv),
+                qkv_bias="q_proj.bias" in biases,
                 out_bias="out_proj.bias" in biases,
                 out_proj="out" in widths,
                 rope=hints.rope,
@@ -257,86 +274,28 @@ def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: Laye
                 raise
             reasons.append(str(error))
             continue
-        if shapes_of(present, spec, layout) != told:
+        if Placement(layout, spec, tuple(present)).shapes != shapes:
             continue
         broken, got = broken_rules(spec, layout)
         if broken:
             reasons.append(f"{broken}, got {', '.join(f'{name}={value}' for name, value in got.items())}")
         else:
             fitting.append(spec)
-    if not fitting:
-        if said and not reasons and (rule := _head_rule(present, shapes, layout)):
-            raise HeadsDoNotFit(rule[0], f"{rule[1]} in {layout.name}", said)
-        raise DoesNotFit(
-            "shapes", f"be those of a layer in {layout.name}{(f' ({reasons[0]})' if reasons else '')}", str(told)
-        )
-    if layout.ranks is not None and hints.head_dim is None:
-        _check_whole(fitting, layout)
-    if len(fitting) > 1:
-        fitting.sort(key=lambda s: (USUAL.index(s.head_dim) if s.head_dim in USUAL else len(USUAL), -s.head_dim))
-        options = ", ".join(f"{s.num_heads} x {s.head_dim} (key/value {s.num_kv_heads})" for s in fitting[:4])
-        raise HeadsUnknown(
-            "the heads",
-            f"be given for {layout.name}, whose shapes fit {options}{(', …' if len(fitting) > 4 else '')}",
-            hint=f"{_deciding(fitting)} decides",
-        )
-    return fitting[0]
+    return fitting, reasons
 
 
-def _check_whole(fitting: list[AttentionSpec], layout: Layout) -> None:
-    """Refuse what may be the part of one rank: heads that together are not as wide as the model.
-
-    Of a model whose heads are so by themselves it must be said how wide one is.
-    """
-    if all(spec.q_width != spec.d_model for spec in fitting):
-        raise DoesNotFit(
-            "head_dim",
-            f"be said in {layout.name} where num_heads * head_dim is not d_model, as in the file of one "
-            "rank of several",
-            num_heads=fitting[0].num_heads,
-            head_dim=fitting[0].head_dim,
-            d_model=fitting[0].d_model,
-        )
+def _options(fitting: list[AttentionSpec]) -> str:
+    """The heads of layers in words, usual ones first."""
+    usual = sorted(fitting, key=lambda s: (USUAL.index(s.head_dim) if s.head_dim in USUAL else len(USUAL), -s.head_dim))
+    return some_of((f"{s.num_heads} x {s.head_dim} (key/value {s.num_kv_heads})" for s in usual), 4)
 
 
-def _checked_counts(hints: LayerHints) -> dict[str, int]:
-    """The numbers of heads that are known.
-
-    Raises:
-        TypeError: if one is not an integer.
-        ValueError: if one is below 1.
-    """
-    for name, value in hints.counts.items():
+def _check_counts(counts: Mapping[str, int]) -> None:
+    for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise WrongType(name, "be an integer", {name: value})
         if value < 1:
             raise Refusal(name, "be at least 1", {name: value})
-    return hints.counts
-
-
-def _head_rule(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> tuple[str, str] | None:
-    """A product of heads and its rule for a layer of these shapes, or None if no heads would do."""
-    size = "head_dim in whole tiles" if layout.padded else "head_dim"
-    rows: dict[str, int] = {}
-    for tensor in present:
-        if tensor.kind == "weight" and tensor.holds != "out":
-            rows.setdefault(_head_count(tensor), _rows_of(tensor, shapes))
-    try:
-        find_spec(shapes, layout, LayerHints())
-    except HeadsUnknown:
-        pass
-    except ValueError:
-        return None
-    (first, count), *others = rows.items()
-    return f"{first} * {size}", f"be {count}" + "".join(f", and {heads} * {size} {n}" for heads, n in others)
-
-
-def _head_count(tensor: Tensor) -> str:
-    """How many heads a tensor holds, in terms of a layer's numbers of them."""
-    kv = {0: "", 1: "num_kv_heads", 2: "2 * num_kv_heads"}[len({*tensor.holds} - {"q"})]
-    if "q" not in tensor.holds:
-        return kv
-    return f"(num_heads + {kv})" if kv else "num_heads"
 
 
 def _rows_of(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -380,11 +339,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _check_shapes(shapes: Mapping[str, tuple[int, ...]], present: Collection[Tensor], layout: Layout) -> None:
-    """Refuse shapes that no layer has, before heads of so many features are tried.
-
-    Raises:
-        DoesNotFit: if one has another number of axes, or a size is 0 or beyond `MAX_SIZE`.
-    """
+    """Refuse shapes that no layer has, before heads of so many features are tried."""
     axes = {name: len(tensor.groups) for tensor in present for name in matches(tensor.name, shapes)}
     if any(len(shape) != axes[name] for name, shape in shapes.items()):
         raise DoesNotFit("shapes", f"be those of a layer in {layout.name}", str(dict(shapes)))

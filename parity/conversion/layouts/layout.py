@@ -15,20 +15,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mha_spec import AttentionSpec, Latent, Norm, Refusal, Rope
+from mha_spec import AttentionSpec, Latent, Norm, Refusal
 from parity.core.records import JsonRecord
 
 TILE = 32  # rows and columns in which TTNN keeps tensors
 
 OTHERS = ("inputs.*", "dropout_rngs.*")
-"""What lies beside weights in any layout: inputs in our own files, and the state of mha_jax's dropout."""
+"""Names beside weights in any layout: inputs in our own files, and the state of mha_jax's dropout."""
 
 LOGICAL = {"weight": "n h d", "bias": "n h", "out.weight": "e n h", "out.bias": "e"}
-"""What a projection is before it is laid out, by axis: n heads, h features of a head, d input width, e output width."""
+"""The axes of a projection before it is laid out: n heads, h features of a head, d input width, e output width."""
 
 
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "g": "gate_proj", "out": "out_proj"}
-"""What projections are called in `Tensor.holds`, and their canonical names."""
+"""Projections as `Tensor.holds` names them, and their canonical names."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Tensor:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether it is one weight without heads to be laid out."""
+        """Return whether it is one weight without heads to be laid out."""
         return self.kind == "whole"
 
     @cached_property
@@ -73,7 +73,7 @@ class Tensor:
             return [self.holds]
         return [f"{PROJECTIONS[word]}.{self.kind}" for word in (["out"] if self.holds == "out" else self.holds)]
 
-    @property
+    @cached_property
     def logical(self) -> str:
         """The axes of what is in it, before it is laid out."""
         if self.is_whole:
@@ -82,12 +82,12 @@ class Tensor:
 
     @cached_property
     def has_projection_axis(self) -> bool:
-        """Whether the projections in it are an axis."""
+        """Return whether the projections in it are an axis."""
         return "p" in self.axes.split()
 
     @cached_property
     def is_per_head(self) -> bool:
-        """Whether each head has a tensor of its own."""
+        """Return whether each head has a tensor of its own."""
         return "{n}" in self.name
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Ranks:
-    """How a program keeps a checkpoint whose heads are divided over ranks: a file for each, the same names in all.
+    """A checkpoint whose heads a program divides over ranks: a file for each, the same names in all.
 
     What holds heads is divided with them, as its axes say. Of the other tensors, by names with wildcards:
 
@@ -127,7 +127,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Layout(JsonRecord):
-    """How a checkpoint holds an attention layer.
+    """Layout of an attention layer in a checkpoint.
 
     Attributes:
         name: what the command line calls it.
@@ -179,43 +179,49 @@ class Layout(JsonRecord):
     @property
     def packing(self) -> str:
         """The order of heads in each packed tensor, in words; empty if no tensor holds several projections."""
-        packed = (tensor.holds for tensor in self.tensors if len(tensor.parts) > 1 and not tensor.is_shared)
-        return "; ".join(self._order_of(holds) for holds in dict.fromkeys(packed))
-
-    def _order_of(self, holds: str) -> str:
-        if not self.grouped:
-            order = "all " + ", then all ".join(holds)
-            return f"in each of {self.blocks} blocks {order}" if self.blocks > 1 else order
         words = {"q": "queries", "k": "key", "v": "value", "g": "gate"}
-        return ("each head's " if holds == "qg" else "each group's ") + ", then its ".join(
-            words[each] for each in holds
-        )
+        orders: dict[str, None] = {}
+        for holds in (tensor.holds for tensor in self.tensors if len(tensor.parts) > 1 and not tensor.is_shared):
+            order = "all " + ", then all ".join(holds)
+            if self.grouped:
+                order = "each head's " if holds == "qg" else "each group's "
+                order += ", then its ".join(words[each] for each in holds)
+            elif self.blocks > 1:
+                order = f"in each of {self.blocks} blocks {order}"
+            orders[order] = None
+        return "; ".join(orders)
 
     def ignores(self, name: str, others: Iterable[str] = ()) -> bool:
-        """Whether a name under the prefix of a layer is not a weight, by the layout or by other patterns."""
+        """Return whether a name under the prefix of a layer is no weight, by the layout or by other patterns."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored, *others))
 
     def leaves_unsaid(self, name: str) -> bool:
-        """Whether a name under the prefix of a layer is of what no specification says."""
+        """Return whether a name under the prefix of a layer is of what no specification says."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.unsaid)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a layout may ask of a layer: in words, of which fields, and whether it holds."""
+    """A demand of a layout on a layer: in words, on which fields, and whether it holds."""
 
     words: str
     fields: tuple[str, ...]
     holds: Callable[[AttentionSpec], bool]
 
 
+def _equal(one: str, other: str) -> Rule:
+    words = f"{one} must equal {other}"
+    return Rule(words, (one, other), lambda spec: getattr(spec, one) == getattr(spec, other))
+
+
+def _divisible(name: str, count: int) -> Rule:
+    return Rule(f"{name} must be divisible by {count}", (name,), lambda spec: getattr(spec, name) % count == 0)
+
+
 RULES: dict[str, Rule] = {
-    "no groups": Rule(
-        "num_kv_heads must equal num_heads",
-        ("num_heads", "num_kv_heads"),
-        lambda spec: spec.num_kv_heads == spec.num_heads,
-    ),
-    "one width": Rule("d_kv must equal d_in", ("d_in", "d_kv"), lambda spec: spec.d_kv == spec.d_in),
+    "no groups": _equal("num_kv_heads", "num_heads"),
+    "one width": _equal("d_kv", "d_in"),
+    "one head_dim": _equal("value_head_dim", "head_dim"),
     "square": Rule(
         "d_in, d_model and num_heads * head_dim must be equal",
         ("d_in", "d_model", "num_heads", "head_dim"),
@@ -249,21 +255,9 @@ RULES: dict[str, Rule] = {
     "scale told": Rule(
         "scale must be told, 1.0 where the weights of queries hold it", ("scale",), lambda spec: spec.scale is not None
     ),
-    "one head_dim": Rule(
-        "value_head_dim must equal head_dim",
-        ("head_dim", "value_head_dim"),
-        lambda spec: spec.value_head_dim == spec.head_dim,
-    ),
-    **{
-        f"{count} parts": Rule(
-            f"num_kv_heads must be divisible by {count}",
-            ("num_kv_heads",),
-            lambda spec, count=count: spec.num_kv_heads % count == 0,
-        )
-        for count in (2, 4, 8)
-    },
-    "four blocks": Rule("num_heads must be divisible by 4", ("num_heads",), lambda spec: spec.num_heads % 4 == 0),
-    "even": Rule("head_dim must be even", ("head_dim",), lambda spec: spec.head_dim % 2 == 0),
+    **{f"{count} parts": _divisible("num_kv_heads", count) for count in (2, 4, 8)},
+    "four blocks": _divisible("num_heads", 4),
+    "even": _divisible("head_dim", 2),
     "factors of widths": Rule(
         "latents must have the factors sqrt(d_model / q_rank) and sqrt(d_model / kv_rank)",
         ("d_model", "latent"),
@@ -272,14 +266,12 @@ RULES: dict[str, Rule] = {
     "whole halves": Rule(
         "RoPE must rotate the pairs (i, i + H/2) of whole heads",
         ("rope",),
-        lambda spec: spec.rope is None or _rotates_whole_halves(spec.rope, spec.head_dim),
+        lambda spec: (
+            spec.rope is None or (spec.rope.pairs, spec.rope.rotary_dim or spec.head_dim) == ("half", spec.head_dim)
+        ),
     ),
 }
-"""What layouts may ask of a layer."""
-
-
-def _rotates_whole_halves(rope: Rope, head_dim: int) -> bool:
-    return rope.pairs == "half" and rope.rotary_dim in (None, head_dim)
+"""Demands of layouts on a layer."""
 
 
 def _has_factors_of_widths(latent: Latent, d_model: int) -> bool:
@@ -288,7 +280,7 @@ def _has_factors_of_widths(latent: Latent, d_model: int) -> bool:
 
 
 def _has_rms_norms(spec: AttentionSpec, weight: str) -> bool:
-    norms = [norm for _, norm in _norms_of(spec) if norm is not None]
+    norms = filter(None, (spec.qk_norm, spec.v_norm))
     return all(norm.kind == "rms" and norm.weight in (weight, None) for norm in norms)
 
 
@@ -301,30 +293,35 @@ def broken_rules(spec: AttentionSpec, layout: Layout) -> tuple[str, dict[str, An
 
 CARRIED = ("rope", "rope.scaling", "scale", "soft_cap", "window_size", "chunk_size", "alibi", "clip_qkv", "temperature")
 CARRIED += ("qk_norm", "v_norm", "latent.factors")
-"""What a layer computes and no weight shows, and norms, whose weights a layout may have no names for."""
+"""Fields of a layer that no weight shows, and norms, whose weights a layout may have no names for."""
 
 UNSAID = "relative_position_bias"
-"""What `Layout.unsaid` is called where it is dropped."""
+"""The name of `Layout.unsaid` where it is dropped."""
 
 DROPPABLE = (*CARRIED, UNSAID)
-"""What a conversion leaves out where it is told to."""
+"""Names that a conversion may be told to leave out."""
 
 
 def lost_in(layout: Layout, spec: AttentionSpec) -> dict[str, Any]:
-    """What a layer computes and weights in a layout do not say, nor the module that takes them: names of `CARRIED`."""
-    said = {name: getattr(spec, name, None) for name in CARRIED}
-    said["rope.scaling"] = None if spec.rope is None else spec.rope.scaling
-    factors = () if spec.latent is None else (spec.latent.q_factor, spec.latent.kv_factor)
-    said["latent.factors"] = factors if set(factors) - {1.0} else None
+    """Return what a layer computes and a layout loses, by names of `CARRIED`: neither weights nor a module say it."""
     named = {part for tensor in (*layout.tensors, *layout.others) for part in tensor.parts}
     held = {
-        name for name, norm in _norms_of(spec) if norm is not None and norm.weight and weights_of_norm(name) <= named
+        name for name in ("qk_norm", "v_norm") if _has_weights(getattr(spec, name)) and weights_of_norm(name) <= named
     }
     return {
         name: value
-        for name, value in said.items()
+        for name, value in _carried(spec).items()
         if value is not None and name not in held and (name not in layout.carries or _has_weights(value))
     }
+
+
+def _carried(spec: AttentionSpec) -> dict[str, Any]:
+    """The value of each name of `CARRIED` in a layer; None where it computes nothing of the kind."""
+    found = {name: getattr(spec, name, None) for name in CARRIED}
+    found["rope.scaling"] = None if spec.rope is None else spec.rope.scaling
+    factors = () if spec.latent is None else (spec.latent.q_factor, spec.latent.kv_factor)
+    found["latent.factors"] = factors if set(factors) - {1.0} else None
+    return found
 
 
 def weights_of_norm(name: str) -> set[str]:
@@ -334,10 +331,6 @@ def weights_of_norm(name: str) -> set[str]:
 
 def _has_weights(value: Any) -> bool:
     return isinstance(value, Norm) and value.weight is not None
-
-
-def _norms_of(spec: AttentionSpec) -> list[tuple[str, Norm | None]]:
-    return [("qk_norm", spec.qk_norm), ("v_norm", spec.v_norm)]
 
 
 def check_carried(
@@ -365,31 +358,28 @@ def check_carried(
 
 
 def without(spec: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
-    """A layer without what some names of `CARRIED` say."""
-    names = set(names) & {*CARRIED}
-    changes: dict[str, Any] = dict.fromkeys(names - {"rope.scaling", "latent.factors"})
-    if "latent.factors" in names and spec.latent is not None:
-        changes["latent"] = replace(spec.latent, q_factor=1.0, kv_factor=1.0)
-    if "rope.scaling" in names and "rope" not in names and spec.rope is not None:
-        changes["rope"] = replace(spec.rope, scaling=None)
-    return replace(spec, **changes)
+    """Return a layer without what some names of `CARRIED` say."""
+    return _with_carried(spec, dict.fromkeys(set(names) & {*CARRIED}))
 
 
 def with_dropped(spec: AttentionSpec, other: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
-    """A layer with what another one has of some names of `CARRIED`."""
+    """Return a layer with what another one has of some names of `CARRIED`; norms with weights are gone."""
     names = set(names)
-    changes = {name: getattr(other, name) for name in names & {*CARRIED} - {"rope.scaling", "latent.factors"}}
-    changes = {name: value for name, value in changes.items() if not _has_weights(value)}  # which are gone
-    if "latent.factors" in names and spec.latent is not None and other.latent is not None:
-        changes["latent"] = replace(
-            spec.latent, q_factor=other.latent.q_factor, kv_factor=other.latent.kv_factor
-        )  # its ranks are compared
-    if "rope.scaling" in names and "rope" not in names and spec.rope is not None and other.rope is not None:
-        changes["rope"] = replace(spec.rope, scaling=other.rope.scaling)  # its base is compared
+    held = {name: value for name, value in _carried(other).items() if name in names and not _has_weights(value)}
+    return _with_carried(spec, held)
+
+
+def _with_carried(spec: AttentionSpec, values: Mapping[str, Any]) -> AttentionSpec:
+    changes = {name: value for name, value in values.items() if "." not in name}
+    if "latent.factors" in values and spec.latent is not None:
+        q_factor, kv_factor = values["latent.factors"] or (1.0, 1.0)
+        changes["latent"] = replace(spec.latent, q_factor=q_factor, kv_factor=kv_factor)
+    if "rope.scaling" in values and "rope" not in values and spec.rope is not None:
+        changes["rope"] = replace(spec.rope, scaling=values["rope.scaling"])
     return replace(spec, **changes)
 
 
-# ---- Names and sizes -------------------------------------------------------------------------------------------------
+# ---- Names -----------------------------------------------------------------------------------------------------------
 
 
 def matches(pattern: str, names: Iterable[str]) -> set[str]:
@@ -401,48 +391,5 @@ def matches(pattern: str, names: Iterable[str]) -> set[str]:
 
 
 def names_of(present: Iterable[Tensor], names: Iterable[str]) -> list[str]:
-    """Those of names that are some tensors', in the order of the tensors."""
+    """Return those of names that are some tensors', in the order of the tensors."""
     return [name for tensor in present for name in matches(tensor.name, names)]
-
-
-def shapes_of(present: Iterable[Tensor], spec: AttentionSpec, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of some tensors of a layout that hold a layer."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for tensor in present:
-        if tensor.is_whole:
-            shape = _shape_of_whole(tensor, spec)
-            count, shape = (shape[0], shape[1:]) if tensor.is_per_head else (1, shape)
-        else:
-            sizes = sizes_of(tensor, spec, layout)
-            count, shape = sizes["n"], tensor.shape(sizes)
-        names = [tensor.name.format(n=n) for n in range(count)] if tensor.is_per_head else [tensor.name]
-        shapes |= dict.fromkeys(names, shape)
-    return shapes
-
-
-def _shape_of_whole(tensor: Tensor, spec: AttentionSpec) -> tuple[int, ...]:
-    shape = spec.weight_shapes[tensor.holds]
-    if tensor.axes == "...":
-        return shape
-    return (shape[1], spec.num_heads, shape[0] // spec.num_heads) if tensor.axes == "d n h" else shape[::-1]
-
-
-def sizes_of(tensor: Tensor, spec: AttentionSpec, layout: Layout) -> dict[str, int]:
-    """The sizes of the axes in a tensor of a layout that holds a layer."""
-    total = sum(head_counts(tensor, spec))
-    size = spec.head_dim if {*tensor.holds} & {*"qk"} else spec.value_head_dim
-    features = padded_width(size, spec.rope is not None) if layout.padded else size
-    is_of_queries = tensor.holds != "out" and bool({*tensor.holds} & {*"qg"})
-    counts = {"p": len(tensor.holds), "n": total // len(tensor.holds)} if tensor.has_projection_axis else {"n": total}
-    return {**counts, "h": features, "d": spec.d_in if is_of_queries else spec.d_kv, "e": spec.d_model}
-
-
-def head_counts(tensor: Tensor, spec: AttentionSpec) -> list[int]:
-    """How many heads of each projection in it a tensor has."""
-    words = ["out"] if tensor.holds == "out" else list(tensor.holds[:1] if tensor.is_shared else tensor.holds)
-    return [spec.num_kv_heads if word in ("k", "v") else spec.num_heads for word in words]
-
-
-def padded_width(head_dim: int, rope: bool) -> int:
-    """Features of a head in whole tiles; with RoPE each half has its own."""
-    return 2 * padded_width(-(-head_dim // 2), False) if rope else -(-head_dim // TILE) * TILE

@@ -6,6 +6,8 @@ has the equations in which they use their tensors.
 
 from __future__ import annotations
 
+from typing import Any
+
 from parity.conversion.layouts.layout import Layout, Ranks, Tensor
 from parity.conversion.layouts.tensors import EINSUM, ROWS, beside, packed, separate
 
@@ -18,108 +20,92 @@ def _scales(leaf: str = "scale", **names: str) -> tuple[Tensor, ...]:
 
 
 def _weights(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Those of tensors that are no biases."""
+    """Tensors without biases."""
     return tuple(tensor for tensor in tensors if tensor.kind != "bias")
 
 
 _SINKS = Tensor("sinks", "sinks", "whole", "...")
 
-_MAXTEXT = [
-    Layout(
-        name,
-        f"kernels (in, N, H) and (N, H, out), with {words}; scanned on the second axis, as by default. Scores are "
-        "not scaled: the kernel of query holds that, or query_pre_attn_scalar says it",
-        "AI-Hypercomputer/maxtext, src/maxtext/layers/attentions.py",
-        (separate("query", "key", "value", "out", **EINSUM),),
-        others=others,
-        rope=rope,
-        rules=("out_proj", "one head_dim", "rms norms, w", "scale told", *rules),
-        prefixes=("params.decoder.layers_{i}.self_attention",),
-        needs_spec=True,  # no shape shows the scale
-        carries=("rope", "rope.scaling", "scale", *carries),
-        stack_axis=1,
-    )
-    for name, words, others, rope, rules, carries in (
-        (
-            "maxtext",
-            "RoPE pairs (i, i + H/2)",
-            (*_scales(q_norm="query_norm", k_norm="key_norm", v_norm="value_norm"), _SINKS),
-            "half",
-            (),
-            ("soft_cap", "window_size", "chunk_size", "temperature", "qk_norm", "v_norm"),
-        ),
-        ("maxtext.LLaMA-3.1", "interleaved RoPE pairs", (), "interleaved", ("even", "whole halves"), ()),
-    )
-]
-
-_MAXTEXT += [
-    Layout(
-        name,
-        f"fused_qkv: qkv_proj.kernel (in, N + 2 K, H), {words}. out.kernel, scan and scale as in maxtext",
-        "AI-Hypercomputer/maxtext, src/maxtext/layers/attentions.py, init_qkv_w and qkv_projection",
-        (
-            (
-                Tensor("qkv_proj.kernel", "qkv", "weight", "d n h"),
-                Tensor("qkv_proj.bias", "qkv", "bias", "n h"),
-                *(tensor for tensor in separate("", "", "", "out", **EINSUM) if tensor.holds == "out"),
-            ),
-        ),
-        others=(*_scales(q_norm="query_norm", k_norm="key_norm", v_norm="value_norm"), _SINKS),
-        blocks=parts,
-        rules=("out_proj", "one width", "one head_dim", "rms norms, w", "scale told", *rules),
-        prefixes=("params.decoder.layers_{i}.self_attention",),
-        needs_spec=True,  # nor how many parts the mesh had
-        carries=_MAXTEXT[0].carries,
-        stack_axis=1,
-    )
-    for name, parts, words, rules in (
-        ("maxtext.qkv_proj", 1, "all q, then all k, then all v, of a mesh that divides no heads", ()),
-        *(
-            (
-                f"maxtext.qkv_proj.{parts}",
-                parts,
-                f"of a mesh that divides heads into {parts} parts: in each its q, then its k, then its v",
-                (f"{parts} parts",),
-            )
-            for parts in (2, 4, 8)
-        ),
-    )
-]
-
-_MAXTEXT.append(
-    Layout(
-        "maxtext.GPT-3",
-        "fused_qkv of GPT-3: qkv_proj.kernel (in, 3, N, H), or query, key, value as in maxtext; out.kernel, scan",
-        "AI-Hypercomputer/maxtext, src/maxtext/models/gpt3.py, Gpt3MultiHeadAttention",
-        (
-            (
-                Tensor("qkv_proj.kernel", "qkv", "weight", "d p n h"),
-                Tensor("qkv_proj.bias", "qkv", "bias", "p n h"),
-                *(tensor for tensor in separate("", "", "", "out", **EINSUM) if tensor.holds == "out"),
-            ),
-            separate("query", "key", "value", "out", **EINSUM),
-        ),
-        rules=("no groups", "out_proj", "one width", "one head_dim", "biases"),
-        prefixes=("params.decoder.layers_{i}.self_attention",),
-        needs_spec=True,  # whose scale is not that of the same names in maxtext
-        stack_axis=1,
-    )
+_OUT = tuple(tensor for tensor in separate("", "", "", "out", **EINSUM) if tensor.holds == "out")
+_MAXTEXT_NORMS = (*_scales(q_norm="query_norm", k_norm="key_norm", v_norm="value_norm"), _SINKS)
+_MAXTEXT_CARRIES = ("rope", "rope.scaling", "scale")
+_MAXTEXT_CARRIES_ALL = (
+    *_MAXTEXT_CARRIES,
+    *("soft_cap", "window_size", "chunk_size", "temperature", "qk_norm", "v_norm"),
 )
 
-_MAXTEXT.append(
-    Layout(
-        "maxtext.MLA",
+
+def _maxtext(name: str, about: str, file: str, *forms: tuple[Tensor, ...], **options: Any) -> Layout:
+    """A layout of MaxText: layers that no shape shows, stacked on the second axis."""
+    told = {"prefixes": ("params.decoder.layers_{i}.self_attention",), "needs_spec": True, "stack_axis": 1}
+    source = f"AI-Hypercomputer/maxtext, src/maxtext/{file}"
+    return Layout(f"maxtext{name}", about, source, forms, **{**told, **options})
+
+
+_MAXTEXT = [
+    *(
+        _maxtext(
+            name,
+            f"kernels (in, N, H) and (N, H, out), with {words}; scanned on the second axis, as by default. Scores are "
+            "not scaled: the kernel of query holds that, or query_pre_attn_scalar says it",
+            "layers/attentions.py",
+            separate("query", "key", "value", "out", **EINSUM),
+            others=others,
+            rope=rope,
+            rules=("out_proj", "one head_dim", "rms norms, w", "scale told", *rules),
+            carries=carries,
+        )
+        for name, words, others, rope, rules, carries in (
+            ("", "RoPE pairs (i, i + H/2)", _MAXTEXT_NORMS, "half", (), _MAXTEXT_CARRIES_ALL),
+            (
+                ".LLaMA-3.1",
+                "interleaved RoPE pairs",
+                (),
+                "interleaved",
+                ("even", "whole halves"),
+                _MAXTEXT_CARRIES,
+            ),
+        )
+    ),
+    *(
+        _maxtext(
+            name,
+            f"fused_qkv: qkv_proj.kernel (in, N + 2 K, H), {words}. out.kernel, scan and scale as in maxtext",
+            "layers/attentions.py, init_qkv_w and qkv_projection",
+            (Tensor("qkv_proj.kernel", "qkv", "weight", "d n h"), Tensor("qkv_proj.bias", "qkv", "bias", "n h"), *_OUT),
+            others=_MAXTEXT_NORMS,
+            blocks=parts,
+            rules=("out_proj", "one width", "one head_dim", "rms norms, w", "scale told", *rules),
+            carries=_MAXTEXT_CARRIES_ALL,
+        )
+        for name, parts, words, rules in (  # no shape shows how many parts the mesh had
+            (".qkv_proj", 1, "all q, then all k, then all v, of a mesh that divides no heads", ()),
+            *(
+                (
+                    f".qkv_proj.{parts}",
+                    parts,
+                    f"of a mesh that divides heads into {parts} parts: in each its q, then its k, then its v",
+                    (f"{parts} parts",),
+                )
+                for parts in (2, 4, 8)
+            ),
+        )
+    ),
+    _maxtext(
+        ".GPT-3",  # whose scale is not that of the same names in maxtext
+        "fused_qkv of GPT-3: qkv_proj.kernel (in, 3, N, H), or query, key, value as in maxtext; out.kernel, scan",
+        "models/gpt3.py, Gpt3MultiHeadAttention",
+        (Tensor("qkv_proj.kernel", "qkv", "weight", "d p n h"), Tensor("qkv_proj.bias", "qkv", "bias", "p n h"), *_OUT),
+        separate("query", "key", "value", "out", **EINSUM),
+        rules=("no groups", "out_proj", "one width", "one head_dim", "biases"),
+    ),
+    _maxtext(
+        ".MLA",
         "latents: wq_a, q_norm, wq_b (q_rank, N, H) or query (in, N, H); wkv_a, kv_norm, wkv_b (kv_rank, N, H - R "
         "+ Hv); out (N, Hv, out); scanned as in maxtext. The module scales the scores by itself",
-        "AI-Hypercomputer/maxtext, src/maxtext/layers/attention_mla.py",
-        tuple(
-            tuple(
-                tensor
-                for tensor in separate("query", "", "", "out", **EINSUM)
-                if tensor.holds in holds and (tensor.holds, tensor.kind) != ("q", "bias")
-            )
-            for holds in (("q", "out"), ("out",))
-        ),
+        "layers/attention_mla.py",
+        (Tensor("query.kernel", "q", "weight", "d n h"), *_OUT),
+        _OUT,
         others=(
             Tensor("wq_a.kernel", "q_a_proj.weight", "whole", "d e"),
             Tensor("wq_b.kernel", "q_b_proj.weight", "whole", "d n h"),
@@ -129,11 +115,9 @@ _MAXTEXT.append(
         ),
         prefixes=tuple(f"params.decoder.{kind}_layers_{{i}}.self_attention" for kind in ("dense", "moe")),
         rules=("out_proj",),
-        needs_spec=True,
         carries=("rope", "rope.scaling"),
-        stack_axis=1,
-    )
-)
+    ),
+]
 
 _TUNIX = [
     Layout(

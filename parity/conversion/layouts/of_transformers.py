@@ -18,10 +18,10 @@ def _layout(name: str, about: str, file: str, *forms: Form, version: str = "", *
 
 
 def _separate(name: str, words: tuple[str, str, str, str], file: str, about: str = "", **options: Any) -> Layout:
-    """A layout of four projections, by the names of their layers."""
+    """A layout of four projections, by the names of their layers. Older files have the frequencies of RoPE there."""
     listed = ", ".join(words)
     told = f"{listed}, and what models have beside them; {about}" if about else listed
-    return _layout(name, told, file, separate(*words), **options)
+    return _layout(name, told, file, separate(*words), **{"ignored": ("rotary_emb.inv_freq",), **options})
 
 
 def _of_latents(name: str, words: str, file: str, *forms: tuple[str, ...], **options: Any) -> Layout:
@@ -44,7 +44,7 @@ def _of_latents(name: str, words: str, file: str, *forms: tuple[str, ...], **opt
 
 OF_LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALIKE = ("no groups", "out_proj", "one width", "square")
-"""What older modules ask of a layer."""
+"""Demands of older modules on a layer."""
 
 ROTATED = ("rope", "rope.scaling")
 IN_WINDOWS = (*ROTATED, "window_size")
@@ -145,7 +145,6 @@ OF_TRANSFORMERS = [
         "llama",
         "also Mistral, Qwen2, Qwen3, Gemma, OLMo",
         others=beside(("q_norm", "k_norm", "gate_proj", "sinks")),
-        ignored=("rotary_emb.inv_freq",),
     ),
     _separate(
         "Phi",
@@ -153,7 +152,6 @@ OF_TRANSFORMERS = [
         "phi",
         "of Phi 1 and 2",
         others=beside(q_norm="q_layernorm", k_norm="k_layernorm"),
-        ignored=("rotary_emb.inv_freq",),
     ),
     _separate(
         "HunYuan",
@@ -161,7 +159,6 @@ OF_TRANSFORMERS = [
         "hunyuan_v1_dense",
         "of HunYuan",
         others=beside(q_norm="query_layernorm", k_norm="key_layernorm"),
-        ignored=("rotary_emb.inv_freq",),
         needs_spec=True,
     ),
     _separate(
@@ -170,7 +167,6 @@ OF_TRANSFORMERS = [
         "stablelm",
         "norms with weights for each head",
         others=beside(q_norm="q_layernorm.norms.{n}", k_norm="k_layernorm.norms.{n}"),
-        ignored=("rotary_emb.inv_freq",),
         needs_spec=True,
     ),
     _layout(
@@ -189,7 +185,6 @@ OF_TRANSFORMERS = [
         "lfm2",
         "of LFM2",
         others=beside(q_norm="q_layernorm", k_norm="k_layernorm"),
-        ignored=("rotary_emb.inv_freq",),
         needs_spec=True,
     ),
     _separate(
@@ -198,7 +193,6 @@ OF_TRANSFORMERS = [
         "flint",
         "of Flint",
         others=beside(("q_norm", "k_norm"), sinks="softmax_offset"),
-        ignored=("rotary_emb.inv_freq",),
         needs_spec=True,
     ),
     _separate(
@@ -207,7 +201,6 @@ OF_TRANSFORMERS = [
         "mimo_v2_flash",
         "of MiMo-V2",
         others=beside((), sinks="attention_sink_bias"),
-        ignored=("rotary_emb.inv_freq",),
         needs_spec=True,
     ),
     _separate(
@@ -215,13 +208,13 @@ OF_TRANSFORMERS = [
         ("q_proj", "k_proj", "v_proj", "Wo"),
         "modernbert_decoder",
         "of ModernBERT's decoder",
-        ignored=("rotary_emb.inv_freq",),
         carries=IN_WINDOWS,
     ),
     _separate(
         "DistilBERT",
         ("q_lin", "k_lin", "v_lin", "out_lin"),
         "distilbert",
+        ignored=(),
         rules=("out_proj", "no groups", "biases"),
         prefixes=("distilbert.transformer.layer.{i}.attention", "transformer.layer.{i}.attention"),
         carries=(),
@@ -249,6 +242,7 @@ OF_TRANSFORMERS = [
         "T5",
         ("q", "k", "v", "o"),
         "t5",
+        ignored=(),
         others=beside(relative_bias="relative_attention_bias.weight"),
         rules=("out_proj", "no groups"),
         prefixes=(
@@ -344,4 +338,4 @@ OF_TRANSFORMERS = [
         prefixes=tuple(f"{begin}layers.{{i}}.self_attn.{part}" for begin in ("model.", "") for part in (0, 1)),
     ),
 ]
-"""Those without `carries` are of many families, which together have all of it."""
+"""Layouts without `carries` are of many families, which together have all of it."""

@@ -21,6 +21,13 @@ _TORCH_BIAS = Tensor("in_proj_bias", "qkv", "bias", "(n h)")
 
 _OF_JAX = beside(EVERYTHING, leaf="kernel", axes="d e")
 
+
+def _of_einsum(name: str, about: str, source: str, out: str, *rules: str) -> Layout:
+    """A layout of four kernels with heads as an axis, the last one of that name."""
+    form = separate("query", "key", "value", out, **EINSUM)
+    return Layout(name, about, source, (form,), rules=("out_proj", "one head_dim", *rules))
+
+
 _TABLE = [
     Layout(
         "canonical",
@@ -137,51 +144,35 @@ _TABLE = [
         rules=("no out_proj", "no groups"),
         ignored=("heads.*.mask",),
     ),
-    *(
-        Layout(
-            name,
-            about,
-            source,
-            (separate("query", "key", "value", "out", **EINSUM),),
-            rules=("out_proj", "one head_dim", *rules),
-        )
-        for name, about, source, rules in (
-            (
-                "flax.nnx",
-                "nnx.MultiHeadAttention: kernels (in, N, H) and (N, H, out)",
-                "flax/nnx/nn/attention.py",
-                ("biases or none",),
-            ),
-            (
-                "flax.linen",
-                "linen.MultiHeadDotProductAttention, the same without groups",
-                "flax/linen/attention.py",
-                ("no groups", "biases or none"),
-            ),
-        )
+    _of_einsum(
+        "flax.nnx",
+        "nnx.MultiHeadAttention: kernels (in, N, H) and (N, H, out)",
+        "flax/nnx/nn/attention.py",
+        "out",
+        "biases or none",
     ),
-    *(
-        Layout(
-            name,
-            about,
-            source,
-            (separate("query", "key", "value", "attention_output", **EINSUM),),
-            rules=("out_proj", "one head_dim", *rules),
-        )
-        for name, about, source, rules in (
-            (
-                "keras.MultiHeadAttention",
-                "kernels (in, N, H) and (N, H, out)",
-                "keras/src/layers/attention/multi_head_attention.py",
-                ("no groups", "biases or none"),
-            ),
-            (
-                "keras.GroupQueryAttention",
-                "the same, key and value with fewer heads",
-                "keras/src/layers/attention/grouped_query_attention.py",
-                ("biases or none",),
-            ),
-        )
+    _of_einsum(
+        "flax.linen",
+        "linen.MultiHeadDotProductAttention, the same without groups",
+        "flax/linen/attention.py",
+        "out",
+        "no groups",
+        "biases or none",
+    ),
+    _of_einsum(
+        "keras.MultiHeadAttention",
+        "kernels (in, N, H) and (N, H, out)",
+        "keras/src/layers/attention/multi_head_attention.py",
+        "attention_output",
+        "no groups",
+        "biases or none",
+    ),
+    _of_einsum(
+        "keras.GroupQueryAttention",
+        "the same, key and value with fewer heads",
+        "keras/src/layers/attention/grouped_query_attention.py",
+        "attention_output",
+        "biases or none",
     ),
     Layout(
         "equinox.nn.MultiheadAttention",

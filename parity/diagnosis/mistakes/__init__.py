@@ -16,10 +16,9 @@ from parity.core.problem import Problem
 from parity.core.reference import Arithmetic, Layer
 from parity.core.weights import dtype_named
 from parity.diagnosis.mistakes import (
-    alibi,
     batches,
     caches,
-    empty_rows,
+    distances,
     gates,
     heads,
     latents,
@@ -27,11 +26,9 @@ from parity.diagnosis.mistakes import (
     norms,
     precision,
     ranks,
-    relative_bias,
     rope,
     rope_kinds,
     scores,
-    sinks,
     softmax,
     temperature,
     weights,
@@ -46,6 +43,7 @@ __all__ = [
     "Mistake",
     "Override",
     "low_products",
+    "mistake_by_name",
     "mistakes_for",
     "page_by_mistake",
     "permuted_heads",
@@ -59,7 +57,7 @@ GROUPS = (
     rope.turned_otherwise,
     rope.other_theta,
     rope_kinds.scaled,
-    rope_kinds.partial,
+    rope_kinds.partly,
     rope_kinds.on_several_axes,
     rope_kinds.neighbours,
     weights.fused_qkv,
@@ -80,10 +78,10 @@ GROUPS = (
     scores.scale,
     scores.soft_cap,
     scores.bias,
-    alibi.alibi,
-    relative_bias.relative_bias,
-    sinks.sinks,
-    scores.softmax_axis,
+    distances.alibi,
+    distances.relative_bias,
+    softmax.sinks,
+    softmax.softmax_axis,
     softmax.after_softmax,
     softmax.mask_as_number,
     softmax.other_functions,
@@ -94,7 +92,7 @@ GROUPS = (
     weights.out_columns,
     weights.missing_biases,
     caches.caches,
-    empty_rows.empty_rows,
+    softmax.empty_rows,
     precision.rounded_parts,
 )
 
@@ -102,10 +100,10 @@ GROUPS = (
 WITHOUT_LATENTS = frozenset(
     {
         *(weights.transposed, weights.swapped, weights.fused_qkv, weights.missing_biases),
-        *(rope_kinds.partial, heads.reordered),
+        *(rope_kinds.partly, heads.reordered),
     }
 )
-"""Those that are made in q_proj, k_proj and v_proj."""
+"""Groups of mistakes in q_proj, k_proj and v_proj."""
 
 
 def mistakes_for(case: Case) -> list[Mistake]:
@@ -115,13 +113,19 @@ def mistakes_for(case: Case) -> list[Mistake]:
 
 
 @cache
-def page_by_mistake() -> dict[str, str]:
-    """The page of every mistake that is known, by its name."""
+def mistake_by_name() -> dict[str, Mistake]:
+    """Every mistake that a layer could have, as the first case has it that could."""
     in_any_order = (heads.permuted(name, np.arange(0)) for name in "qkv")
     cases = (*CASES.values(), replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)))  # one that is between
-    in_cases = (mistake for case in cases for mistake in mistakes_for(case))
-    found = (*in_cases, *PRECISIONS.values(), *FIDELITIES.values(), *in_any_order)
-    return {mistake.name: mistake.page for mistake in found} | dict.fromkeys(ranks.NAMES, ranks.PAGE)
+    found = [mistake for case in cases for mistake in mistakes_for(case)]
+    found += [*PRECISIONS.values(), *FIDELITIES.values(), *in_any_order]
+    return {mistake.name: mistake for mistake in reversed(found)}
+
+
+def page_by_mistake() -> dict[str, str]:
+    """The page of every mistake that is known, by its name."""
+    pages = {name: mistake.page for name, mistake in mistake_by_name().items()}
+    return pages | dict.fromkeys(ranks.NAMES, ranks.PAGE)
 
 
 def wrong_layer(

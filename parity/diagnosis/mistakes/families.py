@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from mha_spec import AttentionSpec
+from parity.diagnosis.mistakes.record import Mistake
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,10 @@ class MistakeFamily:
         scaling = "none" if spec.rope is None or spec.rope.scaling is None else spec.rope.scaling
         return self.fix.format(spec=spec, root=math.sqrt(spec.head_dim), scaling=scaling)
 
+    def seen_in(self, *stages: str) -> partial[Mistake]:
+        """Return a `Mistake` of this family that lacks its name, words and overrides."""
+        return partial(Mistake, fix=self.fix, page=self.page, stages=stages)
+
 
 # ---- Weights and inputs ----------------------------------------------------------------------------------------------
 
@@ -41,9 +47,11 @@ BIAS = MistakeFamily("missing-bias", "add the bias of each projection once, its 
 QK_NORM = MistakeFamily(
     "qk-norm", "normalize by the layer's own norms, with their own weight and eps, where the spec has them"
 )
-SEQUENCES = MistakeFamily("batch-axis", "let each sequence have its own queries, keys and values")
+SEQUENCES = MistakeFamily(
+    "batch-axis", "let every query attend to the keys of its own sequence: heads are (B, N, T, H), batch first"
+)
 LATENTS = MistakeFamily("latents", "use the latents' own norms and projections")
-GATE = MistakeFamily("gate", "multiply the context by the sigmoid of the gate, before out_proj")
+GATE = MistakeFamily("gate", "multiply the context by sigmoid(gate_proj(query)), before out_proj")
 
 # ---- Heads -----------------------------------------------------------------------------------------------------------
 
@@ -72,19 +80,23 @@ POSITIONS = MistakeFamily("rope-positions", "the first token is at position 0, a
 MISSING_ROPE = MistakeFamily("rope-positions", "rotate both queries and keys by their positions")
 REVERSED_ROPE = MistakeFamily("rope-positions", "rotate (x, y) to (x cos - y sin, y cos + x sin)")
 CACHE_POSITIONS = MistakeFamily("cache-positions", "a new token's position is the number of tokens cached before it")
-CACHE_SLOTS = MistakeFamily("cache-slots", "write each token of each sequence in the slot of its position, once")
+CACHE_SLOTS = MistakeFamily("cache-slots", "write new token i into slot length + i")
 
 # ---- Masks -----------------------------------------------------------------------------------------------------------
 
-CAUSAL = MistakeFamily("causal-alignment", "hide the keys after the query's own position")
+CAUSAL = MistakeFamily("causal-alignment", "hide every key whose position is greater than the query's: s > t")
 POLARITY = MistakeFamily("mask-polarity", "let True hide, and hide a key that any of the masks hides")
-PADDING = MistakeFamily("padding", "let each sequence hide its own padding")
+PADDING = MistakeFamily("padding", "hide the keys from each sequence's own length on: s >= length")
 WINDOW = MistakeFamily(
     "sliding-window", "hide the keys at t - window_size and before: a query sees window_size keys, its own included"
 )
 NO_WINDOW = MistakeFamily("sliding-window", "hide no keys for their distance")
-CHUNK = MistakeFamily("sliding-window", "hide the keys of other chunks: a query sees those of its own")
-LEAKING = MistakeFamily("mask-as-number", "fill hidden scores with -infinity, before the softmax")
+CHUNK = MistakeFamily(
+    "sliding-window", "hide the keys of other chunks: those for which s // chunk_size is not t // chunk_size"
+)
+LEAKING = MistakeFamily(
+    "mask-as-number", "hide keys with -inf before the softmax: a boolean mask is not a number to be added"
+)
 
 # ---- Scores and what comes of them -----------------------------------------------------------------------------------
 
@@ -97,15 +109,29 @@ SOFT_CAP = MistakeFamily(
     "scale the scores, then take {spec.soft_cap:g} * tanh(scores / {spec.soft_cap:g}), then add the bias and mask",
 )
 NO_CAP = MistakeFamily("soft-cap", "do not cap the scores")
-SCORE_BIAS = MistakeFamily("score-bias", "add the bias of its own sequence and head to the scaled scores, once")
-ALIBI = MistakeFamily("alibi", "subtract each head's own slope times the distance from the scaled scores")
-RELATIVE_BIAS = MistakeFamily(
-    "relative-bias", "add the bias of the bucket that the distance of key and query falls into"
+SCORE_BIAS = MistakeFamily(
+    "score-bias", "add the bias of its own sequence and head to the scaled scores, once, before the softmax"
 )
-SINKS = MistakeFamily("sinks", "let exp(sink) of each head be part of the softmax's sum, as it is held")
-TEMPERATURE = MistakeFamily("temperature", "multiply each query by what its position says")
+ALIBI = MistakeFamily(
+    "alibi",
+    "take slope * distance from the scaled scores, the distance counted from the place of the query among all keys",
+)
+RELATIVE_BIAS = MistakeFamily(
+    "relative-bias",
+    "add to the scaled scores what the table has for the bucket of key - query, counted from the first of all keys",
+)
+SINKS = MistakeFamily(
+    "sinks",
+    "put each head's sink beside its scaled and masked scores, take the softmax, leave out the sink's weight",
+)
+TEMPERATURE = MistakeFamily(
+    "temperature",
+    "multiply queries by 1 + scale * ln(1 + floor((position + first_position) / length)), after RoPE",
+)
 DROPOUT = MistakeFamily("dropout", "leave out dropout in evaluation: model.eval(), dropout_p=0, deterministic=True")
-EMPTY_ROWS = MistakeFamily("empty-rows", "let rows that see no key be 0")
+EMPTY_ROWS = MistakeFamily(
+    "empty-rows", "give 0 for a row whose every key is hidden, by the mask and not by its scores"
+)
 PRECISION = MistakeFamily("low-precision", "keep these values in the problem's dtype, and compute them in float32")
 
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from parity.core.case import Case
-from parity.core.reference import Layer
 from parity.core.stages import Values
-from parity.diagnosis.mistakes.families import GROUPED
-from parity.diagnosis.mistakes.record import Mistake, instead
+from parity.diagnosis.mistakes.families import GROUPED, HEAD_ORDER
+from parity.diagnosis.mistakes.record import Mistake, Override, instead
+from parity.diagnosis.mistakes.sites import projected
 
 
 def shared(case: Case) -> Iterator[Mistake]:
     num_heads, num_kv_heads = case.spec.num_heads, case.spec.num_kv_heads
     if 1 < num_kv_heads < num_heads:
-        yield Mistake(
+        yield GROUPED.seen_in("scores")(
             "kv-heads-tiled",
             "key/value heads are tiled (0 1 0 1) and not repeated (0 0 1 1)",
-            GROUPED.fix,
-            GROUPED.page,
-            ("scores",),
             {"per_query_head": instead(lambda x: x[:, np.arange(num_heads) % num_kv_heads])},
         )
 
@@ -30,37 +26,30 @@ def shared(case: Case) -> Iterator[Mistake]:
 def split_or_combined(case: Case) -> Iterator[Mistake]:
     if case.spec.num_heads == 1:
         return
-    yield Mistake(
+    split, combined = HEAD_ORDER.seen_in("q", "k"), HEAD_ORDER.seen_in("output")
+    yield split(
         "heads-innermost",
         "the width is split into (H, N) and not (N, H)",
-        "split heads outermost: reshape to (B, T, N, H), then move N before T",
-        "head-order",
-        ("q", "k"),
         {"split_heads": instead(lambda x, n: x.reshape(*x.shape[:2], -1, n).transpose(0, 3, 1, 2))},
+        fix="split heads outermost: reshape to (B, T, N, H), then move N before T",
     )
-    yield Mistake(
+    yield split(
         "heads-not-moved",
         "heads are split by a reshape to (B, N, T, H) that does not move them before the tokens",
-        "reshape to (B, T, N, H), then swap the middle axes",
-        "head-order",
-        ("q", "k"),
         {"split_heads": instead(lambda x, n: x.reshape(x.shape[0], n, x.shape[1], -1))},
+        fix="reshape to (B, T, N, H), then swap the middle axes",
     )
-    yield Mistake(
+    yield combined(
         "heads-combined-innermost",
         "the heads are combined as (H, N) and not (N, H)",
-        "combine heads outermost: move N after T, then reshape to (B, T, N * H)",
-        "head-order",
-        ("output",),
         {"combine_heads": instead(lambda x: x.transpose(0, 2, 3, 1).reshape(x.shape[0], x.shape[2], -1))},
+        fix="combine heads outermost: move N after T, then reshape to (B, T, N * H)",
     )
-    yield Mistake(
+    yield combined(
         "heads-not-moved-back",
         "heads are combined by a reshape that does not move them after the tokens",
-        "swap the middle axes, then reshape to (B, T, N * H)",
-        "head-order",
-        ("output",),
         {"combine_heads": instead(lambda x: x.reshape(x.shape[0], x.shape[2], -1))},
+        fix="swap the middle axes, then reshape to (B, T, N * H)",
     )
 
 
@@ -68,21 +57,20 @@ def padded(case: Case) -> Iterator[Mistake]:
     """Values that are narrower than keys, padded for a kernel that takes one width, and cut where it is too late."""
     spec = case.spec
     features, missing = spec.value_head_dim, spec.head_dim - spec.value_head_dim
-    if missing <= 0 or spec.num_heads == 1:
-        return
 
-    def combine_heads(_: Layer, original: Any, x: np.ndarray) -> np.ndarray:
+    def combine_heads(_: object, original: Override, x: np.ndarray) -> np.ndarray:
         wide = np.pad(x, [(0, 0)] * 3 + [(0, missing)])
         return original(wide)[..., : x.shape[1] * features]
 
-    yield Mistake(
-        "value-padding-combined",
-        "values are padded to head_dim, and the context is cut to value_head_dim after its heads are combined",
-        "cut each head of the context to value_head_dim, then combine the heads",
-        "value-head-dim",
-        ("output",),
-        {"combine_heads": combine_heads},
-    )
+    if missing > 0 and spec.num_heads > 1:
+        yield Mistake(
+            "value-padding-combined",
+            "values are padded to head_dim, and the context is cut to value_head_dim after its heads are combined",
+            {"combine_heads": combine_heads},
+            fix="cut each head of the context to value_head_dim, then combine the heads",
+            page="value-head-dim",
+            stages=("output",),
+        )
 
 
 def reordered(case: Case) -> Iterator[Mistake]:
@@ -122,17 +110,10 @@ def permuted(name: str, order: np.ndarray) -> Mistake:
 
 
 def _reordered(name: str, word: str, about: str, order: np.ndarray) -> Mistake:
-    """The heads of q, k or v in another order."""
-
-    def project(_: Layer, original: Any, *inputs: np.ndarray) -> dict[str, np.ndarray]:
-        projected = original(*inputs)
-        return {**projected, name: projected[name][:, order]}
-
-    return Mistake(
+    stages = ("q", "k") if name == "q" else (name,)
+    return HEAD_ORDER.seen_in(*stages)(
         f"{name}-heads-{word}",
         f"{name}'s heads are {about}",
-        f"keep the heads of {name} in the order in which the weights hold them",
-        "head-order",
-        {"q": ("q", "k"), "k": ("k",), "v": ("v",)}[name],
-        {"project": project},
+        projected(lambda heads: {name: heads[name][:, order]}),
+        fix=f"keep the heads of {name} in the order in which the weights hold them",
     )

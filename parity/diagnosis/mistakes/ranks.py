@@ -16,7 +16,7 @@ from parity.core.reference import Arithmetic, Layer
 from parity.core.reference.backward import Backward
 from parity.core.stages import Values
 from parity.core.trace import Reference
-from parity.core.weights import Weights
+from parity.core.weights import QKV, Weights
 from parity.diagnosis.mistakes.record import Changed
 from parity.sharding.shard import ShardPlan, local_heads, shard
 
@@ -26,10 +26,10 @@ NAMES = (
     *("rank-kv-heads-tiled", "rank-first-heads", "rank-first-sinks", "rank-first-gate", "rank-norm-over-own-width"),
     *("rank-out-bias-on-each", "rank-local-positions", "rank-zigzag-left", "rank-local-sums"),
 )
-"""Of all of them, which no single problem could have."""
+"""Names of all, which no single problem could have."""
 
 Computed = Callable[["SharedProblem", int], Values]
-"""What a rank computes with a mistake, in float64: the stages that the mistake is about."""
+"""Computes what a rank does with a mistake, in float64: the stages that the mistake is about."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,10 @@ def rank_mistakes(problem: Problem, plan: ShardPlan, tokens: int = 1) -> Iterato
     yield from _of_heads(problem, plan) if plan.tensor > 1 else _of_tokens(problem)
 
 
+FROM_WEIGHTS = ("attn_weights", "context", "output")
+FROM_SCORES = ("scores", *FROM_WEIGHTS)
+
+
 def _of_heads(problem: Problem, plan: ShardPlan) -> Iterator[RankMistake]:
     spec = problem.spec
     if 1 < spec.num_kv_heads < plan.tensor:
@@ -115,23 +119,23 @@ def _of_heads(problem: Problem, plan: ShardPlan) -> Iterator[RankMistake]:
             "rank-kv-heads-tiled",
             "key/value heads are given to ranks in turn (0 1 0 1), and not to neighbours (0 0 1 1)",
             "give rank r of R the key/value head r K // R",
-            ("k", "v", "scores", "attn_weights", "context", "output"),
-            lambda ranks, rank: ranks.own(rank, _with(ranks, rank, ("k_proj", "v_proj", "k_norm", "v_norm"), _in_turn)),
+            ("k", "v", *FROM_SCORES),
+            _with("k_proj", "v_proj", "k_norm", "v_norm", of=_in_turn),
         )
     yield RankMistake(
         "rank-first-heads",
         "every rank computes the first heads of a projection that it has whole",
         "divide the rows of q_proj, k_proj and v_proj, or take those of the rank's own heads",
-        ("q", "k", "v", "scores", "attn_weights", "context", "output"),
-        lambda ranks, rank: ranks.own(rank, _with(ranks, rank, ("q_proj", "k_proj", "v_proj"), _first)),
+        ("q", "k", "v", *FROM_SCORES),
+        _with(*QKV),
     )
     if spec.sinks:
         yield RankMistake(
             "rank-first-sinks",
             "every rank has the sinks of the first heads",
             "divide the sinks as query heads are",
-            ("attn_weights", "context", "output"),
-            lambda ranks, rank: ranks.own(rank, _with(ranks, rank, ("sinks",), _first)),
+            FROM_WEIGHTS,
+            _with("sinks"),
         )
     if spec.gate is not None:
         yield RankMistake(
@@ -139,15 +143,15 @@ def _of_heads(problem: Problem, plan: ShardPlan) -> Iterator[RankMistake]:
             "every rank has the rows of gate_proj of the first heads",
             "divide the rows of gate_proj as query heads are",
             ("gate", "output"),
-            lambda ranks, rank: ranks.own(rank, _with(ranks, rank, ("gate_proj",), _first)),
+            _with("gate_proj"),
         )
     if spec.wide_norms:
         yield RankMistake(
             "rank-norm-over-own-width",
             "a norm over the width of all heads is taken over those of each rank",
             "add up the mean squares of all ranks, or gather the projections before the norm",
-            ("q", "k", "scores", "attn_weights", "context", "output"),
-            lambda ranks, rank: ranks.own(rank),
+            ("q", "k", *FROM_SCORES),
+            SharedProblem.own,
         )
     if spec.out_bias and spec.out_proj:
         yield RankMistake(
@@ -160,39 +164,20 @@ def _of_heads(problem: Problem, plan: ShardPlan) -> Iterator[RankMistake]:
 
 
 def _of_tokens(problem: Problem) -> Iterator[RankMistake]:
-    seq_len = problem.case.seq_len
-
-    def local(ranks: SharedProblem, rank: int) -> Values:
-        part = seq_len // ranks.size
-        turned = Changed({"rotate": lambda _, original, x, places, **more: original(x, places % part, **more)})
-        return ranks.of_tokens(ranks.changed(turned), np.arange(rank * part, (rank + 1) * part))
-
-    def left(ranks: SharedProblem, rank: int) -> Values:
-        half, last = seq_len // (2 * ranks.size), 2 * ranks.size - 1
-        rows = np.concatenate([np.arange(place * half, (place + 1) * half) for place in (rank, last - rank)])
-        of_rows = ranks.of_tokens(ranks.changed(Changed({})), rows)
-        return {name: of_rows[name] for name in ("context", "output")}
-
-    def by_local_sums(ranks: SharedProblem, rank: int) -> Values:
-        part = seq_len // ranks.size
-        layer = Layer(ranks.problem, Arithmetic(np.dtype(np.float64)))
-        grads = _LocalSums(layer, fused=True, part=part).gradients()
-        return ranks.of_tokens(grads, np.arange(rank * part, (rank + 1) * part))
-
     if problem.spec.rope is not None:
         yield RankMistake(
             "rank-local-positions",
             "RoPE counts each rank's tokens from 0",
             "give each rank the positions of its tokens in the whole sequence",
-            ("q", "k", "scores", "attn_weights", "context", "output"),
-            local,
+            ("q", "k", *FROM_SCORES),
+            _with_local_positions,
         )
     yield RankMistake(
         "rank-zigzag-left",
         "ranks are left with the tokens of their zigzag halves",
         "bring the halves of the context back to the ranks that had their queries",
         ("context", "output"),
-        left,
+        _left_in_zigzag,
     )
     if not problem.spec.sinks:
         yield RankMistake(
@@ -200,35 +185,53 @@ def _of_tokens(problem: Problem) -> Iterator[RankMistake]:
             "the gradient takes attention weights that add up to 1 over the keys of each rank",
             "keep the logarithm of the sum over all keys, and the whole context, for the backward pass",
             ("grad.query",),
-            by_local_sums,
+            _by_local_sums,
         )
 
 
 # ---- What a rank has instead -----------------------------------------------------------------------------------------
 
 
-def _with(
-    ranks: SharedProblem, rank: int, parts: tuple[str, ...], source: Callable[[SharedProblem, int], int]
-) -> Weights:
-    """The weights of a rank, some of them those of another one."""
-    own, others = ranks.divided(rank)[0], ranks.divided(source(ranks, rank))[0]
-    return {name: others[name] if name.partition(".")[0] in parts else weight for name, weight in own.items()}
-
-
-def _first(ranks: SharedProblem, rank: int) -> int:
-    return 0
-
-
 def _in_turn(ranks: SharedProblem, rank: int) -> int:
-    """A rank that has the key/value head whose turn it is."""
+    """Return a rank that has the key/value head whose turn it is."""
     heads = ranks.problem.spec.num_kv_heads
     return rank % heads * (ranks.size // heads)
+
+
+def _with(*parts: str, of: Callable[[SharedProblem, int], int] = lambda ranks, rank: 0) -> Computed:
+    """Compute with some weights of another rank, of the first one by default."""
+
+    def computed(ranks: SharedProblem, rank: int) -> Values:
+        own, others = ranks.divided(rank)[0], ranks.divided(of(ranks, rank))[0]
+        return ranks.own(rank, {name: (others if name.partition(".")[0] in parts else own)[name] for name in own})
+
+    return computed
 
 
 def _with_bias(ranks: SharedProblem, rank: int) -> Values:
     own, spec = ranks.divided(rank)
     bias: Mapping[str, np.ndarray] = {OUT_BIAS: ranks.problem.weights[OUT_BIAS]}
     return {"output": ranks.own(rank, {**own, **bias}, replace(spec, out_bias=True))["output"]}
+
+
+def _with_local_positions(ranks: SharedProblem, rank: int) -> Values:
+    part = ranks.problem.case.seq_len // ranks.size
+    turned = Changed({"rotate": lambda _, original, x, places, **more: original(x, places % part, **more)})
+    return ranks.of_tokens(ranks.changed(turned), np.arange(rank * part, (rank + 1) * part))
+
+
+def _left_in_zigzag(ranks: SharedProblem, rank: int) -> Values:
+    half, last = ranks.problem.case.seq_len // (2 * ranks.size), 2 * ranks.size - 1
+    rows = np.concatenate([np.arange(place * half, (place + 1) * half) for place in (rank, last - rank)])
+    of_rows = ranks.of_tokens(ranks.changed(Changed({})), rows)
+    return {name: of_rows[name] for name in ("context", "output")}
+
+
+def _by_local_sums(ranks: SharedProblem, rank: int) -> Values:
+    part = ranks.problem.case.seq_len // ranks.size
+    layer = Layer(ranks.problem, Arithmetic(np.dtype(np.float64)))
+    grads = _LocalSums(layer, fused=True, part=part).gradients()
+    return ranks.of_tokens(grads, np.arange(rank * part, (rank + 1) * part))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What is known of a mistake, and how it is made in the reference."""
+"""Records of mistakes: their words, and how they are made in the reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ The original is what stood there before: where two mistakes are made, perhaps th
 
 
 class Change(Protocol):
-    """What makes the reference another one."""
+    """A change of the reference."""
 
     @property
     def in_reference(self) -> Mapping[str, Override]: ...
@@ -33,10 +33,10 @@ class Mistake:
     Attributes:
         name: what reports and the command line call it; two forms of a mistake may share one.
         about: what would be the case, so that "it matches the reference if" may stand before it.
+        in_reference: makes it in the reference: overrides by the methods of `reference.Layer`.
         fix: what to do about it.
         page: the page of parity/bugs that says more.
         stages: one of them must be the first that shows it.
-        in_reference: makes it in the reference: overrides by the methods of `reference.Layer`.
         is_loss: whether only precision is lost. Such a one is searched for last and alone, where little is wrong.
         shows_in_narrow: whether a loss of precision is seen in bfloat16 and float16, too, which may be rounded to
             themselves.
@@ -45,10 +45,10 @@ class Mistake:
 
     name: str
     about: str
+    in_reference: Mapping[str, Override]
     fix: str
     page: str
     stages: tuple[str, ...]
-    in_reference: Mapping[str, Override]
     is_loss: bool = False
     shows_in_narrow: bool = False
     shows_alone: bool = True

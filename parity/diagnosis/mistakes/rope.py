@@ -4,261 +4,175 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
 
 import numpy as np
 
-from mha_spec import AttentionSpec, DynamicScaling, Rope, YarnScaling
+from mha_spec import DynamicScaling, Rope, YarnScaling
 from parity.core.case import Case
 from parity.core.reference import Layer
 from parity.diagnosis.mistakes.families import CACHE_POSITIONS, EXPONENTS, MISSING_ROPE, POSITIONS, REVERSED_ROPE, THETA
 from parity.diagnosis.mistakes.record import Mistake, Override
+from parity.diagnosis.mistakes.sites import after, positions, turned, weights
 
 THETAS = (1e2, 1e3, 1e4, 1e5, 5e5, 1e6, 1e7)  # bases that are in use
-STAGES = ("q", "latents", "k")
+
+of_rope = partial(Mistake, page="rope-positions", stages=("q", "latents", "k"))
+of_pairs = partial(of_rope, page="rope-pairs")
 
 
 def turned_otherwise(case: Case) -> Iterator[Mistake]:
-    """Of queries and keys, of queries alone, of keys alone."""
-    if case.spec.rope is None:
+    """Other rotations: of queries and keys, of queries alone, of keys alone."""
+    rope, spec = case.spec.rope, case.spec
+    if rope is None:
         return
-    for of in ("qk", "q", "k"):
-        whose = {"qk": "the", "q": "q's", "k": "k's"}[of]
-        suffix = "" if of == "qk" else f"-{of}"
-        if case.spec.rope.pairs == "half":
-            yield _interleaved(case, of, whose, suffix)
-            if case.spec.latent is None:
-                yield from _weights_reordered(case, of, whose, suffix)
-        yield _missing(of, suffix)
-        if not case.spec.rope.depends_on_length:  # of negative positions there is no length
-            yield _reversed(of, whose, suffix)
-        yield _shifted(of, whose, f"one{suffix}", 1)
-        yield _shifted(of, whose, f"minus-one{suffix}", -1)
-        yield _twice(of, whose, suffix)
+    for of, whose, suffix in (("qk", "the", ""), ("q", "q's", "-q"), ("k", "k's", "-k")):
+        if rope.pairs == "half":
+            yield from _other_pairs(case, rope, of, whose, suffix)
+        yield from _turned(rope, of, whose, suffix)
         if case.is_cached and not case.has_positions:
-            yield from _cached_positions(of, whose, suffix)
-            if any(len({*case.lengths_before(call)}) > 1 for call in range(len(case.chunks))):
-                yield _of_longest(of, whose, suffix)
-    rope = case.spec.rope
-    if case.spec.num_heads > 1 and case.spec.latent is None and rope.sections is None and not rope.depends_on_length:
-        yield _over_heads()
+            yield from _cached_positions(case, of, whose, suffix)
+    if spec.num_heads > 1 and spec.latent is None and rope.sections is None and not rope.depends_on_length:
+        yield of_rope(
+            "rope-over-heads",
+            "RoPE turns heads by their number, and not tokens by their position",
+            turned("qk", _over_heads),
+            fix="let cosines and sines go along the tokens: (B, 1, T, H) beside (B, N, T, H)",
+        )
     if not rope.depends_on_length:
-        yield _exchanged()
+        # A quarter turn, and back by the position: the scores are those of RoPE the other way.
+        yield of_rope(
+            "rope-sin-cos-exchanged",
+            "RoPE's sines and cosines are exchanged",
+            {"tables": after(lambda tables: tables[::-1])},
+            fix=REVERSED_ROPE.fix,
+        )
     if case.positions().max() > 256:
-        yield _rounded_positions()
-    if case.spec.latent is None and case.spec.value_head_dim == case.spec.head_dim:
-        norm = case.spec.v_norm
-        if norm is None or not norm.after_rope:
-            yield _of_values()
-
-
-def _turning(of: str, turned: Override) -> dict[str, Override]:
-    """The reference that rotates some heads in another way: `turned(layer, x, positions)`."""
-
-    def override(layer: Layer, original: Any, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return turned(layer, x, positions) if name in of else original(name, x, positions)
-
-    return {"turned": override}
+        yield of_rope(
+            "rope-positions-bfloat16",
+            "RoPE positions are numbers of bfloat16, in which those above 256 collapse",
+            {"rotate": _by_rounded_positions},
+            fix="keep positions as integers, and make the angles of them in float32",
+        )
+    if spec.latent is None and spec.value_head_dim == spec.head_dim and not (spec.v_norm and spec.v_norm.after_rope):
+        yield of_rope(
+            "rope-on-values",
+            "values are rotated, too",
+            positions("v", lambda places: places),
+            fix="rotate queries and keys only",
+            stages=("v",),
+        )
 
 
 # ---- Pairs -----------------------------------------------------------------------------------------------------------
 
 
-def _rotated(rope: Rope | None, size: int) -> list[int]:
-    """Which of so many features are rotated."""
-    return list(range(size))[cast(Rope, rope).rotated_features(size)]
-
-
-def _pairs_side_by_side(case: Case, size: int) -> np.ndarray:
+def _pairs_side_by_side(rope: Rope, size: int) -> np.ndarray:
     """So many features, those of each pair one after the other: 0, R/2, 1, R/2 + 1, …"""
-    order, rotated = np.arange(size), _rotated(case.spec.rope, size)
-    order[rotated] = np.array(rotated).reshape(2, -1).T.reshape(-1)
+    order = np.arange(size)
+    rotated = np.arange(size)[rope.rotated_features(size)]
+    order[rotated] = rotated.reshape(2, -1).T.ravel()
     return order
 
 
-def _interleaved(case: Case, of: str, whose: str, suffix: str) -> Mistake:
-    def turned(layer: Layer, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        order = _pairs_side_by_side(case, x.shape[-1])
-        return layer.rotate(x[..., np.argsort(order)], positions)[..., order]
+def _other_pairs(case: Case, rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Mistake]:
+    def interleaved(layer: Layer, x: np.ndarray, places: np.ndarray) -> np.ndarray:
+        order = _pairs_side_by_side(rope, x.shape[-1])
+        return layer.rotate(x[..., np.argsort(order)], places)[..., order]
 
-    return Mistake(
+    yield of_pairs(
         f"rope-interleaved{suffix}",
         f"{whose} RoPE pairs are interleaved, (2 i, 2 i + 1), and not (i, i + H/2)",
-        "rotate the pairs (i, i + H/2), or interleave the rows of the weights when they are loaded",
-        "rope-pairs",
-        STAGES,
-        _turning(of, turned),
+        turned(of, interleaved),
+        fix="rotate the pairs (i, i + H/2), or interleave the rows of the weights when they are loaded",
     )
-
-
-def _weights_reordered(case: Case, of: str, whose: str, suffix: str) -> Iterator[Mistake]:
+    if case.spec.latent is not None:
+        return
     size = case.spec.head_dim
-    order = _pairs_side_by_side(case, size)
+    names = [f"{name}_proj.{leaf}" for name in of for leaf in ("weight", "bias")]
+    order = _pairs_side_by_side(rope, size)
+    for word, rows, about, fix in (
+        (
+            "interleaved",
+            order,
+            "weights are in the order of interleaved RoPE pairs (Meta's, GGUF's)",
+            "undo the interleaving of q_proj's and k_proj's rows, each with its own number of heads",
+        ),
+        (
+            "deinterleaved",
+            np.argsort(order),
+            "weights were un-interleaved, though their RoPE pairs are (i, i + H/2) already",
+            "leave the rows of q_proj and k_proj as they are",
+        ),
+    ):
 
-    def with_rows(rows: np.ndarray) -> dict[str, Override]:
-        def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
-            found = original(name)
-            if name[0] not in of or not name.startswith(("q_proj", "k_proj")):
-                return found
-            return found.reshape(-1, size, *found.shape[1:])[:, rows].reshape(found.shape)
+        def in_order(x: np.ndarray, rows: np.ndarray = rows) -> np.ndarray:
+            return x.reshape(-1, size, *x.shape[1:])[:, rows].reshape(x.shape)
 
-        return {"parameter": parameter}
-
-    yield Mistake(
-        f"rope-weights-interleaved{suffix}",
-        f"{whose} weights are in the order of interleaved RoPE pairs (Meta's, GGUF's)",
-        "undo the interleaving of q_proj's and k_proj's rows, each with its own number of heads",
-        "rope-pairs",
-        STAGES,
-        with_rows(order),
-    )
-    yield Mistake(
-        f"rope-weights-deinterleaved{suffix}",
-        f"{whose} weights were un-interleaved, though their RoPE pairs are (i, i + H/2) already",
-        "leave the rows of q_proj and k_proj as they are",
-        "rope-pairs",
-        STAGES,
-        with_rows(np.argsort(order)),
-    )
+        yield of_pairs(f"rope-weights-{word}{suffix}", f"{whose} {about}", weights(in_order, names), fix=fix)
 
 
 # ---- Positions -------------------------------------------------------------------------------------------------------
 
 
-def _missing(of: str, suffix: str) -> Mistake:
-    return Mistake(
+def _turned(rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Mistake]:
+    yield of_rope(
         f"rope-missing{suffix}",
         "RoPE is missing" if of == "qk" else f"RoPE is missing on {of}",
-        MISSING_ROPE.fix,
-        MISSING_ROPE.page,
-        STAGES,
-        _turning(of, lambda layer, x, positions: x),
+        turned(of, lambda layer, x, places: x),
+        fix=MISSING_ROPE.fix,
     )
-
-
-def _reversed(of: str, whose: str, suffix: str) -> Mistake:
-    return Mistake(
-        f"rope-reversed{suffix}",
-        f"{whose} RoPE rotates the other way",
-        REVERSED_ROPE.fix,
-        REVERSED_ROPE.page,
-        STAGES,
-        _turning(of, lambda layer, x, positions: layer.rotate(x, -positions)),
-    )
-
-
-def _shifted(of: str, whose: str, by: str, step: int) -> Mistake:
-    return Mistake(
-        f"rope-off-by-{by}",
-        f"{whose} RoPE positions are one too {'high' if step > 0 else 'low'}",
-        POSITIONS.fix,
-        POSITIONS.page,
-        STAGES,
-        _turning(of, lambda layer, x, positions: layer.rotate(x, positions + step)),
-    )
-
-
-def _twice(of: str, whose: str, suffix: str) -> Mistake:
-    return Mistake(
+    if not rope.depends_on_length:  # of negative positions there is no length
+        yield of_rope(
+            f"rope-reversed{suffix}",
+            f"{whose} RoPE rotates the other way",
+            positions(of, np.negative),
+            fix=REVERSED_ROPE.fix,
+        )
+    for by, word, step in (("one", "high", 1), ("minus-one", "low", -1)):
+        yield of_rope(
+            f"rope-off-by-{by}{suffix}",
+            f"{whose} RoPE positions are one too {word}",
+            positions(of, lambda places, step=step: places + step),
+            fix=POSITIONS.fix,
+        )
+    yield of_rope(
         f"rope-twice{suffix}",
         f"{whose} RoPE is applied twice",
-        "rotate queries and keys once: keys from a cache have been rotated",
-        "rope-positions",
-        STAGES,
-        _turning(of, lambda layer, x, positions: layer.rotate(layer.rotate(x, positions), positions)),
+        turned(of, lambda layer, x, places: layer.rotate(layer.rotate(x, places), places)),
+        fix="rotate queries and keys once: keys from a cache have been rotated",
     )
 
 
-def _exchanged() -> Mistake:
-    """A quarter turn, and back by the position: the scores are those of RoPE the other way."""
-
-    return Mistake(
-        "rope-sin-cos-exchanged",
-        "RoPE's sines and cosines are exchanged",
-        REVERSED_ROPE.fix,
-        REVERSED_ROPE.page,
-        STAGES,
-        {"tables": lambda layer, original, positions: original(positions)[::-1]},
-    )
+def _over_heads(layer: Layer, x: np.ndarray, _: np.ndarray) -> np.ndarray:
+    return layer.rotate(x.swapaxes(1, 2), np.arange(x.shape[1])[None]).swapaxes(1, 2)
 
 
-def _over_heads() -> Mistake:
-    def turned(layer: Layer, x: np.ndarray, _: np.ndarray) -> np.ndarray:
-        return layer.rotate(x.swapaxes(1, 2), np.arange(x.shape[1])[None]).swapaxes(1, 2)
-
-    return Mistake(
-        "rope-over-heads",
-        "RoPE turns heads by their number, and not tokens by their position",
-        "let cosines and sines go along the tokens: (B, 1, T, H) beside (B, N, T, H)",
-        "rope-positions",
-        STAGES,
-        _turning("qk", turned),
-    )
-
-
-def _of_values() -> Mistake:
-    def turned(layer: Layer, original: Any, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return layer.rotate(x, positions) if name == "v" else original(name, x, positions)
-
-    return Mistake(
-        "rope-on-values",
-        "values are rotated, too",
-        "rotate queries and keys only",
-        "rope-positions",
-        ("v",),
-        {"turned": turned},
-    )
-
-
-def _rounded_positions() -> Mistake:
+def _by_rounded_positions(_: Layer, original: Override, x: np.ndarray, places: np.ndarray, *way: int) -> np.ndarray:
     """Whole numbers above 256 have more bits than a bfloat16 has."""
-
-    def rounded(layer: Layer, original: Any, x: np.ndarray, positions: np.ndarray, *direction: int) -> np.ndarray:
-        step = np.maximum(np.exp2(np.floor(np.log2(np.maximum(positions, 1))) - 7), 1)
-        return original(x, (np.round(positions / step) * step).astype(positions.dtype), *direction)
-
-    return Mistake(
-        "rope-positions-bfloat16",
-        "RoPE positions are numbers of bfloat16, in which those above 256 collapse",
-        "keep positions as integers, and make the angles of them in float32",
-        "rope-positions",
-        STAGES,
-        {"rotate": rounded},
-    )
+    step = np.maximum(np.exp2(np.floor(np.log2(np.maximum(places, 1))) - 7), 1)
+    return original(x, (np.round(places / step) * step).astype(places.dtype), *way)
 
 
-def _of_longest(of: str, whose: str, suffix: str) -> Mistake:
-    def turned(layer: Layer, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        first = positions[:, :1]
-        return layer.rotate(x, positions - first + first.max())
-
-    return Mistake(
-        f"cache-position-of-longest{suffix}",
-        f"{whose} RoPE positions of all sequences go on from the longest one",
-        "a new token's position is the number of tokens cached before it, in its own sequence",
-        "cache-positions",
-        STAGES,
-        _turning(of, turned),
-    )
-
-
-def _cached_positions(of: str, whose: str, suffix: str) -> Iterator[Mistake]:
-    yield Mistake(
+def _cached_positions(case: Case, of: str, whose: str, suffix: str) -> Iterator[Mistake]:
+    cached = partial(of_rope, fix=CACHE_POSITIONS.fix, page=CACHE_POSITIONS.page)
+    yield cached(
         f"cache-position-off-by-one{suffix}",
         f"{whose} RoPE positions after the first call are one too high",
-        CACHE_POSITIONS.fix,
-        CACHE_POSITIONS.page,
-        STAGES,
-        _turning(of, lambda layer, x, positions: layer.rotate(x, positions + (positions[:, :1] > 0))),
+        positions(of, lambda places: places + (places[:, :1] > 0)),
     )
-    yield Mistake(
+    yield cached(
         f"cache-position-restarted{suffix}",
         f"{whose} RoPE positions begin at 0 in every call",
-        CACHE_POSITIONS.fix,
-        CACHE_POSITIONS.page,
-        STAGES,
-        _turning(of, lambda layer, x, positions: layer.rotate(x, positions - positions[:, :1])),
+        positions(of, lambda places: places - places[:, :1]),
     )
+    if any(len({*case.lengths_before(call)}) > 1 for call in range(len(case.chunks))):
+        yield cached(
+            f"cache-position-of-longest{suffix}",
+            f"{whose} RoPE positions of all sequences go on from the longest one",
+            positions(of, lambda places: places - places[:, :1] + places[:, :1].max()),
+            fix=f"{CACHE_POSITIONS.fix}, in its own sequence",
+        )
 
 
 # ---- Theta -----------------------------------------------------------------------------------------------------------
@@ -266,38 +180,27 @@ def _cached_positions(of: str, whose: str, suffix: str) -> Iterator[Mistake]:
 
 def other_theta(case: Case) -> Iterator[Mistake]:
     """Another base, or other exponents, which are another base, too: both are said where that one is in use."""
-    rope = case.spec.rope
+    spec, rope = case.spec, case.spec.rope
     if rope is None:
         return
-    said = {rope.theta}
+    named = {rope.theta}
     if not isinstance(rope.scaling, (YarnScaling, DynamicScaling)):  # which look at theta for more than its powers
         for word, exponents, power in (("halved", "i / R", 0.5), ("doubled", "4 i / R", 2.0)):
-            yield _other_exponents(word, exponents, power, case.spec)
-            said.add(rope.theta**power)
-    yield from (_other_theta(theta, case.spec) for theta in THETAS if theta not in said)
+            theta = rope.theta**power
+            named.add(theta)
+            yield of_rope(
+                f"rope-exponents-{word}",
+                f"RoPE's frequencies are theta ** (-{exponents}) and not theta ** (-2 i / R), or theta is {theta:g} "
+                f"and not {rope.theta:g}",
+                _with_theta(theta),
+                fix=EXPONENTS.fix_for(spec),
+                page=EXPONENTS.page,
+            )
+    for theta in (theta for theta in THETAS if theta not in named):
+        about = THETA.about.format(found=f"{theta:g}", right=f"{rope.theta:g}")
+        fix = THETA.fix_for(spec)
+        yield of_rope(f"rope-theta-{theta:.0f}", about, _with_theta(theta), fix=fix, page=THETA.page)
 
 
-def _other_theta(theta: float, spec: AttentionSpec) -> Mistake:
-    right = cast(Rope, spec.rope).theta
-    return Mistake(
-        f"rope-theta-{theta:.0f}",
-        THETA.about.format(found=f"{theta:g}", right=f"{right:g}"),
-        THETA.fix_for(spec),
-        THETA.page,
-        STAGES,
-        {"rope": lambda layer, original: replace(original(), theta=theta)},
-    )
-
-
-def _other_exponents(word: str, exponents: str, power: float, spec: AttentionSpec) -> Mistake:
-    right = cast(Rope, spec.rope).theta
-    theta = right**power
-    return Mistake(
-        f"rope-exponents-{word}",
-        f"RoPE's frequencies are theta ** (-{exponents}) and not theta ** (-2 i / R), or theta is {theta:g} "
-        f"and not {right:g}",
-        EXPONENTS.fix_for(spec),
-        EXPONENTS.page,
-        STAGES,
-        {"rope": lambda layer, original: replace(original(), theta=theta)},
-    )
+def _with_theta(theta: float) -> dict[str, Override]:
+    return {"rope": after(lambda rope: replace(rope, theta=theta))}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import numpy as np
 
@@ -21,21 +21,19 @@ from mha_spec import (
 from parity.core.case import Case
 from parity.core.reference import Layer
 from parity.core.reference.rope import frequencies
-from parity.diagnosis.mistakes.record import Mistake, instead
+from parity.diagnosis.mistakes.record import Mistake, Override, instead
+from parity.diagnosis.mistakes.rope import of_pairs, of_rope
+from parity.diagnosis.mistakes.sites import Overrides, before
 
-STAGES = ("q", "latents", "k")
+of_scaling = partial(of_rope, page="rope-scaling")
+of_factor = partial(of_rope, page="rope-attention-factor")
+of_part = partial(of_rope, page="rope-partial")
+of_axes = partial(of_rope, page="rope-sections")
 
 
-def _of_another(name: str, about: str, fix: str, page: str, wrong: Rope) -> Mistake:
-    """Queries and keys are rotated as another `Rope` says."""
-    return Mistake(
-        name,
-        about,
-        fix,
-        page,
-        STAGES,
-        {"rope": instead(lambda: wrong)},
-    )
+def _as(wrong: Rope) -> Overrides:
+    """Rotate queries and keys as another `Rope` says."""
+    return {"rope": instead(lambda: wrong)}
 
 
 # ---- Scaling ---------------------------------------------------------------------------------------------------------
@@ -46,37 +44,56 @@ def scaled(case: Case) -> Iterator[Mistake]:
     rope = case.spec.rope
     if rope is None or rope.scaling is None or isinstance(rope.scaling, ProportionalScaling):
         return
+    scaling = rope.scaling
     is_beyond, is_within, is_divided = _lengths(case, rope)
-    if is_beyond or not isinstance(rope.scaling, DynamicScaling):
-        yield _of_another(
+    if is_beyond or not isinstance(scaling, DynamicScaling):
+        yield of_scaling(
             "rope-scaling-missing",
-            f"RoPE's frequencies are not scaled ({rope.scaling.kind})",
-            "read the scaling from the model's configuration, and give it to the Rope",
-            "rope-scaling",
-            replace(rope, scaling=None),
+            f"RoPE's frequencies are not scaled ({scaling.kind})",
+            _as(replace(rope, scaling=None)),
+            fix="read the scaling from the model's configuration, and give it to the Rope",
         )
-    if isinstance(rope.scaling, (DynamicScaling, Llama3Scaling, YarnScaling)):
-        yield _of_another(
+    if isinstance(scaling, (DynamicScaling, Llama3Scaling, YarnScaling)):
+        yield of_scaling(
             "rope-scaling-linear",
-            f"all RoPE frequencies are divided by the factor ({rope.scaling.kind} divides some)",
-            f"scale the frequencies as {type(rope.scaling).__name__} says, not all by the factor",
-            "rope-scaling",
-            replace(rope, scaling=LinearScaling(rope.scaling.factor)),
+            f"all RoPE frequencies are divided by the factor ({scaling.kind} divides some)",
+            _as(replace(rope, scaling=LinearScaling(scaling.factor))),
+            fix=f"scale the frequencies as {type(scaling).__name__} says, not all by the factor",
         )
-    if isinstance(rope.scaling, Llama3Scaling):
-        yield from _inverted(case, rope, rope.scaling)
-    if isinstance(rope.scaling, YarnScaling):
-        yield _truncated(rope, rope.scaling)
-    if isinstance(rope.scaling, LongRopeScaling):
-        yield from _of_one_set(rope, rope.scaling, is_beyond, is_within)
+    if isinstance(scaling, Llama3Scaling):
+        yield from _inverted(case, rope, scaling)
+    if isinstance(scaling, YarnScaling):
+        name, about = ("not-truncated", "are not rounded") if scaling.truncate else ("truncated", "are rounded")
+        yield of_scaling(
+            f"rope-yarn-{name}",
+            f"the ends of YaRN's ramp {about} to whole pairs",
+            _as(replace(rope, scaling=replace(scaling, truncate=not scaling.truncate))),
+            fix=f"set truncate to {scaling.truncate}",
+        )
+    if isinstance(scaling, LongRopeScaling):
+        sets = {"short": (scaling.short_factors, is_beyond), "long": (scaling.long_factors, is_within)}
+        for name, (factors, is_seen) in sets.items():
+            if is_seen:
+                yield of_scaling(
+                    f"rope-longrope-{name}-only",
+                    f"LongRoPE takes the {name} factors whatever the length of the call",
+                    _as(replace(rope, scaling=replace(scaling, short_factors=factors, long_factors=factors))),
+                    fix="take the long factors where the last position + 1 is above the original length, else the "
+                    "short ones",
+                )
     if is_divided:
-        yield _length_by_token()
-    if isinstance(rope.scaling, (YarnScaling, LongRopeScaling)) and rope.attention_factor != 1.0:
-        yield from _attention_factor(rope, rope.scaling)
+        yield of_scaling(
+            "rope-length-by-token",
+            "RoPE's frequencies depend on each token's own position, and not on the last one of the call",
+            {"lengths": instead(lambda positions: positions + 1)},
+            fix="choose the frequencies once for a call, by its last position",
+        )
+    if isinstance(scaling, (YarnScaling, LongRopeScaling)) and rope.attention_factor != 1.0:
+        yield from _attention_factor(rope, scaling)
 
 
 def _lengths(case: Case, rope: Rope) -> tuple[bool, bool, bool]:
-    """Whether calls of a sequence end beyond the original length, within it, and beyond with tokens within it."""
+    """Tell whether calls of a sequence end beyond the original length, within it, and beyond with tokens within it."""
     if not isinstance(rope.scaling, (DynamicScaling, LongRopeScaling)):
         return False, False, False
     calls = range(len(case.chunks)) if case.is_cached else [None]
@@ -99,84 +116,41 @@ def _inverted(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Mistak
     if np.allclose(ratio, 1.0, rtol=1e-6):
         return
 
-    def angles(layer: Layer, original: Any, positions: np.ndarray) -> np.ndarray:
+    def angles(layer: Layer, original: Override, positions: np.ndarray) -> np.ndarray:
         return (original(positions) * ratio).astype(layer.arithmetic.wide)
 
-    yield Mistake(
+    yield of_scaling(
         "rope-llama3-inverted",
         "llama3's ramp runs the wrong way: its faster frequencies are divided by the factor, its slower ones are kept",
-        "let smooth = (original_length / wavelength - low) / (high - low), and the frequency f be "
-        "(1 - smooth) * f / factor + smooth * f",
-        "rope-scaling",
-        STAGES,
         {"angles": angles},
-    )
-
-
-def _truncated(rope: Rope, scaling: YarnScaling) -> Mistake:
-    name, about = ("not-truncated", "are not rounded") if scaling.truncate else ("truncated", "are rounded")
-    return _of_another(
-        f"rope-yarn-{name}",
-        f"the ends of YaRN's ramp {about} to whole pairs",
-        f"set truncate to {scaling.truncate}",
-        "rope-scaling",
-        replace(rope, scaling=replace(scaling, truncate=not scaling.truncate)),
-    )
-
-
-def _of_one_set(rope: Rope, scaling: LongRopeScaling, is_beyond: bool, is_within: bool) -> Iterator[Mistake]:
-    sets = {"short": (scaling.short_factors, is_beyond), "long": (scaling.long_factors, is_within)}
-    for name, (factors, is_seen) in sets.items():
-        if is_seen:
-            yield _of_another(
-                f"rope-longrope-{name}-only",
-                f"LongRoPE takes the {name} factors whatever the length of the call",
-                "take the long factors where the last position + 1 is above the original length, else the short ones",
-                "rope-scaling",
-                replace(rope, scaling=replace(scaling, short_factors=factors, long_factors=factors)),
-            )
-
-
-def _length_by_token() -> Mistake:
-    return Mistake(
-        "rope-length-by-token",
-        "RoPE's frequencies depend on each token's own position, and not on the last one of the call",
-        "choose the frequencies once for a call, by its last position",
-        "rope-scaling",
-        STAGES,
-        {"lengths": instead(lambda positions: positions + 1)},
+        fix="let smooth = (original_length / wavelength - low) / (high - low), and the frequency f be "
+        "(1 - smooth) * f / factor + smooth * f",
     )
 
 
 def _attention_factor(rope: Rope, scaling: YarnScaling | LongRopeScaling) -> Iterator[Mistake]:
-    def with_factor(factor: float) -> Rope:
-        if isinstance(scaling, YarnScaling):
-            return replace(rope, scaling=replace(scaling, attention_factor=factor, mscale=None, mscale_all_dim=None))
-        return replace(rope, scaling=replace(scaling, attention_factor=factor))
-
     right = rope.attention_factor
     fix = f"multiply cosines and sines by {right:.6g}, once, and let the scores' scale be"
+    plain = replace(scaling, mscale=None, mscale_all_dim=None) if isinstance(scaling, YarnScaling) else scaling
     for name, about, wrong in (
         ("missing", "cosines and sines are not multiplied by the attention factor", 1.0),
         ("squared", "cosines and sines are multiplied by the attention factor twice", right**2),
     ):
-        yield _of_another(f"rope-attention-factor-{name}", about, fix, "rope-attention-factor", with_factor(wrong))
-    if isinstance(scaling, YarnScaling) and scaling.mscale is not None:
-        ignored = replace(scaling, mscale=None, mscale_all_dim=None)
-        if ignored.amplitude() != right:
-            yield _of_another(
-                "rope-yarn-mscale-ignored",
-                "YaRN's attention factor is 0.1 ln(factor) + 1, and not the ratio that mscale and mscale_all_dim make",
-                "divide 0.1 mscale ln(factor) + 1 by the same of mscale_all_dim",
-                "rope-attention-factor",
-                replace(rope, scaling=ignored),
-            )
+        other = replace(rope, scaling=replace(plain, attention_factor=wrong))
+        yield of_factor(f"rope-attention-factor-{name}", about, _as(other), fix=fix)
+    if isinstance(plain, YarnScaling) and plain != scaling and plain.amplitude() != right:
+        yield of_factor(
+            "rope-yarn-mscale-ignored",
+            "YaRN's attention factor is 0.1 ln(factor) + 1, and not the ratio that mscale and mscale_all_dim make",
+            _as(replace(rope, scaling=plain)),
+            fix="divide 0.1 mscale ln(factor) + 1 by the same of mscale_all_dim",
+        )
 
 
 # ---- Parts of a head -------------------------------------------------------------------------------------------------
 
 
-def partial(case: Case) -> Iterator[Mistake]:
+def partly(case: Case) -> Iterator[Mistake]:
     """Other features of a head are rotated, or by other frequencies."""
     rope, size = case.spec.rope, case.spec.head_dim
     if rope is None or rope.sections is not None:
@@ -189,38 +163,34 @@ def partial(case: Case) -> Iterator[Mistake]:
     if size % 2 == 0 and not isinstance(rope.scaling, LongRopeScaling):
         yield _whole_head(replace(rope, rotary_dim=None), count, size)
     other = "first" if rope.rotated == "last" else "last"
-    yield _of_another(
+    yield of_part(
         f"rope-rotates-{other}",
         f"the {other} {count} features of a head are rotated, and not the {rope.rotated} ones",
-        f"rotate the {rope.rotated} {count} features",
-        "rope-partial",
-        replace(rope, rotated=other),
+        _as(replace(rope, rotated=other)),
+        fix=f"rotate the {rope.rotated} {count} features",
     )
     if not isinstance(rope.scaling, DynamicScaling):  # which makes a base of its own of the exponents' divisor
-        yield _of_another(
+        yield of_part(
             "rope-frequencies-over-head-dim",
             f"the exponents of RoPE's frequencies are divided by head_dim, {size}, and not by rotary_dim, {count}",
-            "let the frequencies be theta ** (-2 i / rotary_dim)",
-            "rope-partial",
-            replace(rope, theta=rope.theta ** (count / size)),
+            _as(replace(rope, theta=rope.theta ** (count / size))),
+            fix="let the frequencies be theta ** (-2 i / rotary_dim)",
         )
     if rope.scaling is None and int(count / size * size // 2) == count // 2 and size % 2 == 0:
-        yield _of_another(
+        yield of_part(
             "rope-partial-as-proportional",
             "partial RoPE is read as proportional: pairs and exponents are those of the whole head",
-            "pair features within the rotary_dim, and divide the exponents by it",
-            "rope-partial",
-            replace(rope, rotary_dim=None, rotated="first", scaling=ProportionalScaling(count / size)),
+            _as(replace(rope, rotary_dim=None, rotated="first", scaling=ProportionalScaling(count / size))),
+            fix="pair features within the rotary_dim, and divide the exponents by it",
         )
 
 
 def _whole_head(wrong: Rope, count: int, size: int) -> Mistake:
-    return _of_another(
+    return of_part(
         "rope-whole-head",
         f"all {size} features of a head are rotated, and not {count} of them",
-        f"rotate {count} features, and let the others pass",
-        "rope-partial",
-        wrong,
+        _as(wrong),
+        fix=f"rotate {count} features, and let the others pass",
     )
 
 
@@ -230,12 +200,11 @@ def _proportional(rope: Rope, scaling: ProportionalScaling, size: int) -> Iterat
         return
     plain = None if scaling.factor == 1.0 else LinearScaling(scaling.factor)
     yield _whole_head(replace(rope, scaling=plain), count, size)
-    yield _of_another(
+    yield of_part(
         "rope-proportional-as-partial",
         "proportional RoPE is read as partial: pairs and exponents are those of a smaller head",
-        "pair features across the whole head, divide the exponents by head_dim, and let the other frequencies be 0",
-        "rope-partial",
-        replace(rope, scaling=plain, rotary_dim=count),
+        _as(replace(rope, scaling=plain, rotary_dim=count)),
+        fix="pair features across the whole head, divide the exponents by head_dim, and let the other frequencies be 0",
     )
 
 
@@ -248,51 +217,39 @@ def on_several_axes(case: Case) -> Iterator[Mistake]:
     if rope is None or rope.sections is None:
         return
     other = "contiguous" if rope.section_order == "interleaved" else "interleaved"
-    yield _of_another(
+    yield of_axes(
         f"rope-sections-{other}",
         f"the sections of M-RoPE are {other}, and not {rope.section_order}",
-        f"set section_order to {rope.section_order!r}",
-        "rope-sections",
-        replace(rope, section_order=other),
+        _as(replace(rope, section_order=other)),
+        fix=f"set section_order to {rope.section_order!r}",
     )
-    for name, about, order in (
-        ("time-only", "all pairs are rotated by the position in time", [0, 0, 0]),
-        ("axes-swapped", "rows and columns are exchanged", [0, 2, 1]),
-    ):
-        yield _by_axes(name, about, lambda positions, order=order: positions[np.array(order)])
 
-    def as_text(positions: Any) -> Any:
-        """The place of each token in frames of 2 x 3 patches, as `Case.positions` has them, on every axis."""
+    def as_text(positions: np.ndarray) -> np.ndarray:
+        """Return the place of each token in frames of 2 x 3 patches, as `Case.positions` has them, on every axis."""
         frame, row, column = positions
         place = frame + 5 * (frame - case.first_position) + 3 * (row - frame) + (column - frame)
         return positions * 0 + place[None]
 
-    yield _by_axes("ignored", "all pairs are rotated by the place in the sequence, as in text", as_text)
-
-
-def _by_axes(name: str, about: str, read: Callable[[Any], Any]) -> Mistake:
-    def turned(_: Layer, original: Any, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        return original(name, x, read(positions))
-
-    return Mistake(
-        f"rope-sections-{name}",
-        f"{about} (M-RoPE)",
-        "give positions as (time, row, column), and each section those of its own axis",
-        "rope-sections",
-        STAGES,
-        {"turned": turned},
-    )
+    for name, about, read in (
+        ("time-only", "all pairs are rotated by the position in time", lambda positions: positions[[0, 0, 0]]),
+        ("axes-swapped", "rows and columns are exchanged", lambda positions: positions[[0, 2, 1]]),
+        ("ignored", "all pairs are rotated by the place in the sequence, as in text", as_text),
+    ):
+        yield of_axes(
+            f"rope-sections-{name}",
+            f"{about} (M-RoPE)",
+            {"turned": before(lambda of, x, positions, read=read: (of, x, read(positions)))},
+            fix="give positions as (time, row, column), and each section those of its own axis",
+        )
 
 
 def neighbours(case: Case) -> Iterator[Mistake]:
     """Pairs of neighbours that are taken for halves; the other way round is `rope-interleaved`."""
     rope = case.spec.rope
-    if rope is None or rope.pairs == "half":
-        return
-    yield _of_another(
-        "rope-half-split",
-        "the RoPE pairs are (i, i + R/2), and not interleaved, (2 i, 2 i + 1)",
-        "rotate the pairs (2 i, 2 i + 1), or un-interleave the rows of the weights when they are loaded",
-        "rope-pairs",
-        replace(rope, pairs="half"),
-    )
+    if rope is not None and rope.pairs != "half":
+        yield of_pairs(
+            "rope-half-split",
+            "the RoPE pairs are (i, i + R/2), and not interleaved, (2 i, 2 i + 1)",
+            _as(replace(rope, pairs="half")),
+            fix="rotate the pairs (2 i, 2 i + 1), or un-interleave the rows of the weights when they are loaded",
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,11 @@ from mha_spec import AttentionSpec, YarnScaling
 from parity.core.case import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
-from parity.diagnosis.mistakes.families import SOFT_CAP, scale_family
+from parity.diagnosis.mistakes.families import SCORE_BIAS, SOFT_CAP, scale_family
 from parity.diagnosis.mistakes.record import Mistake, Override, instead
+from parity.diagnosis.mistakes.sites import attn_weights
+
+of_scores = partial(Mistake, stages=("scores",))
 
 # ---- Scale -----------------------------------------------------------------------------------------------------------
 
@@ -30,7 +34,7 @@ def scale(case: Case) -> Iterator[Mistake]:
     if spec.scale is not None:
         right, meant, squared = 1.0 / spec.scale, f"{spec.scale:g}", f"the square of {spec.scale:g}"
         inverse = f"1 / {spec.scale:g}"
-    told: dict[float, tuple[str, str]] = {}
+    named: dict[float, tuple[str, str]] = {}
     for name, words, divisor in (
         ("missing", "is missing", 1.0),
         ("ignored", "is 1 / sqrt(H)", root),
@@ -41,14 +45,22 @@ def scale(case: Case) -> Iterator[Mistake]:
         ("fourth-root", "is the fourth root of 1 / H", float(spec.head_dim**0.25)),
         ("inverted", f"is {inverse}", 1.0 / right),
     ):
-        first, said = told.get(divisor, (name, ""))
-        told[divisor] = first, f"{said}, or {words}" if said else words
-    for divisor, (name, words) in told.items():
+        first, before = named.get(divisor, (name, ""))
+        named[divisor] = first, f"{before}, or {words}" if before else words
+    for divisor, (name, words) in named.items():
         if divisor != right:
             about = family.about.format(found=words, right=meant)
-            yield other_scale(f"scale-{name}", about, fix, family.page, divisor / kept, right / divisor)
+            wrong = {"scale": instead(lambda divisor=divisor: divisor / kept)}
+            yield of_scores(f"scale-{name}", about, wrong, fix=fix, page=family.page)
     if right != 1.0:
-        yield _scale_after_softmax(f"{fix}, before the softmax", right / kept)
+        divided = attn_weights(lambda layer, x: x / layer.arithmetic.wide.type(right / kept))
+        yield of_scores(
+            "scale-after-softmax",
+            "the scale is applied after the softmax, and not to the scores",
+            {"scale": instead(lambda: 1.0), **divided},
+            fix=f"{fix}, before the softmax",
+            page=family.page,
+        )
 
 
 def yarn_factor(spec: AttentionSpec) -> float:
@@ -57,100 +69,50 @@ def yarn_factor(spec: AttentionSpec) -> float:
     return scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0
 
 
-def other_scale(name: str, about: str, fix: str, page: str, divisor: float, factor: float) -> Mistake:
-    """Products of queries and keys are divided by `divisor`, and so multiplied by `factor`."""
-    return Mistake(
-        name,
-        about,
-        fix,
-        page,
-        ("scores",),
-        {"scale": instead(lambda: divisor)},
-    )
-
-
-def _scale_after_softmax(fix: str, right: float) -> Mistake:
-    def attn_weights(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
-        found, a = original(values)["attn_weights"], layer.arithmetic
-        return {"attn_weights": a.keep(a.widen(found) / a.wide.type(right))}
-
-    return Mistake(
-        "scale-after-softmax",
-        "the scale is applied after the softmax, and not to the scores",
-        fix,
-        "scale",
-        ("scores",),
-        {"scale": instead(lambda: 1.0), "attn_weights": attn_weights},
-    )
-
-
 # ---- Soft cap --------------------------------------------------------------------------------------------------------
 
 
 def soft_cap(case: Case) -> Iterator[Mistake]:
     """Scores are capped softly after they are scaled, before the bias is added and the mask hides."""
-    cap = case.spec.soft_cap
+    cap, scale = case.spec.soft_cap, case.spec.score_scale
     if cap is None:
         return
-    fix = SOFT_CAP.fix_for(case.spec)
-    scale = case.spec.score_scale
+    mistake = partial(of_scores, fix=SOFT_CAP.fix_for(case.spec), page=SOFT_CAP.page)
+    not_capped = instead(lambda x: x)
 
-    def capped(scores: Any, xp: Any, by: float = cap) -> Any:
-        return by * xp.tanh(scores / by)
+    def capped(scores: np.ndarray, by: float | np.floating = cap) -> np.ndarray:
+        return by * np.tanh(scores / by)
 
-    def other(name: str, about: str, in_reference: Any) -> Mistake:
-        overrides = {"capped": instead(in_reference)}
-        return Mistake(name, about, fix, "soft-cap", ("scores",), overrides)
+    def capped_before_scale(x: np.ndarray) -> np.ndarray:
+        number = x.dtype.type
+        return capped(x / number(scale), number(cap)) * number(scale)
 
-    yield other("soft-cap-ignored", "scores are not capped", lambda x: x)
-    yield other(
+    def capped_after_bias(layer: Layer, _: Override, values: Values, *places: Any) -> dict[str, np.ndarray]:
+        biased = layer.products(values) + layer.arithmetic.widen(np.asarray(layer.problem.bias))
+        return {"scores": capped(biased, biased.dtype.type(cap))}
+
+    def capped_after_mask(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
+        """Give what is hidden the lowest score that there is, -cap."""
+        shown = capped(np.where(values["mask"], -np.inf, values["scores"]))
+        return original({**values, "scores": shown, "mask": np.zeros_like(values["mask"])})
+
+    yield mistake("soft-cap-ignored", "scores are not capped", {"capped": not_capped})
+    yield mistake(
         "soft-cap-not-multiplied",
         "scores are capped by tanh(s / cap), which is not multiplied by the cap",
-        lambda x: np.tanh(x / x.dtype.type(cap)),
+        {"capped": instead(lambda x: np.tanh(x / x.dtype.type(cap)))},
     )
-    yield other(
-        "soft-cap-before-scale",
-        "scores are capped before they are scaled",
-        lambda x: capped(x / x.dtype.type(scale), np, x.dtype.type(cap)) * x.dtype.type(scale),
+    yield mistake(
+        "soft-cap-before-scale", "scores are capped before they are scaled", {"capped": instead(capped_before_scale)}
     )
     if case.bias:
-        yield _capped_after_bias(fix, capped)
+        yield mistake("soft-cap-after-bias", "scores are capped after the bias is added", {"scores": capped_after_bias})
     if case.has_mask or case.is_cached:
-        yield _capped_after_mask(fix, capped)
-
-
-def _capped_after_bias(fix: str, capped: Any) -> Mistake:
-    def scores(layer: Layer, original: Any, values: Values, *places: Any) -> dict[str, np.ndarray]:
-        a = layer.arithmetic
-        biased = layer.products(values) + a.widen(np.asarray(layer.problem.bias))
-        return {"scores": capped(biased, np, layer.soft_cap())}
-
-    return Mistake(
-        "soft-cap-after-bias",
-        "scores are capped after the bias is added",
-        fix,
-        "soft-cap",
-        ("scores",),
-        {"scores": scores},
-    )
-
-
-def _capped_after_mask(fix: str, capped: Any) -> Mistake:
-    """What is hidden has the lowest score that there is, -cap, and is seen."""
-
-    def attn_weights(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
-        mask = values["mask"]
-        shown = capped(np.where(mask, -np.inf, values["scores"]), np, layer.problem.spec.soft_cap)
-        return original({**values, "scores": shown, "mask": np.zeros_like(mask)})
-
-    return Mistake(
-        "soft-cap-after-mask",
-        "scores are capped after they are masked, so that what is hidden is seen",
-        fix,
-        "soft-cap",
-        ("scores",),
-        {"capped": instead(lambda x: x), "attn_weights": attn_weights},
-    )
+        yield mistake(
+            "soft-cap-after-mask",
+            "scores are capped after they are masked, so that what is hidden is seen",
+            {"capped": not_capped, "attn_weights": capped_after_mask},
+        )
 
 
 # ---- Bias ------------------------------------------------------------------------------------------------------------
@@ -159,71 +121,24 @@ def _capped_after_mask(fix: str, capped: Any) -> Mistake:
 def bias(case: Case) -> Iterator[Mistake]:
     if not case.bias:
         return
-    yield Mistake(
-        "score-bias-missing",
-        "the bias of the scores is missing",
-        "add the bias to the scores, before the softmax",
-        "score-bias",
-        ("scores",),
-        {"score_bias": instead(lambda: None)},
-    )
-    yield _bias_scaled()
-    yield _bias_after_softmax()
+    mistake = SCORE_BIAS.seen_in("scores")
+    missing = {"score_bias": instead(lambda: None)}
 
+    def scaled(layer: Layer, original: Override) -> np.ndarray:
+        return layer.arithmetic.widen(original()) / layer.arithmetic.wide.type(layer.scale())
 
-def _bias_scaled() -> Mistake:
-    def score_bias(layer: Layer, original: Any) -> np.ndarray | None:
-        bias, a = original(), layer.arithmetic
-        return None if bias is None else a.widen(bias) / a.wide.type(layer.scale())
+    def with_bias(layer: Layer, x: np.ndarray) -> np.ndarray:
+        return x + layer.arithmetic.widen(np.asarray(layer.problem.bias))
 
-    return Mistake(
+    yield mistake("score-bias-missing", "the bias of the scores is missing", missing)
+    yield mistake(
         "score-bias-scaled",
         "the bias is added before the scores are scaled, and scaled with them",
-        "scale the scores, then add the bias",
-        "score-bias",
-        ("scores",),
-        {"score_bias": score_bias},
+        {"score_bias": scaled},
+        fix="scale the scores, then add the bias",
     )
-
-
-def _bias_after_softmax() -> Mistake:
-    def attn_weights(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
-        found, a = original(values)["attn_weights"], layer.arithmetic
-        return {"attn_weights": a.keep(a.widen(found) + a.widen(np.asarray(layer.problem.bias)))}
-
-    return Mistake(
-        "score-bias-after-softmax",
-        "the bias is added after the softmax",
-        "add the bias to the scores, before the softmax",
-        "score-bias",
-        ("scores",),
-        {"score_bias": instead(lambda: None), "attn_weights": attn_weights},
-    )
-
-
-# ---- Softmax ---------------------------------------------------------------------------------------------------------
-
-
-def softmax_axis(case: Case) -> Iterator[Mistake]:
-    axes = {2: ("queries", case.seq_len), 1: ("heads", case.spec.num_heads), 0: ("batch", case.batch)}
-    if case.spec.sinks:  # those of heads that are no heads
-        del axes[1]
-    return (_softmax_over(axis, words) for axis, (words, length) in axes.items() if length > 1)
-
-
-def _softmax_over(axis: int, words: str) -> Mistake:
-    def attn_weights(_: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
-        turned = {name: values[name].swapaxes(axis, 3) for name in ("scores", "mask")}
-        return {"attn_weights": original(turned)["attn_weights"].swapaxes(axis, 3)}
-
-    return Mistake(
-        f"softmax-over-{words}",
-        f"the softmax is over the {words}, and not over the keys",
-        "take the softmax over the last axis of (B, N, T, S)",
-        "softmax-axis",
-        ("attn_weights",),
-        {"attn_weights": attn_weights},
-    )
+    added = {**missing, **attn_weights(with_bias)}
+    yield mistake("score-bias-after-softmax", "the bias is added after the softmax", added)
 
 
 # ---- NaN -------------------------------------------------------------------------------------------------------------
@@ -231,35 +146,28 @@ def _softmax_over(axis: int, words: str) -> Mistake:
 
 def not_finite(case: Case) -> Iterator[Mistake]:
     if case.not_finite == "visible" or (case.not_finite and not case.is_cached and case.seq_len_k is None):
-        yield _swallowed()
+        yield Mistake(
+            "nan-swallowed",
+            "a row whose scores are NaN is 0, as if every key were hidden",
+            {stage: _without_nan(stage) for stage in ("attn_weights", "context")},
+            fix="let a row be empty because every key is masked, never because of its scores",
+            page="not-finite",
+            stages=("attn_weights",),
+        )
     if case.not_finite and case.has_mask:
-        yield _leaking()
+        yield Mistake(
+            "nan-leaks",
+            "a NaN in a value that is hidden reaches the rows that may not see it: 0 * NaN is NaN",
+            {"context": lambda layer, original, values: layer.weighed(values)},
+            fix="put 0 in the place of hidden values before they are weighed",
+            page="not-finite",
+            stages=("context", "module.output"),
+        )
 
 
-def _swallowed() -> Mistake:
-    def without_nan_of(stage: str) -> Override:
-        def override(_: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
-            x = original(values)[stage]
-            return {stage: np.where(np.isnan(x), np.zeros_like(x), x)}
+def _without_nan(stage: str) -> Override:
+    def override(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
+        x = original(values)[stage]
+        return {stage: np.where(np.isnan(x), np.zeros_like(x), x)}
 
-        return override
-
-    return Mistake(
-        "nan-swallowed",
-        "a row whose scores are NaN is 0, as if every key were hidden",
-        "let a row be empty because every key is masked, never because of its scores",
-        "not-finite",
-        ("attn_weights",),
-        {stage: without_nan_of(stage) for stage in ("attn_weights", "context")},
-    )
-
-
-def _leaking() -> Mistake:
-    return Mistake(
-        "nan-leaks",
-        "a NaN in a value that is hidden reaches the rows that may not see it: 0 * NaN is NaN",
-        "put 0 in the place of hidden values before they are weighed",
-        "not-finite",
-        ("context", "module.output"),
-        {"context": lambda layer, original, values: layer.weighed(values)},
-    )
+    return override

@@ -1,83 +1,82 @@
-"""Mistakes in the softmax: what is put in its place, what its mask becomes, what its weights are multiplied by."""
+"""Mistakes in the softmax: its mask, its function, its axis, dropout, sinks, and rows that see no key."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import numpy as np
 
 from parity.core.case import Case
 from parity.core.reference import Layer
 from parity.core.stages import Values
-from parity.diagnosis.mistakes.record import Mistake, Override
-
-# ---- The mask, as a number -------------------------------------------------------------------------------------------
+from parity.diagnosis.mistakes.families import DROPOUT, EMPTY_ROWS, LEAKING, SINKS
+from parity.diagnosis.mistakes.record import Mistake, Override, instead
+from parity.diagnosis.mistakes.sites import after, attn_weights
 
 PENALTY = -10.0
+
+of_softmax = partial(Mistake, stages=("attn_weights",))
+
+# ---- The mask --------------------------------------------------------------------------------------------------------
 
 
 def mask_as_number(case: Case) -> Iterator[Mistake]:
     """Hidden keys have other scores, and are seen."""
     if not (case.has_mask or case.is_cached):
         return
-    yield _numbered(
-        "mask-added",
-        "the mask is added to the scores as 0 and 1, so that what it should hide weighs more",
-        lambda scores, mask: scores + mask,
-    )
-    yield _numbered(
-        "mask-added-inverted",
-        "the mask of what is seen is added to the scores as 0 and 1, and hides nothing",
-        lambda scores, mask: scores + ~mask,
-    )
-    yield _numbered(
-        "mask-multiplied",
-        "the scores of hidden keys are 0 (multiplied by the mask, or filled with 1e-9), and not -inf",
-        lambda scores, mask: np.where(mask, np.zeros((), scores.dtype), scores),
-    )
-    yield _numbered(
-        "mask-penalty-added",
-        f"{PENALTY:g} is added to the scores of hidden keys, and not -inf",
-        lambda scores, mask: scores + scores.dtype.type(PENALTY) * mask,
-    )
-    yield _numbered(
-        "mask-penalty-filled",
-        f"the scores of hidden keys are {PENALTY:g}, and not -inf",
-        lambda scores, mask: np.where(mask, scores.dtype.type(PENALTY), scores),
-    )
+    for name, about, wrong in (
+        (
+            "added",
+            "the mask is added to the scores as 0 and 1, so that what it should hide weighs more",
+            lambda scores, mask: scores + mask,
+        ),
+        (
+            "added-inverted",
+            "the mask of what is seen is added to the scores as 0 and 1, and hides nothing",
+            lambda scores, mask: scores + ~mask,
+        ),
+        (
+            "multiplied",
+            "the scores of hidden keys are 0 (multiplied by the mask, or filled with 1e-9), and not -inf",
+            lambda scores, mask: np.where(mask, np.zeros((), scores.dtype), scores),
+        ),
+        (
+            "penalty-added",
+            f"{PENALTY:g} is added to the scores of hidden keys, and not -inf",
+            lambda scores, mask: scores + scores.dtype.type(PENALTY) * mask,
+        ),
+        (
+            "penalty-filled",
+            f"the scores of hidden keys are {PENALTY:g}, and not -inf",
+            lambda scores, mask: np.where(mask, scores.dtype.type(PENALTY), scores),
+        ),
+    ):
+        yield LEAKING.seen_in("attn_weights")(f"mask-{name}", about, {"attn_weights": _numbered(wrong)})
 
 
-def _numbered(name: str, about: str, wrong: Callable[..., np.ndarray]) -> Mistake:
-    """`wrong(scores, mask)`: the scores that the softmax is taken of."""
+def _numbered(wrong: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Override:
+    """Take the softmax of `wrong(scores, mask)`, of which nothing is hidden."""
 
-    def attn_weights(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+    def attn_weights(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
         scores, mask = layer.arithmetic.widen(values["scores"]), values["mask"]
         return original({**values, "scores": wrong(scores, mask), "mask": np.zeros_like(mask)})
 
-    return Mistake(
-        name,
-        about,
-        "hide keys with -inf before the softmax: a boolean mask is not a number to be added",
-        "mask-as-number",
-        ("attn_weights",),
-        {"attn_weights": attn_weights},
-    )
+    return attn_weights
 
 
 def after_softmax(case: Case) -> Iterator[Mistake]:
-    def attn_weights(_: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
+    def masked(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
         found = original({**values, "mask": np.zeros_like(values["mask"])})["attn_weights"]
         return {"attn_weights": np.where(values["mask"], np.zeros((), found.dtype), found)}
 
     if case.has_mask or case.is_cached:
-        yield Mistake(
+        yield of_softmax(
             "mask-after-softmax",
             "the mask is applied after the softmax, so that rows do not sum to 1",
-            "hide keys before the softmax",
-            "mask-ignored",
-            ("attn_weights",),
-            {"attn_weights": attn_weights},
+            {"attn_weights": masked},
+            fix="hide keys before the softmax",
+            page="mask-ignored",
         )
 
 
@@ -85,74 +84,157 @@ def after_softmax(case: Case) -> Iterator[Mistake]:
 
 
 def other_functions(case: Case) -> Iterator[Mistake]:
-    """What is taken for a softmax."""
-    is_masked = case.has_mask or case.is_cached
-    yield _other(
-        "softmax-twice",
-        "the softmax is taken twice, the second time of the weights",
-        _again,
+    """Functions that are taken for a softmax."""
+    mistake = partial(
+        of_softmax, fix="take softmax(scores) over the keys, once, with powers of e", page="softmax-function"
     )
-    yield _other(
-        "softmax-base-2",
-        "the softmax takes powers of 2, and not of e",
-        lambda layer, original, values: original(
-            {**values, "scores": layer.arithmetic.widen(values["scores"]) * np.log(2.0).astype(layer.arithmetic.wide)}
-        ),
+
+    def twice(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
+        return original({"scores": original(values)["attn_weights"], "mask": np.zeros_like(values["mask"])})
+
+    def base_2(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
+        a = layer.arithmetic
+        return original({**values, "scores": a.widen(values["scores"]) * a.wide.type(np.log(2.0))})
+
+    def sigmoid(layer: Layer, _: Override, values: Values) -> dict[str, np.ndarray]:
+        a = layer.arithmetic
+        with np.errstate(over="ignore"):
+            weights = 1.0 / (1.0 + np.exp(-a.widen(values["scores"])))
+        return {"attn_weights": a.keep(np.where(values["mask"], np.zeros((), a.wide), weights))}
+
+    yield mistake(
+        "softmax-twice", "the softmax is taken twice, the second time of the weights", {"attn_weights": twice}
     )
+    yield mistake("softmax-base-2", "the softmax takes powers of 2, and not of e", {"attn_weights": base_2})
     if case.spec.sinks:
         return
-    yield _other("softmax-sigmoid", "each weight is the sigmoid of its score", _sigmoid)
-    if not is_masked:  # what is hidden would weigh -inf
-        yield _other(
-            "softmax-log",
-            "the weights are the logarithms of a softmax",
-            lambda layer, original, values: {"attn_weights": np.log(original(values)["attn_weights"])},
-        )
+    yield mistake("softmax-sigmoid", "each weight is the sigmoid of its score", {"attn_weights": sigmoid})
+    if not (case.has_mask or case.is_cached):  # what is hidden would weigh -inf
+        logarithm = attn_weights(lambda _, x: np.log(x))
+        yield mistake("softmax-log", "the weights are the logarithms of a softmax", logarithm)
 
 
-def _other(name: str, about: str, in_reference: Override) -> Mistake:
-    return Mistake(
-        name,
-        about,
-        "take softmax(scores) over the keys, once, with powers of e",
-        "softmax-function",
-        ("attn_weights",),
-        {"attn_weights": in_reference},
-    )
+# ---- Another axis ----------------------------------------------------------------------------------------------------
 
 
-def _again(_: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
-    return original({"scores": original(values)["attn_weights"], "mask": np.zeros_like(values["mask"])})
+def softmax_axis(case: Case) -> Iterator[Mistake]:
+    for axis, words, length in (
+        (2, "queries", case.seq_len),
+        (1, "heads", 1 if case.spec.sinks else case.spec.num_heads),  # sinks are those of heads
+        (0, "batch", case.batch),
+    ):
+        if length > 1:
+            yield of_softmax(
+                f"softmax-over-{words}",
+                f"the softmax is over the {words}, and not over the keys",
+                {"attn_weights": _over(axis)},
+                fix="take the softmax over the last axis of (B, N, T, S)",
+                page="softmax-axis",
+            )
 
 
-def _sigmoid(layer: Layer, _: Any, values: Values) -> dict[str, np.ndarray]:
-    a, scores = layer.arithmetic, layer.arithmetic.widen(values["scores"])
-    with np.errstate(over="ignore"):
-        weights = 1.0 / (1.0 + np.exp(-scores))
-    return {"attn_weights": a.keep(np.where(values["mask"], np.zeros((), a.wide), weights))}
+def _over(axis: int) -> Override:
+    def attn_weights(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
+        turned = {name: values[name].swapaxes(axis, 3) for name in ("scores", "mask")}
+        return {"attn_weights": original(turned)["attn_weights"].swapaxes(axis, 3)}
+
+    return attn_weights
 
 
 # ---- Dropout ---------------------------------------------------------------------------------------------------------
 
 
-def dropout(case: Case) -> Iterator[Mistake]:
+def dropout(_: Case) -> Iterator[Mistake]:
     """The factor of a dropout that drops nothing. What is dropped is drawn, and cannot be computed again."""
     for percent in (10, 20, 50):
-        yield _kept(percent)
+        share = 1.0 - percent / 100.0
+        yield DROPOUT.seen_in("attn_weights")(
+            f"dropout-factor-{percent}",
+            f"the weights are divided by {share:g}, as a dropout of {percent} % does that drops nothing",
+            attn_weights(lambda layer, x, share=share: x / layer.arithmetic.wide.type(share)),
+        )
 
 
-def _kept(percent: int) -> Mistake:
-    share = 1.0 - percent / 100.0
+# ---- Sinks -----------------------------------------------------------------------------------------------------------
 
-    def attn_weights(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
-        found, a = original(values)["attn_weights"], layer.arithmetic
-        return {"attn_weights": a.keep(a.widen(found) / a.wide.type(share))}
 
-    return Mistake(
-        f"dropout-factor-{percent}",
-        f"the weights are divided by {share:g}, as a dropout of {percent} % does that drops nothing",
-        "leave out dropout in evaluation, with its factor 1 / (1 - p)",
-        "dropout",
-        ("attn_weights",),
-        {"attn_weights": attn_weights},
+def sinks(case: Case) -> Iterator[Mistake]:
+    spec = case.spec
+    if not spec.sinks:
+        return
+    mistake = SINKS.seen_in("attn_weights")
+    none = {"sinks": instead(lambda: None)}
+    yield mistake("sinks-ignored", "there are no sinks", none)
+    yield mistake("sinks-zero", "every sink is 0, as before training", {"sinks": after(lambda sinks: sinks * 0.0)})
+    if spec.score_scale != 1.0:
+        scaled = after(lambda sinks: sinks * spec.score_scale)
+        yield mistake("sinks-scaled", "sinks are scaled as the scores are", {"sinks": scaled})
+    if 1 < spec.num_kv_heads < spec.num_heads:
+        order = np.arange(spec.num_heads).reshape(-1, spec.num_kv_heads).T.ravel()
+        tiled = after(lambda sinks: sinks[:, order])
+        yield mistake("sinks-of-other-heads", "sinks are those of other heads, tiled", {"sinks": tiled})
+    yield mistake(
+        "sinks-share-kept",
+        "weights are multiplied by the share of the sink, and not by what it leaves",
+        attn_weights(_share_kept),
     )
+    if case.has_mask or case.is_cached:
+        yield mistake(
+            "sinks-mask-not-shifted",
+            "the sink is the first of the keys, and the mask is that of the keys alone",
+            {**none, "attn_weights": _mask_not_shifted},
+        )
+
+
+def _share_kept(_: Layer, found: np.ndarray) -> np.ndarray:
+    left = found.sum(axis=-1, keepdims=True)
+    return found / np.where(left == 0.0, 1.0, left) * (1.0 - left)
+
+
+def _mask_not_shifted(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
+    scores, mask = values["scores"], values["mask"]
+    sinks = layer.arithmetic.widen(layer.parameter("sinks")).reshape(1, -1, 1, 1)
+    first, last = np.broadcast_to(sinks, (*scores.shape[:3], 1)), np.zeros((*mask.shape[:3], 1), bool)
+    joined = {"scores": np.concatenate([first, scores], axis=3), "mask": np.concatenate([mask, last], axis=3)}
+    return {"attn_weights": original({**values, **joined})["attn_weights"][..., 1:]}
+
+
+# ---- Rows that see no key --------------------------------------------------------------------------------------------
+
+
+def empty_rows(case: Case) -> Iterator[Mistake]:
+    """Masks may empty rows, wrong ones at least; a sink fills them."""
+    if not (case.has_mask or case.is_cached) or case.spec.sinks:
+        return
+    for name, about, of_scores in (
+        ("nan", "rows without a key are NaN", lambda scores: np.full_like(scores, np.nan)),
+        (
+            "mean",
+            "rows without a key weigh all keys alike",
+            lambda scores: np.full_like(scores, 1.0 / scores.shape[-1]),
+        ),
+        ("unmasked", "rows without a key see every key", _softmax),
+    ):
+        yield EMPTY_ROWS.seen_in("attn_weights")(
+            f"empty-row-{name}",
+            about,
+            {"of_empty_rows": _made(of_scores)},
+            shows_alone=case.random_mask or 0 in (case.key_padding_lengths or ()),
+        )
+
+
+def _made(of_scores: Callable[[np.ndarray], np.ndarray]) -> Override:
+    """Make another row for one without a key, of its scores as they are before anything is hidden."""
+
+    def of_empty_rows(
+        layer: Layer, _: Override, attn_weights: np.ndarray, scores: np.ndarray, is_empty: np.ndarray
+    ) -> np.ndarray:
+        wrong = layer.arithmetic.keep(of_scores(layer.arithmetic.widen(scores)))
+        return np.where(is_empty, wrong, attn_weights)
+
+    return of_empty_rows
+
+
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return exponentials / exponentials.sum(axis=-1, keepdims=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from parity.mutating.calls import Planted
 from parity.mutating.mistakes.buffers import BUFFERS
 from parity.mutating.mistakes.extras import EXTRAS
@@ -9,8 +11,11 @@ from parity.mutating.mistakes.inputs import INPUTS
 from parity.mutating.mistakes.masks import MASKS
 from parity.mutating.mistakes.ours import OURS
 from parity.mutating.mistakes.projections import HEADS_REORDERED, PROJECTED
-from parity.mutating.mistakes.rope import ROPE
+from parity.mutating.mistakes.rope import ROPE, THETAS
 from parity.mutating.view import View
+
+if TYPE_CHECKING:
+    from parity.diagnosis.mistakes import Mistake
 
 MISTAKES = (*MASKS, *BUFFERS, *PROJECTED, *INPUTS, *HEADS_REORDERED, *EXTRAS, *ROPE, *OURS)
 """In the order in which they are planted; of those of one name the first that a callable allows is."""
@@ -33,8 +38,31 @@ def planted_in(view: View) -> tuple[dict[str, Planted], dict[str, str]]:
     return fit, {name: reason for name, reason in reasons.items() if name not in fit}
 
 
+WORDS = {
+    "q-k-swapped": "queries and keys are exchanged",
+    "k-v-swapped": "keys and values are exchanged",
+    "q-v-swapped": "queries and values are exchanged",
+    "scale-missing": "the scale of the scores is missing",
+    "scale-ignored": "the scale that is given is ignored",
+    "scale-squared": "the scale is applied twice",
+    "scale-by-d-model": "the scale is 1 / sqrt(d_model)",
+    "precision-bfloat16": "the inputs are rounded to bfloat16",
+    **{f"rope-theta-{theta}": f"RoPE's theta is {theta}" for theta in THETAS},
+}
+"""Words for mistakes that the diagnosis describes by the specification of a layer."""
+
+
+def about_of(name: str) -> str:
+    """A mistake in words."""
+    return WORDS.get(name) or _known(name).about
+
+
 def page_of(name: str) -> str:
     """The page of a mistake, for `mha-parity bugs`."""
-    from parity.diagnosis.mistakes import page_by_mistake
+    return _known(name).page
 
-    return page_by_mistake()[name]
+
+def _known(name: str) -> Mistake:
+    from parity.diagnosis.mistakes import mistake_by_name  # which takes long, and no test of a user's needs it
+
+    return mistake_by_name()[name]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from parity.mutating.calls import Call, Planted, Run, library_of
+from parity.conformance.signatures import library_of
+from parity.mutating.calls import Call, Planted, Run
 from parity.mutating.compare import Unfit
 from parity.mutating.held import replaced_in_torch
 
@@ -44,12 +45,12 @@ def _buffer(hidden: Callable[[Any], Any]) -> Callable[[Call], Run | None]:
 
 
 BUFFERS = tuple(
-    Planted(name, about, ("layer", "module"), _buffer(hidden))
-    for name, about, hidden in (
-        ("mask-flipped", "its causal mask is used with the other polarity", lambda x: ~_later(x, 0)),
-        ("mask-ignored", "its causal mask is ignored", lambda x: _later(x, 0) & False),
-        ("causal-off-by-one", "each token sees the next one, too", lambda x: _later(x, 1)),
-        ("causal-excludes-self", "no token sees itself", lambda x: _later(x, -1)),
+    Planted(name, ("layer", "module"), _buffer(hidden))
+    for name, hidden in (
+        ("mask-flipped", lambda x: ~_later(x, 0)),
+        ("mask-ignored", lambda x: _later(x, 0) & False),
+        ("causal-off-by-one", lambda x: _later(x, 1)),
+        ("causal-excludes-self", lambda x: _later(x, -1)),
     )
 )
-"""What is planted in masks that modules hold themselves."""
+"""Mistakes in masks that modules hold themselves."""

@@ -67,42 +67,20 @@ def _at_positions(change: Callable[[Any], Any]) -> Callable[[Call], Run | None]:
 
 
 EXTRAS = (
-    Planted("score-bias-missing", "the bias of the scores is missing", ("bias",), _dropped("bias")),
-    Planted(
-        "score-bias-scaled", "the bias is scaled with the scores", ("bias", "heads"), _changed("bias", _scaled_bias)
-    ),
-    Planted("rope-missing", "nothing is rotated: all positions are 0", ("positions",), _at_positions(lambda p: p * 0)),
-    Planted("rope-reversed", "RoPE rotates the other way", ("positions",), _at_positions(lambda p: -p)),
-    Planted(
-        "cache-position-off-by-one",
-        "positions are one too high",
-        ("positions", "cache"),
-        _at_positions(lambda p: p + 1),
-    ),
-    Planted(
-        "cache-position-restarted",
-        "positions begin at 0 in every call",
-        ("positions", "cache"),
-        _at_positions(lambda p: p - p[..., :1]),
-    ),
-    Planted(
-        "rope-missing",
-        "nothing is rotated: cosines are 1, sines 0",
-        ("cos",),
-        _turned(lambda cos, sin: (cos * 0 + 1, sin * 0)),
-    ),
-    Planted("rope-reversed", "RoPE rotates the other way", ("cos",), _turned(lambda cos, sin: (cos, -sin))),
-    Planted(
-        "rope-sin-cos-exchanged",
-        "RoPE's sines and cosines are exchanged",
-        ("cos",),
-        _turned(lambda cos, sin: (sin, cos)),
-    ),
-    Planted("window-ignored", "the window is ignored", ("window",), _dropped("window")),
-    Planted("window-one-too-wide", "the window is one too wide", ("window",), _changed("window", _window(1))),
-    Planted("window-one-too-narrow", "the window is one too narrow", ("window",), _changed("window", _window(-1))),
-    Planted("soft-cap-ignored", "scores are not capped", ("soft_cap",), _dropped("soft_cap")),
-    Planted("sinks-ignored", "the sinks are ignored", ("sinks",), _dropped("sinks")),
+    Planted("score-bias-missing", ("bias",), _dropped("bias")),
+    Planted("score-bias-scaled", ("bias", "heads"), _changed("bias", _scaled_bias)),
+    Planted("rope-missing", ("positions",), _at_positions(lambda p: p * 0)),
+    Planted("rope-reversed", ("positions",), _at_positions(lambda p: -p)),
+    Planted("cache-position-off-by-one", ("positions", "cache"), _at_positions(lambda p: p + 1)),
+    Planted("cache-position-restarted", ("positions", "cache"), _at_positions(lambda p: p - p[..., :1])),
+    Planted("rope-missing", ("cos",), _turned(lambda cos, sin: (cos * 0 + 1, sin * 0))),
+    Planted("rope-reversed", ("cos",), _turned(lambda cos, sin: (cos, -sin))),
+    Planted("rope-sin-cos-exchanged", ("cos",), _turned(lambda cos, sin: (sin, cos))),
+    Planted("window-ignored", ("window",), _dropped("window")),
+    Planted("window-one-too-wide", ("window",), _changed("window", _window(1))),
+    Planted("window-one-too-narrow", ("window",), _changed("window", _window(-1))),
+    Planted("soft-cap-ignored", ("soft_cap",), _dropped("soft_cap")),
+    Planted("sinks-ignored", ("sinks",), _dropped("sinks")),
 )
-"""What is planted in the rest of a call. Positions that are shifted for queries and keys alike change nothing: only
+"""Mistakes in the rest of a call. Positions that are shifted for queries and keys alike change nothing: only
 with a cache are there others."""

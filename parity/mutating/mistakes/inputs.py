@@ -57,32 +57,26 @@ def _tiled(call: Call) -> Run | None:
     return lambda function: on_output(function(other), lambda output: taken(output, back, call.head_axis))
 
 
-def _not_moved(call: Call, x: Any) -> Any:
-    """Heads as a reshape to (B, N, T, H) gives them that does not move them before the tokens."""
-    if call.view.axes == "BNTH":
+def _misread(x: Any, *, is_moved: bool) -> Any:
+    """Heads as a reshape gives them that does not exchange heads and tokens; `is_moved` if they are exchanged in x."""
+    if is_moved:
         return x.swapaxes(-3, -2).reshape(x.shape)
-    *batch, num_tokens, num_heads, size = x.shape
-    return x.reshape(*batch, num_heads, num_tokens, size).swapaxes(-3, -2)
-
-
-def _not_moved_back(call: Call, x: Any) -> Any:
-    """What a reshape to (B, T, N * H) makes of (B, N, T, H), split into heads again."""
-    if call.view.axes == "BTNH":
-        return x.swapaxes(-3, -2).reshape(x.shape)
-    *batch, num_heads, num_tokens, size = x.shape
-    return x.reshape(*batch, num_tokens, num_heads, size).swapaxes(-3, -2)
+    *batch, first, second, size = x.shape
+    return x.reshape(*batch, second, first, size).swapaxes(-3, -2)
 
 
 def _heads_not_moved(call: Call) -> Call | None:
     if call.get("query").shape[call.head_axis] == 1:
         return None
-    return call.but(**{role: _not_moved(call, call.get(role)) for role in ("query", "key", "value")})
+    is_moved = call.view.axes == "BNTH"
+    return call.but(**{role: _misread(call.get(role), is_moved=is_moved) for role in ("query", "key", "value")})
 
 
 def _heads_not_moved_back(call: Call) -> Run | None:
     if call.get("query").shape[call.head_axis] == 1:
         return None
-    return lambda function: on_output(function(call), lambda output: _not_moved_back(call, output))
+    is_moved = call.view.axes == "BTNH"
+    return lambda function: on_output(function(call), lambda output: _misread(output, is_moved=is_moved))
 
 
 # ---- Scale -----------------------------------------------------------------------------------------------------------
@@ -94,12 +88,21 @@ def _divisor(call: Call) -> float:
     return 1.0 / float(scale) if isinstance(scale, (int, float)) and scale else math.sqrt(call.get("query").shape[-1])
 
 
-def _scaled(divisor: Callable[[Call, int], float]) -> Callable[[Call], Run | None]:
-    """Scores divided by something else."""
+Divisor = Callable[[float, int, int], float]
+"""Takes what scores are divided by, H and the width of q, and gives what they are divided by instead."""
 
+SCALES: dict[str, Divisor] = {
+    "scale-missing": lambda right, size, width: 1.0,
+    "scale-squared": lambda right, size, width: right**2,
+    "scale-by-d-model": lambda right, size, width: math.sqrt(width),
+}
+
+
+def _scaled(divisor: Divisor) -> Callable[[Call], Run | None]:
     def change(call: Call) -> Call | None:
         query, right = call.get("query"), _divisor(call)
-        wrong = divisor(call, query.shape[-1])
+        size = query.shape[-1]
+        wrong = divisor(right, size, size * query.shape[call.head_axis])
         return None if math.isclose(wrong, right) else call.but(query=query * (right / wrong))
 
     return with_call(change)
@@ -126,49 +129,28 @@ def _rounded(call: Call) -> Call | None:
     return call.but(**{role: x.astype("bfloat16").astype(x.dtype) for role, x in wide.items()})
 
 
+ORDERS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], int]] = {
+    "reversed": (lambda heads: heads[::-1], 2),
+    "rolled": (lambda heads: np.roll(heads, 1, axis=0), 3),
+}
+"""Other orders of heads, the first axis, and of how many at least: of two heads both are the same."""
+
 INPUTS = (
-    Planted("q-k-swapped", "queries and keys are exchanged", ("key",), _exchanged("query", "key")),
-    Planted("k-v-swapped", "keys and values are exchanged", ("key", "value"), _exchanged("key", "value")),
-    Planted("q-v-swapped", "queries and values are exchanged", ("value",), _exchanged("query", "value")),
+    Planted("q-k-swapped", ("key",), _exchanged("query", "key")),
+    Planted("k-v-swapped", ("key", "value"), _exchanged("key", "value")),
+    Planted("q-v-swapped", ("value",), _exchanged("query", "value")),
     *(
-        Planted(f"{role[0]}-heads-{word}", f"{role[0]}'s heads are {word}", HEADS, _reordered(role, order, fewest))
+        Planted(f"{role[0]}-heads-{word}", HEADS, _reordered(role, order, fewest))
         for role in ("query", "key", "value")
-        for word, order, fewest in (("reversed", np.flip, 2), ("rolled", lambda x: np.roll(x, 1), 3))
+        for word, (order, fewest) in ORDERS.items()
     ),
-    Planted("kv-heads-tiled", "key/value heads are tiled and not repeated", (*HEADS, "groups"), _tiled),
-    Planted(
-        "heads-not-moved",
-        "heads are split by a reshape that does not move them before the tokens",
-        HEADS,
-        with_call(_heads_not_moved),
-    ),
-    Planted(
-        "heads-not-moved-back",
-        "heads are combined by a reshape that does not move them after the tokens",
-        HEADS,
-        _heads_not_moved_back,
-    ),
-    Planted("scale-missing", "the scale of the scores is missing", HEADS, _scaled(lambda call, size: 1.0)),
-    Planted(
-        "scale-ignored",
-        "the scale that is given is ignored",
-        (*HEADS, "scale"),
-        _scaled(lambda call, size: math.sqrt(size)),
-    ),
-    Planted("scale-squared", "the scale is applied twice", HEADS, _scaled(lambda call, size: _divisor(call) ** 2)),
-    Planted(
-        "scale-by-d-model",
-        "the scale is 1 / sqrt(d_model)",
-        HEADS,
-        _scaled(lambda call, size: math.sqrt(size * call.get("query").shape[call.head_axis])),
-    ),
-    Planted("scale-after-softmax", "the scale is applied after the softmax", HEADS, _after_softmax),
-    Planted(
-        "batch-as-tokens",
-        "batch and tokens are exchanged, so that it attends over the batch",
-        ("layer",),
-        _batch_as_tokens,
-    ),
-    Planted("precision-bfloat16", "what it is given is rounded to bfloat16", (), with_call(_rounded)),
+    Planted("kv-heads-tiled", (*HEADS, "groups"), _tiled),
+    Planted("heads-not-moved", HEADS, with_call(_heads_not_moved)),
+    Planted("heads-not-moved-back", HEADS, _heads_not_moved_back),
+    *(Planted(name, HEADS, _scaled(divisor)) for name, divisor in SCALES.items()),
+    Planted("scale-ignored", (*HEADS, "scale"), _scaled(lambda right, size, width: math.sqrt(size))),
+    Planted("scale-after-softmax", HEADS, _after_softmax),
+    Planted("batch-as-tokens", ("layer",), _batch_as_tokens),
+    Planted("precision-bfloat16", (), with_call(_rounded)),
 )
-"""What is planted in queries, keys and values."""
+"""Mistakes in queries, keys and values."""

@@ -169,58 +169,30 @@ def _reversed(call: Call, hidden: Any) -> Any:
     return taken(hidden, np.arange(hidden.shape[-1])[::-1], -1)
 
 
+OF_PADDING = ("padding", "padding polarity")
+
 MASKS = (
-    Planted("mask-flipped", "the mask is used with the other polarity", ("mask",), with_call(_flipped)),
-    Planted("mask-ignored", "the mask is ignored", ("mask",), with_call(_ignored)),
+    Planted("mask-flipped", ("mask",), with_call(_flipped)),
+    Planted("mask-ignored", ("mask",), with_call(_ignored)),
     Planted(
         "causal-ignored",
-        "the causal flag is dropped",
         ("is_causal",),
         with_call(lambda call: call.but(is_causal=False) if call.get("is_causal") else None),
     ),
-    Planted("causal-unasked", "it is causal though nobody asks for it", ("is_causal",), with_call(_unasked)),
+    Planted("causal-unasked", ("is_causal",), with_call(_unasked)),
+    Planted("causal-off-by-one", ("mask",), _causal(lambda t, s: s > t + 1)),
+    Planted("causal-excludes-self", ("mask",), _causal(lambda t, s: s >= t)),
+    Planted("causal-bottom-right", ("is_causal", "mask", "polarity", "top-left"), _other_alignment),
+    Planted("causal-top-left", ("is_causal", "mask", "polarity", "bottom-right"), _other_alignment),
     Planted(
-        "causal-off-by-one",
-        "each token sees the next one, too",
-        ("mask",),
-        _causal(lambda t, s: s > t + 1),
+        "padding-ignored", OF_PADDING, _padding(lambda _, hidden: hidden & False, lambda lengths, s: lengths * 0 + s)
     ),
-    Planted("causal-excludes-self", "no token sees itself", ("mask",), _causal(lambda t, s: s >= t)),
-    Planted(
-        "causal-bottom-right",
-        "the causal mask is aligned to the last key",
-        ("is_causal", "mask", "polarity", "top-left"),
-        _other_alignment,
-    ),
-    Planted(
-        "causal-top-left",
-        "the causal mask is aligned to the first key",
-        ("is_causal", "mask", "polarity", "bottom-right"),
-        _other_alignment,
-    ),
-    Planted(
-        "padding-ignored",
-        "padding is not hidden",
-        ("padding", "padding polarity"),
-        _padding(lambda _, hidden: hidden & False, lambda lengths, s: lengths * 0 + s),
-    ),
-    Planted(
-        "padding-on-the-left",
-        "padding is hidden on the left, and lies on the right",
-        ("padding", "padding polarity"),
-        _padding(_reversed, lambda lengths, s: None),
-    ),
-    Planted(
-        "padding-off-by-one",
-        "one key of the padding is shown",
-        ("padding", "padding polarity"),
-        _padding(_shifted(1), lambda lengths, s: lengths + (lengths < s)),
-    ),
+    Planted("padding-on-the-left", OF_PADDING, _padding(_reversed, lambda lengths, s: None)),
+    Planted("padding-off-by-one", OF_PADDING, _padding(_shifted(1), lambda lengths, s: lengths + (lengths < s))),
     Planted(
         "padding-off-by-minus-one",
-        "one key that is no padding is hidden",
-        ("padding", "padding polarity"),
+        OF_PADDING,
         _padding(_shifted(-1), lambda lengths, s: lengths + -1 * (lengths > 0)),
     ),
 )
-"""What is planted in masks. Of the two alignments of the causal one it has one, and the other is planted."""
+"""Mistakes in masks. Of the two alignments of the causal one a call has one, and the other is planted."""

@@ -109,19 +109,9 @@ def _planted(change: Wrong) -> Callable[[Call], Run | None]:
 
 OURS = (
     *(
-        Planted(
-            f"softmax-over-{axis}",
-            f"the softmax is over the {axis}",
-            ("heads", "ours"),
-            _planted(_softmax_over(number)),
-        )
-        for axis, number in (("queries", 2), ("heads", 1), ("batch", 0))
+        Planted(f"softmax-over-{words}", ("heads", "ours"), _planted(_softmax_over(axis)))
+        for words, axis in (("queries", 2), ("heads", 1), ("batch", 0))
     ),
-    Planted(
-        "mask-after-softmax",
-        "the mask is applied after the softmax",
-        ("heads", "mask", "ours"),
-        _planted(_mask_after_softmax),
-    ),
+    Planted("mask-after-softmax", ("heads", "mask", "ours"), _planted(_mask_after_softmax)),
 )
-"""What is planted in ours, which then stands in for the user's."""
+"""Mistakes in ours, which then stands in for the user's."""

@@ -13,8 +13,12 @@ from parity.conformance.signatures import HEAD_DIMS, HEADS, KV_HEADS, PROJECTION
 from parity.mutating.calls import Call, Planted, Run, taken
 from parity.mutating.compare import Unfit
 from parity.mutating.held import PACKED_PROJECTION, Arrays, Held, held_in
+from parity.mutating.mistakes.inputs import ORDERS, SCALES, Divisor
 from parity.mutating.mistakes.rope import has_rope
 from parity.mutating.packed import candidates, parts_of, unpacked
+
+Order = Callable[[np.ndarray], np.ndarray]
+"""Takes the places of features, heads by H, and gives them in another order."""
 
 
 @dataclass(frozen=True)
@@ -56,21 +60,13 @@ class Weights:
             return kernel.shape[0]
         raise Unfit(f"which axis of q_proj {tuple(kernel.shape)} is that of its heads is not known")
 
-    def reordered(self, projection: str, order: Callable[[int, int], np.ndarray]) -> Arrays:
-        """A projection whose features are in another order, of `out_proj` those that go in.
-
-        Args:
-            projection: its name.
-            order: takes the number of its heads and H, and gives the places in which the features stand.
-        """
-        kernel, name = self[f"{projection}.weight"], f"{projection}.weight"
-        axis = self._axis_of_heads(projection)
-        matrix = (
-            kernel if kernel.ndim == 2 else kernel.reshape((-1, kernel.shape[-1]) if axis == 0 else (len(kernel), -1))
-        )
-        places = order(matrix.shape[axis] // self.head_dim, self.head_dim)
+    def reordered(self, projection: str, order: Order) -> Arrays:
+        """A projection whose features are in another order, of `out_proj` those that go in."""
+        name, bias = f"{projection}.weight", f"{projection}.bias"
+        kernel, axis = self[name], self._axis_of_heads(projection)
+        matrix = _matrix(projection, kernel)
+        places = order(np.arange(matrix.shape[axis]).reshape(-1, self.head_dim)).ravel()
         changed = {name: taken(matrix, places, axis).reshape(kernel.shape)}
-        bias = f"{projection}.bias"
         if projection != "out_proj" and bias in self:
             changed[bias] = taken(self[bias].reshape(-1), places, 0).reshape(self[bias].shape)
         return changed
@@ -140,18 +136,22 @@ def _transposed(projection: str) -> Callable[[Weights], Arrays]:
     return change
 
 
+def _matrix(projection: str, kernel: Any) -> Any:
+    """A kernel of two axes; of three, (in, N, H) or (N, H, out), with heads and H as one."""
+    if kernel.ndim != 3:
+        return kernel
+    return kernel.reshape((-1, kernel.shape[-1]) if projection == "out_proj" else (len(kernel), -1))
+
+
 def _square(projection: str, kernel: Any) -> Any:
     """A kernel as a square matrix.
 
     Raises:
         Unfit: if it is none.
     """
-    shape = tuple(kernel.shape)
-    matrix = kernel
-    if kernel.ndim == 3:  # (in, N, H), or (N, H, in)
-        matrix = kernel.reshape((-1, shape[2]) if projection == "out_proj" else (shape[0], -1))
+    matrix = _matrix(projection, kernel)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
-        raise Unfit(f"its {projection} is not square: {shape}")
+        raise Unfit(f"its {projection} is not square: {tuple(kernel.shape)}")
     return matrix
 
 
@@ -183,15 +183,16 @@ def _no_out_proj(weights: Weights) -> Arrays:
     return {"out_proj.weight": identity} | (_without_bias("out_proj")(weights) if "out_proj.bias" in weights else {})
 
 
-def _scaled(power: Callable[[int, int], float]) -> Callable[[Weights], Arrays]:
-    """Queries multiplied where they are projected; `power` takes H and the width of q."""
+def _scaled(divisor: Divisor) -> Callable[[Weights], Arrays]:
+    """Queries multiplied where they are projected."""
 
     def change(weights: Weights) -> Arrays:
-        factor = power(weights.head_dim, weights.width)
-        leaves = [leaf for leaf in ("q_proj.weight", "q_proj.bias") if leaf in weights]
-        if math.isclose(factor, 1.0):
+        right = math.sqrt(weights.head_dim)
+        wrong = divisor(right, weights.head_dim, weights.width)
+        if math.isclose(wrong, right):
             raise Unfit("the scale is 1 with it, too")
-        return {leaf: weights[leaf] * factor for leaf in leaves}
+        leaves = [leaf for leaf in ("q_proj.weight", "q_proj.bias") if leaf in weights]
+        return {leaf: weights[leaf] * (right / wrong) for leaf in leaves}
 
     return change
 
@@ -199,17 +200,14 @@ def _scaled(power: Callable[[int, int], float]) -> Callable[[Weights], Arrays]:
 # ---- Heads -----------------------------------------------------------------------------------------------------------
 
 
-def _by_head(order: Callable[[int], np.ndarray], fewest: int) -> Callable[[int, int], np.ndarray]:
-    def places(count: int, size: int) -> np.ndarray:
+def _heads(projection: str, order: Order, fewest: int) -> Callable[[Weights], Arrays]:
+    def places(features: np.ndarray) -> np.ndarray:
+        count = len(features)
         if count < fewest:
             raise Unfit(f"it has {count} head{'s' * (count != 1)}, and {fewest} are needed")
-        return np.arange(count * size).reshape(count, size)[order(count)].ravel()
+        return order(features)
 
-    return places
-
-
-def _heads(projection: str, order: Callable[[int], np.ndarray], fewest: int) -> Callable[[Weights], Arrays]:
-    return lambda weights: weights.reordered(projection, _by_head(order, fewest))
+    return lambda weights: weights.reordered(projection, places)
 
 
 def _tiled(weights: Weights) -> Arrays:
@@ -219,10 +217,10 @@ def _tiled(weights: Weights) -> Arrays:
     if not 1 < num_kv_heads < num_heads:
         raise Unfit(f"it has {num_heads} query heads and {num_kv_heads} key/value heads")
 
-    def order(count: int) -> np.ndarray:
-        return np.arange(count).reshape(-1, num_kv_heads).T.ravel()
+    def order(features: np.ndarray) -> np.ndarray:
+        return features.reshape(-1, num_kv_heads, weights.head_dim).swapaxes(0, 1)
 
-    return weights.reordered("q_proj", _by_head(order, 1)) | weights.reordered("out_proj", _by_head(order, 1))
+    return weights.reordered("q_proj", order) | weights.reordered("out_proj", order)
 
 
 def _after_softmax(weights: Weights) -> Arrays:
@@ -232,11 +230,8 @@ def _after_softmax(weights: Weights) -> Arrays:
     return {leaf: weights[leaf] * factor for leaf, factor in leaves if leaf.endswith(".weight") or leaf in weights}
 
 
-def _pairs(places: Callable[[int], np.ndarray]) -> Callable[[Weights], Arrays]:
+def _pairs(order: Order) -> Callable[[Weights], Arrays]:
     """The features of each head of q and k in another order, which only RoPE tells from the right one."""
-
-    def order(count: int, size: int) -> np.ndarray:
-        return (np.arange(count)[:, None] * size + places(size)).ravel()
 
     def change(weights: Weights) -> Arrays:
         if not has_rope(weights.call):
@@ -248,55 +243,31 @@ def _pairs(places: Callable[[int], np.ndarray]) -> Callable[[Weights], Arrays]:
     return change
 
 
-def _interleaved(size: int) -> np.ndarray:
-    """Feature i and i + H/2 side by side."""
-    return np.arange(size).reshape(2, -1).T.ravel()
-
-
-def _planted(name: str, about: str, change: Callable[[Weights], Arrays], *needs: str) -> Planted:
-    return Planted(name, about, ("layer", "projections", *needs), _with(change))
+def _planted(name: str, change: Callable[[Weights], Arrays], *needs: str) -> Planted:
+    return Planted(name, ("layer", "projections", *needs), _with(change))
 
 
 HEADS_REORDERED = (
     *(
-        _planted(f"{name}-heads-{word}", f"{name}'s heads are {word}", _heads(f"{name}_proj", order, fewest))
+        _planted(f"{name}-heads-{word}", _heads(f"{name}_proj", order, fewest))
         for name in "qkv"
-        for word, order, fewest in (
-            ("reversed", lambda count: np.arange(count)[::-1], 2),
-            ("rolled", lambda count: np.roll(np.arange(count), 1), 3),
-        )
+        for word, (order, fewest) in ORDERS.items()
     ),
-    _planted("kv-heads-tiled", "key/value heads are tiled and not repeated", _tiled),
-    _planted("scale-after-softmax", "the scale is applied after the softmax", _after_softmax),
-    _planted(
-        "rope-weights-interleaved",
-        "the weights of q and k are in the order of interleaved RoPE pairs",
-        _pairs(_interleaved),
-    ),
-    _planted(
-        "rope-weights-deinterleaved",
-        "the weights of q and k were un-interleaved, though they had been in order",
-        _pairs(lambda size: np.argsort(_interleaved(size))),
-    ),
+    _planted("kv-heads-tiled", _tiled),
+    _planted("scale-after-softmax", _after_softmax),
+    _planted("rope-weights-interleaved", _pairs(lambda x: x.reshape(len(x), 2, -1).swapaxes(1, 2))),
+    _planted("rope-weights-deinterleaved", _pairs(lambda x: x.reshape(len(x), -1, 2).swapaxes(1, 2))),
 )
-"""What is planted in layers by another order of the features of their projections."""
+"""Mistakes in layers by another order of the features of their projections."""
 
 PROJECTED = (
+    *(_planted(f"{name}-transposed", _transposed(name)) for name in PROJECTIONS),
+    *(_planted(f"{a}-{b}-swapped", _swapped(a, b)) for a, b in (("q", "k"), ("k", "v"), ("q", "v"))),
     *(
-        _planted(f"{name}-transposed", f"{name}'s square kernel is transposed", _transposed(name))
-        for name in PROJECTIONS
-    ),
-    *(
-        _planted(f"{a}-{b}-swapped", f"the projections of {a} and {b} are exchanged", _swapped(a, b))
-        for a, b in (("q", "k"), ("k", "v"), ("q", "v"))
-    ),
-    *(
-        _planted(f"{name}-bias-missing", f"the bias of {name} is missing", _without_bias(name), "biases")
+        _planted(f"{name}-bias-missing", _without_bias(name), "biases")
         for name in ("q_proj", "v_proj", "out_proj")  # one of keys adds the same to every score of a query
     ),
-    _planted("scale-missing", "the scale of the scores is missing", _scaled(lambda size, _: size**0.5)),
-    _planted("scale-squared", "the scale is applied twice", _scaled(lambda size, _: size**-0.5)),
-    _planted("scale-by-d-model", "the scale is 1 / sqrt(d_model)", _scaled(lambda size, width: (size / width) ** 0.5)),
-    _planted("out-proj-missing", "the output is not projected", _no_out_proj),
+    *(_planted(name, _scaled(divisor)) for name, divisor in SCALES.items()),
+    _planted("out-proj-missing", _no_out_proj),
 )
-"""What is planted in weights."""
+"""Mistakes in weights."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from parity.mutating.calls import Call, Planted, Run, library_of
+from parity.conformance.signatures import library_of
+from parity.mutating.calls import Call, Planted, Run
 from parity.mutating.compare import Unfit, is_traced
 from parity.mutating.held import replaced_in_torch
 
@@ -91,8 +92,8 @@ def _turned(call: Call, theta: float) -> Call:
     return call.but(cos=made[0], sin=made[1])
 
 
-ROPE = tuple(
-    Planted(f"rope-theta-{theta}", f"RoPE's theta is {theta}", ("rotation",), _theta(float(theta)))
-    for theta in (10000, 500000)
-)
-"""What is planted in RoPE's frequencies: of two bases that which it has not."""
+THETAS = (10000, 500000)
+"""Bases, of which the one is planted that a layer has not."""
+
+ROPE = tuple(Planted(f"rope-theta-{theta}", ("rotation",), _theta(float(theta))) for theta in THETAS)
+"""Mistakes in RoPE's frequencies."""

@@ -1,0 +1,65 @@
+"""Canonical weights to the tensors of a layout and back: the two functions are inverses, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Unpack
+
+import numpy as np
+
+from mha_spec import AttentionSpec, WrongType
+from parity.conversion.hints import CALLER, LayerHints, LayerKeywords
+from parity.conversion.layouts.detection import find_placement, find_spec, placement_for, placements
+from parity.conversion.layouts.layout import Layout, check_carried
+from parity.core.arrays import to_numpy_by_name
+from parity.core.weights import Weights, check_weights, is_floating
+
+
+def from_canonical(weights: Mapping[str, Any], spec: AttentionSpec, layout: Layout) -> Weights:
+    """Make the tensors of a layout that hold canonical weights.
+
+    Raises:
+        TypeError, ValueError: if the weights are not those of the spec, or the layout cannot hold such a layer.
+    """
+    placements(spec, layout)
+    check_carried(spec, layout)
+    read = check_weights(weights, spec).__getitem__
+    placement = placement_for([read], spec, layout)
+    return {name: placement.lay_out(name, read) for name in placement.shapes}
+
+
+def shapes_in(layout: Layout, spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors in which a layout holds a layer.
+
+    Raises:
+        ValueError: if it cannot hold such a layer.
+    """
+    return placements(spec, layout)[0].shapes
+
+
+def to_canonical(
+    tensors: Mapping[str, Any], layout: Layout, **said: Unpack[LayerKeywords]
+) -> tuple[Weights, AttentionSpec]:
+    """Make canonical weights, and the specification of the layer, of the tensors of a layout.
+
+    Args:
+        tensors: arrays by name, of any framework, without the prefix of the layer; in nested mappings, too, as Flax
+            has them.
+        layout: theirs.
+        said: the layer, where the shapes leave it open. No checkpoint's tensors show RoPE.
+
+    Raises:
+        ValueError: if names are missing or unknown, shapes do not fit, or the heads can be read in more than one way.
+    """
+    held = {name: array for name, array in to_numpy_by_name(tensors).items() if not layout.ignores(name)}
+    for name, array in held.items():
+        if not is_floating(array.dtype):
+            raise WrongType(name, "be a floating-point array", {f"{name}.dtype": array.dtype})
+    if len(dtypes := sorted({array.dtype.name for array in held.values()})) > 1:
+        raise WrongType("weights", "have one dtype", str(dtypes))
+    shapes = {name: array.shape for name, array in held.items()}
+    hints = LayerHints.by(CALLER, **said)
+    spec = find_spec(shapes, layout, hints) if hints.spec is None else hints.spec
+    placement = find_placement(shapes, spec, layout)
+    weights = {name: np.array(placement.read_out(name, held.__getitem__), order="C") for name in placement.weights}
+    return check_weights(weights, spec), spec

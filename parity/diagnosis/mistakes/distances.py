@@ -1,0 +1,116 @@
+"""Mistakes in what scores lose or gain for the distance of their keys: ALiBi, and T5's relative bias."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import numpy as np
+
+from mha_spec import RelativeBias
+from parity.core.case import Case
+from parity.core.reference import Layer
+from parity.diagnosis.mistakes.families import ALIBI, RELATIVE_BIAS
+from parity.diagnosis.mistakes.record import Mistake, Override, instead
+from parity.diagnosis.mistakes.sites import Overrides, after, before
+
+RESTARTED = (
+    "the distance is counted from the first key in each call with a cache",
+    {"scores": lambda _, original, values, *places: original(values)},
+)
+"""The words and overrides of a mistake that both can have."""
+
+
+# ---- ALiBi -----------------------------------------------------------------------------------------------------------
+
+
+def alibi(case: Case) -> Iterator[Mistake]:
+    spec, right = case.spec, case.spec.alibi
+    if right is None:
+        return
+    mistake = ALIBI.seen_in("scores")
+    factors = {
+        "missing": (0.0, "scores lose nothing for the distance of their keys"),
+        "added": (-1.0, "scores gain for the distance of their keys, and do not lose"),
+    }
+    if spec.score_scale != 1.0 and right.scaled:
+        factors["not-scaled"] = 1.0 / spec.score_scale, "slopes are not scaled as scores are"
+    elif spec.score_scale != 1.0:
+        factors["scaled"] = spec.score_scale, "slopes are scaled as scores are"
+    for name, (factor, about) in factors.items():
+        yield mistake(f"alibi-{name}", about, {"slopes": after(lambda slopes, factor=factor: factor * slopes)})
+
+    num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
+    n, largest = np.arange(1, num_heads + 1), 1 << (num_heads.bit_length() - 1)
+    exponents = {}  # as shares of the largest
+    if largest != num_heads:
+        exponents["evenly"] = n / num_heads, "slopes are 2 ** (-8 n / N) though N is no power of two"
+        about = "slopes are the first of those of the next power of two"
+        exponents["of-next-power"] = n / (2 * largest), about
+    if num_kv_heads < num_heads:
+        of_group = 1 + (n - 1) // (num_heads // num_kv_heads)
+        about = "slopes are those of as many heads as there are key/value heads"
+        exponents["of-kv-heads"] = of_group / num_kv_heads, about
+    for name, (shares, about) in exponents.items():
+        slopes = 2.0 ** (-right.max_bias * shares) * (spec.score_scale if right.scaled else 1.0)
+        yield mistake(f"alibi-slopes-{name}", about, {"slopes": instead(lambda slopes=slopes: slopes)})
+    if case.is_cached:
+        yield mistake("alibi-restarted", *RESTARTED)
+
+
+# ---- Relative bias ---------------------------------------------------------------------------------------------------
+
+
+def relative_bias(case: Case) -> Iterator[Mistake]:
+    spec = case.spec
+    right, num_heads = spec.relative_bias, spec.num_heads
+    if right is None:
+        return
+    mistake = RELATIVE_BIAS.seen_in("scores")
+    yield mistake("relative-bias-ignored", "scores gain nothing for the distance of their keys", _times(0.0))
+    if right.bidirectional and right.max_distance > right.num_buckets // 2:
+        about = "keys after the query share its own bucket, as in a decoder"
+        yield mistake("relative-bias-one-directional", about, _with(bidirectional=False))
+    if not right.bidirectional and right.num_buckets >= 4 and right.num_buckets % 2 == 0:
+        about = "half of the buckets are for keys after the query, as in an encoder"
+        yield mistake("relative-bias-bidirectional", about, _with(bidirectional=True))
+    yield mistake(
+        "relative-bias-flipped", "distances are query - key", {"bucket": before(lambda distance: (-distance,))}
+    )
+    about = "queries are counted from 1, keys from 0"
+    yield mistake("relative-bias-off-by-one", about, {"bucket": before(lambda distance: (distance - 1,))})
+    if not np.array_equal(_Linear(**asdict(right)).buckets(), right.buckets()):
+        about = "all buckets of more than one distance are of equal width"
+        yield mistake("relative-bias-linear", about, {"share_of_logarithm": _share_of_distance})
+    if spec.score_scale != 1.0:
+        yield mistake(
+            "relative-bias-scaled", "the bias is added before the scores are scaled", _times(spec.score_scale)
+        )
+    transposed = after(lambda table: table.reshape(num_heads, -1).T)
+    yield mistake("relative-bias-transposed", "the table is read as (N, num_buckets)", {"relative_table": transposed})
+    if case.is_cached:
+        yield mistake("relative-bias-restarted", *RESTARTED)
+
+
+def _times(factor: float) -> Overrides:
+    return {"gained_by_distance": after(lambda gained: gained.dtype.type(factor) * gained)}
+
+
+def _with(*, bidirectional: bool) -> Overrides:
+    return {"relative_bias": after(lambda right: replace(right, bidirectional=bidirectional))}
+
+
+class _Linear(RelativeBias):
+    """Buckets of equal width where they have more than one distance."""
+
+    def buckets(self) -> np.ndarray:
+        distances = np.arange(-self.max_distance, self.max_distance + 1)
+        count = self.num_buckets // 2 if self.bidirectional else self.num_buckets
+        away = np.abs(distances) if self.bidirectional else np.maximum(-distances, 0)
+        first, width = count // 2, (self.max_distance - count // 2) / (count - count // 2)
+        shared = np.minimum(first + np.floor((away - first) / width).astype(np.int64), count - 1)
+        return np.where(away < first, away, shared) + (count * (distances > 0) if self.bidirectional else 0)
+
+
+def _share_of_distance(layer: Layer, _: Override, away: np.ndarray, exact: int) -> np.ndarray:
+    return (away - exact) / (layer.relative_bias().max_distance - exact)
