@@ -757,7 +757,7 @@ except OSError as error:
 """
 
 
-@pytest.mark.parametrize("suffix", rest_thorough(SUFFIXES, [".safetensors", ".npz"]))
+@pytest.mark.parametrize("suffix", rest_thorough(FILES, [".safetensors", ".npz"]))
 def test_a_full_disk_is_one_line(tmp_path, suffix):
     path = tmp_path / f"w{suffix}"
     result = subprocess.run([sys.executable, "-c", FILL_THE_DISK, path], capture_output=True, text=True, check=True)

@@ -82,7 +82,6 @@ def test_any_blocks_are_read_as_the_package_reads_them(tmp_path, monkeypatch, ki
         assert file.quantised == {"x": kind}
         assert is_same(file.read("x"), expected)
         assert is_same(file.read_entry("x", 1), expected[1])
-        assert b"".join(map(bytes, file.chunks("x"))) == expected.tobytes()
         assert file.read("before").tolist() == [1.0, 1.0, 1.0]
 
 
@@ -153,9 +152,7 @@ def test_without_the_package_files_are_opened_and_plain_tensors_read(tmp_path, m
     monkeypatch.setitem(sys.modules, "gguf", None)
     with open_tensors(path) as file:
         assert file.read("plain").tolist() == [1.0, 1.0, 1.0]
-        with pytest.raises(
-            ImportError, match=r"quantised tensors of .*w.gguf need the package gguf: .*; pip install gguf"
-        ):
+        with pytest.raises(ImportError, match=r"w.gguf needs gguf: .*; pip install gguf"):
             file.read("x")
     assert main(["inspect", str(path)]) == 0
     assert "Q6_K, read as float32" in capsys.readouterr().out

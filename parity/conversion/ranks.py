@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ from parity.conversion.layouts.layout import Ranks
 from parity.conversion.prefixes import ENTRY, join
 from parity.files import TensorFile, TensorInfo, open_tensors, write_tensors
 from parity.files.reading import SUFFIXES
-from parity.files.target import check_place, locked, move, scratch_beside
+from parity.files.target import locked, move, scratch_beside
 from parity.sharding.shard import ShardPlan, shard_spec
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -225,16 +224,15 @@ def write_ranks(
         return divisions[name].parts(read(name), count)[rank].reshape(own[name][0])
 
     _refuse_used(folder)
-    check_place(folder)
-    with TemporaryDirectory() if dry_run else scratch_beside(folder) as scratch:
+    with scratch_beside(folder) as scratch:
         for rank in range(count):
-            path = Path(scratch, folder.name, ranks.file.format(rank=f"{rank:02}"))
+            path = scratch / folder.name / ranks.file.format(rank=f"{rank:02}")
             path.parent.mkdir(parents=True, exist_ok=True)
             write_tensors(path, own, partial(read_part, rank=rank), metadata, dry_run=dry_run)
         if not dry_run:
             with locked(folder.parent):
                 _refuse_used(folder)
-                move([folder.name], Path(scratch), folder.parent)
+                move([folder.name], scratch, folder.parent)
     return folder
 
 

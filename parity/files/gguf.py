@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from mha_spec import Refusal
-from parity.files.tensor_file import DTYPES, Cursor, Piece, Shape, TensorFile, TensorInfo
+from parity.files.tensor_file import DTYPES, Cursor, FileOffset, Shape, TensorFile, TensorInfo, library
 
 # fmt: off
 TYPES = [  # by number; None: taken out of the format
@@ -80,33 +80,25 @@ def _value(cursor: Cursor, kind: int) -> str:
 
 
 class _Entry(NamedTuple):
-    """What a file says of a tensor: its shape as NumPy has it, the name of its type, and where it begins."""
+    """A tensor in a file: its shape as NumPy has it, the name of its type, and where it begins."""
 
     shape: Shape
     kind: str
     offset: int
 
-    def info(self, name: str, end: int) -> TensorInfo:
-        """What is known of the tensor as it is read; of one of an unknown type, that it may fill all up to an end.
-
-        Raises:
-            ValueError: if it does not end there, or before.
-        """
+    def measure(self, name: str, room: int) -> tuple[TensorInfo, int]:
+        """The tensor as it is read, and its bytes in the file; one of an unknown type may fill all the room."""
         if self.kind in PLAIN:
             info = TensorInfo.of(self.shape, DTYPES[PLAIN[self.kind]])
-            nbytes = info.nbytes
-        elif self.kind in BLOCKS:
+            return info, info.nbytes
+        if self.kind in BLOCKS:
             info = TensorInfo.of(self.shape, np.dtype(np.float32))
             values, length = BLOCKS[self.kind]
             if not self.shape or self.shape[-1] % values:
                 raise Refusal(f"rows of {self.kind}", f"be whole blocks of {values}", {f"{name}.shape": self.shape})
-            nbytes = info.nbytes // 4 // values * length
-        else:
-            nbytes = max(0, end - self.offset)
-            info = TensorInfo(self.shape, np.dtype([(self.kind, "V1")]), nbytes)
-        if self.offset + nbytes > end:
-            raise Refusal("tensors", "lie in the file, one after the other", tensor=name)
-        return info
+            return info, info.nbytes // 4 // values * length
+        room = max(0, room)
+        return TensorInfo(self.shape, np.dtype([(self.kind, "V1")]), room), room
 
 
 def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
@@ -117,64 +109,46 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
     if version not in (2, 3):
         raise Refusal(path, "be of version 2 or 3 of GGUF and little-endian", f"version {version}")
     num_tensors, num_values = cursor.unpack("<Q"), cursor.unpack("<Q")
-    metadata = _metadata(cursor, num_values)
-    entries = _entries(cursor, num_tensors)
-    alignment = int(metadata.get("general.alignment", "32"))
-    if alignment <= 0 or alignment & (alignment - 1):
-        raise Refusal("the alignment", "be a power of two", str(alignment))
-    data = -(-cursor.tell() // alignment) * alignment
-    entries = {name: entry._replace(offset=data + entry.offset) for name, entry in entries.items()}
-    infos: dict[str, TensorInfo] = {}
-    end = cursor.size
-    for name in sorted(entries, key=lambda name: entries[name].offset, reverse=True):
-        infos[name] = entries[name].info(name, end)  # it ends before the next one begins
-        end = entries[name].offset
-
-    def fetch(name: str) -> np.ndarray:
-        return _dequantised(path, file, name, entries[name])
-
-    return TensorFile(
-        path,
-        "gguf",
-        {name: infos[name] for name in entries},
-        metadata,
-        {name: [Piece(file, e.offset, infos[name].nbytes)] for name, e in entries.items() if e.kind in PLAIN},
-        fetch,
-        quantised={name: entry.kind for name, entry in entries.items() if entry.kind in BLOCKS},
-    )
-
-
-def _metadata(cursor: Cursor, count: int) -> dict[str, str]:
-    """Values by key."""
     metadata: dict[str, str] = {}
-    seen = set()
-    for _ in range(count):
+    for _ in range(num_values):
         key = _text(cursor)
-        if key in seen:
+        if key in metadata:
             raise Refusal("names", "differ", f"{key} twice")
-        seen.add(key)
         metadata[key] = _value(cursor, cursor.unpack("<I"))
-    return metadata
-
-
-def _entries(cursor: Cursor, count: int) -> dict[str, _Entry]:
-    """What is said of each tensor; offsets count from where the bytes of all begin."""
     entries: dict[str, _Entry] = {}
-    for _ in range(count):
+    for _ in range(num_tensors):
         name, num_dims = _text(cursor), cursor.unpack("<I")
         if name in entries or num_dims > MAX_DIMS:
             raise Refusal("each tensor", f"be there once, with at most {MAX_DIMS} axes", tensor=name)
         shape = tuple(cursor.unpack("<Q") for _ in range(num_dims))[::-1]
         kind, offset = cursor.unpack("<I"), cursor.unpack("<Q")
         entries[name] = _Entry(shape, (TYPES[kind] if kind < len(TYPES) else None) or f"type {kind}", offset)
-    return entries
+    alignment = int(metadata.get("general.alignment", "32"))
+    if alignment <= 0 or alignment & (alignment - 1):
+        raise Refusal("the alignment", "be a power of two", str(alignment))
+    data = -(-cursor.tell() // alignment) * alignment
+    entries = {name: entry._replace(offset=data + entry.offset) for name, entry in entries.items()}
+    infos = dict.fromkeys(entries, TensorInfo((), np.dtype(bool), 0))  # in the order of the file
+    end = cursor.size
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].offset, reverse=True):
+        infos[name], nbytes = entry.measure(name, end - entry.offset)
+        if entry.offset + nbytes > end:  # it ends before the next one begins
+            raise Refusal("tensors", "lie in the file, one after the other", tensor=name)
+        end = entry.offset
+
+    def fetch(name: str) -> np.ndarray:
+        return _dequantised(path, file, name, entries[name])
+
+    places = {name: FileOffset(file, entry.offset) for name, entry in entries.items() if entry.kind in PLAIN}
+    quantised = {name: entry.kind for name, entry in entries.items() if entry.kind in BLOCKS}
+    return TensorFile(path, "gguf", infos, metadata, places, fetch, quantised=quantised)
 
 
 def _dequantised(path: Path, file: BinaryIO, name: str, entry: _Entry) -> np.ndarray:
     """What a quantised tensor stands for, in float32: the bits that the `gguf` package gives."""
     if entry.kind not in BLOCKS:
         raise Refusal(name, f"be of one of {sorted([*PLAIN, *BLOCKS])} to be read", {name: entry.kind})
-    library = _gguf_library(path)
+    gguf = library(path, "gguf")
     values, length = BLOCKS[entry.kind]
     array = np.empty(entry.shape, np.float32)
     flat = array.reshape(-1)
@@ -183,14 +157,5 @@ def _dequantised(path: Path, file: BinaryIO, name: str, entry: _Entry) -> np.nda
         file.seek(entry.offset + start // values * length)
         blocks = np.frombuffer(file.read(part.size // values * length), np.uint8)
         with np.errstate(all="ignore"):  # damaged scales may be NaN; whoever wants finite values refuses them
-            part[...] = library.quants.dequantize(blocks, library.GGMLQuantizationType[entry.kind])
+            part[...] = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[entry.kind])
     return array
-
-
-def _gguf_library(path: Path) -> Any:
-    """The library, without which quantised tensors are not read."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise ImportError(f"quantised tensors of {path} need the package gguf: {error}; pip install gguf") from None
-    return gguf

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,11 +23,12 @@ from parity.files.tensor_file import (
     MAX_DEPTH,
     MAX_ENTRIES,
     Cursor,
-    Piece,
+    FileOffset,
     TensorFile,
     TensorInfo,
     Tensors,
     flatten,
+    library,
     nest,
     raw,
     text_by_name,
@@ -38,15 +39,9 @@ CHUNKED = "__msgpack_chunked_array__"
 MAX_CHUNK = 1 << 30  # bytes of an array, as Flax has it; a larger one is divided
 
 _ARRAY, _SCALAR = 1, 3  # Flax's types: an array, and one that was a NumPy scalar
-
-
-def msgpack_library(path: Path) -> Any:
-    """The library, without which there is no such file."""
-    try:
-        import msgpack
-    except ImportError as error:
-        raise ImportError(f"{path} needs msgpack: {error}; pip install msgpack") from None
-    return msgpack
+_BYTES = {0xC4: ">B", 0xC5: ">H", 0xC6: ">I"}
+_EXTENSIONS = {0xC7: ">B", 0xC8: ">H", 0xC9: ">I"}
+"""Formats of a length, by the byte before it. (Extensions of 1 to 16 bytes have 0xD4 to 0xD8 and no length.)"""
 
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------
@@ -54,51 +49,43 @@ def msgpack_library(path: Path) -> Any:
 
 def write_msgpack(path: Path, tensors: Tensors) -> None:
     """Write a file that `flax.serialization` reads."""
+    packer = library(path, "msgpack").Packer()
+    tree = nest(tensors.infos)
     with path.open("wb") as file:
-        _Writer(file, msgpack_library(path).Packer(), tensors).write_file()
+        file.write(packer.pack_map_header(len(tree) + 1))
+        file.writelines(_entries(packer, tree, tensors))
+        file.write(packer.pack(METADATA) + packer.pack(tensors.metadata))
 
 
-@dataclass
-class _Writer:
-    """Writes nested dicts: what is small by the library, arrays with a head of a fixed width."""
+def _entries(packer: Any, tree: Mapping[str, Any], tensors: Tensors) -> Iterator[bytes | memoryview]:
+    for key, node in tree.items():
+        yield packer.pack(key)
+        if isinstance(node, dict):
+            yield packer.pack_map_header(len(node))
+            yield from _entries(packer, node, tensors)
+        else:
+            yield from _tensor(packer, tensors.read(node))
 
-    file: BinaryIO
-    packer: Any
-    tensors: Tensors
 
-    def write_file(self) -> None:
-        tree = nest(self.tensors.infos)
-        self.file.write(self.packer.pack_map_header(len(tree) + 1))
-        self.write_entries(tree)
-        self.file.write(self.packer.pack(METADATA) + self.packer.pack(self.tensors.metadata))
+def _tensor(packer: Any, array: np.ndarray) -> Iterator[bytes | memoryview]:
+    """An array, or a dict of its chunks if it is large."""
+    if array.nbytes <= MAX_CHUNK:
+        yield from _array(packer, array)
+        return
+    step, flat, pack = max(1, MAX_CHUNK // array.itemsize), array.reshape(-1), packer.pack
+    yield packer.pack_map_header(3) + pack(CHUNKED) + pack(True)
+    yield pack("shape") + pack({str(i): size for i, size in enumerate(array.shape)})
+    yield pack("chunks") + packer.pack_map_header(-(-flat.size // step))
+    for i, start in enumerate(range(0, flat.size, step)):
+        yield pack(str(i))
+        yield from _array(packer, flat[start : start + step])
 
-    def write_entries(self, tree: Mapping[str, Any]) -> None:
-        for key, node in tree.items():
-            self.file.write(self.packer.pack(key))
-            if isinstance(node, dict):
-                self.file.write(self.packer.pack_map_header(len(node)))
-                self.write_entries(node)
-            else:
-                self.write_tensor(node, self.tensors.infos[node])
 
-    def write_tensor(self, name: str, info: TensorInfo) -> None:
-        array = self.tensors.read(name)
-        if info.nbytes <= MAX_CHUNK:
-            self.write_array(array)
-            return
-        step, flat, pack = max(1, MAX_CHUNK // info.dtype.itemsize), array.reshape(-1), self.packer.pack
-        self.file.write(self.packer.pack_map_header(3) + pack(CHUNKED) + pack(True))
-        self.file.write(pack("shape") + pack({str(i): size for i, size in enumerate(info.shape)}))
-        self.file.write(pack("chunks") + self.packer.pack_map_header(-(-flat.size // step)))
-        for i, start in enumerate(range(0, flat.size, step)):
-            self.file.write(pack(str(i)))
-            self.write_array(flat[start : start + step])
-
-    def write_array(self, array: np.ndarray) -> None:
-        head = self.packer.pack_array_header(3) + self.packer.pack(array.shape) + self.packer.pack(array.dtype.name)
-        head += struct.pack(">BI", 0xC6, array.nbytes)
-        self.file.write(struct.pack(">BIB", 0xC9, len(head) + array.nbytes, _ARRAY) + head)
-        self.file.write(raw(array))
+def _array(packer: Any, array: np.ndarray) -> Iterator[bytes | memoryview]:
+    head = packer.pack_array_header(3) + packer.pack(array.shape) + packer.pack(array.dtype.name)
+    head += struct.pack(">BI", 0xC6, array.nbytes)
+    yield struct.pack(">BIB", 0xC9, len(head) + array.nbytes, _ARRAY) + head
+    yield raw(array)
 
 
 # ---- Reading ---------------------------------------------------------------------------------------------------------
@@ -106,32 +93,34 @@ class _Writer:
 
 @dataclass(frozen=True)
 class _Array:
-    """An array in the file, and where its bytes are."""
+    """An array in the file: where its bytes begin, and how many of them lie there; in several places if it is large."""
 
     info: TensorInfo
-    pieces: list[Piece]
+    pieces: list[tuple[FileOffset, int]]
 
 
 def open_msgpack(path: Path, file: BinaryIO) -> TensorFile:
     """Open a file. What is not an array in it is ignored."""
     cursor = Cursor(file)
-    tree = _Walker(cursor, msgpack_library(path).Unpacker).node()
+    tree = _Walker(cursor, library(path, "msgpack").Unpacker).node()
     if not isinstance(tree, dict) or cursor.tell() != cursor.size:
         raise Refusal(path, "be one dict in msgpack and nothing more, but it is not")
     metadata = text_by_name(tree.pop(METADATA, None))
     leaves = flatten(tree)
     arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, _Array)}
     infos = {name: array.info for name, array in arrays.items()}
-    places = {name: array.pieces for name, array in arrays.items()}
+    places = {name: array.pieces[0][0] for name, array in arrays.items() if len(array.pieces) == 1}
+
+    def fetch(name: str) -> np.ndarray:
+        array = np.empty(infos[name].shape, infos[name].dtype)
+        buffer = raw(array)
+        for place, length in arrays[name].pieces:
+            place.read_into(buffer[:length])
+            buffer = buffer[length:]
+        return array
+
     ignored = [name for name in leaves if name not in arrays]
-    return TensorFile(path, "msgpack", infos, metadata, places, ignored=ignored)
-
-
-_LENGTHS = {0xC7: ">B", 0xC8: ">H", 0xC9: ">I"}
-"""How the length of an extension type is packed, by its first byte; of 0xD4 to 0xD8 it is 1 to 16."""
-
-_BYTES = {b"\xc4": 2, b"\xc5": 3, b"\xc6": 5}
-"""The size of the head of bytes, by its first one; their length follows."""
+    return TensorFile(path, "msgpack", infos, metadata, places, fetch, ignored=ignored)
 
 
 class _Walker:
@@ -155,25 +144,22 @@ class _Walker:
         if depth > MAX_DEPTH or next(self.count) > MAX_ENTRIES:
             raise Refusal("dicts", f"have at most {MAX_DEPTH} levels and {MAX_ENTRIES} entries", "more")
         (first,) = self.cursor.take(1)
-        if first in _LENGTHS:
-            return self.array(self.cursor.unpack(_LENGTHS[first]), depth + 1)
+        if first in _EXTENSIONS:
+            return self.array(self.cursor.unpack(_EXTENSIONS[first]), depth + 1)
         if 0xD4 <= first <= 0xD8:
             return self.array(1 << first - 0xD4, depth + 1)
         self.cursor.file.seek(-1, 1)
         if 0x80 <= first <= 0x8F or first in (0xDE, 0xDF):
-            return _joined(self.entries(self.next("read_map_header"), depth + 1))
+            entries: dict[Any, Any] = {}
+            for _ in range(self.next("read_map_header")):
+                key = self.node(depth + 1)
+                if not isinstance(key, (str, int)) or key in entries:
+                    raise Refusal("each entry", "have a name of its own", repr(key))
+                entries[key] = self.node(depth + 1)
+            return _joined(entries) if CHUNKED in entries else entries
         if 0x90 <= first <= 0x9F or first in (0xDC, 0xDD):
             return [self.node(depth + 1) for _ in range(self.next("read_array_header"))]
         return self.next("unpack")
-
-    def entries(self, length: int, depth: int) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
-        for _ in range(length):
-            key = self.node(depth)
-            if not isinstance(key, (str, int)) or key in found:
-                raise Refusal("each entry", "have a name of its own", repr(key))
-            found[key] = self.node(depth)
-        return found
 
     def array(self, length: int, depth: int) -> _Array | None:
         (code,) = self.cursor.take(1)
@@ -187,22 +173,21 @@ class _Walker:
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise Refusal("an array", f"hold one of {sorted(DTYPES)}", str(dtype))
         info = TensorInfo.of(shape, DTYPES[dtype])
-        begin = end - info.nbytes
-        head = self.cursor.take(max(0, min(5, begin - self.cursor.tell())))
-        if _BYTES.get(head[:1]) != len(head) or int.from_bytes(head[1:]) != info.nbytes or self.cursor.tell() != begin:
+        (first,) = self.cursor.take(1)
+        nbytes = self.cursor.unpack(_BYTES[first]) if first in _BYTES else -1
+        place = FileOffset(self.cursor.file, self.cursor.tell())
+        if nbytes != info.nbytes or place.offset + nbytes != end:
             raise Refusal("an array", f"have {info.nbytes} bytes, as its shape says, but one does not")
-        self.cursor.skip(info.nbytes)
-        return _Array(info, [Piece(self.cursor.file, begin, info.nbytes)])
+        self.cursor.skip(nbytes)
+        return _Array(info, [(place, nbytes)])
 
 
-def _joined(entries: dict[Any, Any]) -> Any:
-    """The array whose chunks are in a dict, where Flax has divided one; any other dict as it is."""
-    if CHUNKED not in entries:
-        return entries
+def _joined(entries: dict[Any, Any]) -> _Array:
+    """Join the chunks into which Flax has divided an array."""
     shape, chunks = ([part[str(i)] for i in range(len(part))] for part in (entries["shape"], entries["chunks"]))
     info = TensorInfo.of(shape, chunks[0].info.dtype)
-    if any(chunk.info.dtype != info.dtype for chunk in chunks):
-        raise Refusal("the chunks of an array", "have one dtype, but they do not")
-    if sum(chunk.info.nbytes for chunk in chunks) != info.nbytes:
-        raise Refusal("the chunks of an array", f"have {info.nbytes} bytes together, but they do not")
+    if {chunk.info.dtype for chunk in chunks} != {info.dtype} or sum(
+        chunk.info.nbytes for chunk in chunks
+    ) != info.nbytes:
+        raise Refusal("the chunks of an array", f"have one dtype, and {info.nbytes} bytes together, but they do not")
     return _Array(info, [piece for chunk in chunks for piece in chunk.pieces])

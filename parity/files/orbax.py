@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import logging
-import os
-import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mha_spec import Refusal
-from parity.files.tensor_file import DTYPES, TensorFile, TensorInfo, Tensors, flatten, nest, parse_json, text_by_name
+from parity.files.tensor_file import (
+    DTYPES,
+    TensorFile,
+    TensorInfo,
+    Tensors,
+    flatten,
+    library,
+    nest,
+    parse_json,
+    text_by_name,
+)
 from parity.files.zipped import check_inflation
+from parity.text import in_line
 
 MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 """Files of which a folder with a checkpoint has one."""
@@ -25,50 +30,16 @@ MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
 
 def write_orbax(path: Path, tensors: Tensors) -> None:
     """Write a folder. The library wants all tensors at once: this is no way for what does not fit into memory twice."""
-    ocp = orbax_library(path)
+    ocp = library(path, "orbax.checkpoint")
     empty = [name for name, info in tensors.infos.items() if not info.nbytes]
     if empty:
         raise Refusal("tensors", "not be empty in an orbax checkpoint", tensors=empty[0])
     tree = _filled(nest(tensors.infos), tensors)
-    failure = None
     try:
-        with _quiet(), ocp.PyTreeCheckpointer() as checkpointer:
+        with ocp.PyTreeCheckpointer() as checkpointer:
             checkpointer.save(path, args=ocp.args.PyTreeSave(tree), custom_metadata=dict(tensors.metadata))
     except Exception as error:
-        failure = _in_short(error, path.name)
-    if failure is not None:
-        gc.collect()  # tasks that nobody waits for complain when they go: now, and not when all is over
-        raise failure
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what the library's threads say of an error that is raised, too; they go on for a while where it is."""
-
-    def is_of_others(record: logging.LogRecord) -> bool:
-        return "orbax" not in record.pathname and "orbax" not in record.getMessage()
-
-    def show(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":  # where a task failed when another one had
-            hook(unraisable)
-
-    hook, loggers = sys.unraisablehook, [logging.getLogger(name) for name in ("absl", "asyncio")]
-    for logger in loggers:
-        logger.addFilter(is_of_others)
-    sys.unraisablehook = show
-    yield
-    sys.unraisablehook = hook
-    for logger in loggers:
-        logger.removeFilter(is_of_others)
-
-
-def _in_short(error: Exception, name: str) -> OSError:
-    """What the machine said, without the paths and codes that libraries put around it."""
-    code = re.search(r"os_error_code='(\d+)'", str(error))
-    number = getattr(error, "errno", None) or (int(code[1]) if code else None)
-    if number is not None:
-        return OSError(number, os.strerror(number))
-    return OSError(f"{name} must be written by orbax, got {str(error).strip().partition(chr(10))[0][:300]}")
+        raise OSError(f"{path.name} must be written by orbax, got {in_line(str(error))}") from None
 
 
 def _filled(tree: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
@@ -77,7 +48,7 @@ def _filled(tree: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
 
 def open_orbax(path: Path) -> TensorFile:
     """Open a folder, or the one in it that holds the arrays, as a checkpoint manager's step does."""
-    ocp = orbax_library(path)
+    ocp = library(path, "orbax.checkpoint")
     import jax
 
     folder = _arrays_in(path)
@@ -125,12 +96,3 @@ def _metadata(folder: Path) -> dict[str, str]:
         values = held if isinstance(held, dict) else {}
         return text_by_name({name: x if isinstance(x, str) else json.dumps(x) for name, x in values.items()})
     return {}
-
-
-def orbax_library(path: Path) -> Any:
-    """The library, without which there is no such file."""
-    try:
-        import orbax.checkpoint as ocp
-    except ImportError as error:
-        raise ImportError(f"{path} needs orbax-checkpoint: {error}; pip install orbax-checkpoint") from None
-    return ocp

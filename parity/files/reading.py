@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import zipfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from parity.files.gguf import open_gguf
 from parity.files.msgpack import open_msgpack
 from parity.files.orbax import MARKS, open_orbax
 from parity.files.safetensors import open_safetensors
-from parity.files.tensor_file import Piece, TensorFile, TensorInfo, check_names, in_one_line, parse_json, text_by_name
+from parity.files.tensor_file import FileOffset, TensorFile, TensorInfo, in_one_line, parse_json, text_by_name
 from parity.files.zipped import open_npz, open_torch
 
 OPENERS = {
@@ -149,27 +150,14 @@ def _read_index(path: Path) -> dict[str, Any]:
 def _open_index(path: Path) -> TensorFile:
     with in_one_line(path, "index"):
         index = _read_index(path)
-        shard_of = index["weight_map"]
-        if missing := sorted(shard for shard in set(shard_of.values()) if not (path.parent / shard).exists()):
+        names = sorted(set(index["weight_map"].values()))
+        if missing := [name for name in names if not (path.parent / name).exists()]:
             raise FileNotFoundError(f"{path} must name shards that are there, got {', '.join(map(repr, missing[:3]))}")
-        file = _open_shards(path, path.parent, sorted(set(shard_of.values())))
-        try:
-            lost = sorted(file.infos.keys() ^ shard_of.keys())
-            if lost:
-                raise Refusal(path, "list just the tensors of its shards", tensor=lost[0])
-            told = index.get("metadata")
-            for name, value in (told if isinstance(told, dict) else {}).items():
-                if name != "total_size":  # which `infos` tell
-                    file.metadata[name] = value if isinstance(value, str) else json.dumps(value)
-            check_names((), file.metadata)
-        except BaseException:
-            file.close()
-            raise
-        return file
+        return _open_shards(path, path.parent, names, index)
 
 
-def _open_shards(path: Path, folder: Path, names: list[str]) -> TensorFile:
-    """Several files as one; of their metadata, what they agree on."""
+def _open_shards(path: Path, folder: Path, names: list[str], index: Mapping[str, Any] | None = None) -> TensorFile:
+    """Several files as one; of their metadata, what they agree on, and that of their index."""
     for name in names:
         match = SHARD.fullmatch(name)
         numbers = range(1, int(match[3]) + 1) if match else ()
@@ -177,25 +165,30 @@ def _open_shards(path: Path, folder: Path, names: list[str]) -> TensorFile:
         if missing := next((each for each in all_of if each not in names), None):
             raise Refusal(path, f"have all {len(numbers)} shards", missing=missing)
     infos: dict[str, TensorInfo] = {}
-    places: dict[str, list[Piece]] = {}
+    places: dict[str, FileOffset] = {}
     shard_of: dict[str, TensorFile] = {}
     ignored: list[str] = []
-    metadata: dict[str, str] | None = None
-    keys: set[str] = set()
     with ExitStack() as stack:
-        for name in names:
-            shard = stack.enter_context(open_file(folder / name))
-            for tensor, info in shard.infos.items():
-                if tensor in infos:
-                    raise Refusal(path, "have each tensor once", tensor=tensor, shards=names)
-                infos[tensor], shard_of[tensor] = info, shard
+        shards = [stack.enter_context(open_file(folder / name)) for name in names]
+        for shard in shards:
+            if twice := infos.keys() & shard.infos.keys():
+                raise Refusal(path, "have each tensor once", tensor=min(twice), shards=names)
+            infos |= shard.infos
+            shard_of |= dict.fromkeys(shard.infos, shard)
             places |= shard.places
             ignored += shard.ignored
-            keys |= shard.metadata.keys() - {"sha256"}
-            same = shard.metadata if metadata is None else metadata
-            metadata = {key: text for key, text in same.items() if shard.metadata.get(key) == text}
-        ignored += [f"{key} in the metadata of each shard" for key in sorted(keys - (metadata or {}).keys())]
-        kind = "+".join(sorted({shard.format for shard in shard_of.values()}))
+        agreed = set.intersection(*(set(shard.metadata.items()) for shard in shards))
+        metadata = {key: text for key, text in shards[0].metadata.items() if (key, text) in agreed}
+        lost = sorted({key for shard in shards for key in shard.metadata} - metadata.keys() - {"sha256"})
+        ignored += [f"{key} in the metadata of each shard" for key in lost]
+        if index is not None:
+            if unknown := sorted(infos.keys() ^ index["weight_map"].keys()):
+                raise Refusal(path, "list just the tensors of its shards", tensor=unknown[0])
+            entries = index["metadata"] if isinstance(index.get("metadata"), dict) else {}
+            entries = {key: entry for key, entry in entries.items() if key != "total_size"}  # which `infos` tell
+            metadata |= {key: x if isinstance(x, str) else json.dumps(x) for key, x in entries.items()}
+        kind = "+".join(sorted({shard.format for shard in shards}))
         fetch = lambda name: shard_of[name].read(name)  # noqa: E731
-        release = stack.pop_all().close
-        return TensorFile(path, kind, infos, metadata or {}, places, fetch, release, ignored)
+        file = TensorFile(path, kind, infos, metadata, places, fetch, ignored=ignored)
+        file.release = stack.pop_all().close
+        return file

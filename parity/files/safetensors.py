@@ -13,7 +13,7 @@ import safetensors
 from safetensors import safe_open
 
 from mha_spec import Refusal
-from parity.files.tensor_file import DTYPES, Piece, TensorFile, TensorInfo, Tensors, chunks_of, parse_json
+from parity.files.tensor_file import DTYPES, FileOffset, TensorFile, TensorInfo, Tensors, parse_json, raw
 
 NAMES = {
     "BOOL": "bool",
@@ -76,7 +76,7 @@ def write_safetensors(path: Path, tensors: Tensors) -> None:
     with path.open("wb") as file:
         file.write(head)
         for name in order:
-            file.writelines(chunks_of(tensors.read(name)))
+            file.write(raw(tensors.read(name)))
         file.seek(0)
         file.write(header(tensors.infos, tensors.metadata)[0])
 
@@ -95,11 +95,10 @@ def open_safetensors(path: Path, file: BinaryIO) -> TensorFile:
     entries = parse_json(file.read(length))
     metadata = entries.pop("__metadata__", None) or {}
     infos: dict[str, TensorInfo] = {}
-    places: dict[str, list[Piece]] = {}
+    places: dict[str, FileOffset] = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["dtype"] not in NAMES:
             raise Refusal(path, f"hold one of {sorted(NAMES)}", f"{entry['dtype']} for {name}")
         infos[name] = TensorInfo.of(entry["shape"], DTYPES[NAMES[entry["dtype"]]])
-        begin, end = entry["data_offsets"]
-        places[name] = [Piece(file, 8 + length + begin, end - begin)]
+        places[name] = FileOffset(file, 8 + length + entry["data_offsets"][0])
     return TensorFile(path, "safetensors", infos, metadata, places)

@@ -189,22 +189,6 @@ def check_writable(path: str | os.PathLike[str], name: str, shown: str = "") -> 
         raise Refusal(name, "name a place that can be written to", f"{shown or path}: {error.strerror}") from None
 
 
-def check_place(target: Path) -> None:
-    """Refuse a target beside which nothing can be written, as `scratch_beside` does, and make nothing.
-
-    Raises:
-        OSError: if its folder is not there, is none, or takes no file.
-    """
-    if not target.parent.exists():
-        code = errno.ENOENT
-    elif not target.parent.is_dir():
-        code = errno.ENOTDIR
-    else:
-        code = 0 if os.access(target.parent, os.W_OK | os.X_OK) else errno.EACCES
-    if code:
-        raise OSError(code, os.strerror(code), str(target))
-
-
 # ---- Scratch ---------------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +311,16 @@ def move(names: Sequence[str], scratch: Path, folder: Path, stale: Sequence[str]
         raise
 
 
+def flush(folder: Path) -> None:
+    """Wait until all that is in a folder is on the disk."""
+    for path in (folder, *folder.rglob("*")):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def write_whole(
     path: str | os.PathLike[str], data: bytes, verify: Callable[[Path], None] = lambda written: None
 ) -> None:
@@ -346,9 +340,7 @@ def write_whole(
     path = Path(os.path.realpath(path))  # the file that a link leads to, not the link
     with scratch_beside(path) as scratch:
         written = scratch / path.name
-        with written.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        written.write_bytes(data)
+        flush(scratch)
         verify(written)
         written.replace(path)

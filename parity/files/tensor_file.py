@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import itertools
 import json
 import math
 import struct
-import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,12 +27,10 @@ Shape = tuple[int, ...]
 MAX_ENTRIES = 1_000_000  # of a tree; a file of a few bytes may stand for far more, by naming a part of it many times
 MAX_DEPTH = 64
 MAX_NAME = 1000  # characters, of a tensor
-CHUNK = 1 << 18  # bytes that stay near the processor
-BLOCK = 1 << 13  # words of 8 bytes
 
 
 class TensorInfo(NamedTuple):
-    """What a file says of a tensor before it is read: its shape, its dtype, and the bytes of its values."""
+    """Facts of a tensor before it is read: its shape, its dtype, and the bytes of its values."""
 
     shape: Shape
     dtype: np.dtype
@@ -39,22 +38,24 @@ class TensorInfo(NamedTuple):
 
     @classmethod
     def of(cls, shape: Any, dtype: np.dtype) -> TensorInfo:
-        """That of an array, if there may be one of that shape.
-
-        Raises:
-            ValueError: if the shape is none.
-        """
+        """Describe an array, if its shape is one."""
         if not isinstance(shape, (tuple, list)) or not all(type(size) is int and size >= 0 for size in shape):
             raise Refusal("a shape", "be of integers >= 0", str(shape))
         return cls(tuple(shape), dtype, math.prod(shape) * dtype.itemsize)
 
 
-class Piece(NamedTuple):
-    """Bytes in an open file."""
+class FileOffset(NamedTuple):
+    """The place in an open file where some bytes begin."""
 
     file: BinaryIO
     offset: int
-    length: int
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes that begin here."""
+        self.file.seek(self.offset)
+        count = self.file.readinto(buffer)  # pyright: ignore[reportAttributeAccessIssue]
+        if count != len(buffer):
+            raise Refusal(f"{len(buffer)} bytes", "be there", str(count))
 
 
 def _closed(name: str) -> NoReturn:
@@ -70,7 +71,7 @@ class TensorFile:
         format: `safetensors`, `npz`, `torch`, `msgpack`, `orbax` or `gguf`.
         infos: what is known of each tensor, in the order of the file.
         metadata: text by name.
-        places: of tensors whose bytes lie in a file as they are: where the pieces of each are.
+        places: of tensors whose bytes lie in a file as they are: where each begins.
         fetch: how the others are read.
         release: how the file is given back.
         ignored: names of what is not a tensor.
@@ -81,7 +82,7 @@ class TensorFile:
     format: str
     infos: Mapping[str, TensorInfo]
     metadata: dict[str, str]
-    places: Mapping[str, list[Piece]] = field(repr=False, default_factory=dict)
+    places: Mapping[str, FileOffset] = field(repr=False, default_factory=dict)
     fetch: Callable[[str], np.ndarray] = field(repr=False, default=_closed)
     release: Callable[[], object] = field(repr=False, default=lambda: None)
     ignored: list[str] = field(default_factory=list)
@@ -102,7 +103,7 @@ class TensorFile:
         self.release()
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, as a new array in C order.
+        """Read one tensor, as a new array in C order.
 
         Raises:
             OSError: if the file cannot be read.
@@ -113,7 +114,7 @@ class TensorFile:
         with in_one_line(self.path, self.format):
             if name in self.places:
                 array = np.empty(info.shape, info.dtype)
-                _read_into(raw(array), self.places[name])
+                self.places[name].read_into(raw(array))
             else:
                 array = self.fetch(name)
             if (array.shape, array.dtype) != info[:2]:
@@ -121,35 +122,15 @@ class TensorFile:
         return array
 
     def read_entry(self, name: str, index: int) -> np.ndarray:
-        """One entry of the first axis of a tensor, as a new array in C order; no more is read where that can be.
-
-        Raises:
-            As `read`.
-        """
+        """Read one entry of the first axis of a tensor, as `read` does; no more of it where the format allows that."""
         info = self._info(name)
         if name not in self.places:
             return self.read(name)[index].copy()
         array = np.empty(info.shape[1:], info.dtype)
         with in_one_line(self.path, self.format):
-            _read_into(raw(array), _part(self.places[name], index * array.nbytes, array.nbytes))
+            file, offset = self.places[name]
+            FileOffset(file, offset + index * array.nbytes).read_into(raw(array))
         return array
-
-    def chunks(self, name: str) -> Iterator[memoryview]:
-        """The bytes of a tensor, in C order, `CHUNK` at a time: for what needs no array. Each lives until the next one.
-
-        Raises:
-            As `read`.
-        """
-        info = self._info(name)
-        if name not in self.places:
-            yield from chunks_of(self.read(name))
-            return
-        buffer = memoryview(bytearray(min(CHUNK, info.nbytes)))
-        for start in range(0, info.nbytes, CHUNK):
-            chunk = buffer[: info.nbytes - start]
-            with in_one_line(self.path, self.format):
-                _read_into(chunk, _part(self.places[name], start, len(chunk)))
-            yield chunk
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.infos:
@@ -157,8 +138,8 @@ class TensorFile:
         return self.infos[name]
 
     def sha256(self) -> str:
-        """The hash of all tensors: of their names, dtypes, shapes and bytes, but not of their order or the format."""
-        return hash_of(self.infos, {name: digest(self.chunks(name)) for name in self.infos})
+        """Hash all tensors: their names, dtypes, shapes and bytes, but neither their order nor the format."""
+        return hash_of(self.infos, {name: digest(self.read(name)) for name in self.infos})
 
     def verify(self) -> None:
         """Read all tensors and compare their hash with the one in the metadata, where `write_tensors` leaves it.
@@ -166,33 +147,12 @@ class TensorFile:
         Raises:
             ValueError: if they differ, or there is none.
         """
-        told = self.metadata.get("sha256")
-        if told is None:
+        expected = self.metadata.get("sha256")
+        if expected is None:
             raise Refusal(self.path, "have a sha256 in its metadata", str(sorted(self.metadata)))
         found = self.sha256()
-        if found != told:
-            raise Refusal(self.path, "hold what was written", f"sha256={found} and {told} in its metadata")
-
-
-def _read_into(buffer: memoryview, pieces: Iterable[Piece]) -> None:
-    start = 0
-    for file, offset, size in pieces:
-        file.seek(offset)
-        start += file.readinto(buffer[start : start + size])  # pyright: ignore[reportAttributeAccessIssue]
-    if start != len(buffer):
-        raise Refusal(f"{len(buffer)} bytes", "be there", str(start))
-
-
-def _part(pieces: Iterable[Piece], start: int, size: int) -> list[Piece]:
-    """Where some of the bytes are that are in pieces."""
-    part = []
-    for file, offset, length in pieces:
-        taken = min(length - start, size)
-        if taken > 0:
-            part.append(Piece(file, offset + start, taken))
-            size -= taken
-        start = max(0, start - length)
-    return part
+        if found != expected:
+            raise Refusal(self.path, "hold what was written", f"sha256={found} and {expected} in its metadata")
 
 
 # ---- Bytes and their hashes ------------------------------------------------------------------------------------------
@@ -203,32 +163,9 @@ def raw(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def chunks_of(array: np.ndarray) -> Iterator[memoryview]:
-    """An array's bytes, in C order, `CHUNK` at a time."""
-    data = raw(array)
-    return (data[start : start + CHUNK] for start in range(0, len(data), CHUNK))
-
-
-def digest(chunks: Iterable[memoryview]) -> str:
-    """sha256 of bytes."""
-    found = hashlib.sha256()
-    for chunk in chunks:
-        found.update(chunk)
-    return found.hexdigest()
-
-
-def checksum(chunks: Iterable[memoryview]) -> int:
-    """A checksum of bytes in chunks of `CHUNK`, several times as fast as zlib's: that of the sums of blocks.
-
-    It is no hash, but neither a changed bit nor a wrong offset goes unseen.
-    """
-    found = 0
-    for chunk in chunks:
-        end = len(chunk) // 8 * 8
-        words = np.frombuffer(chunk[:end], np.uint64)
-        sums = np.add.reduceat(words, np.arange(0, words.size, BLOCK)) if words.size else words
-        found = zlib.crc32(chunk[end:], zlib.crc32(sums.data, found))
-    return found
+def digest(array: np.ndarray) -> str:
+    """sha256 of an array's bytes, in C order."""
+    return hashlib.sha256(raw(array)).hexdigest()
 
 
 def hash_of(infos: Mapping[str, TensorInfo], digests: Mapping[str, str]) -> str:
@@ -237,44 +174,37 @@ def hash_of(infos: Mapping[str, TensorInfo], digests: Mapping[str, str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+@dataclass
 class Tensors:
     """Tensors on their way into a file: each is read once, checked, and hashed while it is written.
 
     Attributes:
         infos: of those that the file shall hold.
-        checksums: of those that were read; they cost next to nothing, and show whether the file holds the same.
+        source: reads one of them.
+        given: metadata without the hash.
+        pool: where tensors are hashed.
     """
 
-    def __init__(
-        self,
-        infos: Mapping[str, TensorInfo],
-        read: Callable[[str], np.ndarray],
-        metadata: Mapping[str, str],
-        pool: ThreadPoolExecutor,
-    ) -> None:
-        self.infos = infos
-        self.checksums: dict[str, int] = {}
-        self._metadata = metadata
-        self._read = read
-        self._pool = pool
-        self._digests: dict[str, Future[str]] = {}
-        self._last: Future[str] | None = None
+    infos: Mapping[str, TensorInfo]
+    source: Callable[[str], np.ndarray]
+    given: Mapping[str, str]
+    pool: ThreadPoolExecutor
+    _digests: dict[str, Future[str]] = field(default_factory=dict)
+    _last: Future[str] | None = None
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor, in C order.
+        """Read a tensor, in C order.
 
         Raises:
             TypeError, ValueError: if it is not what was announced.
         """
         if self._last is not None:
             self._last.result()  # else memory would hold two of them
-        array = np.asarray(self._read(name))
-        info = self.infos[name]
+        array, info = np.asarray(self.source(name)), self.infos[name]
         if array.shape != info.shape or array.dtype != info.dtype:
             raise Refusal(name, f"be read as it was announced, {info.dtype}{info.shape}", f"{array.dtype}{array.shape}")
-        array = np.ascontiguousarray(array, dtype=info.dtype).reshape(info.shape)
-        self._digests[name] = self._last = self._pool.submit(digest, chunks_of(array))
-        self.checksums[name] = checksum(chunks_of(array))
+        array = np.asarray(array, dtype=info.dtype, order="C")
+        self._digests[name] = self._last = self.pool.submit(digest, array)
         return array
 
     @property
@@ -284,9 +214,9 @@ class Tensors:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The metadata, with the hash of all tensors; as long as some are missing, zeros as many stand for it."""
-        whole = self._digests.keys() == self.infos.keys()
-        return {**self._metadata, "sha256": hash_of(self.infos, self.digests) if whole else "0" * 64}
+        """Metadata with the hash of all tensors; as long as some are missing, zeros as many stand for it."""
+        complete = self._digests.keys() == self.infos.keys()
+        return {**self.given, "sha256": hash_of(self.infos, self.digests) if complete else "0" * 64}
 
 
 class Cursor:
@@ -298,28 +228,26 @@ class Cursor:
         file.seek(0)
 
     def tell(self) -> int:
-        """Where it is."""
+        """Tell where it is."""
         return self.file.tell()
 
     def take(self, count: int) -> bytes:
-        """The next bytes."""
-        self._refuse_beyond(count)
-        return self.file.read(count)
+        """Read the next bytes."""
+        return self.file.read(self._within(count))
 
     def skip(self, count: int) -> None:
         """Pass over the next bytes."""
-        self._refuse_beyond(count)
-        self.file.seek(count, 1)
+        self.file.seek(self._within(count), 1)
 
     def unpack(self, code: str) -> Any:
-        """The next number, in the words of `struct`."""
-        (value,) = struct.unpack(code, self.take(struct.calcsize(code)))
-        return value
+        """Read the next number, in the words of `struct`."""
+        return struct.unpack(code, self.take(struct.calcsize(code)))[0]
 
-    def _refuse_beyond(self, count: int) -> None:
+    def _within(self, count: int) -> int:
         left = self.size - self.tell()
         if count > left:
             raise Refusal(f"{count} more bytes", "be there", str(left))
+        return count
 
 
 # ---- Trees -----------------------------------------------------------------------------------------------------------
@@ -360,7 +288,7 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def nest(names: Iterable[str]) -> dict[str, Any]:
-    """Nested dicts of which `flatten` gives the same names; each leaf is its name.
+    """Make the nested dicts that `flatten` gives the same names; each leaf is its name.
 
     Raises:
         ValueError: if there are none.
@@ -370,11 +298,9 @@ def nest(names: Iterable[str]) -> dict[str, Any]:
         *levels, last = name.split(".")
         node = tree
         for level in levels:
-            node = node.setdefault(level, {})
-            if not isinstance(node, dict):
-                raise ValueError(f"no name may be a level of another one where names are nested, got {node} and {name}")
-        if last in node:
-            raise ValueError(f"no name may be a level of another one where names are nested, got {name} and more")
+            node = node.setdefault(level, {}) if isinstance(node, dict) else node
+        if not isinstance(node, dict) or last in node:
+            raise ValueError(f"no name may be a level of another one where names are nested, got {name} and another")
         node[last] = name
     for kept, name in flatten(tree).items():
         if kept != name:
@@ -383,6 +309,15 @@ def nest(names: Iterable[str]) -> dict[str, Any]:
 
 
 # ---- Errors and JSON -------------------------------------------------------------------------------------------------
+
+
+def library(path: Path, module: str) -> Any:
+    """Import a library, without which there is no such file."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.replace(".", "-")
+        raise ImportError(f"{path} needs {package}: {error}; pip install {package}") from None
 
 
 @contextmanager
@@ -419,19 +354,22 @@ def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:
         text.encode()
 
 
+def check_unique(names: Iterable[str]) -> None:
+    """Refuse a name that is there twice."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise Refusal("names", "differ", f"{twice[0]} twice")
+
+
 def parse_json(data: bytes) -> Any:
-    """What JSON says, if it says each thing once.
+    """Parse JSON that says each thing once.
 
     Raises:
         ValueError: if it is no JSON, or an object has a name twice.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-            raise Refusal("names", "differ", f"{twice} twice")
-        return found
+        check_unique(name for name, _ in pairs)
+        return dict(pairs)
 
     return json.loads(data, object_pairs_hook=unique)
 
@@ -445,12 +383,6 @@ def text_by_name(entries: Any) -> dict[str, str]:
 
 # ---- Dtypes ----------------------------------------------------------------------------------------------------------
 
-FLOAT8 = {
-    name: np.dtype(getattr(ml_dtypes, name))
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-    if hasattr(ml_dtypes, name)
-}
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 NATIVE = {
     name: np.dtype(name)
     for name in (
@@ -458,5 +390,11 @@ NATIVE = {
         *("float16", "float32", "float64", "complex64", "complex128"),
     )
 }
-DTYPES = NATIVE | FLOAT8 | {"bfloat16": BFLOAT16}
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+DTYPES = {
+    **NATIVE,
+    "bfloat16": BFLOAT16,
+    **{name: np.dtype(getattr(ml_dtypes, name)) for name in FLOAT8 if hasattr(ml_dtypes, name)},
+}
 """The dtypes that tensors may have, by name."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Refusal, WrongType
-from parity.files.msgpack import METADATA, msgpack_library, write_msgpack
-from parity.files.orbax import orbax_library, write_orbax
+from parity.files.msgpack import METADATA, write_msgpack
+from parity.files.orbax import write_orbax
 from parity.files.reading import INDEX, SUFFIXES, open_tensors
 from parity.files.safetensors import CODES, write_safetensors
-from parity.files.target import check_place, check_target, locked, move, scratch_beside
+from parity.files.target import check_target, flush, locked, move, scratch_beside
 from parity.files.tensor_file import (
     DTYPES,
     NATIVE,
@@ -25,11 +26,11 @@ from parity.files.tensor_file import (
     TensorInfo,
     Tensors,
     check_names,
-    checksum,
     hash_of,
+    library,
     nest,
 )
-from parity.files.zipped import torch_library, write_npz, write_torch
+from parity.files.zipped import write_npz, write_torch
 
 WRITERS = {
     "safetensors": (write_safetensors, CODES),
@@ -38,10 +39,10 @@ WRITERS = {
     "msgpack": (write_msgpack, DTYPES),
     "orbax": (write_orbax, DTYPES),
 }
-"""By format: how it is written, and the names of the dtypes that it holds."""
+"""Writers by format, and the names of the dtypes that it holds."""
 
-LIBRARIES = {"torch": torch_library, "msgpack": msgpack_library, "orbax": orbax_library}
-"""By format: what it cannot be written without."""
+LIBRARIES = {"torch": "torch", "msgpack": "msgpack", "orbax": "orbax.checkpoint"}
+"""Libraries by format, without which it is not written."""
 
 SHARDED = ("safetensors", "torch")
 COMPUTED = ("sha256", "total_size")  # metadata that a file has of its own
@@ -93,45 +94,50 @@ def write_tensors(
     """
     path = Path(path)
     kind = _kind(path)
-    metadata = _checked_metadata(metadata or {})
+    for text in itertools.chain.from_iterable((metadata or {}).items()):
+        if not isinstance(text, str):
+            raise WrongType("metadata", "be text by name", metadata=text)
+    metadata = {name: text for name, text in (metadata or {}).items() if name not in COMPUTED}
     check_names(infos, metadata)
     checked = _checked_infos(path, kind, infos)
-    shards = _shards(checked, max_shard_bytes, path, kind)
-    folder, name = path.parent, path.name
-    if len(shards) == 1:
-        real = Path(os.path.realpath(path))  # the file that a link leads to, not the link
-        folder, name = real.parent, real.name
-    names = [name] if len(shards) == 1 else [*_shard_names(name, len(shards)), f"{name}{INDEX}"]
-    check_target(path, kind, names, folder, overwrite=overwrite, source=source)
+    parts = _shards(checked, max_shard_bytes, path, kind)
+    if len(parts) == 1:
+        written, place = path, Path(os.path.realpath(path))  # the file that a link leads to, not the link
+        shards = {place.name: parts[0]}
+        names = [*shards]
+    else:
+        written = place = path.with_name(f"{path.name}{INDEX}")
+        shards = {f"{path.stem}-{i:05}-of-{len(parts):05}{path.suffix}": part for i, part in enumerate(parts, 1)}
+        names = [*shards, place.name]
+    check_target(path, kind, names, place.parent, overwrite=overwrite, source=source)
     if kind in LIBRARIES:
-        LIBRARIES[kind](path)
+        library(path, LIBRARIES[kind])
     if kind in ("msgpack", "orbax"):
         nest(checked)  # refuses names that cannot be levels
-    written = path if len(shards) == 1 else folder / names[-1]
-    if dry_run:
-        check_place(folder / name)
-        return written
 
     with (
-        scratch_beside(folder / name) as scratch,
+        scratch_beside(place) as scratch,
         ThreadPoolExecutor(1) as pool,  # for what can be done beside: a tensor is hashed while it is written
     ):
+        if dry_run:
+            return written
         digests: dict[str, str] = {}
-        checksums: dict[str, int] = {}
-        for shard, part in zip(names, shards, strict=False):
+        for shard, part in shards.items():
             tensors = Tensors(part, read, metadata, pool)
             WRITERS[kind][0](scratch / shard, tensors)
             digests |= tensors.digests
-            checksums |= tensors.checksums
         metadata["sha256"] = hash_of(checked, digests)
         if len(shards) > 1:
-            (scratch / names[-1]).write_bytes(_index(checked, shards, names, metadata))
-        flushed = pool.submit(_flush, scratch)  # the disk works while we compare
-        _compare(path, scratch / names[-1], checked, metadata, checksums)
+            total = sum(info.nbytes for info in checked.values())
+            shard_of = {tensor: shard for shard, part in shards.items() for tensor in part}
+            index = {"metadata": {**metadata, "total_size": total}, "weight_map": shard_of}
+            (scratch / place.name).write_bytes(f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode())
+        flushed = pool.submit(flush, scratch)  # the disk works while we compare
+        _verify(path, scratch / place.name, checked, metadata)
         flushed.result()
-        with locked(folder):  # and look again, for others may have written there meanwhile
-            stale = check_target(path, kind, names, folder, overwrite=overwrite, source=source)
-            move(names, scratch, folder, stale)
+        with locked(place.parent):  # and look again, because others may have written there meanwhile
+            stale = check_target(path, kind, names, place.parent, overwrite=overwrite, source=source)
+            move(names, scratch, place.parent, stale)
     return written
 
 
@@ -147,13 +153,6 @@ def _kind(path: Path) -> str:
     return kind
 
 
-def _checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
-    for text in (text for pair in metadata.items() for text in pair):
-        if not isinstance(text, str):
-            raise WrongType("metadata", "be text by name", metadata=text)
-    return {name: text for name, text in metadata.items() if name not in COMPUTED}
-
-
 def _checked_infos(path: Path, kind: str, infos: Mapping[str, TensorInfo | tuple[Shape, Any]]) -> dict[str, TensorInfo]:
     held = WRITERS[kind][1]
     checked = {}
@@ -165,9 +164,6 @@ def _checked_infos(path: Path, kind: str, infos: Mapping[str, TensorInfo | tuple
             raise ValueError(f"no tensor may be named like metadata, got {name}")
         checked[name] = TensorInfo.of(tuple(map(operator.index, shape)), dtype)
     return checked
-
-
-# ---- Shards ----------------------------------------------------------------------------------------------------------
 
 
 def _shards(infos: dict[str, TensorInfo], max_bytes: int | None, path: Path, kind: str) -> list[dict[str, TensorInfo]]:
@@ -189,51 +185,13 @@ def _shards(infos: dict[str, TensorInfo], max_bytes: int | None, path: Path, kin
     return shards
 
 
-def _shard_names(name: str, count: int) -> list[str]:
-    stem, suffix = os.path.splitext(name)
-    return [f"{stem}-{i:05}-of-{count:05}{suffix}" for i in range(1, count + 1)]
-
-
-def _index(
-    infos: Mapping[str, TensorInfo],
-    shards: Iterable[Iterable[str]],
-    names: Iterable[str],
-    metadata: Mapping[str, str],
-) -> bytes:
-    shard_of = {tensor: name for name, shard in zip(names, shards, strict=False) for tensor in shard}
-    total = sum(info.nbytes for info in infos.values())
-    index = {"metadata": {**metadata, "total_size": total}, "weight_map": shard_of}
-    return f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
-
-
-# ---- Into place ------------------------------------------------------------------------------------------------------
-
-
-def _flush(folder: Path) -> None:
-    """Wait until all that is in a folder is on the disk."""
-    for path in (folder, *folder.rglob("*")):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _compare(
-    path: Path,
-    written: Path,
-    infos: Mapping[str, TensorInfo],
-    metadata: Mapping[str, str],
-    checksums: Mapping[str, int],
-) -> None:
-    """Read back what was written, as anyone would open it, and compare."""
+def _verify(path: Path, written: Path, infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> None:
+    """Read back what was written, as anyone would open it, and compare the hash in its metadata."""
     try:
         with open_tensors(written) as file:
             if dict(file.infos) != infos or not metadata.items() <= file.metadata.items():
                 raise OSError(f"{path} must read back as it was written, its header does not")
-            for name, expected in checksums.items():
-                if checksum(file.chunks(name)) != expected:
-                    raise OSError(f"{path} must read back as it was written, {name} does not")
+            file.verify()
     except ValueError as error:
         text = str(error).replace(f"{written.parent}{os.sep}", "")
         raise OSError(f"{path} must read back as it was written: {text}") from None

@@ -17,12 +17,11 @@ import sys
 import warnings
 import zipfile
 import zlib
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.lib import format as npy
@@ -30,13 +29,14 @@ from numpy.lib import format as npy
 from mha_spec import Refusal
 from parity.files.tensor_file import (
     BFLOAT16,
-    CHUNK,
     DTYPES,
     NATIVE,
     TensorFile,
     TensorInfo,
     Tensors,
+    check_unique,
     flatten,
+    library,
     parse_json,
     raw,
     text_by_name,
@@ -54,7 +54,7 @@ ALIGNMENT = 64  # of what torch maps
 
 
 def open_zip(file: BinaryIO) -> zipfile.ZipFile:
-    """The archive in a file, if it has each name once and is no bomb.
+    """Open the archive in a file, if it has each name once and is no bomb.
 
     Raises:
         ValueError: if not. (The library's own errors are of many kinds.)
@@ -65,9 +65,7 @@ def open_zip(file: BinaryIO) -> zipfile.ZipFile:
     if end[:4] != b"PK\5\6" or int.from_bytes(end[20:], "little") != len(archive.comment):
         raise Refusal("an archive", "end where it says, but it does not")  # the library is silent
     members = archive.infolist()
-    twice = [name for name, count in Counter(member.filename for member in members).items() if count > 1]
-    if twice:
-        raise Refusal("names", "differ", f"{twice[0]} twice")
+    check_unique(member.filename for member in members)
     size = file.seek(0, 2)
     for member in members:
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or member.flag_bits & 1:
@@ -142,28 +140,23 @@ def open_npz(path: Path, file: BinaryIO) -> TensorFile:
             ignored.append(member.filename)
             continue
         with archive.open(member) as stream:
-            info = _read_header(stream)[0]
+            info = _read_header(stream)
             if stream.tell() + info.nbytes != member.file_size:
                 raise Refusal(member.filename, f"have {info.nbytes} bytes after its header, as that says")
         infos[member.filename.removesuffix(".npy")] = info
     metadata = _metadata(archive)
-    members = {_dotted(name): name for name in infos} if "sha256" not in metadata else {name: name for name in infos}
-    if len(members) < len(infos):
+    members = {_dotted(name): name for name in infos}
+    if "sha256" in metadata or len(members) < len(infos):
         members = {name: name for name in infos}
     infos = {name: infos[member] for name, member in members.items()}
 
     def fetch(name: str) -> np.ndarray:
-        with archive.open(f"{members[name]}.npy") as stream:
-            info, stored, is_fortran = _read_header(stream)
-            array = np.empty(info.shape[::-1] if is_fortran else info.shape, stored)
-            buffer = raw(array)
-            for start in range(0, info.nbytes, CHUNK):
-                part = stream.read(min(CHUNK, info.nbytes - start))
-                buffer[start : start + CHUNK] = memoryview(part)  # as long, or it is an error
+        with archive.open(f"{members[name]}.npy") as stream, warnings.catch_warnings(action="ignore"):
+            array = npy.read_array(stream, max_header_size=MAX_HEADER)
             if stream.read(1):  # at the end the checksum is compared
-                raise Refusal(name, f"have {info.nbytes} bytes", "more")
-        array = array.view(BFLOAT16) if info.dtype == BFLOAT16 else array.astype(info.dtype, copy=False)
-        return np.ascontiguousarray(array.T).reshape(info.shape) if is_fortran else array
+                raise Refusal(name, f"have {array.nbytes} bytes", "more")
+        dtype = infos[name].dtype
+        return np.asarray(array.view(dtype) if dtype == BFLOAT16 else array.astype(dtype, copy=False), order="C")
 
     return TensorFile(path, "npz", infos, metadata, fetch=fetch, ignored=ignored)
 
@@ -174,96 +167,65 @@ def _dotted(name: str) -> str:
     return name if "." in name or not all(levels) else ".".join(levels)
 
 
-def _read_header(stream: IO[bytes]) -> tuple[TensorInfo, np.dtype, bool]:
-    """Read what a .npy file says of its array: the array, its dtype as stored, whether it is in Fortran's order."""
+def _read_header(stream: IO[bytes]) -> TensorInfo:
+    """Read what a .npy file says of its array."""
     version = npy.read_magic(stream)
-    if version not in _HEADERS:
+    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
+    if read is None:
         raise Refusal("an array", "be of version 1 or 2 of .npy", str(version))
-    width, read = _HEADERS[version]
-    size = stream.peek(width)[:width]  # pyright: ignore[reportAttributeAccessIssue]
-    if int.from_bytes(size, "little") > MAX_HEADER:  # NumPy reads it all first
-        raise Refusal("the header of an array", f"have at most {MAX_HEADER} bytes", "more")
     with warnings.catch_warnings(action="ignore"):  # of strange text, which is refused
-        shape, is_fortran, stored = read(stream, max_header_size=MAX_HEADER)
+        shape, _, stored = read(stream, max_header_size=MAX_HEADER)
     dtype = BFLOAT16 if stored == np.dtype("V2") else stored.newbyteorder("=")  # NumPy has no name for bfloat16
     if dtype not in (*NATIVE.values(), BFLOAT16):
         raise Refusal("an array", f"hold one of {sorted(NATIVE)} or bfloat16", str(stored))
-    return TensorInfo.of(shape, dtype), stored, is_fortran
-
-
-_HEADERS = {(1, 0): (2, npy.read_array_header_1_0), (2, 0): (4, npy.read_array_header_2_0)}
-"""By the version of .npy: the bytes that hold the size of a header, and how it is read."""
+    return TensorInfo.of(shape, dtype)
 
 
 # ---- torch -----------------------------------------------------------------------------------------------------------
 
-_TYPED = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-    "complex64": "ComplexFloatStorage",
-    "complex128": "ComplexDoubleStorage",
-}
-"""Classes that torch's pickles name for the dtypes that it had first; the others are told in another way."""
+
+class _Storage(tuple[Any, ...]):
+    """The name of a storage in torch's pickles."""
 
 
-@dataclass(frozen=True)
-class _Storage:
-    key: str
-    info: TensorInfo
+class _Tensor(NamedTuple):
+    """A tensor that is not there yet: the function of torch's that makes it, and its arguments."""
 
+    make: Callable[..., Any]
+    arguments: tuple[Any, ...]
 
-@dataclass(frozen=True)
-class _Tensor:
-    storage: _Storage
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.make, self.arguments
 
 
 class _Pickler(pickle.Pickler):
-    """Writes the pickle that torch writes for a dict of tensors, of which there need be none yet."""
-
     def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, _Storage):
-            return None
-        import torch
-
-        name = obj.info.dtype.name
-        if name in _TYPED:
-            number = obj.info.nbytes // obj.info.dtype.itemsize
-            return ("storage", getattr(torch, _TYPED[name]), obj.key, "cpu", number)
-        return ("storage", torch.UntypedStorage, obj.key, "cpu", obj.info.nbytes)
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, _Tensor):
-            return NotImplemented
-        import torch._utils
-
-        info = obj.storage.info
-        strides = tuple(math.prod(info.shape[i + 1 :]) for i in range(len(info.shape)))
-        arguments = (obj.storage, 0, info.shape, strides, False, OrderedDict())
-        if info.dtype.name in _TYPED:
-            return torch._utils._rebuild_tensor_v2, arguments
-        return torch._utils._rebuild_tensor_v3, (*arguments, getattr(torch, info.dtype.name))
+        return tuple(obj) if isinstance(obj, _Storage) else None
 
 
 def write_torch(path: Path, tensors: Tensors) -> None:
-    """Write the archive that `torch.save` writes for a state dict. (That would want all tensors at once.)"""
-    torch_library(path)
-    entries = {name: _Tensor(_Storage(str(i), info)) for i, (name, info) in enumerate(tensors.infos.items())}
+    """Write the archive that `torch.save` writes for a state dict."""
+    import torch
+    from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
+
+    entries: dict[str, _Tensor] = {}
+    for i, (name, info) in enumerate(tensors.infos.items()):
+        dtype = getattr(torch, info.dtype.name)
+        kind = torch.storage._dtype_to_storage_type_map().get(dtype)  # of dtypes that torch had first
+        size = info.nbytes // info.dtype.itemsize if kind else info.nbytes
+        storage = _Storage(("storage", getattr(torch, kind or "UntypedStorage"), str(i), "cpu", size))
+        strides = tuple(math.prod(info.shape[axis + 1 :]) for axis in range(len(info.shape)))
+        arguments = (storage, 0, info.shape, strides, False, OrderedDict())
+        made_by = (_rebuild_tensor_v2, arguments) if kind else (_rebuild_tensor_v3, (*arguments, dtype))
+        entries[name] = _Tensor(*made_by)
     with new_zip(path, tensors) as archive:
         with new_member(archive, "archive/data.pkl") as member:
             _Pickler(member, protocol=2).dump(entries)
         for name, content in {"version": b"3\n", "byteorder": b"little"}.items():
             with new_member(archive, f"archive/{name}") as member:
                 member.write(content)
-        for name, entry in entries.items():
-            with new_member(archive, f"archive/data/{entry.storage.key}", ALIGNMENT) as member:
+        for i, name in enumerate(entries):
+            with new_member(archive, f"archive/data/{i}", ALIGNMENT) as member:
                 member.write(raw(tensors.read(name)))
 
 
@@ -273,91 +235,73 @@ LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 def open_torch(path: Path, file: BinaryIO) -> TensorFile:
     """Open what `torch.save` wrote, with `weights_only`: nothing in it is executed. It is mapped, but for old ones."""
-    if not zipfile.is_zipfile(file):
+    if zipfile.is_zipfile(file):
+        archive = open_zip(file)
+        members = archive.infolist()
+        _check_members(archive, members)
+        metadata = _metadata(archive)
+    else:
         file.seek(0)
-        if file.read(len(LEGACY)) == LEGACY:
-            return _tensors_in(path, _load(path, mmap=False), file.seek(0, 2), None)
-        raise Refusal(path, "be a file that torch.save wrote, but it is something else or cut off")
-    archive = open_zip(file)
-    if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+        if file.read(len(LEGACY)) != LEGACY:
+            raise Refusal(path, "be a file that torch.save wrote, but it is something else or cut off")
+        members, metadata = None, {}
+    torch = library(path, "torch")
+    tree = _load(path, mmap=members is not None)
+    leaves = flatten({"": tree} if isinstance(tree, torch.Tensor) else tree)
+    found = {name: leaf.detach() for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    infos = {name: _info(name, tensor) for name, tensor in found.items()}
+    check_inflation(sum(info.nbytes for info in infos.values()), file.seek(0, 2))  # a tensor may repeat a number
+    checksums: dict[int, set[int]] = {0: set()}
+    for member in members or ():
+        checksums.setdefault(member.file_size, set()).add(member.CRC)
+    # A storage that is said to be longer than it is goes on in the next one.
+    if members is not None and any(tensor.untyped_storage().nbytes() not in checksums for tensor in found.values()):
+        raise Refusal("each storage", "be as long as the member that holds it, but one is not")
+    unread = {tensor.untyped_storage().data_ptr() for tensor in found.values()} if _has_checksums(members) else set()
+
+    def fetch(name: str) -> np.ndarray:
+        tensor, dtype = found[name], infos[name].dtype
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in unread:  # only torch knows its member; damaged bytes hardly have another's checksum
+            content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            if content.nbytes and zlib.crc32(raw(content)) not in checksums[content.nbytes]:
+                raise Refusal(name, "have the CRC-32 that its archive says", "damaged bytes")
+            unread.remove(storage.data_ptr())
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+        if dtype.name not in NATIVE:  # torch knows none of these NumPy dtypes; the bits are the same
+            tensor = tensor.view(getattr(torch, f"int{8 * dtype.itemsize}"))
+        return tensor.numpy().copy().view(dtype)
+
+    ignored = [name for name in leaves if name not in found]
+    return TensorFile(path, "torch", infos, metadata, fetch=fetch, ignored=ignored)
+
+
+def _check_members(archive: zipfile.ZipFile, members: Iterable[zipfile.ZipInfo]) -> None:
+    """Refuse an archive that torch would not map as it is, and damage in what tells of the tensors."""
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
         raise Refusal("members of an archive of torch's", "not be compressed, but they are")
-    byteorder = ""
-    if _checksums(archive):
-        for member in archive.infolist():
-            if "/data/" not in member.filename:  # what the tensors are; torch compares no checksum
-                content = archive.read(member)
-                byteorder = content.decode() if member.filename.endswith("/byteorder") else byteorder
-    if byteorder not in ("", sys.byteorder):  # torch swaps the bytes, whose checksums then are others
-        raise Refusal("numbers", f"be {sys.byteorder}-endian", byteorder=byteorder)
-    return _tensors_in(path, _load(path, mmap=True), file.seek(0, 2), archive)
+    for member in members if _has_checksums(members) else ():
+        if "/data/" not in member.filename:  # torch compares no checksum; the archive does
+            content = archive.read(member)
+            if member.filename.endswith("/byteorder") and content != sys.byteorder.encode():
+                # torch swaps the bytes, whose checksums then are others
+                raise Refusal("numbers", f"be {sys.byteorder}-endian", byteorder=content.decode())
 
 
-def _checksums(archive: zipfile.ZipFile | None) -> dict[int, set[int]]:
-    """The CRC-32 of members, by their length; none if the archive has none, as torch can save it."""
-    found: dict[int, set[int]] = {}
-    for member in archive.infolist() if archive is not None else ():
-        found.setdefault(member.file_size, set()).add(member.CRC)
-    return found if set().union(*found.values()) != {0} else {}
+def _has_checksums(members: Iterable[zipfile.ZipInfo] | None) -> bool:
+    """Tell whether members have a CRC-32; torch can save without."""
+    return any(member.CRC for member in members or ())
 
 
 def _load(path: Path, *, mmap: bool) -> Any:
-    """What is in a file of torch's."""
+    """Load the tree of tensors from a file of torch's."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of kinds of tensors that are refused
-            return torch_library(path).load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            return library(path, "torch").load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:  # its text tells how to load it nevertheless
         reason = re.search(r"WeightsUnpickler error: (.*)", str(error))
         what = reason[1] if reason else "what is in it cannot be determined"
         raise Refusal(path, f"hold tensors and nothing that is executed: {what}") from None
-
-
-def _tensors_in(path: Path, tree: Any, size: int, archive: zipfile.ZipFile | None) -> TensorFile:
-    torch = torch_library(path)
-    leaves = flatten({"": tree} if isinstance(tree, torch.Tensor) else tree)
-    found = {name: leaf.detach() for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
-    infos = {name: _info(name, tensor) for name, tensor in found.items()}
-    # A storage that is said to be longer than it is goes on in the next one.
-    sizes = set() if archive is None else {member.file_size for member in archive.infolist()}
-    if archive is not None and not {tensor.untyped_storage().nbytes() for tensor in found.values()} <= sizes | {0}:
-        raise Refusal("each storage", "be as long as the member that holds it, but one is not")
-    check_inflation(sum(info.nbytes for info in infos.values()), size)  # a tensor may repeat a number, or another one
-    checksums, whole = _checksums(archive), set()
-
-    def fetch(name: str) -> np.ndarray:
-        storage = found[name].untyped_storage()
-        if checksums and storage.data_ptr() not in whole:
-            _check_storage(name, storage, checksums)
-            whole.add(storage.data_ptr())
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        tensor, dtype = found[name].resolve_conj().resolve_neg().contiguous(), infos[name].dtype
-        if dtype.name not in NATIVE:  # torch knows none of these NumPy dtypes; the bits are the same
-            tensor = tensor.view(bits[dtype.itemsize])
-        return tensor.numpy().copy().view(dtype)
-
-    ignored = [name for name in leaves if name not in found]
-    metadata = {} if archive is None else _metadata(archive)
-    return TensorFile(path, "torch", infos, metadata, fetch=fetch, ignored=ignored)
-
-
-def _check_storage(name: str, storage: torch.UntypedStorage, checksums: Mapping[int, set[int]]) -> None:
-    """Refuse bytes that have the checksum of no member as long as they are.
-
-    Only torch knows which member they are. Damaged bytes are as unlikely to have another's checksum as their own.
-    """
-    import torch
-
-    content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # pyright: ignore[reportArgumentType]
-    if content.nbytes and zlib.crc32(raw(content)) not in checksums[content.nbytes]:
-        raise Refusal(name, "have the CRC-32 that its archive says", "damaged bytes")
-
-
-def torch_library(path: Path) -> Any:
-    """The library, without which there is no such file."""
-    try:
-        import torch
-    except ImportError as error:
-        raise ImportError(f"{path} needs torch: {error}; pip install torch") from None
-    return torch
 
 
 def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
