@@ -97,4 +97,4 @@ def _check_output(options: argparse.Namespace) -> None:
 def _check_free(paths: list[Path], *, force: bool) -> None:
     for path in paths:
         if path.exists() and not force:
-            raise refusal("--output", "name a file that does not exist, or come with --force", str(path))
+            raise FileExistsError(f"{path} exists; pass --force to replace it")
