@@ -41,7 +41,7 @@ Form = Callable[[np.ndarray], np.ndarray]
 ALL = "qkv"
 """What a step that projects makes, where no more is said."""
 
-MOST_KEPT = 1024  # steps of wrong layers
+MOST_KEPT = 256  # wrong layers
 MOST_BYTES = 2**29  # of all of them
 
 _Layer = tuple[Changes, str, str, str]
@@ -135,7 +135,7 @@ class Replay:
         other = copy(self)
         other.choice = choice
         other._forget()
-        other._found = {key: found for key, found in self._found.items() if key[2] == "float64"}
+        other._found = {key: found for key, found in self._found.items() if key[1] == "float64"}
         return other
 
     def _forget(self) -> None:
@@ -143,7 +143,7 @@ class Replay:
         for name in ("stages", "known", "_unseen_before", "_recounts"):
             vars(self).pop(name, None)
         self._layers: dict[_Layer, Sequence[Step]] = {}
-        self._found: dict[tuple[Any, ...], dict[str, np.ndarray]] = {}
+        self._found: dict[_Layer, dict[int, dict[str, np.ndarray]]] = {}
         self._bytes = 0
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
         self._judgements: dict[tuple[Any, ...], Judgement] = {}
@@ -211,71 +211,68 @@ class Replay:
         self, index: int, changes: Changes, dtype: str = "float64", kind: str = "", stage: str = ""
     ) -> dict[str, np.ndarray]:
         """Compute a step with changes in it; or a stage of it at least, if one is all that is asked for."""
+        if dtype == "float64" and not (changes or kind or self.observed):
+            return self.by_step[index]
         whole = (changes, dtype, kind, ALL)
         quantity = stage_named(stage).quantity if stage and self.observed else ALL
-        layer = (*whole[:-1], quantity)
-        if quantity not in ("q", "k", "v") or (index, *whole) in self._found:
-            layer = whole
+        layer = whole if quantity not in ("q", "k", "v") else (*whole[:-1], quantity)
+        for each in (whole, layer):
+            if index in self._found.get(each, ()):
+                return self._found[each][index]
         try:
-            found = self._step(index, layer)
+            return self._until(index, layer)[1]
         except KeyError:  # a mistake takes one of them for another
-            found = self._step(index, whole)
-        return found or {name: np.empty(0) for name in self.steps[index]}
+            return self._until(index, whole)[1]
 
-    def _step(self, index: int, layer: _Layer) -> dict[str, np.ndarray]:
-        """A step of a layer; nothing where changes do not fit together."""
-        key = (index, *layer)
-        if key not in self._found:
-            try:
-                return self._run(index, layer, self._before(index, layer))
-            except ValueError:
-                self._keep(key, {})
-        return self._found[key]
+    def _until(self, index: int, layer: _Layer) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """What there is before a step of a layer, and the step; empty arrays where changes do not fit together.
 
-    def _before(self, index: int, layer: _Layer) -> dict[str, np.ndarray]:
-        """What was observed, and what was not of all that others are made of, up to one of the steps."""
-        values = dict(self.observed)
-        for before in self._unseen_before[index]:
-            values |= {name: x for name, x in self._run(before, layer, values).items() if name not in self.observed}
-        return values
+        Of steps before it those are run that others are made of, and that were not observed. What no change touches is
+        the right layer's.
+        """
+        values, changed, step = dict(self.observed), set(self.observed), dict[str, np.ndarray]()
+        overridden = self._overridden(layer)
+        try:
+            for each in (*self._unseen_before[index], index):
+                values |= {name: x for name, x in step.items() if name not in self.observed}
+                flow = None if overridden is None else self._flow[each]
+                if flow and flow.methods.isdisjoint(overridden or ()) and flow.reads.isdisjoint(changed):
+                    step = self.by_step[each]
+                else:
+                    step = self._run(each, layer, values)
+                    changed.update(step)
+        except ValueError:
+            step = {name: np.empty(0) for name in self.steps[index]}
+            self._keep(index, layer, step)
+        return values, step
+
+    def _overridden(self, layer: _Layer) -> set[str] | None:
+        """The methods that changes of a layer override; None where all of it is another than the right one."""
+        changes, dtype, kind, _ = layer
+        if dtype != "float64" or kind or not self._flow or any(isinstance(each, OtherSpec) for each in changes):
+            return None
+        return {method for each in changes for method in each.in_reference}
 
     def _run(self, index: int, layer: _Layer, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """A step of a layer after those before it; what no change touches is the right layer's."""
-        key = (index, *layer)
-        if self._found.get(key):
-            return self._found[key]
-        if self._is_right(index, layer, values):
-            return self.by_step[index]
+        """A step of a layer, after those before it."""
+        if (kept := self._found.get(layer, {}).get(index)) is not None:
+            if next(iter(kept.values())).shape == (0,):
+                raise ValueError("changes do not fit together")
+            return kept
         if known := self._known(layer):
             return known[index]
         if layer not in self._layers:
             self._layers[layer] = self._steps(layer)
         with np.errstate(all="ignore"):
             found = run(self._layers[layer][index], values)
-        self._keep(key, found)
+        self._keep(index, layer, found)
         return found
-
-    def _is_right(self, index: int, layer: _Layer, values: Mapping[str, np.ndarray]) -> bool:
-        """Whether a step is that of the right layer: no change touches it, and it is made of right values alone."""
-        changes, dtype, kind, _ = layer
-        if dtype != "float64" or kind or any(isinstance(each, OtherSpec) for each in changes):
-            return False
-        if not (changes or self.observed):
-            return True
-        if not self._flow:
-            return False
-        flow = self._flow[index]
-        if any(not flow.methods.isdisjoint(each.in_reference) for each in changes):
-            return False
-        return all(values[name] is self.values.get(name) for name in flow.reads if name in values)
 
     def _known(self, layer: _Layer) -> Sequence[dict[str, np.ndarray]]:
         """What the reference computed already of a layer that is right and only less exact, step by step."""
         changes, dtype, kind, _ = layer
         is_other = changes or kind or self.observed or self.choice.in_reference or self.choice.arithmetic
-        if self._reference is None or is_other or dtype == "float64":
-            return ()
-        return self._reference.by_step(dtype, self.arithmetic)
+        return () if self._reference is None or is_other else self._reference.by_step(dtype, self.arithmetic)
 
     def _steps(self, layer: _Layer) -> Sequence[Step]:
         """The stages of the reference with changes in it, as functions."""
@@ -284,19 +281,19 @@ class Replay:
         for change in changes:
             if isinstance(change, OtherSpec):
                 problem = replace(problem, case=replace(problem.case, spec=change.spec))
-        if dtype == "float64":
-            return wrong_layer(problem, dtype, (*changes, self._base), kind or self.arithmetic, asked).steps()
-        kind = kind or self.choice.arithmetic or self.arithmetic
-        return wrong_layer(problem, dtype, (*changes, self.choice, self._base), kind, asked).steps()
+        if dtype != "float64":
+            changes, kind = (*changes, self.choice), kind or self.choice.arithmetic
+        return wrong_layer(problem, dtype, (*changes, self._base), kind or self.arithmetic, asked).steps()
 
-    def _keep(self, key: tuple[Any, ...], found: dict[str, np.ndarray]) -> None:
-        """Remember a result, and forget those of wrong layers where they become too many."""
+    def _keep(self, index: int, layer: _Layer, found: dict[str, np.ndarray]) -> None:
+        """Remember a step, and forget those of wrong layers where they become too many."""
         self._bytes += sum(x.nbytes for x in found.values())
         if len(self._found) > MOST_KEPT or self._bytes > MOST_BYTES:
-            self._found = {key: kept for key, kept in self._found.items() if not key[1]}
-            self._layers.clear()
-            self._bytes = sum(x.nbytes for kept in (found, *self._found.values()) for x in kept.values())
-        self._found[key] = found
+            kept = {each: steps for each, steps in self._found.items() if not each[0] or each == layer}
+            self._found = kept
+            self._layers = {each: steps for each, steps in self._layers.items() if each == layer}
+            self._bytes = sum(x.nbytes for steps in kept.values() for step in steps.values() for x in step.values())
+        self._found.setdefault(layer, {})[index] = found
 
     def cost(self, index: int, mistake: Mistake) -> int:
         """How much of a layer is computed again with a mistake in it: the fewer steps, the less."""
@@ -455,15 +452,18 @@ class Replay:
                 take too much work.
         """
         index, known = self.step_of[stage], stage_named(stage)
-        values = self._before(index, (changes, "float64", "", ALL))
+        values = self._until(index, (changes, "float64", "", ALL))[0]
         expected = self.stage(stage, changes)
         actual = self._actual(stage, expected)
         if actual.shape != expected.shape:
             return None
 
+        again = copy(self)  # so that what is kept of known mistakes stays
+        again._layers, again._found, again._bytes = {}, {}, 0
+
         def recompute(change: Change) -> np.ndarray:
             with limited():
-                return self.stage(stage, (*changes, change))
+                return again.stage(stage, (*changes, change))
 
         return describe(
             stage,

@@ -327,7 +327,7 @@ def _judge(
 
 def _of_other_keys(sequences: Sequences, reference: Reference, backend: str, arithmetic: str) -> list[Comparison]:
     """What later calls have as keys and values of another sequence, where it is not what the first one had."""
-    about = {"case": reference.problem.case.name, "backend": backend}
+    about: dict[str, Any] = {"case": reference.problem.case.name, "backend": backend}
     of_keys = sequences.caches.items() if sequences.is_cross else ()
     found = {
         f"step{step}.cache.{part}": reference.compare(part[0], cached, arithmetic, **about)

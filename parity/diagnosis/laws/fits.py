@@ -131,7 +131,10 @@ class Fitted:
             better = next((x for x in some if self.error(x) < self.error(value)), None)
             if better is None:
                 break
+            is_near = self.error(better) < 0.9 * self.error(value)
             value = better
+            if not is_near:  # this number explains nothing
+                break
         return value
 
     def _move(self, value: float) -> float:

@@ -67,7 +67,7 @@ class Law:
     change: Change | None = field(default=None, repr=False, compare=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OtherSpec:
     """The layer of another specification, as a change of the reference."""
 
