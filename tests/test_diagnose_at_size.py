@@ -23,8 +23,7 @@ from parity.diagnosis.diagnose import diagnose, diagnose_stages
 from parity.diagnosis.flow import flow_of
 from parity.diagnosis.mistakes import mistakes_for, wrong_layer
 from parity.diagnosis.mistakes.record import Changed
-from parity.diagnosis.remembered import remembering
-from parity.diagnosis.replay import Replay
+from parity.diagnosis.replay import Replay, remembering
 from parity.diagnosis.sampling import Whole, in_order, multiplications
 
 LLAMA = Case(

@@ -21,9 +21,8 @@ from parity.core.weights import dtype_named, save_weights
 from parity.diagnosis.choices import AS_THE_REFERENCE, LOG_SUM_EXP, SCORES, SOFTMAX
 from parity.diagnosis.diagnose import diagnose
 from parity.diagnosis.mistakes import mistakes_for, wrong_layer
-from parity.diagnosis.readings import AS_OURS, BEFORE_ROPE, BEFORE_SCALE, Right
-from parity.diagnosis.remembered import remembering
-from parity.diagnosis.replay import Replay
+from parity.diagnosis.readings import BEFORE_ROPE, BEFORE_SCALE
+from parity.diagnosis.replay import Replay, remembering
 from parity.testing.assertion import compare_arrays, judge, message
 
 SPEC = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0))
@@ -199,12 +198,12 @@ def test_a_softmax_by_log_sum_exp_is_no_mistake():
 
 def test_the_reference_with_another_choice_is_computed_anew_but_for_float64():
     problem = make_problem(GAIN, "float32")
-    first, alone = (Right(problem, "ieee", choice, remembering()) for choice in (AS_THE_REFERENCE, LOG_SUM_EXP))
-    before = {dtype: first.stage("attn_weights", dtype, AS_OURS) for dtype in ("float32", "float64")}
+    first, alone = (Replay(problem, {}, "ieee", choice) for choice in (AS_THE_REFERENCE, LOG_SUM_EXP))
+    before = {dtype: first.stage("attn_weights", (), dtype) for dtype in ("float32", "float64")}
     other = first.with_choice(LOG_SUM_EXP)
-    assert other.stage("attn_weights", "float64", AS_OURS) is before["float64"]
-    found = other.stage("attn_weights", "float32", AS_OURS)
-    assert np.array_equal(found, alone.stage("attn_weights", "float32", AS_OURS))
+    assert other.stage("attn_weights", (), "float64") is before["float64"]
+    found = other.stage("attn_weights", (), "float32")
+    assert np.array_equal(found, alone.stage("attn_weights", (), "float32"))
     assert not np.array_equal(found, before["float32"])
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from parity.core.blas import single_threaded
 from parity.core.compare import Comparison
 from parity.core.work import PER_MULTIPLICATION, Work
+from parity.diagnosis.replay import EVERYTHING, Scope
 from parity.diagnosis.sampling import FIRST_CALL, Part, Whole, multiplications
-from parity.diagnosis.scope import EVERYTHING, Scope
 from parity.diagnosis.verdicts import Diagnosis, Explanation, Unknown
 
 Judge = Callable[[Part, Scope, Work], Diagnosis]

@@ -23,7 +23,7 @@ from mha_spec import Refusal
 from parity.backends import FRAMEWORKS, load_backend
 from parity.core.arrays import arithmetic_of, stages_of
 from parity.core.blas import single_threaded
-from parity.core.compare import FACTOR, NOT_MEASURED, SAME_PRECISION, Comparison, Judgement, norms_of
+from parity.core.compare import NOT_MEASURED, Comparison, Judgement
 from parity.core.problem import Problem
 from parity.core.reference import ARITHMETICS, UNFUSED
 from parity.core.stages import STAGES, stage_named
@@ -31,29 +31,15 @@ from parity.core.trace import Reference, Trace
 from parity.core.weights import is_floating
 from parity.core.work import Work
 from parity.diagnosis.at_size import diagnosed_by_first_call, diagnosed_by_samples
-from parity.diagnosis.choices import AS_THE_REFERENCE, Choice, choices_for
-from parity.diagnosis.exactness import told_by_dtype
-from parity.diagnosis.mistakes import FIDELITIES, PRECISIONS, Mistake
-from parity.diagnosis.readings import Read, Right, read
-from parity.diagnosis.remembered import remembering
-from parity.diagnosis.replay import Replay
+from parity.diagnosis.choices import choices_for
+from parity.diagnosis.precision import lost_in_dtype, lost_in_products
+from parity.diagnosis.readings import Read, read
+from parity.diagnosis.replay import EVERYTHING, Replay, Scope, remembering
 from parity.diagnosis.sampling import Part, Whole, first_call, in_order, is_large
-from parity.diagnosis.scope import EVERYTHING, Scope
 from parity.diagnosis.search import SearchResult, search
 from parity.diagnosis.verdicts import Diagnosis, Explanation, Unknown
 
 __all__ = ["Diagnosis", "Explanation", "Unknown", "diagnose", "diagnose_trace", "observe"]
-
-MULTIPLIED = {"q", "k", "v", "scores", "context", "output"}
-"""The stages that are matrix products: all of them differ where products lose too much."""
-
-LEAST = 0.02
-"""The share of its budget that an arithmetic's loss takes at least: what is far smaller has another cause."""
-
-SHARE_LEFT = 0.4
-"""The share of an error that is left where the reference is computed at the math fidelity of what was observed: of
-outputs of whole layers at LoFi, on the real kernels in a simulator (ttsim, Blackhole; 4 cases, plain and fused, float32
-sums and bfloat16 ones), 0.13 to 0.31 was left; of others' errors, whose values have other causes, about all is."""
 
 ALMOST = 3.0
 """A ratio up to which an error that nothing explains is called rounding."""
@@ -112,18 +98,19 @@ def diagnose_stages(
     """
     problem = reference.problem
 
-    def explained(stages: Mapping[str, np.ndarray], right: Right, work: Work) -> Diagnosis:
+    def explained(stages: Mapping[str, np.ndarray], right: Replay, work: Work) -> Diagnosis:
         with work.counted():
             taken = _taken(stages, right)
             return taken if isinstance(taken, Diagnosis) else _explained(*taken, work.left)
 
     def judge(part: Part, scope: Scope, work: Work) -> Diagnosis:
         base = remembering(part.remembered)
-        return explained(part.observed, Right(part.problem, arithmetic, AS_THE_REFERENCE, base, scope), work)
+        return explained(part.observed, Replay(part.problem, {}, arithmetic, base=base, scope=scope), work)
 
     def judge_all(scope: Scope, work: Work) -> Diagnosis:
         base = remembering(reference.remembered)
-        return explained(stages, Right(problem, arithmetic, AS_THE_REFERENCE, base, scope, reference), work)
+        right = Replay(problem, {}, arithmetic, base=base, scope=scope, reference=reference)
+        return explained(stages, right, work)
 
     if not is_large(problem):
         with single_threaded():
@@ -169,13 +156,13 @@ def _other_dtypes(stages: Mapping[str, np.ndarray], problem: Problem) -> dict[st
     }
 
 
-def _taken(stages: Mapping[str, np.ndarray], first: Right) -> Diagnosis | tuple[list[_View], _View | None]:
+def _taken(stages: Mapping[str, np.ndarray], first: Replay) -> Diagnosis | tuple[list[_View], _View | None]:
     """Take stages in each way that they may be; where they agree in one, nothing is wrong."""
     views: list[_View] = []
     right, reference = None, None
     for choice in choices_for(first.problem.dtype, stages):
         reference = (reference or first).with_choice(choice)
-        views += _views(stages, reference, views)
+        views += _views(stages, reference)
         right = right or next((view for view in views if not (view.wrong or view.malformed)), None)
         if right is not None and (not right.is_weak or right is views[0]):
             return right.diagnosis("convention" if right.conventions else "none")
@@ -218,7 +205,7 @@ def _searched(replay: Replay, work: Work) -> SearchResult:
 
 def _has_nan_of_its_own(replay: Replay, stage: str) -> bool:
     """Whether a stage is NaN where the reference is not, and a number elsewhere: NaN alone says nothing of rows."""
-    expected, actual = replay.computed(replay.step_of[stage], ())[stage], replay.observed[stage]
+    expected, actual = replay.stage(stage), replay.observed[stage]
     if expected.shape != actual.shape or stage_named(stage).is_exact or np.isnan(actual).all():
         return False
     return bool((np.isnan(actual) & ~np.isnan(expected)).any())
@@ -230,9 +217,9 @@ def _told(view: _View, found: SearchResult, untried: str) -> Diagnosis:
     losses = {mistake.name for mistake in view.replay.known if mistake.is_loss}
     are_losses = all({*explanation.hypotheses} <= losses for explanation in explanations)
     is_short = not unknowns and len(explanations) == 1
-    if are_losses and not is_short and (whole := told_by_dtype(view.replay, view.before, view.wrong)):
+    if are_losses and not is_short and (whole := lost_in_dtype(view.replay, view.before, view.wrong)):
         return view.diagnosis("precision", explanations=[whole])
-    if unknowns and are_losses and (explanation := _precision(view.replay, view.before, view.wrong)):
+    if unknowns and are_losses and (explanation := lost_in_products(view.replay, view.before, view.wrong)):
         return view.diagnosis("precision", explanations=[explanation])
     if unknowns and not explanations:
         has_wrong_zeros = any(view.replay.has_wrong_zeros(unknown.stage) for unknown in unknowns)
@@ -276,20 +263,16 @@ class _View:
 
     Attributes:
         replay: the reference, and the stages.
-        right: what the reference gives.
         before: how far each stage is from the reference's, computed from the stages before it.
         conventions: how stages are recorded, where not as ours.
         malformed: stages that cannot be taken, and why.
-        choice: what is allowed.
         is_weak: whether a mistake that explains all is to be preferred.
     """
 
     replay: Replay
-    right: Right
     before: dict[str, Judgement]
     conventions: dict[str, str]
     malformed: dict[str, str]
-    choice: Choice
     is_weak: bool = False
 
     @property
@@ -308,7 +291,7 @@ class _View:
         ends = [name for names in replay.steps for name in names if stage_named(name).kind == "output"]
         kept = [name for name in replay.stages if "cache" in name or name.endswith(".output")]
         is_given = all(name in replay.observed for name in ends)
-        return is_given and all(self.right.agrees(name, replay.observed[name]) for name in (*ends, *kept))
+        return is_given and all(replay.right.agrees(name, replay.observed[name]) for name in (*ends, *kept))
 
     def diagnosis(self, kind: str, **more: Any) -> Diagnosis:
         """What there is to say of it."""
@@ -323,13 +306,13 @@ class _View:
             has_stages=len(self.replay.stages) > 1,
             malformed=self.malformed,
             conventions=self.conventions,
-            choice=self.choice.about.format(dtype=self.replay.problem.dtype),
+            choice=self.replay.choice.about.format(dtype=self.replay.problem.dtype),
             taken={name: x for name, x in self.replay.observed.items() if name in self.conventions},
             **more,
         )
 
 
-def _views(stages: Mapping[str, np.ndarray], right: Right, earlier: Sequence[_View]) -> list[_View]:
+def _views(stages: Mapping[str, np.ndarray], right: Replay) -> list[_View]:
     """What was observed by its shapes alone, and in the ways in which it agrees with the reference, if that is more."""
     found = read(stages, right)
     if not found:
@@ -345,27 +328,13 @@ def _views(stages: Mapping[str, np.ndarray], right: Right, earlier: Sequence[_Vi
     for way in ways:
         values = {name: reading.values for name, reading in way.items() if reading.values is not None}
         masked = {name: reading.masked for name, reading in way.items() if reading.masked is not None}
-        replay = _replay(values, masked, right, earlier)
+        replay = right.observing(values, masked)
         before = {stage: replay.judgement(stage, ()) for stage in replay.stages}
         conventions = {name: reading.words for name, reading in way.items() if reading.words}
         is_weak = any(reading.is_weak for reading in way.values())
         malformed = {name: each.reason for name, each in found.items() if name not in way}
-        views.append(_View(replay, right, before, conventions, malformed, right.choice, is_weak))
+        views.append(_View(replay, before, conventions, malformed, is_weak))
     return views
-
-
-def _replay(
-    values: Mapping[str, np.ndarray], masked: Mapping[str, np.ndarray], right: Right, earlier: Sequence[_View]
-) -> Replay:
-    """That of observed values; where they were taken so before, and something else was allowed, with what it has."""
-
-    def is_kept(name: str, before: np.ndarray) -> bool:
-        return before is values[name] or (name in masked and np.array_equal(before, values[name], equal_nan=True))
-
-    for replay in (view.replay for view in earlier):
-        if replay.observed.keys() == values.keys() and all(is_kept(name, x) for name, x in replay.observed.items()):
-            return replay.with_choice(right.choice)
-    return Replay(right.problem, values, right.arithmetic, right.choice, right, masked)
 
 
 def _is_borne_out(name: str, found: Mapping[str, Read]) -> bool:
@@ -427,50 +396,3 @@ def observe(function: Callable[..., Any], problem: Problem, framework: str) -> d
 
 def _is_array(x: Any) -> bool:
     return hasattr(x, "__array__") or type(x).__module__.partition(".")[0] == "ttnn"
-
-
-# ---- Precision -------------------------------------------------------------------------------------------------------
-
-
-def _precision(replay: Replay, before: Mapping[str, Judgement], wrong: Sequence[str]) -> Explanation | None:
-    """The arithmetic that explains all stages, if one does."""
-    is_tensix = replay.arithmetic.startswith("tensix")
-    if is_tensix and (kind := _fidelity(replay, wrong)):
-        ratio = max(replay.judgement(stage, (), kind=kind).ratio for stage in wrong)
-        return _loss(FIDELITIES[kind], wrong, before[wrong[0]].error, ratio)
-    products = {stage_named(stage).kind for stage in replay.stages} & MULTIPLIED
-    missed = products - {stage_named(stage).kind for stage in wrong}
-    # What HiFi2 loses is more than the budget in some products only, for TF32 does not keep them whole either.
-    if len(products) < 2 or (len(products) - len(missed) < 2 if is_tensix else missed):
-        return None  # from one stage it cannot be told
-    if (replay.problem.dtype != "float32" and not is_tensix) or any(math.isinf(before[s].ratio) for s in wrong):
-        return None
-    known = FIDELITIES if is_tensix else PRECISIONS
-    own = [stage for stage in wrong if not stage_named(stage).path] or wrong  # a module adds up what its stages lose
-    ratios = {kind: [replay.judgement(stage, (), kind=kind).ratio for stage in own] for kind in known}
-    explaining = [kind for kind in known if max(ratios[kind]) <= 1.0 and ratios[kind][0] >= LEAST]
-    if not explaining:
-        return None
-    kind = min(explaining, key=lambda kind: abs(math.log(FACTOR * ratios[kind][0])))  # whose noise is nearest in size
-    return _loss(known[kind], own, before[wrong[0]].error, max(ratios[kind]))
-
-
-def _fidelity(replay: Replay, stages: Sequence[str]) -> str:
-    """The math fidelity at which all stages are nearly what was observed, if there is one: which bits a product loses
-    there is known."""
-    dtype = SAME_PRECISION[replay.problem.dtype]
-
-    def is_near(stage: str, kind: str) -> bool:
-        index, actual = replay.step_of[stage], replay.observed[stage].astype(np.float64)
-        lossy = replay.computed(index, (), dtype, kind, stage)[stage].astype(np.float64)
-        right = replay.computed(index, (), stage=stage)[stage].astype(np.float64)
-        left, error = (norms_of(actual - x, np.isfinite(actual - x))["rms"] for x in (lossy, right))
-        return left <= SHARE_LEFT * error
-
-    return next((kind for kind in FIDELITIES if all(is_near(stage, kind) for stage in stages)), "")
-
-
-def _loss(mistake: Mistake, stages: Sequence[str], error: float, ratio: float) -> Explanation:
-    """An arithmetic that loses too much, as what explains some stages."""
-    told = ((mistake.name,), mistake.about, (mistake.fix,), (mistake.page,))
-    return Explanation(stages[0], tuple(stages), *told, error, error, ratio)

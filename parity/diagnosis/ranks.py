@@ -113,35 +113,26 @@ class _RankStages:
     def _changed(self, changed: Changed) -> Values:
         return run_steps(wrong_layer(self.problem, "float64", [changed]).steps())
 
-    def first_wrong(self, observed: Values, rank: int) -> Comparison | None:
-        """The first stage of a rank that differs, judged."""
-        exact, noisy = self._own(rank, self.reference.accumulated, np.float64), self._noisy(rank)
-        judged = (self._judged(name, observed[name], exact, noisy, rank) for name in exact if name in observed)
+    def first_wrong(self, observed: Values, rank: int, mistake: RankMistake | None = None) -> Comparison | None:
+        """The first stage of a rank that differs from what it should be, or from what a mistake gives, judged."""
+        right, noisy = self._own(rank, self.reference.accumulated, np.float64), self._noisy(rank)
+        exact = right
+        if mistake is not None:
+            computed = mistake.computed(self.ranks, rank)
+            exact = right | {name: computed[name] for name in mistake.stages if name in computed}
+        judged = (self._judged(name, observed[name], exact, noisy, rank, right) for name in exact if name in observed)
         return next((each for each in judged if not each.passed), None)
 
     def is_explained(self, given: Sequence[Values], mistake: RankMistake) -> bool:
         """Whether every rank computed what it computes with a mistake, as far as that says."""
-        for rank, observed in enumerate(given):
-            computed, right = (
-                mistake.computed(self.ranks, rank),
-                self._own(rank, self.reference.accumulated, np.float64),
-            )
-            exact = right | {name: computed[name] for name in mistake.stages if name in computed}
-            noisy = self._noisy(rank)
-            if any(
-                not self._judged(name, observed[name], exact, noisy, rank, right).passed
-                for name in exact
-                if name in observed
-            ):
-                return False
-        return True
+        return all(self.first_wrong(observed, rank, mistake) is None for rank, observed in enumerate(given))
 
     def _judged(
-        self, name: str, actual: np.ndarray, exact: Values, noisy: Values, rank: int, right: Values | None = None
+        self, name: str, actual: np.ndarray, exact: Values, noisy: Values, rank: int, right: Values
     ) -> Comparison:
         """A stage held against what it should be, with the noise that the right one has."""
         noise = noisy[name]
-        if right is not None:
+        if exact[name] is not right[name]:
             noise = exact[name] + (noise.astype(np.float64) - right[name])
         terms = None
         if name == "grad.query":

@@ -15,20 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from parity.core.compare import NOTHING, SAME_PRECISION, budget, judged
-from parity.core.problem import Problem
-from parity.core.stages import STAGES, Stage, Step, stage_named
-from parity.core.trace import Reference
+from parity.core.stages import STAGES, Stage, stage_named
 from parity.core.weights import is_floating
-from parity.core.work import run, spend_on
-from parity.diagnosis.choices import Choice
-from parity.diagnosis.masked import masked_cells
-from parity.diagnosis.mistakes import wrong_layer
 from parity.diagnosis.mistakes.record import Changed, instead
-from parity.diagnosis.scope import EVERYTHING, Scope
+from parity.diagnosis.replay import Replay
 
 PENALTY = -100.0
 """What an additive mask takes from hidden scores at least."""
+
+MASKED = -9e3
+"""The largest score that is taken for a mask's, which fills with -1e4, -1e9 or -inf, or adds one of them."""
+
+FAR_BELOW = 20.0
+"""How far below every expected score such a cell lies at least."""
 
 AFTER_MASK = "is recorded after the mask"
 
@@ -68,133 +67,6 @@ class Read:
     reason: str = ""
 
 
-Form = Callable[[np.ndarray], np.ndarray]
-
-
-class _Run:
-    """The stages of a layer, each from its own stages before; what comes after those asked for is not computed.
-
-    Args:
-        steps: the stages as functions.
-        known: what the first of them give, if that is known.
-    """
-
-    def __init__(self, steps: Sequence[Step], known: Sequence[dict[str, np.ndarray]]) -> None:
-        self._left, self._by_step = iter(steps[len(known) :]), [*known]
-        self._values = {name: x for found in known for name, x in found.items()}
-
-    def _next(self) -> bool:
-        """Run another step, if there is one."""
-        if (step := next(self._left, None)) is None:
-            return False
-        with np.errstate(all="ignore"):
-            found = run(step, self._values)
-        self._by_step.append(found)
-        self._values |= found
-        return True
-
-    def stage(self, name: str) -> np.ndarray:
-        """One of them."""
-        while name not in self._values and self._next():
-            pass
-        return self._values[name]
-
-    def to_the_end(self) -> list[dict[str, np.ndarray]]:
-        """All of them, step by step."""
-        while self._next():
-            pass
-        return self._by_step
-
-
-class Right:
-    """What the reference gives, and under every other way to record it.
-
-    Args:
-        problem: what was computed.
-        arithmetic: of the hardware.
-        choice: what is allowed in the same precision.
-        base: what every layer is made of, see `parity.diagnosis.remembered`.
-        scope: which stages are judged, and by which mistakes.
-        reference: of the problem, whose stages are not computed again.
-    """
-
-    def __init__(
-        self,
-        problem: Problem,
-        arithmetic: str,
-        choice: Choice,
-        base: Changed,
-        scope: Scope = EVERYTHING,
-        reference: Reference | None = None,
-    ) -> None:
-        self.problem, self.arithmetic, self.choice, self.base, self.scope = problem, arithmetic, choice, base, scope
-        self._reference = reference
-        self._runs: dict[tuple[str, Changed], _Run] = {}
-        self._budgets: dict[tuple[str, Changed, Form], dict[str, float]] = {}
-
-    def with_choice(self, choice: Choice) -> Right:
-        """The same where something else is allowed: float64 is what it was."""
-        other = Right(self.problem, self.arithmetic, choice, self.base, self.scope, self._reference)
-        other._runs = {key: run for key, run in self._runs.items() if key[0] == "float64"}
-        return other
-
-    @cached_property
-    def by_step(self) -> list[dict[str, np.ndarray]]:
-        """Every stage in float64, from its own stages before, step by step."""
-        return self._run("float64", AS_OURS).to_the_end()
-
-    @cached_property
-    def values(self) -> dict[str, np.ndarray]:
-        """The same, by name."""
-        return {name: x for found in self.by_step for name, x in found.items()}
-
-    def stage(self, name: str, dtype: str, shown: Changed) -> np.ndarray:
-        """A stage in a dtype, as it is shown."""
-        return self._run(dtype, shown).stage(name)
-
-    def _run(self, dtype: str, shown: Changed) -> _Run:
-        key = (dtype, shown)
-        if key not in self._runs:
-            layer = wrong_layer(self.problem, dtype, (shown, self.base), self.arithmetic)
-            if dtype != "float64":
-                arithmetic = self.choice.arithmetic or self.arithmetic
-                layer = wrong_layer(self.problem, dtype, (shown, self.choice, self.base), arithmetic)
-            self._runs[key] = _Run(layer.steps(), self._known(dtype) if shown is AS_OURS else [])
-        return self._runs[key]
-
-    def _known(self, dtype: str) -> list[dict[str, np.ndarray]]:
-        """What the reference computed already, step by step."""
-        is_same = not (self.choice.in_reference or self.choice.arithmetic)
-        if self._reference is None or not (is_same or dtype == "float64"):
-            return []
-        return self._reference.by_step(dtype, self.arithmetic)
-
-    def agrees(
-        self,
-        stage: str,
-        actual: np.ndarray,
-        shown: Changed | None = None,
-        free: np.ndarray | None = None,
-        form: Form = np.asarray,
-    ) -> bool:
-        """Whether an array is what the reference gives, in a form, up to rounding, but where that does not matter."""
-        shown = AS_OURS if shown is None else shown
-        expected = form(self.stage(stage, "float64", shown))
-        if actual.shape != expected.shape:
-            return False
-        spend_on(expected)
-        actual = actual if free is None else np.where(free & np.isfinite(actual), expected, actual)
-        key, is_exact = (stage, shown, form), stage_named(stage).is_exact
-        if not is_exact and key not in self._budgets:
-            same = form(self.stage(stage, SAME_PRECISION[self.problem.dtype], shown))
-            with np.errstate(all="ignore"):
-                about: dict[str, Any] = {"arithmetic": self.arithmetic, "stage": stage}
-                allowed = budget(expected.astype(np.float64), same, self.problem.dtype, **about)
-            self._budgets[key] = allowed
-        return judged(actual, expected, NOTHING if is_exact else self._budgets[key], stage).ratio <= 1.0
-
-
-AS_OURS = Changed({})
 BEFORE_ROPE = Changed({"turned": lambda layer, original, name, x, positions: x})
 BEFORE_NORM = Changed({**BEFORE_ROPE.in_reference, "normed": lambda layer, original, name, x, norm: x})
 BEFORE_SCALE = Changed({"scale": instead(lambda: 1.0)})
@@ -206,7 +78,7 @@ BEFORE_BIAS = Changed(
 PRODUCTS = Changed({**BEFORE_SCALE.in_reference, **BEFORE_CAP.in_reference, **BEFORE_BIAS.in_reference})
 
 
-def read(observed: Mapping[str, np.ndarray], right: Right) -> dict[str, Read]:
+def read(observed: Mapping[str, np.ndarray], right: Replay) -> dict[str, Read]:
     """How each recorded stage of the reference's may be taken; what is no stage of it is left out."""
     return {name: _Reader(name, right).read(x) for name, x in observed.items() if name in right.values}
 
@@ -220,7 +92,7 @@ class _Reader:
     """How one stage may be recorded."""
 
     name: str
-    right: Right
+    right: Replay
 
     @cached_property
     def stage(self) -> Stage:
@@ -352,7 +224,7 @@ class _Reader:
                         is_weak = free is not None and bool(np.any(values[free]))
                         yield Reading(_joined(form.words, words, aside), kept, not words, is_weak)
                 for words, shown in self._shown():
-                    if self.right.agrees(self.name, form.values, shown, free):
+                    if self.right.agrees(self.name, form.values, (shown,), free):
                         yield Reading(_joined(form.words, words, aside), None)
         yield from self._averaged(x)
 
@@ -386,7 +258,7 @@ class _Reader:
         if self.stage.quantity != "scores" or form.values is None:
             return form
         hidden = self.right.values[str(Stage("mask", self.stage.path, step=self.stage.step))]
-        cells = masked_cells(form.values, self.expected, hidden, lambda x: self.right.agrees(self.name, x))
+        cells = _masked_cells(form.values, self.expected, hidden, lambda x: self.right.agrees(self.name, x))
         if cells is None:
             return form
         values = np.where(cells, self.expected, form.values).astype(form.values.dtype)
@@ -495,3 +367,48 @@ def _subsets(count: int) -> Iterator[tuple[int, ...]]:
     """Of so many axes, the last ones first."""
     for size in range(count - 1, -1, -1):
         yield from sorted(itertools.combinations(range(count), size), reverse=True)
+
+
+# ---- Scores after a mask ---------------------------------------------------------------------------------------------
+
+
+def _masked_cells(
+    x: np.ndarray, expected: np.ndarray, hidden: np.ndarray, agrees: Callable[[np.ndarray], bool]
+) -> np.ndarray | None:
+    """Find the cells of recorded scores that hold a mask's number.
+
+    Args:
+        x: what was recorded, (B, N, T, S), floating-point.
+        expected: the scores before the mask, float64.
+        hidden: the cells that the mask should hide.
+        agrees: whether scores are what is expected, up to rounding.
+
+    Returns:
+        The cells, boolean; None if there are none.
+    """
+    x = x.astype(np.float64)
+    cells = _far_below(x, expected, hidden)
+    cells = cells if cells.any() else _alike(x, expected, hidden, agrees)
+    return cells if cells.any() else None
+
+
+def _far_below(x: np.ndarray, expected: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+    """Cells at a large negative number. Their values alone decide, because the mask itself may be wrong."""
+    lowest = expected.min(initial=0.0, where=np.isfinite(expected))
+    cells = x <= min(MASKED, lowest - FAR_BELOW)
+    others = x[~cells & ~np.isnan(x)]
+    # Scores that are too large everywhere leave no such gap.
+    is_apart = others.size > 0 and others.min() > 0.5 * x[cells].max(initial=-np.inf)
+    return cells & (is_apart or bool(hidden.all()))
+
+
+def _alike(x: np.ndarray, expected: np.ndarray, hidden: np.ndarray, agrees: Callable[[np.ndarray], bool]) -> np.ndarray:
+    """All hidden cells, if one number fills them, or is added to them while all other scores are right."""
+    none = np.zeros(x.shape, bool)
+    if np.count_nonzero(hidden) < 2 or not np.isfinite(x[hidden]).all() or not np.isfinite(expected).all():
+        return none
+    if np.ptp(x[hidden]) == 0.0 and np.ptp(expected[hidden]) > 0.0:
+        return hidden
+    added = x[hidden] - expected[hidden]
+    is_added = np.ptp(added) <= 1e-3 * abs(added.mean())
+    return hidden if is_added and agrees(np.where(hidden, expected, x)) else none

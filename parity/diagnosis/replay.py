@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec
 from parity.core.compare import (
     NOT_MEASURED,
     NOTHING,
@@ -24,42 +23,76 @@ from parity.core.compare import (
     unit_of_rounding,
 )
 from parity.core.problem import Problem
+from parity.core.reference import Remembered
 from parity.core.stages import Stage, Step, stage_named
-from parity.core.trace import RECOUNTS, nudged, nudged_values
+from parity.core.trace import RECOUNTS, Reference, nudged, nudged_values
 from parity.core.work import run, spend_on
 from parity.diagnosis.choices import AS_THE_REFERENCE, Choice
 from parity.diagnosis.flow import Flow, flow_of
 from parity.diagnosis.laws import Findings, describe
+from parity.diagnosis.laws.record import OtherSpec
 from parity.diagnosis.mistakes import Mistake, low_products, mistakes_for, permuted_heads, wrong_layer
-from parity.diagnosis.mistakes.record import Change
-from parity.diagnosis.readings import Right
-from parity.diagnosis.remembered import remembering
+from parity.diagnosis.mistakes.record import Change, Changed
 
 Mistakes = tuple[Mistake, ...]
+Changes = tuple[Change, ...]
+Form = Callable[[np.ndarray], np.ndarray]
 
 ALL = "qkv"
 """What a step that projects makes, where no more is said."""
 
-MOST_KEPT = 256  # results of wrong layers
+MOST_KEPT = 256  # wrong layers
 MOST_BYTES = 2**29  # of all of them
+
+_Layer = tuple[Changes, str, str, str]
+"""What is changed in a layer, its dtype, its arithmetic if that is not the hardware's, and what it projects."""
+
+
+def remembering(found: Remembered | None = None) -> Changed:
+    """Return the reference that computes a projection of an input, and a table, once for each arithmetic, as a change.
+
+    It must be the innermost change, and serve layers of one set of weights and inputs.
+    """
+    found = found or Remembered()
+    return Changed({"linear": found.linear, "tables": found.tables})
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Limits of a search.
+
+    Attributes:
+        judged: the names of the stages to judge; all that were observed when absent.
+        only: names of mistakes, or what they are about; all that are known when absent.
+        is_quick: whether single mistakes are tried, and nothing is said of stages that none explains.
+    """
+
+    judged: frozenset[str] | None = None
+    only: frozenset[str] | None = None
+    is_quick: bool = False
+
+
+EVERYTHING = Scope()
 
 
 class Replay:
-    """Stages of a problem, computed from the observed ones with mistakes in them.
+    """Stages of a problem with changes of the reference, each computed from the observed stages before it.
+
+    Every question of the diagnosis is asked here: what a stage would be with a change, what it may be off by, and so
+    whether the change leaves nothing but rounding. What was computed is kept, and work is counted. Of nothing observed
+    every stage is computed from its own stages before.
 
     Attributes:
-        steps: the names of the stages that each step of the reference gives.
-        step_of: the step of each stage.
-        observed: the stages, in their shapes; `stages` are their names, in the order of the data flow.
-        known: the mistakes that could be in them.
+        observed: the stages, in their shapes.
 
     Args:
         problem: what was computed.
         observed: stages of the reference's, in its shapes.
         arithmetic: of the hardware.
         choice: what is allowed in the same precision.
-        right: what the reference gives; computed by default.
-        masked: the cells of observed stages that are not judged.
+        base: what every layer is made of, see `remembering`.
+        scope: which stages are judged, and by which mistakes.
+        reference: of the problem, whose stages are not computed again.
     """
 
     def __init__(
@@ -68,118 +101,199 @@ class Replay:
         observed: Mapping[str, np.ndarray],
         arithmetic: str,
         choice: Choice = AS_THE_REFERENCE,
-        right: Right | None = None,
-        masked: Mapping[str, np.ndarray] | None = None,
+        *,
+        base: Changed | None = None,
+        scope: Scope = EVERYTHING,
+        reference: Reference | None = None,
     ) -> None:
-        self.problem, self.arithmetic, self.choice = problem, arithmetic, choice
-        right = right or Right(problem, arithmetic, choice, remembering())
-        self._base, self._right, values = right.base, right.by_step, right.values
-        self.scope = scope = right.scope
-        self.steps = [list(found) for found in right.by_step]
-        self.step_of = {name: index for index, names in enumerate(self.steps) for name in names}
-        self.observed = {name: x for name, x in observed.items() if name in values}  # gradients are not explained
-        self._masked = masked or {}
-        is_judged = (lambda name: True) if scope.judged is None else scope.judged.__contains__
-        self.stages = [name for name in values if name in self.observed and is_judged(name)]
-        known = [*mistakes_for(problem.case), *permuted_heads(values, self.observed)]
-        known += low_products() if len(self.stages) == 1 else []  # of more the size of the noise tells
-        if scope.only is not None:
-            known = [each for each in known if each.name in scope.only or each.about in scope.only]
-        may_lose = problem.dtype in ("float32", "float64")  # what is narrow may be rounded to itself
-        self.known = [each for each in known if may_lose or not each.is_loss or each.shows_in_narrow]
-        self._forget()
+        self.problem, self.arithmetic, self.choice, self.scope = problem, arithmetic, choice, scope
+        self._base, self._reference = base or remembering(), reference
+        self._right: Replay | None = None
+        self._observe({}, {})
+        if observed:
+            self._right = copy(self)
+            self._observe(observed, {})
 
     _is_nudged = False
 
+    def _observe(self, observed: Mapping[str, np.ndarray], masked: Mapping[str, np.ndarray]) -> None:
+        """Begin with other stages, and cells of them that are not judged."""
+        known = self.right.values if observed else {}
+        self.observed = {name: x for name, x in observed.items() if name in known}  # gradients are not explained
+        self._masked = masked
+        self._forget()
+
+    def observing(self, observed: Mapping[str, np.ndarray], masked: Mapping[str, np.ndarray]) -> Replay:
+        """Return the replay of other stages, and cells of them that are not judged."""
+        other = copy(self)
+        other._right = self.right
+        other._observe(observed, masked)
+        return other
+
     def with_choice(self, choice: Choice) -> Replay:
-        """The same where something else is allowed: what was computed in float64 it has, too."""
+        """Return the replay where something else is allowed: what was computed in float64 it has, too."""
         other = copy(self)
         other.choice = choice
-        vars(other).pop("_recounts", None)
         other._forget()
-        other._found = {key: found for key, found in self._found.items() if key[2] == "float64"}
+        other._found = {key: found for key, found in self._found.items() if key[1] == "float64"}
         return other
 
     def _forget(self) -> None:
         """Begin with nothing that was computed."""
-        self._layers: dict[tuple[Any, ...], Sequence[Step]] = {}
-        self._found: dict[tuple[Any, ...], dict[str, np.ndarray]] = {}
+        for name in ("stages", "known", "_unseen_before", "_recounts"):
+            vars(self).pop(name, None)
+        self._layers: dict[_Layer, Sequence[Step]] = {}
+        self._found: dict[_Layer, dict[int, dict[str, np.ndarray]]] = {}
         self._bytes = 0
         self._budgets: dict[tuple[Any, ...], dict[str, float]] = {}
         self._judgements: dict[tuple[Any, ...], Judgement] = {}
 
-    def computed(
-        self, index: int, mistakes: Mistakes, dtype: str = "float64", kind: str = "", stage: str = ""
-    ) -> dict[str, np.ndarray]:
-        """What a step gives, with mistakes in it; or a stage of it at least, if one is all that is asked for."""
-        whole = (index, mistakes, dtype, kind, ALL)
-        if whole in self._found:
-            return self._found[whole]
-        quantity = stage_named(stage).quantity if stage else ALL
-        key = (*whole[:-1], quantity if quantity in ("q", "k", "v") else ALL)
-        if key in self._found:
-            return self._found[key]
-        try:
-            found = self._run(*key)
-        except KeyError:  # a mistake takes one of them for another
-            key = whole
-            found = self._run(*key)
-        self._keep(key, found)
+    # ---- The right layer ---------------------------------------------------------------------------------------------
+
+    @property
+    def right(self) -> Replay:
+        """The replay of nothing observed."""
+        return self if self._right is None else self._right
+
+    @cached_property
+    def by_step(self) -> list[dict[str, np.ndarray]]:
+        """Every stage of the right layer in float64, from its own stages before, step by step."""
+        if self._right is not None:
+            return self._right.by_step
+        found = [] if self._reference is None else self._reference.by_step("float64", self.arithmetic)
+        values: dict[str, np.ndarray] = {}
+        for step in () if found else self._steps(((), "float64", "", ALL)):
+            with np.errstate(all="ignore"):
+                found.append(run(step, values))
+            values |= found[-1]
         return found
 
-    def _keep(self, key: tuple[Any, ...], found: dict[str, np.ndarray]) -> None:
-        """Remember a result, and forget those of wrong layers where they become too many."""
-        self._bytes += sum(x.nbytes for x in found.values())
-        if len(self._found) > MOST_KEPT or self._bytes > MOST_BYTES:
-            self._found = {key: kept for key, kept in self._found.items() if not key[1]}
-            self._layers.clear()
-            self._bytes = sum(x.nbytes for kept in (found, *self._found.values()) for x in kept.values())
-        self._found[key] = found
+    @cached_property
+    def values(self) -> dict[str, np.ndarray]:
+        """The stages of the right layer by name."""
+        return {name: x for found in self.by_step for name, x in found.items()}
 
-    def _run(self, index: int, mistakes: Mistakes, dtype: str, kind: str, asked: str) -> dict[str, np.ndarray]:
-        """A step, with mistakes in it, that makes q, k and v or one of these."""
-        layer = (mistakes, dtype, kind, asked)
-        if layer not in self._layers:
-            self._layers[layer] = self._steps(self.problem, *layer)
-        steps = self._layers[layer]
+    @cached_property
+    def steps(self) -> list[list[str]]:
+        """The names of the stages that each step gives."""
+        return [list(found) for found in self.by_step]
+
+    @cached_property
+    def step_of(self) -> dict[str, int]:
+        """The step of each stage."""
+        return {name: index for index, names in enumerate(self.steps) for name in names}
+
+    # ---- What could be in what was observed --------------------------------------------------------------------------
+
+    @cached_property
+    def stages(self) -> list[str]:
+        """The names of the stages that are judged, in the order of the data flow."""
+        judged = self.scope.judged
+        return [name for name in self.values if name in self.observed and (judged is None or name in judged)]
+
+    @cached_property
+    def known(self) -> list[Mistake]:
+        """The mistakes that could be in them."""
+        known = [*mistakes_for(self.problem.case), *permuted_heads(self.values, self.observed)]
+        known += low_products() if len(self.stages) == 1 else []  # of more the size of the noise tells
+        if (only := self.scope.only) is not None:
+            known = [each for each in known if each.name in only or each.about in only]
+        may_lose = self.problem.dtype in ("float32", "float64")  # what is narrow may be rounded to itself
+        return [each for each in known if may_lose or not each.is_loss or each.shows_in_narrow]
+
+    # ---- Stages with changes -----------------------------------------------------------------------------------------
+
+    def stage(self, name: str, changes: Changes = (), dtype: str = "float64", kind: str = "") -> np.ndarray:
+        """Compute a stage with changes in it."""
+        return self.computed(self.step_of[name], changes, dtype, kind, name)[name]
+
+    def computed(
+        self, index: int, changes: Changes, dtype: str = "float64", kind: str = "", stage: str = ""
+    ) -> dict[str, np.ndarray]:
+        """Compute a step with changes in it; or a stage of it at least, if one is all that is asked for."""
+        if dtype == "float64" and not (changes or kind or self.observed):
+            return self.by_step[index]
+        whole = (changes, dtype, kind, ALL)
+        quantity = stage_named(stage).quantity if stage and self.observed else ALL
+        layer = whole if quantity not in ("q", "k", "v") else (*whole[:-1], quantity)
+        for each in (whole, layer):
+            if index in self._found.get(each, ()):
+                return self._found[each][index]
         try:
-            with np.errstate(all="ignore"):
-                if dtype == "float64" and not kind:
-                    return self._again(index, steps, mistakes)
-                return run(steps[index], self._values_before(index, steps))
-        except ValueError:  # two mistakes that do not fit together
-            return {name: np.empty(0) for name in self.steps[index]}
+            return self._until(index, layer)[1]
+        except KeyError:  # a mistake takes one of them for another
+            return self._until(index, whole)[1]
 
-    def _steps(
-        self, problem: Problem, changes: tuple[Change, ...], dtype: str = "float64", kind: str = "", asked: str = ALL
-    ) -> Sequence[Step]:
-        """The stages of the reference with mistakes in it, as functions."""
+    def _until(self, index: int, layer: _Layer) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """What there is before a step of a layer, and the step; empty arrays where changes do not fit together.
+
+        Of steps before it those are run that others are made of, and that were not observed. What no change touches is
+        the right layer's.
+        """
+        values, changed, step = dict(self.observed), set(self.observed), dict[str, np.ndarray]()
+        overridden = self._overridden(layer)
+        try:
+            for each in (*self._unseen_before[index], index):
+                values |= {name: x for name, x in step.items() if name not in self.observed}
+                flow = None if overridden is None else self._flow[each]
+                if flow and flow.methods.isdisjoint(overridden or ()) and flow.reads.isdisjoint(changed):
+                    step = self.by_step[each]
+                else:
+                    step = self._run(each, layer, values)
+                    changed.update(step)
+        except ValueError:
+            step = {name: np.empty(0) for name in self.steps[index]}
+            self._keep(index, layer, step)
+        return values, step
+
+    def _overridden(self, layer: _Layer) -> set[str] | None:
+        """The methods that changes of a layer override; None where all of it is another than the right one."""
+        changes, dtype, kind, _ = layer
+        if dtype != "float64" or kind or not self._flow or any(isinstance(each, OtherSpec) for each in changes):
+            return None
+        return {method for each in changes for method in each.in_reference}
+
+    def _run(self, index: int, layer: _Layer, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """A step of a layer, after those before it."""
+        if (kept := self._found.get(layer, {}).get(index)) is not None:
+            if next(iter(kept.values())).shape == (0,):
+                raise ValueError("changes do not fit together")
+            return kept
+        if known := self._known(layer):
+            return known[index]
+        if layer not in self._layers:
+            self._layers[layer] = self._steps(layer)
+        with np.errstate(all="ignore"):
+            found = run(self._layers[layer][index], values)
+        self._keep(index, layer, found)
+        return found
+
+    def _known(self, layer: _Layer) -> Sequence[dict[str, np.ndarray]]:
+        """What the reference computed already of a layer that is right and only less exact, step by step."""
+        changes, dtype, kind, _ = layer
+        is_other = changes or kind or self.observed or self.choice.in_reference or self.choice.arithmetic
+        return () if self._reference is None or is_other else self._reference.by_step(dtype, self.arithmetic)
+
+    def _steps(self, layer: _Layer) -> Sequence[Step]:
+        """The stages of the reference with changes in it, as functions."""
+        changes, dtype, kind, asked = layer
+        problem = self.problem
+        for change in changes:
+            if isinstance(change, OtherSpec):
+                problem = replace(problem, case=replace(problem.case, spec=change.spec))
         if dtype != "float64":
             changes, kind = (*changes, self.choice), kind or self.choice.arithmetic
         return wrong_layer(problem, dtype, (*changes, self._base), kind or self.arithmetic, asked).steps()
 
-    def _values_before(self, index: int, steps: Sequence[Step]) -> dict[str, np.ndarray]:
-        """What was observed, and what was not of all that others are made of, up to one of the steps."""
-        values = dict(self.observed)
-        for before in self._unseen_before[index]:
-            values |= {name: x for name, x in run(steps[before], values).items() if name not in self.observed}
-        return values
-
-    def _again(self, index: int, steps: Sequence[Step], mistakes: Mistakes) -> dict[str, np.ndarray]:
-        """A step with mistakes in it; of it, and of those before it, what no mistake touches is the right layer's."""
-        if not self._flow:
-            return run(steps[index], self._values_before(index, steps))
-        overridden = {method for mistake in mistakes for method in mistake.in_reference}
-        values, other, found = dict(self.observed), set(self.observed), dict[str, np.ndarray]()
-        for before in (*self._unseen_before[index], index):
-            flow = self._flow[before]
-            if flow.methods & overridden or flow.reads & other:
-                found = run(steps[before], values)
-                other |= found.keys()
-            else:
-                found = self._right[before]
-            values |= {name: x for name, x in found.items() if name not in self.observed}
-        return found
+    def _keep(self, index: int, layer: _Layer, found: dict[str, np.ndarray]) -> None:
+        """Remember a step, and forget those of wrong layers where they become too many."""
+        self._bytes += sum(x.nbytes for x in found.values())
+        if len(self._found) > MOST_KEPT or self._bytes > MOST_BYTES:
+            kept = {each: steps for each, steps in self._found.items() if not each[0] or each == layer}
+            self._found = kept
+            self._layers = {each: steps for each, steps in self._layers.items() if each == layer}
+            self._bytes = sum(x.nbytes for steps in kept.values() for step in steps.values() for x in step.values())
+        self._found.setdefault(layer, {})[index] = found
 
     def cost(self, index: int, mistake: Mistake) -> int:
         """How much of a layer is computed again with a mistake in it: the fewer steps, the less."""
@@ -189,7 +303,9 @@ class Replay:
     @cached_property
     def _flow(self) -> list[Flow]:
         """What each step of the right layer depends on; nothing where numbers are nudged."""
-        return [] if self._is_nudged else flow_of(self.problem)
+        if self._is_nudged:
+            return []
+        return flow_of(self.problem) if self._right is None else self._right._flow
 
     @cached_property
     def _unseen_before(self) -> list[list[int]]:
@@ -206,19 +322,35 @@ class Replay:
             for index in range(len(self.steps))
         ]
 
-    def judgement(self, stage: str, mistakes: Mistakes, *, quick: bool = False, kind: str = "") -> Judgement:
-        """Judge a stage by the one with mistakes in it.
+    # ---- What they may be off by -------------------------------------------------------------------------------------
+
+    def judgement(self, stage: str, changes: Changes, *, quick: bool = False, kind: str = "") -> Judgement:
+        """Judge an observed stage by the one with changes in it.
 
         Args:
             stage: the stage.
-            mistakes: in what it is compared with.
-            quick: take about the budget of the layer without mistakes.
+            changes: in what it is compared with.
+            quick: take about the budget of the right layer.
             kind: of the arithmetic that gives the budget.
         """
-        key = (stage, mistakes, quick, kind)
+        key = (stage, changes, quick, kind)
         if key not in self._judgements:
             self._judgements[key] = self._judged(*key)
         return self._judgements[key]
+
+    def _judged(self, stage: str, changes: Changes, quick: bool, kind: str) -> Judgement:
+        expected = self.stage(stage, changes)
+        actual = self._actual(stage, expected)
+        if actual.shape != expected.shape:
+            return NOT_MEASURED
+        spend_on(expected)
+        allowed = self._about_allowed(stage, expected) if quick else self.allowed(stage, changes, kind)
+        found = judged(actual, expected, allowed, stage)
+        if is_close(found.ratio) and not quick and not any(getattr(each, "is_loss", False) for each in changes):
+            budgets = [allowed, *(other.allowed(stage, changes, kind) for other in self._recounts)]
+            allowed = {norm: max(each[norm] for each in budgets) for norm in allowed}
+            return judged(actual, expected, allowed, stage)
+        return found
 
     def _actual(self, stage: str, expected: np.ndarray) -> np.ndarray:
         """An observed stage, with what is expected in the cells that are not judged."""
@@ -227,32 +359,49 @@ class Replay:
             return actual
         return np.where(masked, expected, actual).astype(actual.dtype)
 
-    def _judged(self, stage: str, mistakes: Mistakes, quick: bool, kind: str) -> Judgement:
-        expected = self.computed(self.step_of[stage], mistakes, stage=stage)[stage]
-        actual = self._actual(stage, expected)
+    def agrees(
+        self,
+        stage: str,
+        actual: np.ndarray,
+        changes: Changes = (),
+        free: np.ndarray | None = None,
+        form: Form = np.asarray,
+    ) -> bool:
+        """Whether an array is a stage with changes in it, in a form, up to rounding, but where that does not matter."""
+        expected = form(self.stage(stage, changes))
         if actual.shape != expected.shape:
-            return NOT_MEASURED
+            return False
         spend_on(expected)
-        allowed = self._about_allowed(stage, expected) if quick else self.allowed(stage, mistakes, kind)
-        found = judged(actual, expected, allowed, stage)
-        if is_close(found.ratio) and not quick and not any(each.is_loss for each in mistakes):
-            budgets = [allowed, *(other.allowed(stage, mistakes, kind) for other in self._recounts)]
-            allowed = {norm: max(each[norm] for each in budgets) for norm in allowed}
-            return judged(actual, expected, allowed, stage)
-        return found
+        actual = actual if free is None else np.where(free & np.isfinite(actual), expected, actual)
+        return judged(actual, expected, self.allowed(stage, changes, form=form), stage).ratio <= 1.0
 
-    def _about_allowed(self, stage: str, expected: np.ndarray) -> dict[str, float]:
-        """The budget of the layer without mistakes, for values of another size: noise grows with them."""
+    def allowed(
+        self, stage: str, changes: Changes, kind: str = "", dtype: str = "", form: Form = np.asarray
+    ) -> dict[str, float]:
+        """The budget of a stage with changes in it, in some form; in a dtype, or that of the problem."""
         if stage_named(stage).is_exact:
             return NOTHING
-        right = self.computed(self.step_of[stage], (), stage=stage)[stage]
-        sizes = [norms_of(x, np.isfinite(x))["rms"] for x in (expected, right)]
+        key = (stage, changes, kind, dtype, form)
+        if key not in self._budgets:
+            dtype = dtype or self.problem.dtype
+            expected = form(self.stage(stage, changes)).astype(np.float64)
+            same = form(self.stage(stage, changes, SAME_PRECISION[dtype], kind))
+            spend_on(expected)
+            with np.errstate(all="ignore"):
+                self._budgets[key] = budget(expected, same, dtype, arithmetic=self.arithmetic, stage=stage)
+        return self._budgets[key]
+
+    def _about_allowed(self, stage: str, expected: np.ndarray) -> dict[str, float]:
+        """The budget of the right layer, for values of another size: noise grows with them."""
+        if stage_named(stage).is_exact:
+            return NOTHING
+        sizes = [norms_of(x, np.isfinite(x))["rms"] for x in (expected, self.stage(stage))]
         growth = max(sizes[0] / sizes[1], 1.0) if sizes[1] > 0.0 else 1.0
         return {norm: growth * limit for norm, limit in self.allowed(stage, ()).items()}
 
     def has_wrong_zeros(self, stage: str) -> bool:
         """Whether attention weights are 0 where a key is seen, or not 0 where it is hidden."""
-        expected, actual = self.computed(self.step_of[stage], (), stage=stage)[stage], self.observed[stage]
+        expected, actual = self.stage(stage), self.observed[stage]
         if not stage_named(stage).is_attn_weights or expected.shape != actual.shape:
             return False
         return judged(actual, expected, self.allowed(stage, ()), stage).has_wrong_zeros
@@ -274,66 +423,55 @@ class Replay:
             found.append(other)
         return found
 
-    def wrong(self, stages: Iterable[str], mistakes: Mistakes) -> list[str]:
-        """Those of the stages that mistakes do not explain."""
-        return [stage for stage in stages if self.judgement(stage, mistakes).ratio > 1.0]
+    # ---- What explains them ------------------------------------------------------------------------------------------
 
-    def explained(self, stages: Sequence[str], mistakes: Mistakes, added: Mistakes) -> list[str]:
-        """Those of the stages that are wrong with some mistakes, and right with more."""
-        wrong = self.wrong(stages, mistakes) if added else []
-        still = self.wrong(wrong, (*mistakes, *added))
+    def wrong(self, stages: Iterable[str], changes: Changes) -> list[str]:
+        """Those of the stages that changes do not explain."""
+        return [stage for stage in stages if self.judgement(stage, changes).ratio > 1.0]
+
+    def explained(self, stages: Iterable[str], changes: Changes, added: Changes) -> list[str]:
+        """Those of the stages that are wrong with some changes, and right with more."""
+        wrong = self.wrong(stages, changes) if added else []
+        still = self.wrong(wrong, (*changes, *added))
         return [stage for stage in wrong if stage not in still]
 
-    def allowed(self, stage: str, mistakes: Mistakes, kind: str = "") -> dict[str, float]:
-        """The budget of a stage of the layer with mistakes in it."""
-        if stage_named(stage).is_exact:
-            return NOTHING
-        key = (stage, mistakes, kind)
-        if key not in self._budgets:
-            index, dtype = self.step_of[stage], self.problem.dtype
-            expected = self.computed(index, mistakes, stage=stage)[stage].astype(np.float64)
-            same = self.computed(index, mistakes, SAME_PRECISION[dtype], kind, stage)[stage]
-            spend_on(expected)
-            with np.errstate(all="ignore"):
-                self._budgets[key] = budget(expected, same, dtype, arithmetic=self.arithmetic, stage=stage)
-        return self._budgets[key]
+    def is_same(self, index: int, changes: Changes, added: Changes, names: Iterable[str] = ()) -> bool:
+        """Whether more changes leave stages of a step as they are, or all of it."""
+        before, after = self.computed(index, changes), self.computed(index, (*changes, *added))
+        return all(np.array_equal(before[name], after[name], equal_nan=True) for name in names or self.steps[index])
 
     def findings(
-        self, stage: str, mistakes: Mistakes, limited: Callable[[], AbstractContextManager[None]] = nullcontext
+        self, stage: str, changes: Changes, limited: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> Findings | None:
-        """Where a stage differs from the one with mistakes in it, and by what law; None if it has another shape.
+        """Where a stage differs from the one with changes in it, and by what law; None if it has another shape.
 
         Args:
             stage: the stage.
-            mistakes: in what it is compared with.
+            changes: in what it is compared with.
             limited: a context that raises a TimeoutError where numbers of the specification, or parts of the layer,
                 take too much work.
         """
-        index = self.step_of[stage]
-        with np.errstate(all="ignore"):
-            values = self._values_before(index, self._steps(self.problem, mistakes))
-        expected = self.computed(index, mistakes)[stage]
+        index, known = self.step_of[stage], stage_named(stage)
+        values = self._until(index, (changes, "float64", "", ALL))[0]
+        expected = self.stage(stage, changes)
         actual = self._actual(stage, expected)
         if actual.shape != expected.shape:
             return None
 
-        def again(problem: Problem, changes: tuple[Change, ...]) -> np.ndarray:
-            steps = self._steps(problem, changes)
-            with limited(), np.errstate(all="ignore"):
-                return run(steps[index], self._values_before(index, steps))[stage]
+        again = copy(self)  # so that what is kept of known mistakes stays
+        again._layers, again._found, again._bytes = {}, {}, 0
 
-        def recompute(spec: AttentionSpec) -> np.ndarray:
-            return again(replace(self.problem, case=replace(self.problem.case, spec=spec)), mistakes)
+        def recompute(change: Change) -> np.ndarray:
+            with limited():
+                return again.stage(stage, (*changes, change))
 
-        known = stage_named(stage)
         return describe(
             stage,
             actual,
             expected,
-            self.allowed(stage, mistakes),
+            self.allowed(stage, changes),
             hidden=None if known.is_exact else values.get(str(Stage("mask", step=known.step))),
             problem=self.problem,
             recompute=recompute,
-            recomputed=lambda change: again(self.problem, (*mistakes, change)),
             others={name: x for name, x in values.items() if self.step_of[name] <= index and name != stage},
         )

@@ -16,8 +16,7 @@ from parity.core.work import Work
 from parity.diagnosis.assumptions import assumption
 from parity.diagnosis.laws import Findings
 from parity.diagnosis.mistakes import Mistake
-from parity.diagnosis.replay import Mistakes, Replay
-from parity.diagnosis.scope import Scope
+from parity.diagnosis.replay import Mistakes, Replay, Scope
 from parity.diagnosis.verdicts import EVERYWHERE, Explanation, Unknown
 
 PARTS = {
@@ -190,15 +189,14 @@ def _explain(
     wrong = replay.wrong(of_part, found)
     right = [each for each in of_part if each not in wrong]
     earlier = [each for each in wrong if each not in stages and stage_named(each).kind == stage_named(stage).kind]
-    if at_once > 1 and not _has_numbers(replay, stage):
+    if at_once > 1 and not np.isfinite(replay.observed[stage]).any():
         return []
-    expected, before = replay.computed(index, found)[stage], replay.judgement(stage, found)
+    expected, before = replay.stage(stage, found), replay.judgement(stage, found)
     words = "two mistakes at once"
     most = 1.0 if replay.scope.is_quick else FOR_MISTAKES
 
     def changes(mistake: Mistake) -> bool:
-        found_there = replay.computed(index, (*found, mistake), stage=stage)[stage]
-        return not np.array_equal(expected, found_there, equal_nan=True)
+        return not np.array_equal(expected, replay.stage(stage, (*found, mistake)), equal_nan=True)
 
     def explains(added: Mistakes) -> bool:
         mistakes = (*found, *added)
@@ -211,7 +209,7 @@ def _explain(
         after = replay.judgement(stage, mistakes)
         if after.ratio > 1.0 or not _is_less(after, before, added) or replay.wrong(right, mistakes):
             return False
-        return all(_is_same(replay, replay.step_of[each], found, added, [each]) for each in earlier)
+        return all(replay.is_same(replay.step_of[each], found, added, [each]) for each in earlier)
 
     may_lose = at_once == 1 and _is_small(replay, stage, found)
     known = [each for each in replay.known if each not in found and (may_lose or not each.is_loss)]
@@ -279,23 +277,12 @@ def _is_made_in_sight(replay: Replay, index: int, found: Mistakes, mistake: Mist
     """Whether a mistake changes no step before one of which nothing was observed: of what is made there, two at once
     explain too much, and what nobody knows looks like two that are known."""
     unseen = (i for i in range(index) if not any(name in replay.observed for name in replay.steps[i]))
-    return all(_is_same(replay, i, found, (mistake,), replay.steps[i]) for i in unseen)
-
-
-def _is_same(replay: Replay, index: int, found: Mistakes, added: Mistakes, names: Sequence[str]) -> bool:
-    """Whether mistakes leave stages of a step as they are."""
-    right, wrong = replay.computed(index, found), replay.computed(index, (*found, *added))
-    return all(np.array_equal(right[name], wrong[name], equal_nan=True) for name in names)
-
-
-def _has_numbers(replay: Replay, stage: str) -> bool:
-    """Whether a number was observed in a stage, beside NaN and infinity."""
-    return bool(np.isfinite(replay.observed[stage]).any())
+    return all(replay.is_same(i, found, (mistake,)) for i in unseen)
 
 
 def _is_small(replay: Replay, stage: str, found: Mistakes) -> bool:
     """Whether so little of a stage is wrong that lost precision may be why."""
-    expected = replay.computed(replay.step_of[stage], found)[stage]
+    expected = replay.stage(stage, found)
     if stage_named(stage).is_exact:
         return False
     return replay.judgement(stage, found).error <= SMALL * norms_of(expected, np.isfinite(expected))["rms"]
@@ -328,8 +315,8 @@ def _of_sample(findings: Findings) -> Findings | None:
 def _explanation(replay: Replay, stages: Sequence[str], found: Mistakes, choice: _Choice, words: str) -> Explanation:
     def made_in(mistake: Mistake) -> int:
         """The first step that a mistake changes."""
-        names = enumerate(replay.steps)
-        return next((i for i, some in names if not _is_same(replay, i, found, (mistake,), some)), len(replay.steps))
+        steps = range(len(replay.steps))
+        return next((step for step in steps if not replay.is_same(step, found, (mistake,))), len(steps))
 
     added = tuple(sorted(choice.mistakes, key=made_in)) if len(choice.mistakes) > 1 else choice.mistakes
     before, after = replay.judgement(choice.stage, found), replay.judgement(choice.stage, (*found, *choice.mistakes))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.core.compare import Comparison, compare, first_difference
+from parity.core.compare import Comparison, first_difference
 from parity.core.problem import Problem
 from parity.core.records import JsonRecord
 from parity.core.reference import UNFUSED
@@ -327,22 +327,13 @@ def _judge(
 
 def _of_other_keys(sequences: Sequences, reference: Reference, backend: str, arithmetic: str) -> list[Comparison]:
     """What later calls have as keys and values of another sequence, where it is not what the first one had."""
-    same = reference.same_precision(local=False, arithmetic=arithmetic)
-    found: list[Comparison] = []
-    for (step, part), cached in sequences.caches.items() if sequences.is_cross else ():
-        name = part[0]
-        comparison = compare(
-            cached,
-            reference.accumulated[name],
-            same[name],
-            case=reference.problem.case.name,
-            backend=backend,
-            dtype=reference.problem.dtype,
-            stage=f"step{step}.cache.{part}",
-            arithmetic=arithmetic,
-        )
-        found += [] if comparison.passed else [comparison]
-    return found
+    about: dict[str, Any] = {"case": reference.problem.case.name, "backend": backend}
+    of_keys = sequences.caches.items() if sequences.is_cross else ()
+    found = {
+        f"step{step}.cache.{part}": reference.compare(part[0], cached, arithmetic, **about)
+        for (step, part), cached in of_keys
+    }
+    return [replace(each, stage=stage) for stage, each in found.items() if not each.passed]
 
 
 def _arithmetic_of(layer: TappedLayer) -> str:
@@ -377,22 +368,11 @@ def _compared(
     observed: Mapping[str, np.ndarray], reference: Reference, backend: str, arithmetic: str
 ) -> list[Comparison]:
     """Each stage against the reference: from the layer's input, and from the stages that were seen before it."""
-    problem, replay = reference.problem, Replay(reference.problem, observed, arithmetic)
+    replay = Replay(reference.problem, observed, arithmetic)
     found = []
-    for stage, expected in reference.accumulated.items():
-        if stage not in observed:
-            continue
-        same = reference.same_precision(local=False, arithmetic=arithmetic)[stage]
-        comparison = compare(
-            observed[stage],
-            expected,
-            same,
-            case=problem.case.name,
-            backend=backend,
-            dtype=problem.dtype,
-            stage=stage,
-            arithmetic=arithmetic,
+    for stage in (stage for stage in reference.accumulated if stage in observed):
+        comparison = reference.compare(
+            stage, observed[stage], arithmetic, case=reference.problem.case.name, backend=backend
         )
-        local = replay.judgement(stage, ()).ratio
-        found.append(comparison.with_step(local, "wrong for what it was made of"))
+        found.append(comparison.with_step(replay.judgement(stage, ()).ratio, "wrong for what it was made of"))
     return found

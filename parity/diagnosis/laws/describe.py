@@ -15,7 +15,7 @@ from parity.diagnosis.laws.fits import Recompute, fits
 from parity.diagnosis.laws.mixed import dropouts, lost_rows, mixtures
 from parity.diagnosis.laws.orders import orders, other_stages, shifts, transposes
 from parity.diagnosis.laws.pages import with_pages
-from parity.diagnosis.laws.parts import Recomputed, parts
+from parity.diagnosis.laws.parts import parts
 from parity.diagnosis.laws.places import find_place, wrong_elements
 from parity.diagnosis.laws.record import Findings, Law, Place, Seen
 from parity.diagnosis.laws.rotation import rotations
@@ -55,7 +55,6 @@ IMPLIED_BY = {
     "rows": {"factor"},
     "tokens and features": {"factor"},
     "heads in output": {"factor", "offset", "multiple", "weight"},
-    "rank one": {"factor", "offset", "slope"},
     "by distance": {"offset", "slope", "max_distance"},
     "slope": {"offset"},
     "shift": {"order"},
@@ -90,7 +89,6 @@ def describe(
     hidden: np.ndarray | None = None,
     problem: Problem | None = None,
     recompute: Recompute | None = None,
-    recomputed: Recomputed | None = None,
     others: Mapping[str, np.ndarray] | None = None,
 ) -> Findings:
     """Say where a stage is wrong, and by what law.
@@ -103,10 +101,9 @@ def describe(
         allowed: errors by norm, `rms` and `max`, as `parity.core.compare.budget` gives them; 0 of masks and lengths.
         hidden: which cells the mask hides, (B, N, T, S), boolean, where that is known.
         problem: what was computed, where that is known.
-        recompute: computes what would be expected with another specification, from the same stages before it. With it
-            and the problem numbers of the specification are fitted.
-        recomputed: computes what would be expected with a part of the layer changed. With it and the problem parts are
-            tried that others may stand in for, where no plainer law holds.
+        recompute: computes what would be expected with a change of the reference, from the same stages before it. With
+            it and the problem numbers of the specification are fitted, and, where no plainer law holds, parts are tried
+            that others may stand in for.
         others: other stages by name, as they should be or were observed, of which this one may have the values.
 
     Raises:
@@ -140,8 +137,8 @@ def describe(
             found += fits(seen, recompute)
         if not found and not is_sample:
             found += turned(seen)
-        if recomputed is not None and not is_sample and all(law.parameters > PLAIN for law in found):
-            found += parts(seen, recomputed)
+        if recompute is not None and not is_sample and all(law.parameters > PLAIN for law in found):
+            found += parts(seen, recompute)
         signs = [*_nan(seen), *weights_signs(seen), *([] if seen.stage.is_exact else rounding_signs(seen))]
     found = sorted(_unlike(_not_by_chance(found)), key=lambda law: law.parameters)
     return Findings(place, tuple(with_pages(law, seen) for law in found), tuple(signs))

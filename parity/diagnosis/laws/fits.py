@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from mha_spec import AttentionSpec, LinearScaling, Rope
 from mha_spec.scaling import Scaling
-from parity.diagnosis.laws.record import Law, Seen
+from parity.diagnosis.laws.record import Law, OtherSpec, Seen
 from parity.diagnosis.laws.rotation import as_form
 from parity.diagnosis.laws.words import said
 from parity.diagnosis.mistakes.families import DIVIDED, THETA
-from parity.diagnosis.mistakes.record import Changed, instead
+from parity.diagnosis.mistakes.record import Change, Changed, instead
 
-Recompute = Callable[[AttentionSpec], np.ndarray]
-"""Computes the stage with another specification, from the same stages before it; TimeoutError if no time is left."""
+Recompute = Callable[[Change], np.ndarray]
+"""Computes the stage with a change of the reference, from the same stages before it; TimeoutError without time."""
 
 STEPS = 8
 """Of Gauss and Newton, from the best number of a grid."""
@@ -27,81 +28,102 @@ LARGEST = 64
 """So many whole numbers are tried."""
 
 
+class Tried:
+    """What a stage is with changes of the reference."""
+
+    def __init__(self, seen: Seen, recompute: Recompute) -> None:
+        self.seen, self._recompute = seen, recompute
+
+    def stage(self, change: Change) -> np.ndarray | None:
+        """Compute the stage; None where there is no such layer."""
+        try:
+            with np.errstate(all="ignore"):
+                x = np.asarray(self._recompute(change), np.float64)
+        except (ValueError, IndexError, OverflowError):  # what does not fit, or the rules of a specification forbid
+            return None
+        return x if x.shape == self.seen.expected.shape else None
+
+    def is_enough(self, x: np.ndarray | None) -> bool:
+        """Whether a stage with a change leaves nothing but rounding."""
+        if x is None or np.array_equal(x, self.seen.expected):
+            return False
+        size = _size(self.seen.expected)
+        return self.seen.holds(x, max(1.0, _size(x) / size if size else 1.0))
+
+    def explains(self, change: Change) -> bool:
+        """Whether a change leaves nothing but rounding."""
+        return self.is_enough(self.stage(change))
+
+
+def _size(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(x**2)))
+
+
 @dataclass(frozen=True)
-class _Number:
-    """A number of a specification.
+class Number:
+    """A number that a layer may have another of.
 
     Attributes:
         name: of the law.
         words: what it is called.
-        right: as the specification has it; None where it has none.
+        right: as it should be; None where there should be none.
         grid: the first guesses.
-        made: the specification with another one.
-        is_whole: whether it is an integer: then only the guesses are tried.
+        made: what gives another one: a change of the reference, or a specification.
+        is_whole: whether only the guesses are tried, as of an integer.
     """
 
     name: str
     words: str
     right: float | None
     grid: tuple[float | None, ...]
-    made: Callable[[Any], AttentionSpec]
+    made: Callable[[Any], Any]
     is_whole: bool = False
 
 
-def fits(seen: Seen, recompute: Recompute) -> Iterator[Law]:
-    """The numbers that would explain the stage, each of them alone."""
-    if seen.problem is None or not np.isfinite(seen.expected).all():
-        return
-    finite = np.isfinite(seen.actual)
-    for number in _numbers(seen.problem.spec, seen.actual.shape):
-        tried = _Tried(seen, recompute, number, finite)
-        try:
-            law = tried.law(tried.best()) if tried.has_effect() else None
-        except TimeoutError:
-            return
-        if law is not None:
-            yield law
+class Fitted:
+    """A number, fitted to a stage: the best of some guesses, refined by Gauss and Newton in its logarithm."""
 
-
-def _distance(seen: Seen, x: np.ndarray, finite: np.ndarray) -> float:
-    with np.errstate(all="ignore"):
-        found = float(np.sqrt(np.mean(np.where(finite, x - seen.actual, 0.0) ** 2)))
-    return found if math.isfinite(found) else math.inf
-
-
-class _Tried:
-    """What a stage is with other values of one number."""
-
-    def __init__(self, seen: Seen, recompute: Recompute, number: _Number, finite: np.ndarray) -> None:
-        self.seen, self.recompute, self.number, self.finite = seen, recompute, number, finite
+    def __init__(self, tried: Tried, number: Number) -> None:
+        self.tried, self.number, self.actual = tried, number, tried.seen.actual
+        self._finite = np.isfinite(self.actual)
         self._found: dict[float | None, np.ndarray | None] = {}
 
     def stage(self, value: float | None) -> np.ndarray | None:
-        """The stage; None where there is no such layer."""
+        """Compute the stage with a value of the number; None where there is no such layer."""
         if value not in self._found:
             try:
-                with np.errstate(all="ignore"):
-                    x = np.asarray(self.recompute(self.number.made(value)), np.float64)
+                self._found[value] = self.tried.stage(self.number.made(value))
             except (ValueError, OverflowError):  # the rules of a specification forbid it
-                x = None
-            self._found[value] = x if x is None or x.shape == self.seen.expected.shape else None
+                self._found[value] = None
         return self._found[value]
 
     def error(self, value: float | None) -> float:
         """Root mean square of what is left."""
-        x = self.stage(value)
-        return math.inf if x is None else _distance(self.seen, x, self.finite)
+        if (x := self.stage(value)) is None:
+            return math.inf
+        with np.errstate(all="ignore"):
+            found = _size(np.where(self._finite, x - self.actual, 0.0))
+        return found if math.isfinite(found) else math.inf
 
     def has_effect(self) -> bool:
         """Whether the stage depends on the number at all, by two of the guesses."""
         guesses = [value for value in self.number.grid if value != self.number.right]
         some = [x for x in map(self.stage, {guesses[0]: 0, guesses[-1]: 0}) if x is not None] if guesses else []
-        return any(not np.array_equal(x, self.seen.expected, equal_nan=True) for x in some)
+        return any(not np.array_equal(x, self.tried.seen.expected, equal_nan=True) for x in some)
 
-    def best(self) -> float | None:
-        """The best of the guesses, and of what the specification says, refined."""
-        value = min(dict.fromkeys((self.number.right, *self.number.grid)), key=self.error)
-        if self.number.is_whole or value is None or not self.error(value) < math.inf:
+    def values(self) -> Iterator[float | None]:
+        """Find the value that explains the stage, the roundest; nothing if none does."""
+        value = self._best()
+        whole = value is None or self.number.is_whole or value in self.number.grid
+        candidates = [value] if whole else [*(float(f"{value:.{digits}g}") for digits in (1, 2, 3, 6)), value]
+        yield from islice((each for each in candidates if self.tried.is_enough(self.stage(each))), 1)
+
+    def _best(self) -> float | None:
+        values = dict.fromkeys((self.number.right, *self.number.grid))
+        value = min(values, key=self.error)
+        if not value and not self.tried.is_enough(self.stage(value)):  # 0 and none have no logarithm
+            value = min(filter(None, values), key=self.error, default=value)
+        if self.number.is_whole or not value or not self.error(value) < math.inf:
             return value
         for _ in range(STEPS):
             move = self._move(value)
@@ -109,59 +131,60 @@ class _Tried:
             better = next((x for x in some if self.error(x) < self.error(value)), None)
             if better is None:
                 break
+            is_near = self.error(better) < 0.9 * self.error(value)
             value = better
+            if not is_near:  # this number explains nothing
+                break
         return value
 
     def _move(self, value: float) -> float:
-        """A step in the logarithm of the number, by Gauss and Newton; 0 where there is none."""
+        """A step in the logarithm of the number; 0 where there is none."""
         step = 1e-5
         here, there = self.stage(value), self.stage(value * math.exp(step))
         if here is None or there is None:
             return 0.0
-        slope = np.where(self.finite, there - here, 0.0) / step
+        slope = np.where(self._finite, there - here, 0.0) / step
         size = float((slope**2).sum())
         if not size > 0.0 or not math.isfinite(size):
             return 0.0
-        move = float((slope * np.where(self.finite, self.seen.actual - here, 0.0)).sum()) / size
+        move = float((slope * np.where(self._finite, self.actual - here, 0.0)).sum()) / size
         return min(max(move, -2.0), 2.0)
 
-    def law(self, value: float | None) -> Law | None:
-        """What the number would be, the roundest that explains the stage, or nothing."""
-        whole = value is None or self.number.is_whole
-        candidates = [value] if whole else [*(float(f"{value:.{digits}g}") for digits in (1, 2, 3, 6)), value]
-        for each in candidates:
-            x = self.stage(each)
-            if x is None:
-                continue
-            size = float(np.sqrt(np.mean(self.seen.expected**2)))
-            gain = float(np.sqrt(np.mean(x**2))) / size if size else 1.0
-            if self.seen.holds(x, max(1.0, gain)):
-                words = self._words(each)
-                if self.number.name == "theta" and each is not None and self.number.right is not None:
-                    words += as_form(each, self.number.right)
-                numbers = {"value": each, "expected": self.number.right}
-                change = _made_in_reference(self.seen, self.number.made(each))
-                return Law(self.number.name, words, numbers, 0 if each is None else 1, change=change)
-        return None
 
-    def _words(self, value: float | None) -> str:
-        right, words = self.number.right, self.number.words
-        if value is None or right is None:
-            also = "and should be none" if right is None else f"and not {said(right)}"
-            return f"{words} is {'none' if value is None else said(value)}, {also}"
-        about = {"theta": THETA, "scale": DIVIDED}.get(self.number.name)
-        if about is None:
-            return f"{words} is {said(value)} and not {said(right)}"
-        found = f"is {said(value)}" if about is DIVIDED else said(value)
-        return about.about.format(found=found, right=said(right))
+def fits(seen: Seen, recompute: Recompute) -> Iterator[Law]:
+    """The numbers of the specification that would explain the stage, each of them alone."""
+    if seen.problem is None or not np.isfinite(seen.expected).all():
+        return
+    tried = Tried(seen, recompute)
+    for number in _numbers(seen.problem.spec, seen.actual.shape):
+        made = number.made
+        fitted = Fitted(tried, replace(number, made=lambda x, made=made: OtherSpec(made(x))))
+        try:
+            values = list(fitted.values()) if fitted.has_effect() else []
+        except TimeoutError:
+            return
+        for value in values:
+            numbers = {"value": value, "expected": number.right}
+            change = _made_in_reference(seen.problem.spec, made(value))
+            yield Law(number.name, _words(number, value), numbers, 0 if value is None else 1, change=change)
 
 
-def _made_in_reference(seen: Seen, made: AttentionSpec) -> Changed | None:
+def _words(number: Number, value: float | None) -> str:
+    right, words = number.right, number.words
+    if value is None or right is None:
+        also = "and should be none" if right is None else f"and not {said(right)}"
+        return f"{words} is {'none' if value is None else said(value)}, {also}"
+    about = {"theta": THETA, "scale": DIVIDED}.get(number.name)
+    if about is None:
+        return f"{words} is {said(value)} and not {said(right)}"
+    found = f"is {said(value)}" if about is DIVIDED else said(value)
+    form = as_form(value, right) if about is THETA else ""
+    return about.about.format(found=found, right=said(right)) + form
+
+
+def _made_in_reference(right: AttentionSpec, made: AttentionSpec) -> Changed | None:
     """The layer that has what another specification has, where one method of the reference reads that."""
-    if seen.problem is None:
-        return None
-    right = vars(seen.problem.spec)
-    differ = [name for name, value in vars(made).items() if value != right[name]]
+    differ = [name for name, value in vars(made).items() if value != vars(right)[name]]
     values = {"rope": made.rope, "scale": 1.0 / made.score_scale, "relative_bias": made.relative_bias}
     if len(differ) != 1 or differ[0] not in values or values[differ[0]] is None:
         return None
@@ -181,31 +204,31 @@ DISTANCES = (128, 256, 64, 512, 32, 20, 40, 50, 100, 16, 24, 48, 80, 96, 160, 20
 TIMES = (0.25, 0.5, 2.0, 4.0)
 
 
-def _numbers(spec: AttentionSpec, shape: tuple[int, ...]) -> Iterator[_Number]:
+def _numbers(spec: AttentionSpec, shape: tuple[int, ...]) -> Iterator[Number]:
     scale = spec.score_scale
-    yield _Number(
+    yield Number(
         "scale",
         "the scale of the scores",
         scale,
         tuple(scale * 4.0**power for power in (-2, -1, 1, 2)),
         lambda x: replace(spec, scale=x),
     )
-    yield _Number("soft cap", "the soft cap", spec.soft_cap, CAPS, lambda x: replace(spec, soft_cap=x))
+    yield Number("soft cap", "the soft cap", spec.soft_cap, CAPS, lambda x: replace(spec, soft_cap=x))
     if spec.rope is not None:
         yield from _of_rope(spec, spec.rope)
     yield from _of_reach(spec, shape)
     yield from _of_records(spec)
 
 
-def _of_reach(spec: AttentionSpec, shape: tuple[int, ...]) -> Iterator[_Number]:
+def _of_reach(spec: AttentionSpec, shape: tuple[int, ...]) -> Iterator[Number]:
     """The window or the chunk, and each in place of the other."""
     largest = {"window_size": max(shape[-1], shape[-2] if len(shape) > 1 else 1), "chunk_size": LARGEST}
 
-    def number(name: str, words: str) -> _Number:
+    def number(name: str, words: str) -> Number:
         right, none = getattr(spec, name), {"window_size": None, "chunk_size": None}
         # In the other's place there is some: that there is none is said of the other.
         is_instead = right is None and (spec.window_size or spec.chunk_size) is not None
-        return _Number(
+        return Number(
             name.removesuffix("_size") + (" instead" if is_instead else ""),
             words,
             right,
@@ -223,14 +246,14 @@ def _of_reach(spec: AttentionSpec, shape: tuple[int, ...]) -> Iterator[_Number]:
         yield number("chunk_size", "the chunk size, with no window,")
 
 
-def _of_rope(spec: AttentionSpec, rope: Rope) -> Iterator[_Number]:
+def _of_rope(spec: AttentionSpec, rope: Rope) -> Iterator[Number]:
     def with_rope(**fields: Any) -> AttentionSpec:
         return replace(spec, rope=replace(rope, **fields))
 
-    yield _Number("theta", "RoPE's theta", rope.theta, THETAS, lambda x: with_rope(theta=x))
+    yield Number("theta", "RoPE's theta", rope.theta, THETAS, lambda x: with_rope(theta=x))
     if rope.scaling is None or isinstance(rope.scaling, LinearScaling):
         right = 1.0 if rope.scaling is None else rope.scaling.factor
-        yield _Number(
+        yield Number(
             "rope factor",
             "the factor that RoPE's positions are divided by",
             right,
@@ -242,7 +265,7 @@ def _of_rope(spec: AttentionSpec, rope: Rope) -> Iterator[_Number]:
     if hasattr(rope.scaling, "attention_factor"):
         scaling: Any = rope.scaling
         others = {"mscale": None, "mscale_all_dim": None} if hasattr(scaling, "mscale") else {}
-        yield _Number(
+        yield Number(
             "attention factor",
             "RoPE's attention factor",
             rope.attention_factor,
@@ -252,7 +275,7 @@ def _of_rope(spec: AttentionSpec, rope: Rope) -> Iterator[_Number]:
     if spec.latent is None and rope.sections is None:
         counts = tuple(range(2, spec.head_dim + 1, 2)) if spec.head_dim <= LARGEST else ()
         counts = counts or tuple(spec.head_dim * n // 8 // 2 * 2 for n in range(1, 9))
-        yield _Number(
+        yield Number(
             "rotary_dim",
             "the number of features that RoPE rotates",
             rope.rotary_dim or spec.head_dim,
@@ -262,7 +285,7 @@ def _of_rope(spec: AttentionSpec, rope: Rope) -> Iterator[_Number]:
         )
 
 
-def _of_scaling(scaling: Scaling, made: Callable[[Scaling], AttentionSpec]) -> Iterator[_Number]:
+def _of_scaling(scaling: Scaling, made: Callable[[Scaling], AttentionSpec]) -> Iterator[Number]:
     """The numbers of a scaling of RoPE, but its attention factor."""
     guesses: dict[str, Callable[[float], tuple[float, ...]]] = {
         "factor": lambda right: (1.0, *FACTORS),
@@ -275,7 +298,7 @@ def _of_scaling(scaling: Scaling, made: Callable[[Scaling], AttentionSpec]) -> I
     )
     for name in (each.name for each in fields(scaling) if each.name in guesses):
         right = getattr(scaling, name)
-        yield _Number(
+        yield Number(
             f"rope {name}",
             f"the {name} of RoPE's {scaling.kind} scaling",
             right,
@@ -291,27 +314,27 @@ def _taken_for(length: int, scaling: Scaling) -> tuple[int, int]:
     return round(length * factor), max(1, round(length / factor))
 
 
-def _of_records(spec: AttentionSpec) -> Iterator[_Number]:
+def _of_records(spec: AttentionSpec) -> Iterator[Number]:
     """Numbers of norms, the temperature and ALiBi."""
     for name, words in (("qk_norm", "the eps of q_norm and k_norm"), ("v_norm", "the eps of v_norm")):
         norm = getattr(spec, name)
         if norm is not None:
-            yield _Number("eps", words, norm.eps, EPSILONS, _with(spec, name, norm, "eps"))
+            yield Number("eps", words, norm.eps, EPSILONS, _with(spec, name, norm, "eps"))
     if spec.latent is not None:
         made = _with(spec, "latent", spec.latent, "eps")
-        yield _Number("eps", "the eps of the norms of latents", spec.latent.eps, EPSILONS, made)
+        yield Number("eps", "the eps of the norms of latents", spec.latent.eps, EPSILONS, made)
     if spec.temperature is not None:
         right = spec.temperature.scale
         made = _with(spec, "temperature", spec.temperature, "scale")
-        yield _Number("temperature", "the scale of the temperature", right, (0.01, 0.1, 1.0), made)
+        yield Number("temperature", "the scale of the temperature", right, (0.01, 0.1, 1.0), made)
         length, made = spec.temperature.length, _with(spec, "temperature", spec.temperature, "length")
-        yield _Number("temperature length", "the length of the temperature", length, LENGTHS, made, is_whole=True)
+        yield Number("temperature length", "the length of the temperature", length, LENGTHS, made, is_whole=True)
     if spec.relative_bias is not None:
         right, made = spec.relative_bias.max_distance, _with(spec, "relative_bias", spec.relative_bias, "max_distance")
-        yield _Number("max_distance", "the max_distance of the relative bias", right, DISTANCES, made, is_whole=True)
+        yield Number("max_distance", "the max_distance of the relative bias", right, DISTANCES, made, is_whole=True)
     if spec.alibi is not None:
         made = _with(spec, "alibi", spec.alibi, "max_bias")
-        yield _Number("max_bias", "ALiBi's max_bias", spec.alibi.max_bias, (1.0, 2.0, 4.0, 8.0, 16.0, 32.0), made)
+        yield Number("max_bias", "ALiBi's max_bias", spec.alibi.max_bias, (1.0, 2.0, 4.0, 8.0, 16.0, 32.0), made)
 
 
 def _with(spec: AttentionSpec, name: str, record: Any, field: str) -> Callable[[Any], AttentionSpec]:

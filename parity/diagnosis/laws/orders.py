@@ -56,18 +56,17 @@ def transposes(seen: Seen) -> Iterator[Law]:
     e = seen.expected
     if len(seen.letters) < 3 and e.ndim != 2:
         return
-    for i in range(e.ndim):
-        for j in range(i + 1, e.ndim):
-            if e.shape[i] == e.shape[j] > 1 and seen.holds(seen.in_slices(e.swapaxes(i, j))):
-                names = [noun(seen.letters, axis)[1] for axis in (i, j)]
-                axes = [seen.letters[axis] for axis in (i, j)]
-                yield Law("transposed", f"{names[0]} and {names[1]} are exchanged: transposed", {"axes": axes})
-    for order in permutations(range(e.ndim)):  # of more than two
-        is_new = np.count_nonzero(np.array(order) != np.arange(e.ndim)) > 2
-        if is_new and e.transpose(order).shape == e.shape and seen.holds(seen.in_slices(e.transpose(order))):
-            axes = [seen.letters[axis] for axis in order]
-            words = f"axes are exchanged: in place of ({', '.join(seen.letters)}) they are ({', '.join(axes)})"
-            yield Law("transposed", words, {"axes": axes})
+    for order in sorted(permutations(range(e.ndim)), key=_moved):
+        if _moved(order) and e.transpose(order).shape == e.shape and seen.holds(seen.in_slices(e.transpose(order))):
+            if _moved(order) == 2:
+                axes = [axis for axis, other in enumerate(order) if axis != other]
+                names = [noun(seen.letters, axis)[1] for axis in axes]
+                words = f"{names[0]} and {names[1]} are exchanged: transposed"
+            else:
+                axes = list(order)
+                words = f"axes are exchanged: in place of ({', '.join(seen.letters)}) they are "
+                words += f"({', '.join(seen.letters[axis] for axis in axes)})"
+            yield Law("transposed", words, {"axes": [seen.letters[axis] for axis in axes]})
     if e.ndim != 4 or "H" not in seen.letters:
         return
     batch, heads, tokens, features = e.shape
@@ -81,6 +80,11 @@ def transposes(seen: Seen) -> Iterator[Law]:
     for words, values in ways.items():
         if heads > 1 and seen.holds(seen.in_slices(values)):
             yield Law("reshaped", words)
+
+
+def _moved(order: tuple[int, ...]) -> int:
+    """How many axes are elsewhere."""
+    return sum(axis != other for axis, other in enumerate(order))
 
 
 def other_stages(seen: Seen) -> Iterator[Law]:

@@ -22,7 +22,6 @@ ONE_FAMILY = {
     "rope unscaled": of.SCALING,
     "attention factor": of.AMPLITUDE,
     "rotary_dim": of.ROTARY_DIM,
-    "rope partial": of.ROTARY_DIM,
     "rope missing": of.MISSING_ROPE,
     "rope reversed": of.REVERSED_ROPE,
     "temperature": of.TEMPERATURE,

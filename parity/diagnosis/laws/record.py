@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from mha_spec import AttentionSpec
 from parity.core.problem import Problem
 from parity.core.records import JsonRecord
 from parity.core.stages import Stage
-from parity.diagnosis.mistakes.record import Change
+from parity.diagnosis.mistakes.record import Change, Override
 
 LEAST_GAIN = 0.5
 """The share of the error, root mean square, that a law may leave. A law with half as many numbers as there are elements
@@ -64,6 +65,18 @@ class Law:
     pages: tuple[str, ...] = ()
     fixes: tuple[str, ...] = ()
     change: Change | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True, eq=False)
+class OtherSpec:
+    """The layer of another specification, as a change of the reference."""
+
+    spec: AttentionSpec
+
+    @property
+    def in_reference(self) -> Mapping[str, Override]:
+        """No overrides."""
+        return {}
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from mha_spec import Rope
 from parity.core.reference.rope import frequencies, pairs
 from parity.diagnosis.laws.record import Law, Seen
 from parity.diagnosis.laws.words import listed, said
@@ -48,10 +49,10 @@ class _Turning:
     begin: np.ndarray
     amplitude: float
 
-    def turned(self, seen: Seen, used: np.ndarray, offset: float = 0.0, amplitude: float = 1.0) -> np.ndarray:
+    def turned(self, seen: Seen, rule: _Rule) -> np.ndarray:
         """What is expected, rotated by other frequencies, and what is rotated multiplied by a number."""
-        angles = self.positions[..., None] * (used - self.right) + offset * used  # (B or 1, T, pairs)
-        cos, sin = amplitude * np.cos(angles)[:, None], amplitude * np.sin(angles)[:, None]
+        angles = self.positions[..., None] * (rule.used - self.right) + rule.offset * rule.used  # (B or 1, T, pairs)
+        cos, sin = rule.amplitude * np.cos(angles)[:, None], rule.amplitude * np.sin(angles)[:, None]
         x, y = seen.expected[..., self.first], seen.expected[..., self.second]
         found = seen.expected.copy()
         found[..., self.first], found[..., self.second] = x * cos - y * sin, y * cos + x * sin
@@ -59,30 +60,44 @@ class _Turning:
         wrong[np.ix_(seen.box[0], seen.box[1])] = True
         return np.where(wrong, found, seen.expected)
 
-    def made(self, used: np.ndarray, offset: float = 0.0, amplitude: float = 1.0) -> Changed:
+    def made(self, rule: _Rule) -> Changed:
         """The same in the reference, for queries and keys in every call."""
-        more = used - self.right
+        more = rule.used - self.right
 
         def angles(layer: Any, original: Any, positions: np.ndarray) -> np.ndarray:
             found = original(positions)
-            return (found + positions[:, None, :, None] * more + offset * used).astype(found.dtype)
+            return (found + positions[:, None, :, None] * more + rule.offset * rule.used).astype(found.dtype)
 
         changed = Changed({"angles": angles})
-        if amplitude == 1.0:
+        if rule.amplitude == 1.0:
             return changed
-        return Changed({**changed.in_reference, "attention_factor": lambda _, original: original() * amplitude})
+        return Changed({**changed.in_reference, "attention_factor": lambda _, original: original() * rule.amplitude})
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """Frequencies that may be used, positions that are too high by an offset, and what features are multiplied by."""
+
+    name: str
+    words: str
+    used: np.ndarray
+    numbers: dict[str, Any] = field(default_factory=dict)
+    parameters: int = 0
+    offset: float = 0.0
+    amplitude: float = 1.0
 
 
 def rotations(seen: Seen) -> Iterator[Law]:
     """Other frequencies, or other positions, of queries or keys."""
     turning = _turning(seen)
-    if turning is None:
+    if turning is None or seen.problem is None or seen.problem.spec.rope is None:
         return
-    for laws in (_offset, _forms, _scaled, _theta, _fewer, _any_frequencies):
-        found = next(laws(seen, turning), None)
-        if found is not None:
-            yield found
-            return
+    any_frequencies = (_any_frequencies,) if seen.is_enough(len(turning.right) + 1) else ()
+    for rules in (_offset, _forms, _scaled, _theta, *any_frequencies):
+        for rule in rules(turning, seen.problem.spec.rope, seen.actual.shape[3]):
+            if seen.holds(turning.turned(seen, rule), rule.amplitude):
+                yield Law(rule.name, rule.words, rule.numbers, rule.parameters, change=turning.made(rule))
+                return
 
 
 def _turning(seen: Seen) -> _Turning | None:
@@ -131,22 +146,23 @@ def _turning(seen: Seen) -> _Turning | None:
 # ---- Rules, the plainest first ---------------------------------------------------------------------------------------
 
 
-def _offset(seen: Seen, turning: _Turning) -> Iterator[Law]:
+def _offset(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
     misfit = np.abs(np.exp(1j * (OFFSETS[:, None] * turning.right - turning.begin)) - 1.0).sum(axis=1)
     nearest = misfit <= misfit.min() + 1e-3  # by slow pairs alone some offsets cannot be told apart
     offset = int(min(OFFSETS[nearest], key=abs))
-    if offset and seen.holds(turning.turned(seen, turning.right, offset)):
-        words = f"RoPE's positions are {abs(offset)} too {'high' if offset > 0 else 'low'}"
-        yield Law("rope offset", words, {"offset": offset}, 1, change=turning.made(turning.right, offset))
+    words = f"RoPE's positions are {abs(offset)} too {'high' if offset > 0 else 'low'}"
+    yield _Rule("rope offset", words, turning.right, {"offset": offset}, 1, offset)
 
 
-def _forms(seen: Seen, turning: _Turning) -> Iterator[Law]:
+def _forms(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
     """The right base with an exponent of another form, and no rotation."""
-    if seen.problem is None or seen.problem.spec.rope is None:
-        return
-    rope, d = seen.problem.spec.rope, 2 * len(turning.right)
-    theta = rope.theta
-    head_dim, i = seen.actual.shape[3], np.arange(d // 2)
+    theta, d = rope.theta, 2 * len(turning.right)
+    i = np.arange(d // 2)
+    plain = 1.0 / rope.attention_factor  # which comes with the scaling
+    yield _Rule("rope missing", "RoPE is missing", 0.0 * turning.right, amplitude=plain)
+    yield _Rule("rope reversed", "RoPE rotates the other way", -turning.right)
+    if rope.scaling is not None:
+        yield _Rule("rope unscaled", "RoPE's frequencies are not scaled", theta ** (-2 * i / d), amplitude=plain)
     forms = {
         "i / d": i / d,
         "2 (i + 1) / d": 2 * (i + 1) / d,
@@ -154,38 +170,25 @@ def _forms(seen: Seen, turning: _Turning) -> Iterator[Law]:
         "4 i / d": 4 * i / d,
         **({"2 i / H": 2 * i / head_dim} if head_dim != d else {}),
     }
-    plain = 1.0 / rope.attention_factor  # which comes with the scaling
-    if seen.holds(turning.turned(seen, 0.0 * turning.right, 0.0, plain), plain):
-        yield Law("rope missing", "RoPE is missing", change=turning.made(0.0 * turning.right, 0.0, plain))
-    if seen.holds(turning.turned(seen, -turning.right)):
-        yield Law("rope reversed", "RoPE rotates the other way", change=turning.made(-turning.right))
-    if rope.scaling is not None and seen.holds(turning.turned(seen, theta ** (-2 * i / d), 0.0, plain), plain):
-        unscaled = turning.made(theta ** (-2 * i / d), 0.0, plain)
-        yield Law("rope unscaled", "RoPE's frequencies are not scaled", change=unscaled)
     for form, exponent in forms.items():
-        if seen.holds(turning.turned(seen, theta**-exponent)):
-            same = {"i / d": theta**0.5, "4 i / d": theta**2}.get(form)
-            as_if = "" if same is None else f", or theta is {said(same)} and not {said(theta)}"
-            words = f"RoPE's frequencies are theta ** -({form}), and not theta ** -(2 i / d){as_if}"
-            yield Law(
-                "rope exponent", words, {"theta": theta, "exponent": form}, 0, change=turning.made(theta**-exponent)
-            )
+        same = {"i / d": theta**0.5, "4 i / d": theta**2}.get(form)
+        as_if = "" if same is None else f", or theta is {said(same)} and not {said(theta)}"
+        words = f"RoPE's frequencies are theta ** -({form}), and not theta ** -(2 i / d){as_if}"
+        yield _Rule("rope exponent", words, theta**-exponent, {"theta": theta, "exponent": form})
 
 
-def _scaled(seen: Seen, turning: _Turning) -> Iterator[Law]:
+def _scaled(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
     factor = float((turning.used * turning.right).sum() / (turning.right**2).sum())
-    for value in _rounded(factor if abs(factor) > 1.0 else 1.0 / factor if factor else 0.0):
-        times = value if abs(factor) > 1.0 else 1.0 / value
-        if value and seen.holds(turning.turned(seen, times * turning.right)):
-            how = "multiplied" if abs(factor) > 1.0 else "divided"
-            words = f"RoPE's positions are {how} by {said(value)}"
-            yield Law("rope scaling", words, {"factor": 1.0 / times}, 1, change=turning.made(times * turning.right))
-            return
+    is_more = abs(factor) > 1.0
+    for value in filter(None, _rounded(factor if is_more else 1.0 / factor if factor else 0.0)):
+        times = value if is_more else 1.0 / value
+        words = f"RoPE's positions are {'multiplied' if is_more else 'divided'} by {said(value)}"
+        yield _Rule("rope scaling", words, times * turning.right, {"factor": 1.0 / times}, 1)
 
 
-def _theta(seen: Seen, turning: _Turning) -> Iterator[Law]:
+def _theta(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
     share = np.arange(len(turning.right)) * 2.0 / (2 * len(turning.right))
-    if len(share) < 2 or seen.problem is None or seen.problem.spec.rope is None:
+    if len(share) < 2:
         return
     misfit = ((np.exp(-LOGARITHMS[:, None] * share) - turning.used) ** 2).sum(axis=1)
     logarithm = LOGARITHMS[misfit.argmin()]
@@ -194,12 +197,9 @@ def _theta(seen: Seen, turning: _Turning) -> Iterator[Law]:
         slope = -share * found
         logarithm += float((slope * (turning.used - found)).sum() / (slope**2).sum())
         logarithm = min(max(logarithm, LOGARITHMS[0]), LOGARITHMS[-1])
-    right = seen.problem.spec.rope.theta
     for value in _rounded(math.exp(logarithm)):
-        if seen.holds(turning.turned(seen, value**-share)):
-            words = THETA.about.format(found=said(value), right=said(right)) + as_form(value, right)
-            yield Law("rope theta", words, {"theta": value, "expected": right}, 1, change=turning.made(value**-share))
-            return
+        words = THETA.about.format(found=said(value), right=said(rope.theta)) + as_form(value, rope.theta)
+        yield _Rule("rope theta", words, value**-share, {"theta": value, "expected": rope.theta}, 1)
 
 
 def as_form(theta: float, right: float) -> str:
@@ -210,26 +210,13 @@ def as_form(theta: float, right: float) -> str:
     return ""
 
 
-def _fewer(seen: Seen, turning: _Turning) -> Iterator[Law]:
-    """Only the first pairs are rotated, or the last."""
-    count, near = len(turning.right), np.abs(turning.used - turning.right) < np.abs(turning.used)
-    kept = int(np.count_nonzero(near))
-    for which, words in ((np.arange(count) < kept, "first"), (np.arange(count) >= count - kept, "last")):
-        if 0 < kept < count and seen.holds(turning.turned(seen, np.where(which, turning.right, 0.0))):
-            text = f"RoPE rotates only the {words} {kept} of {count} pairs"
-            used = np.where(which, turning.right, 0.0)
-            yield Law("rope partial", text, {"pairs": kept, "which": words}, 1, change=turning.made(used))
-
-
-def _any_frequencies(seen: Seen, turning: _Turning) -> Iterator[Law]:
-    count = len(turning.right)
+def _any_frequencies(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
     times = turning.amplitude if abs(turning.amplitude - 1.0) > 1e-4 else 1.0
-    if seen.is_enough(count + 1) and seen.holds(turning.turned(seen, turning.used, 0.0, times), times):
-        used, right = turning.used.tolist(), turning.right.tolist()
-        words = f"RoPE's frequencies are {listed(used)} (and should be {listed(right)})"
-        words += f", and cosines and sines {said(times)} times what they should be" if times != 1.0 else ""
-        numbers = {"used": used, "right": right, "amplitude": times}
-        yield Law("rope frequencies", words, numbers, count, change=turning.made(turning.used, 0.0, times))
+    used, right = turning.used.tolist(), turning.right.tolist()
+    words = f"RoPE's frequencies are {listed(used)} (and should be {listed(right)})"
+    words += f", and cosines and sines {said(times)} times what they should be" if times != 1.0 else ""
+    numbers = {"used": used, "right": right, "amplitude": times}
+    yield _Rule("rope frequencies", words, turning.used, numbers, len(used), amplitude=times)
 
 
 def _rounded(x: float) -> Iterator[float]:

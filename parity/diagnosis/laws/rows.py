@@ -133,28 +133,13 @@ def _range(numbers: np.ndarray) -> str:
 
 
 def scores(seen: Seen) -> Iterator[Law]:
-    """Differences of scores that grow with the distance of a key, depend on it alone, or are of rank one."""
+    """Differences of scores that grow with the distance of a key, or depend on it alone."""
     if seen.stage.quantity != "scores" or seen.actual.ndim != 4 or not seen.usable.any():
         return
     a, e = seen.known
     difference, queries, keys = a - e, a.shape[2], a.shape[3]
     distance = np.broadcast_to(np.arange(keys) - np.arange(queries)[:, None], a.shape)
     yield from _by_distance(seen, difference, distance)
-    if seen.place.cells or not seen.usable.all() or min(queries, keys) < 4:
-        return
-    longest = (difference**2).sum(axis=3).argmax(axis=2)[:, :, None, None]
-    v = _unit(np.take_along_axis(difference, longest, axis=2).swapaxes(2, 3))
-    for _ in range(2):  # power iteration: of a matrix of rank one it ends at once
-        v = _unit(difference.swapaxes(2, 3) @ (difference @ v))
-    u = difference @ v
-    wrong = len(seen.box[0]) * len(seen.box[1]) * (queries + keys)
-    if seen.is_enough(wrong) and seen.holds(seen.within(e + u @ v.swapaxes(2, 3))):
-        yield Law("rank one", "the difference there is of rank one in each head", {}, wrong)
-
-
-def _unit(x: np.ndarray) -> np.ndarray:
-    size = np.sqrt((x * x).sum(axis=-2, keepdims=True))
-    return np.divide(x, size, out=np.zeros_like(x), where=size > 0)
 
 
 def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> Iterator[Law]:
