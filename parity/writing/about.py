@@ -20,7 +20,7 @@ SCALINGS = {
 
 
 def title_of(spec: AttentionSpec, call: CallForm) -> str:
-    """Return a line that says what the layer is."""
+    """Return a sentence that says what kind of layer it is."""
     kind = "cross-attention" if call.is_cross else "self-attention"
     words = ["Causal " + kind if call.is_causal else kind.capitalize()]
     if spec.latent is not None:
@@ -31,10 +31,7 @@ def title_of(spec: AttentionSpec, call: CallForm) -> str:
         words.append(f"within chunks of {spec.chunk_size}")
     if call.cache is not None:
         words.append(f"over a {call.cache} cache")
-    heads = f"{spec.num_heads} heads of {spec.head_dim} features"
-    if spec.num_kv_heads != spec.num_heads:
-        heads = f"{spec.num_heads} query heads and {spec.num_kv_heads} key/value heads of {spec.head_dim} features"
-    return f"{' '.join(words)}: {heads}."
+    return f"{' '.join(words)}."
 
 
 def docstring_of(spec: AttentionSpec, framework: str, call: CallForm) -> str:
@@ -45,14 +42,17 @@ def docstring_of(spec: AttentionSpec, framework: str, call: CallForm) -> str:
     left_out = [name for name in ("dropout", "output_dropout") if getattr(spec, name)]
     if framework == "torch":
         left_out = [name for name in left_out if name != "dropout"]
+    heads = f"{spec.num_heads} heads of {spec.head_dim} features"
+    if spec.num_kv_heads != spec.num_heads:
+        heads = f"{spec.num_heads} query heads and {spec.num_kv_heads} key/value heads of {spec.head_dim} features"
     paragraphs = [
-        f"{title_of(spec, call)[:-1]}, in {NAMES[framework]}.",
+        f"{title_of(spec, call)[:-1]}: {heads}, in {NAMES[framework]}.",
         f"Written by mha-parity from {spec!r}.",
         f"Axes: {', '.join(axes)}. Inputs are finite.",
         *([f"Left out, because it acts in training only: {', '.join(left_out)}."] if left_out else []),
         f"Sources: {'; '.join(sources_of(spec))}.",
     ]
-    filled = (textwrap.wrap(each, WIDTH, break_long_words=False, break_on_hyphens=False) for each in paragraphs)
+    filled = (textwrap.wrap(each, WIDTH - 3, break_long_words=False, break_on_hyphens=False) for each in paragraphs)
     return "\n\n".join("\n".join(lines) for lines in filled) + "\n"
 
 

@@ -23,11 +23,10 @@ def loader_of(layer: FileLayer, framework: str) -> str:
     """
     if layer.quantised:
         raise Refusal("the layer", "hold floating-point tensors to be loaded by plain code", str(layer.quantised))
-    names = {short: name for name, short in layer.sources.items()}
 
-    def tensor(short: str) -> _Traced:
-        shape = layer.file.infos[names[short]].shape
-        whole = _traced(f"tensors[{_quoted(names[short])}]", shape, framework)
+    def tensor(name: str) -> _Traced:
+        source = layer.sources[name]
+        whole = _traced(f"tensors[{_quoted(source)}]", layer.file.infos[source].shape, framework)
         return whole if layer.index is None else whole[(slice(None),) * layer.axis + (layer.index,)]
 
     read = {name: layer.placement.read_out(name, tensor) for name in layer.placement.weights}
@@ -107,7 +106,7 @@ class _Traced(np.ndarray):
     def _plain(self) -> np.ndarray:
         return np.asarray(super().view(np.ndarray))
 
-    def view(self, *_: Any) -> _Traced:
+    def view(self, *_: Any, **__: Any) -> Any:
         """Return the same: the dtype of a view changes no expression."""
         return self
 
@@ -128,7 +127,7 @@ class _Traced(np.ndarray):
         text = ".T" if self.ndim == 2 else f".{call}({', '.join(map(str, order))})"
         return self._made(self._plain.transpose(order), self.text + text)
 
-    def swapaxes(self, first: int, second: int) -> _Traced:
+    def swapaxes(self, first: Any, second: Any, /) -> Any:
         return self._made(self._plain.swapaxes(first, second), f"{self.text}.swapaxes({first}, {second})")
 
     def __getitem__(self, key: Any) -> _Traced:

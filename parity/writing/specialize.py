@@ -66,12 +66,22 @@ def specialize(
         _broken_lines,
     )
     for step in steps:
-        while edit := next(step(_Source(text)), None):  # one at a time, because each moves the others
-            text = text[: edit.begin] + edit.text + text[edit.end :]
+        while edits := list(step(_Source(text))):
+            text = _edited(text, edits)
     names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
     if left := sorted(names & {name for name in values if name not in BUILTINS}):
         raise ValueError(f"a template must leave no known name, got {left}")
     return _with_blank_lines(text)
+
+
+def _edited(text: str, edits: list[Edit]) -> str:
+    """Return a text after edits, the widest of those that overlap."""
+    parts, end = [], 0
+    for edit in sorted(edits, key=lambda edit: (edit.begin, -edit.end)):
+        if edit.begin >= end:
+            parts += [text[end : edit.begin], edit.text]
+            end = edit.end
+    return "".join([*parts, text[end:]])
 
 
 # ---- Sources ---------------------------------------------------------------------------------------------------------
@@ -250,7 +260,11 @@ def _known_expressions(source: _Source, known: Mapping[str, Any]) -> Iterator[Ed
             except Exception as error:
                 raise ValueError(f"a template must be able to compute {source.segment(node)}: {error}") from error
             if isinstance(value, LITERALS):
-                yield Edit(*_with_parentheses(source.text, source.begin(node), source.end(node)), repr(value))
+                text = repr(value)
+                if isinstance(value, tuple) and node.col_offset + len(text) > WIDTH:
+                    indent = " " * (len(source.lines[node.lineno - 1]) - len(source.lines[node.lineno - 1].lstrip()))
+                    text = "".join(["(\n", *(f"{indent}    {each!r},\n" for each in value), f"{indent})"])
+                yield Edit(*_with_parentheses(source.text, source.begin(node), source.end(node)), text)
 
 
 def _with_parentheses(text: str, begin: int, end: int) -> tuple[int, int]:
@@ -272,6 +286,7 @@ def _aliases(source: _Source) -> Iterator[Edit]:
             if isinstance(node, ast.Name) and node.id == target.id and node is not target:
                 yield Edit(source.begin(node), source.end(node), statement.value.id)
         yield source.without(statement)
+        return  # because the next one may be another name of this one
 
 
 def _unreferenced(source: _Source, keep: Collection[str]) -> Iterator[Edit]:

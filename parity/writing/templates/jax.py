@@ -228,14 +228,14 @@ def attention(
         shared_k = jnp.broadcast_to(shared_k, (*own_k.shape[:3], ROPE_DIM))
         k = jnp.concatenate([own_k, shared_k], axis=-1)  # (B, N, S, H)
     if has_places or call.is_causal:
-        keys = jnp.arange(k.shape[2])
+        keys = jnp.arange(k.shape[2])[None, None, None]  # (1, 1, 1, S)
     if has_places:
         of_queries = places[:, None, :, None]  # (B or 1, 1, T, 1)
     elif call.is_causal:
-        of_queries = jnp.arange(num_tokens)[:, None]  # (T, 1)
+        of_queries = jnp.arange(num_tokens)[None, None, :, None]  # (1, 1, T, 1)
     if call.is_causal or spec.span is not None or call.cache is not None:
         if call.is_causal or call.cache is not None:
-            hidden = keys > of_queries  # (…, T, S)
+            hidden = keys > of_queries  # (B or 1, 1, T, S)
             if spec.window_size is not None:
                 hidden = hidden | (keys <= of_queries - WINDOW)
         elif spec.window_size is not None:
