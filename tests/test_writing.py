@@ -377,7 +377,7 @@ def test_a_written_layer_with_a_bug_fails_its_tests(llama, tmp_path):
         check=False,
     )
     assert "2 failed" in found.stdout, found.stdout[-2000:]
-    assert "rope-backwards" in found.stdout  # the reference names what is wrong
+    assert "rope-reversed" in found.stdout  # the reference names what is wrong
 
 
 def test_the_written_layer_is_that_of_the_model(llama, tmp_path):

@@ -98,7 +98,7 @@ def _lines(
         yield "    }"
         yield from ["", ""]
     if framework == "jax":
-        yield from _PARAMS_OF
+        yield _PARAMS_OF
     yield "def test_output():"
     if with_trace:
         yield "    weights, inputs = draw_weights(), TRACE"
@@ -124,9 +124,7 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
-_PARAMS_OF = (
-    '''
-def params_of(weights):
+_PARAMS_OF = '''def params_of(weights):
     """Return weights as nested mappings, kernels (in, out)."""
     params = {}
     for name, weight in weights.items():
@@ -139,10 +137,7 @@ def params_of(weights):
             params.setdefault(part, {})[leaf] = weight
     return params
 
-
-'''.strip("\n").split("\n")
-    + ["", ""]
-)
+'''
 
 _LAYER = {
     "torch": [

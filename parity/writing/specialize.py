@@ -315,9 +315,9 @@ def _unreferenced(source: _Source, keep: Collection[str]) -> Iterator[Edit]:
 def _unused_variables(source: _Source, function: ast.FunctionDef) -> Iterator[Edit]:
     loaded = {each.id for each in ast.walk(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
     for statement in ast.walk(function):
-        if isinstance(statement, ast.Assign) and isinstance(target := statement.targets[0], ast.Name):
-            if target.id not in loaded:
-                yield source.without(statement)
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+        if isinstance(statement, ast.Assign) and isinstance(target, ast.Name) and target.id not in loaded:
+            yield source.without(statement)
 
 
 def _targets(statement: ast.Assign) -> list[ast.Name]:
