@@ -221,14 +221,18 @@ class YarnScaling(Scaling):
             )
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
+        low, high = self.ramp(theta, features)
+        kept = 1.0 - np.clip((np.arange(features // 2, dtype=np.float32) - low) / (high - low), 0.0, 1.0)
+        divisors = powers(theta, features // 2, features)
+        return 1.0 / (self.factor * divisors) * (1.0 - kept) + 1.0 / divisors * kept
+
+    def ramp(self, theta: float, features: int) -> tuple[float, float]:
+        """Return the pair up to which nothing is scaled, and the pair from which all is."""
         low, high = self._pair_of(self.beta_fast, theta, features), self._pair_of(self.beta_slow, theta, features)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, features - 1)
-        high = high + 0.001 if low == high else high
-        kept = 1.0 - np.clip((np.arange(features // 2, dtype=np.float32) - low) / (high - low), 0.0, 1.0)
-        divisors = powers(theta, features // 2, features)
-        return 1.0 / (self.factor * divisors) * (1.0 - kept) + 1.0 / divisors * kept
+        return low, high + 0.001 if low == high else high
 
     def _pair_of(self, turns: float, theta: float, features: int) -> float:
         """The pair, as a real number, that turns so often in the original context."""

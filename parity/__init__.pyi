@@ -61,3 +61,4 @@ from parity.tapping.record import Tapped as Tapped, load_tap as load_tap
 from parity.testing.assertion import ConventionWarning as ConventionWarning, assert_parity as assert_parity
 from parity.testing.operations import assert_operations as assert_operations
 from parity.testing.pcc import assert_with_pcc as assert_with_pcc
+from parity.writing import source_of as source_of

@@ -39,6 +39,8 @@ def test_the_mock_of_ttnn_knows_nothing_of_attention(graph):
 def test_no_two_classes_of_parity_have_one_name():
     homes: dict[str, set[str]] = {}
     for path in (ROOT / "parity").rglob("*.py"):
+        if path.parent.name == "templates":  # of one layer in three frameworks
+            continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, set()).add(str(path.relative_to(ROOT)))

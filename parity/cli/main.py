@@ -37,6 +37,7 @@ from parity.cli import (
     run,
     spec,
     verify,
+    write,
 )
 from parity.cli.clone import FROM_A_CLONE, commands_of_a_clone
 from parity.cli.help import EXIT_STATUS
@@ -60,6 +61,7 @@ COMMANDS: dict[str, Any] = {
     "layouts": layouts,
     "spec": spec,
     "inspect": inspect,
+    "write": write,
     "verify": verify,
     "plot": plot,
     "conformance": conformance,

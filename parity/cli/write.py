@@ -1,0 +1,100 @@
+"""`mha-parity write`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parity.cli.help import Page, Result
+from parity.cli.layers import add_layer_options, layer_options
+from parity.cli.messages import refusal
+from parity.cli.options import range_list
+
+if TYPE_CHECKING:
+    from parity.conversion.layers import FileLayer
+
+FRAMEWORKS = ("jax", "torch", "ttnn")
+
+PAGE = Page(
+    "the plain code of one attention layer, for your own repository",
+    "Write one file of plain code for an attention layer of a model: no options, no branches, no import of this "
+    "package. The file ends with a function that makes its weights of the checkpoint's tensors. --test writes a test "
+    "beside it.",
+    "mha-parity write checkpoints/llama --layers 3 --to torch --cache static --output attention.py",
+    "written",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("source", metavar="MODEL", help="a folder with a config.json and weights, or a file of weights")
+    parser.add_argument("--to", required=True, choices=FRAMEWORKS, help="the framework")
+    parser.add_argument("--layers", type=range_list, metavar="N", help="number of the layer; default: the first one")
+    parser.add_argument("--cache", choices=("static", "ragged"), help="write the layer over a key/value cache")
+    parser.add_argument("--mask", action="store_true", help="accept a boolean mask, True = masked, in each call")
+    parser.add_argument("--output", metavar="FILE.py", help="the file to write; standard output by default")
+    parser.add_argument(
+        "--test",
+        choices=("reference", "trace"),
+        help="write a test beside the file: against the float64 reference, or a trace that needs no mha-parity",
+    )
+    parser.add_argument("--force", action="store_true", help="replace files that exist")
+    parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="from the file's metadata by default")
+    add_layer_options(parser, "a layer")
+
+
+def run(options: argparse.Namespace) -> Result:
+    """Write the layer, and its test if one is asked for."""
+    from parity.conversion.layers import open_layers
+    from parity.files.target import write_whole
+    from parity.running.models import chosen_layers
+
+    _check_output(options)
+    with open_layers(options.source, options.layout, prefix=options.prefix, **layer_options(options)) as found:
+        chosen = chosen_layers(found, options.layers) if options.layers else found[:1]
+        if len(chosen) != 1:
+            raise refusal("--layers", "name one layer", f"{len(chosen)}: {', '.join(each.label for each in chosen)}")
+        files = _files_of(chosen[0], options)
+    content = {"layer": chosen[0].label, "source": next(iter(files.values()))}
+    if options.output is None:
+        print(content["source"], end="")
+        return 0, content
+    _check_free(list(files), force=options.force)
+    for path, text in files.items():
+        write_whole(path, text if isinstance(text, bytes) else text.encode())
+    print(f"written: {', '.join(map(str, files))}")
+    return 0, {**content, "files": [str(path) for path in files]}
+
+
+def _files_of(layer: FileLayer, options: argparse.Namespace) -> dict[Path, str | bytes]:
+    """Return what is written, by path."""
+    from parity.writing import call_of_layer, source_of_layer
+    from parity.writing.check import check_of
+
+    call: Any = {"cache": options.cache, "has_mask": options.mask}
+    path = Path(options.output or "attention.py")
+    files: dict[Path, str | bytes] = {path: source_of_layer(layer, options.to, **call)}
+    if options.test is not None:
+        form = call_of_layer(layer, **call)
+        check = check_of(path.stem, layer.spec, options.to, form, with_trace=options.test == "trace")
+        files[path.with_name(f"test_{path.name}")] = check.source
+        if check.trace is not None:
+            files[path.with_name(f"{path.stem}_trace.npz")] = check.trace
+    return files
+
+
+def _check_output(options: argparse.Namespace) -> None:
+    if options.output is None:
+        if options.test is not None:
+            raise refusal("--test", "come with --output, beside which the test is written")
+        return
+    path = Path(options.output)
+    if path.suffix != ".py" or not path.stem.isidentifier():
+        raise refusal("--output", "name a module, such as attention.py", {"--output": options.output})
+
+
+def _check_free(paths: list[Path], *, force: bool) -> None:
+    for path in paths:
+        if path.exists() and not force:
+            raise FileExistsError(f"{path} exists; pass --force to replace it")

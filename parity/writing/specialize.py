@@ -1,0 +1,360 @@
+"""Specialize a template: keep what one layer needs of it, with its constants filled in.
+
+A template is a Python module whose branches depend on names that are known while it is written: `spec`, `call`, and
+lower-case names of the module that are made of these. What remains is a module without them:
+
+- an `if`, and a conditional expression, whose condition is known is replaced by the branch that is taken;
+- parameters and arguments of unused names, and arguments whose value is `ABSENT`, are left out, as are their entries in
+  docstrings;
+- an expression that is known is replaced by its value;
+- an UPPERCASE name of the module stays a constant, and one that only renames another is replaced by it;
+- what nothing refers to is left out: imports, functions, classes, constants and variables.
+
+Comments stay, and so do line breaks, unless the rest of a call or a signature fits in a line.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+LITERALS = (bool, int, float, str, tuple, type(None))
+"""Types of known values that can be written as Python."""
+
+WIDTH = 120  # columns of a line
+
+BUILTINS = {
+    name: getattr(builtins, name)
+    for name in ("int", "float", "bool", "tuple", "isinstance", "min", "max", "len", "any")
+}
+
+
+class Edit(NamedTuple):
+    """Text that takes the place of a part of a source."""
+
+    begin: int
+    end: int
+    text: str = ""
+
+
+def specialize(
+    template: str, known: Mapping[str, Any], unused: Collection[str] = (), keep: Collection[str] = ()
+) -> str:
+    """Return the module that remains of a template.
+
+    Args:
+        template: source of a module.
+        known: values by name, that of `ABSENT` among them.
+        unused: names of parameters and arguments that are left out.
+        keep: names of the module that stay although nothing in it refers to them.
+
+    Raises:
+        ValueError: if something is left that is known, such as a condition that is known in part.
+    """
+    values = {**BUILTINS, **known}
+    text = _Branches(template, values).chosen()
+    steps = (
+        lambda source: _conditional_expressions(source, values),
+        lambda source: _arguments(source, unused),
+        lambda source: _docstring_entries(source, unused),
+        lambda source: _known_expressions(source, values),
+        _aliases,
+        lambda source: _unreferenced(source, keep),
+        _broken_lines,
+    )
+    for step in steps:
+        while edits := list(step(_Source(text))):
+            text = _edited(text, edits)
+    names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    if left := sorted(names & {name for name in values if name not in BUILTINS}):
+        raise ValueError(f"a template must leave no known name, got {left}")
+    return _with_blank_lines(text)
+
+
+def _edited(text: str, edits: list[Edit]) -> str:
+    """Return a text after edits, the widest of those that overlap."""
+    parts, end = [], 0
+    for edit in sorted(edits, key=lambda edit: (edit.begin, -edit.end)):
+        if edit.begin >= end:
+            parts += [text[end : edit.begin], edit.text]
+            end = edit.end
+    return "".join([*parts, text[end:]])
+
+
+# ---- Sources ---------------------------------------------------------------------------------------------------------
+
+
+class _Source:
+    """A source, its syntax tree, and where its nodes lie."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.tree = text, ast.parse(text)
+        self.lines = text.splitlines(keepends=True)
+        self.offsets = [0]
+        for line in self.lines:
+            self.offsets.append(self.offsets[-1] + len(line))
+
+    def begin(self, node: Any) -> int:
+        return self.offsets[node.lineno - 1] + self._column(node.lineno, node.col_offset)
+
+    def end(self, node: Any) -> int:
+        return self.offsets[node.end_lineno - 1] + self._column(node.end_lineno, node.end_col_offset)
+
+    def _column(self, line: int, num_bytes: int) -> int:
+        return len(self.lines[line - 1].encode()[:num_bytes].decode())
+
+    def segment(self, node: ast.AST) -> str:
+        return self.text[self.begin(node) : self.end(node)]
+
+    def without(self, statement: ast.stmt) -> Edit:
+        """Return the edit that drops a statement, with its comments."""
+        first = _first_line(statement)
+        while self.lines[first - 2].lstrip().startswith("#"):
+            first -= 1
+        return Edit(self.offsets[first - 1], self.offsets[statement.end_lineno or 0])
+
+
+def _first_line(statement: ast.stmt) -> int:
+    return min([statement.lineno, *(each.lineno for each in getattr(statement, "decorator_list", []))])
+
+
+def _is_known(node: ast.AST, known: Mapping[str, Any]) -> bool:
+    names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    own = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    return names - own <= known.keys()
+
+
+def _value(node: ast.expr, known: Mapping[str, Any]) -> Any:
+    return eval(compile(ast.Expression(node), "<template>", "eval"), {"__builtins__": {}, **known})
+
+
+# ---- Branches --------------------------------------------------------------------------------------------------------
+
+
+class _Branches(_Source):
+    """A template whose branches are chosen."""
+
+    def __init__(self, text: str, known: dict[str, Any]) -> None:
+        super().__init__(text)
+        self.known = known
+
+    def chosen(self) -> str:
+        """Return the source with the branches that are taken; names that it makes become known."""
+        return "".join(self._lines(self.tree.body, 1, 0))
+
+    def _lines(self, statements: list[ast.stmt], first: int, indent: int) -> Iterator[str]:
+        """Yield the lines of statements, from a line on, at an indentation."""
+        for statement in statements:
+            begin, shift = _first_line(statement), statement.col_offset - indent
+            lead = self._shifted(first, begin, shift)
+            first = (statement.end_lineno or 0) + 1
+            if isinstance(statement, ast.If) and _is_known(statement.test, self.known):
+                branch, after = self._branch(statement)
+                if branch:
+                    yield from lead
+                    yield from self._lines(branch, after + 1, indent)
+            elif indent == 0 and self._makes_known(statement):
+                continue
+            elif body := getattr(statement, "body", None):
+                after = self._end_of_header(statement)
+                yield from lead
+                yield from self._shifted(begin, after + 1, shift)
+                yield from self._lines(body, after + 1, indent + 4)
+                if others := getattr(statement, "orelse", None):
+                    raise ValueError(f"a template must not have an else in line {others[0].lineno} of what is unknown")
+            else:
+                yield from lead
+                yield from self._shifted(begin, first, shift)
+
+    def _branch(self, statement: ast.If) -> tuple[list[ast.stmt], int]:
+        """Return the branch that is taken, and the last line before it."""
+        if _value(statement.test, self.known):
+            return statement.body, self._end_of_header(statement)
+        if not statement.orelse:
+            return [], 0
+        line = (statement.body[-1].end_lineno or 0) + 1
+        while not re.match(r"\s*(else:|elif )", self.lines[line - 1]):
+            line += 1
+        return statement.orelse, line - ("elif " in self.lines[line - 1])
+
+    def _end_of_header(self, statement: Any) -> int:
+        """Return the last line before the body of a compound statement."""
+        line = statement.lineno
+        while not self.lines[line - 1].rstrip().endswith(":"):
+            line += 1
+        return line
+
+    def _shifted(self, first: int, stop: int, shift: int) -> list[str]:
+        return [line[shift:] if line.strip() else line for line in self.lines[first - 1 : stop - 1]]
+
+    def _makes_known(self, statement: ast.stmt) -> bool:
+        """Return whether a statement of the module makes lower-case names that are known, and remember these."""
+        if not (isinstance(statement, ast.Assign) and _is_known(statement.value, self.known)):
+            return False
+        target = statement.targets[0]
+        names = [each.id for each in ast.walk(target) if isinstance(each, ast.Name)]
+        if not all(name.islower() for name in names):
+            return False
+        value = _value(statement.value, self.known)
+        self.known |= {names[0]: value} if isinstance(target, ast.Name) else dict(zip(names, value, strict=True))
+        return True
+
+
+# ---- Edits -----------------------------------------------------------------------------------------------------------
+
+
+def _conditional_expressions(source: _Source, known: Mapping[str, Any]) -> Iterator[Edit]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.IfExp) and _is_known(node.test, known):
+            chosen = node.body if _value(node.test, known) else node.orelse
+            yield Edit(source.begin(node), source.end(node), source.segment(chosen))
+
+
+def _arguments(source: _Source, unused: Collection[str]) -> Iterator[Edit]:
+    """Yield what drops parameters and arguments of unused names, and arguments that are absent."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef):
+            given: list[Any] = [*node.args.args, *node.args.kwonlyargs]
+            dropped = [each for each in given if each.arg in unused]
+        elif isinstance(node, ast.Call):
+            given = [*node.args, *node.keywords]
+            dropped = [each for each in given if _name_of(each) in {*unused, "ABSENT"}]
+        else:
+            continue
+        for each in dropped:
+            index = given.index(each)
+            if index + 1 < len(given):
+                yield Edit(source.begin(each), source.begin(given[index + 1]))
+            else:
+                yield Edit(source.end(given[index - 1]) if index else source.begin(each), source.end(each))
+
+
+def _name_of(argument: ast.expr | ast.keyword) -> str | None:
+    value = argument.value if isinstance(argument, ast.keyword) else argument
+    return value.id if isinstance(value, ast.Name) else None
+
+
+def _docstring_entries(source: _Source, unused: Collection[str]) -> Iterator[Edit]:
+    for node in ast.walk(source.tree):
+        if not (isinstance(node, ast.FunctionDef) and ast.get_docstring(node)):
+            continue
+        docstring = node.body[0]
+        for name in unused:
+            entry = re.compile(rf"^( +){name}: .*\n(?:\1 +.*\n)*", re.MULTILINE)
+            if found := entry.search(source.text, source.begin(docstring), source.end(docstring)):
+                yield Edit(*found.span())
+
+
+def _known_expressions(source: _Source, known: Mapping[str, Any]) -> Iterator[Edit]:
+    """Yield what writes the values of known expressions, the largest first."""
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.expr) or not _is_known(node, known):
+            continue
+        has_names = any(isinstance(each, ast.Name) for each in ast.walk(node))
+        if has_names and isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
+            try:
+                value = _value(node, known)
+            except Exception as error:
+                raise ValueError(f"a template must be able to compute {source.segment(node)}: {error}") from error
+            if isinstance(value, LITERALS):
+                text = repr(value)
+                if isinstance(value, tuple) and node.col_offset + len(text) > WIDTH:
+                    indent = " " * (len(source.lines[node.lineno - 1]) - len(source.lines[node.lineno - 1].lstrip()))
+                    text = "".join(["(\n", *(f"{indent}    {each!r},\n" for each in value), f"{indent})"])
+                yield Edit(*_with_parentheses(source.text, source.begin(node), source.end(node)), text)
+
+
+def _with_parentheses(text: str, begin: int, end: int) -> tuple[int, int]:
+    """Return where an expression begins and ends with the parentheses around it, unless these are a call's."""
+    if text[begin - 1] == "(" and text[end : end + 1] == ")" and not re.match(r"[\w)\]]", text[begin - 2]):
+        return begin - 1, end + 1
+    return begin, end
+
+
+def _aliases(source: _Source) -> Iterator[Edit]:
+    """Yield what replaces constants that are other constants by these."""
+    for statement in source.tree.body:
+        if not (isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name)):
+            continue
+        target = statement.targets[0]
+        if not (isinstance(target, ast.Name) and target.id.isupper() and statement.value.id.isupper()):
+            continue
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Name) and node.id == target.id and node is not target:
+                yield Edit(source.begin(node), source.end(node), statement.value.id)
+        yield source.without(statement)
+        return  # because the next one may be another name of this one
+
+
+def _unreferenced(source: _Source, keep: Collection[str]) -> Iterator[Edit]:
+    """Yield what drops imports, functions, classes, constants and variables that nothing refers to."""
+    used = {each.id for each in ast.walk(source.tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    used |= set(keep)
+    for statement in source.tree.body:
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            held = [each for each in statement.names if (each.asname or each.name).split(".")[0] in used]
+            if not held:
+                yield source.without(statement)
+            elif len(held) < len(statement.names):
+                names = ", ".join(map(source.segment, held))
+                before = f"from {statement.module} " if isinstance(statement, ast.ImportFrom) else ""
+                yield Edit(source.begin(statement), source.end(statement), f"{before}import {names}")
+        elif isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            if statement.name not in used:
+                yield source.without(statement)
+        elif isinstance(statement, ast.Assign) and not {each.id for each in _targets(statement)} & used:
+            yield source.without(statement)
+    for function in ast.walk(source.tree):
+        if isinstance(function, ast.FunctionDef):
+            yield from _unused_variables(source, function)
+
+
+def _unused_variables(source: _Source, function: ast.FunctionDef) -> Iterator[Edit]:
+    loaded = {each.id for each in ast.walk(function) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    for statement in ast.walk(function):
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+        if isinstance(statement, ast.Assign) and isinstance(target, ast.Name) and target.id not in loaded:
+            yield source.without(statement)
+
+
+def _targets(statement: ast.Assign) -> list[ast.Name]:
+    return [each for each in ast.walk(statement.targets[0]) if isinstance(each, ast.Name)]
+
+
+def _broken_lines(source: _Source) -> Iterator[Edit]:
+    """Yield what joins the lines of signatures and calls that fit in one."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef):
+            begin, last = source.begin(node), node.lineno
+            while not source.lines[last - 1].rstrip().endswith(":"):
+                last += 1
+            end = source.offsets[last] - 1
+        elif isinstance(node, ast.Call):
+            begin, end, last = source.begin(node), source.end(node), node.end_lineno or 0
+        else:
+            continue
+        if last == node.lineno or "#" in source.text[begin:end]:
+            continue
+        text = re.sub(r",?\s*\n\s*(?=\))", "", source.text[begin:end])
+        text = re.sub(r"\(\s*\n\s*", "(", text)
+        text = re.sub(r"\s*\n\s*", " ", text)
+        before = source.offsets[node.lineno - 1]
+        rest = source.text[end : source.offsets[last]].rstrip("\n")
+        if begin - before + len(text) + len(rest) <= WIDTH:
+            yield Edit(begin, end, text)
+
+
+def _with_blank_lines(text: str) -> str:
+    """Return a source with two blank lines between the functions and classes of a module, and one at most elsewhere."""
+    text = re.sub(r"\n{3,}", "\n\n", text.strip()) + "\n"
+    text = re.sub(r"(:\n)\n+(?= )", r"\1", text)
+    text = re.sub(r"\n+(?=\n(?:@\w|def |class ))", "\n\n", text)
+    lines, tree = text.splitlines(keepends=True), ast.parse(text)
+    ends = {each.end_lineno for each in tree.body if isinstance(each, (ast.FunctionDef, ast.ClassDef))}
+    for index, line in enumerate(lines, start=1):
+        if index in ends and index < len(lines):
+            lines[index - 1] = line + "\n" * (2 - (lines[index] == "\n") - (lines[index + 1 : index + 2] == ["\n"]))
+    return "".join(lines)

@@ -1,0 +1,469 @@
+"""TITLE"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mha_spec import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, ProportionalScaling, YarnScaling
+from parity.writing.subject import ABSENT, call, spec
+
+latent, rope, alibi, relative = spec.latent, spec.rope, spec.alibi, spec.relative_bias
+qk_norm, v_norm, temperature, gate = spec.qk_norm, spec.v_norm, spec.temperature, spec.gate
+scaling = None if rope is None else rope.scaling
+is_partial = rope is not None and rope.rotary_dim not in (None, spec.head_dim) and latent is None
+has_distances = alibi is not None or relative is not None
+has_places = call.cache is not None or spec.span is not None or has_distances
+hides = call.has_mask or spec.span is not None or call.cache is not None or call.is_causal
+may_hide_all = call.has_mask or (call.is_cross and spec.span is not None)
+biases = {projection.has_bias for projection in spec.projections.values()}
+has_biases = "some" if len(biases) > 1 else "all" if True in biases else "none"
+norms = [norm for norm in (qk_norm, v_norm) if norm is not None]
+has_wide = spec.clip_qkv is not None or any(norm.over == "width" for norm in norms)
+groups = spec.num_heads // spec.num_kv_heads
+
+D_MODEL = spec.d_model
+D_IN = D_MODEL if spec.d_in == spec.d_model else spec.d_in
+D_KV = D_IN if spec.d_kv == spec.d_in else spec.d_kv
+NUM_HEADS = spec.num_heads
+NUM_KV_HEADS = NUM_HEADS if spec.num_kv_heads == spec.num_heads else spec.num_kv_heads
+HEAD_DIM = spec.head_dim
+VALUE_HEAD_DIM = HEAD_DIM if spec.value_head_dim == spec.head_dim else spec.value_head_dim
+if latent is not None:
+    Q_RANK = latent.q_rank
+    KV_RANK = latent.kv_rank
+    ROPE_DIM = latent.rope_dim  # features of a key that all heads share, the last ones
+    OWN_DIM = HEAD_DIM - ROPE_DIM
+    LATENT_EPS = latent.eps
+    Q_FACTOR = latent.q_factor
+    KV_FACTOR = latent.kv_factor
+is_plain_scale = spec.score_scale == spec.head_dim**-0.5
+if is_plain_scale:
+    SCALE = HEAD_DIM**-0.5
+else:
+    SCALE = spec.score_scale
+if spec.soft_cap is not None:
+    SOFT_CAP = spec.soft_cap
+if spec.clip_qkv is not None:
+    CLIP = spec.clip_qkv
+if spec.window_size is not None:
+    WINDOW = spec.window_size
+if spec.chunk_size is not None:
+    CHUNK = spec.chunk_size
+if alibi is not None:
+    SLOPES = spec.alibi_slopes  # of each head, for each token of distance
+if relative is not None:
+    NUM_BUCKETS = relative.num_buckets
+    MAX_DISTANCE = relative.max_distance
+if temperature is not None:
+    TEMPERATURE_LENGTH = temperature.length
+    TEMPERATURE_SCALE = temperature.scale
+    FIRST_POSITION = temperature.first_position
+if qk_norm is not None:
+    QK_EPS = qk_norm.eps
+if v_norm is not None:
+    V_EPS = QK_EPS if qk_norm is not None and qk_norm.eps == v_norm.eps else v_norm.eps
+if rope is not None:
+    ROTARY_DIM = ROPE_DIM if latent is not None else HEAD_DIM if rope.rotary_dim is None else rope.rotary_dim
+    THETA = rope.theta
+    if rope.sections is not None:
+        AXES = tuple(int(axis) for axis in rope.axes(spec.head_dim))  # axis of the positions that rotates each pair
+    if rope.attention_factor != 1.0:
+        ATTENTION_FACTOR = rope.attention_factor
+    if isinstance(scaling, LongRopeScaling):
+        SHORT_FACTORS = scaling.short_factors
+        LONG_FACTORS = scaling.long_factors
+
+Params = Mapping[str, Any]
+"""Weights by name: `params["q_proj"]["kernel"]`."""
+
+if call.cache is not None:
+
+    class Cache(NamedTuple):
+        """Slots of the tokens seen so far; those at the length of their sequence and beyond hold nothing."""
+
+        if latent is None:
+            keys: Array  # (B, K, S, H)
+            values: Array  # (B, K, S, H)
+        else:
+            latents: Array  # (B, S, KV_RANK)
+            shared_keys: Array  # (B, 1, S, ROPE_DIM)
+        if call.cache == "static":
+            length: Array  # (), of each sequence
+        else:
+            lengths: Array  # (B,)
+
+    def empty_cache(batch_size: int, capacity: int, dtype: Any = jnp.float32) -> Cache:
+        """Return a cache with `capacity` slots for each sequence."""
+        if latent is None:
+            first = jnp.zeros((batch_size, NUM_KV_HEADS, capacity, HEAD_DIM), dtype)
+            second = jnp.zeros((batch_size, NUM_KV_HEADS, capacity, VALUE_HEAD_DIM), dtype)
+        else:
+            first = jnp.zeros((batch_size, capacity, KV_RANK), dtype)
+            second = jnp.zeros((batch_size, 1, capacity, ROPE_DIM), dtype)
+        if call.cache == "static":
+            return Cache(first, second, jnp.zeros((), jnp.int32))
+        else:
+            return Cache(first, second, jnp.zeros(batch_size, jnp.int32))
+
+
+def attention(
+    params: Params,
+    x: Array,
+    query: Array,
+    key: Array,
+    cache: Cache,
+    new_lengths: Array,
+    mask: Array,
+    bias: Array,
+    positions: Array,
+) -> tuple[Array, Cache] if call.cache else Array:
+    """Attend from each query to the keys that it may see; return the output (B, T, E).
+
+    Args:
+        params: weights by name, kernels (in, out).
+        x: (B, T, d_in).
+        query: (B, T, d_in).
+        key: (B, S, d_kv); keys and values are made of it.
+        cache: the tokens before, from `empty_cache` or an earlier call; the next one is returned beside the output.
+        new_lengths: number of real tokens of each sequence in x, (B,); those after them are padding.
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). A fully masked row gives 0.
+        bias: added to the scores; broadcasts to (B, N, T, S).
+        positions: place of each token, (B or 1, T), or of each axis and token, (axes, B or 1, T).
+    """
+    num_tokens = query.shape[1] if call.is_cross else x.shape[1]
+    if call.cache == "static":
+        places = cache.length + jnp.arange(num_tokens)[None]  # (1, T)
+    elif call.cache == "ragged":
+        new_tokens = jnp.arange(num_tokens)
+        is_real = new_tokens < new_lengths[:, None]  # (B, T)
+        places = cache.lengths[:, None] + jnp.where(is_real, new_tokens, 0)  # (B, T)
+    elif has_places or spec.has_positions:
+        places = jnp.arange(num_tokens)[None]  # (1, T)
+    if latent is None and not has_wide:
+        q = split_heads(linear(params["q_proj"], query if call.is_cross else x), NUM_HEADS)  # (B, N, T, H)
+        k = split_heads(linear(params["k_proj"], key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
+        v = split_heads(linear(params["v_proj"], key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
+    elif latent is None:
+        q = linear(params["q_proj"], query if call.is_cross else x)  # (B, T, N * H)
+        k = linear(params["k_proj"], key if call.is_cross else x)  # (B, S, K * H)
+        v = linear(params["v_proj"], key if call.is_cross else x)  # (B, S, K * H)
+        if spec.clip_qkv is not None:
+            q, k, v = jnp.clip(q, -CLIP, CLIP), jnp.clip(k, -CLIP, CLIP), jnp.clip(v, -CLIP, CLIP)
+        if qk_norm is not None and qk_norm.over == "width":
+            q, k = normalize_qk(params["q_norm"], q), normalize_qk(params["k_norm"], k)
+        if v_norm is not None and v_norm.over == "width":
+            v = normalize_v(params["v_norm"], v)
+        q = split_heads(q, NUM_HEADS)  # (B, N, T, H)
+        k = split_heads(k, NUM_KV_HEADS)  # (B, K, S, H)
+        v = split_heads(v, NUM_KV_HEADS)  # (B, K, S, H)
+    if latent is None:
+        if qk_norm is not None and qk_norm.over == "head" and not qk_norm.after_rope:
+            if qk_norm.weight is None:
+                q, k = normalize_qk(q), normalize_qk(k)
+            else:
+                q, k = normalize_qk(params["q_norm"], q), normalize_qk(params["k_norm"], k)
+        if v_norm is not None and v_norm.over == "head":
+            if v_norm.weight is None:
+                v = normalize_v(v)
+            else:
+                v = normalize_v(params["v_norm"], v)
+        if rope is not None:
+            cos, sin = rotation(positions if call.has_positions else places)  # (B or 1, 1, T, R/2)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if qk_norm is not None and qk_norm.after_rope:
+            if qk_norm.weight is None:
+                q, k = normalize_qk(q), normalize_qk(k)
+            else:
+                q, k = normalize_qk(params["q_norm"], q), normalize_qk(params["k_norm"], k)
+    else:
+        if latent.q_rank is None:
+            q = linear(params["q_proj"], x)
+        else:
+            q_latents = normalize_latents(params["q_a_norm"], linear(params["q_a_proj"], x))
+            if latent.q_factor != 1.0:
+                q_latents = q_latents * Q_FACTOR
+            q = linear(params["q_b_proj"], q_latents)
+        q = split_heads(q, NUM_HEADS)  # (B, N, T, H)
+        latents, shared_k = jnp.split(linear(params["kv_a_proj"], x), [KV_RANK], axis=-1)
+        latents = normalize_latents(params["kv_a_norm"], latents)  # (B, T, KV_RANK)
+        if latent.kv_factor != 1.0:
+            latents = latents * KV_FACTOR
+        shared_k = shared_k[:, None]  # (B, 1, T, ROPE_DIM)
+        if rope is not None:
+            cos, sin = rotation(positions if call.has_positions else places)  # (B or 1, 1, T, ROPE_DIM/2)
+            own_q, shared_q = jnp.split(q, [OWN_DIM], axis=-1)
+            q, shared_k = jnp.concatenate([own_q, rotate(shared_q, cos, sin)], axis=-1), rotate(shared_k, cos, sin)
+    if temperature is not None:
+        lengths = ((positions if call.has_positions else places) + FIRST_POSITION) // TEMPERATURE_LENGTH
+        factors = 1.0 + TEMPERATURE_SCALE * jnp.log1p(lengths.astype(jnp.float32))
+        q = (q * factors[:, None, :, None]).astype(q.dtype)
+    if call.cache == "static":
+        if latent is None:
+            k = jax.lax.dynamic_update_slice_in_dim(cache.keys, k, cache.length, axis=2)
+            v = jax.lax.dynamic_update_slice_in_dim(cache.values, v, cache.length, axis=2)
+            cache = Cache(k, v, cache.length + num_tokens)
+        else:
+            latents = jax.lax.dynamic_update_slice_in_dim(cache.latents, latents, cache.length, axis=1)
+            shared_k = jax.lax.dynamic_update_slice_in_dim(cache.shared_keys, shared_k, cache.length, axis=2)
+            cache = Cache(latents, shared_k, cache.length + num_tokens)
+    elif call.cache == "ragged":
+        rows = jnp.arange(places.shape[0])[:, None]  # (B, 1)
+        if latent is None:
+            slots = jnp.where(is_real, places, cache.keys.shape[2])  # (B, T); padding has none
+            k = cache.keys.at[rows, :, slots].set(k.swapaxes(1, 2), mode="drop")
+            v = cache.values.at[rows, :, slots].set(v.swapaxes(1, 2), mode="drop")
+            cache = Cache(k, v, cache.lengths + new_lengths)
+        else:
+            slots = jnp.where(is_real, places, cache.latents.shape[1])  # (B, T); padding has none
+            latents = cache.latents.at[rows, slots].set(latents, mode="drop")
+            shared_k = cache.shared_keys.at[rows, :, slots].set(shared_k.swapaxes(1, 2), mode="drop")
+            cache = Cache(latents, shared_k, cache.lengths + new_lengths)
+    if latent is not None:
+        own_k, v = jnp.split(split_heads(linear(params["kv_b_proj"], latents), NUM_HEADS), [OWN_DIM], axis=-1)
+        shared_k = jnp.broadcast_to(shared_k, (*own_k.shape[:3], ROPE_DIM))
+        k = jnp.concatenate([own_k, shared_k], axis=-1)  # (B, N, S, H)
+    if has_places or call.is_causal:
+        keys = jnp.arange(k.shape[2])[None, None, None]  # (1, 1, 1, S)
+    if has_places:
+        of_queries = places[:, None, :, None]  # (B or 1, 1, T, 1)
+    elif call.is_causal:
+        of_queries = jnp.arange(num_tokens)[None, None, :, None]  # (1, 1, T, 1)
+    if call.is_causal or spec.span is not None or call.cache is not None:
+        if call.is_causal or call.cache is not None:
+            hidden = keys > of_queries  # (B or 1, 1, T, S)
+            if spec.window_size is not None:
+                hidden = hidden | (keys <= of_queries - WINDOW)
+        elif spec.window_size is not None:
+            hidden = jnp.abs(keys - of_queries) >= WINDOW
+        else:
+            hidden = keys // CHUNK != of_queries // CHUNK
+        if spec.chunk_size is not None and (call.is_causal or call.cache is not None):
+            hidden = hidden | (keys // CHUNK != of_queries // CHUNK)
+        if call.has_mask:
+            hidden = hidden | mask
+    elif call.has_mask:
+        hidden = mask
+    if may_hide_all:
+        empty = jnp.all(hidden, axis=-1, keepdims=True)  # rows without a key, which give 0
+        hidden = hidden & ~empty
+    if groups > 1:
+        k = jnp.repeat(k, NUM_HEADS // NUM_KV_HEADS, axis=1)  # (B, N, S, H)
+        v = jnp.repeat(v, NUM_HEADS // NUM_KV_HEADS, axis=1)  # (B, N, S, H)
+    scores = SCALE * jnp.einsum("bnth,bnsh->bnts", q, k, preferred_element_type=jnp.float32)
+    if spec.soft_cap is not None:
+        scores = SOFT_CAP * jnp.tanh(scores / SOFT_CAP)
+    if alibi is not None:
+        slopes = jnp.array(SLOPES)[:, None, None]  # (N, 1, 1)
+        scores = scores - slopes * jnp.abs(keys - of_queries)
+    if relative is not None:
+        buckets = bucket_of(keys - of_queries)[:, 0]  # (B or 1, T, S)
+        scores = scores + jnp.moveaxis(params["relative_bias"].astype(jnp.float32)[buckets], -1, 1)
+    if call.has_bias:
+        scores = scores + bias
+    if hides:
+        scores = jnp.where(hidden, -jnp.inf, scores)
+    if spec.sinks:
+        sinks = jnp.broadcast_to(params["sinks"][:, None, None], (*scores.shape[:3], 1))
+        attn_weights = jax.nn.softmax(jnp.concatenate([scores, sinks], axis=-1))[..., :-1]
+    else:
+        attn_weights = jax.nn.softmax(scores)
+    context = jnp.einsum("bnts,bnsh->bnth", attn_weights.astype(v.dtype), v)  # (B, N, T, H)
+    if may_hide_all:
+        context = jnp.where(empty, 0.0, context)
+    if gate is not None:
+        opened = split_heads(linear(params["gate_proj"], query if call.is_cross else x), NUM_HEADS)
+        context = (context * jax.nn.sigmoid(opened.astype(jnp.float32))).astype(context.dtype)
+    output = context.swapaxes(1, 2).reshape(*context.shape[:1], num_tokens, NUM_HEADS * VALUE_HEAD_DIM)
+    if spec.out_proj:
+        output = linear(params["out_proj"], output)  # (B, T, E)
+    if call.cache == "ragged":
+        output = jnp.where(is_real[:, :, None], output, 0.0)
+    if call.cache is not None:
+        return output, cache
+    else:
+        return output
+
+
+def linear(weights: Mapping[str, Array], features: Array) -> Array:
+    """Multiply features (B, T, in) by a kernel (in, out), and add the bias if there is one."""
+    if has_biases == "all":
+        return features @ weights["kernel"] + weights["bias"]
+    elif has_biases == "none":
+        return features @ weights["kernel"]
+    else:
+        return features @ weights["kernel"] + weights.get("bias", 0.0)
+
+
+def split_heads(features: Array, num_heads: int) -> Array:
+    """Split the features of all heads: (B, T, heads * H) to (B, heads, T, H)."""
+    return features.reshape(*features.shape[:2], num_heads, -1).swapaxes(1, 2)
+
+
+if rope is not None:
+
+    def rotation(places: Array) -> tuple[Array, Array]:
+        """Return the cosines and sines of the angles at places (B or 1, T), each (B or 1, 1, T, R/2)."""
+        if rope.sections is not None:
+            of_pairs = jnp.moveaxis(places[jnp.array(AXES)], 0, -1)  # (B or 1, T, R/2)
+            angles = of_pairs[:, None] * frequencies(places)
+        else:
+            angles = places[:, None, :, None] * frequencies(places)
+        if rope.attention_factor != 1.0:
+            return ATTENTION_FACTOR * jnp.cos(angles), ATTENTION_FACTOR * jnp.sin(angles)
+        else:
+            return jnp.cos(angles), jnp.sin(angles)
+
+
+if rope is not None:
+
+    def frequencies(places: Array) -> Array:
+        if rope.depends_on_length:
+            """Return the angle of each pair of features for each token of distance, (B or 1, 1, 1, R/2)."""
+        else:
+            """Return the angle of each pair of features for each token of distance, (R/2,)."""
+        exponents = np.arange(0, ROTARY_DIM, 2, dtype=np.float32) / np.float32(ROTARY_DIM)
+        divisors = jnp.array(THETA ** exponents.astype(np.float64), jnp.float32)
+        if isinstance(scaling, LinearScaling):
+            return 1.0 / divisors / scaling.factor
+        elif isinstance(scaling, ProportionalScaling):
+            is_rotated = jnp.arange(ROTARY_DIM // 2) < int(scaling.fraction * spec.head_dim // 2)
+            return is_rotated / divisors / scaling.factor
+        elif isinstance(scaling, Llama3Scaling):
+            turns = scaling.original_length / (2 * math.pi * divisors)  # in the context of the first training
+            share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+            share = jnp.clip(share, 0.0, 1.0)  # of the frequency that is kept
+            return (share + (1.0 - share) / scaling.factor) / divisors
+        elif isinstance(scaling, YarnScaling):
+            low, high = scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)
+            pairs = jnp.arange(ROTARY_DIM // 2)
+            share = 1.0 - jnp.clip((pairs - low) / (high - low), 0.0, 1.0)  # of the frequency that is kept
+            return (share + (1.0 - share) / scaling.factor) / divisors
+        elif isinstance(scaling, DynamicScaling):
+            length = longest(places)
+            growth = scaling.factor * (length - scaling.original_length) / scaling.original_length + 1.0
+            base = THETA * growth ** (ROTARY_DIM / (ROTARY_DIM - 2))
+            return jnp.where(length > scaling.original_length, 1.0 / base**exponents, 1.0 / divisors)
+        elif isinstance(scaling, LongRopeScaling):
+            short, long = jnp.array(SHORT_FACTORS), jnp.array(LONG_FACTORS)
+            return 1.0 / (jnp.where(longest(places) > scaling.original_length, long, short) * divisors)
+        else:
+            return 1.0 / divisors
+
+
+if rope is not None and rope.depends_on_length:
+
+    def longest(places: Array) -> Array:
+        """Return the number of tokens up to the last place of each sequence, (B or 1, 1, 1, 1)."""
+        if rope.sections is not None:
+            places = places.max(axis=0)
+        return places.max(axis=-1)[:, None, None, None] + 1
+
+
+if rope is not None:
+
+    def rotate(heads: Array, cos: Array, sin: Array) -> Array:
+        """Rotate each pair of features of heads (B, heads, T, H) by its angle."""
+        wide = heads.astype(jnp.float32)
+        if is_partial and rope.rotated == "first":
+            wide, rest = wide[..., :ROTARY_DIM], wide[..., ROTARY_DIM:]
+        elif is_partial:
+            rest, wide = wide[..., :-ROTARY_DIM], wide[..., -ROTARY_DIM:]
+        if rope.pairs == "interleaved":
+            first, second = wide[..., 0::2], wide[..., 1::2]  # pairs (2 i, 2 i + 1)
+            rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(wide.shape)
+        else:
+            first, second = jnp.split(wide, 2, axis=-1)  # pairs (i, i + R/2)
+            rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        if is_partial and rope.rotated == "first":
+            rotated = jnp.concatenate([rotated, rest], axis=-1)
+        elif is_partial:
+            rotated = jnp.concatenate([rest, rotated], axis=-1)
+        return rotated.astype(heads.dtype)
+
+
+if relative is not None:
+
+    def bucket_of(distances: Array) -> Array:
+        """Return the bucket of each distance, key - query."""
+        if relative.bidirectional:
+            first, away = (distances > 0) * (NUM_BUCKETS // 2), jnp.abs(distances)
+            last, exact = NUM_BUCKETS // 2 - 1, NUM_BUCKETS // 4  # half of the distances have a bucket each
+        else:
+            first, away = 0, jnp.maximum(-distances, 0)
+            last, exact = NUM_BUCKETS - 1, NUM_BUCKETS // 2
+        steps = jnp.log(jnp.maximum(away, exact) / exact) / math.log(MAX_DISTANCE / exact) * (last + 1 - exact)
+        return first + jnp.where(away < exact, away, jnp.minimum(exact + steps.astype(jnp.int32), last))
+
+
+if latent is not None:
+
+    def normalize_latents(weights: Mapping[str, Array], features: Array) -> Array:
+        """Divide by the root mean square of the last axis, and multiply by the weight."""
+        wide = features.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + LATENT_EPS)
+        return (wide * weights["weight"]).astype(features.dtype)
+
+
+if qk_norm is not None and qk_norm.weight is None:
+
+    def normalize_qk(features: Array) -> Array:
+        """Normalize the last axis of queries and keys."""
+        wide = features.astype(jnp.float32)
+        if qk_norm.kind == "layer":
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + QK_EPS)
+        return wide.astype(features.dtype)
+
+elif qk_norm is not None:
+
+    def normalize_qk(weights: Mapping[str, Array], features: Array) -> Array:
+        """Normalize the last axis of queries and keys."""
+        wide = features.astype(jnp.float32)
+        if qk_norm.kind == "layer":
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + QK_EPS)
+        weight = weights["weight"][:, None] if qk_norm.per_head else weights["weight"]
+        if qk_norm.weight == "1+w":
+            wide = wide * (1.0 + weight)
+        else:
+            wide = wide * weight
+        if qk_norm.bias and qk_norm.per_head:
+            wide = wide + weights["bias"][:, None]
+        elif qk_norm.bias:
+            wide = wide + weights["bias"]
+        return wide.astype(features.dtype)
+
+
+if v_norm is not None and v_norm.weight is None:
+
+    def normalize_v(features: Array) -> Array:
+        """Normalize the last axis of values."""
+        wide = features.astype(jnp.float32)
+        if v_norm.kind == "layer":
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + V_EPS)
+        return wide.astype(features.dtype)
+
+elif v_norm is not None:
+
+    def normalize_v(weights: Mapping[str, Array], features: Array) -> Array:
+        """Normalize the last axis of values."""
+        wide = features.astype(jnp.float32)
+        if v_norm.kind == "layer":
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + V_EPS)
+        weight = weights["weight"][:, None] if v_norm.per_head else weights["weight"]
+        if v_norm.weight == "1+w":
+            wide = wide * (1.0 + weight)
+        else:
+            wide = wide * weight
+        if v_norm.bias and v_norm.per_head:
+            wide = wide + weights["bias"][:, None]
+        elif v_norm.bias:
+            wide = wide + weights["bias"]
+        return wide.astype(features.dtype)

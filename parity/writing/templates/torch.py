@@ -1,0 +1,537 @@
+"""TITLE"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mha_spec import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, ProportionalScaling, YarnScaling
+from parity.writing.subject import ABSENT, call, spec
+
+latent, rope, alibi, relative = spec.latent, spec.rope, spec.alibi, spec.relative_bias
+qk_norm, v_norm, temperature, gate = spec.qk_norm, spec.v_norm, spec.temperature, spec.gate
+scaling = None if rope is None else rope.scaling
+is_partial = rope is not None and rope.rotary_dim not in (None, spec.head_dim) and latent is None
+has_own_qk_norm = qk_norm is not None and (qk_norm.weight == "1+w" or qk_norm.per_head)
+has_own_v_norm = v_norm is not None and (v_norm.weight == "1+w" or v_norm.per_head)
+has_distances = alibi is not None or relative is not None
+has_places = call.cache is not None or spec.span is not None or has_distances
+is_explicit = spec.soft_cap is not None or spec.sinks or has_distances or call.has_bias
+hides = call.has_mask or spec.span is not None or call.cache is not None or (call.is_causal and is_explicit)
+may_hide_all = call.has_mask or (call.is_cross and spec.span is not None)
+norms = [norm for norm in (qk_norm, v_norm) if norm is not None]
+has_wide = spec.clip_qkv is not None or any(norm.over == "width" for norm in norms)
+groups = spec.num_heads // spec.num_kv_heads
+
+D_MODEL = spec.d_model
+D_IN = D_MODEL if spec.d_in == spec.d_model else spec.d_in
+D_KV = D_IN if spec.d_kv == spec.d_in else spec.d_kv
+NUM_HEADS = spec.num_heads
+NUM_KV_HEADS = NUM_HEADS if spec.num_kv_heads == spec.num_heads else spec.num_kv_heads
+HEAD_DIM = spec.head_dim
+VALUE_HEAD_DIM = HEAD_DIM if spec.value_head_dim == spec.head_dim else spec.value_head_dim
+if latent is not None:
+    Q_RANK = latent.q_rank
+    KV_RANK = latent.kv_rank
+    ROPE_DIM = latent.rope_dim  # features of a key that all heads share, the last ones
+    OWN_DIM = HEAD_DIM - ROPE_DIM
+    LATENT_EPS = latent.eps
+    Q_FACTOR = latent.q_factor
+    KV_FACTOR = latent.kv_factor
+is_plain_scale = spec.score_scale == spec.head_dim**-0.5
+if is_plain_scale:
+    SCALE = HEAD_DIM**-0.5
+else:
+    SCALE = spec.score_scale
+if spec.soft_cap is not None:
+    SOFT_CAP = spec.soft_cap
+if spec.clip_qkv is not None:
+    CLIP = spec.clip_qkv
+if spec.window_size is not None:
+    WINDOW = spec.window_size
+if spec.chunk_size is not None:
+    CHUNK = spec.chunk_size
+if alibi is not None:
+    SLOPES = spec.alibi_slopes  # of each head, for each token of distance
+if relative is not None:
+    NUM_BUCKETS = relative.num_buckets
+    MAX_DISTANCE = relative.max_distance
+if temperature is not None:
+    TEMPERATURE_LENGTH = temperature.length
+    TEMPERATURE_SCALE = temperature.scale
+    FIRST_POSITION = temperature.first_position
+if qk_norm is not None:
+    QK_EPS = qk_norm.eps
+if v_norm is not None:
+    V_EPS = QK_EPS if qk_norm is not None and qk_norm.eps == v_norm.eps else v_norm.eps
+if spec.dropout:
+    DROPOUT = spec.dropout
+if rope is not None:
+    ROTARY_DIM = ROPE_DIM if latent is not None else HEAD_DIM if rope.rotary_dim is None else rope.rotary_dim
+    THETA = rope.theta
+    if rope.sections is not None:
+        AXES = tuple(int(axis) for axis in rope.axes(spec.head_dim))  # axis of the positions that rotates each pair
+    if rope.attention_factor != 1.0:
+        ATTENTION_FACTOR = rope.attention_factor
+    if isinstance(scaling, LongRopeScaling):
+        SHORT_FACTORS = scaling.short_factors
+        LONG_FACTORS = scaling.long_factors
+
+if call.cache == "static":
+
+    class Cache(NamedTuple):
+        """Slots of the tokens seen so far; those at `length` and beyond hold nothing."""
+
+        if latent is None:
+            keys: Tensor  # (B, K, S, H)
+            values: Tensor  # (B, K, S, H)
+        else:
+            latents: Tensor  # (B, S, KV_RANK)
+            shared_keys: Tensor  # (B, 1, S, ROPE_DIM)
+        length: int
+
+
+if call.cache == "ragged":
+
+    class Cache(NamedTuple):
+        """Slots of the tokens seen so far; those at the length of their sequence and beyond hold nothing."""
+
+        if latent is None:
+            keys: Tensor  # (B, K, S, H)
+            values: Tensor  # (B, K, S, H)
+        else:
+            latents: Tensor  # (B, S, KV_RANK)
+            shared_keys: Tensor  # (B, 1, S, ROPE_DIM)
+        lengths: Tensor  # (B,)
+
+
+if call.cache is not None:
+
+    def empty_cache(
+        batch_size: int, capacity: int, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+    ) -> Cache:
+        """Return a cache with `capacity` slots for each sequence."""
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        if latent is None:
+            first = zeros(batch_size, NUM_KV_HEADS, capacity, HEAD_DIM)
+            second = zeros(batch_size, NUM_KV_HEADS, capacity, VALUE_HEAD_DIM)
+        else:
+            first = zeros(batch_size, capacity, KV_RANK)
+            second = zeros(batch_size, 1, capacity, ROPE_DIM)
+        if call.cache == "static":
+            return Cache(first, second, 0)
+        else:
+            return Cache(first, second, torch.zeros(batch_size, dtype=torch.int64, device=device))
+
+
+class Attention(nn.Module):
+    """ABOUT"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if latent is None:
+            self.q_proj = nn.Linear(D_IN, NUM_HEADS * HEAD_DIM, bias=spec.qkv_biases[0])
+            self.k_proj = nn.Linear(D_KV, NUM_KV_HEADS * HEAD_DIM, bias=spec.qkv_biases[1])
+            self.v_proj = nn.Linear(D_KV, NUM_KV_HEADS * VALUE_HEAD_DIM, bias=spec.qkv_biases[2])
+        else:
+            if latent.q_rank is None:
+                self.q_proj = nn.Linear(D_IN, NUM_HEADS * HEAD_DIM, bias=spec.qkv_biases[0])
+            else:
+                self.q_a_proj = nn.Linear(D_IN, Q_RANK, bias=spec.qkv_biases[0])
+                self.q_a_norm = nn.RMSNorm(Q_RANK, eps=LATENT_EPS)
+                self.q_b_proj = nn.Linear(Q_RANK, NUM_HEADS * HEAD_DIM, bias=False)
+            self.kv_a_proj = nn.Linear(D_IN, KV_RANK + ROPE_DIM, bias=spec.qkv_biases[1])
+            self.kv_a_norm = nn.RMSNorm(KV_RANK, eps=LATENT_EPS)
+            self.kv_b_proj = nn.Linear(KV_RANK, NUM_HEADS * (OWN_DIM + VALUE_HEAD_DIM), bias=False)
+        if qk_norm is not None:
+            q_width = NUM_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM
+            k_width = NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM
+            if has_own_qk_norm and qk_norm.per_head:
+                self.q_norm, self.k_norm = QKNorm(NUM_HEADS, HEAD_DIM), QKNorm(NUM_KV_HEADS, HEAD_DIM)
+            elif has_own_qk_norm:
+                self.q_norm, self.k_norm = QKNorm(q_width), QKNorm(k_width)
+            elif qk_norm.kind == "rms" and qk_norm.weight is None:
+                self.q_norm = nn.RMSNorm(q_width, eps=QK_EPS, elementwise_affine=False)
+                self.k_norm = nn.RMSNorm(k_width, eps=QK_EPS, elementwise_affine=False)
+            elif qk_norm.kind == "rms":
+                self.q_norm = nn.RMSNorm(q_width, eps=QK_EPS)
+                self.k_norm = nn.RMSNorm(k_width, eps=QK_EPS)
+            elif qk_norm.weight is None:
+                self.q_norm = nn.LayerNorm(q_width, eps=QK_EPS, elementwise_affine=False)
+                self.k_norm = nn.LayerNorm(k_width, eps=QK_EPS, elementwise_affine=False)
+            else:
+                self.q_norm = nn.LayerNorm(q_width, eps=QK_EPS, bias=qk_norm.bias)
+                self.k_norm = nn.LayerNorm(k_width, eps=QK_EPS, bias=qk_norm.bias)
+        if v_norm is not None:
+            v_width = NUM_KV_HEADS * VALUE_HEAD_DIM if v_norm.over == "width" else VALUE_HEAD_DIM
+            if has_own_v_norm and v_norm.per_head:
+                self.v_norm = VNorm(NUM_KV_HEADS, VALUE_HEAD_DIM)
+            elif has_own_v_norm:
+                self.v_norm = VNorm(v_width)
+            elif v_norm.kind == "rms" and v_norm.weight is None:
+                self.v_norm = nn.RMSNorm(v_width, eps=V_EPS, elementwise_affine=False)
+            elif v_norm.kind == "rms":
+                self.v_norm = nn.RMSNorm(v_width, eps=V_EPS)
+            elif v_norm.weight is None:
+                self.v_norm = nn.LayerNorm(v_width, eps=V_EPS, elementwise_affine=False)
+            else:
+                self.v_norm = nn.LayerNorm(v_width, eps=V_EPS, bias=v_norm.bias)
+        if spec.sinks:
+            self.sinks = nn.Parameter(torch.zeros(NUM_HEADS))
+        if relative is not None:
+            self.relative_bias = nn.Parameter(torch.zeros(NUM_BUCKETS, NUM_HEADS))
+        if spec.out_proj:
+            self.out_proj = nn.Linear(NUM_HEADS * VALUE_HEAD_DIM, D_MODEL, bias=spec.out_bias)
+        if gate is not None:
+            self.gate_proj = nn.Linear(D_IN, NUM_HEADS if gate.per_head else NUM_HEADS * VALUE_HEAD_DIM, bias=gate.bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        query: Tensor,
+        key: Tensor,
+        cache: Cache,
+        new_lengths: Tensor,
+        mask: Tensor,
+        bias: Tensor,
+        positions: Tensor,
+    ) -> tuple[Tensor, Cache] if call.cache else Tensor:
+        """Attend from each query to the keys that it may see; return the output (B, T, E).
+
+        Args:
+            x: (B, T, d_in).
+            query: (B, T, d_in).
+            key: (B, S, d_kv); keys and values are made of it.
+            cache: the tokens before, from `empty_cache` or an earlier call. Its slots are written in place, and it is
+                returned beside the output.
+            new_lengths: number of real tokens of each sequence in x, (B,); those after them are padding.
+            mask: boolean, True = masked; broadcasts to (B, N, T, S). A fully masked row gives 0.
+            bias: added to the scores; broadcasts to (B, N, T, S).
+            positions: place of each token, (B or 1, T), or of each axis and token, (axes, B or 1, T).
+        """
+        device = query.device if call.is_cross else x.device
+        num_tokens = query.shape[1] if call.is_cross else x.shape[1]
+        if call.cache == "static":
+            places = cache.length + torch.arange(num_tokens, device=device)[None]  # (1, T)
+        elif call.cache == "ragged":
+            new_tokens = torch.arange(num_tokens, device=device)
+            is_real = new_tokens < new_lengths[:, None]  # (B, T)
+            places = cache.lengths[:, None] + torch.where(is_real, new_tokens, 0)  # (B, T)
+        elif has_places or spec.has_positions:
+            places = torch.arange(num_tokens, device=device)[None]  # (1, T)
+        if latent is None and not has_wide:
+            q = split_heads(self.q_proj(query if call.is_cross else x), NUM_HEADS)  # (B, N, T, H)
+            k = split_heads(self.k_proj(key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
+            v = split_heads(self.v_proj(key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
+        elif latent is None:
+            q = self.q_proj(query if call.is_cross else x)  # (B, T, N * H)
+            k = self.k_proj(key if call.is_cross else x)  # (B, S, K * H)
+            v = self.v_proj(key if call.is_cross else x)  # (B, S, K * H)
+            if spec.clip_qkv is not None:
+                q, k, v = q.clamp(-CLIP, CLIP), k.clamp(-CLIP, CLIP), v.clamp(-CLIP, CLIP)
+            if qk_norm is not None and qk_norm.over == "width":
+                q, k = self.q_norm(q), self.k_norm(k)
+            if v_norm is not None and v_norm.over == "width":
+                v = self.v_norm(v)
+            q = split_heads(q, NUM_HEADS)  # (B, N, T, H)
+            k = split_heads(k, NUM_KV_HEADS)  # (B, K, S, H)
+            v = split_heads(v, NUM_KV_HEADS)  # (B, K, S, H)
+        if latent is None:
+            if qk_norm is not None and qk_norm.over == "head" and not qk_norm.after_rope:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if v_norm is not None and v_norm.over == "head":
+                v = self.v_norm(v)
+            if rope is not None:
+                cos, sin = rotation(positions if call.has_positions else places)  # (B or 1, 1, T, R/2)
+                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            if qk_norm is not None and qk_norm.after_rope:
+                q, k = self.q_norm(q), self.k_norm(k)
+        else:
+            if latent.q_rank is None:
+                q = self.q_proj(x)
+            elif latent.q_factor == 1.0:
+                q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+            else:
+                q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)) * Q_FACTOR)
+            q = split_heads(q, NUM_HEADS)  # (B, N, T, H)
+            latents, shared_k = self.kv_a_proj(x).split([KV_RANK, ROPE_DIM], dim=-1)
+            if latent.kv_factor == 1.0:
+                latents = self.kv_a_norm(latents)  # (B, T, KV_RANK)
+            else:
+                latents = self.kv_a_norm(latents) * KV_FACTOR  # (B, T, KV_RANK)
+            shared_k = shared_k[:, None]  # (B, 1, T, ROPE_DIM)
+            if rope is not None:
+                cos, sin = rotation(positions if call.has_positions else places)  # (B or 1, 1, T, ROPE_DIM/2)
+                own_q, shared_q = q.split([OWN_DIM, ROPE_DIM], dim=-1)
+                q, shared_k = torch.cat([own_q, rotate(shared_q, cos, sin)], dim=-1), rotate(shared_k, cos, sin)
+        if temperature is not None:
+            lengths = ((positions if call.has_positions else places) + FIRST_POSITION) // TEMPERATURE_LENGTH
+            factors = 1.0 + TEMPERATURE_SCALE * torch.log1p(lengths.float())
+            q = (q.float() * factors[:, None, :, None]).to(q.dtype)
+        if call.cache == "static":
+            new = slice(cache.length, cache.length + num_tokens)
+            if latent is None:
+                cache.keys[:, :, new], cache.values[:, :, new] = k, v
+                k, v = cache.keys, cache.values
+            else:
+                cache.latents[:, new], cache.shared_keys[:, :, new] = latents, shared_k
+                latents, shared_k = cache.latents, cache.shared_keys
+            cache = cache._replace(length=cache.length + num_tokens)
+        elif call.cache == "ragged":
+            rows, tokens = torch.nonzero(is_real, as_tuple=True)
+            slots = places[rows, tokens]
+            if latent is None:
+                cache.keys[rows, :, slots], cache.values[rows, :, slots] = k[rows, :, tokens], v[rows, :, tokens]
+                k, v = cache.keys, cache.values
+            else:
+                cache.latents[rows, slots] = latents[rows, tokens]
+                cache.shared_keys[rows, :, slots] = shared_k[rows, :, tokens]
+                latents, shared_k = cache.latents, cache.shared_keys
+            cache = cache._replace(lengths=cache.lengths + new_lengths)
+        if latent is not None:
+            own_k, v = split_heads(self.kv_b_proj(latents), NUM_HEADS).split([OWN_DIM, VALUE_HEAD_DIM], dim=-1)
+            k = torch.cat([own_k, shared_k.expand(-1, NUM_HEADS, -1, -1)], dim=-1)  # (B, N, S, H)
+        if has_places or (hides and call.is_causal):
+            keys = torch.arange(k.shape[2], device=device)
+        if has_places:
+            of_queries = places[:, None, :, None]  # (B or 1, 1, T, 1)
+        elif hides and call.is_causal:
+            of_queries = torch.arange(num_tokens, device=device)[:, None]  # (T, 1)
+        if hides and (call.is_causal or spec.span is not None or call.cache is not None):
+            if call.is_causal or call.cache is not None:
+                hidden = keys > of_queries  # (…, T, S)
+                if spec.window_size is not None:
+                    hidden = hidden | (keys <= of_queries - WINDOW)
+            elif spec.window_size is not None:
+                hidden = (keys - of_queries).abs() >= WINDOW
+            else:
+                hidden = keys // CHUNK != of_queries // CHUNK
+            if spec.chunk_size is not None and (call.is_causal or call.cache is not None):
+                hidden = hidden | (keys // CHUNK != of_queries // CHUNK)
+            if call.has_mask:
+                hidden = hidden | mask
+        elif call.has_mask:
+            hidden = mask
+        if may_hide_all:
+            empty = hidden.all(dim=-1, keepdim=True)  # rows without a key, which give 0
+            hidden = hidden & ~empty
+        if is_explicit:
+            if groups > 1:
+                k = k.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=1)  # (B, N, S, H)
+                v = v.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=1)  # (B, N, S, H)
+            scores = torch.matmul(q.float(), k.float().mT) * SCALE  # (B, N, T, S)
+            if spec.soft_cap is not None:
+                scores = SOFT_CAP * torch.tanh(scores / SOFT_CAP)
+            if alibi is not None:
+                slopes = torch.tensor(SLOPES, device=device)[:, None, None]  # (N, 1, 1)
+                scores = scores - slopes * (keys - of_queries).abs()
+            if relative is not None:
+                buckets = bucket_of(keys - of_queries)  # (B or 1, 1, T, S)
+                scores = scores + self.relative_bias.float()[buckets[:, 0]].permute(0, 3, 1, 2)
+            if call.has_bias:
+                scores = scores + bias.float()
+            if hides:
+                scores = scores.masked_fill(hidden, -torch.inf)
+            if spec.sinks:
+                sinks = self.sinks.float()[:, None, None].expand(*scores.shape[:3], 1)
+                attn_weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1]
+            else:
+                attn_weights = torch.softmax(scores, dim=-1)
+            if spec.dropout:
+                attn_weights = F.dropout(attn_weights, DROPOUT, self.training)
+            context = torch.matmul(attn_weights.to(v.dtype), v)  # (B, N, T, H)
+        else:
+            context = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=~hidden if hides else ABSENT,
+                is_causal=True if call.is_causal and not hides else ABSENT,
+                dropout_p=(DROPOUT if self.training else 0.0) if spec.dropout else ABSENT,
+                scale=ABSENT if is_plain_scale else SCALE,
+                enable_gqa=True if groups > 1 else ABSENT,
+            )  # (B, N, T, H)
+        if may_hide_all:
+            context = context.masked_fill(empty, 0.0)
+        if gate is not None:
+            opened = split_heads(self.gate_proj(query if call.is_cross else x), NUM_HEADS)  # (B, N, T, H or 1)
+            context = (context.float() * torch.sigmoid(opened.float())).to(context.dtype)
+        output = context.transpose(1, 2).flatten(-2)  # (B, T, N * H)
+        if spec.out_proj:
+            output = self.out_proj(output)  # (B, T, E)
+        if call.cache == "ragged":
+            output = output.masked_fill(~is_real[:, :, None], 0.0)
+        if call.cache is not None:
+            return output, cache
+        else:
+            return output
+
+
+def split_heads(features: Tensor, num_heads: int) -> Tensor:
+    """Split the features of all heads: (B, T, heads * H) to (B, heads, T, H)."""
+    return features.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+if rope is not None:
+
+    def rotation(places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of the angles at places (B or 1, T), each (B or 1, 1, T, R/2)."""
+        if rope.sections is not None:
+            of_pairs = places[list(AXES)].movedim(0, -1)  # (B or 1, T, R/2)
+            angles = of_pairs[:, None].float() * frequencies(places)
+        else:
+            angles = places[:, None, :, None].float() * frequencies(places)
+        if rope.attention_factor != 1.0:
+            return ATTENTION_FACTOR * angles.cos(), ATTENTION_FACTOR * angles.sin()
+        else:
+            return angles.cos(), angles.sin()
+
+
+if rope is not None:
+
+    def frequencies(places: Tensor) -> Tensor:
+        if rope.depends_on_length:
+            """Return the angle of each pair of features for each token of distance, (B or 1, 1, 1, R/2)."""
+        else:
+            """Return the angle of each pair of features for each token of distance, (R/2,)."""
+        exponents = torch.arange(0, ROTARY_DIM, 2, device=places.device) / ROTARY_DIM
+        divisors = (THETA ** exponents.double()).float()
+        if isinstance(scaling, LinearScaling):
+            return 1.0 / divisors / scaling.factor
+        elif isinstance(scaling, ProportionalScaling):
+            is_rotated = torch.arange(ROTARY_DIM // 2, device=places.device) < int(
+                scaling.fraction * spec.head_dim // 2
+            )
+            return is_rotated / divisors / scaling.factor
+        elif isinstance(scaling, Llama3Scaling):
+            turns = scaling.original_length / (2 * math.pi * divisors)  # in the context of the first training
+            share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+            share = share.clamp(0.0, 1.0)  # of the frequency that is kept
+            return (share + (1.0 - share) / scaling.factor) / divisors
+        elif isinstance(scaling, YarnScaling):
+            low, high = scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)
+            pairs = torch.arange(ROTARY_DIM // 2, device=places.device)
+            share = 1.0 - ((pairs - low) / (high - low)).clamp(0.0, 1.0)  # of the frequency that is kept
+            return (share + (1.0 - share) / scaling.factor) / divisors
+        elif isinstance(scaling, DynamicScaling):
+            length = longest(places)
+            growth = scaling.factor * (length - scaling.original_length) / scaling.original_length + 1.0
+            base = THETA * growth ** (ROTARY_DIM / (ROTARY_DIM - 2))
+            return torch.where(length > scaling.original_length, 1.0 / base**exponents, 1.0 / divisors)
+        elif isinstance(scaling, LongRopeScaling):
+            short = torch.tensor(SHORT_FACTORS, device=places.device)
+            long = torch.tensor(LONG_FACTORS, device=places.device)
+            return 1.0 / (torch.where(longest(places) > scaling.original_length, long, short) * divisors)
+        else:
+            return 1.0 / divisors
+
+
+if rope is not None and rope.depends_on_length:
+
+    def longest(places: Tensor) -> Tensor:
+        """Return the number of tokens up to the last position of each sequence, (B or 1, 1, 1, 1)."""
+        if rope.sections is not None:
+            places = places.amax(dim=0)
+        return places.amax(dim=-1)[:, None, None, None] + 1
+
+
+if rope is not None:
+
+    def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate each pair of features of heads (B, heads, T, H) by its angle."""
+        wide = heads.float()
+        if is_partial and rope.rotated == "first":
+            wide, rest = wide[..., :ROTARY_DIM], wide[..., ROTARY_DIM:]
+        elif is_partial:
+            rest, wide = wide[..., :-ROTARY_DIM], wide[..., -ROTARY_DIM:]
+        if rope.pairs == "interleaved":
+            first, second = wide[..., 0::2], wide[..., 1::2]  # pairs (2 i, 2 i + 1)
+            rotated = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+        else:
+            first, second = wide.chunk(2, dim=-1)  # pairs (i, i + R/2)
+            rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        if is_partial and rope.rotated == "first":
+            rotated = torch.cat([rotated, rest], dim=-1)
+        elif is_partial:
+            rotated = torch.cat([rest, rotated], dim=-1)
+        return rotated.to(heads.dtype)
+
+
+if relative is not None:
+
+    def bucket_of(distances: Tensor) -> Tensor:
+        """Return the bucket of each distance, key - query."""
+        if relative.bidirectional:
+            first, away = (distances > 0) * (NUM_BUCKETS // 2), distances.abs()
+            last, exact = NUM_BUCKETS // 2 - 1, NUM_BUCKETS // 4  # half of the distances have a bucket each
+        else:
+            first, away = 0, (-distances).clamp(min=0)
+            last, exact = NUM_BUCKETS - 1, NUM_BUCKETS // 2
+        steps = torch.log(away.clamp(min=exact) / exact) / math.log(MAX_DISTANCE / exact) * (last + 1 - exact)
+        return first + torch.where(away < exact, away, (exact + steps.long()).clamp(max=last))
+
+
+if has_own_qk_norm:
+
+    class QKNorm(nn.Module):
+        """Norm of the features of each query and key."""
+
+        def __init__(self, *shape: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(shape))
+            if qk_norm.bias:
+                self.bias = nn.Parameter(torch.zeros(shape))
+
+        def forward(self, features: Tensor) -> Tensor:
+            """Normalize the last axis."""
+            wide = features.float()
+            if qk_norm.kind == "layer":
+                wide = wide - wide.mean(dim=-1, keepdim=True)
+            wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + QK_EPS)
+            weight = self.weight.float()
+            if qk_norm.per_head:
+                weight = weight[:, None]  # (heads, 1, H)
+            if qk_norm.weight == "1+w":
+                weight = 1.0 + weight
+            if qk_norm.bias and qk_norm.per_head:
+                return (wide * weight + self.bias.float()[:, None]).to(features.dtype)
+            elif qk_norm.bias:
+                return (wide * weight + self.bias.float()).to(features.dtype)
+            else:
+                return (wide * weight).to(features.dtype)
+
+
+if has_own_v_norm:
+
+    class VNorm(nn.Module):
+        """Norm of the features of each value."""
+
+        def __init__(self, *shape: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(shape))
+            if v_norm.bias:
+                self.bias = nn.Parameter(torch.zeros(shape))
+
+        def forward(self, features: Tensor) -> Tensor:
+            """Normalize the last axis."""
+            wide = features.float()
+            if v_norm.kind == "layer":
+                wide = wide - wide.mean(dim=-1, keepdim=True)
+            wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + V_EPS)
+            weight = self.weight.float()
+            if v_norm.per_head:
+                weight = weight[:, None]  # (heads, 1, H)
+            if v_norm.weight == "1+w":
+                weight = 1.0 + weight
+            if v_norm.bias and v_norm.per_head:
+                return (wide * weight + self.bias.float()[:, None]).to(features.dtype)
+            elif v_norm.bias:
+                return (wide * weight + self.bias.float()).to(features.dtype)
+            else:
+                return (wide * weight).to(features.dtype)
