@@ -19,10 +19,6 @@ from parity.tapping.record import is_hidden
 CLOSE = 3e-5
 """Largest error of a norm or a projection that is recomputed, of its largest output, in float32."""
 
-CAPS = ("attn_logit_softcapping", "logit_softcapping", "attn_logit_softcap")
-WINDOWS = ("sliding_window", "attention_window")
-"""Attributes of modules, for what a short input cannot show."""
-
 
 @dataclass(frozen=True)
 class Evidence:
@@ -111,9 +107,10 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any]) -> Fit:
 
 def _fit_projections(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
     biases, ropes = [], ropes_of(config, layer.values["q"].shape[-1], layer.tapped.kind)
+    factors = dict.fromkeys((1.0, *(rope.attention_factor for rope in ropes)))
     for part in "qkv":
         heads = layer.values[part]
-        before = _before_rope(layer, part, heads)
+        before = next((x for factor in factors if (x := _before_rope(layer, heads, factor)) is not None), None)
         if before is None:
             raise Refusal(part, "be made of features that a projection or a norm returns", f"{part} of {heads.shape}")
         source, is_normed = before
@@ -136,10 +133,10 @@ def _agree(found: Fit, name: str, value: Any) -> None:
     found.fields[name] = value
 
 
-def _before_rope(layer: ObservedLayer, part: str, heads: np.ndarray) -> tuple[np.ndarray, bool] | None:
+def _before_rope(layer: ObservedLayer, heads: np.ndarray, factor: float) -> tuple[np.ndarray, bool] | None:
     """Return the heads (B, heads, T, H) before RoPE, and whether a norm returned them.
 
-    The first token is not turned, so its features are, bit for bit, those that were.
+    The first token is not turned, so its features are, bit for bit, those that were, times the factor of RoPE.
     """
     batch_size, num_heads, num_tokens, head_dim = heads.shape
     for pool, is_normed in ((layer.norms(), True), (layer.linears(), False)):
@@ -148,7 +145,8 @@ def _before_rope(layer: ObservedLayer, part: str, heads: np.ndarray) -> tuple[np
         if not tokens:
             continue
         features = np.concatenate(tokens, axis=-1)  # (B, T, features)
-        places = {bits: place for place, bits in enumerate(columns_of(features[:, 0]))}
+        first = features[:, 0] * np.float32(factor)
+        places = {bits: place for place, bits in enumerate(columns_of(first))}
         wanted = columns_of(features_of(heads[:, :, :1]))
         order = [places.get(bits) for bits in wanted]
         if None not in order:
@@ -240,10 +238,8 @@ def _fit_scale(layer: ObservedLayer, found: Fit) -> None:
     scale, default = layer.tapped.scale, layer.values["q"].shape[-1] ** -0.5
     if scale is not None and not math.isclose(scale, default, rel_tol=1e-6):
         found.add("scale", scale, "what the attention function was told")
-    for name in CAPS:
-        cap = getattr(layer.module, name, None)
-        if isinstance(cap, float):
-            found.add("soft_cap", cap, f"attribute {name} of the module", is_seen=False)
+    if layer.tapped.soft_cap is not None:
+        found.add("soft_cap", layer.tapped.soft_cap, "what the attention function was told", is_seen=False)
     sinks = getattr(layer.module, "sinks", None)
     if sinks is not None:
         found.add("sinks", True, "parameter sinks of the module")
@@ -285,12 +281,11 @@ def _fit_span(hidden: np.ndarray, own: np.ndarray, distances: np.ndarray, found:
 
 
 def _read_window(layer: ObservedLayer, found: Fit, num_tokens: int) -> None:
-    for name in WINDOWS:
-        window = getattr(layer.module, name, None)
-        if type(window) is int and window > 0:
-            if window < num_tokens:
-                raise Refusal(name, "hide keys", f"{name}={window} and a mask of {num_tokens} tokens that hides none")
-            found.add("window_size", window, f"attribute {name} of the module", is_seen=False)
+    window = layer.tapped.window
+    if window is not None and window < num_tokens:
+        raise Refusal("the window", "hide keys", f"{window} and a mask of {num_tokens} tokens that hides none")
+    if window is not None:
+        found.add("window_size", window, "what the attention function was told", is_seen=False)
 
 
 def _fit_output(layer: ObservedLayer, found: Fit) -> None:

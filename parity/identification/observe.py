@@ -73,8 +73,16 @@ def matrix_of(module: nn.Module) -> np.ndarray:
     return weight.T if type(module).__name__ == "Conv1D" else weight
 
 
-def observe(model: nn.Module, inputs: Mapping[str, Any], layers: Any = None) -> list[ObservedLayer]:
+def observe(
+    model: nn.Module, inputs: Mapping[str, Any], layers: Any = None, *, factor: float = 1.0
+) -> list[ObservedLayer]:
     """Call a model once, and return what its attention layers did.
+
+    Args:
+        model: the model.
+        inputs: keywords of the call.
+        layers: names of modules or classes, as `parity.tap` takes them.
+        factor: of the input of each attention layer: large ones show caps and clips, small ones the eps of norms.
 
     Raises:
         ValueError: if there are no such layers.
@@ -82,6 +90,11 @@ def observe(model: nn.Module, inputs: Mapping[str, Any], layers: Any = None) -> 
     inside: dict[str, list[Submodule]] = {}
     modules = dict(model.named_modules())
     with ExitStack() as stack, torch.no_grad():
+        if factor != 1.0:
+            with tap(model, layers) as named:
+                for layer in named.layers:
+                    hook = modules[layer.name].register_forward_pre_hook(_multiplier(factor), with_kwargs=True)
+                    stack.callback(hook.remove)
         tapped = stack.enter_context(tap(model, layers))
         for layer in tapped.layers:
             inside[layer.name] = []
@@ -91,6 +104,21 @@ def observe(model: nn.Module, inputs: Mapping[str, Any], layers: Any = None) -> 
                     stack.callback(module.register_forward_hook(hook).remove)
         model(**inputs)
     return [ObservedLayer(modules[layer.name], layer, inside[layer.name]) for layer in tapped.layers if layer.calls]
+
+
+def _multiplier(factor: float) -> Any:
+    """Return a hook that multiplies the first floating-point input of a module."""
+
+    def multiply(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [*args]
+        for place, x in enumerate(given):
+            if isinstance(x, Tensor) and x.is_floating_point():
+                given[place] = x * factor
+                return tuple(given), kwargs
+        name = next((name for name, x in kwargs.items() if isinstance(x, Tensor) and x.is_floating_point()), None)
+        return args, kwargs if name is None else {**kwargs, name: kwargs[name] * factor}
+
+    return multiply
 
 
 def _recorder(name: str, found: list[Submodule]) -> Any:
