@@ -1,8 +1,9 @@
-"""Attention layers of live models, identified by what they do: families, with no rule of theirs; and planted oddities."""
+"""Attention layers of live models, identified by what they do, without rules of families; and planted oddities."""
 
 from __future__ import annotations
 
 import importlib
+import json
 from typing import Any
 
 import pytest
@@ -252,7 +253,7 @@ ODDITIES = {
         lambda attend, q, k, v, mask: attend(q, k, v, mask + 0.1 * (torch.arange(k.shape[2]) == 0))
     ),
     "one-key-of-the-future": in_attention(lambda attend, q, k, v, mask: attend(q, k, v, leaking(mask))),
-    "values-clipped": in_attention(lambda attend, q, k, v, mask: attend(q, k, v.clamp(-3.0, 3.0), mask)),
+    "values-clipped": in_attention(lambda attend, q, k, v, mask: attend(q, k, v.clamp(-1.0, 1.0), mask)),
     "context-of-a-head-lost": in_attention(
         after(lambda context: context * (torch.arange(context.shape[2]) > 0)[:, None])
     ),
@@ -291,3 +292,50 @@ def test_a_planted_oddity_is_never_accepted(name, family, monkeypatch):
 
 def test_there_are_two_hundred_planted_oddities():
     assert len(ODDITIES) * len(OF_FAMILIES) >= 200
+
+
+# ---- The command -----------------------------------------------------------------------------------------------------
+
+LIVE = """
+import torch
+from transformers import LlamaConfig, LlamaModel, BloomConfig, BloomModel
+
+def make():
+    config = LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, intermediate_size=32,
+                         num_hidden_layers=1, vocab_size=32)
+    return LlamaModel(config).eval(), {"input_ids": torch.arange(20).reshape(2, 10)}
+
+def make_bloom():
+    model = BloomModel(BloomConfig(hidden_size=64, n_head=8, n_layer=1, vocab_size=32)).eval()
+    return model, {"input_ids": torch.arange(20).reshape(2, 10)}
+
+def make_nothing():
+    return None
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "words"),
+    [("make", 0, "num_kv_heads=2"), ("make_bloom", 1, "not identified"), ("make_nothing", 2, "mha-parity: --live ")],
+)
+def test_the_command_observes_a_live_model(name, status, words, tmp_path, monkeypatch, capsys):
+    from parity.cli.main import main
+
+    (tmp_path / f"live_{name}.py").write_text(LIVE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    report = tmp_path / "report.json"
+    assert main(["spec", "--live", f"live_{name}:{name}", "--json", str(report)]) == status
+    said = capsys.readouterr()
+    assert words in said.out + said.err
+    if status < 2:
+        (layer,) = json.loads(report.read_text())["layers"]
+        assert (layer["spec"] is None) == bool(status)
+
+
+@pytest.mark.parametrize("arguments", [["spec"], ["spec", "somewhere", "--live", "m:make"]])
+def test_the_command_wants_a_path_or_a_live_model(arguments, capsys):
+    from parity.cli.main import main
+
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith("mha-parity: PATH or --live ")

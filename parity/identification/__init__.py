@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mha_spec import AttentionSpec, Refusal, WrongType
+from parity.core.records import JsonRecord
 from parity.core.weights import Weights
 from parity.diagnosis.taps import judge_tap
 from parity.identification.fit import Evidence, fit
@@ -28,7 +29,7 @@ FAR = 4000
 
 
 @dataclass(frozen=True)
-class Identification:
+class Identification(JsonRecord):
     """An attention layer, identified by what it did; or why it was not.
 
     Attributes:
@@ -54,6 +55,8 @@ class Identification:
     last_position: int = 0
     share: float | None = None
     refusal: str = ""
+
+    IN_JSON = (*("name", "spec", "names", "is_causal", "evidence", "num_tokens", "last_position", "share", "refusal"),)
 
     def __str__(self) -> str:
         if self.spec is None:
@@ -95,7 +98,7 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
     if far is not None:
         with suppress(IndexError, RuntimeError):  # learned positions may end before
             calls.append(observe(model, far, layers))
-    values = getattr(model, "config", None)
+    values: Any = getattr(model, "config", None)
     config = json.loads(json.dumps(values.to_dict(), default=str)) if hasattr(values, "to_dict") else {}
     return [_identified(layer, [_named(call, layer) for call in calls], config) for layer in seen]
 

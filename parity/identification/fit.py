@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -88,7 +88,7 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any]) -> Fit:
         reason = f"no {' or '.join(missing)}" if missing else "keys of another sequence, or a cache"
         raise Refusal("the layer", "be self-attention whose heads the attention function receives", reason)
     q, k, v = (values[name] for name in "qkv")
-    batch_size, num_heads, num_tokens, head_dim = q.shape
+    _, num_heads, num_tokens, head_dim = q.shape
     found.add("d_model", values["output"].shape[-1], "width of the output")
     found.add("num_heads", num_heads, "heads of the queries that the attention function received")
     found.add("num_kv_heads", k.shape[1], "heads of the keys that the attention function received")
@@ -148,8 +148,8 @@ def _before_rope(layer: ObservedLayer, heads: np.ndarray, factor: float) -> tupl
         first = features[:, 0] * np.float32(factor)
         places = {bits: place for place, bits in enumerate(columns_of(first))}
         wanted = columns_of(features_of(heads[:, :, :1]))
-        order = [places.get(bits) for bits in wanted]
-        if None not in order:
+        order = [places.get(bits, -1) for bits in wanted]
+        if -1 not in order:
             picked = features[..., order].reshape(batch_size, num_tokens, num_heads, head_dim)
             return picked.transpose(0, 2, 1, 3), is_normed
     return None
@@ -185,20 +185,18 @@ def _fit_norm(layer: ObservedLayer, part: str, heads: np.ndarray, found: Fit) ->
     raise Refusal(f"{part}_norm", "be one norm over heads or the width", "none that returned these features")
 
 
-def _norm_of(each: Submodule, over: str) -> tuple[Norm, Weights]:
+def _norm_of(each: Submodule, over: Literal["head", "width"]) -> tuple[Norm, Weights]:
     """Return the norm that recomputes the output of a submodule, and its parameters."""
     parameters = {name: to_numpy(x) for name, x in each.module.named_parameters()}
     eps = next((getattr(each.module, name) for name in ("eps", "variance_epsilon") if hasattr(each.module, name)), 1e-6)
     weight, bias = parameters.get("weight"), parameters.get("bias")
+    factors: dict[Any, Any] = {None: 1.0} if weight is None else {"w": weight, "1+w": 1.0 + weight}
     x = each.given.astype(np.float64)
     for kind in ("rms", "layer"):
         centered = x - x.mean(-1, keepdims=True) if kind == "layer" else x
         normed = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + eps)
-        for word, factor in (("w", weight), ("1+w", None if weight is None else 1.0 + weight), (None, None)):
-            if (factor is None) != (word is None) or (word is None and weight is not None):
-                continue
-            made = normed if factor is None else normed * factor
-            made = made if bias is None else made + bias
+        for word, factor in factors.items():
+            made = normed * factor if bias is None else normed * factor + bias
             if _is_close(made, each.result):
                 leaves = {} if weight is None else {"weight": weight} | ({} if bias is None else {"bias": bias})
                 return Norm(kind=kind, over=over, weight=word, bias=bias is not None, eps=eps), leaves
@@ -212,8 +210,9 @@ def _fit_projection(layer: ObservedLayer, part: str, heads: np.ndarray, found: F
         flat = each.result.reshape(-1, each.result.shape[-1])
         if flat.shape[0] == target.shape[0]:
             places |= {bits: (each, place) for place, bits in enumerate(columns_of(flat))}
-    order = [places.get(bits) for bits in columns_of(target)]
-    if None in order or len({each.name for each, _ in order}) != 1:
+    wanted = list(columns_of(target))
+    order = [places[bits] for bits in wanted if bits in places]
+    if len(order) < len(wanted) or len({each.name for each, _ in order}) != 1:
         raise Refusal(f"{part}_proj", "return the features of the heads", "none that does")
     each, rows = order[0][0], [place for _, place in order]
     if not np.array_equal(each.given.reshape(-1, each.given.shape[-1]), _flat(layer.values["input"])):
