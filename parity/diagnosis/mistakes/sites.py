@@ -25,7 +25,7 @@ def before(change: Callable[..., tuple[Any, ...]]) -> Override:
 
 
 def after(change: Change) -> Override:
-    """Return an override that changes what a method gives; None stays None, as another mistake of a pair may make it."""
+    """Return an override that changes what a method gives, unless another mistake leaves it out."""
 
     def override(_: Layer, original: Any, *inputs: Any) -> Any:
         found = original(*inputs)
