@@ -26,9 +26,9 @@ import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other envi
 import mha_tt
 from mha_spec import AttentionSpec
 from mha_tt.layout import TILE, padded_features, slots_of
+from mha_tt.mock.goldens import GOLDENS
 from mha_tt.recording import Recording, Replay
 from parity.backends.port import FilledModule, Shapes, kind_of
-from parity.core.arrays import to_numpy
 from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_weights
@@ -42,6 +42,18 @@ DTYPES = {"float32": ttnn.float32, "bfloat16": ttnn.bfloat16}
 def from_numpy(x: np.ndarray) -> ttnn.Tensor:
     """The tensor of the same values and dtype."""
     return mha_tt.upload(x, device=open_device(), dtype=DTYPES[x.dtype.name])
+
+
+def to_numpy(x: ttnn.Tensor) -> np.ndarray:
+    """Return the values of a tensor wherever it lies; those of bfloat16 and of blocks of 8 or 4 bits as bfloat16."""
+    kind = str(x.dtype).rpartition(".")[2].lower()
+    is_on_device = x.storage_type() == ttnn.StorageType.DEVICE
+    values = mha_tt.download(x) if is_on_device else mha_tt.mock.value_of(x)
+    if values is None:  # it lies on the host, whose conversion of bfloat16 gives none of NumPy's dtypes
+        values = x.to_numpy() if "int" in kind else ttnn._ttnn.operations.core.to_dtype(x, ttnn.float32).to_numpy()
+    if "int" in kind:
+        return values.astype(kind)
+    return values if kind == "float32" else values.astype(ml_dtypes.bfloat16)
 
 
 _held = ExitStack()
@@ -248,6 +260,16 @@ def pull_back(path: str, *_: Any) -> tuple[dict[str, np.ndarray], Weights]:
 # ---- Surroundings ----------------------------------------------------------------------------------------------------
 
 
+def arithmetic() -> str:
+    """Name the arithmetic of the device: that of golden functions on a mock board, or where there is none."""
+    return "ieee" if mha_tt.target() in (None, "mock") else "tensix"
+
+
+def golden_function(operation: Any) -> Callable[..., Any] | None:
+    """Return the golden function of an operation of ttnn: ours where its own is wrong or missing."""
+    return GOLDENS.get(operation.python_fully_qualified_name, operation.golden_function)
+
+
 @contextmanager
 def lock(dtype: str) -> Iterator[dict[str, Any]]:
     """Report what sets the numbers of a device, which is fixed by each module; on a mock board, compute the values."""
@@ -257,7 +279,7 @@ def lock(dtype: str) -> Iterator[dict[str, Any]]:
         if is_mock:
             stack.enter_context(mha_tt.mock.shadow())
         yield {
-            "arithmetic": "ieee" if is_mock else "tensix",
+            "arithmetic": arithmetic(),
             "compute_kernel_config": mha_tt.describe_config(mha_tt.accurate_config(device)),
             "values": "golden functions" if is_mock else "device",
         }

@@ -32,7 +32,6 @@ from mha_tt.parallel.local import all_reduce, check_divides
 from parity.backends import tt as port
 from parity.backends.port import Port
 from parity.backends.record import trace_of
-from parity.core.arrays import to_numpy
 from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.trace import Reference, Trace
@@ -140,7 +139,7 @@ class _TtOnMesh:
 
     def joined(self, x: ttnn.Tensor, heads: Sequence[list[int]], axis: int) -> np.ndarray:
         """What chips have of heads, side by side on an axis; those that several have must be the same on all."""
-        parts = [to_numpy(part) for part in ttnn.get_device_tensors(x)]
+        parts = [port.to_numpy(part) for part in ttnn.get_device_tensors(x)]
         held = [(own, chip) for row in self.rows for own, chip in zip(heads, row, strict=True)]
         shape, before = list(parts[0].shape), (slice(None),) * axis
         shape[axis] = 1 + max(map(max, heads))
