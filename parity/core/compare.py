@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -373,6 +374,7 @@ def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
     return ", ".join(reasons)
 
 
+@lru_cache(maxsize=4096)
 def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
     """The letters of a stage's axes; `axis0`, `axis1`, … of a stage that is not known here or has other axes."""
     known = stage_named(stage)
@@ -380,6 +382,7 @@ def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
     return letters if len(letters) == ndim else tuple(f"axis{axis}" for axis in range(ndim))
 
 
+@lru_cache(maxsize=4096)
 def kept_dtype(stage: str, dtype: str) -> np.dtype:
     """The dtype in which implementations keep a stage: that of the inputs, but scores in at least float32."""
     known = stage_named(stage)
@@ -448,6 +451,7 @@ def floor(dtype: str, arithmetic: str = "ieee") -> float:
     return unit_of_rounding("float64" if dtype == "float64" else "float32")
 
 
+@cache
 def unit_of_rounding(dtype: str) -> float:
     """Distance from 1 to the next number of a dtype."""
     return float(ml_dtypes.finfo(dtype_named(dtype)).eps)
@@ -487,7 +491,8 @@ def _by_position(errors: np.ndarray, allowed: float, stage: str) -> tuple[float,
     largest = np.moveaxis(errors, along, 0).reshape(errors.shape[along], -1).max(axis=1)
     if largest.size > POSITIONS:
         largest = np.maximum.reduceat(largest, np.arange(POSITIONS) * largest.size // POSITIONS)
-    return tuple(share(float(error), allowed) for error in largest)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return tuple(np.where(largest == 0.0, 0.0, largest / (allowed if math.isfinite(allowed) else 0.0)).tolist())
 
 
 def _spacing(expected: np.ndarray, dtype: str) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol, cast, overload
 
 import numpy as np
@@ -77,7 +77,7 @@ class Stage:
     is_gradient: bool = False
     step: int | None = None
 
-    @property
+    @cached_property
     def kind(self) -> str:
         """Its name without the step: `module.cache.keys`."""
         return ".".join(filter(None, [self.path, "grad" if self.is_gradient else "", self.quantity]))
@@ -85,27 +85,27 @@ class Stage:
     def __str__(self) -> str:
         return self.kind if self.step is None else f"step{self.step}.{self.kind}"
 
-    @property
+    @cached_property
     def is_known(self) -> bool:
         """Whether it is one of ours, a gradient or a weight, whose axes have letters."""
         return self.kind in STAGES or self.is_gradient or self.quantity.endswith(("weight", "bias"))
 
-    @property
+    @cached_property
     def is_exact(self) -> bool:
         """Whether it holds booleans or integers, which rounding does not touch."""
         return self.kind in STAGES and self.quantity in EXACT
 
-    @property
+    @cached_property
     def is_end(self) -> bool:
         """Whether no other stage is made of it: an output, or what a module gives beside it."""
         return self.quantity == "output" or (self.path != "" and not self.quantity.startswith("cache."))
 
-    @property
+    @cached_property
     def is_attn_weights(self) -> bool:
         """Whether it holds attention weights, of any layer."""
         return self.quantity.endswith("attn_weights")
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """The letters of its axes."""
         anywhere = f"grad.{self.quantity}" if self.is_gradient else self.kind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -68,7 +69,7 @@ class Arithmetic:
         if self.kind not in MANTISSA:
             raise Refusal("arithmetic", f"be one of {list(MANTISSA)}", arithmetic=self.kind)
 
-    @property
+    @cached_property
     def wide(self) -> np.dtype:
         """float64 for float64, float32 for everything narrower."""
         return np.promote_types(np.float32, self.dtype) if self.dtype.kind == "f" else np.dtype(np.float32)
@@ -159,7 +160,7 @@ def _plainly(a: np.ndarray, b: np.ndarray, start: np.ndarray | float, mantissa: 
     term = np.empty_like(total)
     for k in range(a.shape[-1]):
         np.multiply(a[..., :, k, None], b[..., None, k, :], out=term)
-        total += _cut(term, mantissa)
+        total += _cut(term, mantissa) if mantissa < 23 else term
     return total
 
 
