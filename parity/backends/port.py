@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
@@ -133,77 +133,37 @@ def nothing_replayed(_: Problem) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+OF_KEYS = ("k", "v", "keys", "values")
+"""The stages, and parts of caches, that have key/value heads."""
+
+
 class Shapes:
-    """How a sibling's arrays hold the heads, outputs and caches of a layer: here in the shapes of the contract."""
+    """How a sibling's arrays hold stages, and the parts of caches, by name: here in the shapes of the contract."""
 
     def __init__(self, port: Port, spec: AttentionSpec) -> None:
         self.port, self.spec = port, spec
+        self.cache_parts = ("keys", "values", "lengths") if spec.latent is None else ("latents", "lengths")
 
-    def heads_from_numpy(self, x: np.ndarray) -> Any:
-        """Heads of queries, (B, N, T, H)."""
+    def from_numpy(self, name: str, x: np.ndarray) -> Any:
+        """Return a stage as the sibling's functions take it."""
         return self.port.from_numpy(x)
 
-    def heads_to_numpy(self, x: Any) -> np.ndarray:
-        """The same back."""
-        return self.port.to_numpy(x)
-
-    def keys_from_numpy(self, x: np.ndarray) -> Any:
-        """Heads of keys, (B, K, S, H)."""
-        return self.heads_from_numpy(x)
-
-    def keys_to_numpy(self, x: Any) -> np.ndarray:
-        """The same back."""
-        return self.heads_to_numpy(x)
-
-    def values_from_numpy(self, x: np.ndarray) -> Any:
-        """Heads of values, (B, K, S, Hv)."""
-        return self.port.from_numpy(x)
-
-    def values_to_numpy(self, x: Any) -> np.ndarray:
-        """The same back."""
-        return self.port.to_numpy(x)
-
-    def context_from_numpy(self, x: np.ndarray) -> Any:
-        """The context, (B, N, T, Hv)."""
-        return self.values_from_numpy(x)
-
-    def context_to_numpy(self, x: Any) -> np.ndarray:
-        """The same back."""
-        return self.values_to_numpy(x)
-
-    def gate_from_numpy(self, x: np.ndarray) -> Any:
-        """What gate_proj gives, (B, T, N * Hv), or (B, T, N) for one number a head."""
-        return self.port.from_numpy(x)
-
-    def gate_to_numpy(self, x: Any) -> np.ndarray:
-        """The same back."""
-        return self.port.to_numpy(x)
-
-    def output_to_numpy(self, x: Any) -> np.ndarray:
-        """The output of the layer."""
-        return self.port.to_numpy(x)
-
-    def latents_from_numpy(self, x: np.ndarray) -> Any:
-        """Latents, (B, 1, T, W)."""
-        return self.port.from_numpy(x)
-
-    def latents_to_numpy(self, x: Any) -> np.ndarray:
-        """The same back."""
+    def to_numpy(self, name: str, x: Any) -> np.ndarray:
+        """Return a stage as the sibling's functions give it."""
         return self.port.to_numpy(x)
 
     @property
-    def cache_parts(self) -> tuple[str, ...]:
-        """What a cache of the layer holds, by name, its lengths last."""
-        return ("keys", "values", "lengths") if self.spec.latent is None else ("latents", "lengths")
+    def cache_kind(self) -> Any:
+        """The sibling's class of caches."""
+        return self.port.SIBLING.KVCache if self.spec.latent is None else self.port.SIBLING.LatentCache
 
-    def cache_from_numpy(self, *parts: np.ndarray) -> Any:
-        """The cache that holds them."""
-        kind = "KVCache" if self.spec.latent is None else "LatentCache"
-        return getattr(self.port.SIBLING, kind)(*map(self.port.from_numpy, parts))
+    def cache_from_numpy(self, parts: Sequence[np.ndarray]) -> Any:
+        """Return the cache that holds these parts."""
+        return self.cache_kind(*map(self.from_numpy, self.cache_parts, parts))
 
     def cache_to_numpy(self, cache: Any) -> dict[str, np.ndarray]:
-        """What a cache holds."""
-        return {name: self.port.to_numpy(getattr(cache, name)) for name in self.cache_parts}
+        """Return the parts of a cache."""
+        return {name: self.to_numpy(name, getattr(cache, name)) for name in self.cache_parts}
 
 
 def kind_of(sibling: Any, case: Case) -> Any:

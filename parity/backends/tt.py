@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -145,21 +145,27 @@ whole = beside
 class Padded(Shapes):
     """The features of a head and the slots of a cache are padded to whole tiles on the device."""
 
-    def heads_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        return self.port.from_numpy(self.padded(x, self._keys))
+    def from_numpy(self, name: str, x: np.ndarray) -> ttnn.Tensor:
+        if name == "gate" and x.shape[2] != self.spec.num_heads:
+            heads = x.reshape(*x.shape[:2], self.spec.num_heads, -1).swapaxes(1, 2)
+            return mha_tt.combine_heads(self.from_numpy("context", heads))
+        if name == "latents":
+            return from_numpy(self.padded(x, "kv_a_proj"))
+        return self.port.from_numpy(x if name == "gate" else self.padded(x, self.like(name)))
 
-    def heads_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        return self.real(self.port.to_numpy(x), self._keys)
+    def to_numpy(self, name: str, x: ttnn.Tensor) -> np.ndarray:
+        if name == "output":
+            return to_numpy(x) if self.spec.out_proj else self._of_heads(x)
+        if name == "gate":
+            return to_numpy(x) if x.shape[2] == self.own_heads else self._of_heads(x)
+        if name == "latents":
+            return self.real(to_numpy(x), "kv_a_proj")
+        return self.real(self.port.to_numpy(x), self.like(name))
 
-    def values_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        return self.port.from_numpy(self.padded(x, "v_proj"))
-
-    def values_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        return self.real(self.port.to_numpy(x), "v_proj")
-
-    @property
-    def _keys(self) -> str:
-        """A projection whose heads are as those of queries and keys."""
+    def like(self, name: str) -> str:
+        """Name a projection whose heads are padded as those of a stage are."""
+        if name in ("v", "values", "context"):
+            return "v_proj"
         if self.spec.latent is None:
             return "k_proj"
         return "q_proj" if self.spec.latent.q_rank is None else "q_b_proj"
@@ -184,49 +190,24 @@ class Padded(Shapes):
         """How many query heads the device has."""
         return self.spec.num_heads
 
-    def gate_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        if x.shape[2] == self.spec.num_heads:
-            return self.port.from_numpy(x)
-        heads = x.reshape(*x.shape[:2], self.spec.num_heads, -1).swapaxes(1, 2)
-        return mha_tt.combine_heads(self.context_from_numpy(heads))
-
-    def gate_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        return to_numpy(x) if x.shape[2] == self.own_heads else self._of_heads(x)
-
-    def output_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        """The output of a layer; the features that pad its heads are still in it where no projection follows."""
-        return to_numpy(x) if self.spec.out_proj else self._of_heads(x)
-
     def _of_heads(self, x: ttnn.Tensor) -> np.ndarray:
         """Features of heads, side by side, without those that pad them."""
-        heads = self.context_to_numpy(mha_tt.split_heads(x, self.own_heads))
+        heads = self.to_numpy("context", mha_tt.split_heads(x, self.own_heads))
         return heads.swapaxes(1, 2).reshape(x.shape[0], x.shape[1], -1)
 
-    def latents_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        return from_numpy(self.padded(x, "kv_a_proj"))
-
-    def latents_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        return self.real(to_numpy(x), "kv_a_proj")
-
-    def cache_from_numpy(self, *parts: np.ndarray) -> Any:
+    def cache_from_numpy(self, parts: Sequence[np.ndarray]) -> Any:
         *slots, lengths = parts
         capacity = slots[0].shape[2]
         slots = [np.pad(x, ((0, 0), (0, 0), (0, -capacity % TILE), (0, 0))) for x in slots]
-        if self.spec.latent is not None:
-            return mha_tt.LatentCache(self.latents_from_numpy(slots[0]), lengths, capacity)
-        return mha_tt.KVCache(self.keys_from_numpy(slots[0]), self.values_from_numpy(slots[1]), lengths, capacity)
+        return self.cache_kind(*map(self.from_numpy, self.cache_parts, slots), lengths, capacity)
 
     def cache_to_numpy(self, cache: Any) -> dict[str, np.ndarray]:
-        """What a cache holds; slots beyond its capacity must be 0."""
         held: dict[str, np.ndarray] = {}
-        if self.spec.latent is None:
-            slots = {"keys": self.keys_to_numpy(cache.keys), "values": self.values_to_numpy(cache.values)}
-        else:
-            slots = {"latents": self.latents_to_numpy(cache.latents)}
-        for name, array in slots.items():
-            if array[:, :, cache.capacity :].any():
+        for name in self.cache_parts[:-1]:
+            slots = self.to_numpy(name, getattr(cache, name))
+            if slots[:, :, cache.capacity :].any():
                 raise Refusal("slots beyond the capacity", "be 0", f"others in the {name}")
-            held[name] = array[:, :, : cache.capacity]
+            held[name] = slots[:, :, : cache.capacity]
         return {**held, "lengths": cache.lengths}
 
 
