@@ -26,7 +26,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -89,6 +89,15 @@ class Judgement:
     def has_wrong_zeros(self) -> bool:
         """Return whether attention weights are 0 where a key is seen, or not 0 where it is hidden."""
         return share(self.measured.get("zeros", 0.0), self.allowed.get("zeros", 1.0)) > 1.0
+
+
+class Place(NamedTuple):
+    """Name and dtype of what is compared; the dtype is that of the inputs."""
+
+    case: str
+    backend: str
+    dtype: str
+    stage: str
 
 
 NOT_MEASURED = Judgement(math.inf, math.inf)
@@ -201,11 +210,8 @@ def compare(
     actual: np.ndarray,
     expected: np.ndarray,
     same_precision: np.ndarray,
+    place: Place,
     *,
-    case: str,
-    backend: str,
-    dtype: str,
-    stage: str,
     terms: np.ndarray | None = None,
     arithmetic: str = "ieee",
 ) -> Comparison:
@@ -215,22 +221,21 @@ def compare(
         actual: what the implementation gives.
         expected: the float64 reference.
         same_precision: the reference in the dtype that `SAME_PRECISION` names, and in the arithmetic.
-        case, backend, dtype, stage: what is compared; the dtype is that of the inputs.
+        place: what is compared.
         terms: size of the terms that the stage is a sum of, where they may cancel; the expected value when absent.
         arithmetic: of the hardware, one of `reference.ARITHMETICS`.
     """
-    about: dict[str, Any] = {"case": case, "backend": backend, "dtype": dtype, "stage": stage}
-    if reason := why_incomparable(actual, expected, kept_dtype(stage, dtype)):
-        return failure(expected, reason, **about)
-    exact = stage_named(stage).is_exact
+    kept, stage = kept_dtype(place.stage, place.dtype), stage_named(place.stage)
+    if reason := why_incomparable(actual, expected, kept):
+        return failure(expected, reason, place)
     expected = expected.astype(np.float64)
-    if arithmetic.startswith("tensix") and not exact:  # to its matrix engine NaN is a number: what it gives is unknown
+    if stage.is_exact:
+        return measure(actual, expected, NOTHING, place, ulps_of="float32")
+    if arithmetic.startswith("tensix"):  # to its matrix engine NaN is a number: what it gives is unknown
         actual = np.where(np.isnan(expected), np.asarray(np.nan, actual.dtype), actual)
-    has_slope = terms is None and not stage_named(stage).is_gradient
-    more: dict[str, Any] = {"has_slope": has_slope, "stage": stage}
-    allowed = NOTHING if exact else budget(expected, same_precision, dtype, terms, arithmetic, **more)
-    ulps_of = "float32" if exact else kept_dtype(stage, dtype).name
-    return measure(actual, expected, allowed, **about, ulps_of=ulps_of)
+    has_slope = terms is None and not stage.is_gradient
+    allowed = budget(expected, same_precision, place.dtype, terms, arithmetic, has_slope=has_slope, stage=place.stage)
+    return measure(actual, expected, allowed, place, ulps_of=kept.name)
 
 
 def why_incomparable(actual: np.ndarray, expected: np.ndarray, dtype: np.dtype | None = None) -> str:
@@ -262,11 +267,8 @@ def measure(
     actual: np.ndarray,
     expected: np.ndarray,
     allowed: Mapping[str, float],
+    place: Place,
     *,
-    case: str,
-    backend: str,
-    dtype: str,
-    stage: str,
     ulps_of: str,
 ) -> Comparison:
     """Judge an array by another of its shape, and say where it is worst.
@@ -274,9 +276,10 @@ def measure(
     Args:
         actual, expected: at least one element. Where one is NaN and the other is not, the error is infinite.
         allowed: by norm, `rms`, `max` and, where it is to be judged, `slope`.
-        case, backend, dtype, stage: what is compared.
+        place: what is compared.
         ulps_of: name of the dtype whose units in the last place are counted.
     """
+    stage = place.stage
     actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
     found, errors = _judged(actual, expected, allowed, stage)
     errors = with_wrong_zeros(errors, actual, expected, allowed) if found.norm == "zeros" else errors
@@ -284,10 +287,7 @@ def measure(
     with np.errstate(over="ignore"):  # an error beside an expected 0 may be beyond counting
         ulps = errors / _spacing(np.nan_to_num(expected), ulps_of)
     return Comparison(
-        case=case,
-        backend=backend,
-        dtype=dtype,
-        stage=stage,
+        *place,
         status="passed" if found.ratio <= 1.0 else "failed",
         error=found.measured[found.norm],
         budget=allowed[found.norm],
@@ -463,11 +463,10 @@ def first_difference(comparisons: Iterable[Comparison]) -> Comparison | None:
     return next((comparison for comparison in failed if comparison.is_culprit), failed[0] if failed else None)
 
 
-def failure(expected: np.ndarray, reason: str, *, case: str, backend: str, dtype: str, stage: str) -> Comparison:
+def failure(expected: np.ndarray, reason: str, place: Place) -> Comparison:
     """A stage that cannot be measured, and so fails."""
-    about: dict[str, Any] = {"case": case, "backend": backend, "dtype": dtype, "stage": stage}
     size = expected.size
-    return Comparison(**about, mismatched=size, size=size, shape=expected.shape, reason=reason)
+    return Comparison(*place, mismatched=size, size=size, shape=expected.shape, reason=reason)
 
 
 def is_close(ratio: float) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.core.compare import Comparison, compare, first_difference
+from parity.core.compare import Comparison, Place, compare, first_difference
 from parity.core.problem import Problem
 from parity.core.records import JsonRecord
 from parity.core.reference import UNFUSED
@@ -335,10 +335,7 @@ def _of_other_keys(sequences: Sequences, reference: Reference, backend: str, ari
             cached,
             reference.accumulated[name],
             same[name],
-            case=reference.problem.case.name,
-            backend=backend,
-            dtype=reference.problem.dtype,
-            stage=f"step{step}.cache.{part}",
+            Place(reference.problem.case.name, backend, reference.problem.dtype, f"step{step}.cache.{part}"),
             arithmetic=arithmetic,
         )
         found += [] if comparison.passed else [comparison]
@@ -383,16 +380,8 @@ def _compared(
         if stage not in observed:
             continue
         same = reference.same_precision(local=False, arithmetic=arithmetic)[stage]
-        comparison = compare(
-            observed[stage],
-            expected,
-            same,
-            case=problem.case.name,
-            backend=backend,
-            dtype=problem.dtype,
-            stage=stage,
-            arithmetic=arithmetic,
-        )
+        place = Place(problem.case.name, backend, problem.dtype, stage)
+        comparison = compare(observed[stage], expected, same, place, arithmetic=arithmetic)
         local = replay.judgement(stage, ()).ratio
         found.append(comparison.with_step(local, "wrong for what it was made of"))
     return found

@@ -12,7 +12,7 @@ from parity.conversion.hints import LayerKeywords
 from parity.conversion.layers import FileLayer, open_layers
 from parity.core import reference
 from parity.core.case import Case
-from parity.core.compare import SAME_PRECISION, compare
+from parity.core.compare import SAME_PRECISION, Place, compare
 from parity.core.problem import make_problem
 from parity.core.stages import run_steps
 from parity.core.weights import Weights
@@ -182,9 +182,7 @@ def _with_own_module(report: Report, layer: FileLayer, case: Case, weights: Weig
     problem = replace(problem, inputs={**problem.inputs, "query": ran.given})
     expected = run_steps(reference.steps(problem, "float64"))["output"]
     same = run_steps(reference.steps(problem, SAME_PRECISION["float32"]))["output"]
-    verdict = compare(
-        ran.output, expected, same, case=case.name, backend="transformers", dtype="float32", stage="output"
-    )
+    verdict = compare(ran.output, expected, same, Place(case.name, "transformers", "float32", "output"))
     return replace(report, comparisons=[*report.comparisons, replace(verdict, library="transformers")])
 
 
