@@ -21,7 +21,7 @@ from mha_spec import Rope
 from parity import AttentionSpec, Case, random_weights
 from parity.conversion.layouts.canonical import from_canonical, to_canonical
 from parity.conversion.layouts.tables import LAYOUTS
-from parity.core.compare import Place, compare
+from parity.core.compare import Label, compare
 from parity.core.problem import make_problem
 from parity.core.trace import Reference
 from parity.core.weights import load_tensors, save_tensors
@@ -469,7 +469,7 @@ def verdict(foreign, weights, run):
         run(problem.inputs),
         reference.accumulated["output"],
         reference.same_precision(local=False)["output"],
-        Place(foreign.layout, "module", "float32", "output"),
+        Label(foreign.layout, "module", "float32", "output"),
     )
 
 

@@ -184,8 +184,8 @@ class _Layer:
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
         """The module as users call it, by each of its paths."""
-        inputs = (self.inputs["query"], self.inputs.get("key"), self.own_mask(), self.inputs.get("bias"))
-        attn_weights, outputs = self.filled.outputs(*inputs, self.positions())
+        inputs = {name: self.inputs.get(name) for name in ("query", "key", "bias")}
+        attn_weights, outputs = self.filled.outputs(**inputs, mask=self.own_mask(), positions=self.positions())
         return {"module.attn_weights": self.port.to_numpy(attn_weights), **self.outputs(outputs)}
 
     def outputs(self, outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:

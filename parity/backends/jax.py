@@ -173,10 +173,7 @@ class JaxModule:
         self.in_blocks = nnx.clone(self.module)
         self.in_blocks.kernel = SMALL_BLOCKS
 
-    def outputs(
-        self, query: Array, key: Array | None, mask: Array | None, bias: Array | None, positions: Array | None
-    ) -> tuple[Array, dict[str, Array]]:
-        inputs = {"key": key, "mask": mask, "bias": bias, "positions": positions}
+    def outputs(self, query: Array, **inputs: Array | None) -> tuple[Array, dict[str, Array]]:
         return self.call(_all_paths, self.module, self.in_blocks, query, inputs)
 
     def step(

@@ -116,10 +116,7 @@ class _JaxModuleOnMesh(port.JaxModule):
         self.sent[self.program] = counts_of(collectives_in(program.as_text()))
         return program(*arguments)
 
-    def outputs(
-        self, query: Array, key: Array | None, mask: Array | None, bias: Array | None, positions: Array | None
-    ) -> tuple[Array, dict[str, Array]]:
-        inputs = {"key": key, "mask": mask, "bias": bias, "positions": positions}
+    def outputs(self, query: Array, **inputs: Array | None) -> tuple[Array, dict[str, Array]]:
         self.program = "forward"
         output, attn_weights = self.call(_with_weights, self.module, query, inputs)
         outputs = {"module": output}

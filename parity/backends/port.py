@@ -28,11 +28,10 @@ class FilledModule(Protocol):
     module: Any
     weights: Any
 
-    def outputs(self, query: Any, key: Any, mask: Any, bias: Any, positions: Any) -> tuple[Any, dict[str, Any]]:
+    def outputs(self, query: Any, **inputs: Any) -> tuple[Any, dict[str, Any]]:
         """Return the attention weights, and the output by each path: `module` with weights, `fused` without."""
-        inputs = {"mask": mask, "bias": bias, "positions": positions}
-        output, attn_weights = self.module(query, key, **inputs, need_weights=True)
-        fused, _ = self.module(query, key, **inputs)
+        output, attn_weights = self.module(query, **inputs, need_weights=True)
+        fused, _ = self.module(query, **inputs)
         return attn_weights, {"module": output, "fused": fused}
 
     def step(self, x: Any, cache: Any, new_lengths: Any, positions: Any) -> tuple[dict[str, Any], Any]:

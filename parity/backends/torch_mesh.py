@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -250,7 +250,8 @@ class _TorchOnMesh(OnMesh):
         cotangent = divided.part(hidden["cotangent"], 1)
         if not spec.out_proj:
             cotangent = self.tensor.part(cotangent, 2)
-        output, _ = filled.attend(module, tokens, hidden["mask"], hidden["positions"], need_weights=not path)
+        given = {**tokens, "mask": hidden["mask"], "positions": hidden["positions"]}
+        output, _ = filled.attend(module, given, need_weights=not path)
         with self.counting(f"{path}.gradient".removeprefix(".")):
             output.backward(cotangent)
         of_inputs = {}
@@ -324,36 +325,31 @@ class _TorchModuleOnMesh(port.TorchModule):
         self.weights = port.to_state_dict(held, own)
         self.own = replace(self.module.spec, out_bias=own.out_bias)
         if problem.case.is_cached:
-            self.module.init_cache = partial(self._init_cache, self.module.init_cache)
+            init_cache = self.module.init_cache
+            self.module.init_cache = lambda batch, capacity: init_cache(batch // on_mesh.data.size, capacity)
 
-    def _init_cache(self, init_cache: Callable[..., Any], batch: int, capacity: int) -> Any:
-        return init_cache(batch // self.on_mesh.data.size, capacity)
-
-    def attend(
-        self, module: Any, tokens: dict[str, Tensor], mask: Tensor | None, positions: Tensor | None, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend(self, module: Any, inputs: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor | None]:
         """The module called with what it has of the inputs."""
-        query, key, bias = (tokens.get(name) for name in ("query", "key", "bias"))
         if not isinstance(module.kernel, RingAttention):
-            return module(query, key, mask=mask, bias=bias, positions=positions, **options)
-        lengths, data = self.case.key_padding_lengths, self.on_mesh.data
+            return module(**inputs, **options)
+        lengths, positions = self.case.key_padding_lengths, inputs["positions"]
         if lengths is not None:
-            lengths = data.part(torch.as_tensor(lengths), 0)
+            lengths = self.on_mesh.data.part(torch.as_tensor(lengths), 0)
         if positions is not None:
             positions = self.on_mesh.sequence.part(positions, -1)
-        return module(query, key, is_causal=self.case.is_causal, key_padding_lengths=lengths, positions=positions)
+        tokens = (inputs["query"], inputs.get("key"))
+        return module(*tokens, is_causal=self.case.is_causal, key_padding_lengths=lengths, positions=positions)
 
     @torch.no_grad()
-    def outputs(
-        self, query: Tensor, key: Tensor | None, mask: Tensor | None, bias: Tensor | None, positions: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        tokens = {name: x for name, x in (("query", query), ("key", key), ("bias", bias)) if x is not None}
+    def outputs(self, query: Tensor, **inputs: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        key, sequence = inputs.pop("key"), self.on_mesh.sequence
         with self.on_mesh.counting("forward"):
-            output, attn_weights = self.attend(self.module_of_heads, tokens, mask, positions, need_weights=True)
-        sequence = self.on_mesh.sequence
-        own = {name: sequence.part(x, 1) if name != "bias" else x for name, x in tokens.items()}
+            output, attn_weights = self.attend(
+                self.module_of_heads, {"query": query, "key": key, **inputs}, need_weights=True
+            )
+        own = {"query": sequence.part(query, 1), "key": None if key is None else sequence.part(key, 1), **inputs}
         with self.on_mesh.counting("fused.forward"):
-            fused, _ = self.attend(self.module, own, mask, positions)
+            fused, _ = self.attend(self.module, own)
         return cast(Tensor, attn_weights), {"module": output, "fused": sequence.whole(fused, 1)}
 
     @torch.no_grad()

@@ -193,14 +193,11 @@ class _TtModuleOnMesh(port.TtModule):
         parallel.shard(self.module, on_mesh.mesh, heads=HEADS)
         self.weights = self.module.weights
 
-    def outputs(
-        self, query: ttnn.Tensor, key: ttnn.Tensor | None, mask: Any, bias: Any, positions: np.ndarray | None
-    ) -> tuple[ttnn.Tensor, dict[str, ttnn.Tensor]]:
-        inputs = {"mask": mask, "bias": bias, "positions": positions}
+    def outputs(self, query: ttnn.Tensor, **inputs: Any) -> tuple[ttnn.Tensor, dict[str, ttnn.Tensor]]:
         with self.on_mesh.counting("forward"):
-            output, attn_weights = self.module(query, key, **inputs, need_weights=True)
+            output, attn_weights = self.module(query, **inputs, need_weights=True)
         with self.on_mesh.counting("fused.forward"):
-            fused, _ = self.module(query, key, **inputs)
+            fused, _ = self.module(query, **inputs)
         return attn_weights, {"module": output, "fused": fused}
 
     def step(

@@ -91,7 +91,7 @@ class Judgement:
         return share(self.measured.get("zeros", 0.0), self.allowed.get("zeros", 1.0)) > 1.0
 
 
-class Place(NamedTuple):
+class Label(NamedTuple):
     """Name and dtype of what is compared; the dtype is that of the inputs."""
 
     case: str
@@ -210,7 +210,7 @@ def compare(
     actual: np.ndarray,
     expected: np.ndarray,
     same_precision: np.ndarray,
-    place: Place,
+    label: Label,
     *,
     terms: np.ndarray | None = None,
     arithmetic: str = "ieee",
@@ -221,21 +221,21 @@ def compare(
         actual: what the implementation gives.
         expected: the float64 reference.
         same_precision: the reference in the dtype that `SAME_PRECISION` names, and in the arithmetic.
-        place: what is compared.
+        label: what is compared.
         terms: size of the terms that the stage is a sum of, where they may cancel; the expected value when absent.
         arithmetic: of the hardware, one of `reference.ARITHMETICS`.
     """
-    kept, stage = kept_dtype(place.stage, place.dtype), stage_named(place.stage)
+    kept, stage = kept_dtype(label.stage, label.dtype), stage_named(label.stage)
     if reason := why_incomparable(actual, expected, kept):
-        return failure(expected, reason, place)
+        return failure(expected, reason, label)
     expected = expected.astype(np.float64)
     if stage.is_exact:
-        return measure(actual, expected, NOTHING, place, ulps_of="float32")
+        return measure(actual, expected, NOTHING, label, ulps_of="float32")
     if arithmetic.startswith("tensix"):  # to its matrix engine NaN is a number: what it gives is unknown
         actual = np.where(np.isnan(expected), np.asarray(np.nan, actual.dtype), actual)
     has_slope = terms is None and not stage.is_gradient
-    allowed = budget(expected, same_precision, place.dtype, terms, arithmetic, has_slope=has_slope, stage=place.stage)
-    return measure(actual, expected, allowed, place, ulps_of=kept.name)
+    allowed = budget(expected, same_precision, label.dtype, terms, arithmetic, has_slope=has_slope, stage=label.stage)
+    return measure(actual, expected, allowed, label, ulps_of=kept.name)
 
 
 def why_incomparable(actual: np.ndarray, expected: np.ndarray, dtype: np.dtype | None = None) -> str:
@@ -256,9 +256,17 @@ def _judged(
     actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str
 ) -> tuple[Judgement, np.ndarray]:
     """Judge whole rows, and return the absolute errors, too."""
-    errors, measured = measured_in(actual, expected, allowed)
-    ratios = {norm: share(measured[norm], allowed[norm]) for norm in measured}
-    norm = worst_norm(ratios)
+    errors = errors_of(actual, expected)
+    measured = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
+    if "slope" in allowed:
+        is_finite = math.isfinite(measured["max"])
+        measured["slope"] = slope(actual, expected, np.isfinite(expected)) if is_finite else math.inf
+    ratios = {norm: share(size, allowed[norm]) for norm, size in measured.items()}
+    norm = max(ratios, key=ratios.__getitem__)
+    if "zeros" in allowed:
+        measured["zeros"] = float(zero_on_one_side(actual, expected).max(initial=0.0))
+        ratios["zeros"] = share(measured["zeros"], allowed["zeros"])
+        norm = "zeros" if ratios[norm] <= 1.0 < ratios["zeros"] else norm
     error = float(errors.mean()) if stage_named(stage).is_exact else measured["rms"]
     return Judgement(error, ratios[norm], norm, measured, allowed), errors
 
@@ -267,7 +275,7 @@ def measure(
     actual: np.ndarray,
     expected: np.ndarray,
     allowed: Mapping[str, float],
-    place: Place,
+    label: Label,
     *,
     ulps_of: str,
 ) -> Comparison:
@@ -276,10 +284,10 @@ def measure(
     Args:
         actual, expected: at least one element. Where one is NaN and the other is not, the error is infinite.
         allowed: by norm, `rms`, `max` and, where it is to be judged, `slope`.
-        place: what is compared.
+        label: what is compared.
         ulps_of: name of the dtype whose units in the last place are counted.
     """
-    stage = place.stage
+    stage = label.stage
     actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
     found, errors = _judged(actual, expected, allowed, stage)
     errors = with_wrong_zeros(errors, actual, expected, allowed) if found.norm == "zeros" else errors
@@ -287,7 +295,7 @@ def measure(
     with np.errstate(over="ignore"):  # an error beside an expected 0 may be beyond counting
         ulps = errors / _spacing(np.nan_to_num(expected), ulps_of)
     return Comparison(
-        *place,
+        *label,
         status="passed" if found.ratio <= 1.0 else "failed",
         error=found.measured[found.norm],
         budget=allowed[found.norm],
@@ -304,25 +312,6 @@ def measure(
         reason=_what_is_not_finite(actual, expected) or (WRONG_ZEROS if found.has_wrong_zeros else ""),
         by_position=_by_position(errors, allowed["max"], stage),
     )
-
-
-def measured_in(actual: np.ndarray, expected: np.ndarray, norms: Iterable[str]) -> tuple[np.ndarray, dict[str, float]]:
-    """Absolute errors, and their size in each norm, infinite where one side alone is not finite."""
-    errors = errors_of(actual, expected)
-    measured = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
-    if "slope" in norms:
-        is_finite = math.isfinite(measured["max"])
-        measured["slope"] = slope(actual, expected, np.isfinite(expected)) if is_finite else math.inf
-    if "zeros" in norms:
-        measured["zeros"] = float(zero_on_one_side(actual, expected).max(initial=0.0))
-    return errors, measured
-
-
-def worst_norm(ratios: Mapping[str, float]) -> str:
-    """The norm that decides: that of the worst share of a budget; the zeros only where nothing else is wrong."""
-    others = {norm: ratio for norm, ratio in ratios.items() if norm != "zeros"}
-    worst = max(others, key=others.__getitem__)
-    return "zeros" if others[worst] <= 1.0 < ratios.get("zeros", 0.0) else worst
 
 
 def slope(actual: np.ndarray, expected: np.ndarray, counted: np.ndarray) -> float:
@@ -463,10 +452,10 @@ def first_difference(comparisons: Iterable[Comparison]) -> Comparison | None:
     return next((comparison for comparison in failed if comparison.is_culprit), failed[0] if failed else None)
 
 
-def failure(expected: np.ndarray, reason: str, place: Place) -> Comparison:
+def failure(expected: np.ndarray, reason: str, label: Label) -> Comparison:
     """A stage that cannot be measured, and so fails."""
     size = expected.size
-    return Comparison(*place, mismatched=size, size=size, shape=expected.shape, reason=reason)
+    return Comparison(*label, mismatched=size, size=size, shape=expected.shape, reason=reason)
 
 
 def is_close(ratio: float) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Protocol, cast, overload
+from functools import cache, cached_property, lru_cache
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -165,47 +165,24 @@ def steps_of(layer: LayerStages, case: Case) -> Sequence[Step]:
     """
     if not case.is_cached:
         return [getattr(layer, name) for name in STEPS]
-    return _StepsOfCalls(layer, len(case.chunks))
-
-
-class _StepsOfCalls(Sequence[Step]):
-    """The steps of all calls, those of a call made when one of them is asked for: a mistake tried runs few."""
-
-    def __init__(self, layer: LayerStages, num_calls: int) -> None:
-        self._layer, self._calls = layer, list[list[Step] | None]([None] * num_calls)
-
-    def __len__(self) -> int:
-        return len(self._calls) * len(STEPS_OF_A_CALL)
-
-    @overload
-    def __getitem__(self, place: int) -> Step: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Step]: ...
-    def __getitem__(self, place: int | slice) -> Step | list[Step]:
-        if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
-        index, step = divmod(range(len(self))[place], len(STEPS_OF_A_CALL))
-        if (steps := self._calls[index]) is None:
-            steps = self._calls[index] = _steps_of_call(self._layer, index)
-        return steps[step]
-
-
-def _steps_of_call(layer: LayerStages, index: int) -> list[Step]:
-    """New tokens in, cache grown, everything up to each token attended to."""
-    call = layer.call(index)
-    steps = ((name, getattr(call, name, None) or getattr(layer, name)) for name in STEPS_OF_A_CALL)
-    return [_in_call(index, CACHED if name in ("scores", "context") else {}, step) for name, step in steps]
+    call = cache(layer.call)
+    return [_step_of_call(layer, call, index, name) for index in range(len(case.chunks)) for name in STEPS_OF_A_CALL]
 
 
 CACHED = {"k": "cache.keys", "v": "cache.values"}
 """What a step that takes all keys and values that are cached takes for those of its tokens."""
 
 
-def _in_call(index: int, taken: Mapping[str, str], step: Step) -> Step:
-    """A step of one call with a cache, among the values of all calls."""
+def _step_of_call(layer: LayerStages, call: Callable[[int], CallStages], index: int, name: str) -> Step:
+    """A step of one call with a cache, among the values of all calls: new tokens in, all up to each attended to.
+
+    The call is made when the first of its steps runs: a mistake that is tried runs few.
+    """
+    taken = CACHED if name in ("scores", "context") else {}
 
     def run(values: Values) -> dict[str, np.ndarray]:
-        return {f"step{index}.{name}": value for name, value in step(_ValuesOfCall(values, index, taken)).items()}
+        step = getattr(call(index), name, None) or getattr(layer, name)
+        return {f"step{index}.{stage}": x for stage, x in step(_ValuesOfCall(values, index, taken)).items()}
 
     return run
 

@@ -14,7 +14,7 @@ from parity.core import reference
 from parity.core.compare import (
     SAME_PRECISION,
     Comparison,
-    Place,
+    Label,
     compare,
     failure,
     is_close,
@@ -113,14 +113,11 @@ class Reference:
         """Every stage in the same precision and arithmetic, from its own stages before or from the given ones."""
         return self._stages(SAME_PRECISION[self.problem.dtype], local=local, arithmetic=arithmetic)
 
-    def compare(
-        self, stage: str, actual: np.ndarray, arithmetic: str, *, case: str, backend: str, local: bool = False
-    ) -> Comparison:
+    def compare(self, actual: np.ndarray, label: Label, arithmetic: str, *, local: bool = False) -> Comparison:
         """Judge a stage that was computed from its own stages before or from the given ones."""
-        expected = self.expected(local=local)[stage]
-        same = self.same_precision(local=local, arithmetic=arithmetic)[stage]
-        place = Place(case, backend, self.problem.dtype, stage)
-        return compare(actual, expected, same, place, terms=self.magnitudes.get(stage), arithmetic=arithmetic)
+        expected = self.expected(local=local)[label.stage]
+        same = self.same_precision(local=local, arithmetic=arithmetic)[label.stage]
+        return compare(actual, expected, same, label, terms=self.magnitudes.get(label.stage), arithmetic=arithmetic)
 
     def recounted(self, arithmetic: str = "ieee") -> list[dict[str, np.ndarray]]:
         """Every stage in the same precision, of inputs and weights that are off by a unit of rounding, at random.
@@ -225,24 +222,20 @@ def nudged_values(values: Mapping[str, np.ndarray], unit: float, rng: np.random.
 
 def judge(trace: Trace, reference: Reference) -> list[Comparison]:
     """Compare every stage of a trace with the reference; a stage that only one of them has is a failure."""
-    case, arithmetic = trace.problem.case.name, trace.arithmetic
-
-    def place(stage: str) -> Place:
-        return Place(case, trace.title, trace.problem.dtype, stage)
-
+    run, arithmetic = Label(trace.problem.case.name, trace.title, trace.problem.dtype, "run"), trace.arithmetic
     if trace.error:
-        return [replace(failure(np.empty(0), trace.error, place("run")), library=trace.backend)]
+        return [replace(failure(np.empty(0), trace.error, run), library=trace.backend)]
 
     def verdict(stage: str, values: Mapping[str, np.ndarray], *, local: bool) -> Comparison:
-        expected = reference.expected(local=local)[stage]
+        expected, label = reference.expected(local=local)[stage], run._replace(stage=stage)
         if stage not in values:
-            return failure(expected, "the trace lacks this stage", place(stage))
+            return failure(expected, "the trace lacks this stage", label)
         actual = values[stage]
-        found = reference.compare(stage, actual, arithmetic, case=case, backend=trace.title, local=local)
+        found = reference.compare(actual, label, arithmetic, local=local)
         is_whole = not local or stage_named(stage).path  # a path is computed from the inputs in both
         if is_close(found.ratio) and is_whole and stage not in reference.magnitudes:
             again = reference.recounted(arithmetic)
-            noisy = (compare(actual, expected, each[stage], place(stage), arithmetic=arithmetic) for each in again)
+            noisy = (compare(actual, expected, each[stage], label, arithmetic=arithmetic) for each in again)
             found = min((found, *noisy), key=lambda each: each.ratio)
         return found
 
@@ -260,6 +253,6 @@ def judge(trace: Trace, reference: Reference) -> list[Comparison]:
     for name, value in {**trace.local, **trace.accumulated}.items():
         is_judged = name in judged or (stage_named(name).is_gradient and not reference.with_gradients)
         if not is_judged:
-            found = failure(value, "the reference has no such stage", place(name))
+            found = failure(value, "the reference has no such stage", run._replace(stage=name))
             comparisons.append(replace(found, library=trace.backend))
     return comparisons

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.core.compare import Comparison, Place, compare, first_difference
+from parity.core.compare import Comparison, Label, compare, first_difference
 from parity.core.problem import Problem
 from parity.core.records import JsonRecord
 from parity.core.reference import UNFUSED
@@ -335,7 +335,7 @@ def _of_other_keys(sequences: Sequences, reference: Reference, backend: str, ari
             cached,
             reference.accumulated[name],
             same[name],
-            Place(reference.problem.case.name, backend, reference.problem.dtype, f"step{step}.cache.{part}"),
+            Label(reference.problem.case.name, backend, reference.problem.dtype, f"step{step}.cache.{part}"),
             arithmetic=arithmetic,
         )
         found += [] if comparison.passed else [comparison]
@@ -380,8 +380,8 @@ def _compared(
         if stage not in observed:
             continue
         same = reference.same_precision(local=False, arithmetic=arithmetic)[stage]
-        place = Place(problem.case.name, backend, problem.dtype, stage)
-        comparison = compare(observed[stage], expected, same, place, arithmetic=arithmetic)
+        label = Label(problem.case.name, backend, problem.dtype, stage)
+        comparison = compare(observed[stage], expected, same, label, arithmetic=arithmetic)
         local = replay.judgement(stage, ()).ratio
         found.append(comparison.with_step(local, "wrong for what it was made of"))
     return found

@@ -177,9 +177,7 @@ def _listen_to_sow(stack: ExitStack) -> None:
 def _tap_nnx(model: nnx.Module, patterns: tuple[str, ...] | None, tapped: Tapped, stack: ExitStack) -> None:
     """Put something around the calls of the classes of the layers and of their parts."""
     modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
-    inside = {name: [each for each in modules if each != name and _is_inside(each, name)] for name in modules}
-    order = list(modules)
-    names = sorted(chosen(modules, patterns, inside), key=_in_order)
+    names = sorted(chosen(modules, patterns), key=_in_order)
     listeners: dict[int, _FlaxListener] = {}
     parts: dict[int, tuple[_FlaxListener, str]] = {}
     for place, name in enumerate(names):
@@ -191,9 +189,7 @@ def _tap_nnx(model: nnx.Module, patterns: tuple[str, ...] | None, tapped: Tapped
             child = getattr(module, part, None)
             if isinstance(child, nnx.Module):
                 parts[id(child)] = (listener, part)
-    held = [modules[name] for name in order]
-    classes = {type(module) for module in held if id(module) in listeners or id(module) in parts}
-    for owner in classes:
+    for owner in {type(module) for module in modules.values() if id(module) in (listeners.keys() | parts.keys())}:
         _around_class(owner, listeners, parts, stack)
 
 
@@ -201,10 +197,6 @@ def _in_order(name: str) -> list[tuple[int, str]]:
     """What sorts names by the numbers in them: layers.2 before layers.10, and layers_2 before layers_10."""
     parts = (part for part in re.split(r"(\d+)|\.", name) if part)
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
-
-
-def _is_inside(name: str, other: str) -> bool:
-    return not other or name.startswith(f"{other}.")
 
 
 def _around_class(
