@@ -41,12 +41,7 @@ class FilledModule(Protocol):
 
 
 class Replayed(Protocol):
-    """What was recorded of a problem on a device that computes.
-
-    Attributes:
-        made_on: that device, in words.
-        differs: where the program is another one, so that the recording does not count; empty where it is the same.
-    """
+    """A recording of a problem on a device that computes, which does not count where the program differs."""
 
     made_on: str
     differs: str
@@ -103,7 +98,10 @@ class Port(Protocol):
     def pull_back(
         self, path: str, filled: FilledModule, spec: AttentionSpec, inputs: dict[str, Any], hidden: dict[str, Any]
     ) -> tuple[dict[str, np.ndarray], Weights]:
-        """Gradients of the inputs and of the canonical weights, for the cotangent among what is `hidden`."""
+        """Gradients of the inputs and of the canonical weights, for the cotangent among what is `hidden`.
+
+        Nobody asks for them where there are no `GRADIENT_PATHS`.
+        """
         ...
 
 
@@ -125,6 +123,10 @@ class Divided(Protocol):
     def record(self, reference: Reference, plan: MeshPlan) -> Trace:
         """A problem run there, each stage gathered; with the mesh among its numerics, and with what devices sent."""
         ...
+
+
+def never_skipped(case: Case, dtype: str) -> None:
+    """Of a backend that runs every case in every dtype."""
 
 
 def nothing_replayed(_: Problem) -> AbstractContextManager[None]:

@@ -233,11 +233,6 @@ class TtModule(FilledModule):
 filled = TtModule
 
 
-def pull_back(path: str, *_: Any) -> tuple[dict[str, np.ndarray], Weights]:
-    """There is none: see `GRADIENT_PATHS`."""
-    raise NotImplementedError("ttnn has no automatic differentiation")
-
-
 # ---- Surroundings ----------------------------------------------------------------------------------------------------
 
 

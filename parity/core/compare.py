@@ -221,7 +221,7 @@ def compare(
         actual: what the implementation gives.
         expected: the float64 reference.
         same_precision: the reference in the dtype that `SAME_PRECISION` names, and in the arithmetic.
-        label: what is compared.
+        label: of the comparison.
         terms: size of the terms that the stage is a sum of, where they may cancel; the expected value when absent.
         arithmetic: of the hardware, one of `reference.ARITHMETICS`.
     """
@@ -284,7 +284,7 @@ def measure(
     Args:
         actual, expected: at least one element. Where one is NaN and the other is not, the error is infinite.
         allowed: by norm, `rms`, `max` and, where it is to be judged, `slope`.
-        label: what is compared.
+        label: of the comparison.
         ulps_of: name of the dtype whose units in the last place are counted.
     """
     stage = label.stage

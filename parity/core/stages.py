@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -126,20 +126,10 @@ Step = Callable[[Values], dict[str, np.ndarray]]
 """Computes one or more stages from the stages before them, all by name."""
 
 
-class CallStages(Protocol):
-    """What a call with a cache does in its own way."""
-
-    def mask(self, values: Values, /) -> dict[str, np.ndarray]: ...
-    def qkv(self, values: Values, /) -> dict[str, np.ndarray]: ...
-    def cache(self, values: Values, /) -> dict[str, np.ndarray]: ...
-    def scores(self, values: Values, /) -> dict[str, np.ndarray]: ...
-    def whole(self, values: Values, /) -> dict[str, np.ndarray]: ...
-
-
 class LayerStages(Protocol):
     """A layer that computes the stages, each from the values of those before it, in NumPy's arrays.
 
-    `whole` is the module as users call it. Without a cache it is the layer itself that makes the mask, q, k and v.
+    `whole` is the module as users call it. A call with a cache has a mask, qkv, cache, scores and whole of its own.
     """
 
     def mask(self, values: Values, /) -> dict[str, np.ndarray]: ...
@@ -149,7 +139,7 @@ class LayerStages(Protocol):
     def context(self, values: Values, /) -> dict[str, np.ndarray]: ...
     def output(self, values: Values, /) -> dict[str, np.ndarray]: ...
     def whole(self, values: Values, /) -> dict[str, np.ndarray]: ...
-    def call(self, index: int) -> CallStages: ...
+    def call(self, index: int) -> Any: ...
 
 
 STEPS = ("mask", "qkv", "scores", "attn_weights", "context", "output", "whole")
@@ -173,7 +163,7 @@ CACHED = {"k": "cache.keys", "v": "cache.values"}
 """What a step that takes all keys and values that are cached takes for those of its tokens."""
 
 
-def _step_of_call(layer: LayerStages, call: Callable[[int], CallStages], index: int, name: str) -> Step:
+def _step_of_call(layer: LayerStages, call: Callable[[int], Any], index: int, name: str) -> Step:
     """A step of one call with a cache, among the values of all calls: new tokens in, all up to each attended to.
 
     The call is made when the first of its steps runs: a mistake that is tried runs few.

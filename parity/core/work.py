@@ -24,9 +24,6 @@ class Work:
     Attributes:
         seconds: how much it may do, in seconds of one core of a usual machine.
         spent: how much it has done.
-
-    Args:
-        seconds: how much it may do.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -101,20 +98,14 @@ class Work:
 def ask(seconds: float, *, of_part: bool = False) -> None:
     """Raise a TimeoutError if so many seconds more go beyond a limit of the work that is counting, if there is one.
 
-    Args:
-        seconds: how many.
-        of_part: look at what the part that is running may do by itself alone, for work that is not counted.
+    For work that is not counted, `of_part` looks at what the part that is running may do by itself alone.
     """
     if (work := _current.get()) is not None:
         work.ask(seconds, of_part=of_part)
 
 
 def begin(seconds: float) -> None:
-    """Add seconds before they are spent to the work that is counting, if there is one.
-
-    Raises:
-        TimeoutError: if they go beyond a limit.
-    """
+    """Ask for seconds, and add them before they are spent to the work that is counting, if there is one."""
     ask(seconds)
     spend(seconds)
 

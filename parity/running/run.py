@@ -119,20 +119,12 @@ class _Task(NamedTuple):
 
 @dataclass(frozen=True)
 class _RunPlan:
-    """Checked plan of a run.
-
-    Attributes:
-        tasks: the cases, each in its dtypes.
-        here: the backends that run here.
-        missing: why others do not, by name.
-        are_named: whether backends were asked for by name: then none may be skipped.
-        where: the environment.
-    """
+    """Checked plan of a run: its cases, the backends that run here, and why others do not, by name."""
 
     tasks: list[_Task]
     here: list[str]
     missing: dict[str, str]
-    are_named: bool
+    are_named: bool  # backends were asked for by name: then none may be skipped
     where: dict[str, Any]
 
     def skipped(self, joined: Iterable[Trace]) -> dict[str, str]:
@@ -332,14 +324,9 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], on_judged: OnJudged) -
 
 
 def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:
-    """Return the report that does not know yet where it was made, and what makes results less comparable.
+    """Return the report, which does not know yet where it was made.
 
-    Args:
-        judged: what was judged.
-        joined: all traces that were read, whether or not they are judged: their backends must lack none.
-
-    Raises:
-        ValueError: if there is nothing but skipped cases.
+    The backends of all traces that were read must lack none, whether or not the traces are judged.
     """
     skipped = [SkippedCase(*each.place, each.trace.skipped) for each in judged if each.trace.skipped]
     ran = [each for each in judged if not each.trace.skipped]

@@ -50,7 +50,7 @@ class _FlaxListener:
 
     def __init__(self, layer: TappedLayer, module: Any, kind: type) -> None:
         self.layer, self.module = layer, module
-        self.is_flaxs = any(_is_flaxs_attention(each) for each in kind.__mro__)
+        self.is_flaxs = any(each.__module__.startswith("flax.") and ATTENTION in each.__name__ for each in kind.__mro__)
         self.values: dict[str, np.ndarray] = {}
         self.past: int | None = 0
 
@@ -126,10 +126,6 @@ def _is_array(x: Any) -> bool:
 
 def _is_ours(module: Any) -> bool:
     return type(module).__module__.startswith("mha_jax.")
-
-
-def _is_flaxs_attention(kind: type) -> bool:
-    return kind.__module__.startswith("flax.") and ATTENTION in kind.__name__
 
 
 def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

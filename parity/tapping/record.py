@@ -193,11 +193,7 @@ def _check_shapes(layer: str, values: Mapping[str, np.ndarray]) -> None:
 
 
 def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None) -> list[str]:
-    """The names of the modules to tap.
-
-    Args:
-        modules: the model's, by name.
-        patterns: names of modules or classes, with `*`; those of attention when absent.
+    """The names of the modules to tap: those that patterns fit, with `*`, or the innermost of attention.
 
     Raises:
         ValueError: if there are none.

@@ -210,7 +210,7 @@ class _TorchListener:
         other = _first({each: told[each] for each in told if each != name}, KEY_INPUTS)
         length = x.shape[-2] if x.ndim > 1 else 0
         self.adds_residual = told.get("residual") is not None
-        self.cache = _first_given(told, CACHES)
+        self.cache = next((told[each] for each in CACHES if told.get(each) is not None), None)
         self.past, self.key_len = _cached(self.cache, self.layer.index), 0
         if other is not None and other is not given:
             self._attends_to(other, length)
@@ -371,10 +371,6 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         else:
             found[name] = value
     return found
-
-
-def _first_given(told: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    return next((told[name] for name in names if told.get(name) is not None), None)
 
 
 def _first(told: Mapping[str, Any], names: tuple[str, ...]) -> Tensor | None:

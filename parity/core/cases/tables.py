@@ -92,6 +92,8 @@ _HEAD_GATE = AttentionSpec(32, 4, gate=Gate(per_head=True, bias=True))
 _TINY = AttentionSpec(4, 2, d_in=3)
 _TEXTBOOK = AttentionSpec(4, 2, d_in=3, qkv_bias=False, out_proj=False)
 _CROSS = AttentionSpec(32, 4, d_in=24, d_kv=40)
+_ANARCII = AttentionSpec(128, 4)
+_SMOLLM2 = AttentionSpec(576, 9, num_kv_heads=3, qkv_bias=False, out_bias=False, rope=Rope(100000.0))
 _LONGROPE = LongRopeScaling(4.0, 4096, (1.0, 1.1, 1.3, 1.6), (1.0, 2.0, 8.0, 30.0))
 _DYNAMIC = DynamicScaling(4.0, 6)
 _FRAMES = Rope(100.0, sections=(2, 1, 1))  # of time, rows and columns
@@ -439,6 +441,62 @@ CACHED = [
     ),
 ]
 """Tokens that come in steps."""
+
+TRAINED = [
+    Case(
+        "trained-anarcii-self",
+        _ANARCII,
+        "trained encoder, padded",
+        seq_len=122,
+        key_padding_lengths=(109, 122),
+        trained="anarcii-self",
+    ),
+    Case(
+        "trained-anarcii-causal",
+        _ANARCII,
+        "trained decoder, logits in the thousands",
+        seq_len=24,
+        is_causal=True,
+        trained="anarcii-causal",
+    ),
+    Case(
+        "trained-anarcii-cross",
+        _ANARCII,
+        "trained decoder over encoder, logits up to 76174",
+        seq_len=24,
+        seq_len_k=122,
+        key_padding_lengths=(109, 122),
+        trained="anarcii-cross",
+    ),
+    Case(
+        "trained-rxnmapper-self",
+        AttentionSpec(256, 8),
+        "trained ALBERT block",
+        batch=1,
+        seq_len=53,
+        trained="rxnmapper-self",
+    ),
+    Case(
+        "trained-smollm2-causal",
+        _SMOLLM2,
+        "trained LLaMA layer: GQA 9/3, RoPE",
+        batch=1,
+        seq_len=19,
+        is_causal=True,
+        trained="smollm2-causal",
+    ),
+    Case(
+        "trained-smollm2-decode",
+        _SMOLLM2,
+        "the same layer, prompt in two pieces, then token by token",
+        batch=1,
+        seq_len=19,
+        chunks=(8, 7, 1, 1, 1, 1),
+        capacity=24,
+        trained="smollm2-causal",
+    ),
+]
+"""Layers that were trained, with inputs that they met."""
 
 MORE = frozenset(
     {

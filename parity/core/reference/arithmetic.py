@@ -106,11 +106,6 @@ class Arithmetic:
     def _is_shared(self) -> bool:
         return self.kind.endswith("bfloat8_b") and self.wide != np.float64
 
-    def _operands(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Both factors of a product as they enter it."""
-        bits = next((bits for fidelity, bits in OPERANDS.items() if f"tensix-{fidelity}" in self.kind), None)
-        return (self.enter(a), self.enter(b)) if bits is None else (_cut(a, bits[0]), _cut(b, bits[1]))
-
     def matmul(
         self, a: np.ndarray, b: np.ndarray, start: np.ndarray | float = 0.0, exact: np.ndarray | None = None
     ) -> np.ndarray:
@@ -123,7 +118,9 @@ class Arithmetic:
         """
         if self.wide == np.float64:
             return _by_blas(a, b) + start
-        a, b = self._operands(a, b)
+        bits = (MANTISSA[self.kind], MANTISSA[self.kind])
+        bits = next((bits for fidelity, bits in OPERANDS.items() if f"tensix-{fidelity}" in self.kind), bits)
+        a, b = _cut(a, bits[0]), _cut(b, bits[1])
         mantissa = PRODUCT_MANTISSA.get(self.kind, 23)
         if mantissa < 23 or multiplications(a, b) <= LARGE:
             return _plainly(a, b, start, mantissa)
