@@ -11,7 +11,7 @@ import numpy as np
 
 import parity.running.run
 from parity import CASES, run_cases
-from parity.core.compare import failure
+from parity.core.compare import Label, failure
 from parity.reporting.html import AttentionMaps, html_page
 from parity.running.report import Report, SkippedCase
 from parity.sharding.mesh import Collectives
@@ -58,7 +58,7 @@ def hostile_report() -> Report:
     """A report whose every text from outside is an attack."""
     good = run_cases([CASES["textbook"]], ["torch"])
     renamed = [replace(found, backend=f"torch ({HOSTILE})") for found in good.comparisons]
-    lost = failure(np.ones(2), HOSTILE, case=HOSTILE, backend=f"torch ({HOSTILE})", dtype="float32", stage="q")
+    lost = failure(np.ones(2), HOSTILE, Label(HOSTILE, f"torch ({HOSTILE})", "float32", "q"))
     report = Report(
         [*renamed, lost],
         {"tt": HOSTILE},

@@ -13,7 +13,7 @@ import parity.core.compare
 from mha_spec import AttentionSpec
 from parity import CASES, Case, first_difference, make_problem
 from parity.backends.record import record
-from parity.core.compare import FACTOR, budget, factor, kept_dtype, slope
+from parity.core.compare import FACTOR, Label, budget, factor, kept_dtype, slope
 from parity.core.trace import Reference, Trace, judge, nudged
 from parity.core.weights import dtype_named
 
@@ -28,7 +28,7 @@ def expected(rng):
 def compare(actual, expected, same_precision, **about):
     """The comparison of an array that is kept in the dtype that the stage is kept in."""
     kept = parity.core.compare.kept_dtype(about["stage"], about["dtype"])
-    return parity.core.compare.compare(actual.astype(kept), expected, same_precision, **about)
+    return parity.core.compare.compare(actual.astype(kept), expected, same_precision, Label(**about))
 
 
 def noisy(expected, rng, relative=2**-24):
@@ -121,13 +121,13 @@ def test_an_empty_array_fails():
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32, np.complex64, np.bool_])
 def test_a_stage_kept_in_another_dtype_fails(expected, dtype):
-    comparison = parity.core.compare.compare(expected.astype(dtype), expected, expected, **ABOUT)
+    comparison = parity.core.compare.compare(expected.astype(dtype), expected, expected, Label(**ABOUT))
     assert not comparison.passed
     assert comparison.reason == f"dtype {np.dtype(dtype)}, expected float32"
 
 
 def test_numbers_in_place_of_a_mask_fail(expected):
-    comparison = parity.core.compare.compare(expected, expected > 0, expected > 0, **{**ABOUT, "stage": "mask"})
+    comparison = parity.core.compare.compare(expected, expected > 0, expected > 0, Label(**{**ABOUT, "stage": "mask"}))
     assert not comparison.passed
     assert "dtype" in comparison.reason
 
@@ -410,8 +410,8 @@ def test_one_sample_of_the_noise_may_be_too_small():
         values = Reference(nudged(problem, rng)).same_precision(local=False)  # right, but for rounding
         expected = Reference(problem)
         same, exact = expected.same_precision(local=False)["attn_weights"], expected.accumulated["attn_weights"]
-        about = {"case": "", "backend": "", "dtype": "float32", "stage": "attn_weights"}
-        if parity.core.compare.compare(values["attn_weights"], exact, same, **about).ratio > 1.0:
+        label = Label("", "", "float32", "attn_weights")
+        if parity.core.compare.compare(values["attn_weights"], exact, same, label).ratio > 1.0:
             over.append(number)
             assert verdict_on(problem, values).passed
     assert 1 <= len(over) <= 10, over

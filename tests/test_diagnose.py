@@ -20,7 +20,7 @@ from parity.cli.main import main
 from parity.conversion.ulps import FEWER_BITS
 from parity.core.cases import QUICK
 from parity.core.compare import kept_dtype
-from parity.core.stages import run_steps, stage_named
+from parity.core.stages import run_steps, stage_named, steps_of
 from parity.core.trace import Reference
 from parity.core.weights import dtype_named
 from parity.diagnosis.diagnose import diagnose, observe
@@ -774,3 +774,17 @@ def test_a_run_that_fails_offers_its_diagnosis(capsys, tmp_path):
     (diagnosis,) = json.loads((tmp_path / "out.json").read_text())["diagnoses"]
     assert (diagnosis["case"], diagnosis["backend"], diagnosis["kind"]) == ("full", "torch", "structure")
     assert diagnosis["explanations"][0]["hypotheses"] == ["scale-missing"]
+
+
+PAIRED = ("sinks", "bias-causal", "alibi", "relative-bias", "gate", "temperature-rope", "latent-yarn", "norm-per-head")
+"""Cases whose mistakes are made two at a time."""
+
+
+@pytest.mark.parametrize("name", rest_thorough(PAIRED, ["sinks", "bias-causal"]))
+def test_any_two_mistakes_of_one_method_go_together(name):
+    """The search makes pairs of all of them: what one leaves out, the other must not ask for."""
+    problem = make_problem(name, "float64")
+    for pair in itertools.permutations(mistakes_for(CASES[name]), 2):
+        if pair[0].in_reference.keys() & pair[1].in_reference.keys():
+            with contextlib.suppress(ValueError), np.errstate(all="ignore"):  # shapes that do not fit together
+                run_steps(steps_of(wrong_layer(problem, "float64", pair), CASES[name]))

@@ -21,7 +21,7 @@ from mha_spec import Rope
 from parity import AttentionSpec, Case, random_weights
 from parity.conversion.layouts.canonical import from_canonical, to_canonical
 from parity.conversion.layouts.tables import LAYOUTS
-from parity.core.compare import compare
+from parity.core.compare import Label, compare
 from parity.core.problem import make_problem
 from parity.core.trace import Reference
 from parity.core.weights import load_tensors, save_tensors
@@ -469,10 +469,7 @@ def verdict(foreign, weights, run):
         run(problem.inputs),
         reference.accumulated["output"],
         reference.same_precision(local=False)["output"],
-        case=foreign.layout,
-        backend="module",
-        dtype="float32",
-        stage="output",
+        Label(foreign.layout, "module", "float32", "output"),
     )
 
 

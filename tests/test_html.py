@@ -11,7 +11,7 @@ from pages import Diagnosis, broken_softmax, hostile_report, page_of
 
 import parity.running.run
 from parity.cli.main import main
-from parity.core.compare import POSITIONS, compare
+from parity.core.compare import POSITIONS, Label, compare
 from parity.reporting.html import MOST_CELLS, MOST_HEADS, STEPS, html_page, levels, png, write_html
 from parity.running.report import Report, SkippedCase
 from parity.sharding.mesh import Collectives
@@ -241,8 +241,8 @@ def test_the_error_by_position_is_the_largest_of_each_token():
     expected = np.ones((1, 2, 3, 4))
     actual = expected.copy()
     actual[0, 1, 2, 0] += 0.5
-    about = {"case": "c", "backend": "b", "dtype": "float64", "stage": "q"}
-    found = compare(actual, expected, expected.astype(np.float32) + np.float32(1e-3), **about)
+    same_precision = expected.astype(np.float32) + np.float32(1e-3)
+    found = compare(actual, expected, same_precision, Label("c", "b", "float64", "q"))
     assert len(found.by_position) == 3
     assert found.by_position[:2] == (0.0, 0.0)
     assert found.by_position[2] > 1.0
@@ -261,7 +261,7 @@ def test_the_error_by_position_is_the_largest_of_each_token():
 def test_the_error_by_position_follows_the_token_axis(stage, shape, length):
     dtype = np.int32 if stage == "cache.lengths" else np.float32
     x = np.ones(shape, dtype)
-    found = compare(x, x, x, case="c", backend="b", dtype="float32", stage=stage)
+    found = compare(x, x, x, Label("c", "b", "float32", stage))
     assert found.by_position == (0.0,) * length
 
 
@@ -269,7 +269,7 @@ def test_an_error_in_a_run_of_positions_is_not_lost():
     expected = np.ones((1, 300, 4))
     actual = expected.copy()
     actual[0, 299, 0] = np.nan
-    found = compare(actual, expected, expected, case="c", backend="b", dtype="float64", stage="output")
+    found = compare(actual, expected, expected, Label("c", "b", "float64", "output"))
     assert found.by_position == (*(0.0,) * (POSITIONS - 1), math.inf)
 
 

@@ -12,7 +12,7 @@ from refusals import refuses
 import parity.running.run
 from parity import CASES, run_cases
 from parity.cli.main import main
-from parity.core.compare import failure
+from parity.core.compare import Label, failure
 from parity.reporting.junit import junit_xml, write_junit
 from parity.running.report import Report, SkippedCase
 
@@ -69,7 +69,7 @@ def test_every_case_of_a_backend_and_dtype_is_a_test_of_their_suite(report):
     ],
 )
 def test_a_test_of_pytest_has_its_class_and_name(test, expected):
-    found = failure(np.empty(0), "no", case="a.py::b", backend="actual", dtype="float32", stage="q")
+    found = failure(np.empty(0), "no", Label("a.py::b", "actual", "float32", "q"))
     xml = junit_xml(Report([replace(found, test=test)], {}, {}))
     SCHEMA.validate(xml.decode())
     classname, name = expected
@@ -119,7 +119,7 @@ def test_skipped_cases_and_backends_are_skipped_tests_with_their_reason(report):
 
 def test_an_environment_that_is_strange_or_empty_is_still_valid():
     strange = {"a\x00b": {"c": [1, {"d": None}]}, "\ud800": float("nan"), "e": {}}
-    lost = failure(np.ones(2), "shape (3,), expected (2,)", case="full", backend="t<o>rch", dtype="float32", stage="q")
+    lost = failure(np.ones(2), "shape (3,), expected (2,)", Label("full", "t<o>rch", "float32", "q"))
     for environment in (strange, {}):
         SCHEMA.validate(junit_xml(Report([lost], {}, environment, ["\x07"])).decode())
 

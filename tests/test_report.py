@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from parity.core.compare import compare
+from parity.core.compare import Label, compare
 from parity.reporting.console import short_ratio
 from parity.reporting.diagnosis import print_divergence
 from parity.reporting.run import print_case_table, print_comparison_table, print_stage_table
@@ -24,8 +24,7 @@ def compared(backend, wrong=()):
     for stage in STAGES:
         values = x if stage != "step0.module.output" else x[0]
         actual = (values + (stage in wrong)).astype(np.float32)
-        about = {"case": CASE, "backend": backend, "dtype": "float32", "stage": stage}
-        yield compare(actual, values, values.astype(np.float32), **about)
+        yield compare(actual, values, values.astype(np.float32), Label(CASE, backend, "float32", stage))
 
 
 @pytest.fixture(params=[40, 80])

@@ -243,13 +243,13 @@ def test_joined_traces_are_judged(tt_traces):
 
 def test_joined_traces_share_the_reference_of_the_run(tt_traces, monkeypatch):
     made = []
-    stages = parity.core.trace.Reference._stages
+    computed = parity.core.trace.Reference._computed
 
     def note(self, dtype, *given):
         made.append(dtype)
-        return stages(self, dtype, *given)
+        return computed(self, dtype, *given)
 
-    monkeypatch.setattr(parity.core.trace.Reference, "_stages", note)
+    monkeypatch.setattr(parity.core.trace.Reference, "_computed", note)
     joined(tt_traces)
     assert sorted(made) == ["float32", "float32", "float64", "float64"]  # accumulated and local, once
 

@@ -29,7 +29,11 @@ def save_cache(path: str | os.PathLike[str], cache: Any) -> None:
         TypeError: if it is no such cache.
         ValueError: if keys, values and lengths do not fit together.
     """
-    backend = load_backend(_framework_of(cache))
+    framework = backend_of(cache)
+    if framework is None or "KVCache" not in {kind.__name__ for kind in type(cache).__mro__}:
+        raise WrongType("cache", "be a KVCache of mha_jax or mha_torch", type(cache).__name__)
+    _check_framework(framework)
+    backend = load_backend(framework)
     tensors = {}
     for part in PARTS:
         array = getattr(cache, part)
@@ -60,14 +64,6 @@ def load_cache(path: str | os.PathLike[str], framework: str) -> Any:
     if (kept := backend.to_numpy(arrays["keys"]).dtype) != tensors["keys"].dtype:
         raise Refusal("JAX", f"have jax_enable_x64 to hold {tensors['keys'].dtype}", f"{kept} from {path}")
     return backend.SIBLING.KVCache(**arrays)
-
-
-def _framework_of(cache: Any) -> str:
-    framework = backend_of(cache)
-    if framework is None or "KVCache" not in {kind.__name__ for kind in type(cache).__mro__}:
-        raise WrongType("cache", "be a KVCache of mha_jax or mha_torch", type(cache).__name__)
-    _check_framework(framework)
-    return framework
 
 
 def _check_framework(framework: str) -> None:

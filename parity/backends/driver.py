@@ -153,17 +153,15 @@ class _Layer:
         if self.spec.latent is None:
             q, k, v = self.port.call(_project, *of_layer, query, key, positions)
         else:
-            q, latents = self.port.call(_project_latents, *of_layer, query, positions)
-            k, v = self.port.call(_expand, *of_layer, latents)
-            found["latents"] = self.shapes.latents_to_numpy(latents)
-        found |= {"q": self.shapes.heads_to_numpy(q), "k": self.shapes.keys_to_numpy(k)}
-        found["v"] = self.shapes.values_to_numpy(v)
-        if self.spec.gate is None:
-            return found
-        return {**found, "gate": self.shapes.gate_to_numpy(self.port.call(_open, *of_layer, query))}
+            q, found["latents"] = self.port.call(_project_latents, *of_layer, query, positions)
+            k, v = self.port.call(_expand, *of_layer, found["latents"])
+        found |= {"q": q, "k": k, "v": v}
+        if self.spec.gate is not None:
+            found["gate"] = self.port.call(_open, *of_layer, query)
+        return {name: self.shapes.to_numpy(name, x) for name, x in found.items()}
 
     def scores(self, values: Values, offsets: Any = None) -> dict[str, np.ndarray]:
-        q, k = self.shapes.heads_from_numpy(values["q"]), self.shapes.keys_from_numpy(values["k"])
+        q, k = (self.shapes.from_numpy(name, values[name]) for name in "qk")
         added = (self.inputs.get("bias"), offsets, self.filled.weights.get("relative_bias"))
         scores = self.port.call(_score, self.spec, q, k, *added)
         return {"scores": self.port.to_numpy(scores)}
@@ -174,24 +172,24 @@ class _Layer:
         return {"attn_weights": self.port.to_numpy(attn_weights).astype(dtype_named(self.problem.dtype))}
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
-        v = self.shapes.values_from_numpy(values_to_weigh(self.problem, values))
+        v = self.shapes.from_numpy("v", values_to_weigh(self.problem, values))
         context = self.port.call(_weigh, self.port.from_numpy(values["attn_weights"]), v)
-        return {"context": self.shapes.context_to_numpy(context)}
+        return {"context": self.shapes.to_numpy("context", context)}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
-        gate = None if self.spec.gate is None else self.shapes.gate_from_numpy(values["gate"])
-        context = self.shapes.context_from_numpy(values["context"])
+        gate = None if self.spec.gate is None else self.shapes.from_numpy("gate", values["gate"])
+        context = self.shapes.from_numpy("context", values["context"])
         output = self.port.call(_combine, self.spec, self.filled.weights, context, gate)
-        return {"output": self.shapes.output_to_numpy(output)}
+        return {"output": self.shapes.to_numpy("output", output)}
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
         """The module as users call it, by each of its paths."""
-        inputs = (self.inputs["query"], self.inputs.get("key"), self.own_mask(), self.inputs.get("bias"))
-        attn_weights, outputs = self.filled.outputs(*inputs, self.positions())
+        inputs = {name: self.inputs.get(name) for name in ("query", "key", "bias")}
+        attn_weights, outputs = self.filled.outputs(**inputs, mask=self.own_mask(), positions=self.positions())
         return {"module.attn_weights": self.port.to_numpy(attn_weights), **self.outputs(outputs)}
 
     def outputs(self, outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        return {f"{path}.output": self.shapes.output_to_numpy(output) for path, output in outputs.items()}
+        return {f"{path}.output": self.shapes.to_numpy("output", output) for path, output in outputs.items()}
 
     def call(self, index: int) -> _Call:
         """One call with a cache."""
@@ -231,17 +229,16 @@ class _Call:
     def cache(self, values: Values) -> dict[str, np.ndarray]:
         previous = self._previous("cache", values)
         if self.layer.spec.latent is not None:
-            latents = self.shapes.latents_from_numpy(values["latents"])
-            return self._stages_of_latents(self.port.call(_append_latents, previous, latents, self.new_lengths))
-        k, v = self.shapes.keys_from_numpy(values["k"]), self.shapes.values_from_numpy(values["v"])
+            latents = self.shapes.from_numpy("latents", values["latents"])
+            grown = self.port.call(_append_latents, previous, latents, self.new_lengths)
+            kv = self.port.call(_expand, self.layer.spec, self.layer.filled.weights, grown.latents)
+            kv = map(self.shapes.to_numpy, "kv", kv)
+            own = {
+                f"cache.{name}": x[:, :, : self.case.capacity] for name, x in zip(("keys", "values"), kv, strict=True)
+            }
+            return {**self._stages("cache", grown), **own}  # the device may have more slots
+        k, v = (self.shapes.from_numpy(name, values[name]) for name in "kv")
         return self._stages("cache", self.port.call(_append, previous, k, v, self.new_lengths))
-
-    def _stages_of_latents(self, cache: Any) -> dict[str, np.ndarray]:
-        """What a cache holds, and the keys and values that it stands for."""
-        k, v = self.port.call(_expand, self.layer.spec, self.layer.filled.weights, cache.latents)
-        own = {"cache.keys": self.shapes.keys_to_numpy(k), "cache.values": self.shapes.values_to_numpy(v)}
-        own = {name: x[:, :, : self.case.capacity] for name, x in own.items()}  # the device may have more slots
-        return {**self._stages("cache", cache), **own}
 
     def whole(self, values: Values) -> dict[str, np.ndarray]:
         cache = self._previous("module.cache", values)
@@ -252,7 +249,7 @@ class _Call:
         if self.index == 0:
             return self.layer.filled.module.init_cache(self.case.batch, self.case.capacity)
         arrays = [values[f"previous.{name}.{part}"] for part in self.shapes.cache_parts]
-        return self.shapes.cache_from_numpy(*arrays)
+        return self.shapes.cache_from_numpy(arrays)
 
     def _stages(self, name: str, cache: Any) -> dict[str, np.ndarray]:
         return {f"{name}.{part}": array for part, array in self.shapes.cache_to_numpy(cache).items()}

@@ -21,8 +21,7 @@ from jaxtyping import Array
 import mha_jax
 from mha_jax.kernels.fused import FusedAttention
 from mha_spec import AttentionSpec, WrongType
-from parity.backends.port import Shapes, kind_of, nothing_replayed
-from parity.core.case import Case
+from parity.backends.port import Shapes, kind_of, never_skipped, nothing_replayed
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
 from parity.files.tensor_file import flatten
@@ -112,15 +111,11 @@ def from_params(params: Mapping[str, Any], spec: AttentionSpec) -> Weights:
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
 
-def why_skipped(case: Case, dtype: str) -> str | None:
-    """Why a case cannot run in a dtype, or None: here all can."""
-    return None
-
-
 SIBLING = mha_jax
 SHAPES = Shapes
 GRADIENT_PATHS = ("", "fused", "blocks")
 beside = whole = from_numpy
+why_skipped, replayed = never_skipped, nothing_replayed
 
 
 QUICKLY: dict[str, Any] = {
@@ -173,10 +168,7 @@ class JaxModule:
         self.in_blocks = nnx.clone(self.module)
         self.in_blocks.kernel = SMALL_BLOCKS
 
-    def outputs(
-        self, query: Array, key: Array | None, mask: Array | None, bias: Array | None, positions: Array | None
-    ) -> tuple[Array, dict[str, Array]]:
-        inputs = {"key": key, "mask": mask, "bias": bias, "positions": positions}
+    def outputs(self, query: Array, **inputs: Array | None) -> tuple[Array, dict[str, Array]]:
         return self.call(_all_paths, self.module, self.in_blocks, query, inputs)
 
     def step(
@@ -264,9 +256,6 @@ def _enable_x64(enabled: bool) -> AbstractContextManager[Any]:
     from jax.experimental import enable_x64  # pyright: ignore[reportAttributeAccessIssue]  (before JAX 0.8)
 
     return enable_x64(enabled)
-
-
-replayed = nothing_replayed
 
 
 def environment() -> dict[str, Any]:

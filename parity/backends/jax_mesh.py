@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,14 +15,13 @@ from jaxtyping import Array
 from mha_jax import parallel
 from mha_spec import AttentionSpec, Refusal
 from parity.backends import jax as port
-from parity.backends.port import Port
-from parity.backends.record import trace_of
+from parity.backends.record import OnMesh, trace_on_mesh
 from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.trace import Reference, Trace
 from parity.core.weights import Weights
 from parity.sharding.hlo import collectives_in, counts_of
-from parity.sharding.mesh import Counts, MeshPlan, why_not_divided
+from parity.sharding.mesh import MeshPlan, why_not_divided
 
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 
@@ -56,28 +54,23 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
 
 def record(reference: Reference, plan: MeshPlan) -> Trace:
     """A problem run on a mesh, each stage gathered."""
-    on_mesh = _JaxOnMesh(plan)
-    trace = trace_of("jax", cast(Port, on_mesh), reference)
-    return replace(trace, collectives=on_mesh.sent)
+    return trace_on_mesh("jax", _JaxOnMesh(plan), reference)
 
 
-class _JaxOnMesh:
+class _JaxOnMesh(OnMesh):
     """The port of JAX, whose arrays lie on a mesh."""
 
     def __init__(self, plan: MeshPlan) -> None:
-        self.plan, shape = plan, plan.shape
+        super().__init__(port, plan)
+        shape = plan.shape
         kinds = (KINDS[plan.axes],) * len(shape)
         devices = jax.devices()[: plan.size]
         self.mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=kinds, devices=devices)
-        self.sent: dict[str, Counts] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(port, name)
 
     @contextmanager
     def lock(self, dtype: str) -> Iterator[dict[str, Any]]:
-        with port.lock(dtype) as numerics, jax.set_mesh(self.mesh):
-            yield numerics | {"mesh": str(self.plan), "axes": self.plan.axes}
+        with super().lock(dtype) as numerics, jax.set_mesh(self.mesh):
+            yield numerics | {"axes": self.plan.axes}
 
     def placed(self, x: Any, *axes: str | None) -> Array:
         """An array, divided along dimensions of the mesh that it has, and that divide its axes evenly."""
@@ -123,10 +116,7 @@ class _JaxModuleOnMesh(port.JaxModule):
         self.sent[self.program] = counts_of(collectives_in(program.as_text()))
         return program(*arguments)
 
-    def outputs(
-        self, query: Array, key: Array | None, mask: Array | None, bias: Array | None, positions: Array | None
-    ) -> tuple[Array, dict[str, Array]]:
-        inputs = {"key": key, "mask": mask, "bias": bias, "positions": positions}
+    def outputs(self, query: Array, **inputs: Array | None) -> tuple[Array, dict[str, Array]]:
         self.program = "forward"
         output, attn_weights = self.call(_with_weights, self.module, query, inputs)
         outputs = {"module": output}

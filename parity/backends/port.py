@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, Protocol
@@ -28,11 +28,10 @@ class FilledModule(Protocol):
     module: Any
     weights: Any
 
-    def outputs(self, query: Any, key: Any, mask: Any, bias: Any, positions: Any) -> tuple[Any, dict[str, Any]]:
+    def outputs(self, query: Any, **inputs: Any) -> tuple[Any, dict[str, Any]]:
         """Return the attention weights, and the output by each path: `module` with weights, `fused` without."""
-        inputs = {"mask": mask, "bias": bias, "positions": positions}
-        output, attn_weights = self.module(query, key, **inputs, need_weights=True)
-        fused, _ = self.module(query, key, **inputs)
+        output, attn_weights = self.module(query, **inputs, need_weights=True)
+        fused, _ = self.module(query, **inputs)
         return attn_weights, {"module": output, "fused": fused}
 
     def step(self, x: Any, cache: Any, new_lengths: Any, positions: Any) -> tuple[dict[str, Any], Any]:
@@ -42,12 +41,7 @@ class FilledModule(Protocol):
 
 
 class Replayed(Protocol):
-    """What was recorded of a problem on a device that computes.
-
-    Attributes:
-        made_on: that device, in words.
-        differs: where the program is another one, so that the recording does not count; empty where it is the same.
-    """
+    """A recording of a problem on a device that computes, which does not count where the program differs."""
 
     made_on: str
     differs: str
@@ -104,7 +98,10 @@ class Port(Protocol):
     def pull_back(
         self, path: str, filled: FilledModule, spec: AttentionSpec, inputs: dict[str, Any], hidden: dict[str, Any]
     ) -> tuple[dict[str, np.ndarray], Weights]:
-        """Gradients of the inputs and of the canonical weights, for the cotangent among what is `hidden`."""
+        """Gradients of the inputs and of the canonical weights, for the cotangent among what is `hidden`.
+
+        Nobody asks for them where there are no `GRADIENT_PATHS`.
+        """
         ...
 
 
@@ -128,82 +125,46 @@ class Divided(Protocol):
         ...
 
 
+def never_skipped(case: Case, dtype: str) -> None:
+    """Of a backend that runs every case in every dtype."""
+
+
 def nothing_replayed(_: Problem) -> AbstractContextManager[None]:
     """Of a backend that computes wherever it runs."""
     return nullcontext()
 
 
+OF_KEYS = ("k", "v", "keys", "values")
+"""The stages, and parts of caches, that have key/value heads."""
+
+
 class Shapes:
-    """How a sibling's arrays hold the heads, outputs and caches of a layer: here in the shapes of the contract."""
+    """How a sibling's arrays hold stages, and the parts of caches, by name: here in the shapes of the contract."""
 
     def __init__(self, port: Port, spec: AttentionSpec) -> None:
         self.port, self.spec = port, spec
+        self.cache_parts = ("keys", "values", "lengths") if spec.latent is None else ("latents", "lengths")
 
-    def heads_from_numpy(self, x: np.ndarray) -> Any:
-        """Heads of queries, (B, N, T, H)."""
+    def from_numpy(self, name: str, x: np.ndarray) -> Any:
+        """Return a stage as the sibling's functions take it."""
         return self.port.from_numpy(x)
 
-    def heads_to_numpy(self, x: Any) -> np.ndarray:
-        """The same back."""
-        return self.port.to_numpy(x)
-
-    def keys_from_numpy(self, x: np.ndarray) -> Any:
-        """Heads of keys, (B, K, S, H)."""
-        return self.heads_from_numpy(x)
-
-    def keys_to_numpy(self, x: Any) -> np.ndarray:
-        """The same back."""
-        return self.heads_to_numpy(x)
-
-    def values_from_numpy(self, x: np.ndarray) -> Any:
-        """Heads of values, (B, K, S, Hv)."""
-        return self.port.from_numpy(x)
-
-    def values_to_numpy(self, x: Any) -> np.ndarray:
-        """The same back."""
-        return self.port.to_numpy(x)
-
-    def context_from_numpy(self, x: np.ndarray) -> Any:
-        """The context, (B, N, T, Hv)."""
-        return self.values_from_numpy(x)
-
-    def context_to_numpy(self, x: Any) -> np.ndarray:
-        """The same back."""
-        return self.values_to_numpy(x)
-
-    def gate_from_numpy(self, x: np.ndarray) -> Any:
-        """What gate_proj gives, (B, T, N * Hv), or (B, T, N) for one number a head."""
-        return self.port.from_numpy(x)
-
-    def gate_to_numpy(self, x: Any) -> np.ndarray:
-        """The same back."""
-        return self.port.to_numpy(x)
-
-    def output_to_numpy(self, x: Any) -> np.ndarray:
-        """The output of the layer."""
-        return self.port.to_numpy(x)
-
-    def latents_from_numpy(self, x: np.ndarray) -> Any:
-        """Latents, (B, 1, T, W)."""
-        return self.port.from_numpy(x)
-
-    def latents_to_numpy(self, x: Any) -> np.ndarray:
-        """The same back."""
+    def to_numpy(self, name: str, x: Any) -> np.ndarray:
+        """Return a stage as the sibling's functions give it."""
         return self.port.to_numpy(x)
 
     @property
-    def cache_parts(self) -> tuple[str, ...]:
-        """What a cache of the layer holds, by name, its lengths last."""
-        return ("keys", "values", "lengths") if self.spec.latent is None else ("latents", "lengths")
+    def cache_kind(self) -> Any:
+        """The sibling's class of caches."""
+        return self.port.SIBLING.KVCache if self.spec.latent is None else self.port.SIBLING.LatentCache
 
-    def cache_from_numpy(self, *parts: np.ndarray) -> Any:
-        """The cache that holds them."""
-        kind = "KVCache" if self.spec.latent is None else "LatentCache"
-        return getattr(self.port.SIBLING, kind)(*map(self.port.from_numpy, parts))
+    def cache_from_numpy(self, parts: Sequence[np.ndarray]) -> Any:
+        """Return the cache that holds these parts."""
+        return self.cache_kind(*map(self.from_numpy, self.cache_parts, parts))
 
     def cache_to_numpy(self, cache: Any) -> dict[str, np.ndarray]:
-        """What a cache holds."""
-        return {name: self.port.to_numpy(getattr(cache, name)) for name in self.cache_parts}
+        """Return the parts of a cache."""
+        return {name: self.to_numpy(name, getattr(cache, name)) for name in self.cache_parts}
 
 
 def kind_of(sibling: Any, case: Case) -> Any:

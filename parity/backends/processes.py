@@ -26,13 +26,7 @@ PATIENCE = 600
 
 
 class Given(NamedTuple):
-    """What a process needs of a `Reference`: it computes none.
-
-    Attributes:
-        problem: what is run.
-        with_gradients: whether gradients, too.
-        given: the stages that local ones start from.
-    """
+    """The part of a `Reference` that a process needs: it computes none."""
 
     problem: Problem
     with_gradients: bool
@@ -47,11 +41,7 @@ Work = Callable[[Given, MeshPlan], Trace]
 
 
 class Processes:
-    """Processes that share problems, until this one ends.
-
-    Attributes:
-        size: how many they are.
-    """
+    """Processes that share problems, until this one ends."""
 
     def __init__(self, size: int, work: Work) -> None:
         self.size, context = size, torch.multiprocessing.get_context(START)

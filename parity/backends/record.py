@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
 from parity.backends import BACKENDS, driver, load_backend
 from parity.backends.port import Port
 from parity.core.problem import Problem
 from parity.core.stages import run_steps
 from parity.core.trace import Reference, Trace
+from parity.sharding.mesh import Counts, MeshPlan
 
 
 def record(backend: str, reference: Reference, given: Problem | None = None) -> Trace:
@@ -31,6 +37,32 @@ def record(backend: str, reference: Reference, given: Problem | None = None) -> 
     else:
         trace.numerics.update(values=f"a recording made on {replay.made_on}", arithmetic="tensix")
     return trace
+
+
+class OnMesh:
+    """A backend's port on a mesh: what it does not do itself, the port to one device does.
+
+    Attributes:
+        plan: the mesh.
+        sent: what devices sent each other, by program.
+    """
+
+    def __init__(self, port: Any, plan: MeshPlan) -> None:
+        self._port, self.plan, self.sent = port, plan, dict[str, Counts]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._port, name)
+
+    @contextmanager
+    def lock(self, dtype: str) -> Iterator[dict[str, Any]]:
+        """Hold still what changes numbers, and name the mesh among it."""
+        with self._port.lock(dtype) as numerics:
+            yield numerics | {"mesh": str(self.plan)}
+
+
+def trace_on_mesh(backend: str, on_mesh: OnMesh, reference: Reference) -> Trace:
+    """Run a problem on a mesh, each stage gathered."""
+    return replace(trace_of(backend, cast(Port, on_mesh), reference), collectives=on_mesh.sent)
 
 
 def trace_of(backend: str, module: Port, reference: Reference, given: Problem | None = None) -> Trace:

@@ -13,9 +13,8 @@ from torch import Tensor
 import mha_torch
 from mha_spec import AttentionSpec, WrongType
 from mha_torch.arrays import is_distributed
-from parity.backends.port import FilledModule, Shapes, kind_of, nothing_replayed
+from parity.backends.port import FilledModule, Shapes, kind_of, never_skipped, nothing_replayed
 from parity.core.arrays import to_numpy, to_torch
-from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
 
@@ -91,15 +90,11 @@ def from_state_dict(tensors: Mapping[str, Tensor], spec: AttentionSpec) -> Weigh
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
 
-def why_skipped(case: Case, dtype: str) -> str | None:
-    """Why a case cannot run in a dtype, or None: here all can."""
-    return None
-
-
 SIBLING = mha_torch
 SHAPES = Shapes
 GRADIENT_PATHS = ("", "fused")
 beside = whole = from_numpy
+why_skipped, replayed = never_skipped, nothing_replayed
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -185,9 +180,6 @@ def lock(dtype: str) -> Iterator[dict[str, Any]]:
         mha.set_fastpath_enabled(fastpath)
         for holder, name, value in before:
             setattr(holder, name, value)
-
-
-replayed = nothing_replayed
 
 
 def environment() -> dict[str, Any]:

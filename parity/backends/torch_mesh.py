@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -26,15 +26,15 @@ from mha_torch.arrays import is_distributed
 from mha_torch.parallel.heads import check_divides
 from mha_torch.parallel.ring import RingAttention
 from parity.backends import torch as port
-from parity.backends.port import Port, Shapes
+from parity.backends.port import OF_KEYS, Shapes
 from parity.backends.processes import Given, Processes
-from parity.backends.record import trace_of
+from parity.backends.record import OnMesh, trace_on_mesh
 from parity.core.arrays import to_numpy
 from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.trace import Reference, Trace
 from parity.core.weights import Weights
-from parity.sharding.mesh import Counts, MeshPlan, why_not_divided
+from parity.sharding.mesh import MeshPlan, why_not_divided
 from parity.sharding.shard import ShardPlan, local_heads, shard
 
 WORDS = {"all_reduce": "all-reduce", "all_gather_into_tensor": "all-gather", "reduce_scatter_tensor": "reduce-scatter"}
@@ -97,9 +97,7 @@ def end() -> None:
 
 def record_own(given: Given, plan: MeshPlan) -> Trace:
     """The same, in one of the processes."""
-    on_mesh = _TorchOnMesh(plan)
-    trace = trace_of("torch", cast(Port, on_mesh), cast(Reference, given))
-    return replace(trace, collectives=on_mesh.sent)
+    return trace_on_mesh("torch", _TorchOnMesh(plan), cast(Reference, given))
 
 
 # ---- Where this process is -------------------------------------------------------------------------------------------
@@ -143,33 +141,70 @@ class _Dimension:
         return x
 
 
-class _TorchOnMesh:
+class _TorchParts(Shapes):
+    """Stages and caches of the process's own sequences and heads."""
+
+    port: Any
+
+    def from_numpy(self, name: str, x: np.ndarray) -> Tensor:
+        if name == "gate":
+            return self.port.tensor.part(self.port.from_numpy(x), 2)
+        if name == "latents":
+            return self.port.data.part(port.from_numpy(x), 0)
+        if name in OF_KEYS and self.spec.latent is None:
+            return self.port.data.part(port.from_numpy(x), 0)[:, self._keys[self.port.tensor.rank]]
+        return self.port.from_numpy(x)
+
+    def to_numpy(self, name: str, x: Tensor) -> np.ndarray:
+        if name in OF_KEYS and self.spec.latent is None:
+            x = self._all_keys(x)
+        elif name == "gate" or (name == "output" and not self.spec.out_proj):
+            x = self.port.tensor.whole(x, 2)
+        elif name not in ("output", "latents", "lengths"):
+            x = self.port.tensor.whole(x, 1)
+        return to_numpy(self.port.data.whole(x, 0))
+
+    def _all_keys(self, x: Tensor) -> Tensor:
+        """The key/value heads of all processes; those that several have must be alike."""
+        whole = torch.empty((x.shape[0], self.spec.num_kv_heads, *x.shape[2:]), dtype=x.dtype)
+        held = list(zip(self._keys, self.port.tensor.parts(x), strict=True))
+        for heads, part in held:
+            whole[:, heads] = part
+        for rank, (heads, part) in enumerate(held):
+            if not torch.equal(whole[:, heads].nan_to_num(), part.nan_to_num()):
+                raise Refusal("key/value heads that processes share", "be alike", f"others on process {rank}")
+        return whole
+
+    @property
+    def _keys(self) -> Sequence[list[int]]:
+        """The key/value heads of each process."""
+        size = self.port.tensor.size
+        return [local_heads(self.spec, ShardPlan(size), rank).keys for rank in range(size)]
+
+
+class _TorchOnMesh(OnMesh):
     """The port of torch, whose tensors are parts."""
 
+    SHAPES = _TorchParts
+
     def __init__(self, plan: MeshPlan) -> None:
-        self.plan, self.sent = plan, dict[str, Counts]()
+        super().__init__(port, plan)
         self.mesh = _mesh_of(tuple(plan.shape.items()))
         self.data, self.tensor, self.sequence = (_Dimension(self.mesh, n) for n in ("data", "tensor", "sequence"))
         self.case: Any = None
         self.own: Any = None
         self.module: Any = None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(port, name)
-
     @contextmanager
     def lock(self, dtype: str) -> Iterator[dict[str, Any]]:
-        with port.lock(dtype) as numerics:
-            yield numerics | {"mesh": str(self.plan), "processes": "gloo"}
+        with super().lock(dtype) as numerics:
+            yield numerics | {"processes": "gloo"}
 
     def filled(self, problem: Problem) -> _TorchModuleOnMesh:
         self.case = problem.case
         filled = _TorchModuleOnMesh(problem, self)
         self.own, self.module = filled.own, filled.module_of_heads
         return filled
-
-    def SHAPES(self, _: Any, spec: AttentionSpec) -> _TorchParts:
-        return _TorchParts(cast(Port, self), spec)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """A stage of the process's own heads; the outputs of heads are added up."""
@@ -215,7 +250,8 @@ class _TorchOnMesh:
         cotangent = divided.part(hidden["cotangent"], 1)
         if not spec.out_proj:
             cotangent = self.tensor.part(cotangent, 2)
-        output, _ = filled.attend(module, tokens, hidden["mask"], hidden["positions"], need_weights=not path)
+        given = {**tokens, "mask": hidden["mask"], "positions": hidden["positions"]}
+        output, _ = filled.attend(module, given, need_weights=not path)
         with self.counting(f"{path}.gradient".removeprefix(".")):
             output.backward(cotangent)
         of_inputs = {}
@@ -270,73 +306,6 @@ class _Joining:
         return projected
 
 
-class _TorchParts(Shapes):
-    """Heads, outputs and caches of the process's own sequences and heads."""
-
-    port: Any
-
-    def heads_from_numpy(self, x: np.ndarray) -> Tensor:
-        return self.port.from_numpy(x)
-
-    def heads_to_numpy(self, x: Tensor) -> np.ndarray:
-        return self.port.to_numpy(x)
-
-    context_from_numpy, context_to_numpy = heads_from_numpy, heads_to_numpy
-
-    def keys_from_numpy(self, x: np.ndarray) -> Tensor:
-        found = self.port.data.part(port.from_numpy(x), 0)
-        return found[:, self._keys[self.port.tensor.rank]] if self.spec.latent is None else self.port.from_numpy(x)
-
-    def keys_to_numpy(self, x: Tensor) -> np.ndarray:
-        if self.spec.latent is not None:
-            return self.port.to_numpy(x)
-        parts = self.port.tensor.parts(x)
-        whole: Any = torch.empty((x.shape[0], self.spec.num_kv_heads, *x.shape[2:]), dtype=x.dtype)
-        for heads, part in zip(self._keys, parts, strict=True):
-            whole[:, heads] = part
-        for rank, (heads, part) in enumerate(zip(self._keys, parts, strict=True)):
-            if not torch.equal(whole[:, heads].nan_to_num(), part.nan_to_num()):
-                raise Refusal("key/value heads that processes share", "be alike", f"others on process {rank}")
-        return to_numpy(self.port.data.whole(whole, 0))
-
-    values_from_numpy, values_to_numpy = keys_from_numpy, keys_to_numpy
-
-    @property
-    def _keys(self) -> Sequence[list[int]]:
-        """The key/value heads of each process."""
-        size = self.port.tensor.size
-        return [local_heads(self.spec, ShardPlan(size), rank).keys for rank in range(size)]
-
-    def gate_from_numpy(self, x: np.ndarray) -> Tensor:
-        return self.port.tensor.part(self.port.from_numpy(x), 2)
-
-    def gate_to_numpy(self, x: Tensor) -> np.ndarray:
-        return to_numpy(self.port.data.whole(self.port.tensor.whole(x, 2), 0))
-
-    def output_to_numpy(self, x: Tensor) -> np.ndarray:
-        x = x if self.spec.out_proj else self.port.tensor.whole(x, 2)
-        return to_numpy(self.port.data.whole(x, 0))
-
-    def latents_from_numpy(self, x: np.ndarray) -> Tensor:
-        return self.port.data.part(port.from_numpy(x), 0)
-
-    def latents_to_numpy(self, x: Tensor) -> np.ndarray:
-        return to_numpy(self.port.data.whole(x, 0))
-
-    def cache_from_numpy(self, *parts: np.ndarray) -> Any:
-        *slots, lengths = parts
-        own = self.port.data.part(port.from_numpy(lengths), 0)
-        if self.spec.latent is not None:
-            return mha_torch.LatentCache(self.latents_from_numpy(slots[0]), own)
-        keys, values = map(self.keys_from_numpy, slots)
-        return mha_torch.KVCache(keys, values, own)
-
-    def cache_to_numpy(self, cache: Any) -> dict[str, np.ndarray]:
-        to = self.keys_to_numpy if self.spec.latent is None else self.latents_to_numpy
-        held = {name: to(x) for name, x in cache.slots.items()}
-        return {**held, "lengths": to_numpy(self.port.data.whole(cache.lengths, 0))}
-
-
 class _TorchModuleOnMesh(port.TorchModule):
     """A module with the weights of a problem, divided by heads, and one also by tokens; each call is counted."""
 
@@ -356,36 +325,31 @@ class _TorchModuleOnMesh(port.TorchModule):
         self.weights = port.to_state_dict(held, own)
         self.own = replace(self.module.spec, out_bias=own.out_bias)
         if problem.case.is_cached:
-            self.module.init_cache = partial(self._init_cache, self.module.init_cache)
+            init_cache = self.module.init_cache
+            self.module.init_cache = lambda batch, capacity: init_cache(batch // on_mesh.data.size, capacity)
 
-    def _init_cache(self, init_cache: Callable[..., Any], batch: int, capacity: int) -> Any:
-        return init_cache(batch // self.on_mesh.data.size, capacity)
-
-    def attend(
-        self, module: Any, tokens: dict[str, Tensor], mask: Tensor | None, positions: Tensor | None, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend(self, module: Any, inputs: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor | None]:
         """The module called with what it has of the inputs."""
-        query, key, bias = (tokens.get(name) for name in ("query", "key", "bias"))
         if not isinstance(module.kernel, RingAttention):
-            return module(query, key, mask=mask, bias=bias, positions=positions, **options)
-        lengths, data = self.case.key_padding_lengths, self.on_mesh.data
+            return module(**inputs, **options)
+        lengths, positions = self.case.key_padding_lengths, inputs["positions"]
         if lengths is not None:
-            lengths = data.part(torch.as_tensor(lengths), 0)
+            lengths = self.on_mesh.data.part(torch.as_tensor(lengths), 0)
         if positions is not None:
             positions = self.on_mesh.sequence.part(positions, -1)
-        return module(query, key, is_causal=self.case.is_causal, key_padding_lengths=lengths, positions=positions)
+        tokens = (inputs["query"], inputs.get("key"))
+        return module(*tokens, is_causal=self.case.is_causal, key_padding_lengths=lengths, positions=positions)
 
     @torch.no_grad()
-    def outputs(
-        self, query: Tensor, key: Tensor | None, mask: Tensor | None, bias: Tensor | None, positions: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        tokens = {name: x for name, x in (("query", query), ("key", key), ("bias", bias)) if x is not None}
+    def outputs(self, query: Tensor, **inputs: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        key, sequence = inputs.pop("key"), self.on_mesh.sequence
         with self.on_mesh.counting("forward"):
-            output, attn_weights = self.attend(self.module_of_heads, tokens, mask, positions, need_weights=True)
-        sequence = self.on_mesh.sequence
-        own = {name: sequence.part(x, 1) if name != "bias" else x for name, x in tokens.items()}
+            output, attn_weights = self.attend(
+                self.module_of_heads, {"query": query, "key": key, **inputs}, need_weights=True
+            )
+        own = {"query": sequence.part(query, 1), "key": None if key is None else sequence.part(key, 1), **inputs}
         with self.on_mesh.counting("fused.forward"):
-            fused, _ = self.attend(self.module, own, mask, positions)
+            fused, _ = self.attend(self.module, own)
         return cast(Tensor, attn_weights), {"module": output, "fused": sequence.whole(fused, 1)}
 
     @torch.no_grad()

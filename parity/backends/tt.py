@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -26,9 +26,9 @@ import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other envi
 import mha_tt
 from mha_spec import AttentionSpec
 from mha_tt.layout import TILE, padded_features, slots_of
+from mha_tt.mock.goldens import GOLDENS
 from mha_tt.recording import Recording, Replay
 from parity.backends.port import FilledModule, Shapes, kind_of
-from parity.core.arrays import to_numpy
 from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.weights import Weights, check_weights
@@ -42,6 +42,18 @@ DTYPES = {"float32": ttnn.float32, "bfloat16": ttnn.bfloat16}
 def from_numpy(x: np.ndarray) -> ttnn.Tensor:
     """The tensor of the same values and dtype."""
     return mha_tt.upload(x, device=open_device(), dtype=DTYPES[x.dtype.name])
+
+
+def to_numpy(x: ttnn.Tensor) -> np.ndarray:
+    """Return the values of a tensor wherever it lies; those of bfloat16 and of blocks of 8 or 4 bits as bfloat16."""
+    kind = str(x.dtype).rpartition(".")[2].lower()
+    is_on_device = x.storage_type() == ttnn.StorageType.DEVICE
+    values = mha_tt.download(x) if is_on_device else mha_tt.mock.value_of(x)
+    if values is None:  # it lies on the host, whose conversion of bfloat16 gives none of NumPy's dtypes
+        values = x.to_numpy() if "int" in kind else ttnn._ttnn.operations.core.to_dtype(x, ttnn.float32).to_numpy()
+    if "int" in kind:
+        return values.astype(kind)
+    return values if kind == "float32" else values.astype(ml_dtypes.bfloat16)
 
 
 _held = ExitStack()
@@ -133,21 +145,27 @@ whole = beside
 class Padded(Shapes):
     """The features of a head and the slots of a cache are padded to whole tiles on the device."""
 
-    def heads_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        return self.port.from_numpy(self.padded(x, self._keys))
+    def from_numpy(self, name: str, x: np.ndarray) -> ttnn.Tensor:
+        if name == "gate" and x.shape[2] != self.spec.num_heads:
+            heads = x.reshape(*x.shape[:2], self.spec.num_heads, -1).swapaxes(1, 2)
+            return mha_tt.combine_heads(self.from_numpy("context", heads))
+        if name == "latents":
+            return from_numpy(self.padded(x, "kv_a_proj"))
+        return self.port.from_numpy(x if name == "gate" else self.padded(x, self.like(name)))
 
-    def heads_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        return self.real(self.port.to_numpy(x), self._keys)
+    def to_numpy(self, name: str, x: ttnn.Tensor) -> np.ndarray:
+        if name == "output":
+            return to_numpy(x) if self.spec.out_proj else self._of_heads(x)
+        if name == "gate":
+            return to_numpy(x) if x.shape[2] == self.own_heads else self._of_heads(x)
+        if name == "latents":
+            return self.real(to_numpy(x), "kv_a_proj")
+        return self.real(self.port.to_numpy(x), self.like(name))
 
-    def values_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        return self.port.from_numpy(self.padded(x, "v_proj"))
-
-    def values_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        return self.real(self.port.to_numpy(x), "v_proj")
-
-    @property
-    def _keys(self) -> str:
-        """A projection whose heads are as those of queries and keys."""
+    def like(self, name: str) -> str:
+        """Name a projection whose heads are padded as those of a stage are."""
+        if name in ("v", "values", "context"):
+            return "v_proj"
         if self.spec.latent is None:
             return "k_proj"
         return "q_proj" if self.spec.latent.q_rank is None else "q_b_proj"
@@ -172,49 +190,24 @@ class Padded(Shapes):
         """How many query heads the device has."""
         return self.spec.num_heads
 
-    def gate_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        if x.shape[2] == self.spec.num_heads:
-            return self.port.from_numpy(x)
-        heads = x.reshape(*x.shape[:2], self.spec.num_heads, -1).swapaxes(1, 2)
-        return mha_tt.combine_heads(self.context_from_numpy(heads))
-
-    def gate_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        return to_numpy(x) if x.shape[2] == self.own_heads else self._of_heads(x)
-
-    def output_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        """The output of a layer; the features that pad its heads are still in it where no projection follows."""
-        return to_numpy(x) if self.spec.out_proj else self._of_heads(x)
-
     def _of_heads(self, x: ttnn.Tensor) -> np.ndarray:
         """Features of heads, side by side, without those that pad them."""
-        heads = self.context_to_numpy(mha_tt.split_heads(x, self.own_heads))
+        heads = self.to_numpy("context", mha_tt.split_heads(x, self.own_heads))
         return heads.swapaxes(1, 2).reshape(x.shape[0], x.shape[1], -1)
 
-    def latents_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        return from_numpy(self.padded(x, "kv_a_proj"))
-
-    def latents_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        return self.real(to_numpy(x), "kv_a_proj")
-
-    def cache_from_numpy(self, *parts: np.ndarray) -> Any:
+    def cache_from_numpy(self, parts: Sequence[np.ndarray]) -> Any:
         *slots, lengths = parts
         capacity = slots[0].shape[2]
         slots = [np.pad(x, ((0, 0), (0, 0), (0, -capacity % TILE), (0, 0))) for x in slots]
-        if self.spec.latent is not None:
-            return mha_tt.LatentCache(self.latents_from_numpy(slots[0]), lengths, capacity)
-        return mha_tt.KVCache(self.keys_from_numpy(slots[0]), self.values_from_numpy(slots[1]), lengths, capacity)
+        return self.cache_kind(*map(self.from_numpy, self.cache_parts, slots), lengths, capacity)
 
     def cache_to_numpy(self, cache: Any) -> dict[str, np.ndarray]:
-        """What a cache holds; slots beyond its capacity must be 0."""
         held: dict[str, np.ndarray] = {}
-        if self.spec.latent is None:
-            slots = {"keys": self.keys_to_numpy(cache.keys), "values": self.values_to_numpy(cache.values)}
-        else:
-            slots = {"latents": self.latents_to_numpy(cache.latents)}
-        for name, array in slots.items():
-            if array[:, :, cache.capacity :].any():
+        for name in self.cache_parts[:-1]:
+            slots = self.to_numpy(name, getattr(cache, name))
+            if slots[:, :, cache.capacity :].any():
                 raise Refusal("slots beyond the capacity", "be 0", f"others in the {name}")
-            held[name] = array[:, :, : cache.capacity]
+            held[name] = slots[:, :, : cache.capacity]
         return {**held, "lengths": cache.lengths}
 
 
@@ -240,12 +233,17 @@ class TtModule(FilledModule):
 filled = TtModule
 
 
-def pull_back(path: str, *_: Any) -> tuple[dict[str, np.ndarray], Weights]:
-    """There is none: see `GRADIENT_PATHS`."""
-    raise NotImplementedError("ttnn has no automatic differentiation")
-
-
 # ---- Surroundings ----------------------------------------------------------------------------------------------------
+
+
+def arithmetic() -> str:
+    """Name the arithmetic of the device: that of golden functions on a mock board, or where there is none."""
+    return "ieee" if mha_tt.target() in (None, "mock") else "tensix"
+
+
+def golden_function(operation: Any) -> Callable[..., Any] | None:
+    """Return the golden function of an operation of ttnn: ours where its own is wrong or missing."""
+    return GOLDENS.get(operation.python_fully_qualified_name, operation.golden_function)
 
 
 @contextmanager
@@ -257,7 +255,7 @@ def lock(dtype: str) -> Iterator[dict[str, Any]]:
         if is_mock:
             stack.enter_context(mha_tt.mock.shadow())
         yield {
-            "arithmetic": "ieee" if is_mock else "tensix",
+            "arithmetic": arithmetic(),
             "compute_kernel_config": mha_tt.describe_config(mha_tt.accurate_config(device)),
             "values": "golden functions" if is_mock else "device",
         }

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn logs its whole configur
 import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
 
 import mha_tt
-from mha_spec import AttentionSpec
 from mha_spec.shares import local_heads
 from mha_tt import parallel
 from mha_tt.device import upload_parts
@@ -30,13 +29,12 @@ from mha_tt.mock.boards import MESHES
 from mha_tt.mock.goldens import is_collective, lines_of
 from mha_tt.parallel.local import all_reduce, check_divides
 from parity.backends import tt as port
-from parity.backends.port import Port
-from parity.backends.record import trace_of
-from parity.core.arrays import to_numpy
+from parity.backends.port import OF_KEYS
+from parity.backends.record import OnMesh, trace_on_mesh
 from parity.core.case import Case
 from parity.core.problem import Problem
 from parity.core.trace import Reference, Trace
-from parity.sharding.mesh import Counts, MeshPlan, why_not_divided
+from parity.sharding.mesh import MeshPlan, why_not_divided
 
 HEADS = 1
 """The dimension of the mesh that heads are divided over: its columns."""
@@ -76,29 +74,46 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
 
 def record(reference: Reference, plan: MeshPlan) -> Trace:
     """A problem run on a mesh, each stage gathered."""
-    on_mesh = _TtOnMesh(plan)
-    trace = trace_of("tt", cast(Port, on_mesh), reference)
-    return replace(trace, collectives=on_mesh.sent)
+    return trace_on_mesh("tt", _TtOnMesh(plan), reference)
 
 
-class _TtOnMesh:
+class _TtParts(port.Padded):
+    """Stages and caches of each chip's own heads."""
+
+    port: Any
+
+    @property
+    def own_heads(self) -> int:
+        return len(self.port.queries[0])
+
+    def from_numpy(self, name: str, x: np.ndarray) -> ttnn.Tensor:
+        if name in OF_KEYS:
+            return self.port.divided(self.padded(x, self.like(name)), self.port.keys, 1)
+        if name == "gate" and x.shape[2] == self.spec.num_heads:
+            return self.port.divided(x, self.port.queries, 2)
+        return super().from_numpy(name, x)
+
+    def to_numpy(self, name: str, x: ttnn.Tensor) -> np.ndarray:
+        if name in OF_KEYS:
+            return self.real(self.port.joined(x, self.port.keys, 1), self.like(name))
+        if name == "gate" and x.shape[2] == self.own_heads:
+            return self.port.joined(x, self.port.queries, 2)
+        return super().to_numpy(name, x)
+
+
+class _TtOnMesh(OnMesh):
     """The port of ttnn, whose chips have heads of their own."""
 
+    SHAPES = _TtParts
+
     def __init__(self, plan: MeshPlan) -> None:
-        self.plan, self.mesh, self.sent = plan, port.open_device(), dict[str, Counts]()
+        super().__init__(port, plan)
+        self.mesh = port.open_device()
         self.rows = lines_of(tuple(self.mesh.shape), HEADS)
         self.case: Any = None
         self.own: Any = None
         self.queries: Sequence[list[int]] = ()
         self.keys: Sequence[list[int]] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(port, name)
-
-    @contextmanager
-    def lock(self, dtype: str) -> Iterator[dict[str, Any]]:
-        with port.lock(dtype) as numerics:
-            yield numerics | {"mesh": str(self.plan)}
 
     def filled(self, problem: Problem) -> _TtModuleOnMesh:
         self.case, size = problem.case, self.plan.tensor
@@ -108,9 +123,6 @@ class _TtOnMesh:
         filled = _TtModuleOnMesh(problem, self)
         self.own = filled.module.spec
         return filled
-
-    def SHAPES(self, _: Any, spec: AttentionSpec) -> _TtParts:
-        return _TtParts(cast(Port, self), spec)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """A stage of each chip's own heads; the outputs of heads are added up."""
@@ -140,7 +152,7 @@ class _TtOnMesh:
 
     def joined(self, x: ttnn.Tensor, heads: Sequence[list[int]], axis: int) -> np.ndarray:
         """What chips have of heads, side by side on an axis; those that several have must be the same on all."""
-        parts = [to_numpy(part) for part in ttnn.get_device_tensors(x)]
+        parts = [port.to_numpy(part) for part in ttnn.get_device_tensors(x)]
         held = [(own, chip) for row in self.rows for own, chip in zip(heads, row, strict=True)]
         shape, before = list(parts[0].shape), (slice(None),) * axis
         shape[axis] = 1 + max(map(max, heads))
@@ -172,42 +184,6 @@ class _TtOnMesh:
         self.sent[program] = dict(counts)
 
 
-class _TtParts(port.Padded):
-    """Heads, outputs and caches of each chip's own heads."""
-
-    port: Any
-
-    @property
-    def own_heads(self) -> int:
-        return len(self.port.queries[0])
-
-    def keys_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        return self.port.divided(self.padded(x, self._keys), self.port.keys, 1)
-
-    def keys_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        return self.real(self.port.joined(x, self.port.keys, 1), self._keys)
-
-    def values_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        return self.port.divided(self.padded(x, "v_proj"), self.port.keys, 1)
-
-    def values_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        return self.real(self.port.joined(x, self.port.keys, 1), "v_proj")
-
-    def context_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        return self.port.from_numpy(self.padded(x, "v_proj"))
-
-    def context_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        return self.real(self.port.to_numpy(x), "v_proj")
-
-    def gate_from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        is_one_a_head = x.shape[2] == self.spec.num_heads
-        return self.port.divided(x, self.port.queries, 2) if is_one_a_head else super().gate_from_numpy(x)
-
-    def gate_to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        is_one_a_head = x.shape[2] == self.own_heads
-        return self.port.joined(x, self.port.queries, 2) if is_one_a_head else super().gate_to_numpy(x)
-
-
 class _TtModuleOnMesh(port.TtModule):
     """A module with the weights of a problem, divided by heads; each call is counted."""
 
@@ -217,14 +193,11 @@ class _TtModuleOnMesh(port.TtModule):
         parallel.shard(self.module, on_mesh.mesh, heads=HEADS)
         self.weights = self.module.weights
 
-    def outputs(
-        self, query: ttnn.Tensor, key: ttnn.Tensor | None, mask: Any, bias: Any, positions: np.ndarray | None
-    ) -> tuple[ttnn.Tensor, dict[str, ttnn.Tensor]]:
-        inputs = {"mask": mask, "bias": bias, "positions": positions}
+    def outputs(self, query: ttnn.Tensor, **inputs: Any) -> tuple[ttnn.Tensor, dict[str, ttnn.Tensor]]:
         with self.on_mesh.counting("forward"):
-            output, attn_weights = self.module(query, key, **inputs, need_weights=True)
+            output, attn_weights = self.module(query, **inputs, need_weights=True)
         with self.on_mesh.counting("fused.forward"):
-            fused, _ = self.module(query, key, **inputs)
+            fused, _ = self.module(query, **inputs)
         return attn_weights, {"module": output, "fused": fused}
 
     def step(

@@ -37,4 +37,4 @@ def print_and_write(options: argparse.Namespace, results: Any, maps: Any) -> Res
         from parity.reporting.html import write_html
 
         write_html(options.html, results, maps)
-    return results.status, results.to_dict()
+    return results.status, {} if options.json is None else results.to_dict()

@@ -12,7 +12,7 @@ from mha_spec import AttentionSpec, Refusal, Rope
 from parity.core import reference
 from parity.core.arrays import to_numpy_by_name
 from parity.core.case import Case
-from parity.core.compare import Comparison, compare, kept_dtype
+from parity.core.compare import Comparison, Label, compare, kept_dtype
 from parity.core.problem import Problem, make_problem
 from parity.core.stages import run_steps
 from parity.core.weights import Weights, is_floating, unheld, weight_shapes
@@ -46,10 +46,7 @@ def verify(
             actual[stage].astype(kept_dtype(stage, dtype)),
             expected[stage].astype(kept_dtype(stage, dtype)).astype(np.float64),  # so that equal weights differ by 0
             same_precision[stage],
-            case="verify",
-            backend="the other",
-            dtype=dtype,
-            stage=stage,
+            Label("verify", "the other", dtype, stage),
         )
         for stage in ("q", "k", "v", "scores", "attn_weights", "context", "output")
     ]

@@ -21,24 +21,17 @@ from parity.core.work import PER_FACTOR, PER_MULTIPLICATION, ask, begin
 KEPT = frozenset({"linear", "tables", "parameter", "has_bias", "scale", "attn_weights"})
 """Overrides of a layer whose keys and values need not be made."""
 
-
 BEGINNING = 16
 """Numbers at the beginning of a row of a weight, by which it is found."""
 
 
 @dataclass(frozen=True, eq=False)
 class Unmade:
-    """Keys, or values, as their inputs and their projection.
+    """Keys, or values, as their inputs and the projection of each head."""
 
-    Attributes:
-        x: the inputs, (B, S, d_kv).
-        weight: the projection of each head, (K, H, d_kv).
-        bias: its bias, (K, H).
-    """
-
-    x: np.ndarray
-    weight: np.ndarray
-    bias: np.ndarray
+    x: np.ndarray  # (B, S, d_kv)
+    weight: np.ndarray  # (K, H, d_kv)
+    bias: np.ndarray  # (K, H)
 
     @property
     def nbytes(self) -> int:

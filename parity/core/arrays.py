@@ -12,11 +12,11 @@ import ml_dtypes
 import numpy as np
 
 from mha_spec import Refusal, WrongType
+from parity.core.libraries import LIBRARIES
 
 if TYPE_CHECKING:
     import jax
     import torch
-    import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
 
 FOREIGN = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 """Dtypes that torch has and NumPy has not; ml_dtypes has them under the same names."""
@@ -37,11 +37,11 @@ def to_numpy(x: Any) -> np.ndarray:
     """
     if isinstance(x, np.ndarray):
         return x
-    packages = {kind.__module__.partition(".")[0] for kind in type(x).__mro__}
+    packages = _packages_of(x)
     if "torch" in packages and hasattr(x, "detach"):
         return _from_torch(x)
-    if "ttnn" in packages:
-        return _from_ttnn(x)
+    for package in packages & LIBRARIES.keys():
+        return LIBRARIES[package]().to_numpy(x)
     if not hasattr(x, "__array__") or any(kind.__name__ == "Tracer" for kind in type(x).__mro__):
         raise WrongType("an array", "be one of NumPy, torch or JAX that has values", type(x).__name__)
     return np.asarray(x)
@@ -105,14 +105,15 @@ def to_numpy_by_name(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def arithmetic_of(*values: Any) -> str:
-    """How the hardware computes on which arrays lie, or mappings of them: `tensix` for TTNN's, but on a mock board."""
+    """Name the arithmetic of the device that holds arrays, or mappings of them: `ieee`, or that of their library."""
     arrays = [array for value in values for array in (value.values() if isinstance(value, Mapping) else [value])]
-    kinds = {kind.__module__.partition(".")[0] for array in arrays for kind in type(array).__mro__}
-    if "ttnn" not in kinds:
-        return "ieee"
-    import mha_tt
+    found = {package for array in arrays for package in _packages_of(array) & LIBRARIES.keys()}
+    return LIBRARIES[found.pop()]().arithmetic() if found else "ieee"
 
-    return "ieee" if mha_tt.target() in (None, "mock") else "tensix"
+
+def _packages_of(x: Any) -> set[str]:
+    """Name the packages of the classes of an array."""
+    return {kind.__module__.partition(".")[0] for kind in type(x).__mro__}
 
 
 def stages_of(role: str, value: Any, stage: str) -> dict[str, np.ndarray]:
@@ -140,18 +141,3 @@ def _from_torch(x: torch.Tensor) -> np.ndarray:
         bits = {1: torch.uint8, 2: torch.uint16}[x.element_size()]
         return x.view(bits).numpy().view(getattr(ml_dtypes, name))
     return x.numpy()
-
-
-def _from_ttnn(x: ttnn.Tensor) -> np.ndarray:
-    import ttnn  # pyright: ignore[reportMissingImports]
-
-    import mha_tt
-
-    kind = str(x.dtype).rpartition(".")[2].lower()
-    is_on_device = x.storage_type() == ttnn.StorageType.DEVICE
-    values = mha_tt.download(x) if is_on_device else mha_tt.mock.value_of(x)
-    if values is None:  # it lies on the host, whose conversion of bfloat16 gives none of NumPy's dtypes
-        values = x.to_numpy() if "int" in kind else ttnn._ttnn.operations.core.to_dtype(x, ttnn.float32).to_numpy()
-    if "int" in kind:
-        return values.astype(kind)
-    return values if kind == "float32" else values.astype(ml_dtypes.bfloat16)  # which blocks of 8 or 4 bits fit into

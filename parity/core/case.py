@@ -70,27 +70,28 @@ class Case:
     segment_ids: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        def must(rule: str, name: str, holds: bool) -> None:
+        ids, lengths, each = self.segment_ids or (), self.key_padding_lengths, f"batch={self.batch}"
+        rules = (
+            ("seq_len", f"be the sum of chunks={self.chunks}", not self.chunks or self.seq_len == sum(self.chunks)),
+            ("new_lengths", "come with chunks", bool(self.chunks) or not self.new_lengths),
+            ("new_lengths", f"have {each} numbers", all(len(row) == self.batch for row in self.new_lengths)),
+            ("new_lengths", f"be of each of chunks={self.chunks}", len(self.new_lengths) in (0, len(self.chunks))),
+            ("key_padding_lengths", f"have {each} numbers", lengths is None or len(lengths) == self.batch),
+            (
+                "segment_ids",
+                f"have {each} rows of seq_len={self.seq_len} ids",
+                not ids or tuple(map(len, ids)) == (self.seq_len,) * self.batch,
+            ),
+            (
+                "segment_ids",
+                "be those of self-attention without a cache",
+                not ids or (not self.chunks and self.seq_len_k is None),
+            ),
+            ("dtype", f"be one of {', '.join(DTYPES)}, or None", self.dtype in (None, *DTYPES)),
+        )
+        for name, rule, holds in rules:
             if not holds:
                 raise Refusal(name, rule, {name: getattr(self, name)})
-
-        must(f"be the sum of chunks={self.chunks}", "seq_len", not self.chunks or self.seq_len == sum(self.chunks))
-        must("come with chunks", "new_lengths", bool(self.chunks) or not self.new_lengths)
-        for rows, name in ((self.new_lengths, "new_lengths"), ([self.key_padding_lengths], "key_padding_lengths")):
-            must(f"have batch={self.batch} numbers", name, all(row is None or len(row) == self.batch for row in rows))
-        ids, tokens = self.segment_ids or (), (self.seq_len,) * self.batch
-        must(
-            f"have batch={self.batch} rows of seq_len={self.seq_len} ids",
-            "segment_ids",
-            tuple(map(len, ids)) in ((), tokens),
-        )
-        must(
-            "be those of self-attention without a cache",
-            "segment_ids",
-            not ids or (not self.chunks and self.seq_len_k is None),
-        )
-        must(f"be of each of chunks={self.chunks}", "new_lengths", len(self.new_lengths) in (0, len(self.chunks)))
-        must("be one of float32, bfloat16, float16, float64, or None", "dtype", self.dtype in (None, *DTYPES))
 
     @property
     def is_cached(self) -> bool:

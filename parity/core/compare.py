@@ -25,7 +25,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -88,6 +89,15 @@ class Judgement:
     def has_wrong_zeros(self) -> bool:
         """Return whether attention weights are 0 where a key is seen, or not 0 where it is hidden."""
         return share(self.measured.get("zeros", 0.0), self.allowed.get("zeros", 1.0)) > 1.0
+
+
+class Label(NamedTuple):
+    """Name and dtype of what is compared; the dtype is that of the inputs."""
+
+    case: str
+    backend: str
+    dtype: str
+    stage: str
 
 
 NOT_MEASURED = Judgement(math.inf, math.inf)
@@ -200,11 +210,8 @@ def compare(
     actual: np.ndarray,
     expected: np.ndarray,
     same_precision: np.ndarray,
+    label: Label,
     *,
-    case: str,
-    backend: str,
-    dtype: str,
-    stage: str,
     terms: np.ndarray | None = None,
     arithmetic: str = "ieee",
 ) -> Comparison:
@@ -214,22 +221,21 @@ def compare(
         actual: what the implementation gives.
         expected: the float64 reference.
         same_precision: the reference in the dtype that `SAME_PRECISION` names, and in the arithmetic.
-        case, backend, dtype, stage: what is compared; the dtype is that of the inputs.
+        label: of the comparison.
         terms: size of the terms that the stage is a sum of, where they may cancel; the expected value when absent.
         arithmetic: of the hardware, one of `reference.ARITHMETICS`.
     """
-    about: dict[str, Any] = {"case": case, "backend": backend, "dtype": dtype, "stage": stage}
-    if reason := why_incomparable(actual, expected, kept_dtype(stage, dtype)):
-        return failure(expected, reason, **about)
-    exact = stage_named(stage).is_exact
+    kept, stage = kept_dtype(label.stage, label.dtype), stage_named(label.stage)
+    if reason := why_incomparable(actual, expected, kept):
+        return failure(expected, reason, label)
     expected = expected.astype(np.float64)
-    if arithmetic.startswith("tensix") and not exact:  # to its matrix engine NaN is a number: what it gives is unknown
+    if stage.is_exact:
+        return measure(actual, expected, NOTHING, label, ulps_of="float32")
+    if arithmetic.startswith("tensix"):  # to its matrix engine NaN is a number: what it gives is unknown
         actual = np.where(np.isnan(expected), np.asarray(np.nan, actual.dtype), actual)
-    has_slope = terms is None and not stage_named(stage).is_gradient
-    more: dict[str, Any] = {"has_slope": has_slope, "stage": stage}
-    allowed = NOTHING if exact else budget(expected, same_precision, dtype, terms, arithmetic, **more)
-    ulps_of = "float32" if exact else kept_dtype(stage, dtype).name
-    return measure(actual, expected, allowed, **about, ulps_of=ulps_of)
+    has_slope = terms is None and not stage.is_gradient
+    allowed = budget(expected, same_precision, label.dtype, terms, arithmetic, has_slope=has_slope, stage=label.stage)
+    return measure(actual, expected, allowed, label, ulps_of=kept.name)
 
 
 def why_incomparable(actual: np.ndarray, expected: np.ndarray, dtype: np.dtype | None = None) -> str:
@@ -250,9 +256,17 @@ def _judged(
     actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str
 ) -> tuple[Judgement, np.ndarray]:
     """Judge whole rows, and return the absolute errors, too."""
-    errors, measured = measured_in(actual, expected, allowed)
-    ratios = {norm: share(measured[norm], allowed[norm]) for norm in measured}
-    norm = worst_norm(ratios)
+    errors = errors_of(actual, expected)
+    measured = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
+    if "slope" in allowed:
+        is_finite = math.isfinite(measured["max"])
+        measured["slope"] = slope(actual, expected, np.isfinite(expected)) if is_finite else math.inf
+    ratios = {norm: share(size, allowed[norm]) for norm, size in measured.items()}
+    norm = max(ratios, key=ratios.__getitem__)
+    if "zeros" in allowed:
+        measured["zeros"] = float(zero_on_one_side(actual, expected).max(initial=0.0))
+        ratios["zeros"] = share(measured["zeros"], allowed["zeros"])
+        norm = "zeros" if ratios[norm] <= 1.0 < ratios["zeros"] else norm
     error = float(errors.mean()) if stage_named(stage).is_exact else measured["rms"]
     return Judgement(error, ratios[norm], norm, measured, allowed), errors
 
@@ -261,11 +275,8 @@ def measure(
     actual: np.ndarray,
     expected: np.ndarray,
     allowed: Mapping[str, float],
+    label: Label,
     *,
-    case: str,
-    backend: str,
-    dtype: str,
-    stage: str,
     ulps_of: str,
 ) -> Comparison:
     """Judge an array by another of its shape, and say where it is worst.
@@ -273,9 +284,10 @@ def measure(
     Args:
         actual, expected: at least one element. Where one is NaN and the other is not, the error is infinite.
         allowed: by norm, `rms`, `max` and, where it is to be judged, `slope`.
-        case, backend, dtype, stage: what is compared.
+        label: of the comparison.
         ulps_of: name of the dtype whose units in the last place are counted.
     """
+    stage = label.stage
     actual, expected = whole_rows(actual, stage).astype(np.float64), expected.astype(np.float64)
     found, errors = _judged(actual, expected, allowed, stage)
     errors = with_wrong_zeros(errors, actual, expected, allowed) if found.norm == "zeros" else errors
@@ -283,10 +295,7 @@ def measure(
     with np.errstate(over="ignore"):  # an error beside an expected 0 may be beyond counting
         ulps = errors / _spacing(np.nan_to_num(expected), ulps_of)
     return Comparison(
-        case=case,
-        backend=backend,
-        dtype=dtype,
-        stage=stage,
+        *label,
         status="passed" if found.ratio <= 1.0 else "failed",
         error=found.measured[found.norm],
         budget=allowed[found.norm],
@@ -303,25 +312,6 @@ def measure(
         reason=_what_is_not_finite(actual, expected) or (WRONG_ZEROS if found.has_wrong_zeros else ""),
         by_position=_by_position(errors, allowed["max"], stage),
     )
-
-
-def measured_in(actual: np.ndarray, expected: np.ndarray, norms: Iterable[str]) -> tuple[np.ndarray, dict[str, float]]:
-    """Absolute errors, and their size in each norm, infinite where one side alone is not finite."""
-    errors = errors_of(actual, expected)
-    measured = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
-    if "slope" in norms:
-        is_finite = math.isfinite(measured["max"])
-        measured["slope"] = slope(actual, expected, np.isfinite(expected)) if is_finite else math.inf
-    if "zeros" in norms:
-        measured["zeros"] = float(zero_on_one_side(actual, expected).max(initial=0.0))
-    return errors, measured
-
-
-def worst_norm(ratios: Mapping[str, float]) -> str:
-    """The norm that decides: that of the worst share of a budget; the zeros only where nothing else is wrong."""
-    others = {norm: ratio for norm, ratio in ratios.items() if norm != "zeros"}
-    worst = max(others, key=others.__getitem__)
-    return "zeros" if others[worst] <= 1.0 < ratios.get("zeros", 0.0) else worst
 
 
 def slope(actual: np.ndarray, expected: np.ndarray, counted: np.ndarray) -> float:
@@ -373,6 +363,7 @@ def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
     return ", ".join(reasons)
 
 
+@lru_cache(maxsize=4096)
 def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
     """The letters of a stage's axes; `axis0`, `axis1`, … of a stage that is not known here or has other axes."""
     known = stage_named(stage)
@@ -380,6 +371,7 @@ def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
     return letters if len(letters) == ndim else tuple(f"axis{axis}" for axis in range(ndim))
 
 
+@lru_cache(maxsize=4096)
 def kept_dtype(stage: str, dtype: str) -> np.dtype:
     """The dtype in which implementations keep a stage: that of the inputs, but scores in at least float32."""
     known = stage_named(stage)
@@ -448,6 +440,7 @@ def floor(dtype: str, arithmetic: str = "ieee") -> float:
     return unit_of_rounding("float64" if dtype == "float64" else "float32")
 
 
+@cache
 def unit_of_rounding(dtype: str) -> float:
     """Distance from 1 to the next number of a dtype."""
     return float(ml_dtypes.finfo(dtype_named(dtype)).eps)
@@ -459,11 +452,10 @@ def first_difference(comparisons: Iterable[Comparison]) -> Comparison | None:
     return next((comparison for comparison in failed if comparison.is_culprit), failed[0] if failed else None)
 
 
-def failure(expected: np.ndarray, reason: str, *, case: str, backend: str, dtype: str, stage: str) -> Comparison:
+def failure(expected: np.ndarray, reason: str, label: Label) -> Comparison:
     """A stage that cannot be measured, and so fails."""
-    about: dict[str, Any] = {"case": case, "backend": backend, "dtype": dtype, "stage": stage}
     size = expected.size
-    return Comparison(**about, mismatched=size, size=size, shape=expected.shape, reason=reason)
+    return Comparison(*label, mismatched=size, size=size, shape=expected.shape, reason=reason)
 
 
 def is_close(ratio: float) -> bool:
@@ -487,7 +479,8 @@ def _by_position(errors: np.ndarray, allowed: float, stage: str) -> tuple[float,
     largest = np.moveaxis(errors, along, 0).reshape(errors.shape[along], -1).max(axis=1)
     if largest.size > POSITIONS:
         largest = np.maximum.reduceat(largest, np.arange(POSITIONS) * largest.size // POSITIONS)
-    return tuple(share(float(error), allowed) for error in largest)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return tuple(np.where(largest == 0.0, 0.0, largest / (allowed if math.isfinite(allowed) else 0.0)).tolist())
 
 
 def _spacing(expected: np.ndarray, dtype: str) -> np.ndarray:

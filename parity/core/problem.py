@@ -68,7 +68,7 @@ class Problem:
     inputs: dict[str, np.ndarray] = field(repr=False)
     sample: Sample | None = None
 
-    @property
+    @cached_property
     def spec(self) -> AttentionSpec:
         """The layer."""
         return self.case.spec

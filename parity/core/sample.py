@@ -47,13 +47,7 @@ class Sample:
 
 
 def steps_of_sample(layer: Any, sample: Sample, case: Case) -> Sequence[Step]:
-    """The stages of a layer without a cache as functions, of the rows and features of a sample.
-
-    Args:
-        layer: the layer, one of `parity.core.reference`.
-        sample: the part of it.
-        case: the whole of it.
-    """
+    """The stages of a `reference.Layer` without a cache as functions, of the rows and features of a sample."""
     width, seq_len = case.spec.output_width, case.seq_len
     rows, keys = sample.rows, slice(sample.keys)
 

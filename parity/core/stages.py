@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Protocol, cast, overload
+from functools import cache, cached_property, lru_cache
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -77,7 +77,7 @@ class Stage:
     is_gradient: bool = False
     step: int | None = None
 
-    @property
+    @cached_property
     def kind(self) -> str:
         """Its name without the step: `module.cache.keys`."""
         return ".".join(filter(None, [self.path, "grad" if self.is_gradient else "", self.quantity]))
@@ -85,27 +85,27 @@ class Stage:
     def __str__(self) -> str:
         return self.kind if self.step is None else f"step{self.step}.{self.kind}"
 
-    @property
+    @cached_property
     def is_known(self) -> bool:
         """Whether it is one of ours, a gradient or a weight, whose axes have letters."""
         return self.kind in STAGES or self.is_gradient or self.quantity.endswith(("weight", "bias"))
 
-    @property
+    @cached_property
     def is_exact(self) -> bool:
         """Whether it holds booleans or integers, which rounding does not touch."""
         return self.kind in STAGES and self.quantity in EXACT
 
-    @property
+    @cached_property
     def is_end(self) -> bool:
         """Whether no other stage is made of it: an output, or what a module gives beside it."""
         return self.quantity == "output" or (self.path != "" and not self.quantity.startswith("cache."))
 
-    @property
+    @cached_property
     def is_attn_weights(self) -> bool:
         """Whether it holds attention weights, of any layer."""
         return self.quantity.endswith("attn_weights")
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """The letters of its axes."""
         anywhere = f"grad.{self.quantity}" if self.is_gradient else self.kind
@@ -126,20 +126,10 @@ Step = Callable[[Values], dict[str, np.ndarray]]
 """Computes one or more stages from the stages before them, all by name."""
 
 
-class CallStages(Protocol):
-    """What a call with a cache does in its own way."""
-
-    def mask(self, values: Values, /) -> dict[str, np.ndarray]: ...
-    def qkv(self, values: Values, /) -> dict[str, np.ndarray]: ...
-    def cache(self, values: Values, /) -> dict[str, np.ndarray]: ...
-    def scores(self, values: Values, /) -> dict[str, np.ndarray]: ...
-    def whole(self, values: Values, /) -> dict[str, np.ndarray]: ...
-
-
 class LayerStages(Protocol):
     """A layer that computes the stages, each from the values of those before it, in NumPy's arrays.
 
-    `whole` is the module as users call it. Without a cache it is the layer itself that makes the mask, q, k and v.
+    `whole` is the module as users call it. A call with a cache has a mask, qkv, cache, scores and whole of its own.
     """
 
     def mask(self, values: Values, /) -> dict[str, np.ndarray]: ...
@@ -149,7 +139,7 @@ class LayerStages(Protocol):
     def context(self, values: Values, /) -> dict[str, np.ndarray]: ...
     def output(self, values: Values, /) -> dict[str, np.ndarray]: ...
     def whole(self, values: Values, /) -> dict[str, np.ndarray]: ...
-    def call(self, index: int) -> CallStages: ...
+    def call(self, index: int) -> Any: ...
 
 
 STEPS = ("mask", "qkv", "scores", "attn_weights", "context", "output", "whole")
@@ -165,47 +155,24 @@ def steps_of(layer: LayerStages, case: Case) -> Sequence[Step]:
     """
     if not case.is_cached:
         return [getattr(layer, name) for name in STEPS]
-    return _StepsOfCalls(layer, len(case.chunks))
-
-
-class _StepsOfCalls(Sequence[Step]):
-    """The steps of all calls, those of a call made when one of them is asked for: a mistake tried runs few."""
-
-    def __init__(self, layer: LayerStages, num_calls: int) -> None:
-        self._layer, self._calls = layer, list[list[Step] | None]([None] * num_calls)
-
-    def __len__(self) -> int:
-        return len(self._calls) * len(STEPS_OF_A_CALL)
-
-    @overload
-    def __getitem__(self, place: int) -> Step: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Step]: ...
-    def __getitem__(self, place: int | slice) -> Step | list[Step]:
-        if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
-        index, step = divmod(range(len(self))[place], len(STEPS_OF_A_CALL))
-        if (steps := self._calls[index]) is None:
-            steps = self._calls[index] = _steps_of_call(self._layer, index)
-        return steps[step]
-
-
-def _steps_of_call(layer: LayerStages, index: int) -> list[Step]:
-    """New tokens in, cache grown, everything up to each token attended to."""
-    call = layer.call(index)
-    steps = ((name, getattr(call, name, None) or getattr(layer, name)) for name in STEPS_OF_A_CALL)
-    return [_in_call(index, CACHED if name in ("scores", "context") else {}, step) for name, step in steps]
+    call = cache(layer.call)
+    return [_step_of_call(layer, call, index, name) for index in range(len(case.chunks)) for name in STEPS_OF_A_CALL]
 
 
 CACHED = {"k": "cache.keys", "v": "cache.values"}
 """What a step that takes all keys and values that are cached takes for those of its tokens."""
 
 
-def _in_call(index: int, taken: Mapping[str, str], step: Step) -> Step:
-    """A step of one call with a cache, among the values of all calls."""
+def _step_of_call(layer: LayerStages, call: Callable[[int], Any], index: int, name: str) -> Step:
+    """A step of one call with a cache, among the values of all calls: new tokens in, all up to each attended to.
+
+    The call is made when the first of its steps runs: a mistake that is tried runs few.
+    """
+    taken = CACHED if name in ("scores", "context") else {}
 
     def run(values: Values) -> dict[str, np.ndarray]:
-        return {f"step{index}.{name}": value for name, value in step(_ValuesOfCall(values, index, taken)).items()}
+        step = getattr(call(index), name, None) or getattr(layer, name)
+        return {f"step{index}.{stage}": x for stage, x in step(_ValuesOfCall(values, index, taken)).items()}
 
     return run
 

@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 
 from parity.core import reference
-from parity.core.compare import SAME_PRECISION, Comparison, compare, failure, is_close, kept_dtype, unit_of_rounding
+from parity.core.compare import (
+    SAME_PRECISION,
+    Comparison,
+    Label,
+    compare,
+    failure,
+    is_close,
+    kept_dtype,
+    unit_of_rounding,
+)
 from parity.core.problem import Problem
 from parity.core.sample import of_paths
 from parity.core.stages import FUSED_PATHS, PATHS, run_steps, stage_named
@@ -89,7 +98,7 @@ class Reference:
     @cached_property
     def accumulated(self) -> dict[str, np.ndarray]:
         """Every stage in float64."""
-        return self._stages("float64", None)
+        return self._stages("float64")
 
     @cached_property
     def given(self) -> dict[str, np.ndarray]:
@@ -98,23 +107,17 @@ class Reference:
 
     def expected(self, *, local: bool) -> dict[str, np.ndarray]:
         """Every stage in float64, from its own stages before or from the given ones."""
-        return self._local if local else self.accumulated
+        return self._stages("float64", local=local)
 
     def same_precision(self, *, local: bool, arithmetic: str = "ieee") -> dict[str, np.ndarray]:
         """Every stage in the same precision and arithmetic, from its own stages before or from the given ones."""
-        if (local, arithmetic) not in self._same:
-            given = self.given if local else None
-            self._same[local, arithmetic] = self._stages(SAME_PRECISION[self.problem.dtype], given, arithmetic)
-        return self._same[local, arithmetic]
+        return self._stages(SAME_PRECISION[self.problem.dtype], local=local, arithmetic=arithmetic)
 
-    def compare(
-        self, stage: str, actual: np.ndarray, arithmetic: str, *, case: str, backend: str, local: bool = False
-    ) -> Comparison:
+    def compare(self, actual: np.ndarray, label: Label, arithmetic: str, *, local: bool = False) -> Comparison:
         """Judge a stage that was computed from its own stages before or from the given ones."""
-        expected = self.expected(local=local)[stage]
-        same = self.same_precision(local=local, arithmetic=arithmetic)[stage]
-        about: dict[str, Any] = {"case": case, "backend": backend, "dtype": self.problem.dtype, "stage": stage}
-        return compare(actual, expected, same, **about, terms=self.magnitudes.get(stage), arithmetic=arithmetic)
+        expected = self.expected(local=local)[label.stage]
+        same = self.same_precision(local=local, arithmetic=arithmetic)[label.stage]
+        return compare(actual, expected, same, label, terms=self.magnitudes.get(label.stage), arithmetic=arithmetic)
 
     def recounted(self, arithmetic: str = "ieee") -> list[dict[str, np.ndarray]]:
         """Every stage in the same precision, of inputs and weights that are off by a unit of rounding, at random.
@@ -139,20 +142,20 @@ class Reference:
         return magnitudes | {f"{path}.{name}": of for path in FUSED_PATHS for name, of in magnitudes.items()}
 
     @cached_property
-    def _local(self) -> dict[str, np.ndarray]:
-        return self._stages("float64", self.given)
-
-    @cached_property
     def _again(self) -> dict[str, list[dict[str, np.ndarray]]]:
         return {}
 
     @cached_property
-    def _same(self) -> dict[tuple[bool, str], dict[str, np.ndarray]]:
+    def _known(self) -> dict[tuple[str, bool, str], dict[str, np.ndarray]]:
         return {}
 
-    def _stages(
-        self, dtype: str, given: Mapping[str, np.ndarray] | None, arithmetic: str = "ieee"
-    ) -> dict[str, np.ndarray]:
+    def _stages(self, dtype: str, *, local: bool = False, arithmetic: str = "ieee") -> dict[str, np.ndarray]:
+        """Every stage in a dtype and an arithmetic, computed when it is first asked for."""
+        if (dtype, local, arithmetic) not in self._known:
+            self._known[dtype, local, arithmetic] = self._computed(dtype, self.given if local else None, arithmetic)
+        return self._known[dtype, local, arithmetic]
+
+    def _computed(self, dtype: str, given: Mapping[str, np.ndarray] | None, arithmetic: str) -> dict[str, np.ndarray]:
         arithmetic_in = reference.Arithmetic(dtype_named(dtype), arithmetic)
         layer = self.remembered.serve(reference.Layer(self.problem, arithmetic_in))
         # float16 may overflow; that is then part of the verdict
@@ -219,22 +222,21 @@ def nudged_values(values: Mapping[str, np.ndarray], unit: float, rng: np.random.
 
 def judge(trace: Trace, reference: Reference) -> list[Comparison]:
     """Compare every stage of a trace with the reference; a stage that only one of them has is a failure."""
-    about: dict[str, Any] = {"case": trace.problem.case.name, "backend": trace.title, "dtype": trace.problem.dtype}
-    arithmetic = trace.arithmetic
+    run, arithmetic = Label(trace.problem.case.name, trace.title, trace.problem.dtype, "run"), trace.arithmetic
     if trace.error:
-        return [replace(failure(np.empty(0), trace.error, **about, stage="run"), library=trace.backend)]
+        return [replace(failure(np.empty(0), trace.error, run), library=trace.backend)]
 
     def verdict(stage: str, values: Mapping[str, np.ndarray], *, local: bool) -> Comparison:
-        expected = reference.expected(local=local)[stage]
+        expected, label = reference.expected(local=local)[stage], run._replace(stage=stage)
         if stage not in values:
-            return failure(expected, "the trace lacks this stage", **about, stage=stage)
+            return failure(expected, "the trace lacks this stage", label)
         actual = values[stage]
-        found = reference.compare(stage, actual, arithmetic, case=about["case"], backend=trace.title, local=local)
+        found = reference.compare(actual, label, arithmetic, local=local)
         is_whole = not local or stage_named(stage).path  # a path is computed from the inputs in both
         if is_close(found.ratio) and is_whole and stage not in reference.magnitudes:
-            kind: dict[str, Any] = {**about, "stage": stage, "arithmetic": arithmetic}
-            again = (compare(actual, expected, each[stage], **kind) for each in reference.recounted(arithmetic))
-            found = min((found, *again), key=lambda each: each.ratio)
+            again = reference.recounted(arithmetic)
+            noisy = (compare(actual, expected, each[stage], label, arithmetic=arithmetic) for each in again)
+            found = min((found, *noisy), key=lambda each: each.ratio)
         return found
 
     comparisons = []
@@ -251,6 +253,6 @@ def judge(trace: Trace, reference: Reference) -> list[Comparison]:
     for name, value in {**trace.local, **trace.accumulated}.items():
         is_judged = name in judged or (stage_named(name).is_gradient and not reference.with_gradients)
         if not is_judged:
-            found = failure(value, "the reference has no such stage", **about, stage=name)
+            found = failure(value, "the reference has no such stage", run._replace(stage=name))
             comparisons.append(replace(found, library=trace.backend))
     return comparisons

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ QKV = ("q_proj", "k_proj", "v_proj")  # which a fused module holds as one
 CHUNK = 1 << 16  # numbers that are looked at at once, which a cache holds
 
 
+@cache
 def dtype_named(name: str) -> np.dtype:
     """The NumPy dtype of that name, bfloat16 among them."""
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)

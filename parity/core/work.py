@@ -24,9 +24,6 @@ class Work:
     Attributes:
         seconds: how much it may do, in seconds of one core of a usual machine.
         spent: how much it has done.
-
-    Args:
-        seconds: how much it may do.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -84,41 +81,31 @@ class Work:
 
     def ask(self, seconds: float, *, of_part: bool = False) -> None:
         """Raise a TimeoutError if so many seconds more go beyond a limit, or beyond what a part may do by itself."""
-        for work in self._all():
-            for what, limit in work._limits:
-                if work.spent + seconds > limit and not (of_part and what):
-                    work._untried |= {what: None} if what else {}
-                    raise TimeoutError
+        for what, limit in self._limits:
+            if self.spent + seconds > limit and not (of_part and what):
+                self._untried |= {what: None} if what else {}
+                raise TimeoutError
+        if self._outer is not None:
+            self._outer.ask(seconds, of_part=of_part)
 
     def add(self, seconds: float) -> None:
         """Count seconds that are spent."""
-        for work in self._all():
-            work.spent += seconds
-
-    def _all(self) -> Iterator[Work]:
-        """This work, and what counts outside of it."""
-        yield self
+        self.spent += seconds
         if self._outer is not None:
-            yield from self._outer._all()
+            self._outer.add(seconds)
 
 
 def ask(seconds: float, *, of_part: bool = False) -> None:
     """Raise a TimeoutError if so many seconds more go beyond a limit of the work that is counting, if there is one.
 
-    Args:
-        seconds: how many.
-        of_part: look at what the part that is running may do by itself alone, for work that is not counted.
+    For work that is not counted, `of_part` looks at what the part that is running may do by itself alone.
     """
     if (work := _current.get()) is not None:
         work.ask(seconds, of_part=of_part)
 
 
 def begin(seconds: float) -> None:
-    """Add seconds before they are spent to the work that is counting, if there is one.
-
-    Raises:
-        TimeoutError: if they go beyond a limit.
-    """
+    """Ask for seconds, and add them before they are spent to the work that is counting, if there is one."""
     ask(seconds)
     spend(seconds)
 
@@ -163,12 +150,11 @@ PER_ROUNDED = 2e-8
 
 def spend_on(*arrays: np.ndarray) -> None:
     """Add the work of a comparison of arrays."""
-    spend(PER_STEP + PER_NUMBER * sum(x.size for x in arrays))
+    spend(PER_STEP + PER_NUMBER * sum([x.size for x in arrays]))
 
 
 def run(step: Step, values: Values) -> dict[str, np.ndarray]:
     """Run a step of a layer, and add its work to that of the products in it."""
     found = step(values)
-    made = (x for x in found.values() if isinstance(x, np.ndarray))
-    spend_on(*(x for x in made if x.flags.writeable))  # others were remembered
+    spend_on(*[x for x in found.values() if isinstance(x, np.ndarray) and x.flags.writeable])  # others were remembered
     return found

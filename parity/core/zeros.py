@@ -20,13 +20,7 @@ WRONG_ZEROS = "a key that a query should see weighs exactly 0, or a hidden one d
 
 
 def largest_zero(expected: np.ndarray, same_precision: np.ndarray, dtype: str) -> float:
-    """Return the largest weight that may be 0 on one side alone, because the noise makes weights of its size 0.
-
-    Args:
-        expected: attention weights in float64.
-        same_precision: the same in the same precision.
-        dtype: name of the dtype that is judged.
-    """
+    """Return the largest weight that may be 0 on one side alone, because the noise makes weights of its size 0."""
     is_lost = ~np.isnan(expected) & (FLIPPED * np.abs(same_precision) < expected)
     return max(LEAST_WEIGHT[dtype], FLIPPED * float(expected.max(initial=0.0, where=is_lost)))
 

@@ -23,7 +23,7 @@ from mha_spec import Refusal
 from parity.backends import FRAMEWORKS, load_backend
 from parity.core.arrays import arithmetic_of, stages_of
 from parity.core.blas import single_threaded
-from parity.core.compare import NOT_MEASURED, Comparison, Judgement
+from parity.core.compare import NOT_MEASURED, Comparison, Judgement, Label
 from parity.core.problem import Problem
 from parity.core.reference import ARITHMETICS, UNFUSED
 from parity.core.stages import STAGES, stage_named
@@ -135,11 +135,11 @@ def _first_difference(
     stages: Mapping[str, np.ndarray | None], reference: Reference, arithmetic: str
 ) -> Comparison | None:
     """The first stage that differs, of those that are recorded as the reference's are."""
-    expected = reference.accumulated
+    expected, dtype = reference.accumulated, reference.problem.dtype
     given = {name: x for name, x in stages.items() if x is not None and name in expected}
     given = {name: given[name] for name in expected if name in given and given[name].shape == expected[name].shape}
     with np.errstate(over="ignore", invalid="ignore"):
-        found = (reference.compare(name, x, arithmetic, case="", backend="") for name, x in given.items())
+        found = (reference.compare(x, Label("", "", dtype, name), arithmetic) for name, x in given.items())
         return next((comparison for comparison in found if not comparison.passed), None)
 
 

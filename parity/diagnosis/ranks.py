@@ -10,7 +10,7 @@ import numpy as np
 
 from mha_spec import Refusal
 from parity.core.arrays import stages_of
-from parity.core.compare import SAME_PRECISION, Comparison, compare
+from parity.core.compare import SAME_PRECISION, Comparison, Label, compare
 from parity.core.problem import Problem
 from parity.core.stages import Values, run_steps
 from parity.core.trace import Reference
@@ -137,8 +137,8 @@ class _RankStages:
         terms = None
         if name == "grad.query":
             terms = self._own(rank, {name: self.reference.magnitudes[name]}, np.float64)[name]
-        about: dict[str, Any] = {"case": self.problem.case.name, "backend": f"rank {rank}", "dtype": self.problem.dtype}
-        return compare(actual, exact[name], noise.astype(noisy[name].dtype), **about, stage=name, terms=terms)
+        label = Label(self.problem.case.name, f"rank {rank}", self.problem.dtype, name)
+        return compare(actual, exact[name], noise.astype(noisy[name].dtype), label, terms=terms)
 
     def _noisy(self, rank: int) -> Values:
         same = SAME_PRECISION[self.problem.dtype]

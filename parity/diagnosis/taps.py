@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
-from parity.core.compare import Comparison, first_difference
+from parity.core.compare import Comparison, Label, first_difference
 from parity.core.problem import Problem
 from parity.core.records import JsonRecord
 from parity.core.reference import UNFUSED
@@ -327,13 +327,12 @@ def _judge(
 
 def _of_other_keys(sequences: Sequences, reference: Reference, backend: str, arithmetic: str) -> list[Comparison]:
     """What later calls have as keys and values of another sequence, where it is not what the first one had."""
-    about: dict[str, Any] = {"case": reference.problem.case.name, "backend": backend}
-    of_keys = sequences.caches.items() if sequences.is_cross else ()
-    found = {
-        f"step{step}.cache.{part}": reference.compare(part[0], cached, arithmetic, **about)
-        for (step, part), cached in of_keys
-    }
-    return [replace(each, stage=stage) for stage, each in found.items() if not each.passed]
+    problem, found = reference.problem, list[Comparison]()
+    for (step, part), cached in sequences.caches.items() if sequences.is_cross else ():
+        label = Label(problem.case.name, backend, problem.dtype, part[0])
+        comparison = reference.compare(cached, label, arithmetic)
+        found += [] if comparison.passed else [replace(comparison, stage=f"step{step}.cache.{part}")]
+    return found
 
 
 def _arithmetic_of(layer: TappedLayer) -> str:
@@ -371,8 +370,7 @@ def _compared(
     replay = Replay(reference.problem, observed, arithmetic)
     found = []
     for stage in (stage for stage in reference.accumulated if stage in observed):
-        comparison = reference.compare(
-            stage, observed[stage], arithmetic, case=reference.problem.case.name, backend=backend
-        )
+        label = Label(reference.problem.case.name, backend, reference.problem.dtype, stage)
+        comparison = reference.compare(observed[stage], label, arithmetic)
         found.append(comparison.with_step(replay.judgement(stage, ()).ratio, "wrong for what it was made of"))
     return found

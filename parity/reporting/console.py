@@ -35,8 +35,9 @@ class _Console(Console):
         return super().render_str(printable(text), **options)  # before it is known how wide a column is
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        for text, style, control in super().render(renderable, options):
-            yield Segment(text if control else printable(text), style, control)
+        for segment in super().render(renderable, options):
+            is_plain = segment.control or segment.text == "\n" or segment.text.isprintable()
+            yield segment if is_plain else segment._replace(text=printable(segment.text))
 
     def on_broken_pipe(self) -> None:
         """Go on in silence when the reader of a pipe has seen enough: the exit status is still that of the work."""

@@ -12,7 +12,7 @@ from parity.conversion.hints import LayerKeywords
 from parity.conversion.layers import FileLayer, open_layers
 from parity.core import reference
 from parity.core.case import Case
-from parity.core.compare import SAME_PRECISION, compare
+from parity.core.compare import SAME_PRECISION, Label, compare
 from parity.core.problem import make_problem
 from parity.core.stages import run_steps
 from parity.core.weights import Weights
@@ -83,7 +83,7 @@ def run_model(
     """
     if against not in (None, *AGAINST):
         raise Refusal("against", f"be one of {', '.join(AGAINST)}", against=against)
-    report: Report | None = None
+    reports: list[Report] = []
     with open_layers(path, layout, prefix=prefix, **said) as found:
         names = names_of(found)
         chosen = chosen_layers(found, layers)
@@ -101,11 +101,13 @@ def run_model(
             told = {"with_gradients": with_gradients, "weights": weights, "mesh": mesh, "device": device}
             one = run_cases(cases, backends, dtypes, **told, on_case=on_case, on_judged=on_judged)
             if skeleton is not None:
-                one = _with_own_module(one, layer, cases[0], weights, skeleton)
-            report = one if report is None else _joined(report, one)
-    if report is None:
+                _judge_own_module(one, layer, cases[0], weights, skeleton)
+            reports.append(one)
+    if not reports:
         raise Refusal("there", "be an attention layer to run", f"none in {path}")
-    return report
+    for one in reports[1:]:
+        reports[0].add(one)
+    return reports[0]
 
 
 def chosen_layers(found: Sequence[FileLayer], numbers: Collection[int] | None) -> list[FileLayer]:
@@ -136,18 +138,6 @@ def names_of(layers: Sequence[FileLayer]) -> dict[str, str]:
     return {layer.label: layer.label for layer in layers}
 
 
-def _joined(one: Report, other: Report) -> Report:
-    """Both reports as one."""
-    return replace(
-        one,
-        comparisons=one.comparisons + other.comparisons,
-        warnings=list(dict.fromkeys(one.warnings + other.warnings)),
-        skipped_cases=one.skipped_cases + other.skipped_cases,
-        diagnoses={**one.diagnoses, **other.diagnoses},
-        collectives=one.collectives + other.collectives,
-    )
-
-
 # ---- The model's own module ------------------------------------------------------------------------------------------
 
 
@@ -166,10 +156,15 @@ def skeleton_of(path: str | os.PathLike[str], attn_implementation: str = "eager"
     return Skeleton(AutoConfig.from_pretrained(folder, local_files_only=True), attn_implementation)
 
 
-def _with_own_module(report: Report, layer: FileLayer, case: Case, weights: Weights, skeleton: Skeleton) -> Report:
-    """The report with the verdict on the output of the library's own module, or why there is none."""
+def _judge_own_module(report: Report, layer: FileLayer, case: Case, weights: Weights, skeleton: Skeleton) -> None:
+    """Add the verdict on the output of the library's own module to a report, or why there is none."""
+
+    def skip(reason: str) -> None:
+        report.skipped_cases.append(SkippedCase(case.name, "float32", "transformers", reason))
+
     if layer.model is None:
-        return _skipped(report, case, "its configuration does not say which module it is")
+        skip("its configuration does not say which module it is")
+        return
     problem = make_problem(case, "float32", weights)
     positions = case.positions() if case.spec.rope is not None and case.spec.rope.sections else None
     try:
@@ -178,17 +173,10 @@ def _with_own_module(report: Report, layer: FileLayer, case: Case, weights: Weig
             layer.model, layer.label, layer.tensors(), problem.inputs["query"], keys=keys, positions=positions
         )
     except RuntimeError as error:
-        return _skipped(report, case, str(error))
+        skip(str(error))
+        return
     problem = replace(problem, inputs={**problem.inputs, "query": ran.given})
     expected = run_steps(reference.steps(problem, "float64"))["output"]
     same = run_steps(reference.steps(problem, SAME_PRECISION["float32"]))["output"]
-    verdict = compare(
-        ran.output, expected, same, case=case.name, backend="transformers", dtype="float32", stage="output"
-    )
-    return replace(report, comparisons=[*report.comparisons, replace(verdict, library="transformers")])
-
-
-def _skipped(report: Report, case: Case, reason: str) -> Report:
-    """The report, which says that the library's own module was not run."""
-    skipped = SkippedCase(case.name, "float32", "transformers", reason)
-    return replace(report, skipped_cases=[*report.skipped_cases, skipped])
+    verdict = compare(ran.output, expected, same, Label(case.name, "transformers", "float32", "output"))
+    report.comparisons.append(replace(verdict, library="transformers"))

@@ -84,6 +84,14 @@ class Report:
         found = (first_difference(group) for group in self.groups().values())
         return [comparison for comparison in found if comparison is not None]
 
+    def add(self, other: Report) -> None:
+        """Add the results of another run in the same environment."""
+        self.comparisons.extend(other.comparisons)
+        self.warnings.extend(each for each in other.warnings if each not in self.warnings)
+        self.skipped_cases.extend(other.skipped_cases)
+        self.diagnoses.update(other.diagnoses)
+        self.collectives.extend(other.collectives)
+
     def settings(self) -> dict[str, str]:
         """The environment as one list: `packages.numpy`, `backends.torch.numerics.threads` and so on, as text."""
         return flattened(self.environment)

@@ -79,8 +79,8 @@ def run_cases(
     """
     cases = list(CASES.values() if cases is None else cases)
     about: dict[str, Any] = {"with_gradients": with_gradients, "weights": weights, "mesh": mesh, "device": device}
-    plan = _plan_of(cases, backends, dtypes, join=join, jobs=jobs, **about)
-    with _sources(plan) as (joined, attempts):
+    plan = _plan_of(cases, backends, dtypes, are_joined=bool(join), jobs=jobs, **about)
+    with on_device(device), _sources(plan, join, jobs) as (joined, attempts):
         judged = _judge_all(_record_all(plan, joined, attempts, traces, on_case), on_judged)
     report = _report_of(judged, joined)
     if with_gradients:
@@ -119,26 +119,12 @@ class _Task(NamedTuple):
 
 @dataclass(frozen=True)
 class _RunPlan:
-    """Checked plan of a run.
-
-    Attributes:
-        tasks: the cases, each in its dtypes.
-        here: the backends that run here.
-        missing: why others do not, by name.
-        are_named: whether backends were asked for by name: then none may be skipped.
-        join: traces made elsewhere.
-        jobs: how many processes run cases.
-        device: of torch.
-        where: the environment.
-    """
+    """Checked plan of a run: its cases, the backends that run here, and why others do not, by name."""
 
     tasks: list[_Task]
     here: list[str]
     missing: dict[str, str]
-    are_named: bool
-    join: Sequence[str | os.PathLike[str] | Elsewhere]
-    jobs: int
-    device: str
+    are_named: bool  # backends were asked for by name: then none may be skipped
     where: dict[str, Any]
 
     def skipped(self, joined: Iterable[Trace]) -> dict[str, str]:
@@ -152,7 +138,7 @@ def _plan_of(
     backends: Sequence[str] | None,
     dtypes: Sequence[str],
     *,
-    join: Sequence[str | os.PathLike[str] | Elsewhere],
+    are_joined: bool,
     jobs: int,
     weights: Weights | None,
     mesh: MeshPlan | None,
@@ -163,15 +149,15 @@ def _plan_of(
     for dtype in dtypes:
         if dtype not in DTYPES:
             raise Refusal("dtype", f"be one of {list(DTYPES)}", dtype=dtype)
-    if join and weights is not None:
+    if are_joined and weights is not None:
         raise Refusal("traces to join", "be of the cases' own weights", "weights")
     asked = BACKENDS if backends is None else backends
     missing = {name: reason for name in asked if (reason := _why_missing(name, mesh, backends))}
     here = [name for name in asked if name not in missing]
-    if backends and missing and not join:
+    if backends and missing and not are_joined:
         raise ModuleNotFoundError("; ".join(missing.values()))
     chosen = [(case, dtype) for case in cases for dtype in ((case.dtype,) if case.dtype else dtypes)]
-    if not (chosen and dtypes and (here or join)):
+    if not (chosen and dtypes and (here or are_joined)):
         raise Refusal("there", "be something to run", f"{len(cases)} cases on {here} in {list(dtypes)}")
     for name in here if backends else ():
         reasons = dict.fromkeys(_why_skipped(name, case, dtype, mesh) for case, dtype in chosen)
@@ -181,7 +167,7 @@ def _plan_of(
     more: dict[str, Any] = {**about, "weights": weights, "mesh": mesh, "device": device}
     tasks = [_Task(case, dtype, tuple(here), **more) for case, dtype in chosen]
     with on_device(device):
-        return _RunPlan(tasks, here, missing, bool(backends), join, jobs, device, environment(here))
+        return _RunPlan(tasks, here, missing, bool(backends), environment(here))
 
 
 def _check_device(backends: Sequence[str], jobs: int, mesh: MeshPlan | None, device: str) -> None:
@@ -232,15 +218,16 @@ def _why_skipped(backend: str, case: Case, dtype: str, mesh: MeshPlan | None) ->
 
 
 @contextmanager
-def _sources(plan: _RunPlan) -> Iterator[tuple[list[Trace], Iterable[Iterable[Trace] | None]]]:
+def _sources(
+    plan: _RunPlan, join: Sequence[str | os.PathLike[str] | Elsewhere], jobs: int
+) -> Iterator[tuple[list[Trace], Iterable[Iterable[Trace] | None]]]:
     """The traces that are joined, and for each task what other processes computed, or None where it runs here."""
     with ExitStack() as stack:
-        stack.enter_context(on_device(plan.device))
         attempts = repeat(None)
-        if plan.jobs > 1 and plan.here:  # begun before traces are read, which may be in the making
-            begun = by_processes(_attempts, plan.tasks, plan.jobs, cost=_Task.cost)
+        if jobs > 1 and plan.here:  # begun before traces are read, which may be in the making
+            begun = by_processes(_attempts, plan.tasks, jobs, cost=_Task.cost)
             attempts = stack.enter_context(closing(begun))
-        folders = (folder.wait() if isinstance(folder, Elsewhere) else folder for folder in plan.join)
+        folders = (folder.wait() if isinstance(folder, Elsewhere) else folder for folder in join)
         joined = load_traces(folders, plan.here)
         if plan.are_named and (skipped := plan.skipped(joined)):
             raise ModuleNotFoundError("; ".join(skipped.values()))
@@ -337,14 +324,9 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], on_judged: OnJudged) -
 
 
 def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:
-    """Return the report that does not know yet where it was made, and what makes results less comparable.
+    """Return the report, which does not know yet where it was made.
 
-    Args:
-        judged: what was judged.
-        joined: all traces that were read, whether or not they are judged: their backends must lack none.
-
-    Raises:
-        ValueError: if there is nothing but skipped cases.
+    The backends of all traces that were read must lack none, whether or not the traces are judged.
     """
     skipped = [SkippedCase(*each.place, each.trace.skipped) for each in judged if each.trace.skipped]
     ran = [each for each in judged if not each.trace.skipped]

@@ -16,11 +16,7 @@ from parity.tapping.record import load_tap
 
 
 def compare_with(weights: str | os.PathLike[str], paths: Sequence[str]) -> dict[str, TapVerdict]:
-    """Judge recordings, each by itself, by the model that they should be of.
-
-    Args:
-        weights: the folder of that model.
-        paths: of the files that `Tapped.save` wrote.
+    """Judge recordings, files that `Tapped.save` wrote, each by itself, by the folder of the model that they are of.
 
     Raises:
         OSError: if a file cannot be read.
@@ -31,10 +27,7 @@ def compare_with(weights: str | os.PathLike[str], paths: Sequence[str]) -> dict[
 
 
 def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[str, Weights]]:
-    """The specification of each layer of a model, and the weights of those with attention, by their names there.
-
-    Args:
-        folder: of a model of Hugging Face whose family is known, its config.json and its weights.
+    """The specification of each layer of a Hugging Face model, and the weights of those with attention, by name.
 
     Raises:
         OSError: if the folder cannot be read.

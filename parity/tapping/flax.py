@@ -50,7 +50,7 @@ class _FlaxListener:
 
     def __init__(self, layer: TappedLayer, module: Any, kind: type) -> None:
         self.layer, self.module = layer, module
-        self.is_flaxs = any(_is_flaxs_attention(each) for each in kind.__mro__)
+        self.is_flaxs = any(each.__module__.startswith("flax.") and ATTENTION in each.__name__ for each in kind.__mro__)
         self.values: dict[str, np.ndarray] = {}
         self.past: int | None = 0
 
@@ -128,10 +128,6 @@ def _is_ours(module: Any) -> bool:
     return type(module).__module__.startswith("mha_jax.")
 
 
-def _is_flaxs_attention(kind: type) -> bool:
-    return kind.__module__.startswith("flax.") and ATTENTION in kind.__name__
-
-
 def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     try:
         bound = inspect.signature(function).bind_partial(*args, **kwargs)
@@ -177,9 +173,7 @@ def _listen_to_sow(stack: ExitStack) -> None:
 def _tap_nnx(model: nnx.Module, patterns: tuple[str, ...] | None, tapped: Tapped, stack: ExitStack) -> None:
     """Put something around the calls of the classes of the layers and of their parts."""
     modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
-    inside = {name: [each for each in modules if each != name and _is_inside(each, name)] for name in modules}
-    order = list(modules)
-    names = sorted(chosen(modules, patterns, inside), key=_in_order)
+    names = sorted(chosen(modules, patterns), key=_in_order)
     listeners: dict[int, _FlaxListener] = {}
     parts: dict[int, tuple[_FlaxListener, str]] = {}
     for place, name in enumerate(names):
@@ -191,9 +185,7 @@ def _tap_nnx(model: nnx.Module, patterns: tuple[str, ...] | None, tapped: Tapped
             child = getattr(module, part, None)
             if isinstance(child, nnx.Module):
                 parts[id(child)] = (listener, part)
-    held = [modules[name] for name in order]
-    classes = {type(module) for module in held if id(module) in listeners or id(module) in parts}
-    for owner in classes:
+    for owner in {type(module) for module in modules.values() if id(module) in (listeners.keys() | parts.keys())}:
         _around_class(owner, listeners, parts, stack)
 
 
@@ -201,10 +193,6 @@ def _in_order(name: str) -> list[tuple[int, str]]:
     """What sorts names by the numbers in them: layers.2 before layers.10, and layers_2 before layers_10."""
     parts = (part for part in re.split(r"(\d+)|\.", name) if part)
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
-
-
-def _is_inside(name: str, other: str) -> bool:
-    return not other or name.startswith(f"{other}.")
 
 
 def _around_class(

@@ -198,20 +198,19 @@ def _check_shapes(layer: str, values: Mapping[str, np.ndarray]) -> None:
                     raise Refusal(f"{name} of {layer}", rule, {f"{name}.shape": x.shape})
 
 
-def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None, inside: Mapping[str, list[str]]) -> list[str]:
-    """The names of the modules to tap.
-
-    Args:
-        modules: the model's, by name.
-        patterns: names of modules or classes, with `*`; those of attention when absent.
-        inside: the names of the modules in each.
+def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None) -> list[str]:
+    """The names of the modules to tap: those that patterns fit, with `*`, or the innermost of attention.
 
     Raises:
         ValueError: if there are none.
     """
     classes = {name: type(module).__name__ for name, module in modules.items()}
     attention = [name for name in modules if "Attention" in classes[name]]
-    innermost = [name for name in attention if not any("Attention" in classes[each] for each in inside[name])]
+    innermost = [
+        name
+        for name in attention
+        if not any(each != name and (not name or each.startswith(f"{name}.")) for each in attention)
+    ]
     if patterns is None:
         found = innermost
     else:

@@ -37,8 +37,7 @@ def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None) -> Iterator[Ta
     modules = dict(model.named_modules())
     if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl for each in modules.values()):
         raise Refusal("model", "not be compiled, for hooks do not see what a compiled one computes")
-    inside = {name: [each for each in modules if each != name and _is_inside(each, name)] for name in modules}
-    names = chosen(modules, patterns, inside)
+    names = chosen(modules, patterns)
     config: Any = getattr(model, "config", None)
     told = json.loads(json.dumps(config.to_dict(), default=str)) if hasattr(config, "to_dict") else {}
     kinds = kinds_of(told)
@@ -54,22 +53,13 @@ def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None) -> Iterator[Ta
             index = index if isinstance(index, int) else place
             kind = kinds[index] if index < len(kinds) else ""
             is_causal = getattr(module, "is_causal", None)
-            layer = TappedLayer(
-                name,
-                index,
-                type(module).__name__,
-                kind,
-                is_causal if isinstance(is_causal, bool) else None,
-            )
+            is_causal = is_causal if isinstance(is_causal, bool) else None
+            layer = TappedLayer(name, index, type(module).__name__, kind, is_causal)
             tapped.layers.append(layer)
             listeners[module] = _TorchListener(module, layer, model_state, getattr(module, "config", config))
             listeners[module].listen(stack)
         stack.enter_context(_listening(listeners))
         yield tapped
-
-
-def _is_inside(name: str, other: str) -> bool:
-    return not other or name.startswith(f"{other}.")
 
 
 # ---- Functions of transformers ---------------------------------------------------------------------------------------
@@ -222,7 +212,7 @@ class _TorchListener:
         other = _first({each: told[each] for each in told if each != name}, KEY_INPUTS)
         length = x.shape[-2] if x.ndim > 1 else 0
         self.adds_residual = told.get("residual") is not None
-        self.cache = _first_given(told, CACHES)
+        self.cache = next((told[each] for each in CACHES if told.get(each) is not None), None)
         self.past, self.key_len = _cached(self.cache, self.layer.index), 0
         if other is not None and other is not given:
             self._attends_to(other, length)
@@ -383,10 +373,6 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         else:
             found[name] = value
     return found
-
-
-def _first_given(told: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    return next((told[name] for name in names if told.get(name) is not None), None)
 
 
 def _first(told: Mapping[str, Any], names: tuple[str, ...]) -> Tensor | None:

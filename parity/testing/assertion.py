@@ -17,6 +17,7 @@ from parity.core.compare import (
     NOTHING,
     TENSIX_FLOOR,
     Comparison,
+    Label,
     budget,
     factor,
     failure,
@@ -191,8 +192,8 @@ def compare_arrays(
         raise WrongType("same_precision", "come from another implementation", "the arrays of actual")
     arrays = {role: stages_of(role, value, stage) for role, value in given.items()}
     if not any(arrays.values()):
-        about = {"case": name, "backend": "actual", "dtype": dtype or "no dtype", "stage": stage}
-        return [failure(np.empty(0), "there are no stages to compare", **about)]
+        nowhere = Label(name, "actual", dtype or "no dtype", stage)
+        return [failure(np.empty(0), "there are no stages to compare", nowhere)]
     arithmetic = arithmetic or arithmetic_of(actual)
     with np.errstate(over="ignore", invalid="ignore"):  # what is infinite is part of the verdict
         if problem is not None:
@@ -256,14 +257,14 @@ def _passed_as_recorded(comparison: Comparison, diagnosis: Diagnosis, is_again: 
 
 def _compare_with_reference(actual: Stages, reference: Reference, name: str, arithmetic: str) -> list[Comparison]:
     _check_has(arithmetic, reference.problem.dtype)
-    about: dict[str, Any] = {"case": name, "backend": "actual"}
-    expected = reference.accumulated
-    found = [reference.compare(stage, actual[stage], arithmetic, **about) for stage in expected if stage in actual]
-    unknown, dtype = f"the reference has no such stage, only {', '.join(expected)}", reference.problem.dtype
-    lacking = [stage for stage in actual if stage not in expected]
+    expected, dtype = reference.accumulated, reference.problem.dtype
+    unknown = f"the reference has no such stage, only {', '.join(expected)}"
+    known = [Label(name, "actual", dtype, stage) for stage in expected if stage in actual]
+    lacking = [Label(name, "actual", dtype, stage) for stage in actual if stage not in expected]
+    found = [reference.compare(actual[label.stage], label, arithmetic) for label in known]
     return [
         *(_explained(comparison, "the same-precision reference") for comparison in found),
-        *(failure(actual[stage], unknown, **about, dtype=dtype, stage=stage) for stage in lacking),
+        *(failure(actual[label.stage], unknown, label) for label in lacking),
     ]
 
 
@@ -282,24 +283,24 @@ def _compare_with_expected(
 
 
 def _compare_stage(arrays: Mapping[str, Stages], stage: str, dtype: str, name: str, arithmetic: str) -> Comparison:
-    about: dict[str, Any] = {"case": name, "backend": "actual", "dtype": dtype, "stage": stage}
+    label = Label(name, "actual", dtype, stage)
     there = {role: stages[stage] for role, stages in arrays.items() if stage in stages}
     if lacking := [role for role in arrays if role not in there]:
         shown = there.get("expected", next(iter(there.values())))
-        return failure(shown, f"{' and '.join(lacking)} must have this stage, too", **about)
+        return failure(shown, f"{' and '.join(lacking)} must have this stage, too", label)
     actual, expected, same_precision = there["actual"], there["expected"], there.get("same_precision")
     if reason := _why_incomparable(actual, expected, same_precision):
-        return failure(expected, reason, **about)
+        return failure(expected, reason, label)
     if actual.dtype.name not in DTYPES:
-        return _explained(measure(actual, expected, NOTHING, **about, ulps_of="float32"))
+        return _explained(measure(actual, expected, NOTHING, label, ulps_of="float32"))
     wide = expected.astype(np.float64)
     if same_precision is not None:
         allowed = budget(wide, same_precision, dtype, None, arithmetic, dtype, has_slope=False)
-        return _explained(measure(actual, wide, allowed, **about, ulps_of=actual.dtype.name), "same_precision")
+        return _explained(measure(actual, wide, allowed, label, ulps_of=actual.dtype.name), "same_precision")
     scale = {"rms": float(np.sqrt(np.mean(wide**2))), "max": float(np.abs(wide).max())}
     one = unit(dtype) if arithmetic == "ieee" else max(unit(dtype), TENSIX_FLOOR[dtype])
     allowed = {norm: UNITS[dtype] * one * size for norm, size in scale.items()}
-    return _explained(measure(actual, wide, allowed, **about, ulps_of=actual.dtype.name))
+    return _explained(measure(actual, wide, allowed, label, ulps_of=actual.dtype.name))
 
 
 def _check_has(arithmetic: str, dtype: str) -> None:

@@ -119,9 +119,9 @@ class _Judge:
 
 
 def _golden(operation: Any) -> Any:
-    from mha_tt.mock.goldens import GOLDENS
+    from parity.backends.tt import golden_function
 
-    return GOLDENS.get(operation.python_fully_qualified_name, operation.golden_function)
+    return golden_function(operation)
 
 
 def _read(x: Any) -> Any:

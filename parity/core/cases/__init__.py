@@ -8,8 +8,7 @@ import re
 from mha_spec import Refusal
 from parity.core.case import DTYPES, Case
 from parity.core.cases.drawn import random_case
-from parity.core.cases.tables import CACHED, LAYERS, MASKS, MORE, ROPES, SIZES, VALUES
-from parity.core.cases.trained import TRAINED
+from parity.core.cases.tables import CACHED, LAYERS, MASKS, MORE, ROPES, SIZES, TRAINED, VALUES
 
 __all__ = ["CASES", "DTYPES", "QUICK", "Case", "case_named", "find_case", "random_case"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from mha_spec import (
     Alibi,
@@ -91,6 +92,8 @@ _HEAD_GATE = AttentionSpec(32, 4, gate=Gate(per_head=True, bias=True))
 _TINY = AttentionSpec(4, 2, d_in=3)
 _TEXTBOOK = AttentionSpec(4, 2, d_in=3, qkv_bias=False, out_proj=False)
 _CROSS = AttentionSpec(32, 4, d_in=24, d_kv=40)
+_ANARCII = AttentionSpec(128, 4)
+_SMOLLM2 = AttentionSpec(576, 9, num_kv_heads=3, qkv_bias=False, out_bias=False, rope=Rope(100000.0))
 _LONGROPE = LongRopeScaling(4.0, 4096, (1.0, 1.1, 1.3, 1.6), (1.0, 2.0, 8.0, 30.0))
 _DYNAMIC = DynamicScaling(4.0, 6)
 _FRAMES = Rope(100.0, sections=(2, 1, 1))  # of time, rows and columns
@@ -101,6 +104,13 @@ _RAGGED = ((4, 2, 0), (1, 1, 1), (0, 3, 2), (1, 1, 1))
 def _rotating(rope: Rope, head_dim: int = 8) -> AttentionSpec:
     return AttentionSpec(32, 4, num_kv_heads=2, head_dim=head_dim, rope=rope)
 
+
+def _calls(*chunks: int, capacity: int, new_lengths: tuple[tuple[int, ...], ...] = ()) -> dict[str, Any]:
+    """Keywords of a case whose tokens come in calls of so many each, of which the new lengths are real."""
+    return {"seq_len": sum(chunks), "chunks": chunks, "new_lengths": new_lengths, "capacity": capacity}
+
+
+_UNEVEN = _calls(5, 1, 2, 1, capacity=10, new_lengths=((5, 3), (1, 1), (2, 1), (1, 1)))
 
 MASKS = [
     Case("textbook", _TEXTBOOK, "a published example with known numbers", seq_len=6, is_causal=True),
@@ -337,149 +347,156 @@ VALUES = [
 """Large logits, NaN, many features."""
 
 CACHED = [
-    Case("decode", _MHA, "a prompt, then token by token", seq_len=8, chunks=(5, 1, 1, 1), capacity=10),
-    Case("chunked-prefill", _ROPE, "a prompt in pieces", seq_len=9, chunks=(4, 3, 2), capacity=9),
+    Case("decode", _MHA, "a prompt, then token by token", **_calls(5, 1, 1, 1, capacity=10)),
+    Case("chunked-prefill", _ROPE, "a prompt in pieces", **_calls(4, 3, 2, capacity=9)),
     Case(
         "decode-fused-qkv",
         AttentionSpec(32, 4, fused_qkv=True, out_proj=False),
         "decode, one projection in and none out",
-        seq_len=6,
-        chunks=(4, 1, 1),
-        capacity=6,
+        **_calls(4, 1, 1, capacity=6),
     ),
-    Case("decode-scale", _SCALE, "decode, another scale", seq_len=7, chunks=(4, 1, 1, 1), capacity=8, gain=3.0),
-    Case(
-        "decode-temperature",
-        _TEMPERATURE,
-        "decode past one length and another, ragged",
-        seq_len=9,
-        chunks=(5, 1, 2, 1),
-        new_lengths=((5, 3), (1, 1), (2, 1), (1, 1)),
-        capacity=10,
-    ),
-    Case("decode-soft-cap", _SOFT_CAP, "decode, capped scores", seq_len=7, chunks=(4, 1, 1, 1), capacity=8, gain=3.0),
+    Case("decode-scale", _SCALE, "decode, another scale", gain=3.0, **_calls(4, 1, 1, 1, capacity=8)),
+    Case("decode-temperature", _TEMPERATURE, "decode past one length and another, ragged", **_UNEVEN),
+    Case("decode-soft-cap", _SOFT_CAP, "decode, capped scores", gain=3.0, **_calls(4, 1, 1, 1, capacity=8)),
     Case(
         "decode-sinks",
         AttentionSpec(32, 4, num_kv_heads=2, window_size=4, rope=Rope(10000.0), sinks=True),
         "decode, a sink beside a window",
-        seq_len=9,
-        chunks=(5, 1, 2, 1),
-        new_lengths=((5, 3), (1, 1), (2, 1), (1, 1)),
-        capacity=10,
+        **_UNEVEN,
     ),
     Case(
         "decode-alibi",
         AttentionSpec(48, 6, num_kv_heads=2, alibi=Alibi()),
         "decode, scores that lose by distance",
-        seq_len=9,
-        chunks=(5, 1, 2, 1),
-        new_lengths=((5, 3), (1, 1), (2, 1), (1, 1)),
-        capacity=10,
+        **_UNEVEN,
     ),
     Case(
         "decode-relative-bias",
         AttentionSpec(48, 6, num_kv_heads=2, relative_bias=RelativeBias(6, 7, bidirectional=False)),
         "decode, past the largest distance, ragged",
-        seq_len=9,
-        chunks=(5, 1, 2, 1),
-        new_lengths=((5, 3), (1, 1), (2, 1), (1, 1)),
-        capacity=10,
+        **_UNEVEN,
     ),
     Case(
         "decode-window",
         AttentionSpec(32, 4, num_kv_heads=2, window_size=4, rope=Rope(10000.0)),
         "decode, within a window",
-        seq_len=9,
-        chunks=(5, 1, 2, 1),
-        new_lengths=((5, 3), (1, 1), (2, 1), (1, 1)),
-        capacity=10,
+        **_UNEVEN,
     ),
-    Case("decode-chunk", _CHUNK, "decode, within a chunk", seq_len=10, chunks=(3, 1, 1, 4, 1), capacity=10),
-    Case("decode-gqa-rope", _GQA_ROPE, "decode, rotary, shared", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
-    Case(
-        "decode-latent",
-        _LATENT,
-        "decode over latents, ragged",
-        seq_len=9,
-        chunks=(5, 1, 2, 1),
-        new_lengths=((5, 3), (1, 1), (2, 1), (1, 1)),
-        capacity=10,
-    ),
-    Case(
-        "decode-latent-factors", _LATENT_FACTORS, "decode, latents times factors", seq_len=7, chunks=(5, 2), capacity=8
-    ),
+    Case("decode-chunk", _CHUNK, "decode, within a chunk", **_calls(3, 1, 1, 4, 1, capacity=10)),
+    Case("decode-gqa-rope", _GQA_ROPE, "decode, rotary, shared", **_calls(4, 1, 1, 1, capacity=8)),
+    Case("decode-latent", _LATENT, "decode over latents, ragged", **_UNEVEN),
+    Case("decode-latent-factors", _LATENT_FACTORS, "decode, latents times factors", **_calls(5, 2, capacity=8)),
     Case(
         "decode-latent-yarn",
         _LATENT_YARN,
         "a prompt over keys made of latents, steps over latents",
-        seq_len=14,
-        chunks=(12, 1, 1),
-        capacity=14,
+        **_calls(12, 1, 1, capacity=14),
     ),
-    Case("decode-value-head-dim", _VALUES, "decode, narrow values", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
-    Case("decode-biases-of-some", _WHISPER, "decode, keys without a bias", seq_len=6, chunks=(4, 1, 1), capacity=6),
-    Case("decode-clip-qkv", _CLIP, "decode, projections clipped", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
-    Case("decode-gate", _GATE, "decode, gated", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
-    Case("decode-norm-width", _WIDTH, "decode, norms over all heads", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
-    Case("decode-l2-norm", _L2, "decode, norms without weights", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
+    Case("decode-value-head-dim", _VALUES, "decode, narrow values", **_calls(4, 1, 1, 1, capacity=8)),
+    Case("decode-biases-of-some", _WHISPER, "decode, keys without a bias", **_calls(4, 1, 1, capacity=6)),
+    Case("decode-clip-qkv", _CLIP, "decode, projections clipped", **_calls(4, 1, 1, 1, capacity=8)),
+    Case("decode-gate", _GATE, "decode, gated", **_calls(4, 1, 1, 1, capacity=8)),
+    Case("decode-norm-width", _WIDTH, "decode, norms over all heads", **_calls(4, 1, 1, 1, capacity=8)),
+    Case("decode-l2-norm", _L2, "decode, norms without weights", **_calls(4, 1, 1, 1, capacity=8)),
     Case(
         "ragged",
         AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0)),
         "sequences of different lengths",
         batch=3,
-        seq_len=sum(map(max, _RAGGED)),
-        chunks=tuple(map(max, _RAGGED)),
-        new_lengths=_RAGGED,
-        capacity=9,
+        **_calls(*map(max, _RAGGED), capacity=9, new_lengths=_RAGGED),
     ),
     Case(
         "decode-yarn",
         _rotating(Rope(scaling=YarnScaling(4.0, 32), rotary_dim=4, pairs="interleaved")),
         "decode, a part of each head, scaled",
-        seq_len=7,
-        chunks=(4, 1, 1, 1),
-        capacity=8,
+        **_calls(4, 1, 1, 1, capacity=8),
     ),
     Case(
         "decode-dynamic",
         _rotating(Rope(scaling=_DYNAMIC)),
         "ragged, a base that grows with the length of each sequence",
-        seq_len=9,
-        chunks=(4, 1, 3, 1),
-        new_lengths=((4, 2), (1, 1), (2, 3), (1, 1)),
-        capacity=9,
+        **_calls(4, 1, 3, 1, capacity=9, new_lengths=((4, 2), (1, 1), (2, 3), (1, 1))),
     ),
     Case(
         "decode-longrope",
         _rotating(Rope(scaling=_LONGROPE)),
         "decode past the original length: short factors, then long ones",
-        seq_len=6,
-        chunks=(3, 1, 1, 1),
-        capacity=8,
         first_position=4092,
+        **_calls(3, 1, 1, 1, capacity=8),
     ),
-    Case("decode-sections", _rotating(_FRAMES), "decode on three axes", seq_len=7, chunks=(4, 1, 1, 1), capacity=8),
+    Case("decode-sections", _rotating(_FRAMES), "decode on three axes", **_calls(4, 1, 1, 1, capacity=8)),
     Case(
         "nan-visible-decode",
         _GQA,
         "a NaN in the prompt reaches every later token of its sequence",
-        seq_len=6,
-        chunks=(4, 1, 1),
-        capacity=8,
         not_finite="visible",
+        **_calls(4, 1, 1, capacity=8),
     ),
     Case(
         "nan-hidden-decode",
         _ROPE,
         "a prompt padded with NaN, then token by token",
-        seq_len=6,
-        chunks=(4, 1, 1),
-        new_lengths=((2, 3), (1, 1), (1, 1)),
-        capacity=6,
         not_finite="hidden",
+        **_calls(4, 1, 1, capacity=6, new_lengths=((2, 3), (1, 1), (1, 1))),
     ),
 ]
 """Tokens that come in steps."""
+
+TRAINED = [
+    Case(
+        "trained-anarcii-self",
+        _ANARCII,
+        "trained encoder, padded",
+        seq_len=122,
+        key_padding_lengths=(109, 122),
+        trained="anarcii-self",
+    ),
+    Case(
+        "trained-anarcii-causal",
+        _ANARCII,
+        "trained decoder, logits in the thousands",
+        seq_len=24,
+        is_causal=True,
+        trained="anarcii-causal",
+    ),
+    Case(
+        "trained-anarcii-cross",
+        _ANARCII,
+        "trained decoder over encoder, logits up to 76174",
+        seq_len=24,
+        seq_len_k=122,
+        key_padding_lengths=(109, 122),
+        trained="anarcii-cross",
+    ),
+    Case(
+        "trained-rxnmapper-self",
+        AttentionSpec(256, 8),
+        "trained ALBERT block",
+        batch=1,
+        seq_len=53,
+        trained="rxnmapper-self",
+    ),
+    Case(
+        "trained-smollm2-causal",
+        _SMOLLM2,
+        "trained LLaMA layer: GQA 9/3, RoPE",
+        batch=1,
+        seq_len=19,
+        is_causal=True,
+        trained="smollm2-causal",
+    ),
+    Case(
+        "trained-smollm2-decode",
+        _SMOLLM2,
+        "the same layer, prompt in two pieces, then token by token",
+        batch=1,
+        seq_len=19,
+        chunks=(8, 7, 1, 1, 1, 1),
+        capacity=24,
+        trained="smollm2-causal",
+    ),
+]
+"""Layers that were trained, with inputs that they met."""
 
 MORE = frozenset(
     {

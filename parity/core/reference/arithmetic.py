@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -68,7 +69,7 @@ class Arithmetic:
         if self.kind not in MANTISSA:
             raise Refusal("arithmetic", f"be one of {list(MANTISSA)}", arithmetic=self.kind)
 
-    @property
+    @cached_property
     def wide(self) -> np.dtype:
         """float64 for float64, float32 for everything narrower."""
         return np.promote_types(np.float32, self.dtype) if self.dtype.kind == "f" else np.dtype(np.float32)
@@ -105,11 +106,6 @@ class Arithmetic:
     def _is_shared(self) -> bool:
         return self.kind.endswith("bfloat8_b") and self.wide != np.float64
 
-    def _operands(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Both factors of a product as they enter it."""
-        bits = next((bits for fidelity, bits in OPERANDS.items() if f"tensix-{fidelity}" in self.kind), None)
-        return (self.enter(a), self.enter(b)) if bits is None else (_cut(a, bits[0]), _cut(b, bits[1]))
-
     def matmul(
         self, a: np.ndarray, b: np.ndarray, start: np.ndarray | float = 0.0, exact: np.ndarray | None = None
     ) -> np.ndarray:
@@ -122,7 +118,9 @@ class Arithmetic:
         """
         if self.wide == np.float64:
             return _by_blas(a, b) + start
-        a, b = self._operands(a, b)
+        bits = (MANTISSA[self.kind], MANTISSA[self.kind])
+        bits = next((bits for fidelity, bits in OPERANDS.items() if f"tensix-{fidelity}" in self.kind), bits)
+        a, b = _cut(a, bits[0]), _cut(b, bits[1])
         mantissa = PRODUCT_MANTISSA.get(self.kind, 23)
         if mantissa < 23 or multiplications(a, b) <= LARGE:
             return _plainly(a, b, start, mantissa)
@@ -159,7 +157,7 @@ def _plainly(a: np.ndarray, b: np.ndarray, start: np.ndarray | float, mantissa: 
     term = np.empty_like(total)
     for k in range(a.shape[-1]):
         np.multiply(a[..., :, k, None], b[..., None, k, :], out=term)
-        total += _cut(term, mantissa)
+        total += _cut(term, mantissa) if mantissa < 23 else term
     return total
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import numpy as np
 
@@ -12,19 +13,49 @@ from mha_spec import Alibi, Latent, Norm, RelativeBias, Rope, Temperature, YarnS
 from parity.core.problem import Problem
 from parity.core.reference import norms
 from parity.core.reference.arithmetic import Arithmetic
-from parity.core.reference.overrides import WithOverrides
 from parity.core.reference.rope import amplitude, axes, frequencies, pair_slices
 from parity.core.sample import of_paths, steps_of_sample
 from parity.core.stages import Step, Values, steps_of
 
 
 @dataclass(frozen=True)
-class Layer(WithOverrides):
-    """The layer of a problem, computed in some arithmetic; each known mistake overrides a part."""
+class Layer:
+    """The layer of a problem, computed in some arithmetic; each known mistake overrides a part.
+
+    Attributes:
+        problem: what is computed.
+        arithmetic: how.
+        asked: which of q, k and v are made: who asks for one need not wait for the others.
+        overrides: functions that stand in for methods, by their names; the methods that stay cost nothing more.
+    """
 
     problem: Problem
     arithmetic: Arithmetic
-    asked: str = "qkv"  # which of them are made: who asks for one need not wait for the others
+    asked: str = "qkv"
+    overrides: dict[str, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def override(self, **methods: Callable[..., Any]) -> None:
+        """Let functions stand in for methods of this one layer."""
+        self.overrides.update(methods)
+        self.__dict__.update(methods)  # attributes hide the methods of the class
+
+    @contextmanager
+    def overriding(self, **methods: Callable[..., Any]) -> Iterator[None]:
+        """Let functions stand in for methods of this one layer inside."""
+        before = {name: self.overrides[name] for name in methods if name in self.overrides}
+        self.override(**methods)
+        try:
+            yield
+        finally:
+            for name in methods:
+                del self.overrides[name], self.__dict__[name]
+            self.override(**before)
+
+    def asking(self, names: str) -> Layer:
+        """Return the same layer, of which only some of q, k and v are made."""
+        other = replace(self, asked=names)
+        other.override(**self.overrides)
+        return other
 
     def steps(self) -> Sequence[Step]:
         """The stages as functions: see `parity.core.stages`."""

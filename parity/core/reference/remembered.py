@@ -34,8 +34,9 @@ class Remembered:
 
     def serve(self, layer: Layer) -> Layer:
         """A layer that takes its projections and tables from here."""
-        for method in ("linear", "tables"):
-            layer.override(**{method: partial(getattr(self, method), layer, getattr(layer, method))})
+        layer.override(
+            linear=partial(self.linear, layer, layer.linear), tables=partial(self.tables, layer, layer.tables)
+        )
         return layer
 
     def linear(self, layer: Layer, original: Any, name: str, x: np.ndarray) -> np.ndarray:

@@ -124,8 +124,9 @@ def bias(case: Case) -> Iterator[Mistake]:
     mistake = SCORE_BIAS.seen_in("scores")
     missing = {"score_bias": instead(lambda: None)}
 
-    def scaled(layer: Layer, original: Override) -> np.ndarray:
-        return layer.arithmetic.widen(original()) / layer.arithmetic.wide.type(layer.scale())
+    def scaled(layer: Layer, original: Override) -> np.ndarray | None:
+        added, a = original(), layer.arithmetic
+        return None if added is None else a.widen(added) / a.wide.type(layer.scale())  # a pair may leave it out
 
     def with_bias(layer: Layer, x: np.ndarray) -> np.ndarray:
         return x + layer.arithmetic.widen(np.asarray(layer.problem.bias))

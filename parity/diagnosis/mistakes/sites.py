@@ -25,8 +25,13 @@ def before(change: Callable[..., tuple[Any, ...]]) -> Override:
 
 
 def after(change: Change) -> Override:
-    """Return an override that changes what a method gives."""
-    return lambda _, original, *inputs: change(original(*inputs))
+    """Return an override that changes what a method gives, unless another mistake leaves it out."""
+
+    def override(_: Layer, original: Any, *inputs: Any) -> Any:
+        found = original(*inputs)
+        return None if found is None else change(found)
+
+    return override
 
 
 # ---- Weights ---------------------------------------------------------------------------------------------------------
