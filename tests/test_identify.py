@@ -63,6 +63,8 @@ def small_model(family: str) -> Any:
     given = {name: value for name, value in SMALL.items() if hasattr(config, name)}
     if family in IMAGES:
         given["num_attention_heads"] = 4
+    if isinstance(getattr(config, "image_size", None), (list, tuple)):
+        given["image_size"] = [32, 32]
     known = {name: value for name, value in config.to_dict().items() if name not in ("layer_types", "model_type")}
     others = ("transformers_version", "out_features", "out_indices", "stage_names")
     known = {name: value for name, value in known.items() if name.lstrip("_") not in others}
@@ -253,7 +255,9 @@ ODDITIES = {
         lambda attend, q, k, v, mask: attend(q, k, v, mask + 0.1 * (torch.arange(k.shape[2]) == 0))
     ),
     "one-key-of-the-future": in_attention(lambda attend, q, k, v, mask: attend(q, k, v, leaking(mask))),
-    "values-clipped": in_attention(lambda attend, q, k, v, mask: attend(q, k, v.clamp(-1.0, 1.0), mask)),
+    "values-clipped": in_attention(
+        lambda attend, q, k, v, mask: attend(q, k, v.clamp(-0.5 * v.abs().max(), 0.5 * v.abs().max()), mask)
+    ),
     "context-of-a-head-lost": in_attention(
         after(lambda context: context * (torch.arange(context.shape[2]) > 0)[:, None])
     ),
