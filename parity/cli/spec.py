@@ -5,18 +5,25 @@ from __future__ import annotations
 import argparse
 
 from parity.cli.help import Page, Result
+from parity.cli.messages import refusal
 
 PAGE = Page(
-    "what each attention layer of a model computes, by its config.json",
+    "what each attention layer of a model computes, by its config.json or by what it does",
     "Read the configuration of a model of Hugging Face, and say what each of its attention layers computes, and which "
-    "key says so.",
+    "key says so. With --live, observe a model that runs instead, and say how each field was found.",
     "mha-parity spec checkpoints/llama",
     "every key about attention was understood",
+    "a live layer was not identified",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="a config.json, or the folder that it lies in")
+    parser.add_argument("path", metavar="PATH", nargs="?", help="a config.json, or the folder that it lies in")
+    parser.add_argument(
+        "--live",
+        metavar="PKG.MODULE:NAME",
+        help="a function that returns a torch model, in evaluation, and the keywords of a call as a mapping",
+    )
     parser.add_argument(
         "--part",
         metavar="NAME",
@@ -27,6 +34,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Result:
     """Print the specifications."""
+    if (options.path is None) == (options.live is None):
+        raise refusal("PATH or --live", "be given, and not both")
+    return _read(options) if options.live is None else _observe(options)
+
+
+def _observe(options: argparse.Namespace) -> Result:
+    """Print what the layers of a live model compute, or why that was not found."""
+    from parity.conformance.discover import load_callable
+    from parity.identification import identify
+    from parity.reporting.console import console
+
+    if options.part is not None:
+        raise refusal("--part", "come with PATH", {"--part": options.part})
+    made = load_callable(options.live)()
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise refusal("--live", "name a function that returns a model and its inputs", type(made).__name__)
+    found, out = identify(*made), console()
+    for layer in found:
+        out.print(str(layer), markup=False, highlight=False, soft_wrap=True)
+    told = [layer.to_dict() for layer in found]
+    return int(any(layer.spec is None for layer in found)), {"layers": told}
+
+
+def _read(options: argparse.Namespace) -> Result:
     from parity.models.config import read_config
     from parity.models.specs import known_parts, part_of, specs_of, unknown_parts
     from parity.reporting.console import console

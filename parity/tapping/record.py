@@ -73,7 +73,8 @@ class TappedLayer:
         is_causal: whether it says of itself that no token sees a later one; None if it says nothing.
         training: whether it was called in training mode.
         attention: what computes its attention, as transformers names it: `eager`, `sdpa`, …; empty if nothing says so.
-        scale: what its attention function was told to multiply scores by; None if nothing says so.
+        scale, window, soft_cap: what its attention function was told to multiply scores by, how many last tokens to
+            attend to, and the bound of the scores; None if nothing says so.
         calls: in order.
     """
 
@@ -85,6 +86,8 @@ class TappedLayer:
     training: bool = False
     attention: str = ""
     scale: float | None = None
+    window: int | None = None
+    soft_cap: float | None = None
     calls: list[TappedCall] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
@@ -171,8 +174,11 @@ def _read_layer(told: Mapping[str, Any]) -> TappedLayer:
     layer = TappedLayer(**{**told, "calls": calls})
     texts, numbers = (layer.name, layer.module, layer.kind, layer.attention), [layer.index, layer.training]
     numbers += [number for call in calls for number in (call.past, call.first_key) if number is not None]
-    if not all(isinstance(text, str) for text in texts) or not isinstance(layer.scale, (int, float, type(None))):
-        raise WrongType("names", "be text, and a scale a number", names=texts, scale=layer.scale)
+    told_numbers = (layer.scale, layer.window, layer.soft_cap)
+    if not all(isinstance(text, str) for text in texts) or not all(
+        isinstance(number, (int, float, type(None))) for number in told_numbers
+    ):
+        raise WrongType("names", "be text, and a scale, a window and a cap numbers", names=texts, numbers=told_numbers)
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
         raise WrongType("numbers of layers and tokens", "be integers >= 0", str(numbers))
     return layer

@@ -99,9 +99,11 @@ def _get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
     def heard(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **keywords: Any) -> Any:
         listening = [each[module] for each in _LISTENING if module in each]
         mask = rest[0] if rest else keywords.get("attention_mask")
-        scale = keywords.get("scaling")
+        scale, window, cap = (keywords.get(name) for name in ("scaling", "sliding_window", "softcap"))
         for listener in listening:
             listener.layer.scale = float(scale) if isinstance(scale, int | float) else None
+            listener.layer.window = window if type(window) is int else None
+            listener.layer.soft_cap = float(cap) if isinstance(cap, int | float) else None
             listener.function_called(query, key, value, mask)
         result = function(module, query, key, value, *rest, **keywords)
         for listener in listening:

@@ -1,0 +1,139 @@
+"""Observe attention layers of a live torch model: what a tap records, and what their submodules receive and return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from parity.core.arrays import to_numpy
+from parity.tapping import tap
+from parity.tapping.record import TappedLayer
+
+
+@dataclass(frozen=True)
+class Submodule:
+    """A module inside an attention layer, and what it received and returned in one call.
+
+    Attributes:
+        name: after that of the layer.
+        module: the module.
+        given: its first input.
+        result: its output.
+    """
+
+    name: str
+    module: nn.Module
+    given: np.ndarray = field(repr=False)
+    result: np.ndarray = field(repr=False)
+
+
+@dataclass(frozen=True)
+class ObservedLayer:
+    """An attention layer in one call of its model.
+
+    Attributes:
+        module: the layer.
+        tapped: what the tap recorded of it.
+        inside: its submodules in the order in which they ran.
+    """
+
+    module: nn.Module
+    tapped: TappedLayer
+    inside: list[Submodule] = field(repr=False)
+
+    @property
+    def values(self) -> dict[str, np.ndarray]:
+        """What the tap recorded of its only call."""
+        return self.tapped.calls[0].values
+
+    def linears(self) -> list[Submodule]:
+        """Its linear maps, with what they received and returned."""
+        return [each for each in self.inside if is_linear(each.module)]
+
+    def norms(self) -> list[Submodule]:
+        """Its norms, with what they received and returned."""
+        return [each for each in self.inside if not is_linear(each.module) and each.given.shape == each.result.shape]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module holds one matrix, as `nn.Linear` and the Conv1D of transformers do."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 2 and not list(module.children())
+
+
+def matrix_of(module: nn.Module) -> np.ndarray:
+    """Return the matrix of a linear module, (out, in)."""
+    weight = to_numpy(module.weight)
+    return weight.T if type(module).__name__ == "Conv1D" else weight
+
+
+def observe(
+    model: nn.Module, inputs: Mapping[str, Any], layers: Any = None, *, factor: float = 1.0
+) -> list[ObservedLayer]:
+    """Call a model once, and return what its attention layers did.
+
+    Args:
+        model: the model.
+        inputs: keywords of the call.
+        layers: names of modules or classes, as `parity.tap` takes them.
+        factor: of the input of each attention layer: large ones show caps and clips, small ones the eps of norms.
+
+    Raises:
+        ValueError: if there are no such layers.
+    """
+    inside: dict[str, list[Submodule]] = {}
+    modules = dict(model.named_modules())
+    with ExitStack() as stack, torch.no_grad():
+        if factor != 1.0:
+            with tap(model, layers) as named:
+                for layer in named.layers:
+                    hook = modules[layer.name].register_forward_pre_hook(_multiplier(factor), with_kwargs=True)
+                    stack.callback(hook.remove)
+        tapped = stack.enter_context(tap(model, layers))
+        for layer in tapped.layers:
+            inside[layer.name] = []
+            for name, module in modules[layer.name].named_modules():
+                if name and not list(module.children()):
+                    hook = _recorder(name, inside[layer.name])
+                    stack.callback(module.register_forward_hook(hook).remove)
+        model(**inputs)
+    return [ObservedLayer(modules[layer.name], layer, inside[layer.name]) for layer in tapped.layers if layer.calls]
+
+
+def _multiplier(factor: float) -> Any:
+    """Return a hook that multiplies the first floating-point input of a module."""
+
+    def multiply(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [*args]
+        for place, x in enumerate(given):
+            if isinstance(x, Tensor) and x.is_floating_point():
+                given[place] = x * factor
+                return tuple(given), kwargs
+        name = next((name for name, x in kwargs.items() if isinstance(x, Tensor) and x.is_floating_point()), None)
+        return args, kwargs if name is None else {**kwargs, name: kwargs[name] * factor}
+
+    return multiply
+
+
+def _recorder(name: str, found: list[Submodule]) -> Any:
+    def record(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        if args and isinstance(args[0], Tensor) and isinstance(result, Tensor) and result.is_floating_point():
+            found.append(Submodule(name, module, to_numpy(args[0]), to_numpy(result)))
+
+    return record
+
+
+def features_of(heads: np.ndarray) -> np.ndarray:
+    """Return heads (B, heads, T, H) as tokens (B * T, heads * H)."""
+    return heads.transpose(0, 2, 1, 3).reshape(heads.shape[0] * heads.shape[2], -1)
+
+
+def columns_of(features: np.ndarray) -> Iterator[bytes]:
+    """Yield the bits of each feature over all tokens, which only the same numbers share."""
+    return (column.tobytes() for column in np.ascontiguousarray(features.T))
