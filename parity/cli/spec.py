@@ -12,7 +12,7 @@ PAGE = Page(
     "Read the configuration of a model of Hugging Face, and say what each of its attention layers computes, and which "
     "key says so. With --live, observe a model that runs instead, and say how each field was found.",
     "mha-parity spec checkpoints/llama",
-    "every key about attention was understood",
+    "all was understood",
     "a live layer was not identified",
 )
 
