@@ -52,6 +52,11 @@ def nested(weights: dict[str, np.ndarray], spec: AttentionSpec) -> dict[str, Any
     return params
 
 
+def sizes_of(problem: Problem) -> tuple[int, int]:
+    """Return the batch and the capacity of a case's cache."""
+    return problem.case.batch, problem.case.capacity
+
+
 def torch_layer(module: Any, problem: Problem) -> Any:
     layer = module.Attention().to(getattr(torch, problem.dtype)).eval()
     layer.load_state_dict({name: to_torch(weight) for name, weight in problem.weights.items()})
@@ -71,14 +76,14 @@ def jax_layer(module: Any, problem: Problem) -> Any:
 TORCH = Writing(
     mha_torch,
     torch_layer,
-    lambda module, _, case: module.empty_cache(case.batch, case.capacity),
+    lambda module, _, problem: module.empty_cache(*sizes_of(problem), getattr(torch, problem.dtype)),
     lambda _, x: to_torch(np.ascontiguousarray(x)),
     lambda x: to_torch(np.ascontiguousarray(x)),
 )
 JAX = Writing(
     mha_jax,
     jax_layer,
-    lambda module, _, case: module.empty_cache(case.batch, case.capacity),
+    lambda module, _, problem: module.empty_cache(*sizes_of(problem), problem.dtype),
     lambda _, x: jnp.asarray(x),
     jnp.asarray,
 )
@@ -89,8 +94,11 @@ JAX = Writing(
 
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("framework", ["jax", "torch"])
-def test_every_case_is_written_and_agrees_with_the_reference(framework, name):
-    problem = problem_of(name)
+@pytest.mark.parametrize(
+    "dtype", ["float32", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("bfloat16", "float16"))]
+)
+def test_every_case_is_written_and_agrees_with_the_reference(dtype, framework, name):
+    problem = problem_of(name, dtype)
     module = module_of(source_of(problem.spec, framework, **call_of(problem.case)))
     outputs = {"jax": JAX, "torch": TORCH}[framework].outputs(module, problem)
     parity.assert_parity(outputs, problem=problem, diagnose=False)

@@ -68,7 +68,7 @@ class Writing:
 
     sibling: Any
     layer: Callable[[Any, Problem], Any]
-    empty_cache: Callable[[Any, Any, parity.Case], Any]
+    empty_cache: Callable[[Any, Any, Problem], Any]
     array: Callable[[Any, np.ndarray], Any]
     beside: Callable[[np.ndarray], Any]
 
@@ -77,7 +77,7 @@ class Writing:
         case, layer = problem.case, self.layer(module, problem)
         if not case.is_cached:
             return {"module.output": layer(**self._arguments(layer, problem))}
-        cache, found = self.empty_cache(module, layer, case), {}
+        cache, found = self.empty_cache(module, layer, problem), {}
         for step in range(len(case.chunks)):
             given = {"x": self.array(layer, problem.step_input(step)), "cache": cache}
             if case.new_lengths:
@@ -101,6 +101,6 @@ class Writing:
         return given
 
 
-def problem_of(name: str) -> Problem:
-    """Return the problem of a case, in its own dtype or float32."""
-    return make_problem(CASES[name], CASES[name].dtype or "float32")
+def problem_of(name: str, dtype: str = "float32") -> Problem:
+    """Return the problem of a case, in its own dtype if it has one."""
+    return make_problem(CASES[name], CASES[name].dtype or dtype)

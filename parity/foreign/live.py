@@ -13,6 +13,8 @@ from parity.core.weights import Weights
 from parity.models.config import values_of
 from parity.models.specs import ModelLayer, known_parts, sections_named, sections_of, specs_of, why_unknown
 
+OBSERVE = "parity.identify finds what a live layer computes without rules of its family"
+
 
 def from_transformers(
     module: Any, config: Any, layer_idx: int | None = None, *, path: str | None = None
@@ -60,7 +62,7 @@ def from_transformers(
     if len(found) != 1:
         which = "; path=… tells which" if found else ""
         reasons = [str(spec) for spec in found] if found else refusals
-        raise Refusal("module", "be one layer of the model", f"{' or '.join(reasons)}{which}")
+        raise Refusal("module", "be one layer of the model", f"{' or '.join(reasons)}{which}", hint=OBSERVE)
     return next(iter(found.items()))
 
 
@@ -76,7 +78,8 @@ def _parts_of(module: Any, values: Mapping[str, Any]) -> dict[str, Mapping[str, 
     own = getattr(getattr(module, "config", None), "model_type", None)
     names = [name for name in sections_of(values) if own and values[name].get("model_type") == own]
     if names and parts.keys().isdisjoint(names):
-        raise Refusal("module", "be of a part of a known family", f"one of {names[0]}: {why_unknown(values[names[0]])}")
+        unknown = f"one of {names[0]}: {why_unknown(values[names[0]])}"
+        raise Refusal("module", "be of a part of a known family", unknown, hint=OBSERVE)
     return {name: part for name, part in parts.items() if not names or name in names}
 
 

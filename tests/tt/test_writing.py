@@ -28,7 +28,7 @@ def tt_layer(module: Any, problem: Problem) -> Any:
 TT = Writing(
     mha_tt,
     tt_layer,
-    lambda _, layer, case: layer.empty_cache(case.batch, case.capacity),
+    lambda _, layer, problem: layer.empty_cache(problem.case.batch, problem.case.capacity),
     lambda layer, x: layer.upload(np.ascontiguousarray(x)),
     np.asarray,
 )
