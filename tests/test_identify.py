@@ -25,6 +25,13 @@ SMALL = {
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "vocab_size": 97,
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
     "n_embd": 64,
     "n_head": 8,
     "n_layer": 2,
@@ -43,7 +50,7 @@ SMALL = {
 DECODERS = [
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox", "phi", "gpt2", "olmo2"),
     *("cohere", "cohere2", "glm", "glm4", "stablelm", "starcoder2", "granite", "smollm3", "gpt_oss", "nemotron"),
-    *("persimmon", "phi3", "mixtral", "exaone4", "ernie4_5", "olmo3", "apertus", "arcee", "seed_oss", "biogpt"),
+    *("persimmon", "phi3", "mixtral", "exaone4", "ernie4_5", "olmo3", "apertus", "arcee", "seed_oss", "biogpt", "opt"),
 ]
 """Families whose rules say the same; what is identified reads none of these."""
 
@@ -107,6 +114,23 @@ def test_a_family_without_rules_is_identified(family):
     assert len(found) == 2
     expected = {"nomic_bert": "rope=Rope(theta=1000.0)", "beit": "qkv_bias=(True, False, True)"}.get(family, "")
     assert expected in str(found[0].spec)
+
+
+def test_encoder_decoder_and_what_lies_between_are_identified():
+    model = small_model("mbart")
+    found = {layer.name: layer for layer in identify(model, inputs_of("mbart"))}
+    between = found["decoder.layers.0.encoder_attn"]
+    assert between.spec is not None, str(between)
+    assert between.is_causal is False
+    assert found["decoder.layers.0.self_attn"].is_causal is True
+    assert found["encoder.layers.0.self_attn"].is_causal is False
+
+
+def test_queries_that_are_scaled_before_attention_are_told():
+    (layer, _) = identify(small_model("opt"), inputs_of("opt"))
+    assert layer.spec is not None, str(layer)
+    assert layer.spec.scale is None
+    assert any(each.field == "scale" and "queries are multiplied" in each.how for each in layer.evidence)
 
 
 def test_evidence_says_what_was_seen_and_what_was_read():

@@ -53,6 +53,7 @@ class Fit:
         names: the parameter of the module that each weight is, or is part of.
         is_causal: whether queries attend to no later key.
         evidence: how each field was found.
+        is_scaled_before: whether queries are multiplied by the scale, instead of scores.
     """
 
     fields: dict[str, Any] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class Fit:
     names: dict[str, str] = field(default_factory=dict)
     is_causal: bool = False
     evidence: list[Evidence] = field(default_factory=list)
+    is_scaled_before: bool = False
 
     def add(self, name: str, value: Any, how: str, **seen: Any) -> None:
         """Take a field of the specification, and how it was found."""
@@ -84,9 +86,9 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any]) -> Fit:
     """
     values, found = layer.values, Fit()
     missing = [name for name in ("input", "q", "k", "v", "output") if name not in values]
-    if missing or layer.tapped.calls[0].past or "key_input" in values:
-        reason = f"no {' or '.join(missing)}" if missing else "keys of another sequence, or a cache"
-        raise Refusal("the layer", "be self-attention whose heads the attention function receives", reason)
+    if missing or layer.tapped.calls[0].past or "value_input" in values:
+        reason = f"no {' or '.join(missing)}" if missing else "a cache, or values of another input than keys"
+        raise Refusal("the layer", "be attention whose heads the attention function receives", reason)
     q, k, v = (values[name] for name in "qkv")
     _, num_heads, num_tokens, head_dim = q.shape
     found.add("d_model", values["output"].shape[-1], "width of the output")
@@ -95,6 +97,8 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any]) -> Fit:
     found.add("head_dim", head_dim, "features of those heads")
     found.add("d_in", values["input"].shape[-1], "width of the input")
     found.fields["value_head_dim"] = v.shape[-1]
+    if layer.is_cross:
+        found.add("d_kv", values["key_input"].shape[-1], "width of the sequence that it attends to")
     _fit_projections(layer, config, found)
     _fit_scale(layer, found)
     _fit_mask(layer, found, num_tokens)
@@ -111,6 +115,10 @@ def _fit_projections(layer: ObservedLayer, config: Mapping[str, Any], found: Fit
     for part in "qkv":
         heads = layer.values[part]
         before = next((x for factor in factors if (x := _before_rope(layer, heads, factor)) is not None), None)
+        if before is None and part == "q" and layer.tapped.scale == 1.0:
+            before = _before_scale(layer, heads)
+            heads = heads if before is None else before[0]
+            found.is_scaled_before = before is not None
         if before is None:
             raise Refusal(part, "be made of features that a projection or a norm returns", f"{part} of {heads.shape}")
         source, is_normed = before
@@ -153,6 +161,13 @@ def _before_rope(layer: ObservedLayer, heads: np.ndarray, factor: float) -> tupl
             picked = features[..., order].reshape(batch_size, num_tokens, num_heads, head_dim)
             return picked.transpose(0, 2, 1, 3), is_normed
     return None
+
+
+def _before_scale(layer: ObservedLayer, heads: np.ndarray) -> tuple[np.ndarray, bool] | None:
+    """Return queries before they were multiplied by the scale of scores, as Whisper does."""
+    scale = heads.shape[-1] ** -0.5
+    before = _before_rope(layer, heads, scale)
+    return before if before is not None and np.array_equal(before[0] * np.float32(scale), heads) else None
 
 
 def _as_tokens(x: np.ndarray, batch_size: int, num_tokens: int) -> np.ndarray | None:
@@ -215,10 +230,11 @@ def _fit_projection(layer: ObservedLayer, part: str, heads: np.ndarray, found: F
     if len(order) < len(wanted) or len({each.name for each, _ in order}) != 1:
         raise Refusal(f"{part}_proj", "return the features of the heads", "none that does")
     each, rows = order[0][0], [place for _, place in order]
-    if not np.array_equal(each.given.reshape(-1, each.given.shape[-1]), _flat(layer.values["input"])):
+    x = _flat(layer.values["key_input" if layer.is_cross and part != "q" else "input"])
+    if not np.array_equal(_flat(each.given), x):
         raise Refusal(f"{part}_proj", "receive the input of the layer", f"{each.name} received another")
     weight, bias = matrix_of(each.module)[rows], getattr(each.module, "bias", None)
-    made = _flat(layer.values["input"]).astype(np.float64) @ weight.T.astype(np.float64)
+    made = x.astype(np.float64) @ weight.T.astype(np.float64)
     found.weights[f"{part}_proj.weight"] = np.ascontiguousarray(weight)
     found.names[f"{part}_proj.weight"] = f"{each.name}.weight"
     if bias is not None:
@@ -235,7 +251,9 @@ def _fit_projection(layer: ObservedLayer, part: str, heads: np.ndarray, found: F
 
 def _fit_scale(layer: ObservedLayer, found: Fit) -> None:
     scale, default = layer.tapped.scale, layer.values["q"].shape[-1] ** -0.5
-    if scale is not None and not math.isclose(scale, default, rel_tol=1e-6):
+    if found.is_scaled_before:
+        found.evidence.append(Evidence("scale", default, "queries are multiplied by it"))
+    elif scale is not None and not math.isclose(scale, default, rel_tol=1e-6):
         found.add("scale", scale, "what the attention function was told")
     if layer.tapped.soft_cap is not None:
         found.add("soft_cap", layer.tapped.soft_cap, "what the attention function was told", is_seen=False)
@@ -247,6 +265,10 @@ def _fit_scale(layer: ObservedLayer, found: Fit) -> None:
 
 def _fit_mask(layer: ObservedLayer, found: Fit, num_tokens: int) -> None:
     mask = layer.values.get("mask")
+    if layer.is_cross:
+        if mask is not None and is_hidden(mask).any():
+            raise Refusal("the mask", "hide nothing of another sequence", "one that hides keys")
+        return
     places = np.arange(num_tokens)
     distances = places[:, None] - places
     if mask is None:

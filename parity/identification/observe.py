@@ -52,6 +52,11 @@ class ObservedLayer:
         """What the tap recorded of its only call."""
         return self.tapped.calls[0].values
 
+    @property
+    def is_cross(self) -> bool:
+        """Return whether its keys are made of another sequence."""
+        return "key_input" in self.values
+
     def linears(self) -> list[Submodule]:
         """Its linear maps, with what they received and returned."""
         return [each for each in self.inside if is_linear(each.module)]
