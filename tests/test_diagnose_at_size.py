@@ -259,13 +259,13 @@ def test_a_search_does_as_much_where_the_reference_was_computed_before():
 
 def test_a_failing_assertion_computes_the_reference_once(monkeypatch):
     problem = make_problem(replace(BERT, seq_len=24, name="small"), "float32")
-    output, computed, stages = given_by(problem)["output"], [], Reference._stages
+    output, computed, stages = given_by(problem)["output"], [], Reference._computed
 
     def counted(self, dtype, *inputs):
         computed.append(dtype)
         return stages(self, dtype, *inputs)
 
-    monkeypatch.setattr(Reference, "_stages", counted)
+    monkeypatch.setattr(Reference, "_computed", counted)
     with pytest.raises(AssertionError, match="out_proj-bias-missing"):
         parity.assert_parity(output - problem.weights["out_proj.bias"], problem=problem)
     assert computed == ["float64", "float32"]

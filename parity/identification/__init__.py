@@ -7,9 +7,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from mha_spec import AttentionSpec, Refusal, WrongType
 from parity.core.records import JsonRecord
@@ -18,6 +16,9 @@ from parity.diagnosis.taps import judge_tap
 from parity.identification.fit import Evidence, fit
 from parity.identification.observe import ObservedLayer, observe
 from parity.tapping.record import Tapped
+
+if TYPE_CHECKING:
+    import torch
 
 SEED = 0  # of fresh inputs
 
@@ -87,6 +88,8 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
         TypeError: if the model is not a torch module.
         ValueError: if it is training, or has no such layers.
     """
+    import torch
+
     if not isinstance(model, torch.nn.Module):
         raise WrongType("model", "be a torch.nn.Module", type(model).__name__)
     if model.training:
@@ -141,6 +144,8 @@ def _identified(layer: ObservedLayer, fresh: list[ObservedLayer], config: Mappin
 
 def _far(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the inputs with positions far away, if the model accepts positions."""
+    import torch
+
     tokens = inputs.get("input_ids")
     if not isinstance(tokens, torch.Tensor) or "position_ids" not in inspect.signature(model.forward).parameters:
         return None
@@ -149,6 +154,8 @@ def _far(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any] | 
 
 def _fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return inputs of the same shapes with other tokens or numbers."""
+    import torch
+
     generator = torch.Generator().manual_seed(SEED)
     fresh = dict(inputs)
     for name, x in inputs.items():

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from parity.core.arrays import to_numpy
 from parity.tapping import tap
 from parity.tapping.record import TappedLayer
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ class ObservedLayer:
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module holds one matrix, as `nn.Linear` and the Conv1D of transformers do."""
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.ndim == 2 and not list(module.children())
+    weight: Any = getattr(module, "weight", None)
+    return getattr(weight, "ndim", 0) == 2 and not list(module.children())
 
 
 def matrix_of(module: nn.Module) -> np.ndarray:
@@ -92,6 +93,8 @@ def observe(
     Raises:
         ValueError: if there are no such layers.
     """
+    import torch
+
     inside: dict[str, list[Submodule]] = {}
     modules = dict(model.named_modules())
     with ExitStack() as stack, torch.no_grad():
@@ -117,18 +120,23 @@ def _multiplier(factor: float) -> Any:
     def multiply(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [*args]
         for place, x in enumerate(given):
-            if isinstance(x, Tensor) and x.is_floating_point():
+            if _is_floating(x):
                 given[place] = x * factor
                 return tuple(given), kwargs
-        name = next((name for name, x in kwargs.items() if isinstance(x, Tensor) and x.is_floating_point()), None)
+        name = next((name for name, x in kwargs.items() if _is_floating(x)), None)
         return args, kwargs if name is None else {**kwargs, name: kwargs[name] * factor}
 
     return multiply
 
 
+def _is_floating(x: Any) -> bool:
+    """Return whether x is a torch tensor of floating-point numbers."""
+    return hasattr(x, "is_floating_point") and x.is_floating_point()
+
+
 def _recorder(name: str, found: list[Submodule]) -> Any:
     def record(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        if args and isinstance(args[0], Tensor) and isinstance(result, Tensor) and result.is_floating_point():
+        if args and _is_floating(args[0]) and _is_floating(result):
             found.append(Submodule(name, module, to_numpy(args[0]), to_numpy(result)))
 
     return record
