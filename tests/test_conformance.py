@@ -1,5 +1,6 @@
 """What `conformance` says of an attention: known facts of the peers, nothing of ours, every fault put in on purpose."""
 
+import collections
 import functools
 import importlib
 import json
@@ -23,6 +24,7 @@ from parity.conformance import peers
 from parity.conformance.answers import Finding, Kind
 from parity.conformance.calls import run
 from parity.conformance.examine import examine
+from parity.conformance.functional import with_leaves
 from parity.conformance.peers import PEERS, peer
 from parity.conformance.questions import QUESTIONS
 from parity.conformance.rules import by_rule
@@ -902,3 +904,11 @@ def test_padding_behind_a_finite_penalty_keeps_its_polarity():
     found = examine(attention, ["padding"], ("float32",), framework="torch", axes="BNTH")["padding"]
     assert found.words == "True hides, by a finite penalty"
     assert found.is_broken
+
+
+def test_weights_of_a_mapping_that_is_made_otherwise_are_cast(tmp_path):
+    np.savez(tmp_path / "w.npz", kernel=np.ones((2, 2)))
+    params = {"file": np.load(tmp_path / "w.npz"), "dict": collections.defaultdict(dict, kernel=np.ones((2, 2)))}
+    for each in params.values():
+        found = with_leaves(each, lambda path, leaf: leaf + 1)
+        assert found["kernel"].sum() == 8.0

@@ -854,6 +854,22 @@ def test_a_window_of_a_whole_gguf_model_is_refused(tmp_path):
         load(tmp_path / "layer.gguf", prefix="blk.0")
 
 
+def test_a_number_of_a_whole_gguf_model_that_is_none_is_refused(tmp_path):
+    def change(writer):
+        writer.add_block_count(1)
+        writer.add_string("qwen2.attention.sliding_window", "16.0")
+
+    gguf_layer(tmp_path / "layer.gguf", "qwen2", change)
+    with refuses("the values of …layer.gguf", "attention.sliding_window"):
+        load(tmp_path / "layer.gguf", prefix="blk.0")
+
+
+def test_rope_of_no_feature_in_a_gguf_file_is_not_read(tmp_path):
+    gguf_layer(tmp_path / "layer.gguf", "qwen2", lambda writer: writer.add_rope_dimension_count(0))
+    with pytest.warns(NotCarriedWarning, match=r"GGUF says rope\.dimension_count=0, .*: RoPE is left out"):
+        load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0")
+
+
 def test_lists_and_nothings_of_a_gguf_file(tmp_path):
     def change(writer):
         writer.add_attn_logit_softcapping(0.0)

@@ -63,7 +63,7 @@ WITHOUT_RULES = ["nomic_bert", "distilbert", "bert", "roberta", "vit", "deit", "
 IMAGES = {"vit", "deit", "dinov2", "beit", "ijepa", "yolos"}
 
 
-def small_model(family: str) -> Any:
+def small_model(family: str, **options: Any) -> Any:
     """Return a small model of a family with random weights, in evaluation."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family)
@@ -75,7 +75,7 @@ def small_model(family: str) -> Any:
     known = {name: value for name, value in config.to_dict().items() if name not in ("layer_types", "model_type")}
     others = ("transformers_version", "out_features", "out_indices", "stage_names")
     known = {name: value for name, value in known.items() if name.lstrip("_") not in others}
-    model = AutoModel.from_config(type(config)(**{**known, **given}), attn_implementation="eager").eval()
+    model = AutoModel.from_config(type(config)(**{**known, **given, **options}), attn_implementation="eager").eval()
     for parameter in model.parameters():
         if parameter.ndim == 1:  # so that a norm's weight and a bias show
             parameter.data = torch.randn(parameter.shape) * 0.3 + (1.0 if parameter.data.mean() > 0.5 else 0.0)
@@ -143,13 +143,13 @@ def test_evidence_says_what_was_seen_and_what_was_read():
     assert second.spec is not None
     assert second.spec.window_size is None
     assert second.names["k_proj.weight"] == "k_proj.weight"
-    assert first.last_position == 4023
-    assert "verified with 24 tokens up to position 4023" in str(first)
+    assert first.positions == ((0, 23), (4000, 4023))
+    assert "verified with 24 tokens at positions 0 to 23 and 4000 to 4023" in str(first)
 
 
 def test_a_window_beyond_the_input_is_read_and_marked():
-    model = small_model("mistral")
-    found = identify(model, {"input_ids": inputs_of("mistral")["input_ids"][:, :5]})
+    model = small_model("mistral", sliding_window=100)
+    found = identify(model, inputs_of("mistral"))
     for layer in found:
         assert layer.spec is not None
         (window,) = (each for each in layer.evidence if each.field == "window_size")
@@ -177,6 +177,40 @@ def test_what_is_no_model_or_training_is_refused():
         identify("llama", {})
     with refuses("model", {"training": True}):
         identify(small_model("llama").train(), inputs_of("llama"))
+    with refuses("inputs", "past_key_values"):
+        identify(small_model("llama"), {**inputs_of("llama"), "past_key_values": object()})
+
+
+@pytest.mark.parametrize("shape", [(1, 24), (3, 7)])
+def test_too_few_tokens_are_refused(shape):
+    tokens = inputs_of("llama")["input_ids"][: shape[0], : shape[1]]
+    for layer in identify(small_model("llama"), {"input_ids": tokens}):
+        assert layer.spec is None
+        assert "at least 8 tokens of 2 sequences" in layer.refusal
+
+
+def test_one_layer_that_cannot_be_fitted_leaves_the_others():
+    model = small_model("llama")
+    model.layers[0].self_attn.sinks = nn.Parameter(torch.zeros(3))
+    first, second = identify(model, inputs_of("llama"))
+    assert first.spec is None
+    assert second.spec is not None, str(second)
+
+
+def test_a_base_that_is_not_round_is_that_of_the_configuration():
+    parameters = {"rope_type": "default", "rope_theta": 512345.0}
+    (layer, _) = identify(small_model("llama", rope_parameters=parameters), inputs_of("llama"))
+    assert layer.spec is not None, str(layer)
+    assert layer.spec.rope is not None
+    assert layer.spec.rope.theta == 512345.0
+
+
+def test_values_that_are_clipped_of_another_sequence_are_seen(monkeypatch):
+    model = small_model("mbart")
+    layer = model.decoder.layers[0].encoder_attn
+    layer.v_proj.register_forward_hook(lambda module, args, v: v.clamp(-1.0, 1.0))
+    found = {each.name: each for each in identify(model, inputs_of("mbart"))}
+    assert found["decoder.layers.0.encoder_attn"].spec is None
 
 
 # ---- Oddities that no field of a specification says ------------------------------------------------------------------

@@ -24,7 +24,7 @@ from parity.conversion.layers import open_layers
 from parity.conversion.layouts import LAYOUTS, from_canonical
 from parity.core.arrays import to_torch
 from parity.core.cases import CASES
-from parity.core.problem import Problem
+from parity.core.problem import Problem, make_problem
 from parity.writing import source_of
 from parity.writing.specialize import specialize
 from tests.refusals import refuses
@@ -165,6 +165,7 @@ def test_dropout_of_attention_weights_is_written_in_torch_and_named_elsewhere():
         ({"cache": "paged"}, "cache"),
         ({"cache": "static", "has_mask": True}, "has_mask"),
         ({"cache": "static", "is_causal": False}, "is_causal"),
+        ({"is_cross": True}, "is_cross"),
     ],
 )
 def test_a_call_that_cannot_be_is_refused(call, argument):
@@ -175,8 +176,40 @@ def test_a_call_that_cannot_be_is_refused(call, argument):
 def test_a_framework_and_a_layer_that_cannot_be_written_are_refused():
     with refuses("framework", {"framework": "tensorflow"}):
         source_of(LLAMA, "tensorflow")
-    with refuses("is_cross", {"spec": ...}):
-        source_of(LLAMA, "torch", is_cross=True)
+    with refuses("is_cross", {"d_in": 20, "d_kv": 24}):
+        source_of(AttentionSpec(32, 4, d_in=20, d_kv=24), "torch")
+    with refuses("has_positions", {"has_positions": True}):
+        source_of(AttentionSpec(32, 4), "torch", has_positions=True)
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+@pytest.mark.parametrize("over", ["head", "width"])
+@pytest.mark.parametrize("norm", [{"weight": None}, {"bias": True}, {"weight": "1+w", "bias": True}])
+def test_norms_that_no_case_has_are_written(norm, over, framework):
+    spec = AttentionSpec(32, 4, num_kv_heads=2, qk_norm=Norm(over=over, **norm), v_norm=Norm(over=over, **norm))
+    problem = make_problem(parity.Case("norms", spec, "two norms", seq_len=5, is_causal=True), "float32")
+    module = module_of(source_of(spec, framework))
+    parity.assert_parity({"jax": JAX, "torch": TORCH}[framework].outputs(module, problem), problem=problem)
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_sections_without_positions_are_one_axis(framework):
+    """As many tokens as heads and sequences: an axis that is taken for another one shows."""
+    spec = AttentionSpec(32, 4, rope=Rope(sections=(2, 1, 1)))
+    plain = spec.replace(rope=Rope())
+    case = parity.Case("sections", plain, "one axis", batch=4, seq_len=4, is_causal=True)
+    problem = make_problem(case, "float32")
+    module = module_of(source_of(spec, framework))
+    parity.assert_parity({"jax": JAX, "torch": TORCH}[framework].outputs(module, problem), problem=problem)
+
+
+def test_a_cache_that_is_full_is_no_silent_mistake():
+    for spec in (AttentionSpec(32, 4), AttentionSpec(32, 4, latent=Latent(16, 4))):
+        module = module_of(source_of(spec, "torch", cache="static"))
+        layer, x = module.Attention().eval(), torch.ones(1, 4, 32)
+        _, cache = layer(x, module.empty_cache(1, 4))
+        with pytest.raises(RuntimeError):
+            layer(x[:, :1], cache)
 
 
 # ---- Templates -------------------------------------------------------------------------------------------------------
@@ -424,6 +457,10 @@ def test_standard_output_has_the_source(llama, capsys):
         (["--to", "torch", "--layers", "1,2"], "--layers"),
         (["--to", "torch", "--test", "trace"], "--test"),
         (["--to", "torch", "--output", "attention.txt"], "--output"),
+        (["--to", "torch", "--output", "torch.py"], "--output"),
+        (["--to", "torch", "--output", "class.py"], "--output"),
+        (["--to", "torch", "--output", "nowhere/attention.py"], "--output"),
+        (["--to", "torch", "--mask", "--cache", "static"], "--mask"),
         (["--to", "torch", "--output", "{there}"], "{there}"),
     ],
 )

@@ -1,4 +1,4 @@
-"""How the cases of a run are written as plain code, and how what is written is called."""
+"""Cases of a run as plain code, and calls of what is written."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def mask_of(sibling: Any, problem: Problem) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Writing:
-    """How a framework runs what is written for it.
+    """Run what is written for a framework.
 
     Attributes:
         sibling: makes the masks of cases.

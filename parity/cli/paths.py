@@ -15,7 +15,8 @@ STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 POSITIONAL = {"source": "SRC", "target": "DST", "file": "FILE", "files": "FILE", "traces": "DIR"}
 
-PATHS = (*POSITIONAL, "weights", "input", "key_input", "tokens_file", "join", "model", "save_traces", "plot", *REPORTS)
+PATHS = (*POSITIONAL, "weights", "input", "key_input", "tokens_file", "join", "model")
+PATHS += ("save_traces", "plot", "output", *REPORTS)
 """Options and positional arguments that are paths."""
 
 
@@ -37,7 +38,7 @@ def check_paths(options: argparse.Namespace) -> None:
             while not os.path.lexists(there):
                 there = os.path.dirname(there)
             check_writable(os.path.join(there, f".{os.getpid()}"), "--save-traces", path)
-        if name in REPORTS and path not in STANDARD_OUTPUT:
+        if name in (*REPORTS, "output") and path not in STANDARD_OUTPUT:
             check_writable(path, _flag(name))
             for other, beside in paths:
                 if name != other and _is_same(path, beside):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import keyword
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from parity.conversion.layers import FileLayer
 
 FRAMEWORKS = ("jax", "torch", "ttnn")
+
+TAKEN = (*FRAMEWORKS, "numpy", "math", "typing", "parity", "mha_spec")
+"""Modules that what is written imports."""
 
 PAGE = Page(
     "the plain code of one attention layer, for your own repository",
@@ -54,7 +58,8 @@ def run(options: argparse.Namespace) -> Result:
     with open_layers(options.source, options.layout, prefix=options.prefix, **layer_options(options)) as found:
         chosen = chosen_layers(found, options.layers) if options.layers else found[:1]
         if len(chosen) != 1:
-            raise refusal("--layers", "name one layer", f"{len(chosen)}: {', '.join(each.label for each in chosen)}")
+            labels = ", ".join(each.label for each in chosen)
+            raise refusal("--layers", "name one layer, or --prefix one of them", f"{len(chosen)}: {labels}")
         files = _files_of(chosen[0], options)
     content = {"layer": chosen[0].label, "source": next(iter(files.values()))}
     if options.output is None:
@@ -73,6 +78,8 @@ def _files_of(layer: FileLayer, options: argparse.Namespace) -> dict[Path, str |
     from parity.writing.check import check_of
 
     call: Any = {"cache": options.cache, "has_mask": options.mask}
+    if options.cache is not None and not call_of_layer(layer).is_causal:
+        raise refusal("--cache", "come with a causal layer", layer.label)
     path = Path(options.output or "attention.py")
     files: dict[Path, str | bytes] = {path: source_of_layer(layer, options.to, **call)}
     if options.test is not None:
@@ -85,16 +92,20 @@ def _files_of(layer: FileLayer, options: argparse.Namespace) -> dict[Path, str |
 
 
 def _check_output(options: argparse.Namespace) -> None:
+    if options.mask and options.cache is not None:
+        raise refusal("--mask", "not come with --cache")
     if options.output is None:
         if options.test is not None:
             raise refusal("--test", "come with --output, beside which the test is written")
         return
     path = Path(options.output)
-    if path.suffix != ".py" or not path.stem.isidentifier():
-        raise refusal("--output", "name a module, such as attention.py", {"--output": options.output})
+    if path.suffix != ".py" or not path.stem.isidentifier() or keyword.iskeyword(path.stem) or path.stem in TAKEN:
+        raise refusal("--output", "name a module of its own, such as attention.py", {"--output": options.output})
 
 
 def _check_free(paths: list[Path], *, force: bool) -> None:
     for path in paths:
+        if path.is_dir():
+            raise refusal("--output", "leave no folder in the way", str(path))
         if path.exists() and not force:
             raise FileExistsError(f"{path} exists; pass --force to replace it")

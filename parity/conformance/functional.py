@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -172,7 +173,9 @@ def with_leaves(tree: Any, change: Callable[[tuple[Any, ...], Any], Any], path: 
     """Copy of nested mappings, lists and tuples with other leaves, `change(path, leaf)`."""
     if isinstance(tree, Mapping):
         inner = {name: with_leaves(each, change, (*path, name)) for name, each in tree.items()}
-        return inner if type(tree) is dict else type(tree)(inner)  # type: ignore[call-arg]
+        with suppress(TypeError):  # an npz file or a defaultdict is made of something else
+            return type(tree)(inner)  # type: ignore[call-arg]
+        return inner
     if type(tree) in (list, tuple):
         return type(tree)(with_leaves(each, change, (*path, i)) for i, each in enumerate(tree))
     return change(path, tree)

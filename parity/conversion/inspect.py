@@ -79,7 +79,7 @@ def find_layers(file: TensorFile, **said: Unpack[LayerKeywords]) -> list[Found]:
                 if type(error) is DoesNotFit and (of_model is None or of_model.spec is None):
                     continue  # of a layer that a configuration tells of whoever looks shall know why
                 among = of_other_heads if isinstance(error, HeadsDoNotFit) else found
-                words = str(error).removeprefix(f"{first}: ")
+                words = str(error).removeprefix(f"{first or file.path}: ")
                 with suppress(ValueError):  # what is known of it may be why
                     unread = known.without_heads_of_model(first).unread
             dtype, count = file.infos[prefixes[first]].dtype.name, len(members) * size

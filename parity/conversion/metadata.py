@@ -150,7 +150,7 @@ def _own_specs(file: TensorFile) -> dict[str, AttentionSpec]:
 def _held(file: TensorFile, name: str, kind: type[Held]) -> Held:
     """A list or dict in the metadata of a file of ours, empty where there is none."""
     held = parse_json(file.metadata[name].encode()) if name in file.metadata else kind()
-    if not isinstance(held, kind):
+    if not isinstance(held, kind) or (isinstance(held, list) and not all(isinstance(each, str) for each in held)):
         raise Refusal(file.path, f"hold a JSON {kind.__name__} as {name} in its metadata", f"{held!r:.80}")
     return held
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -163,9 +162,14 @@ def _gguf_hints(file: TensorFile, *, is_told: bool) -> ModelHints:
     begin = f"{family}."
     own = {name.removeprefix(begin): value for name, value in file.metadata.items() if name.startswith(begin)}
     config: dict[str, Any] = {}
+    malformed: dict[str, Any] = {}
     for name, (key, kind) in GGUF_KEYS.items():
-        with suppress(KeyError, ValueError):
+        try:
             config[name] = kind(own[key])
+        except KeyError:
+            continue
+        except ValueError:  # a list, of each layer, is no number either
+            malformed |= {} if own[key].startswith("a list") else {key: own[key]}
     heads = config.get("num_attention_heads")
     size = str(config.get("head_dim") or (config.get("hidden_size", 0) // heads if heads else None))
     usual = {"attention.value_length": (size,), "rope.dimension_count": (size,)}
@@ -174,13 +178,15 @@ def _gguf_hints(file: TensorFile, *, is_told: bool) -> ModelHints:
         key: value
         for key, value in own.items()
         if OF_ATTENTION.match(key) and not READ_IN_GGUF.fullmatch(key)
-        if value not in (*NOTHING_IN_GGUF, *usual.get(key, ()))
+        if value not in (*usual.get(key, ()), *(() if key == "rope.dimension_count" else NOTHING_IN_GGUF))
     }
     if "rope_freqs.weight" in file.infos:  # a factor for each frequency
         unread["rope_freqs.weight"] = None
     plain = _plain("GGUF", config, config.get("rope_theta"), unread)
     is_of_layers = any(own.get(key, "").startswith("a list") for key, _ in GGUF_KEYS.values())  # each has its own
     is_whole = {"num_hidden_layers", "num_attention_heads"} <= config.keys() and not is_of_layers
+    if family in GGUF_LAYOUTS and malformed:
+        raise Refusal(f"the values of {file.path}", "be numbers", str(malformed))
     if family not in GGUF_LAYOUTS or is_told or not is_whole or set(plain.unread) - {READ_OF_FAMILIES}:
         return ModelHints("GGUF", plain)
     config = {"num_key_value_heads": heads, "rope_theta": 10000.0, **config}  # as llama.cpp takes it

@@ -266,7 +266,7 @@ def open_torch(path: Path, file: BinaryIO) -> TensorFile:
             content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
             if content.nbytes and zlib.crc32(raw(content)) not in checksums[content.nbytes]:
                 raise Refusal(name, "have the CRC-32 that its archive says", "damaged bytes")
-            unread.remove(storage.data_ptr())
+            unread.discard(storage.data_ptr())
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
         if dtype.name not in NATIVE:  # torch knows none of these NumPy dtypes; the bits are the same
             tensor = tensor.view(getattr(torch, f"int{8 * dtype.itemsize}"))

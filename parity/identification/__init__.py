@@ -9,11 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mha_spec import AttentionSpec, Refusal, WrongType
 from parity.core.records import JsonRecord
 from parity.core.weights import Weights
 from parity.diagnosis.taps import judge_tap
-from parity.identification.fit import Evidence, fit
+from parity.identification.fit import Evidence, Fit, fit
 from parity.identification.observe import ObservedLayer, observe
 from parity.tapping.record import Tapped
 
@@ -41,7 +43,7 @@ class Identification(JsonRecord):
         is_causal: whether queries attend to no later key.
         evidence: how each field was found.
         num_tokens: how many tokens it was verified with; what shows only beyond that is not known.
-        last_position: the last position that it was verified at.
+        positions: the first and the last of each run of positions that it was verified at.
         share: error of the layer on fresh inputs, as a share of its budget; at most 1.
         refusal: the first stage that nothing explains; empty if there is none.
     """
@@ -53,17 +55,18 @@ class Identification(JsonRecord):
     is_causal: bool | None = None
     evidence: list[Evidence] = field(default_factory=list, repr=False)
     num_tokens: int = 0
-    last_position: int = 0
+    positions: tuple[tuple[int, int], ...] = ()
     share: float | None = None
     refusal: str = ""
 
-    IN_JSON = (*("name", "spec", "names", "is_causal", "evidence", "num_tokens", "last_position", "share", "refusal"),)
+    IN_JSON = (*("name", "spec", "names", "is_causal", "evidence", "num_tokens", "positions", "share", "refusal"),)
 
     def __str__(self) -> str:
         if self.spec is None:
             return f"{self.name}: not identified, {self.refusal}"
         causal = "causal" if self.is_causal else "not causal"
-        verified = f"verified with {self.num_tokens} tokens up to position {self.last_position}"
+        places = " and ".join(f"{first} to {last}" for first, last in self.positions)
+        verified = f"verified with {self.num_tokens} tokens at positions {places}"
         lines = [f"{self.name}: {self.spec}, {causal}, {verified}: {self.share:.2g} of its budget"]
         return "\n".join([*lines, *(f"  {each}" for each in self.evidence)])
 
@@ -90,8 +93,12 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
     """
     import torch
 
+    from parity.tapping.torch import CACHES
+
     if not isinstance(model, torch.nn.Module):
         raise WrongType("model", "be a torch.nn.Module", type(model).__name__)
+    if cache := [name for name in CACHES if inputs.get(name) is not None]:
+        raise Refusal("inputs", "have no cache, which the calls would share", str(cache))
     if model.training:
         raise Refusal("model", "be in evaluation, model.eval()", training=True)
     seen = observe(model, inputs, layers)
@@ -103,43 +110,46 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
             calls.append(observe(model, far, layers))
     values: Any = getattr(model, "config", None)
     config = json.loads(json.dumps(values.to_dict(), default=str)) if hasattr(values, "to_dict") else {}
-    return [_identified(layer, [_named(call, layer) for call in calls], config) for layer in seen]
+    return [_identified(layer, calls, config) for layer in seen]
 
 
-def _named(layers: list[ObservedLayer], wanted: ObservedLayer) -> ObservedLayer:
-    return next(layer for layer in layers if layer.tapped.name == wanted.tapped.name)
-
-
-def _identified(layer: ObservedLayer, fresh: list[ObservedLayer], config: Mapping[str, Any]) -> Identification:
+def _identified(layer: ObservedLayer, calls: list[list[ObservedLayer]], config: Mapping[str, Any]) -> Identification:
     name = layer.tapped.name
+    fresh = [next((each for each in call if each.tapped.name == name), None) for call in calls]
+    evidence: list[Evidence] = []
     try:
         found = fit(layer, config)
-        spec = found.spec
-    except ValueError as error:
-        return Identification(name, refusal=str(error))
-    share, last = 0.0, 0
-    for call, what in zip(fresh, ("fresh inputs", "large inputs", "small inputs", "far positions"), strict=False):
-        specs, weights = {call.tapped.index: spec}, {name: found.weights}
-        verdict = judge_tap(Tapped([call.tapped]), specs, weights, is_causal=found.is_causal).layers[0]
-        difference = verdict.difference
-        if verdict.not_judged or difference is not None:
-            reason = f"{difference.stage} is {difference.worse_ratio:.2g} times its budget" if difference else ""
-            return Identification(name, evidence=found.evidence, refusal=f"on {what} {verdict.not_judged or reason}")
-        share = max(share, *(comparison.worse_ratio for comparison in verdict.comparisons))
-        positions = call.values.get("positions")
-        last = max(last, call.values["input"].shape[1] - 1 if positions is None else int(positions.max()))
+        spec, evidence = found.spec, found.evidence
+        shares = [_share(each, found, what) for each, what in zip(fresh, CALLS, strict=False)]
+    except (ValueError, TypeError) as error:
+        return Identification(name, evidence=evidence, refusal=str(error))
     num_tokens = layer.values["input"].shape[1]
-    return Identification(
-        name,
-        spec,
-        found.weights,
-        found.names,
-        found.is_causal,
-        found.evidence,
-        num_tokens,
-        last if spec.rope is not None else num_tokens - 1,
-        share,
-    )
+    places: list[Any] = [each.values.get("positions", np.arange(num_tokens)) for each in fresh if each is not None]
+    runs = {(int(x.min()), int(x.max())) for x in places} if spec.rope is not None else {(0, num_tokens - 1)}
+    known = found.weights, found.names, found.is_causal, evidence
+    return Identification(name, spec, *known, num_tokens, tuple(sorted(runs)), max(shares))
+
+
+CALLS = ("fresh inputs", "large inputs", "small inputs", "far positions")
+"""The calls that verify a layer, in words."""
+
+
+def _share(layer: ObservedLayer | None, found: Fit, what: str) -> float:
+    """Return the error of a layer in a call, as a share of its budget.
+
+    Raises:
+        ValueError: if it is above the budget, or the layer did not run.
+    """
+    if layer is None:
+        raise Refusal("the layer", "run in each call", f"none with {what}")
+    name, specs = layer.tapped.name, {layer.tapped.index: found.spec}
+    verdict = judge_tap(Tapped([layer.tapped]), specs, {name: found.weights}, is_causal=found.is_causal).layers[0]
+    difference = verdict.difference
+    if verdict.not_judged:
+        raise Refusal("the layer", f"be judged on {what}", verdict.not_judged)
+    if difference is not None:
+        raise Refusal(difference.stage, f"be within its budget on {what}", f"{difference.worse_ratio:.2g} times that")
+    return max(comparison.worse_ratio for comparison in verdict.comparisons)
 
 
 def _far(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any] | None:

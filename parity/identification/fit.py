@@ -16,13 +16,16 @@ from parity.identification.observe import ObservedLayer, Submodule, columns_of, 
 from parity.identification.rotation import fit_rope, ropes_of
 from parity.tapping.record import is_hidden
 
+LEAST_TOKENS = 8
+"""Tokens that tell features and angles apart."""
+
 CLOSE = 3e-5
 """Largest error of a norm or a projection that is recomputed, of its largest output, in float32."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """How a field of a specification was found.
+    """Evidence for a field of a specification.
 
     Attributes:
         field: its name.
@@ -90,7 +93,9 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any]) -> Fit:
         reason = f"no {' or '.join(missing)}" if missing else "a cache, or values of another input than keys"
         raise Refusal("the layer", "be attention whose heads the attention function receives", reason)
     q, k, v = (values[name] for name in "qkv")
-    _, num_heads, num_tokens, head_dim = q.shape
+    batch_size, num_heads, num_tokens, head_dim = q.shape
+    if batch_size < 2 or num_tokens < LEAST_TOKENS:
+        raise Refusal("inputs", f"be at least {LEAST_TOKENS} tokens of 2 sequences", f"{num_tokens} of {batch_size}")
     found.add("d_model", values["output"].shape[-1], "width of the output")
     found.add("num_heads", num_heads, "heads of the queries that the attention function received")
     found.add("num_kv_heads", k.shape[1], "heads of the keys that the attention function received")
@@ -204,6 +209,7 @@ def _norm_of(each: Submodule, over: Literal["head", "width"]) -> tuple[Norm, Wei
     """Return the norm that recomputes the output of a submodule, and its parameters."""
     parameters = {name: to_numpy(x) for name, x in each.module.named_parameters()}
     eps = next((getattr(each.module, name) for name in ("eps", "variance_epsilon") if hasattr(each.module, name)), 1e-6)
+    eps = float(np.finfo(np.float32).eps) if eps is None else eps  # as torch does
     weight, bias = parameters.get("weight"), parameters.get("bias")
     factors: dict[Any, Any] = {None: 1.0} if weight is None else {"w": weight, "1+w": 1.0 + weight}
     x = each.given.astype(np.float64)

@@ -50,7 +50,7 @@ class ObservedLayer:
 
     @property
     def values(self) -> dict[str, np.ndarray]:
-        """What the tap recorded of its only call."""
+        """Values that the tap recorded of its only call."""
         return self.tapped.calls[0].values
 
     @property
@@ -115,16 +115,14 @@ def observe(
 
 
 def _multiplier(factor: float) -> Any:
-    """Return a hook that multiplies the first floating-point input of a module."""
+    """Return a hook that multiplies the inputs of an attention layer: its own, and the sequence it attends to."""
+    from parity.tapping.torch import KEY_INPUTS
 
     def multiply(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = [*args]
-        for place, x in enumerate(given):
-            if _is_floating(x):
-                given[place] = x * factor
-                return tuple(given), kwargs
-        name = next((name for name, x in kwargs.items() if _is_floating(x)), None)
-        return args, kwargs if name is None else {**kwargs, name: kwargs[name] * factor}
+        first = next((name for name, x in kwargs.items() if _is_floating(x)), "") if not args else ""
+        names = {first, *KEY_INPUTS}
+        given = {name: x * factor if name in names and _is_floating(x) else x for name, x in kwargs.items()}
+        return tuple(x * factor if _is_floating(x) and x.ndim == 3 else x for x in args), given
 
     return multiply
 

@@ -20,7 +20,7 @@ ANGLE = 3e-4
 
 
 class Turns(NamedTuple):
-    """What was seen of a rotation.
+    """Rotation of pairs, as it was seen.
 
     Attributes:
         layout: fields of `Rope` that say which features are pairs.
@@ -38,7 +38,7 @@ def fit_rope(before: np.ndarray, after: np.ndarray, candidates: list[Rope]) -> R
 
     Args:
         before, after: heads of tokens at places 0, 1, …
-        candidates: what a configuration says, in case that no plain base fits.
+        candidates: what a configuration says; those that fit come before plain bases, which are rounded.
 
     Raises:
         ValueError: if nothing explains how they differ.
@@ -48,7 +48,7 @@ def fit_rope(before: np.ndarray, after: np.ndarray, candidates: list[Rope]) -> R
     seen = list(_turns_of(before, after))
     num_tokens, head_dim = before.shape[2:]
     for turns in seen:
-        for base in (*_plain(turns, head_dim, num_tokens), *candidates):
+        for base in (*candidates, *_plain(turns, num_tokens)):
             with suppress(ValueError):  # a scaling may not fit so many features
                 rope = base.replace(**turns.layout)
                 if _fits(rope, turns, head_dim, num_tokens):
@@ -98,7 +98,7 @@ def _turn(*parts: np.ndarray) -> tuple[np.ndarray, float] | None:
     return frequencies, float(amplitudes.mean())
 
 
-def _plain(turns: Turns, head_dim: int, num_tokens: int) -> Iterator[Rope]:
+def _plain(turns: Turns, num_tokens: int) -> Iterator[Rope]:
     """Yield RoPE of plain bases that are near, the roundest first."""
     frequencies = turns.frequencies
     exponents = 2.0 * np.arange(len(frequencies)) / (2 * len(frequencies))
@@ -115,7 +115,7 @@ def _fits(rope: Rope, turns: Turns, head_dim: int, num_tokens: int) -> bool:
     expected = rope.frequencies(head_dim, num_tokens).astype(np.float64)
     if expected.shape != turns.frequencies.shape or abs(rope.attention_factor - turns.amplitude) > ANGLE:
         return False
-    return bool((np.abs(expected - turns.frequencies) * (num_tokens - 1) <= ANGLE).all())
+    return bool((np.abs(expected - turns.frequencies) * (num_tokens - 1) <= 0.1 * ANGLE).all())
 
 
 def ropes_of(config: Mapping[str, Any], head_dim: int, layer_type: str) -> list[Rope]:

@@ -1,7 +1,7 @@
 """Attention written out: the plain code of one layer, without options and without this package.
 
-The file of a layer is made of a template, a plain definition of attention in one framework with a branch for each field
-of a specification: see `specialize`.
+Each framework has a template: a plain definition of attention with a branch for each field of a specification. A
+layer's file is what `specialize` leaves of it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ KEEP = ("Attention", "attention", "params_from", "weights_from")
 def source_of(spec: AttentionSpec, framework: str, **call: Unpack[CallKeywords]) -> str:
     """Return the source of a module of plain code that computes one layer, and nothing else.
 
-    It has no branch for other layers and imports the framework alone. Weights have their canonical names: in torch they
-    are the state dict of `Attention`; in JAX `attention` takes them as nested mappings, kernels (in, out); in TTNN
-    `Attention` is made of them. Inputs are finite: NaN in a hidden key may show.
+    It has no branch for other layers. Weights have their canonical names. In torch they are the state dict of
+    `Attention`. In JAX `attention` accepts nested mappings, kernels (in, out). In TTNN `Attention` is made of them.
+    Inputs are finite: NaN in a hidden key may show.
 
     Args:
         spec: the layer.
@@ -71,6 +71,10 @@ def written(spec: AttentionSpec, framework: str, call: CallForm, loader: str = "
         raise Refusal("framework", f"be one of {', '.join(NAMES)}", framework=framework)
     if call.is_cross and (spec.rope is not None or spec.latent is not None):
         raise Refusal("is_cross", "be False with RoPE or latents, whose keys come from the queries' tokens", spec=spec)
+    if not call.is_cross and spec.d_kv != spec.d_in:
+        raise Refusal("is_cross", "be True for keys of another width", d_in=spec.d_in, d_kv=spec.d_kv)
+    if call.has_positions and not spec.has_positions:
+        raise Refusal("has_positions", "be False for a layer without RoPE and temperature", has_positions=True)
     known = {"spec": replace(spec, fused_qkv=False), "call": call, "ABSENT": ABSENT, **_scalings()}
     template = (TEMPLATES / f"{framework}.py").read_text()
     source = specialize(f"{template}\n\n{loader}", known, _unused(call), _kept(call))

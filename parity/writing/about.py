@@ -1,4 +1,4 @@
-"""What the file of a layer says of itself: what it computes, its axes and its sources."""
+"""Docstring of a layer's file: the specification, its axes and its sources."""
 
 from __future__ import annotations
 

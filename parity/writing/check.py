@@ -99,7 +99,7 @@ def _lines(
         yield from ["", ""]
     if framework == "jax":
         yield _PARAMS_OF
-    yield "def test_output():"
+    yield f"def test_output({'request' if framework == 'ttnn' else ''}):"
     if with_trace:
         yield "    weights, inputs = draw_weights(), TRACE"
     else:
@@ -116,8 +116,6 @@ def _lines(
         yield "    for name, output in outputs.items():"
         yield f"        error = np.abs({_to_numpy(framework)} - TRACE[name]).max()"
         yield '        assert error <= TRACE[f"allowed.{name}"], f"{name} is off by {error}"'
-    if framework == "ttnn":
-        yield "    ttnn.close_device(device)"
 
 
 def _wrapped(text: str) -> list[str]:
@@ -145,7 +143,11 @@ _LAYER = {
         "layer.load_state_dict({name: torch.tensor(weight) for name, weight in weights.items()})",
     ],
     "jax": ["layer = jax.jit(attention)", "params = params_of(weights)"],
-    "ttnn": ["device = ttnn.open_device(device_id=0)", "layer = Attention(weights, device, ttnn.float32)"],
+    "ttnn": [
+        "device = ttnn.open_device(device_id=0)",
+        "request.addfinalizer(lambda: ttnn.close_device(device))",
+        "layer = Attention(weights, device, ttnn.float32)",
+    ],
 }
 
 

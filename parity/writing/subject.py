@@ -1,4 +1,4 @@
-"""What a template is written for: a layer, and how it is called."""
+"""Subject of a template: a layer, and the form of its calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CallKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a layer is called: the fields are those of `CallKeywords`."""
+    """Form of a layer's calls, by the fields of `CallKeywords`."""
 
     is_causal: bool = True
     is_cross: bool = False

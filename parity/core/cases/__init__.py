@@ -36,5 +36,6 @@ def case_named(name: str) -> Case:
     case = find_case(name)
     if case is None:
         nearest = ", ".join(difflib.get_close_matches(name, CASES, n=3, cutoff=0.0))
-        raise Refusal("case", "be one of parity.CASES or random-N", case=name, hint=f"the nearest are {nearest}")
+        hint = f"the nearest are {nearest}; `mha-parity cases` lists all"
+        raise Refusal("case", "be one of parity.CASES or random-N", case=name, hint=hint)
     return case

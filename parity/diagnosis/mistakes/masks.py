@@ -84,6 +84,7 @@ def causal(case: Case) -> Iterator[Mistake]:
             "causal-transposed",
             "each token sees itself and those after it: the causal mask is transposed",
             {"is_later": instead(lambda t, s: s < t)},
+            fix="hide every key after the query, s > t: the upper triangle without the diagonal",
         )
     if (is_triangle and case.key_padding_lengths) or (is_square and case.random_mask):
         yield of_mask(
@@ -167,6 +168,7 @@ def padding(case: Case) -> Iterator[Mistake]:
                 f"padding-of-{name}",
                 f"each sequence has the padding of {words}",
                 {"is_padding": before(lambda s, x, change=change: (s, change(x)))},
+                fix="hide the keys from each sequence's own length on, row b of the mask for sequence b",
             )
     if key_len == case.seq_len:
         yield mistake(

@@ -70,10 +70,15 @@ if v_norm is not None:
 if rope is not None:
     ROTARY_DIM = ROPE_DIM if latent is not None else HEAD_DIM if rope.rotary_dim is None else rope.rotary_dim
     THETA = rope.theta
-    if rope.sections is not None:
+    if rope.sections is not None and call.has_positions:
         AXES = tuple(int(axis) for axis in rope.axes(spec.head_dim))  # axis of the positions that rotates each pair
     if rope.attention_factor != 1.0:
         ATTENTION_FACTOR = rope.attention_factor
+    if isinstance(scaling, YarnScaling):
+        RAMP_BEGIN = scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)[
+            0
+        ]  # pairs up to it keep their frequency
+        RAMP_END = scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)[1]  # pair
     if isinstance(scaling, LongRopeScaling):
         SHORT_FACTORS = scaling.short_factors
         LONG_FACTORS = scaling.long_factors
@@ -131,9 +136,9 @@ def attention(
         key: (B, S, d_kv); keys and values are made of it.
         cache: the tokens before, from `empty_cache` or an earlier call; the next one is returned beside the output.
         new_lengths: number of real tokens of each sequence in x, (B,); those after them are padding.
-        mask: boolean, True = masked; broadcasts to (B, N, T, S). A fully masked row gives 0.
+        mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row gives 0.
         bias: added to the scores; broadcasts to (B, N, T, S).
-        positions: place of each token, (B or 1, T), or of each axis and token, (axes, B or 1, T).
+        positions: place of each token, (B or 1, T); with sections of RoPE of each axis, too, (axes, B or 1, T).
     """
     num_tokens = query.shape[1] if call.is_cross else x.shape[1]
     if call.cache == "static":
@@ -155,31 +160,25 @@ def attention(
         if spec.clip_qkv is not None:
             q, k, v = jnp.clip(q, -CLIP, CLIP), jnp.clip(k, -CLIP, CLIP), jnp.clip(v, -CLIP, CLIP)
         if qk_norm is not None and qk_norm.over == "width":
-            q, k = normalize_qk(params["q_norm"], q), normalize_qk(params["k_norm"], k)
+            q = normalize_qk(ABSENT if qk_norm.weight is None else params["q_norm"], q)
+            k = normalize_qk(ABSENT if qk_norm.weight is None else params["k_norm"], k)
         if v_norm is not None and v_norm.over == "width":
-            v = normalize_v(params["v_norm"], v)
+            v = normalize_v(ABSENT if v_norm.weight is None else params["v_norm"], v)
         q = split_heads(q, NUM_HEADS)  # (B, N, T, H)
         k = split_heads(k, NUM_KV_HEADS)  # (B, K, S, H)
         v = split_heads(v, NUM_KV_HEADS)  # (B, K, S, H)
     if latent is None:
         if qk_norm is not None and qk_norm.over == "head" and not qk_norm.after_rope:
-            if qk_norm.weight is None:
-                q, k = normalize_qk(q), normalize_qk(k)
-            else:
-                q, k = normalize_qk(params["q_norm"], q), normalize_qk(params["k_norm"], k)
+            q = normalize_qk(ABSENT if qk_norm.weight is None else params["q_norm"], q)
+            k = normalize_qk(ABSENT if qk_norm.weight is None else params["k_norm"], k)
         if v_norm is not None and v_norm.over == "head":
-            if v_norm.weight is None:
-                v = normalize_v(v)
-            else:
-                v = normalize_v(params["v_norm"], v)
+            v = normalize_v(ABSENT if v_norm.weight is None else params["v_norm"], v)
         if rope is not None:
             cos, sin = rotation(positions if call.has_positions else places)  # (B or 1, 1, T, R/2)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if qk_norm is not None and qk_norm.after_rope:
-            if qk_norm.weight is None:
-                q, k = normalize_qk(q), normalize_qk(k)
-            else:
-                q, k = normalize_qk(params["q_norm"], q), normalize_qk(params["k_norm"], k)
+            q = normalize_qk(ABSENT if qk_norm.weight is None else params["q_norm"], q)
+            k = normalize_qk(ABSENT if qk_norm.weight is None else params["k_norm"], k)
     else:
         if latent.q_rank is None:
             q = linear(params["q_proj"], x)
@@ -308,7 +307,7 @@ if rope is not None:
 
     def rotation(places: Array) -> tuple[Array, Array]:
         """Return the cosines and sines of the angles at places (B or 1, T), each (B or 1, 1, T, R/2)."""
-        if rope.sections is not None:
+        if rope.sections is not None and call.has_positions:
             of_pairs = jnp.moveaxis(places[jnp.array(AXES)], 0, -1)  # (B or 1, T, R/2)
             angles = of_pairs[:, None] * frequencies(places)
         else:
@@ -339,9 +338,10 @@ if rope is not None:
             share = jnp.clip(share, 0.0, 1.0)  # of the frequency that is kept
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, YarnScaling):
-            low, high = scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)
             pairs = jnp.arange(ROTARY_DIM // 2)
-            share = 1.0 - jnp.clip((pairs - low) / (high - low), 0.0, 1.0)  # of the frequency that is kept
+            share = 1.0 - jnp.clip(
+                (pairs - RAMP_BEGIN) / (RAMP_END - RAMP_BEGIN), 0.0, 1.0
+            )  # of the frequency that is kept
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, DynamicScaling):
             length = longest(places)
@@ -359,7 +359,7 @@ if rope is not None and rope.depends_on_length:
 
     def longest(places: Array) -> Array:
         """Return the number of tokens up to the last place of each sequence, (B or 1, 1, 1, 1)."""
-        if rope.sections is not None:
+        if rope.sections is not None and call.has_positions:
             places = places.max(axis=0)
         return places.max(axis=-1)[:, None, None, None] + 1
 

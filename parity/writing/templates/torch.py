@@ -15,8 +15,12 @@ latent, rope, alibi, relative = spec.latent, spec.rope, spec.alibi, spec.relativ
 qk_norm, v_norm, temperature, gate = spec.qk_norm, spec.v_norm, spec.temperature, spec.gate
 scaling = None if rope is None else rope.scaling
 is_partial = rope is not None and rope.rotary_dim not in (None, spec.head_dim) and latent is None
-has_own_qk_norm = qk_norm is not None and (qk_norm.weight == "1+w" or qk_norm.per_head)
-has_own_v_norm = v_norm is not None and (v_norm.weight == "1+w" or v_norm.per_head)
+has_own_qk_norm = qk_norm is not None and (
+    qk_norm.weight == "1+w" or qk_norm.per_head or (qk_norm.kind == "rms" and qk_norm.bias)
+)
+has_own_v_norm = v_norm is not None and (
+    v_norm.weight == "1+w" or v_norm.per_head or (v_norm.kind == "rms" and v_norm.bias)
+)
 has_distances = alibi is not None or relative is not None
 has_places = call.cache is not None or spec.span is not None or has_distances
 is_explicit = spec.soft_cap is not None or spec.sinks or has_distances or call.has_bias
@@ -72,10 +76,15 @@ if spec.dropout:
 if rope is not None:
     ROTARY_DIM = ROPE_DIM if latent is not None else HEAD_DIM if rope.rotary_dim is None else rope.rotary_dim
     THETA = rope.theta
-    if rope.sections is not None:
+    if rope.sections is not None and call.has_positions:
         AXES = tuple(int(axis) for axis in rope.axes(spec.head_dim))  # axis of the positions that rotates each pair
     if rope.attention_factor != 1.0:
         ATTENTION_FACTOR = rope.attention_factor
+    if isinstance(scaling, YarnScaling):
+        RAMP_BEGIN = scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)[
+            0
+        ]  # pairs up to it keep their frequency
+        RAMP_END = scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)[1]  # pair
     if isinstance(scaling, LongRopeScaling):
         SHORT_FACTORS = scaling.short_factors
         LONG_FACTORS = scaling.long_factors
@@ -150,38 +159,68 @@ class Attention(nn.Module):
             self.kv_a_norm = nn.RMSNorm(KV_RANK, eps=LATENT_EPS)
             self.kv_b_proj = nn.Linear(KV_RANK, NUM_HEADS * (OWN_DIM + VALUE_HEAD_DIM), bias=False)
         if qk_norm is not None:
-            q_width = NUM_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM
-            k_width = NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM
             if has_own_qk_norm and qk_norm.per_head:
                 self.q_norm, self.k_norm = QKNorm(NUM_HEADS, HEAD_DIM), QKNorm(NUM_KV_HEADS, HEAD_DIM)
             elif has_own_qk_norm:
-                self.q_norm, self.k_norm = QKNorm(q_width), QKNorm(k_width)
+                self.q_norm, self.k_norm = (
+                    QKNorm(NUM_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM),
+                    QKNorm(NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM),
+                )
             elif qk_norm.kind == "rms" and qk_norm.weight is None:
-                self.q_norm = nn.RMSNorm(q_width, eps=QK_EPS, elementwise_affine=False)
-                self.k_norm = nn.RMSNorm(k_width, eps=QK_EPS, elementwise_affine=False)
+                self.q_norm = nn.RMSNorm(
+                    NUM_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM, eps=QK_EPS, elementwise_affine=False
+                )
+                self.k_norm = nn.RMSNorm(
+                    NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM,
+                    eps=QK_EPS,
+                    elementwise_affine=False,
+                )
             elif qk_norm.kind == "rms":
-                self.q_norm = nn.RMSNorm(q_width, eps=QK_EPS)
-                self.k_norm = nn.RMSNorm(k_width, eps=QK_EPS)
+                self.q_norm = nn.RMSNorm(NUM_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM, eps=QK_EPS)
+                self.k_norm = nn.RMSNorm(NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM, eps=QK_EPS)
             elif qk_norm.weight is None:
-                self.q_norm = nn.LayerNorm(q_width, eps=QK_EPS, elementwise_affine=False)
-                self.k_norm = nn.LayerNorm(k_width, eps=QK_EPS, elementwise_affine=False)
+                self.q_norm = nn.LayerNorm(
+                    NUM_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM, eps=QK_EPS, elementwise_affine=False
+                )
+                self.k_norm = nn.LayerNorm(
+                    NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM,
+                    eps=QK_EPS,
+                    elementwise_affine=False,
+                )
             else:
-                self.q_norm = nn.LayerNorm(q_width, eps=QK_EPS, bias=qk_norm.bias)
-                self.k_norm = nn.LayerNorm(k_width, eps=QK_EPS, bias=qk_norm.bias)
+                self.q_norm = nn.LayerNorm(
+                    NUM_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM, eps=QK_EPS, bias=qk_norm.bias
+                )
+                self.k_norm = nn.LayerNorm(
+                    NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM, eps=QK_EPS, bias=qk_norm.bias
+                )
         if v_norm is not None:
-            v_width = NUM_KV_HEADS * VALUE_HEAD_DIM if v_norm.over == "width" else VALUE_HEAD_DIM
             if has_own_v_norm and v_norm.per_head:
                 self.v_norm = VNorm(NUM_KV_HEADS, VALUE_HEAD_DIM)
             elif has_own_v_norm:
-                self.v_norm = VNorm(v_width)
+                self.v_norm = VNorm(NUM_KV_HEADS * VALUE_HEAD_DIM if v_norm.over == "width" else VALUE_HEAD_DIM)
             elif v_norm.kind == "rms" and v_norm.weight is None:
-                self.v_norm = nn.RMSNorm(v_width, eps=V_EPS, elementwise_affine=False)
+                self.v_norm = nn.RMSNorm(
+                    NUM_KV_HEADS * VALUE_HEAD_DIM if v_norm.over == "width" else VALUE_HEAD_DIM,
+                    eps=V_EPS,
+                    elementwise_affine=False,
+                )
             elif v_norm.kind == "rms":
-                self.v_norm = nn.RMSNorm(v_width, eps=V_EPS)
+                self.v_norm = nn.RMSNorm(
+                    NUM_KV_HEADS * VALUE_HEAD_DIM if v_norm.over == "width" else VALUE_HEAD_DIM, eps=V_EPS
+                )
             elif v_norm.weight is None:
-                self.v_norm = nn.LayerNorm(v_width, eps=V_EPS, elementwise_affine=False)
+                self.v_norm = nn.LayerNorm(
+                    NUM_KV_HEADS * VALUE_HEAD_DIM if v_norm.over == "width" else VALUE_HEAD_DIM,
+                    eps=V_EPS,
+                    elementwise_affine=False,
+                )
             else:
-                self.v_norm = nn.LayerNorm(v_width, eps=V_EPS, bias=v_norm.bias)
+                self.v_norm = nn.LayerNorm(
+                    NUM_KV_HEADS * VALUE_HEAD_DIM if v_norm.over == "width" else VALUE_HEAD_DIM,
+                    eps=V_EPS,
+                    bias=v_norm.bias,
+                )
         if spec.sinks:
             self.sinks = nn.Parameter(torch.zeros(NUM_HEADS))
         if relative is not None:
@@ -211,9 +250,9 @@ class Attention(nn.Module):
             cache: the tokens before, from `empty_cache` or an earlier call. Its slots are written in place, and it is
                 returned beside the output.
             new_lengths: number of real tokens of each sequence in x, (B,); those after them are padding.
-            mask: boolean, True = masked; broadcasts to (B, N, T, S). A fully masked row gives 0.
+            mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row gives 0.
             bias: added to the scores; broadcasts to (B, N, T, S).
-            positions: place of each token, (B or 1, T), or of each axis and token, (axes, B or 1, T).
+            positions: place of each token, (B or 1, T); with sections of RoPE of each axis, too, (axes, B or 1, T).
         """
         device = query.device if call.is_cross else x.device
         num_tokens = query.shape[1] if call.is_cross else x.shape[1]
@@ -275,12 +314,13 @@ class Attention(nn.Module):
             factors = 1.0 + TEMPERATURE_SCALE * torch.log1p(lengths.float())
             q = (q.float() * factors[:, None, :, None]).to(q.dtype)
         if call.cache == "static":
-            new = slice(cache.length, cache.length + num_tokens)
             if latent is None:
-                cache.keys[:, :, new], cache.values[:, :, new] = k, v
+                cache.keys.narrow(2, cache.length, num_tokens).copy_(k)
+                cache.values.narrow(2, cache.length, num_tokens).copy_(v)
                 k, v = cache.keys, cache.values
             else:
-                cache.latents[:, new], cache.shared_keys[:, :, new] = latents, shared_k
+                cache.latents.narrow(1, cache.length, num_tokens).copy_(latents)
+                cache.shared_keys.narrow(2, cache.length, num_tokens).copy_(shared_k)
                 latents, shared_k = cache.latents, cache.shared_keys
             cache = cache._replace(length=cache.length + num_tokens)
         elif call.cache == "ragged":
@@ -382,7 +422,7 @@ if rope is not None:
 
     def rotation(places: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of the angles at places (B or 1, T), each (B or 1, 1, T, R/2)."""
-        if rope.sections is not None:
+        if rope.sections is not None and call.has_positions:
             of_pairs = places[list(AXES)].movedim(0, -1)  # (B or 1, T, R/2)
             angles = of_pairs[:, None].float() * frequencies(places)
         else:
@@ -415,9 +455,10 @@ if rope is not None:
             share = share.clamp(0.0, 1.0)  # of the frequency that is kept
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, YarnScaling):
-            low, high = scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)
             pairs = torch.arange(ROTARY_DIM // 2, device=places.device)
-            share = 1.0 - ((pairs - low) / (high - low)).clamp(0.0, 1.0)  # of the frequency that is kept
+            share = 1.0 - ((pairs - RAMP_BEGIN) / (RAMP_END - RAMP_BEGIN)).clamp(
+                0.0, 1.0
+            )  # of the frequency that is kept
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, DynamicScaling):
             length = longest(places)
@@ -436,7 +477,7 @@ if rope is not None and rope.depends_on_length:
 
     def longest(places: Tensor) -> Tensor:
         """Return the number of tokens up to the last position of each sequence, (B or 1, 1, 1, 1)."""
-        if rope.sections is not None:
+        if rope.sections is not None and call.has_positions:
             places = places.amax(dim=0)
         return places.amax(dim=-1)[:, None, None, None] + 1
 
@@ -484,7 +525,7 @@ if has_own_qk_norm:
 
         def __init__(self, *shape: int) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.ones(shape))
+            self.weight = nn.Parameter(torch.zeros(shape) if qk_norm.weight == "1+w" else torch.ones(shape))
             if qk_norm.bias:
                 self.bias = nn.Parameter(torch.zeros(shape))
 
@@ -514,7 +555,7 @@ if has_own_v_norm:
 
         def __init__(self, *shape: int) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.ones(shape))
+            self.weight = nn.Parameter(torch.zeros(shape) if v_norm.weight == "1+w" else torch.ones(shape))
             if v_norm.bias:
                 self.bias = nn.Parameter(torch.zeros(shape))
 

@@ -69,10 +69,15 @@ if v_norm is not None:
 if rope is not None:
     ROTARY_DIM = ROPE_DIM if latent is not None else HEAD_DIM if rope.rotary_dim is None else rope.rotary_dim
     THETA = rope.theta
-    if rope.sections is not None:
+    if rope.sections is not None and call.has_positions:
         AXES = tuple(int(axis) for axis in rope.axes(spec.head_dim))  # axis of the positions that rotates each pair
     if rope.attention_factor != 1.0:
         ATTENTION_FACTOR = rope.attention_factor
+    if isinstance(scaling, YarnScaling):
+        RAMP_BEGIN = scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)[
+            0
+        ]  # pairs up to it keep their frequency
+        RAMP_END = scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)[1]  # pair
     if isinstance(scaling, LongRopeScaling):
         SHORT_FACTORS = scaling.short_factors
         LONG_FACTORS = scaling.long_factors
@@ -151,9 +156,9 @@ class Attention:
             key: (B, S, d_kv); keys and values are made of it.
             cache: the tokens before, from `empty_cache` or an earlier call; the next one is returned beside the output.
             new_lengths: number of real tokens of each sequence in x, (B,); those after them are padding.
-            mask: boolean, True = masked; broadcasts to (B, N, T, S). A fully masked row gives 0.
+            mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row gives 0.
             bias: added to the scores; broadcasts to (B, N, T, S).
-            positions: place of each token, (B or 1, T), or of each axis and token, (axes, B or 1, T).
+            positions: place of each token, (B or 1, T); with sections of RoPE of each axis, too, (axes, B or 1, T).
         """
         num_tokens = query.shape[1] if call.is_cross else x.shape[1]
         if call.cache == "static":
@@ -215,6 +220,7 @@ class Attention:
             factors = self.upload((1.0 + TEMPERATURE_SCALE * np.log1p(lengths))[:, None, :, None], ttnn.float32)
             q = ttnn.typecast(ttnn.multiply(ttnn.typecast(q, ttnn.float32), factors), self.dtype)
         if call.cache == "static":
+            assert places.max() < cache[0].shape[2], "the cache is full"
             is_slot = np.arange(cache[0].shape[2])[:, None] == places[:, None, None, :]  # (B, 1, S, T)
             cache = Cache(
                 self.write(cache[0], k if latent is None else latents, is_slot),
@@ -222,6 +228,7 @@ class Attention:
                 cache.lengths + num_tokens,
             )
         elif call.cache == "ragged":
+            assert places[is_real].max(initial=0) < cache[0].shape[2], "the cache is full"
             is_slot = np.arange(cache[0].shape[2])[:, None] == places[:, None, None, :]  # (B, 1, S, T)
             is_slot = is_slot & is_real[:, None, None, :]
             cache = Cache(
@@ -331,7 +338,7 @@ class Attention:
 
         def rotation(self, places: np.ndarray) -> tuple[ttnn.Tensor, ttnn.Tensor]:
             """Return cosines and sines of angles, (B or 1, 1, T, R), by the host: the device's are for small angles."""
-            if rope.sections is not None:
+            if rope.sections is not None and call.has_positions:
                 angles = np.moveaxis(places[list(AXES)], 0, -1) * frequencies(places)  # (B or 1, T, R/2)
             else:
                 angles = places[:, :, None] * frequencies(places)  # (B or 1, T, R/2)
@@ -449,9 +456,10 @@ if rope is not None:
             share = np.clip(share, 0.0, 1.0)  # of the frequency that is kept
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, YarnScaling):
-            low, high = scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)
             pairs = np.arange(ROTARY_DIM // 2)
-            share = 1.0 - np.clip((pairs - low) / (high - low), 0.0, 1.0)  # of the frequency that is kept
+            share = 1.0 - np.clip(
+                (pairs - RAMP_BEGIN) / (RAMP_END - RAMP_BEGIN), 0.0, 1.0
+            )  # of the frequency that is kept
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, DynamicScaling):
             length = longest(places)
@@ -469,7 +477,7 @@ if rope is not None and rope.depends_on_length:
 
     def longest(places: np.ndarray) -> np.ndarray:
         """Return the number of tokens up to the last place of each sequence, (B or 1, 1, 1)."""
-        if rope.sections is not None:
+        if rope.sections is not None and call.has_positions:
             places = places.max(axis=0)
         return places.max(axis=-1)[:, None, None] + 1
 
