@@ -14,6 +14,7 @@ from parity.writing.subject import ABSENT, call, spec
 latent, rope, alibi, relative = spec.latent, spec.rope, spec.alibi, spec.relative_bias
 qk_norm, v_norm, temperature, gate = spec.qk_norm, spec.v_norm, spec.temperature, spec.gate
 scaling = None if rope is None else rope.scaling
+ramp = (0, 1) if not isinstance(scaling, YarnScaling) else scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)
 is_partial = rope is not None and rope.rotary_dim not in (None, spec.head_dim) and latent is None
 has_own_qk_norm = qk_norm is not None and (
     qk_norm.weight == "1+w" or qk_norm.per_head or (qk_norm.kind == "rms" and qk_norm.bias)
@@ -81,10 +82,8 @@ if rope is not None:
     if rope.attention_factor != 1.0:
         ATTENTION_FACTOR = rope.attention_factor
     if isinstance(scaling, YarnScaling):
-        RAMP_BEGIN = scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)[
-            0
-        ]  # pairs up to it keep their frequency
-        RAMP_END = scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)[1]  # pair
+        RAMP_BEGIN = ramp[0]  # pairs up to this one keep their frequency
+        RAMP_END = ramp[1]  # pairs from this one on are scaled in full
     if isinstance(scaling, LongRopeScaling):
         SHORT_FACTORS = scaling.short_factors
         LONG_FACTORS = scaling.long_factors
@@ -160,12 +159,11 @@ class Attention(nn.Module):
             self.kv_b_proj = nn.Linear(KV_RANK, NUM_HEADS * (OWN_DIM + VALUE_HEAD_DIM), bias=False)
         if qk_norm is not None:
             if has_own_qk_norm and qk_norm.per_head:
-                self.q_norm, self.k_norm = QKNorm(NUM_HEADS, HEAD_DIM), QKNorm(NUM_KV_HEADS, HEAD_DIM)
+                self.q_norm = QKNorm(NUM_HEADS, HEAD_DIM)
+                self.k_norm = QKNorm(NUM_KV_HEADS, HEAD_DIM)
             elif has_own_qk_norm:
-                self.q_norm, self.k_norm = (
-                    QKNorm(NUM_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM),
-                    QKNorm(NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM),
-                )
+                self.q_norm = QKNorm(NUM_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM)
+                self.k_norm = QKNorm(NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM)
             elif qk_norm.kind == "rms" and qk_norm.weight is None:
                 self.q_norm = nn.RMSNorm(
                     NUM_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM, eps=QK_EPS, elementwise_affine=False

@@ -14,6 +14,7 @@ from parity.writing.subject import ABSENT, call, spec
 latent, rope, alibi, relative = spec.latent, spec.rope, spec.alibi, spec.relative_bias
 qk_norm, v_norm, temperature, gate = spec.qk_norm, spec.v_norm, spec.temperature, spec.gate
 scaling = None if rope is None else rope.scaling
+ramp = (0, 1) if not isinstance(scaling, YarnScaling) else scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)
 is_partial = rope is not None and rope.rotary_dim not in (None, spec.head_dim) and latent is None
 has_distances = alibi is not None or relative is not None
 has_places = call.cache is not None or spec.span is not None or has_distances
@@ -74,10 +75,8 @@ if rope is not None:
     if rope.attention_factor != 1.0:
         ATTENTION_FACTOR = rope.attention_factor
     if isinstance(scaling, YarnScaling):
-        RAMP_BEGIN = scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)[
-            0
-        ]  # pairs up to it keep their frequency
-        RAMP_END = scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)[1]  # pair
+        RAMP_BEGIN = ramp[0]  # pairs up to this one keep their frequency
+        RAMP_END = ramp[1]  # pairs from this one on are scaled in full
     if isinstance(scaling, LongRopeScaling):
         SHORT_FACTORS = scaling.short_factors
         LONG_FACTORS = scaling.long_factors
