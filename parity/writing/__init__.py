@@ -20,6 +20,9 @@ from parity.writing.subject import ABSENT, CallForm, CallKeywords
 
 TEMPLATES = Path(__file__).with_name("templates")
 
+NAMES_GO_HERE = "from parity.writing.templates.names import *\n"
+"""The line of a template that stands for `names.py`."""
+
 KEEP = ("Attention", "attention", "params_from", "weights_from")
 """Names of a written module that its users call."""
 
@@ -76,9 +79,14 @@ def written(spec: AttentionSpec, framework: str, call: CallForm, loader: str = "
     if call.has_positions and not spec.has_positions:
         raise Refusal("has_positions", "be False for a layer without RoPE and temperature", has_positions=True)
     known = {"spec": replace(spec, fused_qkv=False), "call": call, "ABSENT": ABSENT, **_scalings()}
-    template = (TEMPLATES / f"{framework}.py").read_text()
+    template = (TEMPLATES / f"{framework}.py").read_text().replace(NAMES_GO_HERE, _names(), 1)
     source = specialize(f"{template}\n\n{loader}", known, _unused(call), _kept(call))
     return source.replace("TITLE", docstring_of(spec, framework, call), 1).replace("ABOUT", title_of(spec, call), 1)
+
+
+def _names() -> str:
+    """Return what all templates begin with, after its docstring."""
+    return (TEMPLATES / "names.py").read_text().partition('"""\n\n')[2]
 
 
 def _scalings() -> dict[str, Any]:

@@ -10,76 +10,10 @@ import ttnn
 
 from mha_spec import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, ProportionalScaling, YarnScaling
 from parity.writing.subject import ABSENT, call, spec
+from parity.writing.templates.names import *
 
-latent, rope, alibi, relative = spec.latent, spec.rope, spec.alibi, spec.relative_bias
-qk_norm, v_norm, temperature, gate = spec.qk_norm, spec.v_norm, spec.temperature, spec.gate
-scaling = None if rope is None else rope.scaling
-ramp = (0, 1) if not isinstance(scaling, YarnScaling) else scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)
-is_partial = rope is not None and rope.rotary_dim not in (None, spec.head_dim) and latent is None
-has_distances = alibi is not None or relative is not None
-has_places = call.cache is not None or spec.span is not None or has_distances
 hides = call.has_mask or spec.span is not None or call.cache is not None or call.is_causal
-may_hide_all = call.has_mask or (call.is_cross and spec.span is not None)
-biases = {projection.has_bias for projection in spec.projections.values()}
-has_biases = "some" if len(biases) > 1 else "all" if True in biases else "none"
-norms = [norm for norm in (qk_norm, v_norm) if norm is not None]
-has_wide = spec.clip_qkv is not None or any(norm.over == "width" for norm in norms)
-groups = spec.num_heads // spec.num_kv_heads
 
-D_MODEL = spec.d_model
-D_IN = D_MODEL if spec.d_in == spec.d_model else spec.d_in
-D_KV = D_IN if spec.d_kv == spec.d_in else spec.d_kv
-NUM_HEADS = spec.num_heads
-NUM_KV_HEADS = NUM_HEADS if spec.num_kv_heads == spec.num_heads else spec.num_kv_heads
-HEAD_DIM = spec.head_dim
-VALUE_HEAD_DIM = HEAD_DIM if spec.value_head_dim == spec.head_dim else spec.value_head_dim
-if latent is not None:
-    Q_RANK = latent.q_rank
-    KV_RANK = latent.kv_rank
-    ROPE_DIM = latent.rope_dim  # features of a key that all heads share, the last ones
-    OWN_DIM = HEAD_DIM - ROPE_DIM
-    LATENT_EPS = latent.eps
-    Q_FACTOR = latent.q_factor
-    KV_FACTOR = latent.kv_factor
-is_plain_scale = spec.score_scale == spec.head_dim**-0.5
-if is_plain_scale:
-    SCALE = HEAD_DIM**-0.5
-else:
-    SCALE = spec.score_scale
-if spec.soft_cap is not None:
-    SOFT_CAP = spec.soft_cap
-if spec.clip_qkv is not None:
-    CLIP = spec.clip_qkv
-if spec.window_size is not None:
-    WINDOW = spec.window_size
-if spec.chunk_size is not None:
-    CHUNK = spec.chunk_size
-if alibi is not None:
-    SLOPES = spec.alibi_slopes  # of each head, for each token of distance
-if relative is not None:
-    NUM_BUCKETS = relative.num_buckets
-    MAX_DISTANCE = relative.max_distance
-if temperature is not None:
-    TEMPERATURE_LENGTH = temperature.length
-    TEMPERATURE_SCALE = temperature.scale
-    FIRST_POSITION = temperature.first_position
-if qk_norm is not None:
-    QK_EPS = qk_norm.eps
-if v_norm is not None:
-    V_EPS = QK_EPS if qk_norm is not None and qk_norm.eps == v_norm.eps else v_norm.eps
-if rope is not None:
-    ROTARY_DIM = ROPE_DIM if latent is not None else HEAD_DIM if rope.rotary_dim is None else rope.rotary_dim
-    THETA = rope.theta
-    if rope.sections is not None and call.has_positions:
-        AXES = tuple(int(axis) for axis in rope.axes(spec.head_dim))  # axis of the positions that rotates each pair
-    if rope.attention_factor != 1.0:
-        ATTENTION_FACTOR = rope.attention_factor
-    if isinstance(scaling, YarnScaling):
-        RAMP_BEGIN = ramp[0]  # pairs up to this one keep their frequency
-        RAMP_END = ramp[1]  # pairs from this one on are scaled in full
-    if isinstance(scaling, LongRopeScaling):
-        SHORT_FACTORS = scaling.short_factors
-        LONG_FACTORS = scaling.long_factors
 if hides:
     MASKED = -1e9  # finite, because a kernel that meets a block of nothing but -inf makes NaN of it
 
