@@ -156,9 +156,11 @@ class _Layer:
             q, found["latents"] = self.port.call(_project_latents, *of_layer, query, positions)
             k, v = self.port.call(_expand, *of_layer, found["latents"])
         found |= {"q": q, "k": k, "v": v}
-        if self.spec.gate is not None:
-            found["gate"] = self.port.call(_open, *of_layer, query)
-        return {name: self.shapes.to_numpy(name, x) for name, x in found.items()}
+        read = {name: self.shapes.to_numpy(name, x) for name, x in found.items()}
+        if self.spec.gate is None:
+            return read
+        # Last, because recordings of devices have this order.
+        return {**read, "gate": self.shapes.to_numpy("gate", self.port.call(_open, *of_layer, query))}
 
     def scores(self, values: Values, offsets: Any = None) -> dict[str, np.ndarray]:
         q, k = (self.shapes.from_numpy(name, values[name]) for name in "qk")
