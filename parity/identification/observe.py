@@ -98,18 +98,18 @@ def observe(
     inside: dict[str, list[Submodule]] = {}
     modules = dict(model.named_modules())
     with ExitStack() as stack, torch.no_grad():
-        if factor != 1.0:
-            with tap(model, layers) as named:
-                for layer in named.layers:
-                    hook = modules[layer.name].register_forward_pre_hook(_multiplier(factor), with_kwargs=True)
-                    stack.callback(hook.remove)
         tapped = stack.enter_context(tap(model, layers))
         for layer in tapped.layers:
             inside[layer.name] = []
+            if factor != 1.0:  # before the tap's own hook, which records the input
+                hook = modules[layer.name].register_forward_pre_hook(
+                    _multiplier(factor), with_kwargs=True, prepend=True
+                )
+                stack.callback(hook.remove)
             for name, module in modules[layer.name].named_modules():
                 if name and not list(module.children()):
-                    hook = _recorder(name, inside[layer.name])
-                    stack.callback(module.register_forward_hook(hook).remove)
+                    recorder = _recorder(name, inside[layer.name])
+                    stack.callback(module.register_forward_hook(recorder).remove)
         model(**inputs)
     return [ObservedLayer(modules[layer.name], layer, inside[layer.name]) for layer in tapped.layers if layer.calls]
 

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mha_spec import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, ProportionalScaling, YarnScaling
-from parity.writing.subject import ABSENT, call, spec
 from parity.writing.templates.names import *
 
 hides = call.has_mask or spec.span is not None or call.cache is not None or call.is_causal

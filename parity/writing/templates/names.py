@@ -1,7 +1,7 @@
 """Names that all templates know of a layer and its calls, and the constants of what is written."""
 
 from mha_spec import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, ProportionalScaling, YarnScaling
-from parity.writing.subject import call, spec
+from parity.writing.subject import ABSENT, call, spec
 
 latent, rope, alibi, relative = spec.latent, spec.rope, spec.alibi, spec.relative_bias
 qk_norm, v_norm, temperature, gate = spec.qk_norm, spec.v_norm, spec.temperature, spec.gate

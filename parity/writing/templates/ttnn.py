@@ -8,8 +8,6 @@ import numpy as np
 import torch
 import ttnn
 
-from mha_spec import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, ProportionalScaling, YarnScaling
-from parity.writing.subject import ABSENT, call, spec
 from parity.writing.templates.names import *
 
 hides = call.has_mask or spec.span is not None or call.cache is not None or call.is_causal
