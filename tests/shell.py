@@ -7,6 +7,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import traceback
 from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -74,6 +75,9 @@ def _run_here(words: list[str], folder: Path, env: dict[str, str]) -> tuple[int,
                 status = main(words[1:])
             else:
                 runpy.run_path(words[1], run_name="__main__")
+        except AssertionError as error:  # a program that ends in one, as Python shows it
+            status = 1
+            print("".join(traceback.format_exception_only(error)), end="", file=errors)
         finally:
             take_out()
             sys.modules.update(others)

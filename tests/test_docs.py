@@ -97,6 +97,12 @@ def test_the_list_of_bugs_has_every_page_and_every_mistake():
     assert len(rows) == len(PAGES)
 
 
+def test_the_readme_counts_the_known_bugs():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert re.findall(r"for (\d+) known bugs", readme) == [str(len(page_by_mistake()))]
+    assert len(readme.splitlines()) <= 150
+
+
 def test_every_page_is_reached_from_its_symptoms():
     symptoms = (ROOT / "docs" / "symptoms.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (?!-|what )(.+?) \| (.+?) \| (.+?) \|$", symptoms, flags=re.MULTILINE)
@@ -134,7 +140,7 @@ def test_the_numbers_of_planted_mistakes_are_those_of_the_cases():
 
 # ---- Code and commands -----------------------------------------------------------------------------------------------
 
-STATUS = {"pytest -q --tb=short test_wrong.py": 1, "mha-parity diagnose": 1}
+STATUS = {"pytest -q --tb=short test_wrong.py": 1, "mha-parity diagnose": 1, "python demo.py": 1}
 """The commands of the pages that end with another status than 0: those that show a failure."""
 
 
@@ -150,10 +156,10 @@ def without_numbers(text):
 
 
 def run_code(path, code, names, folder):
-    """Run a block of Python after those before it; one that begins with the name of a file is kept as that file."""
+    """Run a block of Python after those before it; save one that begins with the name of a file, for commands to run."""
     if file := re.match(r"# (\w+\.py)\n", code):
         (folder / file[1]).write_text(code, "utf-8")
-        names = {"__name__": file[1].removesuffix(".py")}
+        return
     exec(compile(code, f"{path.name}: {code.splitlines()[0]}", "exec"), names)
 
 
@@ -165,8 +171,8 @@ def run_session(block, folder):
     for command in commands:
         status, output, errors = run(command, folder, environment())
         wanted = next((status for start, status in STATUS.items() if command.startswith(start)), 0)
-        assert (status, errors) == (wanted, ""), f"{command}: {output}{errors}"
-        printed += output
+        assert status == wanted and (wanted or not errors), f"{command}: {output}{errors}"
+        printed += output + errors
     expected = without_numbers("\n".join(lines[len(commands) :]))
     pattern = "\n".join(".*" if line == "…" else re.escape(line).replace("…", ".*") for line in expected)
     assert re.fullmatch(pattern, "\n".join(without_numbers(printed)), re.DOTALL), printed

@@ -100,10 +100,9 @@ def test_help_imports_nothing_that_takes_time():
     assert result.stdout == "[]\n"
 
 
-def test_the_readme_lists_every_command():
-    readme = (ROOT / "README.md").read_text("utf-8").partition("## Command line")[2]
-    listed = re.findall(r"^mha-parity ([\w-]+)", readme.partition("\n## ")[0], flags=re.MULTILINE)
-    assert sorted(listed) == sorted(PAGES)
+def test_the_page_of_commands_lists_every_command():
+    page = (ROOT / "docs" / "commands.md").read_text("utf-8")
+    assert sorted(re.findall(r"^\| `([\w-]+)", page, flags=re.MULTILINE)) == sorted(PAGES)
 
 
 # ---- Cases -----------------------------------------------------------------------------------------------------------
