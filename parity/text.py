@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 MAX_SHOWN = 500  # characters
@@ -40,6 +41,13 @@ def some_of(names: Iterable[str], most: int = 8) -> str:
     """Names in a line, and how many there are beyond some."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
+    """Return a question about the nearest known names, `did you mean torch?`; empty if none is near."""
+    by_letters = {each.lower(): each for each in known}
+    near = [by_letters[each] for each in get_close_matches(name.lower(), by_letters, most)]
+    return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 def and_listed(items: Iterable[Any]) -> str:

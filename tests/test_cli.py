@@ -158,7 +158,7 @@ def test_a_file_that_is_not_there_is_named_in_one_line(capsys, arguments):
 def test_a_backend_that_is_not_there_exits_2_with_the_reason(capsys, let_need):
     let_need("tt", "ttnn_is_not_here")
     assert main(["run", "--backends", "tt"]) == 2
-    assert capsys.readouterr().err == "mha-parity: tt needs ttnn_is_not_here, not installed here\n"
+    assert capsys.readouterr().err == "mha-parity: error: tt needs ttnn_is_not_here, not installed here\n"
 
 
 @pytest.mark.parametrize("spec", [AttentionSpec(12, 3, rope=Rope(1e4), head_dim=8), AttentionSpec(12, 3, d_kv=7)])

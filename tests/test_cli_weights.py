@@ -103,7 +103,7 @@ def test_convert_replaces_only_when_it_is_forced_to(source, tmp_path, capsys):
     assert main(convert(source, target, "--to", "W_q")) == 0
     old = target.read_bytes()
     assert main(convert(source, target, "--to", "qkv_proj")) == 2
-    assert capsys.readouterr().err == f"mha-parity: {target} exists; pass --force to replace it\n"
+    assert capsys.readouterr().err == f"mha-parity: error: {target} exists; pass --force to replace it\n"
     assert target.read_bytes() == old
     assert main(convert(source, target, "--to", "qkv_proj", "--force")) == 0
     assert target.read_bytes() != old
@@ -421,11 +421,11 @@ def test_layouts_writes_all_or_one_as_json(tmp_path):
     assert ttnn["forms"][0][0] == qkv
 
 
-def test_an_unknown_layout_exits_2_and_lists_those_there_are(capsys):
+def test_an_unknown_layout_exits_2_and_names_those_of_its_family(capsys):
     assert main(["layouts", "llama"]) == 2
     message = capsys.readouterr().err
     assert refuses("layout", layout="llama").is_printed_in(message)
-    assert "canonical, " in message
+    assert "did you mean transformers.LLaMA or " in message
     assert message.count("\n") == 1
 
 

@@ -156,7 +156,7 @@ def without_numbers(text):
 
 
 def run_code(path, code, names, folder):
-    """Run a block of Python after those before it; save one that begins with the name of a file, for commands to run."""
+    """Run a block of Python after those before it; save one that begins with a file name, for commands to run."""
     if file := re.match(r"# (\w+\.py)\n", code):
         (folder / file[1]).write_text(code, "utf-8")
         return
@@ -171,7 +171,8 @@ def run_session(block, folder):
     for command in commands:
         status, output, errors = run(command, folder, environment())
         wanted = next((status for start, status in STATUS.items() if command.startswith(start)), 0)
-        assert status == wanted and (wanted or not errors), f"{command}: {output}{errors}"
+        assert status == wanted, f"{command}: {output}{errors}"
+        assert wanted or not errors, f"{command}: {errors}"
         printed += output + errors
     expected = without_numbers("\n".join(lines[len(commands) :]))
     pattern = "\n".join(".*" if line == "…" else re.escape(line).replace("…", ".*") for line in expected)

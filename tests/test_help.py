@@ -131,8 +131,8 @@ def test_cases_are_chosen_by_their_names_and_written_as_json(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
-        (["cases", "rope_gqa"], refuses("GLOB", GLOB="rope_gqa", hint="near it: rope-gqa")),
-        (["run", "--cases", "rope_gqa"], refuses("--cases", {"--cases": "rope_gqa"}, hint="near it: rope-gqa")),
+        (["cases", "rope_gqa"], refuses("GLOB", GLOB="rope_gqa", hint="did you mean rope-gqa")),
+        (["run", "--cases", "rope_gqa"], refuses("--cases", {"--cases": "rope_gqa"}, hint="did you mean rope-gqa")),
         (
             ["plot", "no-such-file", "a.png", "--case", "causl"],
             refuses("--case", {"--case": "causl"}, hint="causal"),
@@ -142,13 +142,16 @@ def test_cases_are_chosen_by_their_names_and_written_as_json(tmp_path, capsys):
         (["selftest", "--backends", "numpy"], refuses("--backends", {"--backends": "numpy"})),
         (["plot", "no-such-file", "a.txt"], refuses("DST", DST="a.txt")),
         (["bench", "--plot", "a.txt"], refuses("--plot", {"--plot": "a.txt"})),
-        (["bugs", "rope-pear"], refuses("NAME", NAME="rope-pear")),
+        (["bugs", "rope-pear"], refuses("NAME", NAME="rope-pear", hint="did you mean rope-pairs")),
+        (["rum"], refuses("COMMAND", "rum", hint="did you mean run?")),
+        (["run", "--cass", "rope"], refuses("--cass", hint="did you mean --cases")),
+        (["layouts", "llma"], refuses("layout", layout="llma", hint="LLaMA")),
     ],
 )
 def test_what_is_not_known_is_refused_in_the_words_of_the_command_line(capsys, arguments, refusal):
     assert main(arguments) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith(f"mha-parity: {refusal.argument} ")
+    assert captured.err.startswith(f"mha-parity: error: {refusal.argument} ")
     assert refusal.is_printed_in(captured.err)
     assert captured.err.count("\n") == 1
     assert captured.out == ""
@@ -249,7 +252,7 @@ def test_a_command_of_a_clone_says_so_elsewhere(name, capsys, monkeypatch):
     monkeypatch.delitem(COMMANDS, name)
     assert main([name, "--json", "-"]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith(f"mha-parity: {name} is not in the wheel")
+    assert captured.err.startswith(f"mha-parity: error: {name} is not in the wheel")
     assert (captured.err.count("\n"), captured.out) == (1, "")
     assert f"\n    {name} " not in make_parser().format_help()
 

@@ -142,7 +142,7 @@ def test_a_mistake_of_ours_is_one_line_and_no_mismatch(capsys, monkeypatch):
     assert main(["doctor"]) == 70
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
-    assert captured.err.startswith("mha-parity: a bug in this program, KeyError: ")
+    assert captured.err.startswith("mha-parity: error: a bug in mha-parity, KeyError: ")
     assert captured.err.endswith("; MHA_PARITY_TRACEBACK=1 shows where\n")
     monkeypatch.setenv("MHA_PARITY_TRACEBACK", "1")
     assert main(["doctor"]) == 70

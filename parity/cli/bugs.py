@@ -7,9 +7,9 @@ import argparse
 from parity.cli.help import Page, Result
 
 PAGE = Page(
-    "the mistakes that are known: symptoms, reproduction and fix of each",
-    "Print what is known of a class of mistakes: what it looks like, lines that reproduce it, and the fix. "
-    "`diagnose` and failing tests name these pages.",
+    "describe known bugs: symptoms, reproduction, fix",
+    "Describe known bugs: their symptoms, a few lines that reproduce them, and the fix. `diagnose` and failing "
+    "tests name these pages.",
     "mha-parity bugs rope-pairs",
     "printed",
 )

@@ -10,8 +10,8 @@ from parity.cli.options import check_names, check_range
 MOST_SIZE = 2**63 - 1  # of an axis, as arrays have it
 
 PAGE = Page(
-    "memory of a key/value cache",
-    "Say how much memory the keys and values of a cache take.",
+    "compute the memory of a key/value cache",
+    "Compute the memory of a key/value cache.",
     "mha-parity cache-size --num-kv-heads 8 --head-dim 128 --capacity 8192 --num-layers 80",
     "computed",
 )

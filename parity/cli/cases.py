@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import fnmatch
 from typing import TYPE_CHECKING
 
 from parity.cli.help import Page, Result
 from parity.cli.messages import refusal
+from parity.text import did_you_mean
 
 if TYPE_CHECKING:
     from parity.core.case import Case
 
 PAGE = Page(
-    "the cases, and what each one covers",
-    "List the cases that `run` knows, one a line: heads and tokens, what is masked, and what goes wrong when the "
-    "case fails.",
+    "list the test cases of `run`",
+    "List the test cases of `run`, one a line: heads and tokens, masks, and the feature that fails with the case.",
     "mha-parity cases 'trained-*'",
     "listed",
 )
@@ -47,7 +46,6 @@ def cases_named(flag: str, pattern: str, may_be_none: bool = False) -> list[Case
     if not cases and (case := find_case(pattern)):
         cases = [case]
     if not (cases or may_be_none):
-        nearest = difflib.get_close_matches(pattern, CASES, n=5, cutoff=0.5)
-        hint = f"near it: {', '.join(nearest)}; " if nearest else ""
-        raise refusal(flag, "match a case", {flag: pattern}, hint=f"{hint}see `mha-parity cases`")
+        advice = filter(None, (did_you_mean(pattern, CASES), "`mha-parity cases` lists them"))
+        raise refusal(flag, "match a case", {flag: pattern}, hint=" ".join(advice))
     return cases

@@ -9,13 +9,12 @@ from parity.cli.messages import refusal
 from parity.cli.reports import add_report_options, attention_maps, print_and_write
 
 PAGE = Page(
-    "judge saved traces, also from other machines, and recordings of models",
-    "Judge the traces that `run --save-traces` wrote, in another environment or on another machine, as `run` "
-    "judges its own; or one or two recordings of `parity.tap`, layer by layer: by the model in --weights, or two by "
-    "each other.",
+    "judge traces saved elsewhere, or recordings of models",
+    "Judge traces that `run --save-traces` wrote in another environment or on another machine. Or judge a "
+    "recording of `parity.tap` layer by layer, by the model in --weights or by a second recording.",
     "mha-parity compare traces/torch traces/tt",
     "every stage agrees",
-    "a stage does not",
+    "a stage differs",
 )
 
 

@@ -10,12 +10,13 @@ from parity.cli.messages import refusal
 from parity.cli.options import add_declarations, check_names, flag_of, name_list
 
 PAGE = Page(
-    "an attention's conventions, and the promises it breaks",
-    "Ask an attention for its conventions (mask polarity, causal alignment, empty rows, …) and show the promises "
-    "that it breaks: of your own function or module, or of those of torch, JAX, Flax, Keras and Equinox.",
+    "report how an attention treats masks, empty rows and NaN",
+    "Report the conventions of an attention (mask polarity, causal alignment, fully masked rows, …) and the "
+    "guarantees that it breaks. It is your own function or module, or one of torch, JAX, Flax, Keras and "
+    "Equinox.",
     "mha-parity conformance my_package.attention:attention --mask-true hides",
-    "no broken promise",
-    "a broken promise",
+    "no guarantee is broken",
+    "one is broken",
 )
 
 

@@ -13,10 +13,10 @@ from parity.text import some_of
 MOST_GIB = 2**20  # of a shard: a pebibyte
 
 PAGE = Page(
-    "attention weights from one layout to another, whole checkpoints too",
-    "Convert the attention layers of a checkpoint from one layout to another, tensor by tensor, and keep or drop "
-    "all other tensors. Nothing is guessed: what the file leaves open is an error that names the flag. DST is "
-    "written whole or not at all.",
+    "convert attention weights between layouts",
+    "Convert the attention layers of a checkpoint between layouts, tensor by tensor, and keep or drop all "
+    "other tensors. If the file is ambiguous, an error names the flag that decides. DST is written completely "
+    "or not at all.",
     "mha-parity convert model.safetensors flax.safetensors --from transformers.LLaMA \\\n"
     "      --to flax.nnx --prefix 'model.layers.{i}.self_attn' --num-heads 32",
     "written",

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from parity.diagnosis.diagnose import Diagnosis
 
 PAGE = Page(
-    "why does an implementation differ? which mistake explains it",
-    "Say why an implementation differs from the reference: which known mistake, or two at once, explains the "
-    "difference.",
+    "name the wrong layer, the wrong stage and the bug",
+    "Find out why an implementation differs from the reference. The result is the known bug, or the two, that "
+    "explain the difference.",
     "mha-parity diagnose my_package.attention:attention --weights layer.safetensors",
     "nothing differs by more than rounding",
-    "something does",
+    "something differs",
 )
 
 

@@ -7,11 +7,11 @@ import argparse
 from parity.cli.help import Page, Result
 
 PAGE = Page(
-    "what is installed, and what would be skipped and why",
-    "Say what is installed, on which devices the backends run and with which numerics settings, and what would be "
-    "skipped or refused, with the reason and how to get it.",
+    "report what is installed and what would be skipped",
+    "Report which packages are installed, on which devices and with which numerics settings the backends run, "
+    "what would be skipped, and how to get it.",
     "mha-parity doctor",
-    "always, whatever is missing",
+    "always, even if something is missing",
 )
 
 

@@ -8,10 +8,10 @@ from parity.cli.help import Page, Result
 from parity.cli.layers import add_layer_options, layer_options, warn_of_parts
 
 PAGE = Page(
-    "what a file holds, and which layouts its attention layers fit",
-    "Show what a file holds: names, shapes, dtypes, the prefixes of attention layers, and the layouts that fit them.",
+    "list the tensors of a file and the layouts they fit",
+    "List the names, shapes and dtypes of a file, the prefixes of its attention layers, and the layouts that they fit.",
     "mha-parity inspect model.safetensors",
-    "read, whether or not there is attention in it",
+    "read, with or without attention in it",
 )
 
 

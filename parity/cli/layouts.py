@@ -7,8 +7,8 @@ import argparse
 from parity.cli.help import Page, Result
 
 PAGE = Page(
-    "the known layouts, or the tensors of one",
-    "List the layouts of weights that are known, or show the tensors of one with their axes.",
+    "list known layouts, or the tensors of one",
+    "List the known layouts of weights, or the tensors of one layout with their axes.",
     "mha-parity layouts transformers.LLaMA",
     "listed",
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -41,11 +42,11 @@ from parity.cli import (
 )
 from parity.cli.clone import FROM_A_CLONE, commands_of_a_clone
 from parity.cli.help import EXIT_STATUS
-from parity.cli.messages import is_writable, refusal, say, warn
+from parity.cli.messages import is_writable, refusal, say, say_error, warn
 from parity.cli.options import in_flags
 from parity.cli.paths import REPORTS, STANDARD_OUTPUT, check_paths
 from parity.conversion.not_carried import NotCarriedWarning
-from parity.text import in_line
+from parity.text import did_you_mean, in_line
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -69,7 +70,15 @@ COMMANDS: dict[str, Any] = {
     "diagnose": diagnose,
     **dict(commands_of_a_clone()),
 }
-"""A module for each: its `PAGE` of help, `add_arguments`, and `run`, which imports what takes time: --help need not."""
+"""A module for each: its `PAGE` of help, `add_arguments`, and `run`, which alone imports what takes time."""
+
+GROUPS = {
+    "check": ("run", "compare", "conformance", "mutate", "verify"),
+    "explain": ("diagnose", "bugs", "plot"),
+    "models": ("spec", "inspect", "convert", "layouts", "write", "cache-size"),
+    "about": ("cases", "doctor", *FROM_A_CLONE),
+}
+"""Commands in the order of the help, by the kind of their work."""
 
 PATIENCE = 5.0  # seconds that an import may go on when a signal has come
 
@@ -95,7 +104,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise ModuleNotFoundError(
                     f"{name} is not in the wheel: it needs a clone, and there `make` or pip install --editable"
                 )
-            options = make_parser().parse_args(arguments)
+            if name and not name.startswith("-") and name not in COMMANDS:
+                hint = did_you_mean(name, COMMANDS) or "`mha-parity --help` lists them"
+                raise refusal("COMMAND", "be a known one", name, hint=hint)
+            options, unknown = make_parser().parse_known_args(arguments)
+            if unknown:
+                hint = (
+                    did_you_mean(unknown[0], re.findall(r"--[\w-]+", options.format_help()))
+                    or f"`mha-parity {name} --help` lists its options"
+                )
+                raise refusal(unknown[0], f"be an option of {name}", hint=hint)
             with _warnings_in_a_line():
                 status = _run_command(options)
             _check_output()
@@ -108,9 +126,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
                 return say(f"interrupted{by}", 128 + number)
             if isinstance(error, EXPECTED):
-                return say(str(error) or type(error).__name__, 2)
+                is_about_file = isinstance(error, OSError) and error.strerror and error.filename is not None
+                text = f"{error.filename}: {error.strerror}" if is_about_file else str(error)
+                return say_error(text or type(error).__name__, 2)
             what = f"{type(error).__name__}: {error}".rstrip(": ")
-            return say(f"a bug in this program, {what}; MHA_PARITY_TRACEBACK=1 shows where", 70)
+            return say_error(f"a bug in mha-parity, {what}; MHA_PARITY_TRACEBACK=1 shows where", 70)
         finally:
             for stream in (sys.stdout, sys.stderr):
                 is_writable(stream)
@@ -248,18 +268,23 @@ class _Version(argparse.Action):
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
+    lines = [
+        "\n".join((f"{group}:", *(f"  {name:11} {COMMANDS[name].PAGE.line}" for name in names if name in COMMANDS)))
+        for group, names in GROUPS.items()
+    ]
     parser = _Parser(
         prog="mha-parity",
-        description="Prove that attention layers in JAX, PyTorch and TTNN agree, or see where they do not.",
-        epilog=f"`mha-parity COMMAND --help` has an example of each command. {EXIT_STATUS}",
+        usage="mha-parity [-h] [--version] COMMAND ...",
+        description="Check that attention layers in JAX, PyTorch and TTNN agree, or find out why they do not.",
+        epilog="\n\n".join((*lines, "`mha-parity COMMAND --help` has an example of each command.", EXIT_STATUS)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
-    parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS)
     for name, command in COMMANDS.items():
         page = command.PAGE
         command_parser = parsers.add_parser(
             name,
-            help=page.line,
             description=textwrap.fill(page.about, 78),
             epilog=page.epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -268,4 +293,5 @@ def make_parser() -> argparse.ArgumentParser:
         command_parser.add_argument(
             "--json", metavar="PATH", help="also write the result as JSON; - is standard output"
         )
+        command_parser.set_defaults(format_help=command_parser.format_help)
     return parser

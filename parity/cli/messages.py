@@ -22,6 +22,11 @@ def say(text: str, status: int) -> int:
     return status
 
 
+def say_error(text: str, status: int) -> int:
+    """Print an error in one line on standard error, and return the exit status."""
+    return say(f"error: {text}", status)
+
+
 def warn(text: object) -> None:
     """Print in one line on standard error what the user of a command that goes on should know."""
     _print(f"mha-parity: warning: {text}")

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from mha_spec import Refusal
 
 PAGE = Page(
-    "would your tests notice? plant known mistakes in your own attention",
-    "Plant known mistakes in your own attention, one at a time, run your tests for each, and show which mistakes leave "
-    "them green.",
+    "report which known bugs your tests miss",
+    "Inject known bugs into your own attention, one at a time, run your tests for each, and report the bugs "
+    "that no test notices.",
     "mha-parity mutate my_package.attention:attention --jobs 2 -- pytest -q tests/test_attention.py",
-    "every mistake was noticed",
-    "one was not",
+    "every bug was noticed",
+    "a bug was missed",
 )
 
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from parity.cli.messages import refusal
+from parity.text import did_you_mean
 
 if TYPE_CHECKING:
     from mha_spec import Refusal
@@ -113,7 +114,7 @@ def check_range(options: argparse.Namespace, name: str, least: int, most: float 
 
 
 def check_names(flag: str, given: Sequence[str] | None, known: Collection[str]) -> None:
-    """Refuse a name that is not known."""
+    """Refuse an unknown name."""
     for name in given or ():
         if name not in known:
-            raise refusal(flag, f"be of {', '.join(known)}", {flag: name})
+            raise refusal(flag, f"be one of {', '.join(known)}", {flag: name}, hint=did_you_mean(name, known))

@@ -13,8 +13,8 @@ from parity.cli.options import range_list
 from parity.cli.paths import kind_of
 
 PAGE = Page(
-    "heat maps of attention: which query attends to which key, head by head",
-    "Draw which query attends to which key, a heat map for each head, from a trace or from a layer and its input.",
+    "draw attention heat maps, head by head",
+    "Draw a heat map of attention for each head, queries by keys, from a trace or from a layer and its input.",
     "mha-parity plot layer.safetensors attention.png --case causal --heads 0,1",
     "drawn",
 )

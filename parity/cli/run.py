@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 MOST_RANDOM = 10_000  # cases, which take hours
 
 PAGE = Page(
-    "run cases on backends and judge every stage",
-    "Run cases on every backend and compare each stage (q, k, v, scores, attention weights, context, output, "
-    "cache, gradients) with the float64 reference. What is allowed follows from the rounding of the dtype.",
+    "run test cases or a model's layers, and judge every stage",
+    "Run test cases in each framework and compare each stage (q, k, v, scores, attention weights, context, "
+    "output, cache, gradients) with the float64 reference. The tolerance follows from rounding in the dtype.",
     "mha-parity run --model checkpoints/llama --layers 0,5-7 --against transformers",
-    "every stage that ran agrees",
-    "a stage does not",
+    "every stage agrees",
+    "a stage differs",
 )
 
 

@@ -8,11 +8,12 @@ from parity.cli.help import Page, Result
 from parity.cli.messages import refusal
 
 PAGE = Page(
-    "what each attention layer of a model computes, by its config.json or by what it does",
-    "Read the configuration of a model of Hugging Face, and say what each of its attention layers computes, and which "
-    "key says so. With --live, observe a model that runs instead, and say how each field was found.",
+    "read what each attention layer of a model computes",
+    "Read the configuration of a Hugging Face model. Report what each of its attention layers computes, and "
+    "which key specifies it. With --live, observe a model in memory instead, and report how each field was "
+    "found.",
     "mha-parity spec checkpoints/llama",
-    "all was understood",
+    "every layer is understood",
     "a live layer was not identified",
 )
 

@@ -9,11 +9,11 @@ from parity.cli.layers import add_layer_options, pairs_of_layers, status_of
 from parity.cli.messages import warn
 
 PAGE = Page(
-    "do two files hold the same attention?",
-    "Say whether two files hold the same attention, whatever their layouts: their tensors are compared one by one, "
-    "and where they differ what is computed with them, stage by stage; layer by layer where {i} in --prefix, or a "
-    "stack, stands for many. Parts that cannot be compared are named; then the exit status is not 0. What --from and "
-    "--prefix say once holds for both files; said twice, for each in turn.",
+    "compare the attention weights of two files",
+    "Check that two files hold the same attention, whatever their layouts. Tensors are compared one by one. If "
+    "they differ, so are the stages computed with them. With {i} in --prefix, or a stack, all layers are "
+    "compared. Parts that cannot be compared are named, and then the exit status is not 0. --from and --prefix "
+    "hold for both files if passed once, and for each in turn if passed twice.",
     "mha-parity verify model.safetensors flax.safetensors --from transformers.LLaMA \\\n"
     "      --from flax.nnx --prefix model.layers.0.self_attn --num-heads 32",
     "the same attention",

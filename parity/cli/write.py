@@ -21,10 +21,10 @@ TAKEN = (*FRAMEWORKS, "numpy", "math", "typing", "parity", "mha_spec")
 """Modules that what is written imports."""
 
 PAGE = Page(
-    "the plain code of one attention layer, for your own repository",
-    "Write one file of plain code for an attention layer of a model: no options, no branches, no import of this "
-    "package. The file ends with a function that makes its weights of the checkpoint's tensors. --test writes a test "
-    "beside it.",
+    "write one layer as plain code, with a test",
+    "Write one attention layer of a model as a file of plain code, without options, branches or imports of "
+    "this package. The file ends with a function that makes its weights from the checkpoint's tensors. --test "
+    "also writes a test.",
     "mha-parity write checkpoints/llama --layers 3 --to torch --cache static --output attention.py",
     "written",
 )

@@ -10,10 +10,11 @@ from rich.markdown import Markdown
 from rich.text import Text
 
 from mha_spec import Refusal
+from parity.text import did_you_mean
 
 
 def bug_page(name: str) -> str:
-    """The page of a class of mistakes, by its name or that of one of its mistakes.
+    """Return the page of that name, or the page of the bug of that name.
 
     Raises:
         ValueError: if there is none.
@@ -22,10 +23,11 @@ def bug_page(name: str) -> str:
 
     folder = resources.files("parity") / "bugs"
     pages = {page.name.removesuffix(".md"): page for page in folder.iterdir()}
-    page = pages.get(name) or pages.get(page_by_mistake().get(name, ""))
+    page_by_bug = page_by_mistake()
+    page = pages.get(name) or pages.get(page_by_bug.get(name, ""))
     if page is None:
-        known = ", ".join(sorted(pages.keys() - {"README"}))
-        raise Refusal("NAME", "be that of a page or of a mistake", NAME=name, hint=f"the pages are {known}")
+        advice = filter(None, (did_you_mean(name, {**pages, **page_by_bug}), "`mha-parity bugs` lists them"))
+        raise Refusal("NAME", "be a known bug or a page of bugs", NAME=name, hint=" ".join(advice))
     return page.read_text("utf-8")
 
 

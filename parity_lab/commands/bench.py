@@ -10,9 +10,9 @@ from parity.cli.messages import refusal
 from parity.cli.options import check_names, name_list, range_list
 
 PAGE = Page(
-    "how fast: against other libraries in one process, and against the limit",
-    "Measure the siblings against other libraries, in one process and in turn, and against what the machine could "
-    "do; with --model the layers of a model, with their own weights. Only ratios are claimed.",
+    "measure speed beside other libraries",
+    "Measure the layers beside other libraries, in one process and in turn, and against the limits of the "
+    "machine. With --model, measure the layers of a model with their own weights. Only ratios are claimed.",
     "mha-parity bench --what cores,decode --quick",
     "measured",
 )

@@ -10,12 +10,11 @@ from parity.cli.messages import no_framework, refusal
 from parity.cli.options import check_names, name_list
 
 PAGE = Page(
-    "would the harness notice? plant a known mistake of each page",
-    "Plant a known mistake of each page in the siblings, and show whether it is noticed at its stage and named by the "
-    "diagnosis.",
+    "inject known bugs into the layers, and check that they are found",
+    "Inject a known bug of each page into the layers. Check that it is seen at its stage and named by the diagnosis.",
     "mha-parity selftest --backends torch",
-    "every mistake was noticed",
-    "one was not",
+    "every bug was found",
+    "a bug was missed",
 )
 
 
