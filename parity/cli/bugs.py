@@ -16,7 +16,7 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="a page or a mistake; without one, the list of them")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a page or a bug; default: the list")
 
 
 def run(options: argparse.Namespace) -> Result:

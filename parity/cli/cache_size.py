@@ -18,15 +18,15 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences; 1 by default")
-    parser.add_argument("--num-kv-heads", type=int, required=True, metavar="K")
-    parser.add_argument("--head-dim", type=int, required=True, metavar="H")
+    parser.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences; default: 1")
+    parser.add_argument("--num-kv-heads", type=int, required=True, metavar="K", help="key/value heads")
+    parser.add_argument("--head-dim", type=int, required=True, metavar="H", help="features of a head")
     slots = parser.add_mutually_exclusive_group(required=True)
-    slots.add_argument("--capacity", type=int, metavar="S", help="slots, or tokens, of each sequence")
+    slots.add_argument("--capacity", type=int, metavar="S", help="tokens of each sequence")
     slots.add_argument("--seq-len", dest="capacity", type=int, help=argparse.SUPPRESS)  # its former name
     parser.add_argument("--batch", dest="batch_size", type=int, help=argparse.SUPPRESS)  # its former name
-    parser.add_argument("--num-layers", type=int, default=1, metavar="L", help="1 by default")
-    parser.add_argument("--dtype", default="float16", help="float32, bfloat16, float16, float64; float16 by default")
+    parser.add_argument("--num-layers", type=int, default=1, metavar="L", help="layers; default: 1")
+    parser.add_argument("--dtype", default="float16", help="float32, bfloat16, float16, float64; default: float16")
 
 
 def run(options: argparse.Namespace) -> Result:

@@ -22,7 +22,7 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="?", default="*", metavar="GLOB", help="such as 'rope*'; all by default")
+    parser.add_argument("names", nargs="?", default="*", metavar="GLOB", help="names such as 'rope*'; default: all")
 
 
 def run(options: argparse.Namespace) -> Result:

@@ -19,9 +19,9 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("traces", nargs="+", metavar="DIR", help="folders of traces, or single files, or recordings")
-    parser.add_argument("--weights", metavar="DIR", help="with recordings: the model that they should be of")
-    parser.add_argument("--verbose", action="store_true", help="print every comparison")
+    parser.add_argument("traces", nargs="+", metavar="DIR", help="folders of traces, single traces, or recordings")
+    parser.add_argument("--weights", metavar="DIR", help="with recordings: the model to judge them by")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print every comparison")
     parser.set_defaults(quiet=False)
     add_report_options(parser)
 

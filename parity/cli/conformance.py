@@ -22,17 +22,20 @@ PAGE = Page(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "subject", nargs="?", metavar="PKG.MODULE:CALLABLE", help="a function, a module, or what makes one"
+        "subject",
+        nargs="?",
+        metavar="PKG.MODULE:CALLABLE",
+        help="a function, a module, or a function that makes a module",
     )
-    parser.add_argument("--peers", action="store_true", help="those of torch, JAX, Flax, Keras, Equinox; and ours")
-    parser.add_argument("--only", default="*", metavar="GLOB", help="names of peers, such as 'keras*'")
-    parser.add_argument("--questions", type=name_list, metavar="A,B", help="rows of the matrix; all by default")
+    parser.add_argument("--peers", action="store_true", help="examine torch, JAX, Flax, Keras, Equinox, and our layers")
+    parser.add_argument("--only", default="*", metavar="GLOB", help="with --peers: names such as 'keras*'")
+    parser.add_argument("--questions", type=name_list, metavar="A,B", help="rows of the matrix; default: all")
     parser.add_argument(
-        "--dtypes", type=name_list, metavar="A,B", help="float32,bfloat16,float16 by default; of ttnn bfloat16"
+        "--dtypes", type=name_list, metavar="A,B", help="default: float32,bfloat16,float16; with ttnn bfloat16"
     )
     add_declarations(parser, ("torch", "jax", "ttnn"))
     parser.add_argument("--d-model", type=int, metavar="E", help="width of a layer's inputs")
-    parser.add_argument("--num-heads", type=int, metavar="N", help="of a layer")
+    parser.add_argument("--num-heads", type=int, metavar="N", help="query heads of a layer")
     parser.add_argument("--num-kv-heads", type=int, metavar="K", help="declare that grouped heads are supported")
 
 

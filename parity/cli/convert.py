@@ -24,32 +24,34 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help="a file, or a folder of shards or of ranks' files")
-    parser.add_argument("target", metavar="DST", help="a file, whose suffix decides the format; or a folder")
-    parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="from the file's metadata by default")
-    parser.add_argument("--to", required=True, metavar="LAYOUT", help="see `mha-parity layouts`")
+    parser.add_argument("source", metavar="SRC", help="a file, or a folder of shards or of files of ranks")
+    parser.add_argument("target", metavar="DST", help="a file, whose suffix selects the format, or a folder")
+    parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="layout of SRC; default: from its metadata")
+    parser.add_argument("--to", required=True, metavar="LAYOUT", help="layout of DST: see `mha-parity layouts`")
+    parser.add_argument("--to-prefix", metavar="P", help="prefix in DST; without {i}, layers are stacked on an axis")
     parser.add_argument(
-        "--to-prefix", metavar="P", help="of the layers that are written; without {i}, they are stacked on an axis"
+        "--rest", choices=("keep", "drop"), default="keep", help="keep or drop all other tensors; default: keep"
     )
-    parser.add_argument("--rest", choices=("keep", "drop"), default="keep", help="all other tensors; kept by default")
     parser.add_argument(
         "--drop",
         type=name_list,
         default=[],
         metavar="A,B",
-        help="what layers compute that is left out where the target does not carry it: rope, rope.scaling, soft_cap …, "
-        "or what no specification says: relative_position_bias",
+        help="features to leave out if DST cannot hold them, such as rope.scaling or soft_cap; the file records them",
     )
-    parser.add_argument("--fill-bias", action="store_true", help="add biases of zeros where the target must have some")
-    parser.add_argument("--max-shard-gib", type=float, metavar="G", help="divide the target into files of that size")
+    parser.add_argument("--fill-bias", action="store_true", help="add biases of zeros if DST needs biases")
+    parser.add_argument("--max-shard-gib", type=float, metavar="G", help="split DST into files of at most this size")
     parser.add_argument(
-        "--ranks", type=int, metavar="R", help="divide the heads over R ranks: DST is a new folder with a file for each"
+        "--ranks",
+        type=int,
+        metavar="R",
+        help="divide the heads over R ranks: DST is a new folder with one file per rank",
     )
     parser.add_argument("--force", action="store_true", help="replace DST, if it is of the same format")
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="read everything, say what would be written or refused, and write nothing",
+        help="read everything, report the result or the errors, and write nothing",
     )
     add_layer_options(parser, "a layer")
 

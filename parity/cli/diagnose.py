@@ -27,6 +27,15 @@ PAGE = Page(
     "mha-parity diagnose my_package.attention:attention --weights layer.safetensors",
     "nothing differs by more than rounding",
     "something differs",
+    forms=(
+        ("PKG.MODULE:FUNCTION --weights FILE", "your function, with the weights that it should have"),
+        ("TRACE", "a trace that `run --save-traces` wrote"),
+        ("TRACE TRACE", "two traces of one case"),
+        ("FILE FILE", "two files of weights"),
+        ("RECORDING --weights FOLDER", "a recording of parity.tap, and its model"),
+        ("RECORDING RECORDING", "two recordings of one model"),
+        ("FILE… --ranks tensor=4 --weights FILE", "the stages of each rank"),
+    ),
 )
 
 
@@ -34,30 +43,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files",
         nargs="+",
-        metavar="WHAT",
-        help="a trace; two traces or weight files; one or two recordings; PKG.MODULE:CALLABLE; or with --ranks files",
+        metavar="INPUT",
+        help="a function, traces, recordings or weight files: see the forms below",
     )
     parser.add_argument(
         "--weights",
         metavar="FILE",
-        help="with a function or --ranks: the weights that it should have, or all ranks; with recordings: the model",
+        help="right weights: of a function, of --ranks; for recordings, the model",
     )
     parser.add_argument(
-        "--framework", choices=("torch", "jax", "ttnn"), help="of a function, where it cannot be inferred"
+        "--framework", choices=("torch", "jax", "ttnn"), help="framework of a function, if it cannot be inferred"
     )
     add_params_option(parser)
     parser.add_argument(
-        "--not-causal", action="store_true", help="with a function, or with --ranks: every token sees every other"
+        "--not-causal", action="store_true", help="with a function or --ranks: every token attends to all tokens"
     )
     parser.add_argument(
         "--ranks",
         metavar="tensor=4",
-        help="the files, in order, are what each of so many ranks computed that share heads (tensor) or tokens "
-        "(sequence): stages by name",
+        help="each file holds the stages of one rank, in order; ranks share heads (tensor) or tokens (sequence)",
     )
-    parser.add_argument("--case", metavar="NAME", help="with --ranks: the case that they computed, if not --weights")
     parser.add_argument(
-        "--from", dest="layouts", action="append", default=[], metavar="LAYOUT", help="of both weight files, or each"
+        "--case", metavar="NAME", help="with --ranks: the case that ranks computed, instead of --weights"
+    )
+    parser.add_argument(
+        "--from",
+        dest="layouts",
+        action="append",
+        default=[],
+        metavar="LAYOUT",
+        help="layout of both weight files, or of each",
     )
     add_layer_options(parser, "the layer, in both files or each", many=True)
 

@@ -25,6 +25,7 @@ class Page(NamedTuple):
         example: a command line; a backslash continues it on the next line.
         well: when the exit status is 0.
         wrong: when it is 1; empty if it never is.
+        forms: arguments in each form of the command, and their meaning.
     """
 
     line: str
@@ -32,10 +33,13 @@ class Page(NamedTuple):
     example: str
     well: str
     wrong: str = ""
+    forms: tuple[tuple[str, str], ...] = ()
 
     @property
     def epilog(self) -> str:
-        """Example and exit status, below the options."""
+        """Forms, example and exit status, below the options."""
+        forms = "".join(f"  {arguments:38} {meaning}\n" for arguments, meaning in self.forms)
         wrong = f"; 1 {self.wrong}" if self.wrong else ""
         status = f"0 {self.well}{wrong}; 2 bad usage or something missing"
-        return f"example:\n  {self.example}\n\nexit status:\n  {status}"
+        before = f"forms:\n{forms}\n" if forms else ""
+        return f"{before}example:\n  {self.example}\n\nexit status:\n  {status}"

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from parity.conversion.not_compared import NotCompared
 
 
-def add_layer_options(parser: argparse.ArgumentParser, what: str = "", *, many: bool = False) -> None:
-    """Add the options that choose layers of a file: `--prefix` for the names of `what`, and what shapes leave open."""
+def add_layer_options(parser: argparse._ActionsContainer, what: str = "", *, many: bool = False) -> None:
+    """Add the options that choose layers of a file: `--prefix` for the names of `what`, and ambiguous sizes."""
     if what:
         repeated: dict[str, Any] = {"action": "append", "default": []} if many else {}
-        about = f"what the names of {what} begin with; {{i}} stands for a number"
+        about = f"common prefix of the names of {what}; {{i}} stands for a number"
         parser.add_argument("--prefix", metavar="P", help=about, **repeated)
-    parser.add_argument("--num-heads", type=int, metavar="N", help="where the shapes leave it open")
-    parser.add_argument("--num-kv-heads", type=int, metavar="K")
-    parser.add_argument("--head-dim", type=int, metavar="H")
-    parser.add_argument("--rope-theta", type=float, metavar="THETA", help="base of the RoPE frequencies, if any")
+    parser.add_argument("--num-heads", type=int, metavar="N", help="query heads, if shapes are ambiguous")
+    parser.add_argument("--num-kv-heads", type=int, metavar="K", help="key/value heads, if shapes are ambiguous")
+    parser.add_argument("--head-dim", type=int, metavar="H", help="features of a head, if shapes are ambiguous")
+    parser.add_argument("--rope-theta", type=float, metavar="THETA", help="base of RoPE's frequencies, if any")
 
 
 def layer_options(options: argparse.Namespace) -> LayerKeywords:

@@ -126,14 +126,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
                 return say(f"interrupted{by}", 128 + number)
             if isinstance(error, EXPECTED):
-                is_about_file = isinstance(error, OSError) and error.strerror and error.filename is not None
-                text = f"{error.filename}: {error.strerror}" if is_about_file else str(error)
-                return say_error(text or type(error).__name__, 2)
+                return say_error(_words_of(error), 2)
             what = f"{type(error).__name__}: {error}".rstrip(": ")
             return say_error(f"a bug in mha-parity, {what}; MHA_PARITY_TRACEBACK=1 shows where", 70)
         finally:
             for stream in (sys.stdout, sys.stderr):
                 is_writable(stream)
+
+
+def _words_of(error: Exception) -> str:
+    """Return the text of an error; that of a file begins with its path."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
 
 
 def _check_output() -> None:
@@ -280,7 +285,9 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
-    parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS)
+    parsers = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", prog="mha-parity", help=argparse.SUPPRESS
+    )
     for name, command in COMMANDS.items():
         page = command.PAGE
         command_parser = parsers.add_parser(

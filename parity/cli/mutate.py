@@ -26,15 +26,22 @@ PAGE = Page(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("subject", metavar="PKG.MODULE:CALLABLE", help="a function, or a class of modules")
-    parser.add_argument("tests", nargs="+", metavar="COMMAND", help="after --, what runs the tests: pytest …")
-    parser.add_argument("--only", type=name_list, metavar="GLOBS", help="names of mistakes, such as 'mask*,scale*'")
-    parser.add_argument("--skip", type=name_list, metavar="GLOBS", help="those to leave out")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once, 1 by default")
     parser.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="of one run; ten times the first, at least 60, by default"
+        "tests", nargs="+", metavar="COMMAND", help="after --, the command that runs your tests: pytest …"
+    )
+    parser.add_argument(
+        "--only", type=name_list, metavar="GLOBS", help="inject only these bugs, such as 'mask*,scale*'"
+    )
+    parser.add_argument("--skip", type=name_list, metavar="GLOBS", help="leave out these bugs")
+    parser.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="runs at a time; default: 1")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="limit of one run; default: ten times the first one, at least 60",
     )
     add_declarations(parser, ("torch", "jax"))
-    parser.add_argument("--padding-true", choices=("hides", "shows"), help="what True in a padding mask does")
+    parser.add_argument("--padding-true", choices=("hides", "shows"), help="effect of True in a padding mask")
 
 
 def run(options: argparse.Namespace) -> Result:

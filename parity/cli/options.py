@@ -58,23 +58,25 @@ def in_flags(refused: Refusal, options: argparse.Namespace) -> Refusal:
 
 
 def add_params_option(parser: argparse.ArgumentParser) -> None:
-    """The option for the weights of a function that takes them as an argument."""
+    """Add the option for the weights of a function that accepts them as an argument."""
     parser.add_argument(
         "--params",
         metavar="PKG.MODULE:NAME",
-        help="weights of a function that takes them, attention(params, x): a mapping or a function that returns one",
+        help="weights for attention(params, x): a mapping, or a function that returns one",
     )
 
 
 def add_declarations(parser: argparse.ArgumentParser, frameworks: Sequence[str]) -> None:
-    """Options that declare what cannot be inferred of an attention."""
-    parser.add_argument("--framework", choices=frameworks, help="of a function, where its module has more than one")
+    """Add options that declare properties of an attention that cannot be inferred."""
+    parser.add_argument("--framework", choices=frameworks, help="framework of a function, if its module uses several")
     add_params_option(parser)
-    parser.add_argument("--axes", choices=("BNTH", "BTNH", "BTE"), help="of the inputs, where they cannot be inferred")
-    parser.add_argument("--mask-name", metavar="NAME", help="the parameter that takes the mask")
-    parser.add_argument("--mask-true", choices=("hides", "shows"), help="declare what True in a mask does")
-    parser.add_argument("--causal-name", metavar="NAME", help="the parameter that is the causal flag")
-    parser.add_argument("--causal", choices=("top-left", "bottom-right"), help="declare how it is aligned")
+    parser.add_argument(
+        "--axes", choices=("BNTH", "BTNH", "BTE"), help="axes of the inputs, if they cannot be inferred"
+    )
+    parser.add_argument("--mask-name", metavar="NAME", help="name of the mask parameter")
+    parser.add_argument("--mask-true", choices=("hides", "shows"), help="effect of True in a mask")
+    parser.add_argument("--causal-name", metavar="NAME", help="name of the causal flag")
+    parser.add_argument("--causal", choices=("top-left", "bottom-right"), help="alignment of the causal mask")
 
 
 def name_list(text: str) -> list[str]:

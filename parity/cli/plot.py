@@ -22,23 +22,23 @@ PAGE = Page(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="a trace, or a file with the weights of a layer")
-    parser.add_argument("target", metavar="DST", help="the picture, .png or .svg")
+    parser.add_argument("target", metavar="DST", help="picture to write, .png or .svg")
     given = parser.add_mutually_exclusive_group()
-    given.add_argument("--input", metavar="NPY", help="what the layer is applied to, (tokens, width) or (B, …)")
+    given.add_argument("--input", metavar="NPY", help="input of the layer, (tokens, width) or (B, tokens, width)")
     given.add_argument("--case", metavar="NAME", help="apply the layer to the inputs of this case")
-    parser.add_argument("--key-input", metavar="NPY", help="with --input: keys, for cross-attention")
-    parser.add_argument("--causal", action="store_true", help="with --input: no token sees a later one")
+    parser.add_argument("--key-input", metavar="NPY", help="with --input: sequence to attend to, for cross-attention")
+    parser.add_argument("--causal", action="store_true", help="with --input: tokens attend to no later token")
     labels = parser.add_mutually_exclusive_group()
-    labels.add_argument("--tokens", metavar="A,B", help="labels of the keys, and of as many queries")
-    labels.add_argument("--tokens-file", metavar="FILE", help="the same, one a line")
-    parser.add_argument("--query-tokens", metavar="A,B", help="labels of the queries, where they differ")
-    parser.add_argument("--heads", type=range_list, metavar="0,5-7", help="all by default")
+    labels.add_argument("--tokens", metavar="A,B", help="labels of the keys, and of the queries")
+    labels.add_argument("--tokens-file", metavar="FILE", help="file with one label a line")
+    parser.add_argument("--query-tokens", metavar="A,B", help="labels of the queries, if they differ")
+    parser.add_argument("--heads", type=range_list, metavar="0,5-7", help="heads to draw; default: all")
     parser.add_argument(
-        "--sequence", type=int, default=0, metavar="B", help="which sequence of the batch; 0 by default"
+        "--sequence", type=int, default=0, metavar="B", help="sequence of the batch to draw; default: 0"
     )
-    parser.add_argument("--stage", help="of a trace, such as step0.attn_weights; that of the last step by default")
+    parser.add_argument("--stage", help="stage of a trace, such as step0.attn_weights; default: the last one")
     parser.add_argument(
-        "--from", "--layout", dest="layout", metavar="LAYOUT", help="from the file's metadata by default"
+        "--from", "--layout", dest="layout", metavar="LAYOUT", help="layout; default: from the file's metadata"
     )
     add_layer_options(parser, "the layer")
 

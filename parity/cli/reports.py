@@ -8,10 +8,10 @@ from typing import Any
 from parity.cli.help import Result
 
 
-def add_report_options(parser: argparse.ArgumentParser) -> None:
-    """Options that say where a report is written."""
+def add_report_options(parser: argparse._ActionsContainer) -> None:
+    """Add the options for the files of a report."""
     parser.add_argument("--junit", metavar="PATH", help="also write the result as JUnit XML")
-    parser.add_argument("--html", metavar="PATH", help="also write the result as one page that needs no network")
+    parser.add_argument("--html", metavar="PATH", help="also write the result as one HTML page, which needs no network")
 
 
 def attention_maps(options: argparse.Namespace) -> Any:

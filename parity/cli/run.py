@@ -35,64 +35,62 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--backends",
-        type=name_list,
-        metavar="A,B",
-        help=f"{', '.join(BACKENDS)}; all that are installed by default",
+    what = parser.add_argument_group("what to run")
+    what.add_argument("--cases", metavar="GLOB", help="names such as 'rope*', or all; default: every feature once")
+    what.add_argument("--random", type=int, default=0, metavar="N", help="also run N random cases")
+    whose = what.add_mutually_exclusive_group()
+    whose.add_argument("--model", metavar="FOLDER", help="run every layer of this model instead: config.json, weights")
+    whose.add_argument("--weights", metavar="FILE", help="run one layer of this file instead, in any layout")
+    what.add_argument("--layers", type=range_list, metavar="0,5-7", help="layers of --model; default: all")
+    what.add_argument("--against", choices=("transformers",), help="with --model: also judge transformers' own modules")
+
+    how = parser.add_argument_group("how to run")
+    how.add_argument(
+        "--backends", type=name_list, metavar="A,B", help=f"{', '.join(BACKENDS)}; default: all that are installed"
     )
-    parser.add_argument(
-        "--cases",
-        metavar="GLOB",
-        help="names such as 'rope*', see `mha-parity cases`; all; every feature once by default",
-    )
-    parser.add_argument("--random", type=int, default=0, metavar="N", help="also run N cases drawn at random")
-    parser.add_argument(
+    how.add_argument(
         "--dtypes",
         type=name_list,
         default=["float32"],
         metavar="A,B",
-        help="float32, bfloat16, float16, float64; float32 by default",
+        help="float32, bfloat16, float16, float64; default: float32",
     )
-    parser.add_argument("--grad", action="store_true", help="also compare gradients")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that run cases, 1 by default")
-    parser.add_argument("--device", default="cpu", help="of torch, cpu or cuda; JAX uses its default device")
-    parser.add_argument(
-        "--mesh",
-        metavar="data=2,tensor=4",
-        help="divide each case over a mesh of devices: its sequences (data), heads (tensor), tokens (sequence)",
-    )
-    parser.add_argument("--devices", type=int, metavar="N", help="with --mesh: make N virtual devices of this CPU")
-    parser.add_argument(
-        "--axes",
-        choices=("automatic", "explicit"),
-        help="with --mesh: how JAX divides the work, by itself (default) or by the types of arrays",
-    )
-    whose = parser.add_mutually_exclusive_group()
-    whose.add_argument("--model", metavar="FOLDER", help="run every layer of this model instead: config.json, weights")
-    whose.add_argument("--weights", metavar="FILE", help="run a layer of this file instead, in any layout")
-    parser.add_argument("--layers", type=range_list, metavar="0,5-7", help="of --model; all by default")
-    parser.add_argument(
-        "--against", choices=("transformers",), help="with --model: judge the library's own modules, too"
-    )
-    parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="of the weights; told by the file by default")
-    parser.add_argument("--save-traces", metavar="DIR", help="keep every stage as a file, for `compare` and --join")
-    parser.add_argument(
-        "--join", action="append", default=[], metavar="DIR", help="also judge the traces of this folder"
-    )
-    parser.add_argument(
+    how.add_argument("--grad", action="store_true", help="also compare gradients")
+    how.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="number of processes; default: 1")
+    how.add_argument("--device", default="cpu", help="device of torch, cpu or cuda; JAX uses its default device")
+    how.add_argument(
         "--python",
         type=named_path,
         action="append",
         default=[],
         metavar="BACKEND=PATH",
-        help="run this backend with another Python, that of an environment of its own",
+        help="run this backend with the Python of another environment",
     )
-    length = parser.add_mutually_exclusive_group()
-    length.add_argument("--verbose", action="store_true", help="print every comparison")
-    length.add_argument("--quiet", action="store_true", help="print failures and the last line only")
-    add_layer_options(parser, "the layers")
-    add_report_options(parser)
+    how.add_argument("--join", action="append", default=[], metavar="DIR", help="also judge the traces of this folder")
+
+    mesh = parser.add_argument_group("meshes of devices")
+    mesh.add_argument(
+        "--mesh",
+        metavar="data=2,tensor=4",
+        help="divide each case over devices: its sequences (data), heads (tensor), tokens (sequence)",
+    )
+    mesh.add_argument("--devices", type=int, metavar="N", help="with --mesh: make N virtual devices of this CPU")
+    mesh.add_argument(
+        "--axes",
+        choices=("automatic", "explicit"),
+        help="with --mesh: JAX's mesh axes; automatic (default): XLA decides, explicit: the types of arrays do",
+    )
+
+    reading = parser.add_argument_group("reading weights")
+    reading.add_argument("--from", dest="layout", metavar="LAYOUT", help="layout; default: from the file's metadata")
+    add_layer_options(reading, "the layers")
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--save-traces", metavar="DIR", help="save every stage, for `compare` and --join")
+    length = output.add_mutually_exclusive_group()
+    length.add_argument("-v", "--verbose", action="store_true", help="print every comparison")
+    length.add_argument("-q", "--quiet", action="store_true", help="print failures and the last line only")
+    add_report_options(output)
 
 
 def run(options: argparse.Namespace) -> Result:

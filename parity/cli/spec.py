@@ -19,7 +19,7 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", nargs="?", help="a config.json, or the folder that it lies in")
+    parser.add_argument("path", metavar="PATH", nargs="?", help="config.json, or its folder")
     parser.add_argument(
         "--live",
         metavar="PKG.MODULE:NAME",
@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--part",
         metavar="NAME",
-        help="of a model with several parts one alone: the key of its configuration, text_config, or the keys on "
-        "the way to it, thinker_config.text_config",
+        help="only this part of a composite model: the key of its configuration, such as text_config or "
+        "thinker_config.text_config",
     )
 
 

@@ -24,7 +24,7 @@ PAGE = Page(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs=2, metavar="FILE")
     parser.add_argument(
-        "--from", dest="layouts", action="append", default=[], metavar="LAYOUT", help="of both, or each"
+        "--from", dest="layouts", action="append", default=[], metavar="LAYOUT", help="layout of both files, or of each"
     )
     add_layer_options(parser, "the layer, in both files or each", many=True)
 

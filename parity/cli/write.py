@@ -32,19 +32,19 @@ PAGE = Page(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("source", metavar="MODEL", help="a folder with a config.json and weights, or a file of weights")
+    parser.add_argument("source", metavar="MODEL", help="folder with a config.json and weights, or file of weights")
     parser.add_argument("--to", required=True, choices=FRAMEWORKS, help="the framework")
     parser.add_argument("--layers", type=range_list, metavar="N", help="number of the layer; default: the first one")
     parser.add_argument("--cache", choices=("static", "ragged"), help="write the layer over a key/value cache")
     parser.add_argument("--mask", action="store_true", help="accept a boolean mask, True = masked, in each call")
-    parser.add_argument("--output", metavar="FILE.py", help="the file to write; standard output by default")
+    parser.add_argument("-o", "--output", metavar="FILE.py", help="file to write; default: standard output")
     parser.add_argument(
         "--test",
         choices=("reference", "trace"),
-        help="write a test beside the file: against the float64 reference, or a trace that needs no mha-parity",
+        help="also write a test: against the float64 reference, or against a trace, without mha-parity",
     )
     parser.add_argument("--force", action="store_true", help="replace files that exist")
-    parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="from the file's metadata by default")
+    parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="layout; default: from the file's metadata")
     add_layer_options(parser, "a layer")
 
 

@@ -22,14 +22,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--what", type=name_list, metavar="A,B", help="cores,scores,layers,decode,memory,import,convert,growth"
     )
-    parser.add_argument("--frameworks", type=name_list, metavar="A,B", help="jax, torch; those installed by default")
-    parser.add_argument("--dtypes", type=name_list, metavar="A,B", help="float32 by default, on a GPU bfloat16")
-    parser.add_argument("--device", default="cpu", help="of torch, cpu or cuda; JAX uses its default device")
+    parser.add_argument(
+        "--frameworks", type=name_list, metavar="A,B", help="jax, torch; default: all that are installed"
+    )
+    parser.add_argument("--dtypes", type=name_list, metavar="A,B", help="default: float32, on a GPU bfloat16")
+    parser.add_argument("--device", default="cpu", help="device of torch, cpu or cuda; JAX uses its default device")
     parser.add_argument("--quick", action="store_true", help="fewer rows and smaller shapes, in less than 90 s")
     parser.add_argument("--plot", metavar="PATH", help="also draw time and memory over sequence length, .png or .svg")
     parser.add_argument("--model", metavar="FOLDER", help="measure this model's layers instead: config.json, weights")
-    parser.add_argument("--layers", type=range_list, metavar="0,5-7", help="of --model; all that differ by default")
-    parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="of its weights; told by the file by default")
+    parser.add_argument(
+        "--layers", type=range_list, metavar="0,5-7", help="layers of --model; default: all that differ"
+    )
+    parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="layout; default: from the file's metadata")
     add_layer_options(parser, "its layers")
 
 

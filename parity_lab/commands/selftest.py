@@ -19,9 +19,9 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backends", type=name_list, metavar="A,B", help="jax,torch by default")
-    parser.add_argument("--cases", default="*", metavar="GLOB")
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    parser.add_argument("--backends", type=name_list, metavar="A,B", help="default: jax,torch")
+    parser.add_argument("--cases", default="*", metavar="GLOB", help="names such as 'rope*'; default: all")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
 
 
 def run(options: argparse.Namespace) -> Result:
