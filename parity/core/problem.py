@@ -57,8 +57,9 @@ class Problem:
         case: where it comes from.
         dtype: of weights and inputs, by name.
         weights: canonical weights.
-        inputs: `query` (B, T, d_in); `key` (B, S, d_kv), which is also the value, for cross-attention; `bias`
-            (B, N, T, S) and `mask` (B, N, T, S) where the case has them; `cotangent`, in the shape of the output.
+        inputs: `query` (B, T, d_in); `key` (B, S, d_kv) for cross-attention; `value` (B, S, d_kv) if values are made of
+            another input than keys; `bias` (B, N, T, S) and `mask` (B, N, T, S) where the case has them; `cotangent`,
+            in the shape of the output.
         sample: the part of it that the reference computes; all of it when absent.
     """
 
@@ -81,6 +82,12 @@ class Problem:
             sha256.update(f"{name} {array.dtype} {array.shape}".encode())
             sha256.update(np.ascontiguousarray(array).tobytes())
         return sha256.hexdigest()
+
+    @property
+    def sides(self) -> dict[str, str]:
+        """The name of the input that each of q, k and v is made of."""
+        key = "key" if "key" in self.inputs else "query"
+        return {"q": "query", "k": key, "v": "value" if "value" in self.inputs else key}
 
     @property
     def bias(self) -> np.ndarray | None:

@@ -68,8 +68,8 @@ def steps_of_sample(layer: Any, sample: Sample, case: Case) -> Sequence[Step]:
         others = absorbed.without(layer, left_out) if left_out else layer
         found = {name: x if name in ("q", "gate") else x[:, :, keys] for name, x in others.qkv(values).items()}
         found |= {"q": q if q is not None else found["q"][:, :, rows]} if "q" in layer.asked else {}
-        of = inputs.get("key", inputs["query"])
-        found |= {name: absorbed.unmade(layer, name, x, of, len(rows)) for name, x in wrong.items()}
+        of = {name: inputs[side] for name, side in layer.problem.sides.items()}
+        found |= {name: absorbed.unmade(layer, name, x, of[name], len(rows)) for name, x in wrong.items()}
         return found if "gate" not in found else {**found, "gate": found["gate"][:, sample.rows_of("gate")]}
 
     def scores(values: Values) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from parity.core.trace import Reference
 from parity.core.weights import Weights, dtype_named
 from parity.tapping.record import TappedCall, TappedLayer, is_hidden
 
-TOKENS = {"input": 1, "q": 2, "k": 2, "v": 2, "context": 2, "output": 1}
+TOKENS = {"input": 1, "value_input": 1, "q": 2, "k": 2, "v": 2, "context": 2, "output": 1}
 """The axis of tokens of what is joined along it."""
 
 OF_KEYS = ("key_input", "value_input", "key_is_real", "k", "v")
@@ -163,6 +163,8 @@ class Sequences:
         inputs = {"query": self.values["input"]}
         if self.is_cross:
             inputs["key"] = self.values["key_input"]
+        if "value_input" in self.values:
+            inputs["value"] = self.values["value_input"]
         if "key_is_real" in self.values:
             is_padding = ~self.values["key_is_real"][:, None, None]
             shape = (len(self.rows), spec.num_heads, len(self.tokens), is_padding.shape[-1])

@@ -136,10 +136,12 @@ Specs = Sequence[ModelLayer] | Mapping[int, AttentionSpec | None]
 LayerWeights = Mapping[int, Mapping[str, Any]] | Mapping[str, Mapping[str, Any]]
 
 
-def judge_tap(tapped: Tapped, specs: Specs, weights: LayerWeights, *, is_causal: bool | None = None) -> TapVerdict:
+def judge_tap(
+    tapped: Tapped, specs: Specs, weights: LayerWeights, *, is_causal: bool | None = None, diagnoses: bool = True
+) -> TapVerdict:
     """Judge each layer of a recording alone, by what the float64 reference gives for the layer's own input.
 
-    Prompt and steps are joined, padding is left out. A layer that differs is diagnosed.
+    Prompt and steps are joined, padding is left out.
 
     Args:
         tapped: the recording.
@@ -147,6 +149,7 @@ def judge_tap(tapped: Tapped, specs: Specs, weights: LayerWeights, *, is_causal:
         weights: the canonical weights that each layer should have, by its index, or by the name of its module, as
             models with an encoder and a decoder need it.
         is_causal: whether tokens should not see later ones; as `specs` say when absent, else true.
+        diagnoses: whether a layer that differs is diagnosed.
 
     Returns:
         A verdict on each layer that was tapped, in order.
@@ -155,13 +158,18 @@ def judge_tap(tapped: Tapped, specs: Specs, weights: LayerWeights, *, is_causal:
         TypeError, ValueError: if weights are not those of their spec, or the calls of a layer do not follow each other.
     """
     is_transformers = bool(tapped.config)
-    return TapVerdict(
-        [_judge_layer(layer, specs, weights, is_causal, is_named_so=is_transformers) for layer in tapped.layers]
-    )
+    asked = {"is_named_so": is_transformers, "diagnoses": diagnoses}
+    return TapVerdict([_judge_layer(layer, specs, weights, is_causal, **asked) for layer in tapped.layers])
 
 
 def _judge_layer(
-    layer: TappedLayer, specs: Specs, weights: LayerWeights, is_causal: bool | None, *, is_named_so: bool
+    layer: TappedLayer,
+    specs: Specs,
+    weights: LayerWeights,
+    is_causal: bool | None,
+    *,
+    is_named_so: bool,
+    diagnoses: bool,
 ) -> LayerVerdict:
     found = _known(layer, specs)
     verdict = LayerVerdict(layer.title, layer.name, layer.index)
@@ -183,7 +191,7 @@ def _judge_layer(
         problem = sequences.problem(verdict.layer, known.spec, checked, is_causal=causal)
         problems.append((sequences, problem))
         is_explained = verdict.diagnosis is not None and verdict.diagnosis.is_known
-        comparisons, diagnosis = _judge(sequences, problem, layer, diagnoses=not is_explained)
+        comparisons, diagnosis = _judge(sequences, problem, layer, diagnoses=diagnoses and not is_explained)
         if verdict.diagnosis is not None and (diagnosis is None or not diagnosis.is_known):
             diagnosis = verdict.diagnosis  # that of the first that differ, if none is explained
         verdict = replace(verdict, comparisons=[*verdict.comparisons, *comparisons], diagnosis=diagnosis)
@@ -288,8 +296,6 @@ def _why_not_cross(layer: TappedLayer, known: ModelLayer) -> str:
         return "the sequence that it attends to was not seen" if should else ""
     if known.kind and not should:
         return "it attends to another sequence, and should not"
-    if any("value_input" in call.values for call in layer.calls):
-        return "its values are made of something else than its keys"
     if any(call.past is None for call in layer.calls):
         return "it attends to another sequence, with a cache that does not say how many tokens came before"
     if known.spec is not None and (known.spec.has_positions or known.spec.has_distance_bias or known.spec.window_size):

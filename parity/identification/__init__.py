@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,9 @@ from mha_spec import AttentionSpec, Refusal, WrongType
 from parity.core.records import JsonRecord
 from parity.core.weights import Weights
 from parity.diagnosis.taps import judge_tap
-from parity.identification.fit import Evidence, Fit, fit
+from parity.identification.ends import between, words_of
+from parity.identification.fit import fit, fit_clip
+from parity.identification.found import Evidence, Fit
 from parity.identification.observe import ObservedLayer, observe
 from parity.tapping.record import Tapped
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 SEED = 0  # of fresh inputs
 
 FACTORS = (1.0, 16.0, 1.0 / 64.0)
-"""Factors of the input of each layer in the calls that verify it."""
+"""Factors of the inputs of projections in the calls that verify a layer."""
 
 FAR = 4000
 """Position of the first token in the call that verifies RoPE far away."""
@@ -40,6 +42,9 @@ class Identification(JsonRecord):
         spec: what it computes; None if it was refused.
         weights: its canonical weights.
         names: the parameter of the module that each weight is, or is part of.
+        inputs: what its projections receive, in words: `query`, `key` and `value`. They name arguments of the module,
+            sums of them, and what submodules return.
+        output: what becomes of its output in the module, in words.
         is_causal: whether queries attend to no later key.
         evidence: how each field was found.
         num_tokens: how many tokens it was verified with; what shows only beyond that is not known.
@@ -52,6 +57,8 @@ class Identification(JsonRecord):
     spec: AttentionSpec | None = None
     weights: Weights = field(default_factory=dict, repr=False)
     names: dict[str, str] = field(default_factory=dict, repr=False)
+    inputs: dict[str, str] = field(default_factory=dict, repr=False)
+    output: str = ""
     is_causal: bool | None = None
     evidence: list[Evidence] = field(default_factory=list, repr=False)
     num_tokens: int = 0
@@ -59,7 +66,10 @@ class Identification(JsonRecord):
     share: float | None = None
     refusal: str = ""
 
-    IN_JSON = (*("name", "spec", "names", "is_causal", "evidence", "num_tokens", "positions", "share", "refusal"),)
+    IN_JSON = (
+        *("name", "spec", "names", "inputs", "output", "is_causal", "evidence"),
+        *("num_tokens", "positions", "share", "refusal"),
+    )
 
     def __str__(self) -> str:
         if self.spec is None:
@@ -68,6 +78,8 @@ class Identification(JsonRecord):
         places = " and ".join(f"{first} to {last}" for first, last in self.positions)
         verified = f"verified with {self.num_tokens} tokens at positions {places}"
         lines = [f"{self.name}: {self.spec}, {causal}, {verified}: {self.share:.2g} of its budget"]
+        lines.append(f"  inputs: {', '.join(f'{side}={words}' for side, words in self.inputs.items())}")
+        lines.append(f"  output: {self.output}")
         return "\n".join([*lines, *(f"  {each}" for each in self.evidence)])
 
 
@@ -101,55 +113,96 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
         raise Refusal("inputs", "have no cache, which the calls would share", str(cache))
     if model.training:
         raise Refusal("model", "be in evaluation, model.eval()", training=True)
-    seen = observe(model, inputs, layers)
+    values: Any = getattr(model, "config", None)
+    config = json.loads(json.dumps(values.to_dict(), default=str)) if hasattr(values, "to_dict") else {}
+    found = {layer.tapped.name: _fitted(layer, config) for layer in reversed(observe(model, inputs, layers))}
+    ends = {_joined(name, end) for name, each in found.items() for end in each.entries}
     other = _fresh(inputs)
-    calls = [observe(model, other, layers, factor=factor) for factor in FACTORS]
+    calls = [observe(model, other, layers, factors=dict.fromkeys(ends, factor)) for factor in FACTORS]
     far = _far(model, other)
     if far is not None:
         with suppress(IndexError, RuntimeError):  # learned positions may end before
             calls.append(observe(model, far, layers))
-    values: Any = getattr(model, "config", None)
-    config = json.loads(json.dumps(values.to_dict(), default=str)) if hasattr(values, "to_dict") else {}
-    return [_identified(layer, calls, config) for layer in seen]
+    return [_identified(name, each, calls) for name, each in reversed(found.items())]
 
 
-def _identified(layer: ObservedLayer, calls: list[list[ObservedLayer]], config: Mapping[str, Any]) -> Identification:
-    name = layer.tapped.name
-    fresh = [next((each for each in call if each.tapped.name == name), None) for call in calls]
-    evidence: list[Evidence] = []
+def _joined(name: str, other: str) -> str:
+    """Return the name in its model of a submodule of a layer."""
+    return f"{name}.{other}" if name else other
+
+
+def _fitted(layer: ObservedLayer, config: Mapping[str, Any]) -> Fit:
+    """Return what was found of a layer, with the reason if that is not all."""
+    found = Fit()
     try:
-        found = fit(layer, config)
-        spec, evidence = found.spec, found.evidence
-        shares = [_share(each, found, what) for each, what in zip(fresh, CALLS, strict=False)]
+        fit(layer, config, found)
     except (ValueError, TypeError) as error:
-        return Identification(name, evidence=evidence, refusal=str(error))
-    num_tokens = layer.values["input"].shape[1]
-    places: list[Any] = [each.values.get("positions", np.arange(num_tokens)) for each in fresh if each is not None]
-    runs = {(int(x.min()), int(x.max())) for x in places} if spec.rope is not None else {(0, num_tokens - 1)}
-    known = found.weights, found.names, found.is_causal, evidence
-    return Identification(name, spec, *known, num_tokens, tuple(sorted(runs)), max(shares))
+        found.refusal = str(error)
+    return found
+
+
+def _identified(name: str, found: Fit, calls: list[list[ObservedLayer]]) -> Identification:
+    """Return a layer that was fitted and is verified."""
+    if found.refusal:
+        return Identification(name, refusal=found.refusal)
+    own = [[each for each in call if each.tapped.name == name] for call in calls]
+    factors = (*FACTORS, 1.0)
+    try:
+        if own[LARGE] and "latent" not in found.fields:
+            fit_clip(own[LARGE][0], [own[LARGE][0].submodule(*found.ends["value"])], found)
+        each = [_share(*call, found, what) for *call, what in zip(own, factors, CALLS, strict=False)]
+    except (ValueError, TypeError) as error:
+        return Identification(name, evidence=found.evidence, refusal=str(error))
+    num_tokens = own[0][0].values["q"].shape[2]
+    places: list[Any] = [each.values.get("positions", np.arange(num_tokens)) for call in own for each in call]
+    spec = found.spec
+    runs = {(int(x.min()), int(x.max())) for x in places} if spec.has_positions else {(0, num_tokens - 1)}
+    inputs = {side: words for side, words in found.words.items() if side != "output"}
+    known = found.weights, found.names, inputs, found.words["output"], found.is_causal, found.evidence
+    return Identification(name, spec, *known, num_tokens, tuple(sorted(runs)), max(each))
 
 
 CALLS = ("fresh inputs", "large inputs", "small inputs", "far positions")
 """The calls that verify a layer, in words."""
 
 
-def _share(layer: ObservedLayer | None, found: Fit, what: str) -> float:
-    """Return the error of a layer in a call, as a share of its budget.
+LARGE = 1
+"""The index of the call with large inputs."""
+
+
+def _share(layers: list[ObservedLayer], factor: float, found: Fit, what: str) -> float:
+    """Return the largest error of the calls of a layer, as a share of its budget.
 
     Raises:
-        ValueError: if it is above the budget, or the layer did not run.
+        ValueError: if it is above the budget, the inputs are others than they were, or the layer did not run.
     """
-    if layer is None:
+    if not layers:
         raise Refusal("the layer", "run in each call", f"none with {what}")
-    name, specs = layer.tapped.name, {layer.tapped.index: found.spec}
-    verdict = judge_tap(Tapped([layer.tapped]), specs, {name: found.weights}, is_causal=found.is_causal).layers[0]
-    difference = verdict.difference
-    if verdict.not_judged:
-        raise Refusal("the layer", f"be judged on {what}", verdict.not_judged)
-    if difference is not None:
-        raise Refusal(difference.stage, f"be within its budget on {what}", f"{difference.worse_ratio:.2g} times that")
-    return max(comparison.worse_ratio for comparison in verdict.comparisons)
+    spec, shares = found.spec, list[float]()
+    for layer in layers:
+        if spec.rope is None and what == CALLS[-1]:
+            layer = _counted(layer)
+        words = words_of(layer, found.ends, factor)
+        if words != found.words:
+            raise Refusal("inputs", f"be what they were with {what}", f"{words}")
+        tapped = between(layer, found.ends).tapped
+        judged = Tapped([tapped]), {tapped.index: spec}, {tapped.name: found.weights}
+        verdict = judge_tap(*judged, is_causal=found.is_causal, diagnoses=False).layers[0]
+        difference = verdict.difference
+        if verdict.not_judged:
+            raise Refusal("the layer", f"be judged on {what}", verdict.not_judged)
+        if difference is not None:
+            ratio = f"{difference.worse_ratio:.2g} times that"
+            raise Refusal(difference.stage, f"be within its budget on {what}", ratio)
+        shares += [comparison.worse_ratio for comparison in verdict.comparisons]
+    return max(shares)
+
+
+def _counted(layer: ObservedLayer) -> ObservedLayer:
+    """Return a layer without RoPE as if positions were 0, 1, …, because it counts tokens itself."""
+    (call,) = layer.tapped.calls
+    values = {name: x for name, x in call.values.items() if name != "positions"}
+    return replace(layer, tapped=replace(layer.tapped, calls=[replace(call, values=values)]))
 
 
 def _far(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any] | None:

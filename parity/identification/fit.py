@@ -3,260 +3,175 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, Norm, Refusal
+from mha_spec import Refusal, Rope
 from parity.core.arrays import to_numpy
-from parity.core.weights import Weights
-from parity.identification.observe import ObservedLayer, Submodule, columns_of, features_of, matrix_of
+from parity.identification.ends import between, end_of, words_of
+from parity.identification.found import Evidence, Fit
+from parity.identification.gates import gates_of
+from parity.identification.latents import fit_latents, is_latent
+from parity.identification.norms import fit_norm
+from parity.identification.observe import ObservedLayer, Submodule
 from parity.identification.rotation import fit_rope, ropes_of
+from parity.identification.temperatures import factors_of, fit_temperature
+from parity.identification.trace import Traced, features_of, flat, is_close, trace
 from parity.tapping.record import is_hidden
 
 LEAST_TOKENS = 8
 """Tokens that tell features and angles apart."""
 
-CLOSE = 3e-5
-"""Largest error of a norm or a projection that is recomputed, of its largest output, in float32."""
 
-
-@dataclass(frozen=True)
-class Evidence:
-    """Evidence for a field of a specification.
-
-    Attributes:
-        field: its name.
-        value: what was found.
-        how: in words.
-        up_to: the number of tokens up to which it was seen; None if it does not depend on that.
-        is_seen: False if it was read, from an attribute or a configuration, and the input was too short to show it.
-    """
-
-    field: str
-    value: Any
-    how: str
-    up_to: int | None = None
-    is_seen: bool = True
-
-    def __str__(self) -> str:
-        seen = f", seen up to {self.up_to} tokens" if self.up_to is not None and self.is_seen else ""
-        return f"{self.field}={self.value!r}: {self.how}{seen}{'' if self.is_seen else ', not seen'}"
-
-
-@dataclass
-class Fit:
-    """A layer as far as it has been fitted.
-
-    Attributes:
-        fields: of the specification.
-        weights: canonical weights.
-        names: the parameter of the module that each weight is, or is part of.
-        is_causal: whether queries attend to no later key.
-        evidence: how each field was found.
-        is_scaled_before: whether queries are multiplied by the scale, instead of scores.
-    """
-
-    fields: dict[str, Any] = field(default_factory=dict)
-    weights: Weights = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
-    is_causal: bool = False
-    evidence: list[Evidence] = field(default_factory=list)
-    is_scaled_before: bool = False
-
-    def add(self, name: str, value: Any, how: str, **seen: Any) -> None:
-        """Take a field of the specification, and how it was found."""
-        self.fields[name] = value
-        self.evidence.append(Evidence(name, value, how, **seen))
-
-    @property
-    def spec(self) -> AttentionSpec:
-        """The specification of what was fitted."""
-        return AttentionSpec(**self.fields)
-
-
-def fit(layer: ObservedLayer, config: Mapping[str, Any]) -> Fit:
+def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
     """Fit the specification and the weights of a layer to one call.
 
     Args:
         layer: what it was seen to do.
         config: of its model, for what a short input cannot show; it decides nothing that is seen.
+        found: takes what is found.
 
     Raises:
         ValueError: naming the first stage that nothing explains.
     """
-    values, found = layer.values, Fit()
-    missing = [name for name in ("input", "q", "k", "v", "output") if name not in values]
-    if missing or layer.tapped.calls[0].past or "value_input" in values:
-        reason = f"no {' or '.join(missing)}" if missing else "a cache, or values of another input than keys"
+    values = layer.values
+    missing = [name for name in ("q", "k", "v", "output") if name not in values]
+    if missing or layer.tapped.calls[0].past:
+        reason = f"no {' or '.join(missing)}" if missing else "a cache"
         raise Refusal("the layer", "be attention whose heads the attention function receives", reason)
     q, k, v = (values[name] for name in "qkv")
     batch_size, num_heads, num_tokens, head_dim = q.shape
     if batch_size < 2 or num_tokens < LEAST_TOKENS:
         raise Refusal("inputs", f"be at least {LEAST_TOKENS} tokens of 2 sequences", f"{num_tokens} of {batch_size}")
-    found.add("d_model", values["output"].shape[-1], "width of the output")
     found.add("num_heads", num_heads, "heads of the queries that the attention function received")
     found.add("num_kv_heads", k.shape[1], "heads of the keys that the attention function received")
     found.add("head_dim", head_dim, "features of those heads")
-    found.add("d_in", values["input"].shape[-1], "width of the input")
     found.fields["value_head_dim"] = v.shape[-1]
-    if layer.is_cross:
-        found.add("d_kv", values["key_input"].shape[-1], "width of the sequence that it attends to")
     _fit_projections(layer, config, found)
+    _fit_output(layer, found)
+    found.words = words_of(layer, found.ends)
+    layer = between(layer, found.ends)
+    found.add("d_model", layer.values["output"].shape[-1], "width of the output")
+    found.add("d_in", layer.values["input"].shape[-1], "width of the input of queries")
+    if layer.is_cross:
+        found.add("d_kv", layer.values["key_input"].shape[-1], "width of the input of keys")
     _fit_scale(layer, found)
     _fit_mask(layer, found, num_tokens)
-    _fit_output(layer, found)
-    return found
 
 
 # ---- Projections, norms and RoPE -------------------------------------------------------------------------------------
 
 
 def _fit_projections(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
-    biases, ropes = [], ropes_of(config, layer.values["q"].shape[-1], layer.tapped.kind)
-    factors = dict.fromkeys((1.0, *(rope.attention_factor for rope in ropes)))
-    for part in "qkv":
-        heads = layer.values[part]
-        before = next((x for factor in factors if (x := _before_rope(layer, heads, factor)) is not None), None)
-        if before is None and part == "q" and layer.tapped.scale == 1.0:
-            before = _before_scale(layer, heads)
-            heads = heads if before is None else before[0]
-            found.is_scaled_before = before is not None
-        if before is None:
-            raise Refusal(part, "be made of features that a projection or a norm returns", f"{part} of {heads.shape}")
-        source, is_normed = before
-        if part != "v":
-            rope = fit_rope(source, heads, ropes)
-            _agree(found, "rope", rope)
-            if part == "q" and rope is not None:
-                how = "angles of pairs of queries and keys, before and after"
-                found.evidence.append(Evidence("rope", rope, how, heads.shape[2]))
-        if is_normed:
-            source = _fit_norm(layer, part, source, found)
-        biases.append(_fit_projection(layer, part, source, found))
+    ropes = ropes_of(config, layer.values["q"].shape[-1], layer.tapped.kind)
+    fit_clip(layer, layer.linears(), found)
+    q, k, v = (_fit_heads(layer, part, ropes, config, found) for part in "qkv")
+    if is_latent(k, v):
+        fit_latents(layer, found, q, k, v)
+        return
+    if q.factor != 1.0 and not found.is_scaled_before:
+        raise Refusal("q", "be what a projection returns", f"{q.factor:.4g} times that")
+    biases = []
+    for part, side, traced in (("q", "query", q), ("k", "key", k), ("v", "value", v)):
+        if len(traced.modules) != 1:
+            raise Refusal(f"{part}_proj", "return the features of the heads", "several that do")
+        (each,) = traced.modules
+        biases.append(found.project(f"{part}_proj", each, traced.places))
+        found.ends[side] = end_of(each)
     found.add("qkv_bias", tuple(biases), "the projections add one")
 
 
-def _agree(found: Fit, name: str, value: Any) -> None:
-    """Take a field that queries and keys must share."""
-    if name in found.fields and found.fields[name] != value:
-        raise Refusal(name, "be the same for queries and keys", f"{found.fields[name]} and {value}")
-    found.fields[name] = value
+def fit_clip(layer: ObservedLayer, projections: Sequence[Submodule], found: Fit) -> None:
+    """Fit the limit of what projections return, if values reach it."""
+    v = layer.values["v"]
+    limits = None, float(str(np.abs(v).max()))
+    plain, clipped = (trace(v, projections, limit=limit) for limit in limits)
+    is_plain, is_clipped = (each is not None and np.array_equal(each.heads, v) for each in (plain, clipped))
+    if "clip_qkv" not in found.fields and is_clipped and not is_plain:
+        found.add("clip_qkv", limits[1], "the largest values, which several projected ones would pass")
 
 
-def _before_rope(layer: ObservedLayer, heads: np.ndarray, factor: float) -> tuple[np.ndarray, bool] | None:
-    """Return the heads (B, heads, T, H) before RoPE, and whether a norm returned them.
-
-    The first token is not turned, so its features are, bit for bit, those that were, times the factor of RoPE.
-    """
-    batch_size, num_heads, num_tokens, head_dim = heads.shape
-    for pool, is_normed in ((layer.norms(), True), (layer.linears(), False)):
-        tokens = [_as_tokens(each.result, batch_size, num_tokens) for each in pool]
-        tokens = [each for each in tokens if each is not None]
-        if not tokens:
-            continue
-        features = np.concatenate(tokens, axis=-1)  # (B, T, features)
-        first = features[:, 0] * np.float32(factor)
-        places = {bits: place for place, bits in enumerate(columns_of(first))}
-        wanted = columns_of(features_of(heads[:, :, :1]))
-        order = [places.get(bits, -1) for bits in wanted]
-        if -1 not in order:
-            picked = features[..., order].reshape(batch_size, num_tokens, num_heads, head_dim)
-            return picked.transpose(0, 2, 1, 3), is_normed
-    return None
-
-
-def _before_scale(layer: ObservedLayer, heads: np.ndarray) -> tuple[np.ndarray, bool] | None:
-    """Return queries before they were multiplied by the scale of scores, as Whisper does."""
-    scale = heads.shape[-1] ** -0.5
-    before = _before_rope(layer, heads, scale)
-    return before if before is not None and np.array_equal(before[0] * np.float32(scale), heads) else None
-
-
-def _as_tokens(x: np.ndarray, batch_size: int, num_tokens: int) -> np.ndarray | None:
-    """Return an output as (B, T, features), be it tokens or heads; None if it is neither."""
-    if x.ndim == 3 and x.shape[:2] == (batch_size, num_tokens):
-        return x
-    if x.ndim == 4 and x.shape[0] == batch_size and num_tokens in x.shape[1:3]:
-        x = x if x.shape[1] == num_tokens else x.transpose(0, 2, 1, 3)
-        return x.reshape(batch_size, num_tokens, -1)
-    return None
-
-
-def _fit_norm(layer: ObservedLayer, part: str, heads: np.ndarray, found: Fit) -> np.ndarray:
-    """Fit the norm that returned heads, and return the heads that it received."""
-    batch_size, num_heads, num_tokens, head_dim = heads.shape
-    target = features_of(heads)
-    for each in layer.norms():
-        result, given = (_as_tokens(x, batch_size, num_tokens) for x in (each.result, each.given))
-        if result is None or given is None or not np.array_equal(result.reshape(len(target), -1), target):
-            continue
-        over = "width" if each.result.ndim == 3 and num_heads > 1 else "head"
-        norm, weights = _norm_of(each, over)
-        _agree(found, "v_norm" if part == "v" else "qk_norm", norm)
-        if part != "k":
-            found.evidence.append(Evidence(f"{part}_norm", norm, f"{each.name} recomputed from its input"))
-        for leaf, weight in weights.items():
-            found.weights[f"{part}_norm.{leaf}"] = weight
-            found.names[f"{part}_norm.{leaf}"] = f"{each.name}.{leaf}"
-        return given.reshape(batch_size, num_tokens, num_heads, head_dim).transpose(0, 2, 1, 3)
-    raise Refusal(f"{part}_norm", "be one norm over heads or the width", "none that returned these features")
+def _fit_heads(layer: ObservedLayer, part: str, ropes: list[Rope], config: Mapping[str, Any], found: Fit) -> Traced:
+    """Fit what was done to heads after they were projected, and return them as they were before."""
+    heads, norm, rope = layer.values[part], None, None
+    while True:
+        traced = _returned(layer, part, heads, ropes, found.fields.get("clip_qkv"))
+        if traced is None:
+            raise Refusal(part, "be made of features that a projection or a norm returns", f"{part} of {heads.shape}")
+        before = traced.heads * np.float32(traced.factor)
+        factors = factors_of(before, heads) if part == "q" else None
+        if factors is not None:
+            heads = _untempered(layer, before, heads, factors, config, found)
+        turned = fit_rope(before, heads, ropes)
+        if turned is not None and (rope is not None or part == "v"):
+            raise Refusal("rope", "turn queries and keys, and once", f"{part} turned by {turned}")
+        if turned is not None and norm is not None:
+            norm = norm.replace(after_rope=True)
+        rope = rope or turned
+        if traced.modules[0].is_linear:
+            break
+        if norm is not None:
+            raise Refusal(f"{part}_norm", "be one norm", "two")
+        norm, weights, heads = fit_norm(part, traced)
+        module = traced.modules[0].name
+        found.normalize(f"{part}_norm", module, weights)
+        found.evidence.append(Evidence(f"{part}_norm", norm, f"{module} recomputed from its input"))
+    found.agree("v_norm" if part == "v" else "qk_norm", norm)
+    if part != "v":
+        found.agree("rope", rope)
+    if part == "q" and rope is not None:
+        how = "angles of pairs of queries and keys, before and after"
+        found.evidence.append(Evidence("rope", rope, how, heads.shape[2]))
+    if part == "q" and layer.tapped.scale == 1.0 and math.isclose(traced.factor, heads.shape[-1] ** -0.5):
+        found.is_scaled_before = True
+    elif part != "q" and traced.factor != 1.0:
+        raise Refusal(part, "be what a projection returns", f"{traced.factor:.4g} times that")
+    return traced
 
 
-def _norm_of(each: Submodule, over: Literal["head", "width"]) -> tuple[Norm, Weights]:
-    """Return the norm that recomputes the output of a submodule, and its parameters."""
-    parameters = {name: to_numpy(x) for name, x in each.module.named_parameters()}
-    eps = next((getattr(each.module, name) for name in ("eps", "variance_epsilon") if hasattr(each.module, name)), 1e-6)
-    eps = float(np.finfo(np.float32).eps) if eps is None else eps  # as torch does
-    weight, bias = parameters.get("weight"), parameters.get("bias")
-    factors: dict[Any, Any] = {None: 1.0} if weight is None else {"w": weight, "1+w": 1.0 + weight}
-    x = each.given.astype(np.float64)
-    for kind in ("rms", "layer"):
-        centered = x - x.mean(-1, keepdims=True) if kind == "layer" else x
-        normed = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + eps)
-        for word, factor in factors.items():
-            made = normed * factor if bias is None else normed * factor + bias
-            if _is_close(made, each.result):
-                leaves = {} if weight is None else {"weight": weight} | ({} if bias is None else {"bias": bias})
-                return Norm(kind=kind, over=over, weight=word, bias=bias is not None, eps=eps), leaves
-    raise Refusal(each.name, "be an RMS or a layer norm", type(each.module).__name__)
+def _untempered(
+    layer: ObservedLayer,
+    before: np.ndarray,
+    heads: np.ndarray,
+    factors: np.ndarray,
+    config: Mapping[str, Any],
+    found: Fit,
+) -> np.ndarray:
+    """Fit the temperature of queries, and return them without it."""
+    num_tokens = heads.shape[2]
+    positions = layer.values.get("positions", np.arange(num_tokens)[None])
+    temperature = fit_temperature(factors, positions.reshape(-1, num_tokens)[0], config)
+    if temperature is None or "temperature" in found.fields:
+        raise Refusal(
+            "q", "be multiplied by a temperature of its positions", f"factors {np.round(factors, 4).tolist()}"
+        )
+    how = "what each position multiplies the length of queries by"
+    found.add("temperature", temperature, how, up_to=num_tokens)
+    exact = (heads / factors[:, None]).astype(heads.dtype)
+    return before if is_close(before, exact) else exact
 
 
-def _fit_projection(layer: ObservedLayer, part: str, heads: np.ndarray, found: Fit) -> bool:
-    """Fit the projection that returned heads; return whether it has a bias."""
-    target, places = features_of(heads), {}
-    for each in layer.linears():
-        flat = each.result.reshape(-1, each.result.shape[-1])
-        if flat.shape[0] == target.shape[0]:
-            places |= {bits: (each, place) for place, bits in enumerate(columns_of(flat))}
-    wanted = list(columns_of(target))
-    order = [places[bits] for bits in wanted if bits in places]
-    if len(order) < len(wanted) or len({each.name for each, _ in order}) != 1:
-        raise Refusal(f"{part}_proj", "return the features of the heads", "none that does")
-    each, rows = order[0][0], [place for _, place in order]
-    x = _flat(layer.values["key_input" if layer.is_cross and part != "q" else "input"])
-    if not np.array_equal(_flat(each.given), x):
-        raise Refusal(f"{part}_proj", "receive the input of the layer", f"{each.name} received another")
-    weight, bias = matrix_of(each.module)[rows], getattr(each.module, "bias", None)
-    made = x.astype(np.float64) @ weight.T.astype(np.float64)
-    found.weights[f"{part}_proj.weight"] = np.ascontiguousarray(weight)
-    found.names[f"{part}_proj.weight"] = f"{each.name}.weight"
-    if bias is not None:
-        found.weights[f"{part}_proj.bias"] = to_numpy(bias)[rows]
-        found.names[f"{part}_proj.bias"] = f"{each.name}.bias"
-        made = made + found.weights[f"{part}_proj.bias"]
-    if not _is_close(made, target):
-        raise Refusal(f"{part}_proj", "be the product with one matrix", f"{each.name} returned another")
-    return bias is not None
+def _returned(
+    layer: ObservedLayer, part: str, heads: np.ndarray, ropes: list[Rope], limit: float | None
+) -> Traced | None:
+    """Trace heads to norms, or else to linear submodules."""
+    for factor in dict.fromkeys((1.0, *(rope.attention_factor for rope in ropes))):
+        for pool, most in ((layer.norms(), None), (layer.linears(), limit)):
+            if (traced := trace(heads, pool, factor, most)) is not None:
+                return replace(traced, factor=1.0)  # that of RoPE
+    held = [x for x in vars(layer.module).values() if type(x) is float and x > 0.0]
+    factors = [heads.shape[-1] ** -0.5, *held] if part == "q" else held
+    return next((x for factor in factors if (x := trace(heads, layer.linears(), factor)) is not None), None)
 
 
 # ---- Scores, mask and output -----------------------------------------------------------------------------------------
 
 
 def _fit_scale(layer: ObservedLayer, found: Fit) -> None:
-    scale, default = layer.tapped.scale, layer.values["q"].shape[-1] ** -0.5
+    scale, default = layer.tapped.scale, found.spec.score_scale
     if found.is_scaled_before:
         found.evidence.append(Evidence("scale", default, "queries are multiplied by it"))
     elif scale is not None and not math.isclose(scale, default, rel_tol=1e-6):
@@ -320,26 +235,31 @@ def _fit_output(layer: ObservedLayer, found: Fit) -> None:
     if "context" not in values:
         raise Refusal("context", "be what the attention function returns", "nothing")
     context = features_of(values["context"])
-    output = _flat(values["output"])
-    if np.array_equal(context, output):
+    if np.array_equal(context, flat(values["output"])):
         found.add("out_proj", False, "the output is the context")
         return
     for each in layer.linears():
-        if np.array_equal(_flat(each.given), context) and np.array_equal(_flat(each.result), output):
-            bias = getattr(each.module, "bias", None)
-            found.weights["out_proj.weight"] = np.ascontiguousarray(matrix_of(each.module))
-            found.names["out_proj.weight"] = f"{each.name}.weight"
-            found.add("out_bias", bias is not None, f"{each.name} receives the context and returns the output")
-            if bias is not None:
-                found.weights["out_proj.bias"] = to_numpy(bias)
-                found.names["out_proj.bias"] = f"{each.name}.bias"
-            return
+        entered = flat(each.given)
+        if entered.shape != context.shape or end_of(each) in found.ends.values():
+            continue
+        if not np.array_equal(entered, context) and not _fit_gate(layer, entered, found):
+            continue
+        has_bias = found.project("out_proj", each, np.arange(each.result.shape[-1]))
+        received = "the context, times its gate," if "gate" in found.fields else "the context"
+        found.add("out_bias", has_bias, f"{each.name} receives {received} and returns the output")
+        found.ends["output"] = end_of(each)
+        return
     raise Refusal("output", "be a projection of the context", "another")
 
 
-def _flat(x: np.ndarray) -> np.ndarray:
-    return x.reshape(-1, x.shape[-1])
-
-
-def _is_close(made: np.ndarray, seen: np.ndarray) -> bool:
-    return bool(np.abs(made - seen).max() <= CLOSE * np.abs(seen).max())
+def _fit_gate(layer: ObservedLayer, entered: np.ndarray, found: Fit) -> bool:
+    """Fit the gate of what an output projection received; return whether there is one."""
+    query = layer.submodule(*found.ends["query"])
+    for gate, each, places in gates_of(layer, entered):
+        if np.array_equal(flat(each.given), flat(query.given)):
+            has_bias = found.project("gate_proj", each, places)
+            how = f"the context is multiplied by the sigmoid of what {each.name} returns"
+            found.add("gate", gate.replace(bias=has_bias), how)
+            found.ends["gate"] = end_of(each)
+            return True
+    return False

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mha_spec import Refusal
 from parity.core.arrays import to_numpy
 from parity.tapping import tap
 from parity.tapping.record import TappedLayer
@@ -23,15 +25,29 @@ class Submodule:
 
     Attributes:
         name: after that of the layer.
+        call: how many times it ran before in this call of the layer.
         module: the module.
         given: its first input.
         result: its output.
     """
 
     name: str
+    call: int
     module: nn.Module
     given: np.ndarray = field(repr=False)
     result: np.ndarray = field(repr=False)
+
+    @cached_property
+    def is_linear(self) -> bool:
+        """Whether it multiplies its input by one matrix, as `nn.Linear` and the Conv1D of transformers do."""
+        if getattr(getattr(self.module, "weight", None), "ndim", 0) != 2:
+            return False
+        matrix, bias = matrix_of(self.module), getattr(self.module, "bias", None)
+        first, result = (x.reshape(-1, x.shape[-1])[0] for x in (self.given, self.result))
+        if matrix.shape != (len(result), len(first)):
+            return False
+        made = matrix @ first + (0.0 if bias is None else to_numpy(bias))
+        return bool(np.abs(made - result).max() <= 1e-3 * np.abs(result).max())
 
 
 @dataclass(frozen=True)
@@ -40,13 +56,15 @@ class ObservedLayer:
 
     Attributes:
         module: the layer.
-        tapped: what the tap recorded of it.
+        tapped: what the tap recorded of it in this call.
+        arguments: what the layer received, by name.
         inside: its submodules in the order in which they ran.
     """
 
     module: nn.Module
     tapped: TappedLayer
-    inside: list[Submodule] = field(repr=False)
+    arguments: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
+    inside: list[Submodule] = field(default_factory=list, repr=False)
 
     @property
     def values(self) -> dict[str, np.ndarray]:
@@ -58,19 +76,24 @@ class ObservedLayer:
         """Return whether its keys are made of another sequence."""
         return "key_input" in self.values
 
+    def submodule(self, name: str, call: int) -> Submodule:
+        """Return what one of its submodules did.
+
+        Raises:
+            ValueError: if that did not run.
+        """
+        found = next((each for each in self.inside if (each.name, each.call) == (name, call)), None)
+        if found is None:
+            raise Refusal(name, "run in each call", "it did not")
+        return found
+
     def linears(self) -> list[Submodule]:
         """Its linear maps, with what they received and returned."""
-        return [each for each in self.inside if is_linear(each.module)]
+        return [each for each in self.inside if each.is_linear]
 
     def norms(self) -> list[Submodule]:
         """Its norms, with what they received and returned."""
-        return [each for each in self.inside if not is_linear(each.module) and each.given.shape == each.result.shape]
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module holds one matrix, as `nn.Linear` and the Conv1D of transformers do."""
-    weight: Any = getattr(module, "weight", None)
-    return getattr(weight, "ndim", 0) == 2 and not list(module.children())
+        return [each for each in self.inside if not each.is_linear and each.given.shape == each.result.shape]
 
 
 def matrix_of(module: nn.Module) -> np.ndarray:
@@ -80,51 +103,65 @@ def matrix_of(module: nn.Module) -> np.ndarray:
 
 
 def observe(
-    model: nn.Module, inputs: Mapping[str, Any], layers: Any = None, *, factor: float = 1.0
+    model: nn.Module, inputs: Mapping[str, Any], layers: Any = None, *, factors: Mapping[str, float] | None = None
 ) -> list[ObservedLayer]:
-    """Call a model once, and return what its attention layers did.
+    """Call a model once, and return what its attention layers did, each time that they ran.
 
     Args:
         model: the model.
         inputs: keywords of the call.
         layers: names of modules or classes, as `parity.tap` takes them.
-        factor: of the input of each attention layer: large ones show caps and clips, small ones the eps of norms.
+        factors: of the inputs of projections, by name: large ones show caps and clips, small ones the eps of norms.
 
     Raises:
         ValueError: if there are no such layers.
     """
     import torch
 
-    inside: dict[str, list[Submodule]] = {}
-    modules = dict(model.named_modules())
+    modules, calls = dict(model.named_modules()), dict[str, list[_Call]]()
     with ExitStack() as stack, torch.no_grad():
+        for name, factor in (factors or {}).items():  # before hooks that record
+            stack.callback(modules[name].register_forward_pre_hook(_multiplier(factor), with_kwargs=True).remove)
         tapped = stack.enter_context(tap(model, layers))
         for layer in tapped.layers:
-            inside[layer.name] = []
-            if factor != 1.0:  # before the tap's own hook, which records the input
-                hook = modules[layer.name].register_forward_pre_hook(
-                    _multiplier(factor), with_kwargs=True, prepend=True
-                )
-                stack.callback(hook.remove)
+            of_layer = calls[layer.name] = []
+            hook = modules[layer.name].register_forward_pre_hook(_beginner(of_layer), with_kwargs=True)
+            stack.callback(hook.remove)
             for name, module in modules[layer.name].named_modules():
                 if name and not list(module.children()):
-                    recorder = _recorder(name, inside[layer.name])
-                    stack.callback(module.register_forward_hook(recorder).remove)
+                    hook = module.register_forward_hook(_recorder(name, of_layer), with_kwargs=True)
+                    stack.callback(hook.remove)
         model(**inputs)
-    return [ObservedLayer(modules[layer.name], layer, inside[layer.name]) for layer in tapped.layers if layer.calls]
+    return [
+        ObservedLayer(modules[layer.name], replace(layer, calls=[call]), *within)
+        for layer in tapped.layers
+        for call, within in zip(layer.calls, calls[layer.name], strict=False)
+    ]
+
+
+_Call = tuple[dict[str, np.ndarray], list[Submodule]]
 
 
 def _multiplier(factor: float) -> Any:
-    """Return a hook that multiplies the inputs of an attention layer: its own, and the sequence it attends to."""
-    from parity.tapping.torch import KEY_INPUTS
+    """Return a hook that multiplies the input of a projection."""
 
     def multiply(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        first = next((name for name, x in kwargs.items() if _is_floating(x)), "") if not args else ""
-        names = {first, *KEY_INPUTS}
-        given = {name: x * factor if name in names and _is_floating(x) else x for name, x in kwargs.items()}
-        return tuple(x * factor if _is_floating(x) and x.ndim == 3 else x for x in args), given
+        given = {name: x * factor if _is_floating(x) else x for name, x in kwargs.items()}
+        return tuple(x * factor if _is_floating(x) else x for x in args), given
 
     return multiply
+
+
+def _beginner(calls: list[_Call]) -> Any:
+    """Return a hook that begins the record of a call of a layer, with its arguments."""
+
+    from parity.tapping.torch import arguments_of
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = arguments_of(module, args, kwargs)
+        calls.append(({name: to_numpy(x) for name, x in given.items() if _is_floating(x)}, []))
+
+    return begin
 
 
 def _is_floating(x: Any) -> bool:
@@ -132,19 +169,12 @@ def _is_floating(x: Any) -> bool:
     return hasattr(x, "is_floating_point") and x.is_floating_point()
 
 
-def _recorder(name: str, found: list[Submodule]) -> Any:
-    def record(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        if args and _is_floating(args[0]) and _is_floating(result):
-            found.append(Submodule(name, module, to_numpy(args[0]), to_numpy(result)))
+def _recorder(name: str, calls: list[_Call]) -> Any:
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        given = next(filter(_is_floating, (*args, *kwargs.values())), None)
+        if calls and given is not None and _is_floating(result):
+            _, inside = calls[-1]
+            before = sum(each.name == name for each in inside)
+            inside.append(Submodule(name, before, module, to_numpy(given), to_numpy(result)))
 
     return record
-
-
-def features_of(heads: np.ndarray) -> np.ndarray:
-    """Return heads (B, heads, T, H) as tokens (B * T, heads * H)."""
-    return heads.transpose(0, 2, 1, 3).reshape(heads.shape[0] * heads.shape[2], -1)
-
-
-def columns_of(features: np.ndarray) -> Iterator[bytes]:
-    """Yield the bits of each feature over all tokens, which only the same numbers share."""
-    return (column.tobytes() for column in np.ascontiguousarray(features.T))

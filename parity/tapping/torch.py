@@ -145,18 +145,18 @@ class _ModelState:
             _pre_hook(module, self._counted, stack)
 
     def _model_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        told = _arguments(module, args, kwargs)
+        told = arguments_of(module, args, kwargs)
         self.positions = None
         self.padding, self.has_other_mask = _padding(told.get("attention_mask"))
         self.key_padding, self.has_other_key_mask = _padding(told.get("encoder_attention_mask"))
 
     def _rotary_called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        positions = _first(_arguments(module, args, kwargs), POSITIONS)
+        positions = _first(arguments_of(module, args, kwargs), POSITIONS)
         if positions is not None:
             self.positions = positions
 
     def _counted(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        told = _arguments(module, args, kwargs)
+        told = arguments_of(module, args, kwargs)
         begin = told.get("past_key_values_length") or 0
         self.positions = torch.arange(begin, begin + told["input_ids_shape"][1])[None]
 
@@ -201,7 +201,7 @@ class _TorchListener:
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             raise RuntimeError("model must not be compiled while it is tapped: pass disable_compile=True to generate")
-        told = _arguments(module, args, kwargs)
+        told = arguments_of(module, args, kwargs)
         name, given = next(((name, each) for name, each in told.items() if isinstance(each, Tensor)), ("", None))
         self.values, self.projections, self.first_key = {}, {}, 0
         self.layer.training = self.layer.training or module.training
@@ -258,6 +258,10 @@ class _TorchListener:
                 shape = (query.shape[0], query.shape[2])
                 self.values |= {} if sees.all() else {"is_real": np.broadcast_to(sees, shape).copy()}
         length, past = query.shape[-2], self.past or 0
+        if self.cache is None and key.ndim == 4 and key.shape[2] > length:  # keys of tokens that are no queries
+            self.key_len = key.shape[2]
+            self._cross_function_called(query, key, value, mask)
+            return
         if key.ndim != 4 or key.shape[2] < length:
             self.values |= {"k": to_numpy(key), "v": to_numpy(value)}
             return
@@ -356,7 +360,7 @@ def _around_forward(
     stack.callback(put_back)
 
 
-def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """What a module is called with, by name."""
     signature = inspect.signature(module.forward)
     try:

@@ -42,27 +42,22 @@ class Backward:
             values = {name: value if name == "gate" else np.abs(value) for name, value in values.items()}
             inputs = {name: np.abs(value) for name, value in inputs.items()}
         query = _without_bad_tokens(inputs["query"])
-        key = _without_bad_tokens(inputs["key"]) if "key" in inputs else query
+        entered = {side: _without_bad_tokens(inputs[side]) for side in problem.sides.values()}
         grads: dict[str, np.ndarray] = {}
 
         d_context, d_query = self.of_context(values, query, inputs["cotangent"], grads)
         d_q, d_k, d_v = self.of_heads(values, d_context, slope, grads)
 
-        d_inputs = {"query": d_query, "key": np.zeros(key.shape, a.wide)}
+        d_inputs = {**{side: np.zeros(x.shape, a.wide) for side, x in entered.items()}, "query": d_query}
         positions = problem.case.positions()
         if problem.spec.latent is not None:
             d_query += self.of_latent_queries(query, d_q, positions, grads)
             grads["grad.query"] = a.keep(d_query + self.of_latents(query, d_k, d_v, positions, grads))
             return grads
-        for name, x, side, d_heads in (("q", query, "query", d_q), ("k", key, "key", d_k), ("v", key, "key", d_v)):
+        for (name, side), d_heads in zip(problem.sides.items(), (d_q, d_k, d_v), strict=True):
             d_projected = self.of_entering(name, a.keep(d_heads), positions, grads)
-            d_inputs[side] += a.widen(self.of_linear(f"{name}_proj", x, d_projected, grads))
-        if "key" in inputs:
-            grads["grad.key"] = a.keep(d_inputs["key"])
-        else:
-            d_inputs["query"] += d_inputs["key"]
-        grads["grad.query"] = a.keep(d_inputs["query"])
-        return grads
+            d_inputs[side] += a.widen(self.of_linear(f"{name}_proj", entered[side], d_projected, grads))
+        return grads | {f"grad.{side}": a.keep(d_input) for side, d_input in reversed(d_inputs.items())}
 
     # ---- One part each: what comes from behind in, what goes on to the front out -------------------------------------
 
@@ -88,8 +83,7 @@ class Backward:
     ) -> np.ndarray:
         """The gradient of what was projected, (B, T, width), from that of the heads that enter attention."""
         layer, norm, a = self.layer, self.layer.norm(name), self.arithmetic
-        inputs = layer.problem.inputs
-        x = _without_bad_tokens(inputs["query"] if name == "q" else inputs.get("key", inputs["query"]))
+        x = _without_bad_tokens(layer.problem.inputs[layer.problem.sides[name]])
         limit = layer.problem.spec.clip_qkv
         found = x if norm is None and limit is None else layer.linear(f"{name}_proj", x)
         projected, num_heads = layer.clipped(name, found), layer.num_heads(name)

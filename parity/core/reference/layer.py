@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -83,7 +83,8 @@ class Layer:
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
         inputs = self.problem.inputs
-        return self.project(inputs["query"], inputs.get("key", inputs["query"]), self.problem.case.positions())
+        given = {name: inputs[side] for name, side in self.problem.sides.items()}
+        return self.project(given, self.problem.case.positions())
 
     def scores(
         self, values: Values, places: np.ndarray | None = None, products: np.ndarray | None = None
@@ -306,12 +307,13 @@ class Layer:
         bias = a.widen(self.parameter(f"{name}.bias")[made]) if self.has_bias(name) else 0.0
         return a.keep(a.matmul(a.widen(x), a.weight(a.widen(self.parameter(f"{name}.weight")[made])).T, bias))
 
-    def project(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> dict[str, np.ndarray]:
+    def project(self, given: Mapping[str, np.ndarray], positions: np.ndarray) -> dict[str, np.ndarray]:
+        query = given["q"]
         if self.problem.spec.latent is not None:
             latents = self.latents(query, positions)
             heads = {"q": self.latent_queries(query, positions), "latents": latents, **self.expanded(latents)}
         else:
-            projected = {name: self.linear(f"{name}_proj", query if name == "q" else key) for name in self.asked}
+            projected = {name: self.linear(f"{name}_proj", given[name]) for name in self.asked}
             heads = {name: self.entering(name, x, positions) for name, x in projected.items()}
         return heads if self.problem.spec.gate is None else {**heads, "gate": self.linear("gate_proj", query)}
 
@@ -500,7 +502,7 @@ class CachedCall:
         return {"mask": self.layer.hidden(np.broadcast_to(masked, shape))}
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        return self.layer.project(self.x, self.x, self.layer.problem.case.positions(self.index))
+        return self.layer.project(dict.fromkeys("qkv", self.x), self.layer.problem.case.positions(self.index))
 
     def scores(self, values: Values) -> dict[str, np.ndarray]:
         return self.layer.scores(values, self.slots)

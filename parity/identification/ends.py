@@ -1,0 +1,143 @@
+"""Find the ends of attention in its module: what its projections receive, and what becomes of its output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from mha_spec import Refusal
+from parity.identification.observe import ObservedLayer, Submodule
+from parity.identification.trace import tokens_of
+
+UNKNOWN = "an intermediate of the module"
+"""An input that is no argument of the module, and that no submodule returned."""
+
+LONGEST = 4
+"""Steps that a module may take between the output of attention and its own."""
+
+
+class End(NamedTuple):
+    """A submodule, in one of its calls in the layer, that receives an input of attention or returns its output."""
+
+    name: str
+    call: int
+
+
+Ends = Mapping[str, End]
+"""Ends by name: `query`, `key` and `value`, and `output` if there is a projection that returns it."""
+
+
+def end_of(submodule: Submodule) -> End:
+    """Return the end that a submodule is."""
+    return End(submodule.name, submodule.call)
+
+
+def between(layer: ObservedLayer, ends: Ends) -> ObservedLayer:
+    """Return a layer whose inputs and output are those of its projections.
+
+    Raises:
+        ValueError: if a projection did not run.
+    """
+    batch_size, _, num_tokens, _ = layer.values["q"].shape
+    num_keys = layer.values["k"].shape[2]
+    given = {}
+    for side in ("query", "key", "value"):
+        x = tokens_of(layer.submodule(*ends[side]).given, batch_size, num_tokens if side == "query" else num_keys)
+        if x is None:
+            raise Refusal(ends[side].name, f"receive the tokens of the {side}", "others")
+        given[side] = x
+    values = {name: x for name, x in layer.values.items() if name not in ("input", "key_input", "value_input")}
+    values["input"] = given["query"]
+    values |= {} if np.array_equal(given["key"], given["query"]) else {"key_input": given["key"]}
+    values |= {} if np.array_equal(given["value"], given["key"]) else {"value_input": given["value"]}
+    if "output" in ends:
+        output = tokens_of(layer.submodule(*ends["output"]).result, batch_size, num_tokens)
+        values |= {} if output is None else {"output": output}
+    call = replace(layer.tapped.calls[0], values=values)
+    return replace(layer, tapped=replace(layer.tapped, calls=[call]))
+
+
+def words_of(layer: ObservedLayer, ends: Ends, factor: float = 1.0) -> dict[str, str]:
+    """Return in words what each end is in its module.
+
+    Args:
+        layer: the layer as its module is, not `between` its projections.
+        ends: of its attention.
+        factor: what the inputs of projections were multiplied by.
+
+    Raises:
+        ValueError: if the module makes something of the output that is not understood.
+    """
+    sides = ("query", "key", "value")
+    found = {side: _words_of_input(layer, layer.submodule(*ends[side]).given, factor) for side in sides}
+    found["output"] = "what the module returns"
+    if "output" in ends:
+        found["output"] = _words_of_output(layer, layer.submodule(*ends["output"]))
+    return found
+
+
+def _words_of_input(layer: ObservedLayer, x: np.ndarray, factor: float) -> str:
+    known = dict(_known(layer))
+    for name, each in known.items():
+        if _is(factor * each, x):
+            return name
+    for (name, one), (other_name, other) in combinations(known.items(), 2):
+        if _may_be_added(one, other, x) and _is(factor * (one + other), x):
+            return f"{name} + {other_name}"
+    for name, one in known.items():
+        for other_name, other in known.items():
+            if _may_be_joined(one, other, x) and _is(factor * np.concatenate([one, other], axis=1), x):
+                return f"{name} followed by {other_name}"
+    return UNKNOWN
+
+
+def _known(layer: ObservedLayer) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield arguments of the module and what submodules returned, by words."""
+    yield from layer.arguments.items()
+    for each in layer.inside:
+        if not np.array_equal(each.given, each.result):
+            yield f"what {each.name} returns", each.result
+
+
+def _words_of_output(layer: ObservedLayer, projection: Submodule) -> str:
+    """Return how the output of the module is made of what the output projection returned."""
+    target, name = layer.values["output"], projection.name
+    ways = [(projection.result, f"what {name} returns")]
+    for _ in range(LONGEST):
+        for x, words in ways:
+            if _is(x, target):
+                return words
+        ways = [further for way in ways for further in _further(layer, *way)]
+    raise Refusal("output", f"be made of what {name} returns by named steps", "the module changes it otherwise")
+
+
+def _further(layer: ObservedLayer, x: np.ndarray, words: str) -> Iterator[tuple[np.ndarray, str]]:
+    """Yield what a submodule makes of x, and x with an argument added to it."""
+    for each in layer.inside:
+        if _is(each.given, x) and not np.array_equal(each.given, each.result):
+            yield each.result, f"{words}, then {each.name}"
+    for name, other in layer.arguments.items():
+        if "plus" not in words and _may_be_added(x, other, x):
+            yield x + other.reshape(x.shape), f"{words}, plus {name}"
+
+
+def _is(one: np.ndarray, other: np.ndarray) -> bool:
+    """Return if two arrays are the same tokens."""
+    return one.size == other.size and one.shape[-1] == other.shape[-1] and bool((one.ravel() == other.ravel()).all())
+
+
+def _may_be_added(one: np.ndarray, other: np.ndarray, total: np.ndarray) -> bool:
+    try:
+        return np.broadcast_shapes(one.shape, other.shape) == total.shape
+    except ValueError:
+        return False
+
+
+def _may_be_joined(one: np.ndarray, other: np.ndarray, total: np.ndarray) -> bool:
+    if not one.ndim == other.ndim == total.ndim == 3:
+        return False
+    return one.shape[0] == other.shape[0] and one.shape[2] == other.shape[2] and one.size + other.size == total.size

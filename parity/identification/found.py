@@ -1,0 +1,115 @@
+"""What was found of a layer, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mha_spec import AttentionSpec, Refusal
+from parity.core.arrays import to_numpy
+from parity.core.weights import Weights
+from parity.identification.ends import End
+from parity.identification.observe import Submodule, matrix_of
+from parity.identification.trace import flat, is_close
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Evidence for a field of a specification.
+
+    Attributes:
+        field: its name.
+        value: what was found.
+        how: in words.
+        up_to: the number of tokens up to which it was seen; None if it does not depend on that.
+        is_seen: False if it was read, from an attribute or a configuration, and the input was too short to show it.
+    """
+
+    field: str
+    value: Any
+    how: str
+    up_to: int | None = None
+    is_seen: bool = True
+
+    def __str__(self) -> str:
+        seen = f", seen up to {self.up_to} tokens" if self.up_to is not None and self.is_seen else ""
+        return f"{self.field}={self.value!r}: {self.how}{seen}{'' if self.is_seen else ', not seen'}"
+
+
+@dataclass
+class Fit:
+    """A layer as far as it has been fitted.
+
+    Attributes:
+        fields: of the specification.
+        weights: canonical weights.
+        names: the parameter of the module that each weight is, or is part of.
+        is_causal: whether queries attend to no later key.
+        evidence: how each field was found.
+        is_scaled_before: whether queries are multiplied by the scale, instead of scores.
+        ends: submodules that receive the inputs and return the output.
+        words: what each end is in the module.
+        refusal: the first stage that nothing explains; empty if there is none.
+    """
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    weights: Weights = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    is_causal: bool = False
+    evidence: list[Evidence] = field(default_factory=list)
+    is_scaled_before: bool = False
+    ends: dict[str, End] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=dict)
+    refusal: str = ""
+
+    def add(self, name: str, value: Any, how: str, **seen: Any) -> None:
+        """Take a field of the specification, and how it was found."""
+        self.fields[name] = value
+        self.evidence.append(Evidence(name, value, how, **seen))
+
+    def agree(self, name: str, value: Any) -> None:
+        """Take a field of the specification that queries and keys share.
+
+        Raises:
+            ValueError: if they do not.
+        """
+        if name in self.fields and self.fields[name] != value:
+            raise Refusal(name, "be the same for queries and keys", f"{self.fields[name]} and {value}")
+        self.fields[name] = value
+
+    def project(self, name: str, each: Submodule, rows: Sequence[int] | np.ndarray) -> bool:
+        """Take rows of a linear submodule as a canonical projection; return whether it has a bias.
+
+        Raises:
+            ValueError: if the submodule is no product with its matrix.
+        """
+        weight, bias = matrix_of(each.module)[rows], getattr(each.module, "bias", None)
+        made = flat(each.given).astype(np.float64) @ weight.T.astype(np.float64)
+        self.weights[f"{name}.weight"] = np.ascontiguousarray(weight)
+        self.names[f"{name}.weight"] = f"{each.name}.weight"
+        if bias is not None:
+            self.weights[f"{name}.bias"] = to_numpy(bias)[rows]
+            self.names[f"{name}.bias"] = f"{each.name}.bias"
+            made = made + self.weights[f"{name}.bias"]
+        if not is_close(made, flat(each.result)[:, rows]):
+            raise Refusal(name, "be the product with one matrix", f"{each.name} returned another")
+        return bias is not None
+
+    def normalize(self, name: str, module: str, weights: Weights) -> None:
+        """Take the parameters of a norm."""
+        for leaf, weight in weights.items():
+            self.weights[f"{name}.{leaf}"] = weight
+            self.names[f"{name}.{leaf}"] = f"{module}.{leaf}"
+
+    @property
+    def entries(self) -> set[str]:
+        """Names of the submodules that receive inputs."""
+        return {end.name for side, end in self.ends.items() if side != "output"}
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The specification of what was fitted."""
+        return AttentionSpec(**self.fields)

@@ -1,0 +1,64 @@
+"""Fit the temperature of queries: what each token multiplies them by, for its position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from mha_spec import Temperature
+
+CLOSE = 1e-5
+"""Largest error of a factor, and least change of it."""
+
+
+def factors_of(before: np.ndarray, after: np.ndarray) -> np.ndarray | None:
+    """Return what each token (T,) multiplied heads (B, heads, T, H) by; None if that is 1, or differs among sequences.
+
+    RoPE turns pairs and changes no length, and the first token shows what it multiplies by.
+    """
+    sizes = [np.square(x.astype(np.float64)).sum(axis=(1, 3)) for x in (before, after)]
+    factors = np.sqrt(sizes[1] / sizes[0])
+    is_one = np.ptp(factors, axis=1).max() <= CLOSE
+    return None if is_one or np.ptp(factors, axis=0).max() > CLOSE else factors.mean(axis=0)
+
+
+def fit_temperature(factors: np.ndarray, positions: np.ndarray, config: Mapping[str, Any]) -> Temperature | None:
+    """Return the temperature that makes factors (T,) of positions (T,); None if there is none.
+
+    Args:
+        factors: of the tokens.
+        positions: of the tokens.
+        config: of the model, for a length that the tokens do not pass twice.
+    """
+    steps = 1 + np.flatnonzero(np.abs(np.diff(factors)) > CLOSE)
+    if not len(steps) or factors[0] > 1.0 + CLOSE:
+        return None
+    scale = (factors[steps[0]] - 1.0) / np.log(2.0)
+    is_repeated = len(steps) > 1
+    lengths = {int(steps[1] - steps[0])} if is_repeated else set(_integers(config))
+    fitting = []
+    for length in lengths:
+        first = int(length - positions[steps[0]])
+        if scale <= 0.0 or not 0 <= first < (length if is_repeated else 2):
+            continue
+        known = (Temperature(length, float(f"{scale:.{digits}g}"), first) for digits in range(1, 7))
+        fitting += [each for each in known if _is_close(each, positions, factors)][:1]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _is_close(temperature: Temperature, positions: np.ndarray, factors: np.ndarray) -> bool:
+    passed = np.floor((positions + temperature.first_position) / temperature.length)
+    return bool(np.abs(1.0 + temperature.scale * np.log1p(passed) - factors).max() <= CLOSE)
+
+
+def _integers(values: Any) -> Iterator[int]:
+    """Yield the positive integers of a configuration and its parts."""
+    if type(values) is int and values > 0:
+        yield values
+    elif isinstance(values, Mapping):
+        yield from _integers(list(values.values()))
+    elif isinstance(values, Iterable) and not isinstance(values, str):
+        for each in values:
+            yield from _integers(each)

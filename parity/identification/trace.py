@@ -1,0 +1,110 @@
+"""Trace features of heads, bit for bit, to the features that submodules returned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from parity.identification.observe import Submodule
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Heads as submodules returned them.
+
+    Attributes:
+        heads: (B, heads, T, H).
+        sources: of each feature the submodule, heads outermost.
+        places: of each feature its place in what that submodule returned.
+        factor: what the features were multiplied by since.
+    """
+
+    heads: np.ndarray
+    sources: list[Submodule] = field(repr=False)
+    places: np.ndarray = field(repr=False)
+    factor: float = 1.0
+
+    @property
+    def modules(self) -> list[Submodule]:
+        """Each submodule once, by its first feature."""
+        return list({(each.name, each.call): each for each in self.sources}.values())
+
+    def of_head(self, features: slice) -> Traced:
+        """Some features of each head."""
+        num_heads, head_dim = self.heads.shape[1], self.heads.shape[3]
+        order = np.arange(num_heads * head_dim).reshape(num_heads, head_dim)[:, features].reshape(-1)
+        return Traced(self.heads[..., features], [self.sources[i] for i in order], self.places[order], self.factor)
+
+
+def trace(
+    heads: np.ndarray, pool: Sequence[Submodule], factor: float = 1.0, limit: float | None = None
+) -> Traced | None:
+    """Trace heads (B, heads, T, H) to submodules by their first token; None if a feature is of none.
+
+    RoPE does not turn the first token, so its features are, bit for bit, those that were.
+
+    Args:
+        heads: what the attention function received.
+        pool: submodules that may have returned their features.
+        factor: what features were multiplied by.
+        limit: of the size of features, if they were clipped.
+    """
+    batch_size, num_heads, num_tokens, head_dim = heads.shape
+    results = [(each, tokens_of(each.result, batch_size, num_tokens)) for each in pool]
+    known = [(each, x) for each, x in results if x is not None]
+    if not known:
+        return None
+    features = np.concatenate([x for _, x in known], axis=-1)
+    features = features if limit is None else np.clip(features, -np.float32(limit), np.float32(limit))
+    places: dict[bytes, list[int]] = {}
+    for place, bits in enumerate(columns_of(features[:, 0] * np.float32(factor))):
+        places.setdefault(bits, []).append(place)
+    order: list[int] = []
+    for bits in columns_of(features_of(heads[:, :, :1])):
+        found = places.get(bits)
+        if found is None:
+            return None
+        following = order[-1] + 1 if order else 0  # of several with the same bits
+        order.append(following if following in found else found[0])
+    picked = features[..., order].reshape(batch_size, num_tokens, num_heads, head_dim).transpose(0, 2, 1, 3)
+    widths = [x.shape[-1] for _, x in known]
+    owner, begin = np.repeat(np.arange(len(known)), widths), np.cumsum([0, *widths])
+    sources = [known[owner[place]][0] for place in order]
+    return Traced(picked, sources, np.array([place - begin[owner[place]] for place in order]), factor)
+
+
+def tokens_of(x: np.ndarray, batch_size: int, num_tokens: int) -> np.ndarray | None:
+    """Return tokens or heads that a submodule received or returned as (B, T, features); None if they are neither."""
+    if x.ndim == 4 and x.shape[0] == batch_size and num_tokens in x.shape[1:3]:
+        x = x if x.shape[1] == num_tokens else x.transpose(0, 2, 1, 3)
+        return x.reshape(batch_size, num_tokens, -1)
+    if x.ndim == 3 and x.shape[:2] != (batch_size, num_tokens) and len(x) == batch_size * num_tokens:
+        return x.reshape(batch_size, num_tokens, -1)
+    is_flat = x.ndim > 1 and x.size == batch_size * num_tokens * x.shape[-1]
+    return x.reshape(batch_size, num_tokens, -1) if is_flat else None
+
+
+def features_of(heads: np.ndarray) -> np.ndarray:
+    """Return heads (B, heads, T, H) as tokens (B * T, heads * H)."""
+    return heads.transpose(0, 2, 1, 3).reshape(heads.shape[0] * heads.shape[2], -1)
+
+
+def flat(x: np.ndarray) -> np.ndarray:
+    """Return tokens (B, T, features) as (B * T, features)."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def columns_of(features: np.ndarray) -> Iterator[bytes]:
+    """Yield the bits of each feature over all tokens, which only the same numbers share."""
+    return (column.tobytes() for column in np.ascontiguousarray(features.T))
+
+
+CLOSE = 3e-5
+"""Largest error of what is recomputed, of its largest output, in float32."""
+
+
+def is_close(made: np.ndarray, seen: np.ndarray) -> bool:
+    """Return if what is recomputed is what was seen, but for rounding."""
+    return made.shape == seen.shape and bool(np.abs(made - seen).max() <= CLOSE * np.abs(seen).max())
