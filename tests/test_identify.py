@@ -378,7 +378,7 @@ def make_nothing():
 
 @pytest.mark.parametrize(
     ("name", "status", "words"),
-    [("make", 0, "num_kv_heads=2"), ("make_bloom", 1, "not identified"), ("make_nothing", 2, "mha-parity: --live ")],
+    [("make", 0, "num_kv_heads=2"), ("make_bloom", 1, "not identified"), ("make_nothing", 2, "mha-parity: error: --live ")],
 )
 def test_the_command_observes_a_live_model(name, status, words, tmp_path, monkeypatch, capsys):
     from parity.cli.main import main
@@ -400,4 +400,4 @@ def test_the_command_wants_a_path_or_a_live_model(arguments, capsys):
     from parity.cli.main import main
 
     assert main(arguments) == 2
-    assert capsys.readouterr().err.startswith("mha-parity: PATH or --live ")
+    assert capsys.readouterr().err.startswith("mha-parity: error: PATH or --live ")
