@@ -378,7 +378,11 @@ def make_nothing():
 
 @pytest.mark.parametrize(
     ("name", "status", "words"),
-    [("make", 0, "num_kv_heads=2"), ("make_bloom", 1, "not identified"), ("make_nothing", 2, "mha-parity: error: --live ")],
+    [
+        ("make", 0, "num_kv_heads=2"),
+        ("make_bloom", 1, "not identified"),
+        ("make_nothing", 2, "mha-parity: error: --live "),
+    ],
 )
 def test_the_command_observes_a_live_model(name, status, words, tmp_path, monkeypatch, capsys):
     from parity.cli.main import main

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import matplotlib as mpl
@@ -44,7 +45,8 @@ def attn_weights(rng):
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_the_suffix_tells_the_format(attn_weights, tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
-    assert plot_attention(attn_weights, path=path) == [0, 1, 2, 3]
+    figure = plot_attention(attn_weights, path=path)
+    assert [panel.get_title() for panel in figure.axes[:4]] == [f"head {i}" for i in range(4)]
     if suffix == "png":
         assert picture(path).std() > 0
     else:
@@ -221,7 +223,8 @@ def test_plot_reads_tokens_from_a_file_one_a_line(layer, tmp_path):
 
 def test_plot_draws_the_last_step_of_a_trace_or_the_one_that_is_named(trace, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(parity.reporting.plot, "_draw", lambda maps, *others: drawn.append(maps) or b"")
+    figure = SimpleNamespace(image=str.encode)
+    monkeypatch.setattr(parity.reporting.plot, "_draw", lambda maps, *others: drawn.append(maps) or figure)
     assert main(["plot", trace, str(tmp_path / "a.png")]) == 0
     assert main(["plot", trace, str(tmp_path / "a.png"), "--stage", "step0.attn_weights", "--sequence", "1"]) == 0
     stages = load_trace(trace).accumulated

@@ -54,7 +54,8 @@ def run(options: argparse.Namespace) -> Result:
     else:
         tokens = None if options.tokens is None else options.tokens.split(",")
     stage, attn_weights = _attention(options)
-    heads = plot_attention(
+    heads = list(range(attn_weights.shape[1]) if options.heads is None else options.heads)
+    plot_attention(
         attn_weights,
         path=options.target,
         tokens=tokens,

@@ -9,6 +9,7 @@ from typing import Any
 
 from parity.conformance.subjects import Path
 from parity.core.records import JsonRecord
+from parity.text import counted
 
 
 class Kind(Enum):
@@ -146,6 +147,11 @@ class Conformance(JsonRecord):
     missing: str = ""
 
     IN_JSON = ("name", "framework", "version", "missing", "answers")
+
+    def __str__(self) -> str:
+        counts = f"{len(self.answers)} questions, {counted(len(self.broken), 'broken promise')}"
+        broken = (f"{answer.question}: {answer.words}; {answer.example}" for answer in self.broken)
+        return "\n".join((f"{self.name}: {self.missing or counts}", *broken))
 
     def __getitem__(self, question: str) -> Answer:
         """The answer to a question.

@@ -192,7 +192,10 @@ class Comparison(JsonRecord):
 
     def __str__(self) -> str:
         axes = " ".join(axis_names(self.stage, len(self.shape)))
-        lines = [f"{self.case}/{self.stage}: {self.backend} differs from {self.against} ({self.dtype})"]
+        verb = "agrees with" if self.passed else "differs from"
+        lines = [f"{self.case}/{self.stage}: {self.backend} {verb} {self.against} ({self.dtype})"]
+        if self.passed:
+            return f"{lines[0]}, {self.worse_ratio:.2g} of its budget"
         lines.append(f"  shape       ({axes}) = {self.shape}")
         if self.size:
             lines.append(f"  mismatched  {self.mismatched} / {self.size} ({self.mismatched / self.size:.1%})")

@@ -1,22 +1,33 @@
-"""Records of results, as JSON takes them."""
+"""Records of results, for JSON and for notebooks."""
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
+from parity.text import printable
+
 
 class JsonRecord:
-    """A dataclass that JSON takes: the attributes that `IN_JSON` names; `*` are the fields that `repr` shows."""
+    """A dataclass that becomes JSON: the attributes that `IN_JSON` names; `*` are the fields that `repr` shows."""
 
     IN_JSON: ClassVar[tuple[str, ...]] = ("*",)
 
     def to_dict(self) -> dict[str, Any]:
-        """The attributes as JSON takes them: an infinity or NaN becomes null."""
+        """Return the attributes as values of JSON: an infinity or NaN becomes null."""
         return _attributes(self, self.IN_JSON)
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
+
+
+def as_html(value: object) -> str:
+    """Return the text of a value for a notebook."""
+    return f"<pre style='white-space: pre-wrap'>{html.escape(printable(str(value)))}</pre>"
 
 
 def as_json(value: Any) -> Any:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +15,11 @@ from parity.core import packages
 from parity.core.weights import is_floating
 from parity.files.target import check_writable, write_whole
 from parity.text import printable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from parity.reporting.figure import NotebookFigure
 
 FORMATS = (".png", ".svg")
 MOST_LABELS = 64  # tokens that are written along an axis; beyond, every second, third, …
@@ -33,26 +37,26 @@ def check_destination(path: str | os.PathLike[str], name: str = "path") -> None:
 def plot_attention(
     attn_weights: Any,
     *,
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
     tokens: Sequence[str] | None = None,
     query_tokens: Sequence[str] | None = None,
     heads: Sequence[int] | None = None,
     sequence: int = 0,
     title: str = "",
-) -> list[int]:
-    """Draw attention weights, one heat map a head, and write them to a file, whole or not at all.
+) -> Figure:
+    """Draw attention weights, one heat map for each head.
 
     Args:
         attn_weights: (B, N, T, S), (N, T, S) or (T, S); anything that NumPy makes an array of.
-        path: of the picture; `.png` or `.svg` decides its format.
-        tokens: a label for each key, S of them.
-        query_tokens: a label for each query, T of them; the keys' own where there are as many, else positions.
-        heads: which to draw; all when absent.
-        sequence: which one of the batch.
-        title: words above, of one line or more.
+        path: file to write, whole or not at all; `.png` or `.svg` selects the format. Default: no file.
+        tokens: a label for each key, (S,).
+        query_tokens: a label for each query, (T,); default: those of the keys if T = S, else positions.
+        heads: heads to draw; default: all.
+        sequence: sequence of the batch to draw.
+        title: text above, of one line or more.
 
     Returns:
-        The heads that were drawn.
+        The figure of matplotlib, which a notebook shows.
 
     Raises:
         ModuleNotFoundError: if matplotlib is not installed.
@@ -60,7 +64,10 @@ def plot_attention(
         TypeError: if the weights are no real numbers.
         ValueError: if shapes, labels, heads or the path do not fit.
     """
-    check_destination(path)
+    if path is None:
+        packages.check_installed("a plot", "matplotlib")
+    else:
+        check_destination(path)
     weights = np.asarray(attn_weights)
     if not (is_floating(weights.dtype) or weights.dtype.kind in "iub"):
         raise WrongType("attn_weights", "be an array of real numbers", f"dtype {weights.dtype}")
@@ -79,8 +86,10 @@ def plot_attention(
         if labels is not None and len(labels) != count:
             raise Refusal(name, f"have {count} labels, as attn_weights have", {f"len({name})": len(labels)})
     shown = weights[sequence, heads].astype(np.float64)
-    write_whole(path, _draw(shown, heads, tokens, query_tokens, title, Path(path).suffix.lower()[1:]))
-    return heads
+    figure = _draw(shown, heads, tokens, query_tokens, title)
+    if path is not None:
+        write_whole(path, figure.image("svg" if Path(path).suffix.lower() == ".svg" else "png"))
+    return figure
 
 
 def _draw(
@@ -89,10 +98,10 @@ def _draw(
     tokens: Sequence[str] | None,
     query_tokens: Sequence[str] | None,
     title: str,
-    kind: str,
-) -> bytes:
+) -> NotebookFigure:
     import matplotlib as mpl
-    from matplotlib.figure import Figure  # without pyplot nothing global changes, and no window system is asked for
+
+    from parity.reporting.figure import NotebookFigure
 
     _, num_queries, num_keys = maps.shape
     finite = maps[np.isfinite(maps)]
@@ -103,36 +112,32 @@ def _draw(
         max(2.2, 0.13 * min(size, MOST_LABELS) + 0.8) if labels else 2.2 + 1.3 * min(size / MOST_LABELS, 1.0)
         for size, labels in sizes
     )
-    # Text stays text in an SVG, and the same weights give the same bytes.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mha-parity"}):
-        figure = Figure(figsize=(columns * width + 1.0, rows * height + 0.6), layout="constrained")
-        panels = figure.subplots(rows, columns, squeeze=False)
-        image = None
-        for panel, head, weights in zip(panels.flat, heads, maps, strict=False):
-            colours = mpl.colormaps["viridis"].with_extremes(bad="red")
-            image = panel.imshow(
-                downsample(weights, MOST_CELLS),
-                cmap=colours,
-                vmin=min(0.0, float(finite.min(initial=0.0))),
-                vmax=float(finite.max(initial=0.0)) or 1.0,
-                interpolation="nearest",
-                extent=(-0.5, num_keys - 0.5, num_queries - 0.5, -0.5),
-                aspect="auto",
-            )
-            panel.set_title(f"head {head}", fontsize=9)
-            _label(panel.xaxis, tokens, rotation=90 if tokens else 0)
-            _label(panel.yaxis, query_tokens, rotation=0)
-        for panel in panels.flat[len(heads) :]:
-            panel.axis("off")
-        if image is not None:
-            figure.colorbar(image, ax=panels, shrink=0.8, aspect=40, label="attention weight")
-        figure.supxlabel("key", fontsize=9)
-        figure.supylabel("query", fontsize=9)
-        if title:
-            figure.suptitle(printable(title), fontsize=10, parse_math=False)
-        file = io.BytesIO()
-        figure.savefig(file, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else {"Software": None})
-    return file.getvalue()
+    figure = NotebookFigure(figsize=(columns * width + 1.0, rows * height + 0.6), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False)
+    image = None
+    for panel, head, weights in zip(panels.flat, heads, maps, strict=False):
+        colours = mpl.colormaps["viridis"].with_extremes(bad="red")
+        image = panel.imshow(
+            downsample(weights, MOST_CELLS),
+            cmap=colours,
+            vmin=min(0.0, float(finite.min(initial=0.0))),
+            vmax=float(finite.max(initial=0.0)) or 1.0,
+            interpolation="nearest",
+            extent=(-0.5, num_keys - 0.5, num_queries - 0.5, -0.5),
+            aspect="auto",
+        )
+        panel.set_title(f"head {head}", fontsize=9)
+        _label(panel.xaxis, tokens, rotation=90 if tokens else 0)
+        _label(panel.yaxis, query_tokens, rotation=0)
+    for panel in panels.flat[len(heads) :]:
+        panel.axis("off")
+    if image is not None:
+        figure.colorbar(image, ax=panels, shrink=0.8, aspect=40, label="attention weight")
+    figure.supxlabel("key", fontsize=9)
+    figure.supylabel("query", fontsize=9)
+    if title:
+        figure.suptitle(printable(title), fontsize=10, parse_math=False)
+    return figure
 
 
 def downsample(maps: np.ndarray, most: int) -> np.ndarray:

@@ -7,9 +7,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from parity.core.compare import Comparison, first_difference
+from parity.core.records import as_html
 from parity.diagnosis.diagnose import Diagnosis
 from parity.sharding.mesh import Collectives
 from parity.text import printable
+
+MOST_SHOWN = 3
+"""Cases that failed, in the text of a report."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,14 @@ class Report:
     missing: list[SkippedCase] = field(default_factory=list)
     collectives: list[Collectives] = field(default_factory=list)
     layers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{number} {what}" for what, number in self.summary.items())
+        first = self.first_differences()[:MOST_SHOWN]
+        return "\n".join((f"{len(self.groups())} cases, stages: {counts}", *map(str, first)))
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
 
     @property
     def failed(self) -> list[Comparison]:

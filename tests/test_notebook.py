@@ -1,0 +1,29 @@
+"""Values as a notebook shows them: figures, and text of results."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+import parity
+from parity.conformance.answers import Conformance
+from parity.reporting.plot import plot_attention
+
+
+def test_a_figure_needs_no_file():
+    figure = plot_attention(np.eye(4)[None])
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert len(figure.axes) == 2  # a head, and the color bar
+
+
+def test_results_are_shown_as_their_text():
+    problem = parity.make_problem("textbook", "float32")
+    batch_size, seq_len, _ = problem.inputs["query"].shape
+    q = np.zeros((batch_size, problem.spec.num_heads, seq_len, problem.spec.head_dim))
+    shown = parity.diagnose({"q": q.astype(np.float32)}, problem)._repr_html_()
+    assert shown.startswith("<pre")
+    assert "q is " in shown
+    report = parity.run_cases([parity.CASES["textbook"]], ["torch"])
+    assert "1 cases, stages: 12 passed, 0 failed" in report._repr_html_()
+    assert str(report.comparisons[0]).endswith(" of its budget")
+    assert Conformance("<b>", "torch", torch.__version__, missing="a < b")._repr_html_().count("&lt;") == 2
