@@ -24,6 +24,6 @@ def test_results_are_shown_as_their_text():
     assert shown.startswith("<pre")
     assert "q is " in shown
     report = parity.run_cases([parity.CASES["textbook"]], ["torch"])
-    assert "1 cases, stages: 12 passed, 0 failed" in report._repr_html_()
+    assert "1 case, stages: 11 passed, 0 failed" in report._repr_html_()
     assert str(report.comparisons[0]).endswith(" of its budget")
     assert Conformance("<b>", "torch", torch.__version__, missing="a < b")._repr_html_().count("&lt;") == 2

@@ -10,7 +10,7 @@ from parity.core.compare import Comparison, first_difference
 from parity.core.records import as_html
 from parity.diagnosis.diagnose import Diagnosis
 from parity.sharding.mesh import Collectives
-from parity.text import printable
+from parity.text import counted, printable
 
 MOST_SHOWN = 3
 """Cases that failed, in the text of a report."""
@@ -55,7 +55,7 @@ class Report:
     def __str__(self) -> str:
         counts = ", ".join(f"{number} {what}" for what, number in self.summary.items())
         first = self.first_differences()[:MOST_SHOWN]
-        return "\n".join((f"{len(self.groups())} cases, stages: {counts}", *map(str, first)))
+        return "\n".join((f"{counted(len(self.groups()), 'case')}, stages: {counts}", *map(str, first)))
 
     def _repr_html_(self) -> str:
         return as_html(self)
