@@ -378,5 +378,6 @@ def _compared(
     for stage in (stage for stage in reference.accumulated if stage in observed):
         label = Label(reference.problem.case.name, backend, reference.problem.dtype, stage)
         comparison = reference.compare(observed[stage], label, arithmetic)
+        comparison = reference.compare_noise(comparison, observed[stage], label, arithmetic)
         found.append(comparison.with_step(replay.judgement(stage, ()).ratio, "wrong for what it was made of"))
     return found

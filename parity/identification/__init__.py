@@ -19,6 +19,7 @@ from parity.identification.ends import between, words_of
 from parity.identification.fit import fit, fit_clip
 from parity.identification.found import Evidence, Fit
 from parity.identification.observe import ObservedLayer, observe
+from parity.identification.padding import without_padding
 from parity.tapping.record import Tapped
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def _identified(name: str, found: Fit, calls: list[list[ObservedLayer]]) -> Iden
         each = [_share(*call, found, what) for *call, what in zip(own, factors, CALLS, strict=False)]
     except (ValueError, TypeError) as error:
         return Identification(name, evidence=found.evidence, refusal=str(error))
-    num_tokens = own[0][0].values["q"].shape[2]
+    num_tokens = without_padding(own[0][0]).values["q"].shape[2]
     places: list[Any] = [each.values.get("positions", np.arange(num_tokens)) for call in own for each in call]
     spec = found.spec
     runs = {(int(x.min()), int(x.max())) for x in places} if spec.has_positions else {(0, num_tokens - 1)}

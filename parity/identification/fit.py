@@ -17,6 +17,7 @@ from parity.identification.gates import gates_of
 from parity.identification.latents import fit_latents, is_latent
 from parity.identification.norms import fit_norm
 from parity.identification.observe import ObservedLayer, Submodule
+from parity.identification.padding import without_padding
 from parity.identification.rotation import fit_rope, ropes_of
 from parity.identification.temperatures import factors_of, fit_temperature
 from parity.identification.trace import Traced, features_of, flat, is_close, trace
@@ -59,7 +60,8 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
     if layer.is_cross:
         found.add("d_kv", layer.values["key_input"].shape[-1], "width of the input of keys")
     _fit_scale(layer, found)
-    _fit_mask(layer, found, num_tokens)
+    layer = without_padding(layer)
+    _fit_mask(layer, found, layer.values["q"].shape[2])
 
 
 # ---- Projections, norms and RoPE -------------------------------------------------------------------------------------

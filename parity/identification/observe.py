@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -131,7 +132,8 @@ def observe(
                 if name and not list(module.children()):
                     hook = module.register_forward_hook(_recorder(name, of_layer), with_kwargs=True)
                     stack.callback(hook.remove)
-        model(**inputs)
+        can_cache = "use_cache" in inspect.signature(model.forward).parameters
+        model(**{**({"use_cache": False} if can_cache else {}), **inputs})
     return [
         ObservedLayer(modules[layer.name], replace(layer, calls=[call]), *within)
         for layer in tapped.layers
