@@ -160,13 +160,15 @@ def _returned(
     layer: ObservedLayer, part: str, heads: np.ndarray, ropes: list[Rope], limit: float | None
 ) -> Traced | None:
     """Trace heads to norms, or else to linear submodules."""
-    for factor in dict.fromkeys((1.0, *(rope.attention_factor for rope in ropes))):
-        for pool, most in ((layer.norms(), None), (layer.linears(), limit)):
-            if (traced := trace(heads, pool, factor, most)) is not None:
-                return replace(traced, factor=1.0)  # that of RoPE
+    amplitudes = tuple(dict.fromkeys((1.0, *(rope.attention_factor for rope in ropes))))
+    for pool, most in ((layer.norms(), None), (layer.linears(), limit)):
+        if (traced := trace(heads, pool, amplitudes, most)) is not None:
+            return traced
     held = [x for x in vars(layer.module).values() if type(x) is float and x > 0.0]
-    factors = [heads.shape[-1] ** -0.5, *held] if part == "q" else held
-    return next((x for factor in factors if (x := trace(heads, layer.linears(), factor)) is not None), None)
+    for factor in [heads.shape[-1] ** -0.5, *held] if part == "q" else held:
+        if (traced := trace(heads, layer.linears(), (factor,))) is not None:
+            return replace(traced, factor=factor)
+    return None
 
 
 # ---- Scores, mask and output -----------------------------------------------------------------------------------------

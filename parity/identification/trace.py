@@ -18,7 +18,7 @@ class Traced:
         heads: (B, heads, T, H).
         sources: of each feature the submodule, heads outermost.
         places: of each feature its place in what that submodule returned.
-        factor: what the features were multiplied by since.
+        factor: what all features were multiplied by since.
     """
 
     heads: np.ndarray
@@ -39,7 +39,7 @@ class Traced:
 
 
 def trace(
-    heads: np.ndarray, pool: Sequence[Submodule], factor: float = 1.0, limit: float | None = None
+    heads: np.ndarray, pool: Sequence[Submodule], factors: Sequence[float] = (1.0,), limit: float | None = None
 ) -> Traced | None:
     """Trace heads (B, heads, T, H) to submodules by their first token; None if a feature is of none.
 
@@ -48,7 +48,7 @@ def trace(
     Args:
         heads: what the attention function received.
         pool: submodules that may have returned their features.
-        factor: what features were multiplied by.
+        factors: what each feature may have been multiplied by.
         limit: of the size of features, if they were clipped.
     """
     batch_size, num_heads, num_tokens, head_dim = heads.shape
@@ -59,8 +59,9 @@ def trace(
     features = np.concatenate([x for _, x in known], axis=-1)
     features = features if limit is None else np.clip(features, -np.float32(limit), np.float32(limit))
     places: dict[bytes, list[int]] = {}
-    for place, bits in enumerate(columns_of(features[:, 0] * np.float32(factor))):
-        places.setdefault(bits, []).append(place)
+    for factor in factors:
+        for place, bits in enumerate(columns_of(features[:, 0] * np.float32(factor))):
+            places.setdefault(bits, []).append(place)
     order: list[int] = []
     for bits in columns_of(features_of(heads[:, :, :1])):
         found = places.get(bits)
@@ -72,7 +73,7 @@ def trace(
     widths = [x.shape[-1] for _, x in known]
     owner, begin = np.repeat(np.arange(len(known)), widths), np.cumsum([0, *widths])
     sources = [known[owner[place]][0] for place in order]
-    return Traced(picked, sources, np.array([place - begin[owner[place]] for place in order]), factor)
+    return Traced(picked, sources, np.array([place - begin[owner[place]] for place in order]))
 
 
 def tokens_of(x: np.ndarray, batch_size: int, num_tokens: int) -> np.ndarray | None:
