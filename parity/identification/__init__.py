@@ -94,7 +94,7 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
     Args:
         model: a `torch.nn.Module` in float32 and in evaluation, whose layers call the attention function of
             transformers.
-        inputs: keywords of a call: tokens without padding, at least 8 of at least 2 sequences.
+        inputs: keywords of a call: at least 8 tokens of at least 2 sequences. An attention mask may tell of padding.
         layers: names of modules or classes, as `parity.tap` takes them.
 
     Returns:
