@@ -53,7 +53,7 @@ def rounded_parts(case: Case) -> Iterator[Mistake]:
         yield of_precision(
             f"inputs-{dtype}",
             f"the inputs are rounded to {dtype}",
-            {"project": before(lambda query, key, *rest, cut=cut: (cut(query), cut(key), *rest))},
+            {"project": before(lambda given, places, cut=cut: ({name: cut(x) for name, x in given.items()}, places))},
             fix="give the layer its inputs in its own dtype",
             stages=("q", "latents"),
         )
