@@ -69,7 +69,7 @@ def test_a_page_has_its_sections_and_names_its_mistakes(page):
     assert list(sections) == ["", *SECTIONS]
     assert sections[""].startswith("# ")
     assert all(len(text.strip()) > 40 for text in sections.values())
-    named = sections["The fix"].partition("The hypotheses of this class:")[2]
+    named = sections["The fix"].partition("The known bugs of this class:")[2]
     assert mistakes_by_page()[page] <= set(re.findall(r"`([\w-]+)`", named))
 
 

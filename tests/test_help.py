@@ -222,7 +222,7 @@ def test_bugs_prints_the_page_that_a_diagnosis_names(capsys):
     assert main(["bugs", "rope-pairs", "grouped-heads"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("# RoPE: which features form a pair\n")
-    assert "\n# Grouped heads: tile in place of repeat\n" in out
+    assert "\n# Grouped heads: tiled instead of repeated\n" in out
 
 
 @pytest.mark.thorough
