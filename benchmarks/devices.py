@@ -1,4 +1,4 @@
-"""What a device holds and sends, of a layer of mha_jax on 1, 2, 4 and 8 of them: a table for docs/scale.md.
+"""What a device holds and sends, of a layer of mha_jax on 1, 2, 4 and 8 of them: a table for benchmarks/results.md.
 
 Programs are compiled for virtual devices of a CPU, and not run: XLA says what memory they take, and their text what
 they send. Usage: python benchmarks/devices.py [PATTERN]
