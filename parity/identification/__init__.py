@@ -187,7 +187,7 @@ def _share(layers: list[ObservedLayer], factor: float, found: Fit, what: str) ->
         if words != found.words:
             raise Refusal("inputs", f"be what they were with {what}", f"{words}")
         tapped = between(layer, found.ends).tapped
-        judged = Tapped([tapped]), {tapped.index: spec}, {tapped.name: found.weights}
+        judged = Tapped([tapped]), {tapped.index: spec}, {tapped.index: found.weights}
         verdict = judge_tap(*judged, is_causal=found.is_causal, diagnoses=False).layers[0]
         difference = verdict.difference
         if verdict.not_judged:

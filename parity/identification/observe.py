@@ -41,11 +41,11 @@ class Submodule:
     @cached_property
     def is_linear(self) -> bool:
         """Whether it multiplies its input by one matrix, as `nn.Linear` and the Conv1D of transformers do."""
-        if getattr(getattr(self.module, "weight", None), "ndim", 0) != 2:
+        if getattr(getattr(self.module, "weight", None), "ndim", 0) < 2:
             return False
         matrix, bias = matrix_of(self.module), getattr(self.module, "bias", None)
         first, result = (x.reshape(-1, x.shape[-1])[0] for x in (self.given, self.result))
-        if matrix.shape != (len(result), len(first)):
+        if matrix.shape != (len(result), len(first)):  # or a kernel that is larger
             return False
         made = matrix @ first + (0.0 if bias is None else to_numpy(bias))
         return bool(np.abs(made - result).max() <= 1e-3 * np.abs(result).max())
@@ -100,7 +100,14 @@ class ObservedLayer:
 def matrix_of(module: nn.Module) -> np.ndarray:
     """Return the matrix of a linear module, (out, in)."""
     weight = to_numpy(module.weight)
+    if _is_convolution(module):
+        return weight.reshape(len(weight), -1)
     return weight.T if type(module).__name__ == "Conv1D" else weight
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    """Return whether features are the axis after that of sequences."""
+    return hasattr(module, "kernel_size")
 
 
 def observe(
@@ -177,6 +184,8 @@ def _recorder(name: str, calls: list[_Call]) -> Any:
         if calls and given is not None and _is_floating(result):
             _, inside = calls[-1]
             before = sum(each.name == name for each in inside)
-            inside.append(Submodule(name, before, module, to_numpy(given), to_numpy(result)))
+            seen = (to_numpy(x) for x in (given, result))
+            seen = (np.moveaxis(x, 1, -1) for x in seen) if _is_convolution(module) else seen
+            inside.append(Submodule(name, before, module, *seen))
 
     return record
