@@ -233,11 +233,10 @@ def test_a_gate_of_each_head_and_values_of_another_width_are_identified(kind):
     assert found.output == "what out returns, then after, plus hidden_states"
 
 
-def test_a_context_that_is_normalized_before_a_projection_is_the_output():
-    found = tiny("norm-before-output")
-    assert found.spec is not None
-    assert found.spec.out_proj is False
-    assert found.output == "the context, then after, then out, plus hidden_states"
+def test_a_context_that_is_normalized_before_its_projection_is_refused():
+    (found,) = identify(drawn(TinyAttention("norm-before-output")), {"hidden_states": numbers(2, 9, 32)})
+    assert found.spec is None
+    assert "be a projection of the context" in found.refusal
 
 
 # ---- Padding ---------------------------------------------------------------------------------------------------------

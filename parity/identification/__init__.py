@@ -145,22 +145,22 @@ def _fitted(layer: ObservedLayer, config: Mapping[str, Any]) -> Fit:
 def _identified(name: str, found: Fit, calls: list[list[ObservedLayer]]) -> Identification:
     """Return a layer that was fitted and is verified."""
     if found.refusal:
-        return Identification(name, refusal=found.refusal)
+        return Identification(name, evidence=found.evidence, refusal=found.refusal)
     own = [[each for each in call if each.tapped.name == name] for call in calls]
-    factors = (*FACTORS, 1.0)
+    runs = zip(own, (*FACTORS, 1.0), CALLS, strict=False)
     try:
         if own[LARGE] and "latent" not in found.fields:
             fit_clip(own[LARGE][0], [own[LARGE][0].submodule(*found.ends["value"])], found)
-        each = [_share(*call, found, what) for *call, what in zip(own, factors, CALLS, strict=False)]
+        share = max(_share(layers, factor, found, what) for layers, factor, what in runs)
     except (ValueError, TypeError) as error:
         return Identification(name, evidence=found.evidence, refusal=str(error))
     num_tokens = without_padding(own[0][0]).values["q"].shape[2]
     places: list[Any] = [each.values.get("positions", np.arange(num_tokens)) for call in own for each in call]
     spec = found.spec
-    runs = {(int(x.min()), int(x.max())) for x in places} if spec.has_positions else {(0, num_tokens - 1)}
+    ranges = {(int(x.min()), int(x.max())) for x in places} if spec.has_positions else {(0, num_tokens - 1)}
     inputs = {side: words for side, words in found.words.items() if side != "output"}
     known = found.weights, found.names, inputs, found.words["output"], found.is_causal, found.evidence
-    return Identification(name, spec, *known, num_tokens, tuple(sorted(runs)), max(each))
+    return Identification(name, spec, *known, num_tokens, tuple(sorted(ranges)), share)
 
 
 CALLS = ("fresh inputs", "large inputs", "small inputs", "far positions")

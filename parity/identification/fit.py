@@ -98,7 +98,7 @@ def fit_clip(layer: ObservedLayer, projections: Sequence[Submodule], found: Fit)
 
 def _fit_heads(layer: ObservedLayer, part: str, ropes: list[Rope], config: Mapping[str, Any], found: Fit) -> Traced:
     """Fit what was done to heads after they were projected, and return them as they were before."""
-    heads, norm, rope = layer.values[part], None, None
+    heads, norm, rope, module = layer.values[part], None, None, ""
     while True:
         traced = _returned(layer, part, heads, ropes, found.fields.get("clip_qkv"))
         if traced is None:
@@ -120,8 +120,9 @@ def _fit_heads(layer: ObservedLayer, part: str, ropes: list[Rope], config: Mappi
         norm, weights, heads = fit_norm(part, traced)
         module = traced.modules[0].name
         found.normalize(f"{part}_norm", module, weights)
-        found.evidence.append(Evidence(f"{part}_norm", norm, f"{module} recomputed from its input"))
     found.agree("v_norm" if part == "v" else "qk_norm", norm)
+    if norm is not None:
+        found.evidence.append(Evidence(f"{part}_norm", norm, f"{module} recomputed from its input"))
     if part != "v":
         found.agree("rope", rope)
     if part == "q" and rope is not None:
@@ -144,7 +145,7 @@ def _untempered(
 ) -> np.ndarray:
     """Fit the temperature of queries, and return them without it."""
     num_tokens = heads.shape[2]
-    positions = layer.values.get("positions", np.arange(num_tokens)[None])
+    positions = np.atleast_2d(layer.values.get("positions", np.arange(num_tokens)))
     temperature = fit_temperature(factors, positions.reshape(-1, num_tokens)[0], config)
     if temperature is None or "temperature" in found.fields:
         raise Refusal(
@@ -239,6 +240,9 @@ def _fit_output(layer: ObservedLayer, found: Fit) -> None:
     if "context" not in values:
         raise Refusal("context", "be what the attention function returns", "nothing")
     context = features_of(values["context"])
+    if np.array_equal(context, flat(values["output"])):
+        found.add("out_proj", False, "the output is the context")
+        return
     for each in layer.linears():
         entered = flat(each.given)
         if entered.shape != context.shape or end_of(each) in found.ends.values():
@@ -250,7 +254,7 @@ def _fit_output(layer: ObservedLayer, found: Fit) -> None:
         found.add("out_bias", has_bias, f"{each.name} receives {received} and returns the output")
         found.ends["output"] = end_of(each)
         return
-    found.add("out_proj", False, "no projection receives the context")
+    raise Refusal("output", "be a projection of the context", "another")
 
 
 def _fit_gate(layer: ObservedLayer, entered: np.ndarray, found: Fit) -> bool:
