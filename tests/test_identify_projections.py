@@ -239,6 +239,18 @@ def test_a_context_that_is_normalized_before_its_projection_is_refused():
     assert "be a projection of the context" in found.refusal
 
 
+def test_positions_that_begin_at_one_are_seen():
+    model = small_model("llama")
+
+    def count_from_one(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return args, {"position_ids": torch.arange(1, 25)[None], **kwargs}
+
+    model.register_forward_pre_hook(count_from_one, with_kwargs=True)
+    for layer in identify(model, inputs_of("llama")):
+        assert layer.spec is not None, str(layer)
+        assert layer.positions == ((1, 24), (4000, 4023))
+
+
 # ---- Padding ---------------------------------------------------------------------------------------------------------
 
 

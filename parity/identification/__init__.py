@@ -116,11 +116,14 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
         raise Refusal("model", "be in evaluation, model.eval()", training=True)
     values: Any = getattr(model, "config", None)
     config = json.loads(json.dumps(values.to_dict(), default=str)) if hasattr(values, "to_dict") else {}
-    found = {layer.tapped.name: _fitted(layer, config) for layer in reversed(observe(model, inputs, layers))}
+    seen = observe(model, inputs, layers)
+    if any(layer.values["positions"].min() > 0 for layer in seen if "positions" in layer.values):
+        seen = observe(model, _at(model, inputs, 0) or inputs, layers)  # where the first token is not turned
+    found = {layer.tapped.name: _fitted(layer, config) for layer in reversed(seen)}
     ends = {_joined(name, end) for name, each in found.items() for end in each.entries}
     other = _fresh(inputs)
     calls = [observe(model, other, layers, factors=dict.fromkeys(ends, factor)) for factor in FACTORS]
-    far = _far(model, other)
+    far = _at(model, other, FAR)
     if far is not None:
         with suppress(IndexError, RuntimeError):  # learned positions may end before
             calls.append(observe(model, far, layers))
@@ -206,14 +209,14 @@ def _counted(layer: ObservedLayer) -> ObservedLayer:
     return replace(layer, tapped=replace(layer.tapped, calls=[replace(call, values=values)]))
 
 
-def _far(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the inputs with positions far away, if the model accepts positions."""
+def _at(model: torch.nn.Module, inputs: Mapping[str, Any], first: int) -> dict[str, Any] | None:
+    """Return the inputs at positions from a first one on, if the model accepts positions."""
     import torch
 
     tokens = inputs.get("input_ids")
     if not isinstance(tokens, torch.Tensor) or "position_ids" not in inspect.signature(model.forward).parameters:
         return None
-    return {**inputs, "position_ids": FAR + torch.arange(tokens.shape[1])[None].expand(tokens.shape)}
+    return {**inputs, "position_ids": first + torch.arange(tokens.shape[1])[None].expand(tokens.shape)}
 
 
 def _fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def _untempered(
 ) -> np.ndarray:
     """Fit the temperature of queries, and return them without it."""
     num_tokens = heads.shape[2]
-    positions = np.atleast_2d(layer.values.get("positions", np.arange(num_tokens)))
+    positions = layer.values["positions"] if "positions" in layer.values else np.arange(num_tokens)
     temperature = fit_temperature(factors, positions.reshape(-1, num_tokens)[0], config)
     if temperature is None or "temperature" in found.fields:
         raise Refusal(

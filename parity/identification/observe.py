@@ -94,7 +94,8 @@ class ObservedLayer:
 
     def norms(self) -> list[Submodule]:
         """Its norms, with what they received and returned."""
-        return [each for each in self.inside if not each.is_linear and each.given.shape == each.result.shape]
+        others = (each for each in self.inside if not each.is_linear and each.given.shape == each.result.shape)
+        return [each for each in others if not np.array_equal(each.given, each.result)]
 
 
 def matrix_of(module: nn.Module) -> np.ndarray:
