@@ -126,7 +126,7 @@ def _further(layer: ObservedLayer, x: np.ndarray, words: str) -> Iterator[tuple[
             yield each.result, f"{words}, then {each.name}"
     for name, other in layer.arguments.items():
         if "plus" not in words and _may_be_added(x, other, x):
-            yield x + other.reshape(x.shape), f"{words}, plus {name}"
+            yield x + other, f"{words}, plus {name}"
 
 
 def _is(one: np.ndarray, other: np.ndarray) -> bool:
