@@ -37,7 +37,7 @@ def tap(model: Any, layers: str | Sequence[str] | None = None) -> AbstractContex
         ValueError: if there are no such layers in it, or it is compiled.
     """
     packages = {kind.__module__.partition(".")[0]: kind.__module__ for kind in type(model).__mro__}
-    patterns = None if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
+    patterns = patterns_of(layers)
     if "torch" in packages:
         from parity.tapping.torch import tap_torch
 
@@ -47,3 +47,8 @@ def tap(model: Any, layers: str | Sequence[str] | None = None) -> AbstractContex
 
         return tap_flax(model, patterns)
     raise WrongType("model", "be a module of torch or Flax", type(model).__name__)
+
+
+def patterns_of(layers: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the names of layers that were asked for; None if none were."""
+    return None if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
