@@ -13,8 +13,8 @@ from mha_spec import Alibi, Refusal, RelativeBias
 CLOSE = 3e-5
 """Largest error of a score that is recomputed, of the largest score, in float32."""
 
-BLOCKS = 128
-"""Distance from where on T5's biases are one, if nothing says another."""
+USUAL = (128, *(2**exponent for exponent in range(3, 13)))
+"""Distances from where on all keys share a bucket, if nothing says another: T5's comes first."""
 
 
 class Added(NamedTuple):
@@ -126,7 +126,7 @@ def fit_relative_bias(
 
 def _biases(num_buckets: int, max_distances: list[int], *, is_causal: bool) -> Iterator[RelativeBias]:
     """Yield relative biases of so many buckets."""
-    for max_distance in dict.fromkeys((*max_distances, BLOCKS)):
+    for max_distance in dict.fromkeys((*max_distances, *USUAL)):
         for bidirectional in (not is_causal, is_causal):
             with suppress(ValueError):  # the candidate is too small, or buckets are odd in number
                 yield RelativeBias(num_buckets, max_distance, bidirectional)

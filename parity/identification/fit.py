@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Refusal, Rope
-from parity.core.arrays import to_numpy
 from parity.identification.ends import between, end_of, words_of
 from parity.identification.found import Evidence, Fit
 from parity.identification.gates import gates_of
@@ -22,7 +21,6 @@ from parity.identification.rotation import fit_rope, ropes_of
 from parity.identification.scores import fit_bias, fit_mask, fit_scale
 from parity.identification.temperatures import factors_of, fit_temperature
 from parity.identification.trace import Traced, features_of, flat, is_close, trace
-from parity.tapping.record import is_hidden
 
 LEAST_TOKENS = 8
 """Tokens that tell features and angles apart."""

@@ -54,6 +54,27 @@ def fit_mask(layer: ObservedLayer, found: Fit, num_tokens: int) -> None:
         _read_window(layer, found, num_tokens)
 
 
+def _fit_span(hidden: np.ndarray, own: np.ndarray, distances: np.ndarray, found: Fit, num_tokens: int) -> None:
+    window = int(np.abs(distances)[hidden & own].min())
+    if np.array_equal(hidden & own, (np.abs(distances) >= window) & own):
+        found.add("window_size", window, "the mask", up_to=num_tokens)
+        return
+    places = np.arange(num_tokens)
+    for chunk in range(1, num_tokens):
+        if np.array_equal(hidden & own, (places[:, None] // chunk != places // chunk) & own):
+            found.add("chunk_size", chunk, "the mask", up_to=num_tokens)
+            return
+    raise Refusal("the mask", "be causal, a window or chunks", "another pattern")
+
+
+def _read_window(layer: ObservedLayer, found: Fit, num_tokens: int) -> None:
+    window = layer.tapped.window
+    if window is not None and window < num_tokens:
+        raise Refusal("the window", "hide keys", f"{window} and a mask of {num_tokens} tokens that hides none")
+    if window is not None:
+        found.add("window_size", window, "what the attention function was told", is_seen=False)
+
+
 def _hidden(layer: ObservedLayer, num_tokens: int) -> np.ndarray:
     """Return the keys that the mask hides, (T, S).
 
@@ -84,13 +105,14 @@ def fit_bias(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> Non
     added = _added(layer)
     if added is None or added.is_zero:
         return
-    scale, num_tokens = layer.tapped.scale or layer.values["q"].shape[-1] ** -0.5, len(added.hidden)
-    alibi = fit_alibi(added, scale)
+    alibi, num_tokens = fit_alibi(added, found.spec.score_scale), len(added.hidden)
     if alibi is not None:
         found.add("alibi", alibi, "numbers that are added to scores", up_to=num_tokens)
         return
     num_heads = len(added.values)
-    tables = {name: to_numpy(x) for name, x in layer.model.named_parameters() if x.ndim == 2 and x.shape[1] == num_heads}
+    tables = {
+        name: to_numpy(x) for name, x in layer.model.named_parameters() if x.ndim == 2 and x.shape[1] == num_heads
+    }
     numbers = [*vars(layer.module).items(), *config.items()]
     candidates = [x for name, x in numbers if type(x) is int and "distance" in name]
     relative = fit_relative_bias(added, tables, candidates)
@@ -105,37 +127,15 @@ def fit_bias(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> Non
 
 def _added(layer: ObservedLayer) -> Added | None:
     """Return what is added to scores: to those that were seen, or by a mask of numbers."""
-    q, k, mask, scores = (layer.values.get(name) for name in ("q", "k", "mask", "scores"))
-    assert q is not None and k is not None
-    if scores is not None:
-        scale = layer.tapped.scale
-        return added_to(scores, q, k, _hidden(layer, q.shape[2]), 1.0 if scale is None else scale, layer.tapped.soft_cap)
+    values, scale, soft_cap = layer.values, layer.tapped.scale, layer.tapped.soft_cap
+    q, mask = values["q"], values.get("mask")
+    hidden = _hidden(layer, q.shape[2])
+    if "scores" in values:
+        return added_to(values["scores"], q, values["k"], hidden, 1.0 if scale is None else scale, soft_cap)
     if mask is None or mask.dtype == np.bool_:
         return None
-    hidden = _hidden(layer, q.shape[2])
-    values = np.where(hidden, 0.0, mask)
-    if (values != values[:1]).any():
+    numbers = np.where(hidden, 0.0, mask)
+    if (numbers != numbers[:1]).any():
         raise Refusal("what is added to scores", "be the same for all sequences", str(mask.shape))
-    values = np.broadcast_to(values[0], (q.shape[1], *values.shape[2:]))
-    return Added(values, hidden, 1e-6 * float(np.abs(values).max()))
-
-
-def _fit_span(hidden: np.ndarray, own: np.ndarray, distances: np.ndarray, found: Fit, num_tokens: int) -> None:
-    window = int(np.abs(distances)[hidden & own].min())
-    if np.array_equal(hidden & own, (np.abs(distances) >= window) & own):
-        found.add("window_size", window, "the mask", up_to=num_tokens)
-        return
-    places = np.arange(num_tokens)
-    for chunk in range(1, num_tokens):
-        if np.array_equal(hidden & own, (places[:, None] // chunk != places // chunk) & own):
-            found.add("chunk_size", chunk, "the mask", up_to=num_tokens)
-            return
-    raise Refusal("the mask", "be causal, a window or chunks", "another pattern")
-
-
-def _read_window(layer: ObservedLayer, found: Fit, num_tokens: int) -> None:
-    window = layer.tapped.window
-    if window is not None and window < num_tokens:
-        raise Refusal("the window", "hide keys", f"{window} and a mask of {num_tokens} tokens that hides none")
-    if window is not None:
-        found.add("window_size", window, "what the attention function was told", is_seen=False)
+    numbers = np.broadcast_to(numbers[0], (q.shape[1], *numbers.shape[2:]))
+    return Added(numbers, hidden, 1e-6 * float(np.abs(numbers).max()))

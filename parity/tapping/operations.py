@@ -251,32 +251,47 @@ def _of_softmax(
     softmax: Softmax, scores: Scores, context: Product, batch_size: int, num_tokens: int | None
 ) -> Attended | str:
     """Return the attention of a softmax between two products, heads being unfolded from sequences."""
-    folded, rows, num_keys = context.left.shape
+    folded, rows, _ = context.left.shape
     if scores.product.result.shape != context.left.shape or folded % batch_size:
         return f"{tuple(scores.product.result.shape)} scores and {tuple(context.left.shape)} attention weights"
     if num_tokens is not None and rows % num_tokens:
         return f"{rows} queries of {num_tokens} tokens"
-    aligned = _aligned(softmax, context.left)
-    if aligned is None:
+    order = next((each for each in _orders(softmax) if _is_aligned(softmax, each, context.left)), None)
+    if order is None:
         return "attention weights that are not over keys, or change before they are multiplied by values"
-    groups = 1 if num_tokens is None else rows // num_tokens
-    shape = (batch_size, folded // batch_size * groups, rows // groups)
-    received, weights = (x.reshape(*shape, num_keys) for x in aligned)
-    q, out = (x.reshape(*shape, x.shape[-1]) for x in (scores.product.left, context.result))
-    k, v = (x.reshape(batch_size, -1, *x.shape[1:]) for x in (scores.product.right.mT, context.right))
-    made = scores.made_of(q @ k.repeat_interleave(groups, 1).mT)
-    added = received - made
+    tokens = num_tokens or rows
+    sizes = [softmax.weights.shape[axis] for axis in range(softmax.weights.ndim) if axis != softmax.axis]
+    q = _heads(scores.product.left, batch_size, tokens, sizes)
+    sizes = [softmax.weights.shape[axis] for axis in order[:-1]]
+    received = softmax.scores.permute(order).reshape(context.left.shape)
+    received, weights, out = (_heads(x, batch_size, tokens, sizes) for x in (received, context.left, context.result))
+    k, v = (x.unflatten(0, (batch_size, -1)) for x in (scores.product.right.mT, context.right))
+    added = received - scores.made_of(q @ k.repeat_interleave(rows // tokens, 1).mT)
     seen = (received > 0.5 * torch.finfo(received.dtype).min) & (added > added.amax(-1, True) + LEAST_HIDDEN)
     return Attended(q, *_grouped(k, v), out, seen, scores.scale, scores.bound, received, weights)
 
 
-def _aligned(softmax: Softmax, weights: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the input and the result of a softmax with axes in the order of the weights that meet values."""
-    for order in _orders(softmax):
-        result = softmax.weights.permute(order)
-        if result.numel() == weights.numel() and torch.equal(result.to(weights.dtype).reshape(weights.shape), weights):
-            return softmax.scores.permute(order), weights
-    return None
+def _heads(x: Tensor, batch_size: int, num_tokens: int, sizes: list[int]) -> Tensor:
+    """Return rows (sequences * heads, groups * tokens, features) as heads (B, heads, T, features).
+
+    Args:
+        x: the rows.
+        batch_size: number of sequences.
+        num_tokens: number of tokens.
+        sizes: of the axes before keys, which say whether tokens come before groups.
+    """
+    groups = x.shape[1] // num_tokens
+    places = {size: place for place, size in enumerate(sizes)}
+    if groups == 1 or places.get(num_tokens, len(sizes)) > places.get(groups, -1):
+        return x.reshape(batch_size, -1, num_tokens, x.shape[-1])
+    x = x.reshape(batch_size, -1, num_tokens, groups, x.shape[-1])
+    return x.transpose(2, 3).flatten(1, 2)
+
+
+def _is_aligned(softmax: Softmax, order: tuple[int, ...], weights: Tensor) -> bool:
+    """Return whether the result of a softmax, its axes in some order, is the weights that meet values."""
+    result = softmax.weights.permute(order)
+    return result.numel() == weights.numel() and torch.equal(result.to(weights.dtype).reshape(weights.shape), weights)
 
 
 def _orders(softmax: Softmax) -> Iterator[tuple[int, ...]]:
