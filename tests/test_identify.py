@@ -38,9 +38,6 @@ SMALL = {
     "n_positions": 128,
     "max_position_embeddings": 128,
     "sliding_window": 6,
-    "window_size": 6,
-    "attention_types": [[["global", "local"], 1]],
-    "attention_layers": ["global", "local"],
     "rotary_dim": 4,
     "moe_intermediate_size": 16,
     "num_experts": 4,
@@ -55,7 +52,7 @@ DECODERS = [
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt_neox", "phi", "gpt2", "olmo2"),
     *("cohere", "cohere2", "glm", "glm4", "stablelm", "starcoder2", "granite", "smollm3", "gpt_oss", "nemotron"),
     *("persimmon", "phi3", "mixtral", "exaone4", "ernie4_5", "olmo3", "apertus", "arcee", "seed_oss", "biogpt", "opt"),
-    *("bloom", "codegen", "gpt_neo", "gptj", "mpt", "xglm"),
+    *("bloom", "codegen", "gptj", "mpt", "xglm"),
 ]
 """Families whose rules say the same; what is identified reads none of these."""
 

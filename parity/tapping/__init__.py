@@ -19,9 +19,10 @@ def tap(model: Any, layers: str | Sequence[str] | None = None) -> AbstractContex
     Within it the model is called as ever, any number of times, and its results are what they are without, bit for bit.
     Afterwards, also after an exception, nothing is left in the model. Several taps may be open at once.
 
-    Of transformers' models it sees queries, keys and values as the attention function gets them, after norms and RoPE,
-    with the mask, and what that function gives; of a layer that calls its attention otherwise, what its projections
-    give. Of any other module it sees inputs and outputs. What cannot be seen is absent.
+    Of transformers' models it sees queries, keys and values as the attention function receives them, after norms and
+    RoPE, with the mask, and what that function returns. Of another torch module it sees the same if its operations are
+    attention, else what its projections return. Of any other module it sees inputs and outputs. What cannot be seen is
+    absent.
 
     Args:
         model: a `torch.nn.Module`, a `flax.nnx.Module`, or a `flax.linen.Module`, whose `apply` is called then. It must

@@ -91,7 +91,7 @@ class Attended:
 
 
 @dataclass
-class Operations:
+class LayerOperations:
     """Operations of a layer while its call lasts.
 
     Attributes:
@@ -175,7 +175,7 @@ class _DispatchMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: LayerOperations) -> None:
         super().__init__()
         self.operations = operations
 
@@ -193,7 +193,7 @@ class _DispatchMode(TorchDispatchMode):
 class _FunctionMode(TorchFunctionMode):
     """Lets operations take note of `scaled_dot_product_attention`, which may be several operations below autograd."""
 
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: LayerOperations) -> None:
         super().__init__()
         self.operations = operations
 

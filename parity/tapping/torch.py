@@ -1,8 +1,9 @@
-"""What attention layers of a torch model get and give: hooks on modules, and on two functions of transformers.
+"""Record attention layers of a torch model by hooks on modules, on two functions of transformers, and on operations.
 
-The attention function is seen where layers ask for it, `AttentionInterface.get_interface`, which gives all of them,
-eager ones too, that stand in no table. So the model's configuration, by which masks are made, stays as it is. New keys
-and values are seen where they are cached, `Cache.update`: the attention function may get others.
+The attention function is seen where layers ask for it, `AttentionInterface.get_interface`. It returns all of them, and
+eager ones, which stand in no table. So the model's configuration, by which masks are made, stays as it is. New keys
+and values are seen where they are cached, `Cache.update`: the attention function may receive others. Of layers that
+call no attention function, operations are seen: see `parity.tapping.operations`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from mha_spec import Refusal
 from parity.core.arrays import to_numpy
-from parity.tapping.operations import Attended, Operations
+from parity.tapping.operations import Attended, LayerOperations
 from parity.tapping.record import Tapped, TappedCall, TappedLayer, chosen, is_hidden, kinds_of
 
 POSITIONS = ("position_ids", "positions")
@@ -64,7 +65,7 @@ def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None, *, is_inside: 
             is_causal = is_causal if isinstance(is_causal, bool) else None
             layer = TappedLayer(name, index, type(module).__name__, kind, is_causal)
             tapped.layers.append(layer)
-            operations = Operations(sees_functions=is_inside)
+            operations = LayerOperations(sees_functions=is_inside)
             listeners[module] = _TorchListener(
                 module, layer, model_state, getattr(module, "config", config), operations
             )
@@ -187,7 +188,7 @@ class _TorchListener:
     """
 
     def __init__(
-        self, module: nn.Module, layer: TappedLayer, model: _ModelState, config: Any, operations: Operations
+        self, module: nn.Module, layer: TappedLayer, model: _ModelState, config: Any, operations: LayerOperations
     ) -> None:
         self.module, self.layer, self.model, self.config, self.operations = module, layer, model, config, operations
         self.values: dict[str, np.ndarray] = {}
