@@ -208,10 +208,22 @@ def test_attention_is_identified_however_it_is_written(name):
         assert (found.weights["relative_bias"] == TABLE.numpy()).all()
 
 
-def test_a_tap_records_and_judges_what_operations_show():
+class Mixer(PlainAttention):
+    """Attention whose class does not say so."""
+
+
+def test_a_class_of_any_name_is_identified_if_it_is_named():
+    model = nn.Sequential(Mixer(sdpa, kv_heads=2)).eval()
+    (found,) = identify(model, {"input": inputs()}, layers="Mix*")
+    assert found.spec is not None, str(found)
+    assert found.spec.num_kv_heads == 2
+
+
+@pytest.mark.parametrize("gradients", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_a_tap_records_and_judges_what_operations_show(gradients):
     model = made(bmm)
     x = inputs(9)
-    with torch.no_grad():
+    with gradients():
         expected = model(x)
         with parity.tap(model) as tapped:
             found = model(x)
@@ -308,6 +320,11 @@ ODDITIES: dict[str, Attend] = {
     "by-blocks": by_blocks,
 }
 """Layers that are not attention as a specification says it."""
+
+
+def test_a_table_of_other_buckets_is_not_accepted():
+    shifted = on_scores(lambda layer, scores: of_buckets(layer, torch.cat([scores, scores[..., :1]], -1))[..., 1:])
+    assert identified(made(shifted, table=TABLE)).spec is None
 
 
 @pytest.mark.parametrize("name", list(ODDITIES))

@@ -184,9 +184,16 @@ class _DispatchMode(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if hasattr(func, "_schema") and not self.operations.is_inside:
-            self.operations.ran(func, args, kwargs or {}, result)
+        kwargs = kwargs or {}
+        if not hasattr(func, "_schema"):  # of higher order
+            return func(*args, **kwargs)
+        with self:  # in inference mode nothing above has made basic operations of it
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+        result = func(*args, **kwargs)
+        if not self.operations.is_inside:
+            self.operations.ran(func, args, kwargs, result)
         return result
 
 
