@@ -42,7 +42,7 @@ class Identification(JsonRecord):
         name: of the module.
         spec: what it computes; None if it was refused.
         weights: its canonical weights.
-        names: the parameter of the module that each weight is, or is part of.
+        names: the parameter of the module that each weight is, or is part of; its full name if another module holds it.
         inputs: what its projections receive, in words: `query`, `key` and `value`. They name arguments of the module,
             sums of them, and what submodules return.
         output: what becomes of its output in the module, in words.
@@ -92,8 +92,7 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
     such as a window of 4096 tokens, is read from attributes of the module, and its evidence says so.
 
     Args:
-        model: a `torch.nn.Module` in float32 and in evaluation, whose layers call the attention function of
-            transformers.
+        model: a `torch.nn.Module` in float32 and in evaluation.
         inputs: keywords of a call: at least 8 tokens of at least 2 sequences. An attention mask may tell of padding.
         layers: names of modules or classes, as `parity.tap` takes them.
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from mha_spec import Refusal
 from parity.core.arrays import to_numpy
-from parity.tapping import tap
+from parity.tapping import patterns_of
 from parity.tapping.record import TappedLayer
 
 if TYPE_CHECKING:
@@ -56,12 +56,14 @@ class ObservedLayer:
     """An attention layer in one call of its model.
 
     Attributes:
+        model: the model.
         module: the layer.
         tapped: what the tap recorded of it in this call.
         arguments: what the layer received, by name.
         inside: its submodules in the order in which they ran.
     """
 
+    model: nn.Module
     module: nn.Module
     tapped: TappedLayer
     arguments: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
@@ -127,11 +129,13 @@ def observe(
     """
     import torch
 
+    from parity.tapping.torch import tap_torch
+
     modules, calls = dict(model.named_modules()), dict[str, list[_Call]]()
     with ExitStack() as stack, torch.no_grad():
         for name, factor in (factors or {}).items():  # before hooks that record
             stack.callback(modules[name].register_forward_pre_hook(_multiplier(factor), with_kwargs=True).remove)
-        tapped = stack.enter_context(tap(model, layers))
+        tapped = stack.enter_context(tap_torch(model, patterns_of(layers), is_inside=True))
         for layer in tapped.layers:
             of_layer = calls[layer.name] = []
             hook = modules[layer.name].register_forward_pre_hook(_beginner(of_layer), with_kwargs=True)
@@ -143,7 +147,7 @@ def observe(
         can_cache = "use_cache" in inspect.signature(model.forward).parameters
         model(**{**({"use_cache": False} if can_cache else {}), **inputs})
     return [
-        ObservedLayer(modules[layer.name], replace(layer, calls=[call]), *within)
+        ObservedLayer(model, modules[layer.name], replace(layer, calls=[call]), *within)
         for layer in tapped.layers
         for call, within in zip(layer.calls, calls[layer.name], strict=False)
     ]
