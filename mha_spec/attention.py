@@ -15,7 +15,7 @@ from mha_spec.norm import Norm
 from mha_spec.projection import Projection, shapes_of
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
-from mha_spec.relative_bias import RelativeBias
+from mha_spec.relative_bias import GridBias, RelativeBias
 from mha_spec.rope import Rope, check_rotated
 from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups
 from mha_spec.scaling import YarnScaling
@@ -68,7 +68,7 @@ class AttentionSpec(Record):
         sinks: each query head has a learned logit that takes part in the softmax like a score, and has no value.
         alibi: what scores lose for the distance of their keys, after the soft cap, or None for nothing.
         relative_bias: what scores gain for that distance, after the soft cap, or None for nothing: a learned number for
-            each bucket of distances and each query head.
+            each bucket of distances, or of places on a grid, and each query head.
         window_size: a query sees keys less than this many tokens away only: with causality so many, its own the last.
         chunk_size: a query sees the keys of its own chunk only, the chunks being so many tokens long.
         dropout: rate at which attention weights are dropped in training.
@@ -76,12 +76,13 @@ class AttentionSpec(Record):
 
     Raises:
         TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not a `Norm`, gate not a
-            `Gate`, temperature not a `Temperature`, alibi not an `Alibi`, relative_bias not a `RelativeBias`, latent
-            not a `Latent`, clip_qkv, scale, soft_cap or a rate not a number, or what a layer has or has not no boolean.
+            `Gate`, temperature not a `Temperature`, alibi not an `Alibi`, relative_bias not a `RelativeBias` or
+            a `GridBias`, latent not a `Latent`, clip_qkv, scale, soft_cap or a rate not a number, or what a layer has
+            or has not no boolean.
         ValueError: if the widths, heads or rates do not fit, clip_qkv, scale or soft_cap is not positive and finite, or
-            there are both a window and chunks, both ALiBi and a relative bias, a temperature and positions on several
-            axes, or latents and what they leave no place for: fewer key/value heads, one qkv_proj, norms of heads, a
-            clip, RoPE of other features.
+            there are both a window and chunks, or one of them and a grid, both ALiBi and a relative bias, a temperature
+            and positions on several axes, or latents and what they leave no place for: fewer key/value heads, one
+            qkv_proj, norms of heads, a clip, RoPE of other features.
     """
 
     d_model: int
@@ -107,7 +108,7 @@ class AttentionSpec(Record):
     soft_cap: float | None = None
     sinks: bool = False
     alibi: Alibi | None = None
-    relative_bias: RelativeBias | None = None
+    relative_bias: RelativeBias | GridBias | None = None
     window_size: int | None = None
     chunk_size: int | None = None
     dropout: float = 0.0
@@ -187,8 +188,11 @@ class AttentionSpec(Record):
             raise WrongType("alibi", "be an Alibi or None", alibi=self.alibi)
         if self.relative_bias is None:
             return
-        if not isinstance(self.relative_bias, RelativeBias):
-            raise WrongType("relative_bias", "be a RelativeBias or None", relative_bias=self.relative_bias)
+        if not isinstance(self.relative_bias, (RelativeBias, GridBias)):
+            raise WrongType("relative_bias", "be a RelativeBias, a GridBias or None", relative_bias=self.relative_bias)
+        for name in REACHES if isinstance(self.relative_bias, GridBias) else ():
+            if getattr(self, name) is not None:
+                raise Refusal(name, "be None with a grid", {name: getattr(self, name), "grid": self.relative_bias})
         if self.alibi is not None:
             raise Refusal("alibi", "be None with a relative_bias", alibi=self.alibi, relative_bias=self.relative_bias)
 

@@ -21,6 +21,7 @@ from mha_spec import (
     Alibi,
     AttentionSpec,
     Gate,
+    GridBias,
     Latent,
     LongRopeScaling,
     Norm,
@@ -215,6 +216,12 @@ SELFTEST_CASES = [
         seq_len=9,
         chunks=(4, 1, 4),
         capacity=10,
+    ),
+    Case(
+        "grid-bias",
+        AttentionSpec(32, 4, qkv_bias=False, out_bias=False, relative_bias=GridBias(2, 4, class_token=True)),
+        "scores that gain by places on a grid",
+        seq_len=9,
     ),
     Case(
         "latents",

@@ -204,13 +204,17 @@ def _of_layer(tensors: Mapping[str, Tensor], layer: ModelLayer) -> tuple[str, di
 
 
 def _of_others(layer: ModelLayer, layers: list[ModelLayer], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The relative bias, which T5 keeps in the first layer of a stack, and MPNet outside all layers."""
+    """The relative bias, which T5 keeps in the first layer of a stack, and MPNet and BEiT outside all layers."""
     if layer.spec is None or layer.spec.relative_bias is None:
         return {}
+    names = ("relative_attention_bias.weight", "relative_position_bias.relative_position_bias_table")
     first = next(each for each in layers if (each.part, each.kind) == (layer.part, layer.kind))
-    own, shared = (_of_layer(tensors, each)[1].get("relative_attention_bias.weight") for each in (layer, first))
-    (common,) = [t for name, t in tensors.items() if name.endswith("encoder.relative_attention_bias.weight")] or [None]
-    return {"relative_bias": next(each for each in (own, shared, common) if each is not None)}
+    own, shared = (
+        [tensor for name, tensor in _of_layer(tensors, each)[1].items() if name.endswith(names)]
+        for each in (layer, first)
+    )
+    common = [t for name, t in tensors.items() if name.endswith(tuple(f"encoder.{name}" for name in names))]
+    return {"relative_bias": [*own, *shared, *common][0]}
 
 
 def _check(

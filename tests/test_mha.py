@@ -186,6 +186,20 @@ def test_a_relative_bias_adds_what_the_table_has_for_the_bucket(sibling):
     assert later == pytest.approx(np.stack([table[[[1, 0], [1, 1]]].transpose(2, 0, 1), expected]))
 
 
+def test_a_grid_bias_adds_what_the_table_has_for_both_places(sibling):
+    record = parity.GridBias(1, 2, class_token=True)
+    zeros = sibling.array(np.zeros((2, 2, 2, 4), np.float32))
+    scores, spec = sibling.package.attention_scores, parity.AttentionSpec(8, 2, relative_bias=record)
+    table = np.arange(12, dtype=np.float32).reshape(
+        6, 2
+    )  # of 1 after, 0, 1 before; the class token as query, key, both
+    expected = table[[[5, 3], [4, 1]]].transpose(2, 0, 1)
+    found = sibling.numpy(scores(zeros, zeros, None, spec, None, sibling.array(table)))
+    assert found == pytest.approx(np.stack([expected] * 2))
+    later = sibling.numpy(scores(zeros, zeros, None, spec, sibling.array([1, 0]), sibling.array(table)))
+    assert later == pytest.approx(np.stack([table[[[4, 1], [4, 2]]].transpose(2, 0, 1), expected]))
+
+
 def test_a_sink_takes_weight_and_gives_none_back(sibling):
     scores, sinks = np.array([[[[0.0, 1.0]], [[2.0, 3.0]]]], np.float32), np.array([2.0, -1.0], np.float32)
     hidden = np.array([[[[False, True]]], [[[True, True]]]])

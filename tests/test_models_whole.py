@@ -54,7 +54,13 @@ IMAGES = {
     **{name: Model(name, VIT, "pixels") for name in ("clip_vision_model", "siglip_vision_model")},
     **{name: Model(name, VIT, "pixels") for name in ("chinese_clip_vision_model", "aimv2_vision_model")},
     "beit": Model("beit", VIT, "pixels", module={"": "layers.{i}.attention"}),
-    "data2vec-vision": Model("data2vec-vision", VIT, "pixels", **BERT),
+    "beit, a grid for each": Model(
+        "beit", {**VIT, "use_relative_position_bias": True}, "pixels", module={"": "layers.{i}.attention"}
+    ),
+    "beit, one grid": Model(
+        "beit", {**VIT, "use_shared_relative_position_bias": True}, "pixels", module={"": "layers.{i}.attention"}
+    ),
+    "data2vec-vision": Model("data2vec-vision", {**VIT, "use_relative_position_bias": True}, "pixels", **BERT),
     "yolos": Model(
         "yolos", {"image_size": [6, 6], "patch_size": 2, "qkv_bias": False}, "pixels", output="output.dense"
     ),

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from mha_spec import GridBias, RelativeBias
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -49,7 +51,8 @@ def covers(case: Case) -> str:
         f"scale {spec.scale}": spec.scale is not None,
         "temperature": spec.temperature is not None,
         "ALiBi": spec.alibi is not None,
-        "relative bias": spec.relative_bias is not None,
+        "relative bias": isinstance(spec.relative_bias, RelativeBias),
+        "grid bias": isinstance(spec.relative_bias, GridBias),
         "sinks": spec.sinks,
         f"soft cap {spec.soft_cap}": spec.soft_cap is not None,
         f"window {spec.window_size} of the layer": spec.window_size is not None,

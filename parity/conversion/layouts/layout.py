@@ -143,8 +143,8 @@ class Layout(JsonRecord):
         padded: heads are padded to whole tiles, with RoPE each half of its own.
         rules: what a layer must be for this layout to hold it; keys of `RULES`.
         ignored: names (with wildcards) under the prefix of a layer that are no weights, or none of attention's.
-        unsaid: names (with wildcards) of biases of relative positions in an image: the layer adds them to its scores,
-            and no specification says them.
+        unsaid: names (with wildcards) of biases on a grid, whose height and width no shape shows: without a
+            specification they may be dropped.
         prefixes: where whole checkpoints have such layers; `{i}` stands for a layer.
         needs_spec: shapes alone never show such a layer, or it would be one of another layout, too.
         carries: what a layer may have that weights do not show, names of `CARRIED`: its module computes it, or is told
@@ -196,7 +196,7 @@ class Layout(JsonRecord):
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored, *others))
 
     def leaves_unsaid(self, name: str) -> bool:
-        """Return whether a name under the prefix of a layer is of what no specification says."""
+        """Return whether a name under the prefix of a layer is of a bias on a grid."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.unsaid)
 
 

@@ -10,6 +10,7 @@ from mha_spec import (
     AttentionSpec,
     DynamicScaling,
     Gate,
+    GridBias,
     Latent,
     LinearScaling,
     Llama3Scaling,
@@ -205,6 +206,15 @@ LAYERS = [
         bias=True,
         gain=3.0,
     ),
+    Case("grid-bias", AttentionSpec(32, 4, relative_bias=GridBias(2, 4)), "scores that gain by places", seq_len=8),
+    Case(
+        "grid-bias-class-token",
+        AttentionSpec(48, 6, num_kv_heads=2, relative_bias=GridBias(4, 3, class_token=True), scale=0.25),
+        "a class token and the first rows of a grid, of shared heads, masked",
+        seq_len=10,
+        random_mask=True,
+        bias=True,
+    ),
     Case("window", _WINDOW, "a layer that sees the last four tokens", seq_len=11, is_causal=True),
     Case("window-both-ways", _WINDOW, "three tokens before and after", seq_len=11, key_padding_lengths=(7, 11)),
     Case(
@@ -377,6 +387,12 @@ CACHED = [
         **_UNEVEN,
     ),
     Case(
+        "decode-grid-bias",
+        AttentionSpec(48, 6, num_kv_heads=2, relative_bias=GridBias(4, 4)),
+        "decode, by places on a grid, ragged",
+        **_UNEVEN,
+    ),
+    Case(
         "decode-window",
         AttentionSpec(32, 4, num_kv_heads=2, window_size=4, rope=Rope(10000.0)),
         "decode, within a window",
@@ -510,7 +526,7 @@ MORE = frozenset(
         *("nan-hidden-cross", "random-1", "random-2"),
         *("latent-yarn", "latent-window", "decode-latent-yarn"),
         *("decode-latent-factors", "sinks-masked", "decode-sinks", "alibi-both-ways"),
-        *("decode-alibi", "relative-bias-padded", "decode-relative-bias"),
+        *("decode-alibi", "relative-bias-padded", "decode-relative-bias", "decode-grid-bias"),
     }
 )
 """More of what other cases show: a run takes these where all cases are asked for, or they by name."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from mha_spec import Alibi, Latent, Norm, RelativeBias, Rope, Temperature, YarnScaling
+from mha_spec import Alibi, GridBias, Latent, Norm, RelativeBias, Rope, Temperature, YarnScaling
 from parity.core.problem import Problem
 from parity.core.reference import norms
 from parity.core.reference.arithmetic import Arithmetic
@@ -240,8 +240,20 @@ class Layer:
         return self.parameter("relative_bias")
 
     def buckets(self, places: np.ndarray, key_len: int) -> np.ndarray:
-        """Those of the distances from queries to keys, (B or 1, T, S)."""
+        """Those of the distances from queries to keys, or of their places on a grid, (B or 1, T, S)."""
+        grid = self.problem.spec.relative_bias
+        if isinstance(grid, GridBias):
+            return self.bucket_on(grid, places[:, :, None], np.arange(key_len))
         return self.bucket(np.arange(key_len) - places[:, :, None])
+
+    def bucket_on(self, grid: GridBias, query: np.ndarray, key: np.ndarray) -> np.ndarray:
+        """Of the places of a query and a key on a grid."""
+        first = int(grid.class_token)
+        (row, column), (key_row, key_column) = (np.divmod(place - first, grid.width) for place in (query, key))
+        rows, columns = row - key_row + grid.height - 1, column - key_column + grid.width - 1
+        of_difference = rows * (2 * grid.width - 1) + columns
+        of_class = grid.num_buckets - np.where(query > 0, 2, np.where(key > 0, 3, 1))
+        return np.where(grid.class_token & ((query == 0) | (key == 0)), of_class, of_difference)
 
     def bucket(self, distance: np.ndarray) -> np.ndarray:
         """Of the distance from a query to a key, below 0 for a key before it."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, LinearScaling, Rope
+from mha_spec import AttentionSpec, LinearScaling, RelativeBias, Rope
 from mha_spec.scaling import Scaling
 from parity.diagnosis.laws.record import Law, OtherSpec, Seen
 from parity.diagnosis.laws.rotation import as_form
@@ -329,7 +329,7 @@ def _of_records(spec: AttentionSpec) -> Iterator[Number]:
         yield Number("temperature", "the scale of the temperature", right, (0.01, 0.1, 1.0), made)
         length, made = spec.temperature.length, _with(spec, "temperature", spec.temperature, "length")
         yield Number("temperature length", "the length of the temperature", length, LENGTHS, made, is_whole=True)
-    if spec.relative_bias is not None:
+    if isinstance(spec.relative_bias, RelativeBias):
         right, made = spec.relative_bias.max_distance, _with(spec, "relative_bias", spec.relative_bias, "max_distance")
         yield Number("max_distance", "the max_distance of the relative bias", right, DISTANCES, made, is_whole=True)
     if spec.alibi is not None:

@@ -190,7 +190,10 @@ def attention(
         slopes = jnp.array(SLOPES)[:, None, None]  # (N, 1, 1)
         scores = scores - slopes * jnp.abs(keys - of_queries)
     if relative is not None:
-        buckets = bucket_of(keys - of_queries)[:, 0]  # (B or 1, T, S)
+        if grid is None:
+            buckets = bucket_of(keys - of_queries)[:, 0]  # (B or 1, T, S)
+        else:
+            buckets = bucket_of(of_queries, keys)[:, 0]  # (B or 1, T, S)
         scores = scores + jnp.moveaxis(params["relative_bias"].astype(jnp.float32)[buckets], -1, 1)
     if call.has_bias:
         scores = scores + bias
@@ -316,7 +319,25 @@ if rope is not None:
         return rotated.astype(heads.dtype)
 
 
-if relative is not None:
+if grid is not None:
+
+    def bucket_of(of_query: Array, of_key: Array) -> Array:
+        """Return the bucket of the places of each query and key, on a grid that is counted row by row."""
+        if grid.class_token:
+            of_query, of_key = of_query - 1, of_key - 1  # that of the class token is -1
+        rows = of_query // GRID_WIDTH - of_key // GRID_WIDTH + GRID_HEIGHT - 1
+        columns = of_query % GRID_WIDTH - of_key % GRID_WIDTH + GRID_WIDTH - 1
+        buckets = rows * (2 * GRID_WIDTH - 1) + columns
+        if grid.class_token:
+            of_class = jnp.where(of_key < 0, NUM_BUCKETS - 1, NUM_BUCKETS - 3)
+            buckets = jnp.where(of_key < 0, NUM_BUCKETS - 2, buckets)
+            buckets = jnp.where(of_query < 0, of_class, buckets)
+        if call.cache is not None:
+            buckets = jnp.minimum(buckets, NUM_BUCKETS - 1)  # of padding
+        return buckets
+
+
+if relative is not None and grid is None:
 
     def bucket_of(distances: Array) -> Array:
         """Return the bucket of each distance, key - query."""

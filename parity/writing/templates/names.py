@@ -1,9 +1,18 @@
 """Names that all templates know of a layer and its calls, and the constants of what is written."""
 
-from mha_spec import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, ProportionalScaling, YarnScaling
+from mha_spec import (
+    DynamicScaling,
+    GridBias,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    YarnScaling,
+)
 from parity.writing.subject import ABSENT, call, spec
 
 latent, rope, alibi, relative = spec.latent, spec.rope, spec.alibi, spec.relative_bias
+grid = relative if isinstance(relative, GridBias) else None
 qk_norm, v_norm, temperature, gate = spec.qk_norm, spec.v_norm, spec.temperature, spec.gate
 scaling = None if rope is None else rope.scaling
 ramp = (0, 1) if not isinstance(scaling, YarnScaling) else scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)
@@ -56,7 +65,11 @@ if alibi is not None:
     SLOPES = spec.alibi_slopes  # of each head, for each token of distance
 if relative is not None:
     NUM_BUCKETS = relative.num_buckets
+if relative is not None and grid is None:
     MAX_DISTANCE = relative.max_distance
+if grid is not None:
+    GRID_HEIGHT = grid.height
+    GRID_WIDTH = grid.width
 if temperature is not None:
     TEMPERATURE_LENGTH = temperature.length
     TEMPERATURE_SCALE = temperature.scale

@@ -294,7 +294,10 @@ class Attention(nn.Module):
                 slopes = torch.tensor(SLOPES, device=device)[:, None, None]  # (N, 1, 1)
                 scores = scores - slopes * (keys - of_queries).abs()
             if relative is not None:
-                buckets = bucket_of(keys - of_queries)  # (B or 1, 1, T, S)
+                if grid is None:
+                    buckets = bucket_of(keys - of_queries)  # (B or 1, 1, T, S)
+                else:
+                    buckets = bucket_of(of_queries, keys)  # (B or 1, 1, T, S)
                 scores = scores + self.relative_bias.float()[buckets[:, 0]].permute(0, 3, 1, 2)
             if call.has_bias:
                 scores = scores + bias.float()
@@ -426,7 +429,25 @@ if rope is not None:
         return rotated.to(heads.dtype)
 
 
-if relative is not None:
+if grid is not None:
+
+    def bucket_of(of_query: Tensor, of_key: Tensor) -> Tensor:
+        """Return the bucket of the places of each query and key, on a grid that is counted row by row."""
+        if grid.class_token:
+            of_query, of_key = of_query - 1, of_key - 1  # that of the class token is -1
+        rows = of_query // GRID_WIDTH - of_key // GRID_WIDTH + GRID_HEIGHT - 1
+        columns = of_query % GRID_WIDTH - of_key % GRID_WIDTH + GRID_WIDTH - 1
+        buckets = rows * (2 * GRID_WIDTH - 1) + columns
+        if grid.class_token:
+            of_class = torch.where(of_key < 0, NUM_BUCKETS - 1, NUM_BUCKETS - 3)
+            buckets = torch.where(of_key < 0, NUM_BUCKETS - 2, buckets)
+            buckets = torch.where(of_query < 0, of_class, buckets)
+        if call.cache is not None:
+            buckets = buckets.clamp(max=NUM_BUCKETS - 1)  # of padding
+        return buckets
+
+
+if relative is not None and grid is None:
 
     def bucket_of(distances: Tensor) -> Tensor:
         """Return the bucket of each distance, key - query."""
