@@ -28,7 +28,7 @@ REACHES = ("window_size", "chunk_size")
 FLAGS = ("out_bias", "out_proj", "fused_qkv", "sinks")
 RATES = ("dropout", "output_dropout")
 FACTORS = ("clip_qkv", "scale", "soft_cap")
-NORMS = ("qk_norm", "v_norm")
+NORMS = ("qk_norm", "v_norm", "context_norm")
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,6 +60,7 @@ class AttentionSpec(Record):
         v_norm: how values are normalised, or None.
         clip_qkv: what q_proj, k_proj and v_proj give is clipped to [-clip_qkv, clip_qkv], before all else, or None for
             no limit.
+        context_norm: how the context of all heads is normalized before out_proj, over its width, or None.
         gate: what the context is multiplied by before out_proj, or None for no gate.
         rope: how queries and keys are rotated by their positions, or None for no RoPE.
         scale: what dot products of queries and keys are multiplied by, where it is not 1 / sqrt(H).
@@ -82,7 +83,8 @@ class AttentionSpec(Record):
         ValueError: if the widths, heads or rates do not fit, clip_qkv, scale or soft_cap is not positive and finite, or
             there are both a window and chunks, or one of them and a grid, both ALiBi and a relative bias, a temperature
             and positions on several axes, or latents and what they leave no place for: fewer key/value heads, one
-            qkv_proj, norms of heads, a clip, RoPE of other features.
+            qkv_proj, norms of heads, a clip, RoPE of other features; or a norm of the context that is not over its
+            width, or comes with a gate.
     """
 
     d_model: int
@@ -101,6 +103,7 @@ class AttentionSpec(Record):
     qk_norm: Norm | None = None
     v_norm: Norm | None = None
     clip_qkv: float | None = None
+    context_norm: Norm | None = None
     gate: Gate | None = None
     rope: Rope | None = None
     scale: float | None = None
@@ -162,7 +165,7 @@ class AttentionSpec(Record):
             raise WrongType("latent", "be a Latent or None", latent=self.latent)
         check_latent_rope(self.latent, self.rope)
         needed = {"num_kv_heads": self.num_heads, "d_kv": self.d_in, "fused_qkv": False}
-        needed |= {"qk_norm": None, "v_norm": None, "clip_qkv": None}
+        needed |= {"qk_norm": None, "v_norm": None, "clip_qkv": None, "context_norm": None}
         for name, value in needed.items():
             if getattr(self, name) != value:
                 raise Refusal(name, f"be {value} with latent", {name: getattr(self, name), "latent": self.latent})
@@ -214,6 +217,10 @@ class AttentionSpec(Record):
             raise Refusal("qk_norm", "come with RoPE to come after it", after_rope=True, rope=None)
         if self.v_norm is not None and self.v_norm.after_rope:
             raise Refusal("v_norm", "not come after RoPE, which rotates no values", after_rope=True)
+        if self.context_norm is not None and self.context_norm.over != "width":
+            raise Refusal("context_norm", "be over='width'", context_norm=self.context_norm)
+        if self.context_norm is not None and self.gate is not None:
+            raise Refusal("gate", "be None with a context_norm", gate=self.gate, context_norm=self.context_norm)
 
     def _derived_sizes(self) -> dict[str, int | None]:
         """The values of sizes that are left out; None where no head_dim divides d_model."""
@@ -359,10 +366,11 @@ class AttentionSpec(Record):
 
     @property
     def norms(self) -> dict[str, Norm]:
-        """The norms that the layer has, by name: q_norm, k_norm, v_norm; with latents q_a_norm, kv_a_norm."""
+        """The norms of the layer by name: q_norm, k_norm, v_norm, context_norm; with latents q_a_norm, kv_a_norm."""
         if self.latent is not None:
             return {name: norm for name, (norm, _) in self.latent.norms.items()}
         norms = {"q_norm": self.qk_norm, "k_norm": self.qk_norm, "v_norm": self.v_norm}
+        norms["context_norm"] = self.context_norm
         return {name: norm for name, norm in norms.items() if norm is not None}
 
     @property
@@ -375,8 +383,9 @@ class AttentionSpec(Record):
         if self.latent is not None:
             norm, width = self.latent.norms[name]
             return norm.shapes(1, width)
-        num_heads = self.num_heads if name == "q_norm" else self.num_kv_heads
-        return self.norms[name].shapes(num_heads, self.value_head_dim if name == "v_norm" else self.head_dim)
+        num_heads = self.num_heads if name in ("q_norm", "context_norm") else self.num_kv_heads
+        is_of_values = name in ("v_norm", "context_norm")
+        return self.norms[name].shapes(num_heads, self.value_head_dim if is_of_values else self.head_dim)
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:

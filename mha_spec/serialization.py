@@ -18,7 +18,7 @@ from mha_spec.scaling import SCALINGS
 from mha_spec.temperature import Temperature
 
 RECORDS: dict[str, type[Record]] = {"alibi": Alibi, "gate": Gate, "latent": Latent, "qk_norm": Norm, "v_norm": Norm}
-RECORDS |= {"relative_bias": RelativeBias, "temperature": Temperature}
+RECORDS |= {"relative_bias": RelativeBias, "temperature": Temperature, "context_norm": Norm}
 
 RecordT = TypeVar("RecordT", bound=Record)
 

@@ -114,8 +114,13 @@ SELFTEST_CASES = [
     ),
     Case(
         "norms-after-rope",
-        AttentionSpec(32, 4, rope=Rope(10000.0), qk_norm=Norm("layer", weight="1+w", bias=True, after_rope=True)),
-        "layer norms of what was rotated, their weight 1 + w",
+        AttentionSpec(
+            *(32, 4),
+            rope=Rope(10000.0),
+            qk_norm=Norm("layer", weight="1+w", bias=True, after_rope=True),
+            context_norm=Norm(over="width", eps=0.01),
+        ),
+        "layer norms of what was rotated, their weight 1 + w, and a norm of the context",
         seq_len=7,
         is_causal=True,
     ),

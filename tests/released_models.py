@@ -245,6 +245,8 @@ SEPARATE = {
     "transformers.StableLM": ("q_proj", "k_proj", "v_proj", "o_proj"),
     **dict.fromkeys(("transformers.Flint", "transformers.MiMo-V2"), ("q_proj", "k_proj", "v_proj", "o_proj")),
     "transformers.Qwen3-Next": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "transformers.BitNet": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "transformers.Kosmos-2": ("q_proj", "k_proj", "v_proj", "out_proj"),
     "transformers.LFM2": ("q_proj", "k_proj", "v_proj", "out_proj"),
     "transformers.HunYuan": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "transformers.Gemma4": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -271,6 +273,7 @@ fourth of all heads."""
 
 BESIDE = {"q_norm": "q_norm", "k_norm": "k_norm", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
 BESIDE |= {"query_layernorm": "q_norm", "key_layernorm": "k_norm", "relative_bias": "relative_bias", "sinks": "sinks"}
+BESIDE |= {"attn_sub_norm": "context_norm", "inner_attn_ln": "context_norm"}
 BESIDE |= {"q_a_layernorm": "q_a_norm", "kv_a_layernorm": "kv_a_norm", "kv_a_proj_with_mqa": "kv_a_proj"}
 BESIDE |= {"softmax_offset": "sinks", "attention_sink_bias": "sinks", "dense_bias": "out_proj.bias"}
 BESIDE |= {name: name for name in ("q_a_proj", "q_b_proj", "kv_b_proj", "gate_proj")}

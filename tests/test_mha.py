@@ -945,6 +945,18 @@ def test_a_gate_multiplies_by_its_sigmoid(sibling):
     assert np.abs(heads - expected * np.array([0.5, 0.75])[:, None, None]).max() <= 8 * EPSILON
 
 
+def test_a_norm_of_the_context_divides_by_the_root_of_its_mean_square(sibling):
+    plain = parity.AttentionSpec(8, 2, out_proj=False)
+    normed = plain.replace(context_norm=parity.Norm(over="width", weight=None, eps=1e-12))
+    x = sibling.array(problem(plain)["query"])
+    before, found = (
+        sibling.numpy(filled(sibling, "MultiHeadAttention", spec)(x, x)[0]).astype(np.float64)
+        for spec in (plain, normed)
+    )
+    expected = before / np.sqrt((before**2).mean(axis=-1, keepdims=True))
+    assert np.abs(found - expected).max() <= 8 * EPSILON * np.abs(expected).max()
+
+
 def test_a_gate_of_another_shape_is_refused(sibling):
     context, gate = (sibling.array(np.ones(shape, np.float32)) for shape in ((1, 2, 3, 4), (1, 3, 4)))
     with refuses("gate", {"gate.shape": (1, 3, 4)}):

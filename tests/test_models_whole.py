@@ -218,6 +218,14 @@ HALF_SECTIONS, SHORT_SECTIONS = ({**rope, "mrope_section": [2, 1, 1]} for rope i
 SECTIONS = {**LATER, "mrope_section": [4, 2, 2]}
 OF_EACH = {"rope_parameters": {"sliding_attention": LATER, "full_attention": {**LATER, "rope_theta": 7e3}}}
 LIKE_LLAMA = {
+    "bitnet": Model("bitnet", KV),
+    "kosmos_2_text_model": Model(
+        "kosmos_2_text_model",
+        dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers"), LEFT_OUT)
+        | {"embed_dim": 32, "layers": 2, "attention_heads": 4, "ffn_dim": 24},
+        class_name="kosmos2.Kosmos2TextModel",
+        dtype=torch.float32,
+    ),
     "aria_text": Model("aria_text", {**WIDE, "attention_bias": True, "moe_num_experts": 4}),
     "eurobert": Model("eurobert", {**WIDE, "attention_bias": True}),
     "qwen2_5_vl_text": Model("qwen2_5_vl_text", {**KV, "rope_parameters": SHORT_SECTIONS}, "places"),

@@ -237,6 +237,12 @@ LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
         (LATENT | {"qkv_bias": (True, True, False)}, refuses("qkv_bias", qkv_bias=(True, True, False))),
         (LATENT | {"rope": Rope()}, refuses("rope", rope=..., latent=...)),
         (LATENT | {"rope": Rope(rotary_dim=2)}, refuses("rope", rope=..., latent=...)),
+        ({"d_model": 8, "num_heads": 2, "context_norm": Norm()}, refuses("context_norm", context_norm=...)),
+        (
+            {"d_model": 8, "num_heads": 2, "context_norm": Norm(over="width"), "gate": Gate()},
+            refuses("gate", gate=..., context_norm=...),
+        ),
+        (LATENT | {"context_norm": Norm(over="width")}, refuses("context_norm", context_norm=..., latent=...)),
         ({"d_model": 8, "num_heads": 2, "alibi": True}, refuses_type("alibi", alibi=True)),
         (
             {"d_model": 8, "num_heads": 2, "relative_bias": 32},
@@ -772,6 +778,8 @@ def test_cases_cover_what_attention_can_do():
         },
         "sinks with a cache": any(case.spec.sinks for case in cases if case.is_cached),
         "norm of values": any(case.spec.v_norm for case in cases),
+        "norm of the context": any(case.spec.context_norm for case in cases if not case.is_cached),
+        "norm of the context with a cache": any(case.spec.context_norm for case in cases if case.is_cached),
         "norm with a cache": any(case.spec.norms for case in cases if case.is_cached),
         **{
             f"{kind} NaN, {'with' if cached else 'without'} a cache": any(

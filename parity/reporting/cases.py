@@ -43,6 +43,7 @@ def covers(case: Case) -> str:
         "factors of latents": spec.latent is not None and set(spec.latent.factors.values()) != {1.0},
         "norm of q and k": spec.qk_norm is not None,
         "norm of v": spec.v_norm is not None,
+        "norm of the context": spec.context_norm is not None,
         f"values of {spec.value_head_dim}": spec.value_head_dim != spec.head_dim,
         "gate": spec.gate is not None,
         "RoPE": spec.rope is not None,

@@ -58,7 +58,7 @@ def docstring_of(spec: AttentionSpec, framework: str, call: CallForm) -> str:
 
 def sources_of(spec: AttentionSpec) -> list[str]:
     """Return the sources of what a layer computes."""
-    norms = [norm for norm in (spec.qk_norm, spec.v_norm) if norm is not None]
+    norms = [norm for norm in (spec.qk_norm, spec.v_norm, spec.context_norm) if norm is not None]
     scaling = None if spec.rope is None else spec.rope.scaling
     found = {
         "Attention Is All You Need, arXiv:1706.03762": True,

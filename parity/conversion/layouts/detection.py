@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec.attention import NORMS
 from parity.conversion.hints import LayerHints
 from parity.conversion.layouts.layout import (
     TILE,
@@ -142,7 +143,7 @@ def _are_one(weights: list[np.ndarray]) -> bool:
 def _has_no_form(layout: Layout, wanted: Collection[str], nameless: Collection[str]) -> DoesNotFit:
     """Make the refusal of a layer with some weights that no form holds; for `nameless` ones none has a name."""
     if nameless:
-        norms = [name for name in ("qk_norm", "v_norm") if weights_of_norm(name) & {*nameless}]
+        norms = [name for name in NORMS if weights_of_norm(name) & {*nameless}]
         remedy, hint = ({"drop": ",".join(norms)}, "leaves it out") if norms else ((), "")
         rule = f"have only weights for which {layout.name} has names"
         return DoesNotFit("the layer", rule, shorten(sorted(nameless)), remedy=remedy, hint=hint)

@@ -174,6 +174,14 @@ OF_TRANSFORMERS = [
         others=beside(q_norm="q_layernorm.norms.{n}", k_norm="k_layernorm.norms.{n}"),
         needs_spec=True,
     ),
+    _separate("BitNet", OF_LLAMA, "bitnet", others=beside(context_norm="attn_sub_norm"), needs_spec=True),
+    _separate(
+        "Kosmos-2",
+        ("q_proj", "k_proj", "v_proj", "out_proj"),
+        "kosmos2",
+        others=beside(context_norm="inner_attn_ln"),
+        needs_spec=True,
+    ),
     _layout(
         "Gemma4",
         "q_proj, k_proj, v_proj, o_proj, and norms; of Gemma 4, whose k_proj makes the values where v_proj is not",

@@ -44,6 +44,7 @@ _ONE_PLUS = AttentionSpec(
     32, 4, num_kv_heads=2, rope=Rope(10000.0), qk_norm=Norm(weight="1+w"), v_norm=Norm(weight=None)
 )
 _WIDTH = AttentionSpec(32, 4, num_kv_heads=2, fused_qkv=True, rope=Rope(10000.0), qk_norm=Norm(over="width"))
+_CONTEXT = AttentionSpec(48, 6, num_kv_heads=2, context_norm=Norm("layer", over="width", bias=True, eps=0.01))
 _PER_HEAD = AttentionSpec(
     48, 6, num_kv_heads=2, head_dim=12, qk_norm=Norm("layer", per_head=True, bias=True, eps=0.01), v_norm=Norm("layer")
 )
@@ -234,6 +235,7 @@ LAYERS = [
     Case("norm-one-plus", _ONE_PLUS, "norms of weight 1 + w, and of values without one", seq_len=9, is_causal=True),
     Case("norm-width", _WIDTH, "norms over the width of all heads", seq_len=9, is_causal=True),
     Case("norm-per-head", _PER_HEAD, "layer norms with weights for each head", seq_len_k=7),
+    Case("norm-context", _CONTEXT, "the context, normalized before it is projected", seq_len=9, random_mask=True),
     Case("norm-after-rope", _AFTER_ROPE, "norms of what was rotated", seq_len=9, key_padding_lengths=(3, 9)),
     Case("gate", _GATE, "a gate of each feature of the context", seq_len=9, is_causal=True),
     Case("gate-per-head", _HEAD_GATE, "a gate of each head", seq_len_k=7),
@@ -412,6 +414,7 @@ CACHED = [
     Case("decode-biases-of-some", _WHISPER, "decode, keys without a bias", **_calls(4, 1, 1, capacity=6)),
     Case("decode-clip-qkv", _CLIP, "decode, projections clipped", **_calls(4, 1, 1, 1, capacity=8)),
     Case("decode-gate", _GATE, "decode, gated", **_calls(4, 1, 1, 1, capacity=8)),
+    Case("decode-norm-context", _CONTEXT, "decode, normed contexts", **_calls(4, 1, 1, 1, capacity=8)),
     Case("decode-norm-width", _WIDTH, "decode, norms over all heads", **_calls(4, 1, 1, 1, capacity=8)),
     Case("decode-l2-norm", _L2, "decode, norms without weights", **_calls(4, 1, 1, 1, capacity=8)),
     Case(
@@ -526,7 +529,7 @@ MORE = frozenset(
         *("nan-hidden-cross", "random-1", "random-2"),
         *("latent-yarn", "latent-window", "decode-latent-yarn"),
         *("decode-latent-factors", "sinks-masked", "decode-sinks", "alibi-both-ways"),
-        *("decode-alibi", "relative-bias-padded", "decode-relative-bias", "decode-grid-bias"),
+        *("decode-alibi", "relative-bias-padded", "decode-relative-bias", "decode-grid-bias", "decode-norm-context"),
     }
 )
 """More of what other cases show: a run takes these where all cases are asked for, or they by name."""

@@ -139,8 +139,13 @@ class Layer:
         return {"context": self.arithmetic.keep(self.arithmetic.matmul(attn_weights, self.per_query_head(v)))}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
-        combined = self.combine_heads(self.gated(values))
+        combined = self.combined(values)
         return {"output": self.linear("out_proj", combined) if self.problem.spec.out_proj else combined}
+
+    def combined(self, values: Values) -> np.ndarray:
+        """The context of all heads side by side, (B, T, N * H), gated or normalized where the layer does that."""
+        context, norm = self.combine_heads(self.gated(values)), self.norm("context")
+        return context if norm is None else self.normed("context", context, norm)
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
         return of_paths(self.forward())
@@ -413,11 +418,11 @@ class Layer:
         return x if limit is None else self.arithmetic.keep(np.clip(self.arithmetic.widen(x), -limit, limit))
 
     def norm(self, name: str) -> Norm | None:
-        """How q, k or v is normalised."""
+        """How q, k, v or the context is normalised."""
         return self.problem.spec.norms.get(f"{name}_norm")
 
     def normed(self, name: str, x: np.ndarray, norm: Norm) -> np.ndarray:
-        """q, k or v, normalised over its last axis."""
+        """q, k, v or the context, normalised over its last axis."""
         widen = self.arithmetic.widen
         y = self.arithmetic.between(self.standardised(name, widen(x), norm))
         if norm.weight is not None:
@@ -428,7 +433,7 @@ class Layer:
         return self.arithmetic.keep(y)
 
     def standardised(self, name: str, x: np.ndarray, norm: Norm) -> np.ndarray:
-        """q, k or v over the root of its mean square."""
+        """q, k, v or the context over the root of its mean square."""
         return norms.standardised(x, norm)[0]
 
     def num_heads(self, name: str) -> int:

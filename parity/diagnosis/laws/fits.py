@@ -316,7 +316,9 @@ def _taken_for(length: int, scaling: Scaling) -> tuple[int, int]:
 
 def _of_records(spec: AttentionSpec) -> Iterator[Number]:
     """Numbers of norms, the temperature and ALiBi."""
-    for name, words in (("qk_norm", "the eps of q_norm and k_norm"), ("v_norm", "the eps of v_norm")):
+    words_of = {"qk_norm": "the eps of q_norm and k_norm"}
+    words_of |= {name: f"the eps of {name}" for name in ("v_norm", "context_norm")}
+    for name, words in words_of.items():
         norm = getattr(spec, name)
         if norm is not None:
             yield Number("eps", words, norm.eps, EPSILONS, _with(spec, name, norm, "eps"))

@@ -211,6 +211,8 @@ def attention(
         opened = split_heads(linear(params["gate_proj"], query if call.is_cross else x), NUM_HEADS)
         context = (context * jax.nn.sigmoid(opened.astype(jnp.float32))).astype(context.dtype)
     output = context.swapaxes(1, 2).reshape(*context.shape[:1], num_tokens, NUM_HEADS * VALUE_HEAD_DIM)
+    if context_norm is not None:
+        output = normalize_context(ABSENT if context_norm.weight is None else params["context_norm"], output)
     if spec.out_proj:
         output = linear(params["out_proj"], output)  # (B, T, E)
     if call.cache == "ragged":
@@ -416,5 +418,22 @@ elif v_norm is not None:
         if v_norm.bias and v_norm.per_head:
             wide = wide + weights["bias"][:, None]
         elif v_norm.bias:
+            wide = wide + weights["bias"]
+        return wide.astype(features.dtype)
+
+
+if context_norm is not None:
+
+    def normalize_context(weights: Mapping[str, Array], features: Array) -> Array:
+        """Normalize the context of all heads."""
+        wide = features.astype(jnp.float32)
+        if context_norm.kind == "layer":
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + CONTEXT_EPS)
+        if context_norm.weight == "1+w":
+            wide = wide * (1.0 + weights["weight"])
+        elif context_norm.weight == "w":
+            wide = wide * weights["weight"]
+        if context_norm.bias:
             wide = wide + weights["bias"]
         return wide.astype(features.dtype)

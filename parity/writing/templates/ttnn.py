@@ -239,6 +239,8 @@ class Attention:
             context = ttnn.typecast(ttnn.multiply(ttnn.typecast(context, ttnn.float32), opened), self.dtype)
         output = ttnn.transpose(context, 1, 2)
         output = ttnn.reshape(output, (output.shape[0], num_tokens, NUM_HEADS * VALUE_HEAD_DIM))
+        if context_norm is not None:
+            output = self.normalize_context(output)
         if spec.out_proj:
             output = self.linear("out_proj", output)  # (B, T, E)
         if call.cache == "ragged":
@@ -351,6 +353,24 @@ class Attention:
                 if v_norm.per_head:
                     bias_row = ttnn.reshape(bias_row, (1, features.shape[1], 1, features.shape[3]))
                 wide = ttnn.add(wide, bias_row)
+            return ttnn.typecast(wide, self.dtype)
+
+    if context_norm is not None:
+
+        def normalize_context(self, features: ttnn.Tensor) -> ttnn.Tensor:
+            """Normalize the context of all heads."""
+            wide = ttnn.typecast(features, ttnn.float32)
+            if context_norm.kind == "layer":
+                wide = ttnn.subtract(wide, ttnn.mean(wide, dim=-1, keepdim=True, compute_kernel_config=self.config))
+            square = ttnn.mean(ttnn.square(wide), dim=-1, keepdim=True, compute_kernel_config=self.config)
+            wide = ttnn.multiply(wide, ttnn.rsqrt(ttnn.add(square, CONTEXT_EPS)))
+            if context_norm.weight is not None:
+                weight = ttnn.typecast(self.weights["context_norm.weight"], ttnn.float32)
+                if context_norm.weight == "1+w":
+                    weight = ttnn.add(weight, 1.0)
+                wide = ttnn.multiply(wide, weight)
+            if context_norm.bias:
+                wide = ttnn.add(wide, ttnn.typecast(self.weights["context_norm.bias"], ttnn.float32))
             return ttnn.typecast(wide, self.dtype)
 
     if latent is not None:
