@@ -11,9 +11,11 @@ import numpy as np
 
 from mha_spec import Refusal, Rope
 from parity.core.arrays import to_numpy
+from parity.identification.context_norms import fit_context_norm
 from parity.identification.ends import between, end_of, words_of
 from parity.identification.found import Evidence, Fit
 from parity.identification.gates import gates_of
+from parity.identification.grids import fit_grid_bias
 from parity.identification.latents import fit_latents, is_latent
 from parity.identification.norms import fit_norm
 from parity.identification.observe import ObservedLayer, Submodule
@@ -203,7 +205,7 @@ def _fit_mask(layer: ObservedLayer, found: Fit, num_tokens: int) -> None:
         if not (hidden == hidden[:1, :1]).all() or ("is_real" in layer.values):
             raise Refusal("the mask", "be the same for all sequences and heads, without padding", str(mask.shape))
         if mask.dtype != np.bool_ and np.any(mask[~is_hidden(mask)] != 0):
-            raise Refusal("the mask", "only hide keys", "numbers that are added to scores")
+            _fit_bias(layer, np.where(hidden, 0.0, mask), found)
         hidden = hidden[0, 0]
     found.is_causal = bool((hidden | (distances >= 0)).all() and hidden[distances < 0].all())
     own = distances >= 0 if found.is_causal else np.ones_like(hidden)
@@ -211,6 +213,13 @@ def _fit_mask(layer: ObservedLayer, found: Fit, num_tokens: int) -> None:
         _fit_span(hidden, own, distances, found, num_tokens)
     else:
         _read_window(layer, found, num_tokens)
+
+
+def _fit_bias(layer: ObservedLayer, added: np.ndarray, found: Fit) -> None:
+    """Fit numbers that are added to scores, (B or 1, N or 1, T, S)."""
+    of_heads = np.broadcast_to(added[0], (layer.values["q"].shape[1], *added.shape[2:]))
+    if (added != added[:1]).any() or not fit_grid_bias(layer, of_heads, found):
+        raise Refusal("the mask", "only hide keys, or add a bias on a grid", "other numbers that are added to scores")
 
 
 def _fit_span(hidden: np.ndarray, own: np.ndarray, distances: np.ndarray, found: Fit, num_tokens: int) -> None:
@@ -246,10 +255,12 @@ def _fit_output(layer: ObservedLayer, found: Fit) -> None:
         entered = flat(each.given)
         if entered.shape != context.shape or end_of(each) in found.ends.values():
             continue
-        if not np.array_equal(entered, context) and not _fit_gate(layer, entered, found):
+        is_made = np.array_equal(entered, context) or fit_context_norm(layer, entered, found)
+        if not is_made and not _fit_gate(layer, entered, found):
             continue
         has_bias = found.project("out_proj", each, np.arange(each.result.shape[-1]))
-        received = "the context, times its gate," if "gate" in found.fields else "the context"
+        words = {"gate": "the context, times its gate,", "context_norm": "the context, normalized,"}
+        received = next((said for name, said in words.items() if name in found.fields), "the context")
         found.add("out_bias", has_bias, f"{each.name} receives {received} and returns the output")
         found.ends["output"] = end_of(each)
         return

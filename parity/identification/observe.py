@@ -56,12 +56,14 @@ class ObservedLayer:
     """An attention layer in one call of its model.
 
     Attributes:
+        model: the model.
         module: the layer.
         tapped: what the tap recorded of it in this call.
         arguments: what the layer received, by name.
         inside: its submodules in the order in which they ran.
     """
 
+    model: nn.Module
     module: nn.Module
     tapped: TappedLayer
     arguments: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
@@ -135,7 +137,7 @@ def observe(
         can_cache = "use_cache" in inspect.signature(model.forward).parameters
         model(**{**({"use_cache": False} if can_cache else {}), **inputs})
     return [
-        ObservedLayer(modules[layer.name], replace(layer, calls=[call]), *within)
+        ObservedLayer(model, modules[layer.name], replace(layer, calls=[call]), *within)
         for layer in tapped.layers
         for call, within in zip(layer.calls, calls[layer.name], strict=False)
     ]
