@@ -4,6 +4,7 @@ from mha_spec import (
     Alibi as Alibi,
     AttentionSpec as AttentionSpec,
     Gate as Gate,
+    GridBias as GridBias,
     Latent as Latent,
     Norm as Norm,
     RelativeBias as RelativeBias,

@@ -53,6 +53,7 @@ DECODERS = [
     *("cohere", "cohere2", "glm", "glm4", "stablelm", "starcoder2", "granite", "smollm3", "gpt_oss", "nemotron"),
     *("persimmon", "phi3", "mixtral", "exaone4", "ernie4_5", "olmo3", "apertus", "arcee", "seed_oss", "biogpt", "opt"),
     *("bloom", "codegen", "gptj", "mpt", "xglm"),
+    "bitnet",
 ]
 """Families whose rules say the same; what is identified reads none of these."""
 
@@ -95,7 +96,8 @@ def inputs_of(family: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "family", rest_thorough([*DECODERS, *ENCODERS], ["llama", "gemma2", "gpt_oss", "olmo2", "gpt_neox", "modernbert"])
+    "family",
+    rest_thorough([*DECODERS, *ENCODERS], ["llama", "gemma2", "gpt_oss", "olmo2", "gpt_neox", "modernbert", "bitnet"]),
 )
 def test_a_family_is_identified_as_its_rules_say(family):
     model = small_model(family)

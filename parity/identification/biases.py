@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mha_spec import Alibi, Refusal, RelativeBias
+from mha_spec import Alibi, GridBias, Refusal, RelativeBias
 
 CLOSE = 3e-5
 """Largest error of a score that is recomputed, of the largest score, in float32."""
@@ -104,8 +104,8 @@ def _centered(x: np.ndarray, shown: np.ndarray) -> np.ndarray:
 
 def fit_relative_bias(
     added: Added, tables: Mapping[str, np.ndarray], max_distances: list[int]
-) -> tuple[RelativeBias, str] | None:
-    """Return the relative bias that is added, and the name of its table; None if it is none of these.
+) -> tuple[RelativeBias | GridBias, str] | None:
+    """Return the relative bias that is added, by distance or on a grid, and the name of its table; None if none is.
 
     Args:
         added: what is added to scores.
@@ -121,7 +121,22 @@ def fit_relative_bias(
             places = np.clip(distances, -relative.max_distance, relative.max_distance) + relative.max_distance
             if added.is_near(np.moveaxis(table[relative.buckets()[places]], -1, 0)):
                 return relative, name
+        for grid in _grids(distances.shape, len(table)):
+            if added.is_near(np.moveaxis(table[grid.buckets()], -1, 0)):
+                return grid, name
     return None
+
+
+def _grids(shape: tuple[int, ...], num_buckets: int) -> Iterator[GridBias]:
+    """Yield the grids of so many tokens, (T, S), and buckets."""
+    num_queries, num_keys = shape
+    for class_token in (False, True):
+        area = num_queries - class_token
+        for height in range(1, area + 1):
+            if area % height == 0 and num_queries == num_keys:
+                grid = GridBias(height, area // height, class_token)
+                if grid.num_buckets == num_buckets:
+                    yield grid
 
 
 def _biases(num_buckets: int, max_distances: list[int], *, is_causal: bool) -> Iterator[RelativeBias]:

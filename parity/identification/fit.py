@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Refusal, Rope
+from parity.identification.context_norms import fit_context_norm
 from parity.identification.ends import between, end_of, words_of
 from parity.identification.found import Evidence, Fit
 from parity.identification.gates import gates_of
@@ -213,10 +214,12 @@ def _fit_output(layer: ObservedLayer, found: Fit) -> None:
         entered = flat(each.given)
         if entered.shape != context.shape or end_of(each) in found.ends.values():
             continue
-        if not np.array_equal(entered, context) and not _fit_gate(layer, entered, found):
+        is_made = np.array_equal(entered, context) or fit_context_norm(layer, entered, found)
+        if not is_made and not _fit_gate(layer, entered, found):
             continue
         has_bias = found.project("out_proj", each, np.arange(each.result.shape[-1]))
-        received = "the context, times its gate," if "gate" in found.fields else "the context"
+        words = {"gate": "the context, times its gate,", "context_norm": "the context, normalized,"}
+        received = next((said for name, said in words.items() if name in found.fields), "the context")
         found.add("out_bias", has_bias, f"{each.name} receives {received} and returns the output")
         found.ends["output"] = end_of(each)
         return

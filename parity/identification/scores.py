@@ -118,7 +118,7 @@ def fit_bias(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> Non
     relative = fit_relative_bias(added, tables, candidates)
     if relative is None:
         known = f"numbers up to {np.abs(added.values).max():.2g}"
-        raise Refusal("what is added to scores", "be a mask, ALiBi or a table for buckets of distances", known)
+        raise Refusal("what is added to scores", "be a mask, ALiBi or a table for distances or places on a grid", known)
     value, name = relative
     found.add("relative_bias", value, f"numbers that are added to scores are those of {name}", up_to=num_tokens)
     found.weights["relative_bias"] = tables[name]
