@@ -373,7 +373,7 @@ from transformers import LlamaConfig, LlamaModel
 def make(sequences=2):
     config = LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, intermediate_size=32,
                          num_hidden_layers=1, vocab_size=32)
-    return LlamaModel(config).eval(), {"input_ids": torch.arange(20).reshape(sequences, -1)}
+    return LlamaModel(config).eval(), {"input_ids": torch.arange(20)[: 10 * sequences].reshape(sequences, -1)}
 
 def make_one_sequence():
     return make(1)
