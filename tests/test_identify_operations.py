@@ -343,6 +343,46 @@ def test_a_table_that_another_layer_holds_is_named():
     assert (second.weights["relative_bias"] == TABLE.numpy()).all()
 
 
+# ---- Layers of torch -------------------------------------------------------------------------------------------------
+
+
+def test_layers_of_torchs_transformer_are_identified():
+    torch.manual_seed(0)
+    model = nn.Transformer(32, 4, 1, 1, 32, dropout=0.0, batch_first=True).eval()
+    found = identify(model, {"src": inputs(12), "tgt": inputs(10)})
+    assert len(found) == 3
+    for layer in found:
+        assert layer.spec is not None, str(layer)
+        module = model.get_submodule(layer.name)
+        assert layer.spec == parity.spec_of(module)
+        weights = parity.weights_of(module)
+        assert all((layer.weights[name] == weight).all() for name, weight in weights.items())
+    assert found[2].inputs == {"query": "query", "key": "key", "value": "key"}
+    assert found[0].names["k_proj.weight"] == "in_proj_weight"
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 24, "vdim": 24, "bias": False}])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_a_layer_of_torch_alone_is_identified(options, need_weights):
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(32, 4, batch_first=True, **options).eval()
+    x, other = inputs(12), inputs(9)[..., : module.kdim]
+    told = {"attn_mask": torch.ones(12, 12).triu(1).bool()} if not options else {}
+    keys = other if options else x
+    (found,) = identify(module, {"query": x, "key": keys, "value": keys, "need_weights": need_weights, **told})
+    assert found.spec is not None, str(found)
+    assert found.spec.qkv_bias is not bool(options)
+    assert found.spec.d_kv == module.kdim
+    assert found.is_causal is not bool(options)
+
+
+def test_an_oddity_of_torchs_layer_is_refused():
+    x = inputs(12)
+    module = nn.MultiheadAttention(32, 4, batch_first=True, add_zero_attn=True).eval()
+    (found,) = identify(module, {"query": x, "key": x, "value": x})
+    assert found.spec is None
+
+
 # ---- Models of transformers ------------------------------------------------------------------------------------------
 
 

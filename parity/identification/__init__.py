@@ -264,4 +264,6 @@ def _fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
             fresh[name] = torch.randn(x.shape, generator=generator, dtype=x.dtype) * x.std() + x.mean()
         else:
             fresh[name] = x.flatten()[torch.randperm(x.numel(), generator=generator)].reshape(x.shape)
+        first = next(each for each, other in inputs.items() if other is x)
+        fresh[name] = fresh[first]  # what was one input stays one
     return fresh

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,6 +30,7 @@ class Submodule:
         module: the module.
         given: its first input.
         result: its output.
+        leaves: full names of its parameters, if they are not its name and theirs.
     """
 
     name: str
@@ -37,6 +38,11 @@ class Submodule:
     module: nn.Module
     given: np.ndarray = field(repr=False)
     result: np.ndarray = field(repr=False)
+    leaves: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def parameter(self, leaf: str) -> str:
+        """Return the name of a parameter after that of the layer."""
+        return self.leaves.get(leaf, f"{self.name}.{leaf}")
 
     @cached_property
     def is_linear(self) -> bool:
@@ -129,11 +135,15 @@ def observe(
     """
     import torch
 
+    from parity.identification.functional import ProjectionMode
     from parity.tapping.torch import tap_torch
 
     modules, calls = dict(model.named_modules()), dict[str, list[_Call]]()
     with ExitStack() as stack, torch.no_grad():
+        functional = stack.enter_context(ProjectionMode(modules, factors or {}))
         for name, factor in (factors or {}).items():  # before hooks that record
+            if name not in modules:
+                continue
             stack.callback(modules[name].register_forward_pre_hook(_multiplier(factor), with_kwargs=True).remove)
         tapped = stack.enter_context(tap_torch(model, patterns_of(layers), is_inside=True))
         for layer in tapped.layers:
@@ -147,10 +157,24 @@ def observe(
         can_cache = "use_cache" in inspect.signature(model.forward).parameters
         model(**{**({"use_cache": False} if can_cache else {}), **inputs})
     return [
-        ObservedLayer(model, modules[layer.name], replace(layer, calls=[call]), *within)
+        _completed(
+            ObservedLayer(model, modules[layer.name], replace(layer, calls=[call]), *within),
+            functional.inside.get(layer.name, []),
+        )
         for layer in tapped.layers
         for call, within in zip(layer.calls, calls[layer.name], strict=False)
     ]
+
+
+def _completed(layer: ObservedLayer, projections: Sequence[tuple[Any, ...]]) -> ObservedLayer:
+    """Return a layer with the projections of a function, if there are some, that of the context among them."""
+    context = layer.values.get("context")
+    if projections and context is not None and "output" in layer.values:
+        given = context.transpose(0, 2, 1, 3).reshape(*layer.values["output"].shape[:2], -1)
+        layer.inside.extend(Submodule(*each) for each in projections)
+        module: Any = layer.module
+        layer.inside.append(Submodule("out_proj", 0, module.out_proj, given, layer.values["output"]))
+    return layer
 
 
 _Call = tuple[dict[str, np.ndarray], list[Submodule]]
