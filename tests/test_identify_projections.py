@@ -122,6 +122,13 @@ def test_positions_added_to_queries_and_keys_alone_are_told():
     assert found["self_attn"].to_dict()["inputs"]["value"] == "hidden_states"
 
 
+def test_an_argument_of_zeros_is_told_as_added():
+    model, inputs = detr()
+    found = by_name(identify(model, {**inputs, "hidden_states": torch.zeros(2, 9, 32)}))
+    assert found["self_attn"].inputs["query"] == "hidden_states + position_embeddings"
+    assert found["self_attn"].inputs["value"] == "hidden_states"
+
+
 def test_inputs_that_are_exchanged_are_told():
     model, inputs = detr()
     layer, kept = model.self_attn, {}

@@ -88,7 +88,8 @@ def _words_of_input(layer: ObservedLayer, x: np.ndarray, factor: float) -> str:
     known = dict(_known(layer))
     for name, each in known.items():
         if _is(factor * each, x):
-            zeros = [other for other, y in layer.arguments.items() if not y.any() and _may_be_added(y, each, x)]
+            others = ((other, y) for other, y in layer.arguments.items() if other != name and _may_be_added(y, each, x))
+            zeros = [other for other, y in others if x.any() and not y.any()]
             return " + ".join([*zeros, name])  # which may have been added
     for (name, one), (other_name, other) in combinations(known.items(), 2):
         if _may_be_added(one, other, x) and _is(factor * (one + other), x):
