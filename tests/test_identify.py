@@ -371,6 +371,11 @@ def make_bloom():
     model = BloomModel(BloomConfig(hidden_size=64, n_head=8, n_layer=1, vocab_size=32)).eval()
     return model, {"input_ids": torch.arange(20).reshape(2, 10)}
 
+def make_other():
+    model, inputs = make()
+    model.layers[0].self_attn.scaling = 0.3
+    return model, inputs
+
 def make_nothing():
     return None
 """
@@ -379,8 +384,9 @@ def make_nothing():
 @pytest.mark.parametrize(
     ("name", "status", "words"),
     [
-        ("make", 0, "num_kv_heads=2"),
-        ("make_bloom", 1, "not identified"),
+        ("make", 0, "rules agree"),
+        ("make_bloom", 0, "by rules"),
+        ("make_other", 1, "rules say scale=None, and observation 0.3"),
         ("make_nothing", 2, "mha-parity: error: --live "),
     ],
 )
@@ -394,6 +400,8 @@ def test_the_command_observes_a_live_model(name, status, words, tmp_path, monkey
     assert main(["spec", "--live", f"live_{name}:{name}", "--json", str(report)]) == status
     said = capsys.readouterr()
     assert words in said.out + said.err
+    if status == 0:
+        assert "num_kv_heads=2" in said.out or name != "make"
     if status < 2:
         (layer,) = json.loads(report.read_text())["layers"]
         assert (layer["spec"] is None) == bool(status)
