@@ -33,7 +33,8 @@ class LiveLayer(JsonRecord):
         share: error of what was seen, as a share of its budget.
         not_ruled: why no rules say what it computes; empty if rules do.
         refusal: why it was refused; empty if it was not.
-        comparisons: of each stage that was seen with the reference, for the inputs.
+        comparisons: of each stage that the module shows with the reference; empty if what it takes or returns is more
+            than attention.
         identification: what observation alone says.
     """
 
@@ -103,18 +104,20 @@ def _known(observed: Identification, tapped: Tapped, model: Any) -> LiveLayer:
         layer, weights = ruled
         if differences := _differences(layer, weights, observed):
             return replace(live, refusal=f"rules say {', '.join(differences)}")
-    verdict = judge_tap(tapped, [layer], {observed.name: weights}).layers[0]
-    if not verdict.passed:
+    verdict = judge_tap(tapped, [layer], {observed.name: weights}, diagnoses=False).layers[0]
+    is_verified = observed.spec is not None and live.name == observed.name  # also between its projections
+    if not (verdict.passed or is_verified):
         wrong = (
             verdict.difference
             and f"{verdict.difference.stage} is {verdict.difference.worse_ratio:.2g} times its budget"
         )
         words = [f"it is not {layer.spec}", verdict.not_judged or wrong, observed.refusal]
         return replace(live, refusal="; ".join(filter(None, words)))
+    comparisons = verdict.comparisons if verdict.passed else []
     source = "observation" if ruled is None else "rules" if observed.spec is None else "both"
-    share = max([*(comparison.worse_ratio for comparison in verdict.comparisons), observed.share or 0.0])
+    share = max([*(comparison.worse_ratio for comparison in comparisons), observed.share or 0.0])
     known = replace(live, spec=layer.spec, weights=weights, is_causal=layer.is_causal, source=source, share=share)
-    return replace(known, comparisons=verdict.comparisons)
+    return replace(known, comparisons=comparisons)
 
 
 def _ruled(model: Any, name: str) -> tuple[tuple[ModelLayer, Weights] | None, str]:

@@ -25,6 +25,7 @@ from parity.text import printable, some_of
 
 if TYPE_CHECKING:
     from parity.foreign.transformers import Skeleton
+    from parity.identification.layers import LiveLayer
 
 AGAINST = ("transformers",)
 """Libraries whose own modules run beside the backends."""
@@ -111,9 +112,8 @@ def run_model(
             one = run_cases(cases, backends, dtypes, **told, on_case=on_case, on_judged=on_judged)
             if skeleton is not None:
                 _judge_own_module(one, layer, cases[0], weights, skeleton)
-            for comparison in live.comparisons if live else []:
-                own = {"case": cases[0].name, "backend": "transformers", "library": "transformers"}
-                one.comparisons.append(replace(comparison, **own))
+            if live:
+                _add_observed(one, live, cases[0])
             reports.append(one)
     if not reports:
         raise Refusal("there", "be an attention layer to run", f"none in {path}")
@@ -172,6 +172,15 @@ def skeleton_of(path: str | os.PathLike[str], attn_implementation: str = "eager"
 
     folder = os.fspath(path) if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
     return Skeleton(AutoConfig.from_pretrained(folder, local_files_only=True), attn_implementation)
+
+
+def _add_observed(report: Report, layer: LiveLayer, case: Case) -> None:
+    """Add the verdict on what a layer was seen to do to a report, or why there is none."""
+    own = {"case": case.name, "backend": "transformers", "library": "transformers"}
+    report.comparisons.extend(replace(comparison, **own) for comparison in layer.comparisons)
+    if not layer.comparisons:
+        reason = f"its module is more than attention: its output is {layer.identification.output}"
+        report.skipped_cases.append(SkippedCase(case.name, "float32", "transformers", reason))
 
 
 def _judge_own_module(report: Report, layer: FileLayer, case: Case, weights: Weights, skeleton: Skeleton) -> None:
