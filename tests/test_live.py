@@ -14,6 +14,7 @@ from test_identify import WITHOUT_RULES, inputs_of, small_model
 import parity
 from parity.cli.main import main
 from parity.core.weights import unheld
+from parity.identification.folders import random_inputs
 from parity.models.families import FAMILIES
 
 # ---- By name ---------------------------------------------------------------------------------------------------------
@@ -140,6 +141,19 @@ def test_a_layer_that_nothing_tells_is_refused_with_both_reasons(monkeypatch):
     assert second.source == "observation"
 
 
+def test_a_layer_that_did_not_run_is_refused():
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text = {**sizes, "vocab_size": 64, "max_position_embeddings": 32}
+    config = transformers.CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 8, "patch_size": 4})
+    model = transformers.CLIPModel(config).eval()
+    inputs = next(random_inputs(config))
+    assert all(layer.spec is not None for layer in parity.layers_of(model, inputs))
+    model.forward = model.text_model.forward
+    found = {layer.name.split(".")[0]: layer for layer in parity.layers_of(model, {"input_ids": inputs["input_ids"]})}
+    assert found["text_model"].spec is not None
+    assert "did not run" in str(found["vision_model"])
+
+
 # ---- Folders of models without rules ---------------------------------------------------------------------------------
 
 
@@ -198,6 +212,15 @@ def test_a_folder_that_lacks_weights_is_refused(unruled, tmp_path):
     model.save_pretrained(tmp_path, state_dict=held)
     with refuses(str(tmp_path), "layers.1.self_attn.k_proj.weight"):
         parity.run_model(tmp_path, ["torch"], against="transformers")
+
+
+def test_a_folder_whose_inputs_are_unknown_is_refused(unruled, monkeypatch):
+    def fail(self, **inputs):
+        raise RuntimeError("it wants sound")
+
+    monkeypatch.setattr(transformers.LlamaModel, "forward", fail)
+    with refuses("a folder to observe", "it wants sound", hint="parity.layers_of"):
+        parity.run_model(unruled, ["torch"], against="transformers")
 
 
 def test_code_in_a_folder_does_not_run(folder, tmp_path):

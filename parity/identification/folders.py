@@ -63,35 +63,52 @@ def observe_folder(folder: str | os.PathLike[str]) -> list[LiveLayer]:
         )
     except (KeyError, ValueError) as error:
         raise Refusal(folder, "be a model that transformers loads without code of others", f"{error!s:.200}") from error
-    layers = [_as_stored(layer, config) for layer in layers_of(model.eval(), random_inputs(model))]
+    layers = [_as_stored(layer, config) for layer in layers_of(model.eval(), _inputs(model))]
     absent = [*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])]
     if lost := [name for name in absent if any(f"{name}.".startswith(f"{layer.name}.") for layer in layers)]:
         raise Refusal(folder, "hold the weights of all layers", f"none of {', '.join(lost[:3])}")
     return layers
 
 
-def random_inputs(model: Any) -> dict[str, torch.Tensor]:
-    """Return keywords of a call of a model of transformers: tokens, or an image.
+def _inputs(model: Any) -> dict[str, torch.Tensor]:
+    """Return random keywords with which a model of transformers runs.
 
     Raises:
-        ValueError: if it takes anything else.
+        ValueError: if it runs with neither tokens nor images.
     """
     import torch
 
-    generator, config = torch.Generator().manual_seed(0), model.config
-    channels, size = getattr(config, "num_channels", None), getattr(config, "image_size", None)
-    if model.main_input_name == "pixel_values" and channels and size:
+    error: Exception | None = None
+    for inputs in random_inputs(model.config):
+        try:
+            with torch.no_grad():
+                model(**inputs)
+        except Exception as wrong:  # whatever its code meets
+            error = wrong
+        else:
+            return inputs
+    hint = "parity.layers_of(model, inputs) takes the inputs of any"
+    raise Refusal("a folder to observe", "be of a model of tokens or images", f"{error!r:.120}", hint=hint)
+
+
+def random_inputs(config: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield keywords that a model of transformers may take: tokens and an image, tokens, an image."""
+    import torch
+
+    generator, tokens, image = torch.Generator().manual_seed(0), {}, {}
+    if words := getattr(config.get_text_config(), "vocab_size", None):
+        ids = torch.randint(words, (2, NUM_TOKENS), generator=generator)
+        padding = getattr(config, "pad_token_id", None)
+        ids[ids == padding] = (0 if padding is None else padding + 1) % words
+        tokens["input_ids"] = ids
+    if tokens and getattr(config, "is_encoder_decoder", False):
+        tokens["decoder_input_ids"] = tokens["input_ids"].flip(1)
+    vision = getattr(config, "vision_config", config)
+    channels, size = getattr(vision, "num_channels", None), getattr(vision, "image_size", None)
+    if channels and size:
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        return {"pixel_values": torch.randn(2, channels, height, width, generator=generator)}
-    words = getattr(config.get_text_config(), "vocab_size", None)
-    if model.main_input_name != "input_ids" or not words:
-        hint = "parity.layers_of(model, inputs) takes the inputs of any"
-        raise Refusal("a folder to observe", "be of a model of tokens or images", model.main_input_name, hint=hint)
-    tokens = torch.randint(words, (2, NUM_TOKENS), generator=generator)
-    padding = getattr(config, "pad_token_id", None)
-    tokens[tokens == padding] = (0 if padding is None else padding + 1) % words
-    decoder = {"decoder_input_ids": tokens.flip(1)} if getattr(config, "is_encoder_decoder", False) else {}
-    return {"input_ids": tokens, **decoder}
+        image["pixel_values"] = torch.randn(2, channels, height, width, generator=generator)
+    yield from filter(None, [{**tokens, **image} if tokens and image else {}, tokens, image])
 
 
 def _as_stored(layer: LiveLayer, config: Any) -> LiveLayer:

@@ -84,11 +84,15 @@ def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list
     """
     import torch
 
-    observed = identify(model, inputs, layers)
+    observed = {each.name: each for each in identify(model, inputs, layers)}
     with torch.no_grad(), tap(model, layers) as tapped:
         model(**inputs)
-    recorded = {layer.name: replace(tapped, layers=[layer]) for layer in tapped.layers}
-    return [_known(each, recorded[each.name], model) for each in observed]
+    return [
+        _known(observed[layer.name], replace(tapped, layers=[layer]), model)
+        if layer.name in observed
+        else LiveLayer(layer.name, refusal="it did not run with these inputs")
+        for layer in tapped.layers
+    ]
 
 
 def _known(observed: Identification, tapped: Tapped, model: Any) -> LiveLayer:
