@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 
 from parity.cli.help import Page, Result
-from parity.cli.layers import add_layer_options, layer_options, warn_of_parts
+from parity.cli.layers import add_layer_options, layer_options, said_of_layers, warn_of_parts
 from parity.cli.messages import refusal, warn
 from parity.cli.options import name_list
 from parity.text import some_of
@@ -71,9 +71,12 @@ def run(options: argparse.Namespace) -> Result:
         raise refusal("--max-shard-gib", f"be a number > 0 and <= {MOST_GIB}", {"--max-shard-gib": gib})
     source, observed = options.source, []
     with ExitStack() as stack:
-        if options.layout is None and find_spec("transformers") and is_unknown(source):
-            observed = observe_folder(source)
-            source = stack.enter_context(observed_file(observed))
+        if not said_of_layers(options) and find_spec("transformers") and is_unknown(source):
+            try:
+                observed = observe_folder(source)
+                source = stack.enter_context(observed_file(observed))
+            except (OSError, ValueError) as error:
+                warn(f"not observed: {error}")
         on_tensor = stack.enter_context(progress_bar(count_tensors(source)))
         converted = convert_file(
             source,
@@ -95,7 +98,7 @@ def run(options: argparse.Namespace) -> Result:
     print_conversion(converted, options.to, console())
     for layer in observed:
         warn(f"no rules of a family, observed with random inputs: {layer}")
-    if observed:
+    if source != options.source:
         warn("left out: all tensors but those of its attention layers, which rules would tell apart")
     warn_of_parts(options.source)
     for what, names in (

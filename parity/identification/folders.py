@@ -20,7 +20,7 @@ from parity.conversion.prefixes import join
 from parity.files import write_tensors
 from parity.identification.layers import LiveLayer, layers_of
 from parity.models.config import read_config
-from parity.models.specs import known_parts
+from parity.models.specs import layers_of_parts
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,12 @@ NUM_TOKENS = 32
 def is_unknown(folder: str | os.PathLike[str]) -> bool:
     """Return whether a path is the folder of a model of which neither rules nor its own metadata tell any layer."""
     config = Path(folder) / "config.json"
-    return config.is_file() and not known_parts(read_config(config)) and not tells_layout(folder)
+    if not config.is_file() or tells_layout(folder):
+        return False
+    try:
+        return not layers_of_parts(read_config(config))
+    except (TypeError, ValueError):
+        return True
 
 
 def observe_folder(folder: str | os.PathLike[str]) -> list[LiveLayer]:

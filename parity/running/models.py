@@ -88,7 +88,9 @@ def run_model(
     if against not in (None, *AGAINST):
         raise Refusal("against", f"be one of {', '.join(AGAINST)}", against=against)
     reports: list[Report] = []
-    observed = {layer.name: layer for layer in observe_folder(path)} if against and is_unknown(path) else {}
+    is_told = layout is not None or any(value is not None for value in said.values())
+    is_observed = against is not None and not is_told and is_unknown(path)
+    observed = {layer.name: layer for layer in observe_folder(path)} if is_observed else {}
     with ExitStack() as stack:
         source = stack.enter_context(observed_file([*observed.values()])) if observed else path
         found = stack.enter_context(open_layers(source, layout, prefix=prefix, **said))
