@@ -378,6 +378,11 @@ def make(sequences=2):
 def make_one_sequence():
     return make(1)
 
+def make_other():
+    model, inputs = make()
+    model.layers[0].self_attn.scaling = 0.3
+    return model, inputs
+
 def make_nothing():
     return None
 """
@@ -386,8 +391,9 @@ def make_nothing():
 @pytest.mark.parametrize(
     ("name", "status", "words"),
     [
-        ("make", 0, "num_kv_heads=2"),
-        ("make_one_sequence", 1, "not identified"),
+        ("make", 0, "rules agree"),
+        ("make_one_sequence", 0, "by rules"),
+        ("make_other", 1, "rules say scale=None, and observation 0.3"),
         ("make_nothing", 2, "mha-parity: error: --live "),
     ],
 )
@@ -401,6 +407,8 @@ def test_the_command_observes_a_live_model(name, status, words, tmp_path, monkey
     assert main(["spec", "--live", f"live_{name}:{name}", "--json", str(report)]) == status
     said = capsys.readouterr()
     assert words in said.out + said.err
+    if status == 0:
+        assert "num_kv_heads=2" in said.out or name != "make"
     if status < 2:
         (layer,) = json.loads(report.read_text())["layers"]
         assert (layer["spec"] is None) == bool(status)
