@@ -104,6 +104,8 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
         TypeError: if the model is not a torch module.
         ValueError: if it is training, or has no such layers.
     """
+    if any(each.__module__.partition(".")[0] == "flax" for each in type(model).__mro__):
+        return _identify_flax(model, inputs, layers)
     import torch
 
     from parity.tapping.torch import CACHES
@@ -125,6 +127,26 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
         with suppress(IndexError, RuntimeError):  # learned positions may end before
             calls.append(observe(model, far, layers))
     return [_identified(name, each, calls) for name, each in reversed(found.items())]
+
+
+def _identify_flax(model: Any, inputs: Mapping[str, Any], layers: Any) -> list[Identification]:
+    from parity.identification.observe_flax import FlaxObserver, fresh_arrays
+
+    observer = FlaxObserver(model, inputs, layers)
+    found = {each.tapped.name: _fitted(each, observer.bases(each.tapped.name)) for each in observer.seen}
+    other = fresh_arrays(observer.inputs, SEED)
+    calls = [observer.observe(other, factor) for factor in FACTORS]
+    far = observer.observe_far(other, FAR)
+    identified = []
+    for name in observer.layers:
+        if name in observer.refusals:
+            identified.append(Identification(name, refusal=observer.refusals[name]))
+            continue
+        is_far = any(each.tapped.name == name for each in far)
+        layer = _identified(name, found[name], [*calls, far] if is_far else calls)
+        names = {weight: observer.names[f"{name} {each}"] for weight, each in layer.names.items()}
+        identified.append(replace(layer, names=names))
+    return identified
 
 
 def _joined(name: str, other: str) -> str:

@@ -1,0 +1,232 @@
+"""Find attention in a program: a softmax between two products, and the projections around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from mha_spec import Refusal
+from parity.identification.program import Operation, Program, Values
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A product of an input with parameters.
+
+    Attributes:
+        result: number of the product.
+        given: number of its input.
+        matrix: number of its matrix.
+        axes: of the input and of the matrix that are summed over.
+        is_input_first: the input is the first operand of the product.
+        leaves: names of the parameters that the matrix is made of.
+    """
+
+    result: int
+    given: int
+    matrix: int
+    axes: tuple[tuple[int, ...], tuple[int, ...]]
+    is_input_first: bool
+    leaves: tuple[str, ...]
+
+    def input(self, values: Values) -> np.ndarray:
+        """Return the input as (tokens, features)."""
+        return _last(np.asarray(values[self.given]), self.axes[0])
+
+    def weight(self, values: Values) -> np.ndarray:
+        """Return the matrix, (out, in)."""
+        return _last(np.asarray(values[self.matrix]), self.axes[1])
+
+    def places(self, values: Values) -> np.ndarray:
+        """Return the place of each number of the product in an array (tokens, features)."""
+        x, matrix = np.asarray(values[self.given]), np.asarray(values[self.matrix])
+        tokens = [size for axis, size in enumerate(x.shape) if axis not in self.axes[0]]
+        features = [size for axis, size in enumerate(matrix.shape) if axis not in self.axes[1]]
+        places = np.arange(np.prod(tokens) * np.prod(features), dtype=np.int32).reshape(*tokens, *features)
+        return places if self.is_input_first else np.moveaxis(places, range(len(tokens)), range(-len(tokens), 0))
+
+
+@dataclass(frozen=True)
+class Biased:
+    """A product, or some features of it, with a bias.
+
+    Attributes:
+        result: number of the sum.
+        places: the place of each of its numbers in an array (tokens, features) of the product.
+        bias: number of what is added; None without one.
+        leaves: names of the parameters that it is made of.
+    """
+
+    result: int
+    places: np.ndarray = field(repr=False)
+    bias: int | None = None
+    leaves: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention in a program, by the numbers of its values.
+
+    Attributes:
+        operands: queries, keys and values as the two products receive them.
+        scores: product of queries and keys.
+        logits: what the softmax receives.
+        weights: what it returns.
+        context: product of those with values.
+        projections: of queries, keys and values.
+        out: projection of the context; None if there is none.
+    """
+
+    operands: Mapping[str, int]
+    scores: int
+    logits: int
+    weights: int
+    context: int
+    projections: Mapping[str, Linear]
+    out: Linear | None
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Its values by the names of stages; q, k and v are the operands."""
+        rest = {"scores": self.scores, "logits": self.logits, "attn_weights": self.weights, "context": self.context}
+        return {**self.operands, **rest}
+
+    def exchanged(self) -> Attention:
+        """Return the same with queries as keys, and keys as queries."""
+        of = {"q": "k", "k": "q", "v": "v"}
+        operands = {part: self.operands[of[part]] for part in of}
+        return replace(self, operands=operands, projections={part: self.projections[of[part]] for part in of})
+
+    @property
+    def leaves(self) -> list[str]:
+        """The parameters of its projections."""
+        every = [*self.projections.values(), *([] if self.out is None else [self.out])]
+        return [leaf for each in every for leaf in each.leaves]
+
+
+class Finder:
+    """Attention of a program, whose first arguments are parameters.
+
+    Args:
+        program: the program.
+        names: of those arguments that are parameters, by number.
+    """
+
+    def __init__(self, program: Program, names: Mapping[int, str]) -> None:
+        self.program, self.names = program, names
+        self.varying = program.after(number for number in program.arguments if number not in names)
+        products = [each for each in program.operations if each.name == "dot_general"]
+        self.linears = {each.made[0]: linear for each in products if (linear := self._linear(each)) is not None}
+        self.products = {each.made[0]: each for each in products if self.varying.issuperset(each.given)}
+
+    def leaves(self, number: int) -> tuple[str, ...]:
+        """Return the names of the parameters that a value is made of."""
+        return tuple(sorted(self.names[each] for each in self.program.before([number]) if each in self.names))
+
+    def _linear(self, product: Operation) -> Linear | None:
+        (left, right), batch = product.params["dimension_numbers"]
+        first, second = product.given
+        if any(map(len, batch)) or not left or (first in self.varying) == (second in self.varying):
+            return None
+        is_first = first in self.varying
+        given, matrix = (first, second) if is_first else (second, first)
+        leaves = self.leaves(matrix)
+        axes = (tuple(left), tuple(right)) if is_first else (tuple(right), tuple(left))
+        return Linear(product.made[0], given, matrix, axes, is_first, leaves) if leaves else None
+
+    def attention(self) -> Iterator[Attention | tuple[list[str], str]]:
+        """Yield each attention; or the parameters that are near it and the reason that it is not known."""
+        for number, product in self.products.items():
+            for place, weights in enumerate(product.given):
+                softmax = self._softmax(weights)
+                if softmax is None:
+                    continue
+                scores = self._nearest(softmax[0])
+                if not scores.isdisjoint(self.products):
+                    try:
+                        yield self._whole(number, product.given[1 - place], softmax, scores)
+                    except ValueError as error:
+                        yield self._near(number, scores), str(error)
+
+    def _softmax(self, weights: int) -> tuple[int, int] | None:
+        """Return what the softmax that made some weights received and returned."""
+        weights = self.program.origin(weights)
+        quotient = self.program.maker.get(weights)
+        if quotient is None or quotient.name != "div":
+            return None
+        exponential = self.program.maker.get(self.program.origin(quotient.given[0]))
+        if exponential is None or exponential.name != "exp":
+            return None
+        shifted = self.program.maker.get(exponential.given[0])
+        return (shifted.given[0] if shifted and shifted.name == "sub" else exponential.given[0]), weights
+
+    def _nearest(self, number: int) -> set[int]:
+        """Return the products that a value is made of, none of them by way of another."""
+        stops = self.products.keys() | self.linears.keys()
+        return self.program.before([number], stops) & stops
+
+    def _near(self, context: int, scores: set[int]) -> list[str]:
+        before = self.program.before([context, *scores], self.linears) & self.linears.keys()
+        return [leaf for number in before for leaf in self.linears[number].leaves]
+
+    def _whole(self, context: int, v: int, softmax: tuple[int, int], scores: set[int]) -> Attention:
+        logits, weights = softmax
+        if len(scores) > 1:
+            raise Refusal("scores", "be one product of queries and keys, without parameters", f"{len(scores)} products")
+        (product,) = scores
+        first, second = self.program.maker[product].given
+        operands = {"q": first, "k": second, "v": v}
+        projections = {part: self._projection(part, number) for part, number in operands.items()}
+        out = self._out(context)
+        return Attention(operands, product, logits, weights, context, projections, out)
+
+    def _projection(self, part: str, number: int) -> Linear:
+        nearest = self._nearest(number)
+        if len(nearest) != 1 or not nearest <= self.linears.keys():
+            raise Refusal(part, "be made by one projection", f"{len(nearest)} products")
+        return self.linears[nearest.pop()]
+
+    def _out(self, context: int) -> Linear | None:
+        """Return the projection that receives a context; None if the context is a result of the program.
+
+        Raises:
+            ValueError: if it is used otherwise.
+        """
+        waiting = [context]
+        while waiting:
+            number = waiting.pop()
+            for each in self.program.users.get(number, ()):
+                if each.made[0] in self.linears and self.linears[each.made[0]].given == number:
+                    return self.linears[each.made[0]]
+            if number in self.program.results:
+                return None
+            waiting += [made for each in self.program.moved(number) for made in each.made]
+        raise Refusal("context", "be what a projection receives", "another function of it")
+
+    def biased(self, linear: Linear, values: Values) -> list[Biased]:
+        """Return a product with the biases that are added to it, each to all or some of its features."""
+        places = linear.places(values)
+        found: list[Biased] = []
+        waiting = [(linear.result, places)]
+        while waiting:
+            number, places_of = waiting.pop()
+            for each in self.program.users.get(number, ()):
+                if each in list(self.program.moved(number)):
+                    rest = [values[other] for other in each.given[1:]]
+                    moved = [places_of] if each.name == "convert_element_type" else each.run(places_of, *rest)
+                    waiting += [(made, np.asarray(x)) for made, x in zip(each.made, moved, strict=True)]
+                elif each.name == "add" and len(set(each.given)) == 2:
+                    (other,) = set(each.given) - {number}
+                    leaves = () if other in self.varying else self.leaves(other)
+                    if leaves and np.shape(values[each.made[0]]) == places_of.shape:
+                        found.append(Biased(each.made[0], places_of, other, leaves))
+        covered = np.unique(np.concatenate([each.places.ravel() for each in found])) if found else places[:0]
+        return found if covered.size == places.size else [Biased(linear.result, places), *found]
+
+
+def _last(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
+    """Return an array with some axes as one, after all others, which are one too."""
+    order = [axis for axis in range(x.ndim) if axis not in axes] + list(axes)
+    return x.transpose(order).reshape(-1, int(np.prod([x.shape[axis] for axis in axes])))
