@@ -137,50 +137,57 @@ class Finder:
         return Linear(product.made[0], given, matrix, axes, is_first, leaves) if leaves else None
 
     def attention(self) -> Iterator[Attention | tuple[list[str], str]]:
-        """Yield each attention; or the parameters that are near it and the reason that it is not known."""
-        for number, product in self.products.items():
-            for place, weights in enumerate(product.given):
-                softmax = self._softmax(weights)
-                if softmax is None:
-                    continue
-                scores = self._nearest(softmax[0])
-                if not scores.isdisjoint(self.products):
-                    try:
-                        yield self._whole(number, product.given[1 - place], softmax, scores)
-                    except ValueError as error:
-                        yield self._near(number, scores), str(error)
+        """Yield each attention; or the parameters that are near a softmax, and the reason that it is not understood."""
+        for operation in self.program.operations:
+            logits = self._logits(operation)
+            scores = set() if logits is None else self._nearest(logits)
+            if logits is not None and not scores.isdisjoint(self.products):
+                try:
+                    yield self._whole(logits, operation.made[0], scores)
+                except ValueError as error:
+                    yield self._near(operation.made[0]), str(error)
 
-    def _softmax(self, weights: int) -> tuple[int, int] | None:
-        """Return what the softmax that made some weights received and returned."""
-        weights = self.program.origin(weights)
-        quotient = self.program.maker.get(weights)
-        if quotient is None or quotient.name != "div":
+    def _logits(self, quotient: Operation) -> int | None:
+        """Return what a softmax receives that ends in an operation; None if none does."""
+        if quotient.name != "div":
             return None
         exponential = self.program.maker.get(self.program.origin(quotient.given[0]))
         if exponential is None or exponential.name != "exp":
             return None
         shifted = self.program.maker.get(exponential.given[0])
-        return (shifted.given[0] if shifted and shifted.name == "sub" else exponential.given[0]), weights
+        return shifted.given[0] if shifted and shifted.name == "sub" else exponential.given[0]
 
     def _nearest(self, number: int) -> set[int]:
         """Return the products that a value is made of, none of them by way of another."""
         stops = self.products.keys() | self.linears.keys()
         return self.program.before([number], stops) & stops
 
-    def _near(self, context: int, scores: set[int]) -> list[str]:
-        before = self.program.before([context, *scores], self.linears) & self.linears.keys()
+    def _near(self, weights: int) -> list[str]:
+        before = self.program.before([weights], self.linears) & self.linears.keys()
         return [leaf for number in before for leaf in self.linears[number].leaves]
 
-    def _whole(self, context: int, v: int, softmax: tuple[int, int], scores: set[int]) -> Attention:
-        logits, weights = softmax
+    def _whole(self, logits: int, weights: int, scores: set[int]) -> Attention:
         if len(scores) > 1:
             raise Refusal("scores", "be one product of queries and keys, without parameters", f"{len(scores)} products")
+        moved = self._moved(weights)
+        contexts = [
+            each for number in moved for each in self.program.users.get(number, ()) if each.made[0] in self.products
+        ]
+        if len(contexts) != 1:
+            raise Refusal("context", "be one product of the softmax and values", f"{len(contexts)} such products")
+        (v,) = (number for number in contexts[0].given if number not in moved)
         (product,) = scores
-        first, second = self.program.maker[product].given
-        operands = {"q": first, "k": second, "v": v}
+        q, k = self.program.maker[product].given
+        operands, context = {"q": q, "k": k, "v": v}, contexts[0].made[0]
         projections = {part: self._projection(part, number) for part, number in operands.items()}
-        out = self._out(context)
-        return Attention(operands, product, logits, weights, context, projections, out)
+        return Attention(operands, product, logits, weights, context, projections, self._out(context))
+
+    def _moved(self, number: int) -> list[int]:
+        """Return the values that have the numbers of a value, at other places."""
+        found = [number]
+        for each in found:
+            found += [made for operation in self.program.moved(each) for made in operation.made]
+        return found
 
     def _projection(self, part: str, number: int) -> Linear:
         nearest = self._nearest(number)
@@ -194,16 +201,14 @@ class Finder:
         Raises:
             ValueError: if it is used otherwise.
         """
-        waiting = [context]
-        while waiting:
-            number = waiting.pop()
+        moved = self._moved(context)
+        for number in moved:
             for each in self.program.users.get(number, ()):
                 if each.made[0] in self.linears and self.linears[each.made[0]].given == number:
                     return self.linears[each.made[0]]
-            if number in self.program.results:
-                return None
-            waiting += [made for each in self.program.moved(number) for made in each.made]
-        raise Refusal("context", "be what a projection receives", "another function of it")
+        if set(moved).isdisjoint(self.program.results):
+            raise Refusal("context", "be what a projection receives", "another function of it")
+        return None
 
     def biased(self, linear: Linear, values: Values) -> list[Biased]:
         """Return a product with the biases that are added to it, each to all or some of its features."""

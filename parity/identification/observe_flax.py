@@ -22,6 +22,10 @@ from parity.identification.trace import columns_of, features_of
 from parity.tapping.record import TappedCall, TappedLayer
 
 
+RANDOM = ("random_bits", "threefry2x32")
+"""Primitives that draw numbers."""
+
+
 @dataclass(frozen=True)
 class Parameters:
     """Parameters of a linear map or a norm as modules of torch hold them, which fits read: a weight (out, in)."""
@@ -139,35 +143,48 @@ class FlaxObserver:
         except jax.errors.JAXTypeError as error:
             reason = str(error).partition("\n")[0]
             raise Refusal("model", "be a function that jax.make_jaxpr can trace", reason) from error
-        names = dict(zip(self.program.arguments, self.model.leaves, strict=False))
-        self.finder = Finder(self.program, names)
         live = self.program.before(self.program.results)
-        if any(each.name.startswith("random_bits") and live & set(each.made) for each in self.program.operations):
+        if any(each.name in RANDOM and live & set(each.made) for each in self.program.operations):
             raise Refusal(
                 "model", "be in evaluation: model.eval(), or deterministic=True", "random numbers in its call"
             )
+        self.finder = Finder(self.program, dict(zip(self.program.arguments, self.model.leaves, strict=False)))
         self.arranged: dict[str, Arranged] = {}
         self.refusals: dict[str, str] = {}
         self.names: dict[str, str] = {}
         self._leaves: dict[str, Sequence[str]] = {}
         values = self._values(self.inputs)
+        self._arrange(values, (layers,) if isinstance(layers, str) else layers)
+        self.layers = list(self._leaves)
+        self.seen = self._layers(values, self.inputs)
+
+    def _arrange(self, values: Values, patterns: Sequence[str] | None) -> None:
+        """Find the layers that patterns fit, and how their values are arranged."""
         for found in self.finder.attention():
             leaves = found[0] if isinstance(found, tuple) else found.leaves
             name = self._name(leaves)
-            if not self._is_chosen(name, layers):
-                continue
-            self._leaves[name] = leaves
-            try:
-                if isinstance(found, tuple):
-                    self.refusals[name] = found[1]
-                else:
-                    self.arranged[name] = Arranged(self.finder, found, values)
-            except ValueError as error:
-                self.refusals[name] = str(error)
+            if self._is_chosen(name, patterns):
+                self._leaves[name] = leaves
+                try:
+                    if isinstance(found, tuple):
+                        self.refusals[name] = found[1]
+                    else:
+                        self.arranged[name] = Arranged(self.finder, found, values)
+                except ValueError as error:
+                    self.refusals[name] = str(error)
+        seen = [leaf for leaves in self._leaves.values() for leaf in leaves]
+        attention = [name for name, kind in self.model.classes.items() if "Attention" in kind]
+        for name in attention:
+            is_outer = any(self._is_in(each, name) for each in attention if each != name)
+            if not is_outer and not any(self._is_in(leaf, name) for leaf in seen) and self._is_chosen(name, patterns):
+                self._leaves[name] = []
+                self.refusals[name] = "no softmax between two products was seen in its call"
         if not self._leaves:
-            raise Refusal("model", "have attention: a softmax between two products", f"none in {type(model).__name__}")
-        self.layers = list(self._leaves)
-        self.seen = self._layers(values, self.inputs)
+            known = "none" if patterns is None else f"none in {list(patterns)}"
+            raise Refusal("model", "have attention: a softmax between two products", known)
+
+    def _is_in(self, name: str, module: str) -> bool:
+        return not module or name.startswith(f"{module}{self.model.separator}")
 
     def _name(self, leaves: Sequence[str]) -> str:
         """Return a name for a layer with some parameters, other than those of the layers before."""
@@ -176,8 +193,7 @@ class FlaxObserver:
         count = sum(each.partition(":")[0] == name for each in self._leaves)
         return f"{name}:{count}" if count else name
 
-    def _is_chosen(self, name: str, layers: Any) -> bool:
-        patterns = (layers,) if isinstance(layers, str) else layers
+    def _is_chosen(self, name: str, patterns: Sequence[str] | None) -> bool:
         kind = self.model.classes.get(name.partition(":")[0], name)
         return patterns is None or any(fnmatchcase(name, each) or fnmatchcase(kind, each) for each in patterns)
 
