@@ -92,9 +92,9 @@ class LibraryAttention(nnx.Module):
         self.out = nnx.LinearGeneral((4, 8), 32, axis=(-2, -1), use_bias=False, rngs=rngs)
 
     def __call__(self, x: Any, segment_pos: Any = None) -> Any:
-        places = jnp.arange(x.shape[1])[None]
-        q = rotated(self.query(x), places, 500000.0, "interleaved")
-        k = rotated(self.key(x), places, 500000.0, "interleaved")
+        q, k = self.query(x), self.key(x)
+        q = rotated(q, jnp.arange(q.shape[1])[None], 500000.0, "interleaved")
+        k = rotated(k, jnp.arange(k.shape[1])[None], 500000.0, "interleaved")
         return self.out(jax.nn.dot_product_attention(q, k, self.value(x), is_causal=True))
 
 

@@ -48,7 +48,7 @@ class Arranged:
         scale: what products of queries and keys are multiplied by, in all.
         soft_cap: bound of the scores, or None.
         norms: of queries, keys and values.
-        place: number of the positions; None if there are none that can be moved.
+        places: numbers of the positions of queries and keys, those that can be moved.
 
     Raises:
         ValueError: naming what is not arranged as attention.
@@ -68,7 +68,7 @@ class Arranged:
         self._inner, self.soft_cap = self._fit_scores()
         self.scale = _rounded(self._scale_of("q") * self._scale_of("k") * self._inner)
         self.norms = {part: norm for part in "qkv" if (norm := self._norm(part)) is not None}
-        self.place = self._positions()
+        self.places = self._positions()
 
     # ---- Axes --------------------------------------------------------------------------------------------------------
 
@@ -249,42 +249,38 @@ class Arranged:
 
     def _scalars(self, numbers: Iterable[int], stop: Iterable[int], low: float, high: float) -> list[float]:
         """Return the constant scalars between two bounds that some values are made of, after others."""
-        before = self._program.before(numbers, stop) - self._program.before(stop)
+        before = self._program.before(numbers, stop)
         found = (np.asarray(x) for n, x in self._program.constants.items() if n in before and np.size(x) == 1)
         return sorted({_shortest(x.flat[0]) for x in found if x.dtype.kind in "fiu" and low < x.flat[0] < high})
 
     # ---- Positions ---------------------------------------------------------------------------------------------------
 
-    def _positions(self) -> int | None:
-        """Return the number of the positions that queries depend on, None if they depend on none that can be moved."""
-        operand, num_tokens = self.found.operands["q"], self._shape(self.inputs["q"])[1]
-        for number in sorted(self._program.before([operand], self.inputs.values())):
-            x = np.asarray(self._base[number])
-            for axis in (axis for axis, size in enumerate(x.shape) if size == num_tokens):
-                places = np.arange(num_tokens).reshape(-1, *(1,) * (x.ndim - axis - 1))
-                if (x == places).all() and self._followed(number, axis, [operand]) == [self._axes["q"]["t"]]:
-                    return number
-        return None
-
-    def places(self, values: Values) -> np.ndarray:
-        """Return the positions of a call, (T,)."""
-        x = np.asarray(values[self.place or 0])
-        return np.unique(x)
+    def _positions(self) -> set[int]:
+        """Return the numbers of the positions that queries and keys depend on, those that can be moved."""
+        num_tokens, found = self._shape(self.inputs["q"])[1], set[int]()
+        for part in "qk":
+            operand, axis_of_tokens = self.found.operands[part], self._axes[part][TOKENS[part]]
+            for number in sorted(self._program.before([operand], self.inputs.values())):
+                x = np.asarray(self._base[number])
+                for axis in (axis for axis, size in enumerate(x.shape) if size == num_tokens):
+                    places = np.arange(num_tokens).reshape(-1, *(1,) * (x.ndim - axis - 1))
+                    if (
+                        (x == places).all()
+                        and number not in self._program.after(found)
+                        and self._followed(number, axis, [operand]) == [axis_of_tokens]
+                    ):
+                        found.add(number)
+        return found
 
     def far(self, values: Values, first: int) -> Values:
         """Return a call with its tokens at positions from `first` on, or as far as its tables of RoPE go."""
-        if self.place is None:
-            return values
-        after = self._program.after([self.place])
+        after = self._program.after(self.places)
         tables = [each for each in self._program.operations if each.name in ("gather", "dynamic_slice")]
         read = [each.given[0] for each in tables if after & set(each.given[1:]) and each.given[0] not in after]
         num_tokens = self._shape(self.inputs["q"])[1]
-        first = min([first, *(self._shape(number)[0] - num_tokens for number in read)])
-        if first <= 0:
-            return values
-        x = np.asarray(values[self.place])
-        replaced = {n: values[n] for n in self.inputs.values()} | {self.place: x + np.asarray(first, x.dtype)}
-        return {**values, **self._program.again(values, replaced, after)}
+        first = max(0, min([first, *(self._shape(number)[0] - num_tokens for number in read)]))
+        moved = {n: np.asarray(values[n]) + np.asarray(first, np.asarray(values[n]).dtype) for n in self.places}
+        return {**values, **self._program.again(values, {n: values[n] for n in self.inputs.values()} | moved, after)}
 
     def scalars_of_queries(self) -> list[float]:
         """Return the constant scalars that queries are made of, after the input."""
@@ -322,7 +318,7 @@ class Arranged:
         return None
 
     def _norm_between(self, given: int, result: int, values: Mapping[int, np.ndarray]) -> NormPlace | None:
-        before = self._program.before([result]) - self._program.before([given])
+        before = self._program.before([result], [given])
         every_eps = self._scalars([result], [given], 0.0, 0.1)
         width = values[given].shape[-1]
         leaves = [n for n in before if n in self._finder.names and np.size(self._base[n]) == width]

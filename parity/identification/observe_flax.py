@@ -218,7 +218,7 @@ class FlaxObserver:
         return [
             self._layer(place, name, each, each.far(values, first), inputs)
             for place, (name, each) in enumerate(self.arranged.items())
-            if each.place is not None
+            if each.places
         ]
 
     def bases(self, name: str) -> dict[str, Any]:
@@ -234,8 +234,8 @@ class FlaxObserver:
         heads, x = arranged.heads(values), np.asarray(values[arranged.inputs["q"]])
         seen = {part: heads[part] for part in ("q", "k", "v", "attn_weights", "context")}
         seen["mask"] = arranged.is_hidden(heads)
-        if arranged.place is not None:
-            seen["positions"] = np.broadcast_to(arranged.places(values), x.shape[:2])
+        for number in arranged.places:
+            seen["positions"] = np.broadcast_to(np.unique(values[number]), x.shape[:2])
         out = arranged.found.out
         output = features_of(heads["context"]) if out is None else self._whole(out, values)
         seen["output"] = output.reshape(*x.shape[:2], -1)
