@@ -91,11 +91,15 @@ class LibraryAttention(nnx.Module):
         self.query, self.key, self.value = made((4, 8)), made((2, 8)), made((2, 8))
         self.out = nnx.LinearGeneral((4, 8), 32, axis=(-2, -1), use_bias=False, rngs=rngs)
 
-    def __call__(self, x: Any, segment_pos: Any = None) -> Any:
+    def attended(self, x: Any) -> Any:
+        """Return the context."""
         q, k = self.query(x), self.key(x)
         q = rotated(q, jnp.arange(q.shape[1])[None], 500000.0, "interleaved")
         k = rotated(k, jnp.arange(k.shape[1])[None], 500000.0, "interleaved")
-        return self.out(jax.nn.dot_product_attention(q, k, self.value(x), is_causal=True))
+        return jax.nn.dot_product_attention(q, k, self.value(x), is_causal=True)
+
+    def __call__(self, x: Any, segment_pos: Any = None) -> Any:
+        return self.out(self.attended(x))
 
 
 class PackedAttention(nnx.Module):

@@ -14,7 +14,7 @@ from flax import linen, nnx
 from flax_layers import Decoder, EinsumAttention, LibraryAttention, PackedAttention, tokens_of
 from refusals import refuses
 
-from mha_spec import AttentionSpec, Norm, Rope
+from mha_spec import AttentionSpec, Gate, Norm, Rope
 from parity.core.weights import unheld
 from parity.identification import Identification, identify
 
@@ -104,6 +104,21 @@ def test_a_decoder_of_layers_written_by_hand_is_identified():
     assert found[0].positions == found[1].positions == ((0, 15), (4000, 4015))
     assert found[2].names["v_proj.bias"] == "qkv.bias"
     assert found[0].names["q_norm.weight"] == "query_norm.scale"
+
+
+def test_a_gate_of_the_context_is_identified():
+    class Gated(LibraryAttention):
+        def __init__(self, rngs: nnx.Rngs):
+            super().__init__(rngs)
+            self.gate = nnx.Linear(32, 32, rngs=rngs)
+
+        def attended(self, x: Any) -> Any:
+            context = super().attended(x)
+            return context * jax.nn.sigmoid(self.gate(x)).reshape(context.shape)
+
+    (layer,) = identified(Decoder(Gated), tokens_of())
+    assert layer.spec == BY_LIBRARY.replace(gate=Gate(bias=True))
+    assert layer.names["gate_proj.bias"] == "gate.bias"
 
 
 def test_layers_are_chosen_by_name_or_class():
@@ -200,6 +215,8 @@ ODDITIES: dict[str, dict[str, Any]] = {
     "values-squared": {"values": lambda v: v + 0.01 * v**2},
     "values-of-the-token-before": {"values": lambda v: jnp.roll(v, 1, axis=1)},
     "values-larger": {"values": lambda v: 1.001 * v},
+    "values-clipped-if-large": {"values": lambda v: jnp.clip(v, -20.0, 20.0)},
+    "queries-squashed-if-large": {"queries": lambda q: jnp.where(jnp.abs(q) > 3.0, 1.01 * q, q)},
     "first-key-favored": {"scores": leaked},
     "scores-squared": {"scores": lambda scores: scores + 0.01 * scores**2},
     "weights-sharper": {"weights": lambda weights: weights**1.01},

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Refusal
+from parity.identification.fit import LEAST_TOKENS
 from parity.identification.heads import Attention, Finder
 from parity.identification.program import Values
 
@@ -83,6 +84,10 @@ class Arranged:
             if maker is None or maker.name != "reshape":
                 raise Refusal("inputs", "be tokens of sequences, (B, T, features)", f"{self._shape(number)}")
             number = maker.given[0]
+        batch_size, num_tokens, _ = self._shape(number)
+        if batch_size < 2 or num_tokens < LEAST_TOKENS:
+            least = f"be at least {LEAST_TOKENS} tokens of 2 sequences"
+            raise Refusal("inputs", least, f"{num_tokens} of {batch_size}")
         return number
 
     def _followed(self, source: int, axis: int, wanted: Sequence[int]) -> list[int | None]:
@@ -107,52 +112,44 @@ class Arranged:
 
     def _named_axes(self) -> dict[str, dict[str, int]]:
         """Return the axes of each value by name."""
-        numbers = self.found.numbers
-        axes: dict[str, dict[str, int | None]] = {}
-        for part, token in TOKENS.items():
-            x, operand = self.inputs[part], numbers[part]
-            axes[part] = {name: self._followed(x, axis, [operand])[0] for axis, name in enumerate(("b", token))}
-        sums, pairs = self._pairs()
-        for axis, of_key in sums.items():
-            axes["q"]["h"], axes["k"]["h"] = axis, of_key
-        rest = [axis for axis in range(len(self._shape(numbers["q"]))) if axis not in axes["q"].values()]
-        for axis in sorted(rest, key=lambda axis: axis not in pairs):  # those of key/value heads first
-            axes["q"][str(axis)] = axis
-            if axis in pairs:
-                axes["k"][str(axis)] = pairs[axis]
-        wanted = ["scores", "logits", "context"]
-        for name, axis in list(axes["q"].items()):
-            if name != "h" and axis is not None:
-                for each, at in zip(
-                    wanted, self._followed(numbers["q"], axis, [numbers[n] for n in wanted]), strict=True
-                ):
-                    axes.setdefault(each, {})[name] = at
-        if axes["k"]["s"] is not None:
-            axes["scores"]["s"], axes["logits"]["s"] = self._followed(
-                numbers["k"], axes["k"]["s"], [numbers["scores"], numbers["logits"]]
-            )
+        numbers, (sums, pairs) = self.found.numbers, self._pairs()
+        axes: dict[str, dict[str, int | None]] = {
+            part: {
+                name: self._followed(self.inputs[part], axis, [numbers[part]])[0]
+                for axis, name in enumerate(("b", token))
+            }
+            for part, token in TOKENS.items()
+        }
+        of_queries, of_keys, of_values = (axes[part] for part in "qkv")
+        if len(sums) != 1 or None in (*of_queries.values(), *of_keys.values(), *of_values.values()):
+            raise Refusal("heads", "have axes for sequences and tokens", f"queries of {self._shape(numbers['q'])}")
+        ((of_queries["h"], of_keys["h"]),) = sums.items()
+        rest = [axis for axis in range(len(self._shape(numbers["q"]))) if axis not in of_queries.values()]
+        of_queries |= {str(axis): axis for axis in sorted(rest, key=lambda axis: axis not in pairs)}  # groups last
+        of_keys |= {str(axis): pairs[axis] for axis in rest if axis in pairs}
+        for part in ("scores", "logits", "context"):
+            axes[part] = {name: self._axis("q", axis, part) for name, axis in of_queries.items() if name != "h"}
+        for part in ("scores", "logits"):
+            axes[part]["s"] = self._axis("k", of_keys["s"], part)
+        heads = {axis: name for name, axis in axes["context"].items() if axis is not None}
+        for axis in range(len(self._shape(numbers["v"]))):
+            if axis not in of_values.values() and (at := self._axis("v", axis, "context")) is not None:
+                of_values[heads.get(at, "h")] = axis
+                axes["context"].setdefault(heads.get(at, "h"), at)
         axes["attn_weights"] = axes["logits"]
-        heads = {axis: name for name, axis in axes["context"].items()}
-        for axis, size in enumerate(self._shape(numbers["v"])):
-            if axis not in axes["v"].values() and size > 1:
-                (at,) = self._followed(numbers["v"], axis, [numbers["context"]])
-                axes["v"][heads.get(at, "h")] = axis
-                if at not in heads:
-                    axes["context"]["h"] = at
         named = {part: {name: axis for name, axis in each.items() if axis is not None} for part, each in axes.items()}
         for part, each in named.items():
-            rest = [size for axis, size in enumerate(self._shape(numbers[part])) if axis not in each.values()]
-            if (
-                any(size > 1 for size in rest)
-                or len(set(each.values())) < len(each)
-                or each.keys() & {"t", "s"} == set()
-            ):
-                raise Refusal(
-                    part, "have axes for sequences, heads and tokens", f"axes of {self._shape(numbers[part])}"
-                )
-        if sums.keys() != {named["q"]["h"]} or named["k"].keys() - {"s"} != named["v"].keys() - {"s"}:
-            raise Refusal("values", "have the heads of keys", f"{self._shape(numbers['v'])}")
+            shape = self._shape(numbers[part])
+            rest = [size for axis, size in enumerate(shape) if axis not in each.values() and size > 1]
+            if rest or len(set(each.values())) < len(each) or not {"b"} < each.keys():
+                raise Refusal(part, "have axes for sequences, heads and tokens", f"axes of {shape}")
         return named
+
+    def _axis(self, source: str, axis: int | None, wanted: str) -> int | None:
+        """Return the axis of a value that is that axis of another one."""
+        numbers = self.found.numbers
+        is_one = axis is None or self._shape(numbers[source])[axis] == 1
+        return None if is_one else self._followed(numbers[source], axis, [numbers[wanted]])[0]
 
     def _pairs(self) -> tuple[dict[int, int], dict[int, int]]:
         """Return the axes of queries and of keys that are summed over, and those that go together."""
@@ -168,7 +165,7 @@ class Arranged:
         for made, given in sorted(self.factors.items()):
             numbers = self._program.after([made]) & self._program.before(self.found.operands.values())
             plain |= self._program.again(plain, {made: plain[given]}, numbers)
-        heads = {part: self._all_heads(part, plain if part in "qk" else values) for part in self.found.numbers}
+        heads = {part: self._all_heads(part, plain if part in ("q", "k") else values) for part in self.found.numbers}
         return {part: x[:, self._kept if part in ("k", "v") else self._order] for part, x in heads.items()}
 
     def is_hidden(self, heads: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -77,6 +77,7 @@ class Attention:
         context: product of those with values.
         projections: of queries, keys and values.
         out: projection of the context; None if there is none.
+        gates: projections of what the context is multiplied by before that.
     """
 
     operands: Mapping[str, int]
@@ -86,6 +87,13 @@ class Attention:
     context: int
     projections: Mapping[str, Linear]
     out: Linear | None
+    gates: tuple[Linear, ...]
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Its projections, each once."""
+        every = (*self.projections.values(), *self.gates, *([] if self.out is None else [self.out]))
+        return list({each.result: each for each in every}.values())
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -102,8 +110,7 @@ class Attention:
     @property
     def leaves(self) -> list[str]:
         """The parameters of its projections."""
-        every = [*self.projections.values(), *([] if self.out is None else [self.out])]
-        return [leaf for each in every for leaf in each.leaves]
+        return [leaf for each in self.linears for leaf in each.leaves]
 
 
 class Finder:
@@ -180,7 +187,7 @@ class Finder:
         q, k = self.program.maker[product].given
         operands, context = {"q": q, "k": k, "v": v}, contexts[0].made[0]
         projections = {part: self._projection(part, number) for part, number in operands.items()}
-        return Attention(operands, product, logits, weights, context, projections, self._out(context))
+        return Attention(operands, product, logits, weights, context, projections, *self._out(context))
 
     def _moved(self, number: int) -> list[int]:
         """Return the values that have the numbers of a value, at other places."""
@@ -195,20 +202,24 @@ class Finder:
             raise Refusal(part, "be made by one projection", f"{len(nearest)} products")
         return self.linears[nearest.pop()]
 
-    def _out(self, context: int) -> Linear | None:
-        """Return the projection that receives a context; None if the context is a result of the program.
+    def _out(self, context: int) -> tuple[Linear | None, tuple[Linear, ...]]:
+        """Return the projection that receives a context, and those of gates; none if the context is a result.
 
         Raises:
-            ValueError: if it is used otherwise.
+            ValueError: if the context is used otherwise.
         """
-        moved = self._moved(context)
-        for number in moved:
+        known = [context]
+        for number in known:
             for each in self.program.users.get(number, ()):
-                if each.made[0] in self.linears and self.linears[each.made[0]].given == number:
-                    return self.linears[each.made[0]]
-        if set(moved).isdisjoint(self.program.results):
+                linear = self.linears.get(each.made[0])
+                if linear is not None and linear.given == number:
+                    gates = self.program.before([number], [*known[:1], *self.linears]) & self.linears.keys()
+                    return linear, tuple(self.linears[gate] for gate in sorted(gates))
+                if each.name == "mul" or self.program.moved_from(each) == number:
+                    known += each.made
+        if set(self._moved(context)).isdisjoint(self.program.results):
             raise Refusal("context", "be what a projection receives", "another function of it")
-        return None
+        return None, ()
 
     def biased(self, linear: Linear, values: Values) -> list[Biased]:
         """Return a product with the biases that are added to it, each to all or some of its features."""

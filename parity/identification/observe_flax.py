@@ -262,9 +262,7 @@ class FlaxObserver:
 
     def _linears(self, arranged: Arranged, values: Values, context: np.ndarray) -> Iterator[Made]:
         found = arranged.found
-        for linear in {
-            each.result: each for each in (*found.projections.values(), found.out) if each is not None
-        }.values():
+        for linear in found.linears:
             x, weight = linear.input(values), linear.weight(values)
             if linear is found.out:
                 order = _order_of(features_of(context), x)
