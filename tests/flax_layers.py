@@ -67,15 +67,17 @@ class EinsumAttention(nnx.Module):
         k, v = odd.get("keys", lambda k: k)(k), odd.get("values", lambda v: v)(v)
         batch_size, num_tokens, num_heads, head_dim = q.shape
         q = q.reshape(batch_size, num_tokens, 2, num_heads // 2, head_dim)
-        scores = odd.get("scores", lambda scores: scores)(jnp.einsum("BTKGH,BSKH->BTKGS", q, k))
-        distances = segment_pos[:, :, None] - segment_pos[:, None, :]
+        scores = jnp.einsum("BTKGH,BSKH->BTKGS", q, k).reshape(batch_size, num_tokens, num_heads, num_tokens)
+        scores = odd.get("scores", lambda scores: scores)(scores)
+        distances = segment_pos[:, :, None] - odd.get("key_positions", segment_pos)[:, None, :]
         mask = (distances >= odd.get("first", 0)) & (distances < window)
-        mask = mask[:, :, None, None, :]
+        mask = mask[:, :, None, :]
         if odd.get("cap_last"):
             scores = jnp.tanh(jnp.where(mask, scores, HIDDEN) / 20.0) * 20.0
         else:
             scores = jnp.where(mask, jnp.tanh(scores / 20.0) * 20.0, HIDDEN)
         weights = odd.get("weights", lambda w: w)(jax.nn.softmax(scores, axis=-1))
+        weights = weights.reshape(batch_size, num_tokens, 2, num_heads // 2, num_tokens)
         context = jnp.einsum("BTKGS,BSKH->BTKGH", weights, v).reshape(batch_size, num_tokens, num_heads, head_dim)
         output = self.attn_vec_einsum(odd.get("context", lambda context: context)(context))
         return odd.get("output", lambda output, x: output)(output, x)

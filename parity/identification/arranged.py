@@ -58,6 +58,9 @@ class Arranged:
     def __init__(self, finder: Finder, found: Attention, values: Values) -> None:
         self._finder, self._program, self._base = finder, finder.program, values
         self.found = found
+        dtypes = {str(np.asarray(values[number]).dtype) for number in found.numbers.values()}
+        if dtypes != {"float32"}:
+            raise Refusal("attention", "compute in float32", " and ".join(sorted(dtypes)))
         self.inputs: dict[str, int] = {}
         self.inputs = {part: self._input(part) for part in "qkv"}
         if self._is_exchanged():
@@ -140,7 +143,9 @@ class Arranged:
         named = {part: {name: axis for name, axis in each.items() if axis is not None} for part, each in axes.items()}
         for part, each in named.items():
             shape = self._shape(numbers[part])
-            rest = [size for axis, size in enumerate(shape) if axis not in each.values() and size > 1]
+            rest = [axis for axis, size in enumerate(shape) if axis not in each.values() and size > 1]
+            if part in ("logits", "attn_weights") and len(rest) == 1 and not any(name.isdigit() for name in each):
+                each["heads"] = rest.pop()  # of all groups, in an order that scores will show
             if rest or len(set(each.values())) < len(each) or not {"b"} < each.keys():
                 raise Refusal(part, "have axes for sequences, heads and tokens", f"axes of {shape}")
         return named
@@ -229,8 +234,7 @@ class Arranged:
         if np.abs(shifted / shifted.sum(-1, keepdims=True) - heads["attn_weights"]).max() > CLOSE:
             raise Refusal("attn_weights", "be the softmax of scores", "another function of them")
         shown = (logits > -HIDES) & (np.abs(scores) > 0.1 * np.abs(scores).max())
-        caps = self._scalars([found.logits], [found.scores], 0.0, np.inf)
-        for cap in (None, *caps):
+        for cap in list(self._caps()) or [None]:
             with np.errstate(all="ignore"):
                 before = logits if cap is None else cap * np.arctanh(logits / cap)
                 ratios = (before / scores)[shown]
@@ -243,6 +247,15 @@ class Arranged:
         raise Refusal(
             "scores", "be products times a scale, with a soft cap or without, some hidden", "another function"
         )
+
+    def _caps(self) -> Iterator[float]:
+        """Yield the scalars that a tanh of scores is multiplied by."""
+        for number in self._program.before([self.found.logits], [self.found.scores]):
+            if number in self._program.maker and self._program.maker[number].name == "tanh":
+                for each in self._program.users.get(number, ()):
+                    factor = self._scalar(each)[1] if each.name == "mul" else None
+                    if factor is not None:
+                        yield _shortest(factor)
 
     def _scalars(self, numbers: Iterable[int], stop: Iterable[int], low: float, high: float) -> list[float]:
         """Return the constant scalars between two bounds that some values are made of, after others."""
@@ -334,10 +347,10 @@ class Arranged:
 
 def _parameters(leaves: Sequence[int]) -> Iterator[dict[str, int]]:
     """Yield which parameters may be the weight and the bias of a norm."""
-    yield {}
     for weight in leaves:
-        yield {"weight": weight}
         yield from ({"weight": weight, "bias": bias} for bias in leaves if bias != weight)
+        yield {"weight": weight}
+    yield {}
 
 
 def _shortest(x: Any) -> float:

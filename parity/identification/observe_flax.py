@@ -213,13 +213,17 @@ class FlaxObserver:
         return self._layers(self._values(inputs, change), inputs)
 
     def observe_far(self, inputs: Mapping[str, Any], first: int) -> list[ObservedLayer]:
-        """Call the model with tokens at positions from `first` on, and return what those layers did that have some."""
-        values = self._values(inputs)
-        return [
-            self._layer(place, name, each, each.far(values, first), inputs)
-            for place, (name, each) in enumerate(self.arranged.items())
-            if each.places
-        ]
+        """Call the model with tokens at positions from `first` on, and return what some of its layers did.
+
+        Layers whose positions cannot be moved are left out, and those whose mask counts from the first token.
+        """
+        values, layers = self._values(inputs), list[ObservedLayer]()
+        for layer in self._layers(values, inputs):
+            arranged = self.arranged[layer.tapped.name]
+            if arranged.places:
+                far = self._layer(layer.tapped.index, layer.tapped.name, arranged, arranged.far(values, first), inputs)
+                layers += [far] if np.array_equal(far.values["mask"], layer.values["mask"]) else []
+        return layers
 
     def bases(self, name: str) -> dict[str, Any]:
         """Return scalars that may be the base of RoPE of a layer, as configurations of its model."""
