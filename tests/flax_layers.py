@@ -69,7 +69,7 @@ class EinsumAttention(nnx.Module):
         q = q.reshape(batch_size, num_tokens, 2, num_heads // 2, head_dim)
         scores = jnp.einsum("BTKGH,BSKH->BTKGS", q, k).reshape(batch_size, num_tokens, num_heads, num_tokens)
         scores = odd.get("scores", lambda scores: scores)(scores)
-        distances = segment_pos[:, :, None] - odd.get("key_positions", segment_pos)[:, None, :]
+        distances = segment_pos[:, :, None] - odd.get("key_positions", lambda places: places)(segment_pos)[:, None, :]
         mask = (distances >= odd.get("first", 0)) & (distances < window)
         mask = mask[:, :, None, :]
         if odd.get("cap_last"):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import nnx
 from flax_layers import Decoder, EinsumAttention, LibraryAttention, PackedAttention, tokens_of
 from refusals import refuses
 from selection import rest_thorough
@@ -122,6 +122,13 @@ def test_a_gate_of_the_context_is_identified():
     assert layer.names["gate_proj.bias"] == "gate.bias"
 
 
+def test_evidence_says_that_scores_were_seen():
+    (layer,) = identified(Decoder(EinsumAttention), tokens_of())
+    how = {each.field: each for each in layer.evidence}
+    assert how["soft_cap"].is_seen
+    assert how["scale"].how == "what products of queries and keys are multiplied by"
+
+
 def test_layers_are_chosen_by_name_or_class():
     model = Decoder(LibraryAttention, PackedAttention)
     assert [layer.name for layer in identified(model, tokens_of(), layers="Packed*")] == ["layers.1.attn"]
@@ -155,7 +162,7 @@ def test_a_scale_that_is_applied_twice_is_the_square():
 
 
 def test_a_mask_that_counts_from_the_first_token_is_not_seen_far_away():
-    (layer,) = identified(Decoder(EinsumAttention, key_positions=jnp.arange(16)[None]), tokens_of())
+    (layer,) = identified(Decoder(EinsumAttention, key_positions=lambda places: jnp.arange(16)[None]), tokens_of())
     assert layer.spec == BY_EINSUM
     assert layer.positions == ((0, 15),)
 

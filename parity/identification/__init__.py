@@ -129,6 +129,13 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
     return [_identified(name, each, calls) for name, each in reversed(found.items())]
 
 
+SEEN_IN_FLAX: dict[str, dict[str, Any]] = {
+    "scale": {"how": "what products of queries and keys are multiplied by"},
+    "soft_cap": {"how": "tanh of scores", "is_seen": True},
+}
+"""How fields were found that attention functions of torch are told."""
+
+
 def _identify_flax(model: Any, inputs: Mapping[str, Any], layers: Any) -> list[Identification]:
     """Return what the attention layers of a Flax model compute."""
     from parity.identification.observe_flax import FlaxObserver, fresh_arrays
@@ -146,7 +153,8 @@ def _identify_flax(model: Any, inputs: Mapping[str, Any], layers: Any) -> list[I
         is_far = any(each.tapped.name == name for each in far)
         layer = _identified(name, found[name], [*calls, far] if is_far else calls)
         names = {weight: observer.names[f"{name} {each}"] for weight, each in layer.names.items()}
-        identified.append(replace(layer, names=names))
+        evidence = [replace(each, **SEEN_IN_FLAX.get(each.field, {})) for each in layer.evidence]
+        identified.append(replace(layer, names=names, evidence=evidence))
     return identified
 
 

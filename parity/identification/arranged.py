@@ -153,8 +153,9 @@ class Arranged:
     def _axis(self, source: str, axis: int | None, wanted: str) -> int | None:
         """Return the axis of a value that is that axis of another one."""
         numbers = self.found.numbers
-        is_one = axis is None or self._shape(numbers[source])[axis] == 1
-        return None if is_one else self._followed(numbers[source], axis, [numbers[wanted]])[0]
+        if axis is None or self._shape(numbers[source])[axis] == 1:
+            return None
+        return self._followed(numbers[source], axis, [numbers[wanted]])[0]
 
     def _pairs(self) -> tuple[dict[int, int], dict[int, int]]:
         """Return the axes of queries and of keys that are summed over, and those that go together."""

@@ -301,7 +301,7 @@ Made = tuple[dict[str, tuple[str, ...]], Parameters, np.ndarray, np.ndarray]
 
 
 def _features(x: Any, places: np.ndarray, width: int) -> np.ndarray:
-    """Return numbers at some places of an array (tokens, width) as such an array, without the features not among them."""
+    """Return numbers at some places of an array (tokens, width) as that array, without features that have none."""
     x = np.asarray(x)
     found = np.zeros((int(places.max()) // width + 1) * width, x.dtype)
     found[places] = x
