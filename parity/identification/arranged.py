@@ -11,7 +11,7 @@ import numpy as np
 
 from mha_spec import Refusal
 from parity.identification.fit import LEAST_TOKENS
-from parity.identification.heads import Attention, Finder
+from parity.identification.heads import Attention, AttentionFinder
 from parity.identification.program import Values
 
 CLOSE = 3e-5
@@ -55,7 +55,7 @@ class Arranged:
         ValueError: naming what is not arranged as attention.
     """
 
-    def __init__(self, finder: Finder, found: Attention, values: Values) -> None:
+    def __init__(self, finder: AttentionFinder, found: Attention, values: Values) -> None:
         self._finder, self._program, self._base = finder, finder.program, values
         self.found = found
         dtypes = {str(np.asarray(values[number]).dtype) for number in found.numbers.values()}
@@ -226,7 +226,6 @@ class Arranged:
         Raises:
             ValueError: if scores are another function of products that a mask does not hide.
         """
-        found = self.found
         heads = {
             part: self._all_heads(part, self._base).astype(np.float64) for part in ("scores", "logits", "attn_weights")
         }

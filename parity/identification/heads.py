@@ -113,7 +113,7 @@ class Attention:
         return [leaf for each in self.linears for leaf in each.leaves]
 
 
-class Finder:
+class AttentionFinder:
     """Attention of a program, whose first arguments are parameters.
 
     Args:

@@ -15,12 +15,11 @@ from flax import linen, nnx
 from mha_spec import Refusal
 from parity.core.arrays import to_jax
 from parity.identification.arranged import Arranged
-from parity.identification.heads import Finder, Linear
+from parity.identification.heads import AttentionFinder, Linear
 from parity.identification.observe import ObservedLayer, Submodule
 from parity.identification.program import Program, Values
 from parity.identification.trace import columns_of, features_of
 from parity.tapping.record import TappedCall, TappedLayer
-
 
 RANDOM = ("random_bits", "threefry2x32")
 """Primitives that draw numbers."""
@@ -148,15 +147,15 @@ class FlaxObserver:
             raise Refusal(
                 "model", "be in evaluation: model.eval(), or deterministic=True", "random numbers in its call"
             )
-        self.finder = Finder(self.program, dict(zip(self.program.arguments, self.model.leaves, strict=False)))
+        self.finder = AttentionFinder(self.program, dict(zip(self.program.arguments, self.model.leaves, strict=False)))
         self.arranged: dict[str, Arranged] = {}
+        self.seen: list[ObservedLayer] = []
         self.refusals: dict[str, str] = {}
         self.names: dict[str, str] = {}
         self._leaves: dict[str, Sequence[str]] = {}
         values = self._values(self.inputs)
         self._arrange(values, (layers,) if isinstance(layers, str) else layers)
         self.layers = list(self._leaves)
-        self.seen = self._layers(values, self.inputs)
 
     def _arrange(self, values: Values, patterns: Sequence[str] | None) -> None:
         """Find the layers that patterns fit, and how their values are arranged."""
@@ -169,7 +168,9 @@ class FlaxObserver:
                     if isinstance(found, tuple):
                         self.refusals[name] = found[1]
                     else:
-                        self.arranged[name] = Arranged(self.finder, found, values)
+                        arranged = Arranged(self.finder, found, values)
+                        self.seen.append(self._layer(len(self.seen), name, arranged, values, self.inputs))
+                        self.arranged[name] = arranged
                 except ValueError as error:
                     self.refusals[name] = str(error)
         seen = [leaf for leaves in self._leaves.values() for leaf in leaves]
@@ -260,9 +261,15 @@ class FlaxObserver:
         return ObservedLayer(SimpleNamespace(), layer, arguments, inside)  # pyright: ignore[reportArgumentType]
 
     def _whole(self, linear: Linear, values: Values) -> np.ndarray:
-        """Return all features of a product, with the bias that is added to all of them, (tokens, features)."""
-        last = [each for each in self.finder.biased(linear, values) if each.places.size == each.places.max() + 1][-1]
-        return _features(values[last.result], last.places, len(linear.weight(values)))
+        """Return all features of a product, with the bias that is added to all of them, (tokens, features).
+
+        Raises:
+            ValueError: if there are several, or a bias is added to some alone.
+        """
+        found = self.finder.biased(linear, values)
+        if len(found) != 1:
+            raise Refusal("output", "be a product with one bias or none", f"{len(found)} with and without one")
+        return _features(values[found[0].result], found[0].places, len(linear.weight(values)))
 
     def _linears(self, arranged: Arranged, values: Values, context: np.ndarray) -> Iterator[Made]:
         found = arranged.found

@@ -107,7 +107,8 @@ class Program:
             return self._scan(params, given)
 
         def run(*values: Any) -> Sequence[Any]:
-            result = primitive.bind(*values, **params)
+            with jax.default_matmul_precision("highest"):  # what is computed, and not how a device rounds
+                result = primitive.bind(*values, **params)
             return result if primitive.multiple_results else [result]
 
         return self._add(primitive.name, given, len(equation.outvars), params, run)
