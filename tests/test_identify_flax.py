@@ -122,6 +122,19 @@ def test_a_gate_of_the_context_is_identified():
     assert layer.names["gate_proj.bias"] == "gate.bias"
 
 
+def test_heads_that_share_keys_in_another_order_are_put_in_order():
+    class Tiled(LibraryAttention):
+        def attended(self, x: Any) -> Any:
+            k, v = (jnp.tile(part(x), (1, 1, 2, 1)) for part in (self.key, self.value))
+            return jax.nn.dot_product_attention(self.query(x), k, v)
+
+    model = Decoder(Tiled)
+    (layer,) = identified(model, tokens_of())
+    assert layer.spec == BY_LIBRARY.replace(rope=None)
+    kernel = np.asarray(model.layers[0].attn.query.kernel[...])[:, [0, 2, 1, 3]]
+    assert (layer.weights["q_proj.weight"] == kernel.reshape(32, 32).T).all()
+
+
 def test_evidence_says_that_scores_were_seen():
     (layer,) = identified(Decoder(EinsumAttention), tokens_of())
     how = {each.field: each for each in layer.evidence}
