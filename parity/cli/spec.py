@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--live",
         metavar="PKG.MODULE:NAME",
-        help="a function that returns a torch model, in evaluation, and the keywords of a call as a mapping",
+        help="a function that returns a torch or Flax model, in evaluation, and the keywords of a call as a mapping",
     )
     parser.add_argument(
         "--part",

@@ -89,14 +89,15 @@ class Identification(JsonRecord):
 
 
 def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[Identification]:
-    """Return what the attention layers of a live torch model compute, by observing two calls.
+    """Return what the attention layers of a live model of torch or Flax compute, by observing calls of it.
 
     The first call is fitted, field by field. The second one has fresh inputs of the same shapes, and every stage of it
     must be within the budget of the float64 reference. What is not is refused. What the inputs are too short to show,
     such as a window of 4096 tokens, is read from attributes of the module, and its evidence says so.
 
     Args:
-        model: a `torch.nn.Module` in float32 and in evaluation.
+        model: a module in float32 and in evaluation: a `torch.nn.Module`, a `flax.nnx.Module`, or a
+            `flax.linen.Module` that is bound to its variables.
         inputs: keywords of a call: at least 8 tokens of 2 sequences, or 16 of one. An attention mask may tell of
             padding.
         layers: names of modules or classes, as `parity.tap` takes them.
@@ -105,15 +106,17 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
         One for each layer, in order.
 
     Raises:
-        TypeError: if the model is not a torch module.
+        TypeError: if the model is of another kind.
         ValueError: if it is training, or has no such layers.
     """
+    if any(each.__module__.partition(".")[0] == "flax" for each in type(model).__mro__):
+        return _identify_flax(model, inputs, layers)
     import torch
 
     from parity.tapping.torch import CACHES
 
     if not isinstance(model, torch.nn.Module):
-        raise WrongType("model", "be a torch.nn.Module", type(model).__name__)
+        raise WrongType("model", "be a module of torch or Flax", type(model).__name__)
     if cache := [name for name in CACHES if inputs.get(name) is not None]:
         raise Refusal("inputs", "have no cache, which the calls would share", str(cache))
     if model.training:
@@ -135,6 +138,27 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
         with suppress(IndexError, RuntimeError):  # learned positions may end before
             calls.append(observe(model, far, layers))
     return [_identified(name, each, calls) for name, each in reversed(found.items())]
+
+
+def _identify_flax(model: Any, inputs: Mapping[str, Any], layers: Any) -> list[Identification]:
+    """Return what the attention layers of a Flax model compute."""
+    from parity.identification.observe_flax import FlaxObserver, fresh_arrays
+
+    observer = FlaxObserver(model, inputs, layers)
+    found = {each.tapped.name: _fitted(each, observer.bases(each.tapped.name)) for each in observer.seen}
+    other = fresh_arrays(observer.inputs, SEED)
+    calls = [observer.observe(other, factor) for factor in FACTORS]
+    far = observer.observe_far(other, FAR)
+    identified = []
+    for name in observer.layers:
+        if name in observer.refusals:
+            identified.append(Identification(name, refusal=observer.refusals[name]))
+            continue
+        is_far = any(each.tapped.name == name for each in far)
+        layer = _identified(name, found[name], [*calls, far] if is_far else calls)
+        names = {weight: observer.names.get(f"{name} {each}", each) for weight, each in layer.names.items()}
+        identified.append(replace(layer, names=names))
+    return identified
 
 
 def _joined(name: str, other: str) -> str:

@@ -64,7 +64,7 @@ class LiveLayer(JsonRecord):
 
 
 def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[LiveLayer]:
-    """Return what the attention layers of a live torch model compute, each checked by what it does.
+    """Return what the attention layers of a live model compute, each checked by what it does.
 
     Rules of a family, as `from_transformers` has them, and observation, as `identify` has it, must agree. A layer that
     only one of them tells is taken from that. Each is judged by what it does for the inputs.
@@ -85,6 +85,8 @@ def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list
     import torch
 
     observed = {each.name: each for each in identify(model, inputs, layers)}
+    if not isinstance(model, torch.nn.Module):
+        return [_observed(each) for each in observed.values()]
     with torch.no_grad(), tap(model, layers) as tapped:
         model(**inputs)
     return [
@@ -93,6 +95,13 @@ def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list
         else LiveLayer(layer.name, refusal="it did not run with these inputs")
         for layer in tapped.layers
     ]
+
+
+def _observed(observed: Identification) -> LiveLayer:
+    """Return a layer of Flax, which no rules know."""
+    known = observed.spec, observed.weights, observed.is_causal, "observation" if observed.spec is not None else ""
+    why = "which are for models of torch"
+    return LiveLayer(observed.name, *known, observed.share, why, observed.refusal, identification=observed)
 
 
 def _known(observed: Identification, tapped: Tapped, model: Any) -> LiveLayer:
