@@ -1,0 +1,427 @@
+"""Tiny models of transformers with random weights, of any model type, and inputs that fit them: for tools/coverage."""
+
+import copy
+import importlib
+import inspect
+import json
+import math
+import re
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import NamedTuple
+
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+SEQUENCES, TOKENS, VOCABULARY = 3, 24, 320
+LARGEST = 100_000_000
+"""Parameters of a model."""
+
+SPECIAL = re.compile(r"_?(?P<name>\w+)_(token_id|token_index|token_ids)$")
+
+RECIPES = (
+    {"layers": 2, "width": "fixed"},
+    {"layers": 4, "width": "fixed"},
+    {"layers": 2, "width": "ratio"},
+    {"layers": 2, "width": "kept"},
+    {"layers": 4, "width": "kept"},
+    {"layers": None, "width": "kept"},
+)
+"""Ways to make a configuration small, the smallest first. The first one whose model runs is taken."""
+
+LAYERS = re.compile(r"(^|_)(layers?|depth|blocks)$")
+NOT_LAYERS = re.compile(r"feat_extract_layers|cross_attn_every|n_every|upscale|residual_layers|moe_layer|first_k|mlp_only")
+HEADS = re.compile(r"(^|_)(heads?|nhead)$|_attention_heads_?\w*$")
+KV_HEADS = re.compile(r"(key_value|kv)_heads$|query_groups$|^multi_query_group_num$")
+HEAD_DIMS = re.compile(r"head_dim$|head_size$|^d_kv$|^kv_channels$|^d_head$|^dim_head$|mamba_d_head$")
+WIDTHS = re.compile(r"(hidden_size|d_model|n_embd|(^|_)dim|width|hidden_dim|channels|embedding_size|d_ff|n_inner|inner_dim)\w*$")
+NOT_WIDTHS = re.compile(r"num_channels|in_channels|audio_channels|in_dim|input_dim|rotary|kernel|ratio|_fine|dim_size$|conv_dim|num_|proportion")
+FIXED = {
+    r"(qk_)?rope_head_dim$": 8,
+    r"qk_head_dim$": 24,
+    r"kv_lora_rank$": 32,
+    r"q_lora_rank$": 24,
+    r"index_topk$": 8,
+    r"(num|n_routed|moe_num)_(\w+_)?experts$|^num_experts$": 4,
+    r"experts_per_tok\w*$|moe_topk$|moe_k$|^top_?k_experts$|num_selected_experts$": 2,
+    r"(^|_)n_group$|topk_group$|num_expert_group$|n_shared_experts$|first_k_dense_replace$": 1,
+    r"sliding_window(_size)?$|attention_chunk_size$|^local_attention$": 6,
+    r"max_source_positions$": 64,
+    r"mamba_n_heads$|mamba_num_heads$": 8,
+    r"mamba_(d_)?head(_dim)?$": 16,
+    r"intermediate_size\w*$|ffn_dim$|ffn_hidden\w*$|mlp_dim$|d_inner$": 64,
+    r"num_kv_shared_layers$|max_window_layers$": 1,
+}
+"""Values by names of fields, where they are larger."""
+
+PART = {"timm_backbone": "resnet", "timm_wrapper": "resnet"}
+"""Model types of parts that need another package, and what takes their place."""
+
+EXCEPTIONS = {}
+"""Values of fields by model type, as far as no rule finds them."""
+
+
+def tiny_config(model_type, recipe):
+    """Return a small configuration."""
+    cls = CONFIG_MAPPING[model_type]
+    values = _small(cls().to_dict(), recipe)
+    return cls(**{**values, **EXCEPTIONS.get(model_type, {})})
+
+
+def _small(values, recipe):
+    """Return the values of a configuration, or of a part of it, made small."""
+    if values.get("model_type") in PART:
+        values = CONFIG_MAPPING[PART[values["model_type"]]](out_indices=[2, 3, 4]).to_dict()
+    left_out = ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype", "stage_names", "id2label", "label2id")
+    values = {name: x for name, x in values.items() if name not in left_out or (name == "model_type")}
+    values = {name: x for name, x in values.items() if name.lstrip("_") not in ("attn_implementation", "name_or_path", "out_features")}
+    is_hierarchical = any(isinstance(x, list) and re.search(r"depths|heads|hidden_sizes|embed_dims", name) for name, x in values.items())
+    width = "kept" if is_hierarchical else recipe["width"]
+    old = next((values[name] for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth") if isinstance(values.get(name), int)), None)
+    lists = [x for name, x in values.items() if isinstance(x, (list, tuple)) and old is not None and len(x) == old and old > 2]
+    count = recipe["layers"]
+    picked = None
+    if lists and count is not None:
+        kinds = list(zip(*lists, strict=True))
+        firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:6]
+        picked = sorted({*firsts, *range(count)}) if len(firsts) < count else sorted(firsts)
+        count = len(picked)
+    given = {}
+    for name, x in values.items():
+        if isinstance(x, dict):
+            given[name] = _small(x, recipe) if "model_type" in x or name.endswith("_config") else _sections(x, values, width)
+        elif isinstance(x, (list, tuple)):
+            given[name] = _short(name, x, old, picked, count)
+        elif x is None and name == "num_experts_per_tok":
+            given[name] = 2
+        elif isinstance(x, bool) or not isinstance(x, int):
+            given[name] = x
+        else:
+            given[name] = _number(name, x, values, count, width)
+    if width == "fixed" and isinstance(values.get("head_dim"), int):
+        given["head_dim"] = 8 if "qk_rope_head_dim" in values else _head_dim(values)
+    patch = values.get("patch_size")
+    for name in ("image_size", "input_size"):
+        size = 6 * patch if isinstance(patch, int) and not is_hierarchical and patch >= 8 else 64
+        if isinstance(values.get(name), int) and values[name] > size and recipe["layers"] is not None:
+            given[name] = size
+        elif isinstance(values.get(name), (list, tuple)) and len(values[name]) == 2 and min(values[name]) > size and recipe["layers"]:
+            given[name] = [size, size]
+    return given
+
+
+def _number(name, x, values, count, width):
+    """Return a number of a configuration, made small."""
+    special = SPECIAL.match(name)
+    if special:
+        names = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1, "_pad": 0}
+        return x if x < 0 else names.get(special["name"], 210 + sum(map(ord, special["name"])) % 100)
+    if re.search(r"vocab_size\w*$", name) or name == "vocab_size":
+        return min(x, VOCABULARY)
+    for pattern, value in FIXED.items():
+        if re.search(pattern, name) and not (width == "kept" and "dim" in name):
+            return min(x, value)
+    if LAYERS.search(name) and not NOT_LAYERS.search(name):
+        return x if count is None else min(x, count)
+    if width == "kept":
+        return x
+    if KV_HEADS.search(name):
+        heads = next((values[each] for each in ("num_attention_heads", "n_head", "num_heads") if isinstance(values.get(each), int)), x)
+        return (min(x, 2 if x < heads else 4)) if width == "fixed" else max(1, x // 2)
+    if HEADS.search(name):
+        return min(x, 4) if width == "fixed" else max(1, x // 2)
+    if HEAD_DIMS.search(name):
+        return min(x, 16) if width == "fixed" else max(8, x // 4)
+    if WIDTHS.search(name) and not NOT_WIDTHS.search(name) and x >= 96:
+        return 64 if width == "fixed" else x // 8
+    return x
+
+
+def _short(name, x, old, picked, count):
+    """Return a list of a configuration, made short."""
+    if picked is not None and len(x) == old:
+        return [x[index] for index in picked]
+    if name in ("depths", "depth", "num_blocks", "layers", "encoder_layers"):
+        return [min(each, 2) if isinstance(each, int) else each for each in x]
+    if count is not None and x and all(type(each) is int for each in x) and re.search(r"ind(ex|ic)e|idx|_layers$", name) and max(x) > count:
+        kept = sorted({min(each, count - 1) for each in x})
+        return kept if len(kept) == len(x) or "out" not in name else [count - len(x) + 1 + each for each in range(len(x))]
+    return list(x)
+
+
+def _sections(values, whole, width):
+    """Return parameters of RoPE whose sections fit heads of 16 or 32 features."""
+    if width != "fixed" or not isinstance(values, dict):
+        return values
+    given = {name: _sections(x, whole, width) for name, x in values.items()}
+    section = values.get("mrope_section") or ("rope_theta" in values and _own_section(whole.get("model_type")))
+    if section:
+        half = _head_dim(whole) // 2
+        parts = [max(1, each * half // sum(section)) for each in section]
+        given["mrope_section"] = [half - sum(parts[1:]), *parts[1:]]
+    return given
+
+
+def _head_dim(values):
+    """Return the small head_dim of a part: one that the width is not made of stays so."""
+    dim, heads, hidden = (values.get(each) for each in ("head_dim", "num_attention_heads", "hidden_size"))
+    known = all(isinstance(each, int) for each in (dim, heads, hidden))
+    return 32 if known and dim * heads != hidden else 16
+
+
+def _own_section(model_type):
+    """Return the sections of RoPE that the code of a model type has by itself."""
+    if model_type not in CONFIG_MAPPING:
+        return None
+    source = Path(inspect.getfile(CONFIG_MAPPING[model_type]))
+    text = "".join(each.read_text() for each in source.parent.glob("modeling_*.py"))
+    found = re.search(r'"mrope_section", (\[[\d, ]+\])', text)
+    return found and json.loads(found[1])
+
+
+# ---- Models ----------------------------------------------------------------------------------------------------------
+
+
+def classes_of(model_type):
+    """Return model classes of a type, the plainest first."""
+    cls = CONFIG_MAPPING[model_type]
+    package = cls.__module__.rpartition(".")[0]
+    names = MODEL_MAPPING_NAMES.get(model_type, ())
+    names = (names,) if isinstance(names, str) else names
+    found = []
+    for each in iter_modules(importlib.import_module(package).__path__):
+        if each.name.startswith("modeling_"):
+            module = importlib.import_module(f"{package}.{each.name}")
+            for value in vars(module).values():
+                is_own = inspect.isclass(value) and issubclass(value, PreTrainedModel) and value.__module__ == module.__name__
+                if is_own and getattr(value, "config_class", None) is cls and "forward" in vars(value):
+                    found.append(value)
+
+    def rank(each):
+        name = each.__name__
+        kinds = ("Model", "ForConditionalGeneration", "Backbone", "ForCausalLM")
+        place = next((i for i, kind in enumerate(kinds) if name.endswith(kind)), len(kinds))
+        return (name not in names, place, name.endswith("PreTrainedModel"))
+
+    return sorted(dict.fromkeys(found), key=rank)
+
+
+def build(cls, config):
+    """Return a model with random weights whose norms and biases show, in evaluation."""
+    torch.manual_seed(0)
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        size = sum(x.numel() for x in cls._from_config(copy.deepcopy(config), attn_implementation="eager").parameters())
+    if size > LARGEST:
+        raise ValueError(f"{size // 10**6} million parameters")
+    model = cls._from_config(config, attn_implementation="eager").float().eval()
+    for name, parameter in model.named_parameters():
+        x = parameter.data
+        if not x.is_floating_point():
+            continue
+        if x.ndim <= 1:
+            parameter.data = torch.randn(x.shape) * 0.3 + (1.0 if x.numel() and x.mean() > 0.5 else 0.0)
+        elif "att" in name.lower():
+            parameter.data = torch.randn(x.shape) / math.sqrt(x[0].numel())
+    return model
+
+
+# ---- Inputs ----------------------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """A call of a model, or of a part of it.
+
+    Attributes:
+        part: name of the module that is called; empty if it is the model.
+        inputs, fresh: keywords, and others of the same shapes.
+        ran: names of the modules that ran.
+    """
+
+    part: str
+    inputs: dict
+    fresh: dict
+    ran: set
+
+
+def find(config, *names, default=None):
+    """Return a value of a configuration or, if it has none, of one of its parts."""
+    for each in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
+        for name in names:
+            value = getattr(each, name, None)
+            if value is not None:
+                return value
+    return default
+
+
+def makers_of(model, generator):
+    """Return functions that make an input, by its name; several where its shape depends on the model."""
+    config, parameters = model.config, inspect.signature(model.forward).parameters
+
+    def normal(*shape):
+        return lambda: torch.randn(shape, generator=generator)
+
+    def integers(low, high, *shape):
+        return lambda: torch.randint(low, high, shape, generator=generator)
+
+    try:
+        words = getattr(model.get_input_embeddings(), "num_embeddings", VOCABULARY)
+    except (AttributeError, NotImplementedError):
+        words = VOCABULARY
+    tokens = integers(max(0, min(3, words - 2)), max(min(words, 200), 2), SEQUENCES, TOKENS)
+    channels = find(config, "num_channels", "in_channels", "in_chans", default=3)
+    size, patch = find(config, "image_size", default=64), find(config, "patch_size", default=8)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size) if isinstance(size, int) else (64, 64)
+    images = [(channels, height, width), (channels, 64, 64), (channels, 224, 224)]
+    frames = find(config, "num_frames", "frames_per_clip", default=4)
+    images = [*images, (1, *images[0]), (frames, *images[0]), (1, 1, *images[0])]
+    pixels = [normal(SEQUENCES, *each) for each in images]
+    if "grid_thw" in parameters or "image_grid_thw" in parameters:
+        depth = find(config, "temporal_patch_size", default=1)
+        flat = channels * depth * patch**2 if isinstance(patch, int) else 64
+        pixels = [normal(SEQUENCES * 64, flat), normal(SEQUENCES * 64, channels, patch, patch)]
+    mel = find(
+        config,
+        *("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "feature_projection_input_dim"),
+        *("input_dim", "input_size", "hidden_size"),
+        default=80,
+    )
+    length = find(config, "max_source_positions", default=64)
+    length = 2 * length if isinstance(length, int) and length <= 3000 else 128
+    hidden = find(config, "hidden_size", "d_model", "embed_dim", default=64)
+    series = find(config, "num_input_channels", "input_size", default=1)
+    context = find(config, "context_length", "prediction_length", "patch_length", default=32)
+    sounds = [(10000,), (1, 10000), (find(config, "max_length", default=128), mel), (128, mel)]
+    features = [(mel, length), (128, mel), (mel, 128), (1, 128, mel), (1, find(config, "spec_size", default=256), mel)]
+    states = [normal(SEQUENCES, TOKENS, hidden)]
+    grid = [lambda: torch.tensor([[1, 8, 8]] * SEQUENCES)]
+    return {
+        "input_ids": [tokens],
+        "decoder_input_ids": [tokens],
+        "pixel_values": pixels,
+        "pixel_values_videos": pixels,
+        "input_features": [normal(SEQUENCES, *each) for each in features],
+        "input_values": [normal(SEQUENCES, *each) for each in sounds],
+        "audio_values": [normal(SEQUENCES, *each) for each in sounds],
+        "bbox": [lambda: integers(0, 10, SEQUENCES, TOKENS, 4)() + torch.tensor([0, 0, 10, 10])],
+        "past_values": [normal(SEQUENCES, context, series), normal(SEQUENCES, context)],
+        "hidden_states": pixels if "grid_thw" in parameters else states,
+        "inputs_embeds": states,
+        "encoder_hidden_states": states,
+        "grid_thw": grid,
+        "image_grid_thw": grid,
+        "input_features_mask": [lambda: torch.ones(SEQUENCES, each, dtype=torch.long) for each in (length, 128)],
+    }
+
+
+MODALITIES = ("input_ids", "pixel_values", "image_grid_thw", "input_features", "input_values", "bbox")
+
+
+def inputs_for(model, seed, *, every=False):
+    """Yield keywords of calls that may fit a model, the likeliest first; with `every`, of all its modalities at once."""
+    makers = makers_of(model, torch.Generator().manual_seed(seed))
+    parameters = inspect.signature(model.forward).parameters
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    chosen = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in variable]
+    main = getattr(model, "main_input_name", "input_ids")
+    main = main if main in parameters else next((name for name in makers if name in parameters), main)
+    chosen = [*dict.fromkeys([*chosen, main])]
+    if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
+        chosen = [*dict.fromkeys([*chosen, "decoder_input_ids"])]
+    full = [*dict.fromkeys([*chosen, *(name for name in MODALITIES if name in parameters)])]
+    sets = [full] if every else [chosen, full, [*chosen, "input_features_mask"], *([x] for x in makers if x in parameters)]
+    for names in sets:
+        if all(name in makers for name in names):
+            several = next((name for name in names if len(makers[name]) > 1), None)
+            for place in range(len(makers[several]) if several else 1):
+                yield {name: makers[name][place if name == several else 0]() for name in names}
+
+
+def placed(inputs, config, reason):
+    """Return inputs with as many tokens of an image or of sounds as an error asks for, or None."""
+    found = re.search(r"(\w+) features and \w+ tokens do not match.*?tokens:? *\d+.*?features:? *(\d+)", reason)
+    if found is None or "input_ids" not in inputs:
+        return None
+    kind, count = found[1].lower(), int(found[2]) // SEQUENCES
+    token = find(config, f"{kind}_token_id", f"{kind}_token_index")
+    first, rest = inputs["input_ids"][:, : TOKENS // 2], inputs["input_ids"][:, TOKENS // 2 :]
+    return {**inputs, "input_ids": torch.cat([first, torch.full((SEQUENCES, count), token), rest], dim=1)}
+
+
+def call_of(model, part="", *, every=False):
+    """Return a call of a model, or of a part of it, that does not fail.
+
+    Raises:
+        ValueError: with the reasons, if all fail.
+    """
+    called, reasons = model.get_submodule(part), []
+    for index, inputs in enumerate(inputs_for(called, 1, every=every)):
+        for _ in range(3):
+            try:
+                ran = _run(model, called, inputs)
+            except Exception as error:
+                reasons.append(f"{type(called).__name__}({', '.join(inputs)}): {type(error).__name__}: {error}")
+                inputs = placed(inputs, called.config, str(error)) if every else None
+                if inputs is None:
+                    break
+                continue
+            fresh = list(inputs_for(called, 2, every=every))[index]
+            fresh |= {"input_ids": inputs["input_ids"]} if every else {}
+            return Call(part, inputs, fresh, ran)
+    raise ValueError(" | ".join(reasons))
+
+
+def _run(model, called, inputs):
+    """Call a part of a model; return the names of the modules that ran."""
+    ran, hooks = set(), []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_hook(lambda *_, name=name: ran.add(name)))
+    try:
+        with torch.no_grad():
+            called(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return ran
+
+
+def more_calls(model, missing):
+    """Yield calls of parts of a model, and of all its modalities, that run modules which have not run."""
+    missing = set(missing)
+    for name, part in [*model.named_modules(), ("", model)][1:]:
+        if isinstance(part, PreTrainedModel) and any(f"{each}.".startswith(f"{name}." if name else "") for each in missing):
+            try:
+                call = call_of(model, name, every=not name)
+            except Exception:  # it is of no use alone
+                continue
+            if missing & call.ran:
+                missing -= call.ran
+                yield call
+
+
+def tiny_model(model_type):
+    """Return a model of a type, a call of it, and how it was made.
+
+    Raises:
+        ValueError: with the reasons, if none can be made.
+    """
+    reasons = []
+    for recipe in RECIPES:
+        try:
+            tiny_config(model_type, recipe)
+            classes = classes_of(model_type)
+        except Exception as error:
+            reasons.append(f"config: {type(error).__name__}: {error}")
+            continue
+        for cls in classes[:4]:
+            try:
+                model = build(cls, tiny_config(model_type, recipe))
+            except Exception as error:
+                reasons.append(f"{cls.__name__}: {type(error).__name__}: {error}")
+                continue
+            try:
+                return model, call_of(model), f"{cls.__name__}, {recipe}"
+            except ValueError as error:
+                reasons.append(str(error))
+    raise ValueError(" | ".join(dict.fromkeys(each.replace("\n", " ")[:300] for each in reasons)) or "no model class")
