@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import re
+from itertools import product
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import NamedTuple
@@ -89,10 +90,13 @@ def _small(values, recipe):
         count = len(picked)
     given = {}
     for name, x in values.items():
-        if isinstance(x, dict):
+        if isinstance(x, dict) and x and all(str(each).isdigit() for each in x):
+            kept = picked or range(count or 10**6)
+            given[name] = {kept.index(int(each)): _small(y, recipe) for each, y in x.items() if int(each) in kept}
+        elif isinstance(x, dict):
             given[name] = _small(x, recipe) if "model_type" in x or name.endswith("_config") else _sections(x, values, width)
         elif isinstance(x, (list, tuple)):
-            given[name] = _short(name, x, old, picked, count)
+            given[name] = list(x) if is_hierarchical and "out" in name else _short(name, x, old, picked, count)
         elif x is None and name == "num_experts_per_tok":
             given[name] = 2
         elif isinstance(x, bool) or not isinstance(x, int):
@@ -195,15 +199,16 @@ def classes_of(model_type):
             module = importlib.import_module(f"{package}.{each.name}")
             for value in vars(module).values():
                 is_own = inspect.isclass(value) and issubclass(value, PreTrainedModel) and value.__module__ == module.__name__
-                if is_own and getattr(value, "config_class", None) is cls and "forward" in vars(value):
+                if is_own and getattr(value, "config_class", None) is cls:
                     found.append(value)
 
     def rank(each):
         name = each.__name__
         kinds = ("Model", "ForConditionalGeneration", "Backbone", "ForCausalLM")
         place = next((i for i, kind in enumerate(kinds) if name.endswith(kind)), len(kinds))
-        return (name not in names, place, name.endswith("PreTrainedModel"))
+        return (name not in names, place)
 
+    found = [each for each in found if "PreTrainedModel" not in each.__name__]
     return sorted(dict.fromkeys(found), key=rank)
 
 
@@ -247,12 +252,15 @@ class Call(NamedTuple):
 
 def find(config, *names, default=None):
     """Return a value of a configuration or, if it has none, of one of its parts."""
-    for each in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
-        for name in names:
-            value = getattr(each, name, None)
-            if value is not None:
-                return value
-    return default
+    return next(iter(every_value(config, *names)), default)
+
+
+def every_value(config, *names):
+    """Return the values of a configuration and of its parts that have one of some names, each once."""
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    own = [getattr(config, name) for name in names if getattr(config, name, None) is not None]
+    found = own + [x for part in parts if part is not None for x in every_value(part, *names)]
+    return [x for index, x in enumerate(found) if x not in found[:index]]
 
 
 def makers_of(model, generator):
@@ -268,7 +276,7 @@ def makers_of(model, generator):
     try:
         words = getattr(model.get_input_embeddings(), "num_embeddings", VOCABULARY)
     except (AttributeError, NotImplementedError):
-        words = VOCABULARY
+        words = find(config, "vocab_size", default=VOCABULARY)
     tokens = integers(max(0, min(3, words - 2)), max(min(words, 200), 2), SEQUENCES, TOKENS)
     channels = find(config, "num_channels", "in_channels", "in_chans", default=3)
     size, patch = find(config, "image_size", default=64), find(config, "patch_size", default=8)
@@ -276,24 +284,22 @@ def makers_of(model, generator):
     images = [(channels, height, width), (channels, 64, 64), (channels, 224, 224)]
     frames = find(config, "num_frames", "frames_per_clip", default=4)
     images = [*images, (1, *images[0]), (frames, *images[0]), (1, 1, *images[0])]
-    pixels = [normal(SEQUENCES, *each) for each in images]
+    pixels = [normal(SEQUENCES, *each) for each in images] + [normal(SEQUENCES * frames, *images[0])]
     if "grid_thw" in parameters or "image_grid_thw" in parameters:
         depth = find(config, "temporal_patch_size", default=1)
         flat = channels * depth * patch**2 if isinstance(patch, int) else 64
         pixels = [normal(SEQUENCES * 64, flat), normal(SEQUENCES * 64, channels, patch, patch)]
-    mel = find(
-        config,
-        *("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "feature_projection_input_dim"),
-        *("input_dim", "input_size", "hidden_size"),
-        default=80,
-    )
+    names = ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "feature_projection_input_dim")
+    mels = [x for x in every_value(config, *names, "input_dim", "input_size", "hidden_size") if isinstance(x, int)] or [80]
+    mel = mels[0]
     length = find(config, "max_source_positions", default=64)
     length = 2 * length if isinstance(length, int) and length <= 3000 else 128
     hidden = find(config, "hidden_size", "d_model", "embed_dim", default=64)
     series = find(config, "num_input_channels", "input_size", default=1)
     context = find(config, "context_length", "prediction_length", "patch_length", default=32)
     sounds = [(10000,), (1, 10000), (find(config, "max_length", default=128), mel), (128, mel)]
-    features = [(mel, length), (128, mel), (mel, 128), (1, 128, mel), (1, find(config, "spec_size", default=256), mel)]
+    features = [shape for each in mels for shape in ((each, length), (128, each), (each, 128), (200, each), (each, 200))]
+    features += [(1, 128, mel), (1, find(config, "spec_size", default=256), mel)]
     states = [normal(SEQUENCES, TOKENS, hidden)]
     grid = [lambda: torch.tensor([[1, 8, 8]] * SEQUENCES)]
     return {
@@ -311,7 +317,7 @@ def makers_of(model, generator):
         "encoder_hidden_states": states,
         "grid_thw": grid,
         "image_grid_thw": grid,
-        "input_features_mask": [lambda: torch.ones(SEQUENCES, each, dtype=torch.long) for each in (length, 128)],
+        "input_features_mask": [lambda: torch.ones(SEQUENCES, each, dtype=torch.long) for each in (length, 128, 200)],
     }
 
 
@@ -333,9 +339,8 @@ def inputs_for(model, seed, *, every=False):
     sets = [full] if every else [chosen, full, [*chosen, "input_features_mask"], *([x] for x in makers if x in parameters)]
     for names in sets:
         if all(name in makers for name in names):
-            several = next((name for name in names if len(makers[name]) > 1), None)
-            for place in range(len(makers[several]) if several else 1):
-                yield {name: makers[name][place if name == several else 0]() for name in names}
+            for places in product(*(range(len(makers[name])) for name in names)):
+                yield {name: makers[name][place]() for name, place in zip(names, places, strict=True)}
 
 
 def placed(inputs, config, reason):
@@ -406,7 +411,7 @@ def tiny_model(model_type):
     Raises:
         ValueError: with the reasons, if none can be made.
     """
-    reasons = []
+    reasons, first = [], None
     for recipe in RECIPES:
         try:
             tiny_config(model_type, recipe)
@@ -420,8 +425,11 @@ def tiny_model(model_type):
             except Exception as error:
                 reasons.append(f"{cls.__name__}: {type(error).__name__}: {error}")
                 continue
+            first = first or (model, Call("", {}, {}, set()), f"{cls.__name__}, {recipe}, parts alone")
             try:
                 return model, call_of(model), f"{cls.__name__}, {recipe}"
             except ValueError as error:
                 reasons.append(str(error))
+    if first is not None and next(more_calls(first[0], [name for name, _ in first[0].named_modules()]), None):
+        return first
     raise ValueError(" | ".join(dict.fromkeys(each.replace("\n", " ")[:300] for each in reasons)) or "no model class")
