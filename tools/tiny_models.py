@@ -6,7 +6,8 @@ import inspect
 import json
 import math
 import re
-from itertools import product
+import time
+from itertools import islice, product
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import NamedTuple
@@ -19,12 +20,18 @@ SEQUENCES, TOKENS, VOCABULARY = 3, 24, 320
 LARGEST = 50_000_000
 """Parameters of a model."""
 
+TRIALS = 40
+"""Calls that are tried of a model."""
+
+PATIENCE = 15
+"""Seconds of the processor after which no other way to make a model is tried."""
+
 SPECIAL = re.compile(r"_?(?P<name>\w+)_(token_id|token_index|token_ids)$")
 
 RECIPES = (
     {"layers": 2, "width": "fixed"},
     {"layers": 2, "width": "fixed", "derived": True},
-    {"layers": 4, "width": "fixed"},
+    {"layers": 4, "width": "fixed", "images": "kept"},
     {"layers": 2, "width": "ratio"},
     {"layers": 2, "width": "kept", "derived": True},
     {"layers": 6, "width": "ratio", "derived": True},
@@ -41,7 +48,7 @@ HEADS = re.compile(r"(^|_)(heads?|nhead)$|_attention_heads_?\w*$")
 KV_HEADS = re.compile(r"(key_value|kv)_heads$|query_groups$|^multi_query_group_num$")
 HEAD_DIMS = re.compile(r"head_dim$|head_size$|^d_kv$|^kv_channels$|^d_head$|^dim_head$|mamba_d_head$")
 WIDTHS = re.compile(r"(hidden_size|d_model|n_embd|(^|_)dim|width|hidden_dim|channels|embedding_size|d_ff|n_inner|inner_dim)\w*$")
-NOT_WIDTHS = re.compile(r"num_channels|in_channels|audio_channels|in_dim|input_dim|rotary|kernel|ratio|_fine|dim_size$|conv_dim|num_|proportion")
+NOT_WIDTHS = re.compile(r"num_channels|in_channels|audio_channels|^in_dim|input_dim|rotary|kernel|ratio|_fine|dim_size$|conv_dim|num_|proportion")
 FIXED = {
     r"(qk_)?rope_head_dim$": 8,
     r"qk_head_dim$": 24,
@@ -111,16 +118,16 @@ def _small(values, recipe):
             given[name] = _small(x, recipe) if "model_type" in x or name.endswith("_config") else _sections(x, values, width)
         elif isinstance(x, (list, tuple)):
             given[name] = list(x) if is_hierarchical and "out" in name else _short(name, x, old, picked, count)
-        elif x is None and name == "num_experts_per_tok":
-            given[name] = 2
+        elif x is None and name in ("num_experts_per_tok", "n_routed_experts", "n_shared_experts"):
+            given[name] = {"num_experts_per_tok": 2, "n_routed_experts": 4}.get(name, 1)
         elif isinstance(x, bool) or not isinstance(x, int):
             given[name] = x
         else:
             given[name] = _number(name, x, values, count, width)
     if width == "fixed" and isinstance(values.get("head_dim"), int):
-        given["head_dim"] = 8 if "qk_rope_head_dim" in values else _head_dim(values)
+        given["head_dim"] = _head_dim(values)
     patch = values.get("patch_size")
-    for name in ("image_size", "input_size"):
+    for name in ("image_size", "input_size") if recipe.get("images") != "kept" else ():
         size = 6 * patch if isinstance(patch, int) and not is_hierarchical and patch >= 8 else 64
         if isinstance(values.get(name), int) and values[name] > size and recipe["layers"] is not None:
             given[name] = size
@@ -176,13 +183,15 @@ def _sections(values, whole, width):
     section = values.get("mrope_section") or ("rope_theta" in values and _own_section(whole.get("model_type")))
     if section:
         half = _head_dim(whole) // 2
-        parts = [max(1, each * half // sum(section)) for each in section]
-        given["mrope_section"] = [half - sum(parts[1:]), *parts[1:]]
+        parts = [each * half // sum(section) for each in section]
+        given["mrope_section"] = [part + (place < half - sum(parts)) for place, part in enumerate(parts)]
     return given
 
 
 def _head_dim(values):
     """Return the small head_dim of a part: one that the width is not made of stays so."""
+    if "qk_rope_head_dim" in values:
+        return 8
     dim, heads, hidden = (values.get(each) for each in ("head_dim", "num_attention_heads", "hidden_size"))
     known = all(isinstance(each, int) for each in (dim, heads, hidden))
     return 32 if known and dim * heads != hidden else 16
@@ -226,12 +235,32 @@ def classes_of(model_type):
     return sorted(dict.fromkeys(found), key=rank)
 
 
+class NoAttention(Exception):
+    """Raised for models without attention."""
+
+
+def attention_layers(model):
+    """Return names of the innermost modules that are attention and hold projections."""
+    modules = dict(model.named_modules())
+    names = [name for name, module in modules.items() if re.search("Attention|Attn", type(module).__name__)]
+    inner = [name for name in names if not any(each != name and each.startswith(f"{name}." if name else "") for each in names)]
+    return [name for name in inner if sum(x.ndim >= 2 for x in modules[name].parameters()) > 1]
+
+
 def build(cls, config):
-    """Return a model with random weights whose norms and biases show, in evaluation."""
+    """Return a model with random weights whose norms and biases show, in evaluation.
+
+    Raises:
+        NoAttention: if it has none.
+        ValueError: if it is too large.
+    """
     torch.manual_seed(0)
     config._attn_implementation = "eager"
     with torch.device("meta"):
-        size = sum(x.numel() for x in cls._from_config(copy.deepcopy(config), attn_implementation="eager").parameters())
+        model = cls._from_config(copy.deepcopy(config), attn_implementation="eager")
+    if not attention_layers(model):
+        raise NoAttention
+    size = sum(x.numel() for x in model.parameters())
     if size > LARGEST:
         raise ValueError(f"{size // 10**6} million parameters")
     model = cls._from_config(config, attn_implementation="eager").float().eval()
@@ -302,7 +331,7 @@ def makers_of(model, generator):
     if "grid_thw" in parameters or "image_grid_thw" in parameters:
         depth = find(config, "temporal_patch_size", default=1)
         flat = channels * depth * patch**2 if isinstance(patch, int) else 64
-        pixels = [normal(SEQUENCES * 64, flat), normal(SEQUENCES * 64, channels, patch, patch)]
+        pixels = [normal(SEQUENCES * 64, flat), normal(1, SEQUENCES * 64, channels, patch, patch), normal(SEQUENCES * 64, channels, patch, patch)]
     names = ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "feature_projection_input_dim")
     mels = [x for x in every_value(config, *names, "input_dim", "input_size", "hidden_size") if isinstance(x, int)] or [80]
     mel = mels[0]
@@ -380,7 +409,7 @@ def call_of(model, part="", *, every=False):
         ValueError: with the reasons, if all fail.
     """
     called, reasons = model.get_submodule(part), []
-    for index, inputs in enumerate(inputs_for(called, 1, every=every)):
+    for index, inputs in enumerate(islice(inputs_for(called, 1, every=every), TRIALS)):
         for _ in range(3):
             try:
                 ran = _run(model, called, inputs)
@@ -428,9 +457,10 @@ def tiny_model(model_type):
     """Return a model of a type, a call of it, and how it was made.
 
     Raises:
+        NoAttention: if it has none.
         ValueError: with the reasons, if none can be made.
     """
-    reasons, first = [], None
+    reasons, first, lacking, begin = [], None, 0, time.process_time()
     for recipe in RECIPES:
         try:
             tiny_config(model_type, recipe)
@@ -439,8 +469,13 @@ def tiny_model(model_type):
             reasons.append(f"config: {type(error).__name__}: {error}")
             continue
         for cls in classes[:3]:
+            if time.process_time() - begin > PATIENCE:
+                break
             try:
                 model = build(cls, tiny_config(model_type, recipe))
+            except NoAttention:
+                lacking += 1
+                continue
             except Exception as error:
                 reasons.append(f"{cls.__name__}: {type(error).__name__}: {error}")
                 continue
@@ -451,4 +486,6 @@ def tiny_model(model_type):
                 reasons.append(str(error))
     if first is not None and next(more_calls(first[0], [name for name, _ in first[0].named_modules()]), None):
         return first
+    if lacking and not first:
+        raise NoAttention
     raise ValueError(" | ".join(dict.fromkeys(each.replace("\n", " ")[:300] for each in reasons)) or "no model class")
