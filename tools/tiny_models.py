@@ -17,10 +17,10 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 SEQUENCES, TOKENS, VOCABULARY = 3, 24, 320
-LARGEST = 50_000_000
+LARGEST = 130_000_000
 """Parameters of a model."""
 
-TRIALS = 40
+TRIALS = 24
 """Calls that are tried of a model."""
 
 PATIENCE = 15
@@ -67,10 +67,22 @@ FIXED = {
 }
 """Values by names of fields, where they are larger."""
 
+ABSENT = {"num_experts_per_tok": 2, "n_routed_experts": 4, "num_experts": 4, "n_shared_experts": 1, "head_dim": 16, "moe_intermediate_size": 64}
+"""Values of fields that may have none, and that some models cannot do without."""
+
 PART = {"timm_backbone": "resnet", "timm_wrapper": "resnet"}
 """Model types of parts that need another package, and what takes their place."""
 
 EXCEPTIONS = {
+    **dict.fromkeys(
+        ("autoformer", "informer", "time_series_transformer"), {"prediction_length": 24, "num_time_features": 1}
+    ),
+    **dict.fromkeys(
+        ("hunyuan_vl_text", "hunyuan_vl"),
+        {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}},
+    ),
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "emu3": {"vocabulary_map": {"<image>": 8}},
     "chameleon": {"vocabulary_map": {"<image>": 8}},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
@@ -97,7 +109,7 @@ def _small(values, recipe):
     if declared:
         values = {name: x for name, x in values.items() if name in declared or name == "model_type" or "config" in name}
     if recipe.get("derived"):
-        values = {name: x for name, x in values.items() if name not in declared or declared[name].default is not None or isinstance(x, dict)}
+        values = {name: x for name, x in values.items() if name not in declared or declared[name].default is not None or isinstance(x, dict) or x is None}
     is_hierarchical = any(isinstance(x, list) and re.search(r"depths|heads|hidden_sizes|embed_dims", name) for name, x in values.items())
     width = "kept" if is_hierarchical else recipe["width"]
     old = next((values[name] for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth") if isinstance(values.get(name), int)), None)
@@ -118,8 +130,8 @@ def _small(values, recipe):
             given[name] = _small(x, recipe) if "model_type" in x or name.endswith("_config") else _sections(x, values, width)
         elif isinstance(x, (list, tuple)):
             given[name] = list(x) if is_hierarchical and "out" in name else _short(name, x, old, picked, count)
-        elif x is None and name in ("num_experts_per_tok", "n_routed_experts", "n_shared_experts"):
-            given[name] = {"num_experts_per_tok": 2, "n_routed_experts": 4}.get(name, 1)
+        elif x is None and name in ABSENT and (name != "head_dim" or recipe.get("derived")):
+            given[name] = ABSENT[name]
         elif isinstance(x, bool) or not isinstance(x, int):
             given[name] = x
         else:
@@ -142,7 +154,9 @@ def _number(name, x, values, count, width):
     if special:
         names = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1, "_pad": 0}
         return x if x < 0 else names.get(special["name"], 210 + sum(map(ord, special["name"])) % 100)
-    if re.search(r"vocab_size\w*$", name) or name == "vocab_size":
+    if name == "max_position_embeddings" and x > 0:
+        return max(x, 128)
+    if re.search(r"vocab(_size)?\w*$", name):
         return min(x, VOCABULARY)
     for pattern, value in FIXED.items():
         if re.search(pattern, name) and not (width == "kept" and "dim" in name):
@@ -316,61 +330,82 @@ def makers_of(model, generator):
     def integers(low, high, *shape):
         return lambda: torch.randint(low, high, shape, generator=generator)
 
+    def constant(x):
+        return lambda: torch.as_tensor(x).clone()
+
+    def whole(*names, default):
+        return next((x for x in every_value(config, *names) if type(x) is int), default)
+
     try:
         words = getattr(model.get_input_embeddings(), "num_embeddings", VOCABULARY)
     except (AttributeError, NotImplementedError):
-        words = find(config, "vocab_size", default=VOCABULARY)
-    tokens = integers(max(0, min(3, words - 2)), max(min(words, 200), 2), SEQUENCES, TOKENS)
-    channels = find(config, "num_channels", "in_channels", "in_chans", default=3)
-    size, patch = find(config, "image_size", default=64), find(config, "patch_size", default=8)
+        words = whole("vocab_size", default=VOCABULARY)
+    tokens = [integers(max(0, min(3, words - 2)), max(min(words, 200), 2), SEQUENCES, TOKENS)]
+    first = [x.shape[-1] for count in (1, 2) for x in [*model.parameters()][:4] if x.ndim == count]  # what it may take
+
+    channels, patch = (whole(*each, default=8) for each in (("num_channels", "in_channels", "in_chans"), ("patch_size",)))
+    size, frames = find(config, "image_size", default=64), whole("num_frames", "frames_per_clip", default=4)
     height, width = size if isinstance(size, (list, tuple)) else (size, size) if isinstance(size, int) else (64, 64)
-    images = [(channels, height, width), (channels, 64, 64), (channels, 224, 224)]
-    frames = find(config, "num_frames", "frames_per_clip", default=4)
-    images = [*images, (1, *images[0]), (frames, *images[0]), (1, 1, *images[0])]
-    pixels = [normal(SEQUENCES, *each) for each in images] + [normal(SEQUENCES * frames, *images[0])]
-    if "grid_thw" in parameters or "image_grid_thw" in parameters:
-        depth = find(config, "temporal_patch_size", default=1)
-        flat = channels * depth * patch**2 if isinstance(patch, int) else 64
-        pixels = [normal(SEQUENCES * 64, flat), normal(1, SEQUENCES * 64, channels, patch, patch), normal(SEQUENCES * 64, channels, patch, patch)]
+    channels = 3 if channels == 8 else channels
+    image = (channels, height, width)
+    images = [image, (channels, 64, 64), (channels, 224, 224), (1, *image), (frames, *image), (1, 1, *image)]
+    images += [(channels, patch, 64 * patch)] + [(64, each) for each in first]
+    pixels = [normal(SEQUENCES, *each) for each in images] + [normal(SEQUENCES * frames, *image)]
+    if {"grid_thw", "image_grid_thw"} & parameters.keys():
+        flat = {channels * depth * patch**2 for depth in (1, 2)} | {*first}
+        count = 64 * SEQUENCES
+        pixels = [normal(count, each) for each in sorted(flat)] + [normal(1, count, channels, patch, patch)]
+        pixels += [normal(count, channels, patch, patch)]
+
     names = ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "feature_projection_input_dim")
-    mels = [x for x in every_value(config, *names, "input_dim", "input_size", "hidden_size") if isinstance(x, int)] or [80]
-    mel = mels[0]
-    mels += [x.shape[-1] for count in (1, 2) for x in [*model.parameters()][:2] if x.ndim == count]
-    length = find(config, "max_source_positions", default=64)
-    length = 2 * length if isinstance(length, int) and length <= 3000 else 128
-    hidden = find(config, "hidden_size", "d_model", "embed_dim", default=64)
-    series = find(config, "num_input_channels", "input_size", default=1)
-    context = find(config, "context_length", "prediction_length", "patch_length", default=32)
-    sounds = [(10000,), (1, 10000), (find(config, "max_length", default=128), mel), (128, mel)]
-    features = [shape for each in mels for shape in ((each, length), (128, each), (each, 128), (200, each), (each, 200))]
-    features += [(1, 128, mel), (1, find(config, "spec_size", default=256), mel)]
-    states = [normal(SEQUENCES, TOKENS, hidden)]
-    grid = [lambda: torch.tensor([[1, 8, 8]] * SEQUENCES)]
+    mels = [x for x in every_value(config, *names, "input_dim", "input_size", "hidden_size") if type(x) is int] + first or [80]
+    length = whole("max_source_positions", default=64)
+    length = 2 * length if length <= 3000 else 128
+    features = [shape for mel in mels for shape in ((mel, length), (128, mel), (mel, 128), (200, mel), (mel, 200))]
+    features += [(1, 128, mels[0]), (1, whole("spec_size", default=256), mels[0])]
+    features = [normal(SEQUENCES, *each) for each in features] + [normal(mels[0], 200 * SEQUENCES)]
+    sounds = [(10000,), (1, 10000), (whole("max_length", default=128), mels[0]), (128, mels[0])]
+    sounds = [normal(SEQUENCES, *each) for each in sounds]
+
+    widths = every_value(config, "hidden_size", "d_model", "embed_dim", "encoder_hidden_size") or [64]
+    states = [normal(SEQUENCES, TOKENS, each) for each in [*widths, *mels] if type(each) is int]
+    series = whole("num_input_channels", "input_size", default=1)
+    context = whole("context_length", "prediction_length", "patch_length", default=32)
+    steps, times = context + max(find(config, "lags_sequence", default=[0])), whole("num_time_features", default=0)
+    places = [[x, y] for x in range(8) for y in range(8)]
     return {
-        "input_ids": [tokens],
-        "decoder_input_ids": [tokens],
-        "pixel_values": pixels,
-        "pixel_values_videos": pixels,
-        "input_features": [normal(SEQUENCES, *each) for each in features],
-        "input_values": [normal(SEQUENCES, *each) for each in sounds],
-        "audio_values": [normal(SEQUENCES, *each) for each in sounds],
+        **{"input_ids": tokens, "decoder_input_ids": tokens, "pixel_values": pixels, "pixel_values_videos": pixels},
+        **{"input_features": features, "input_values": sounds, "audio_values": sounds, "prompt_pixel_values": pixels[:1]},
+        "prompt_masks": [normal(SEQUENCES, *image)],
         "bbox": [lambda: integers(0, 10, SEQUENCES, TOKENS, 4)() + torch.tensor([0, 0, 10, 10])],
-        "past_values": [normal(SEQUENCES, context, series), normal(SEQUENCES, context)],
+        "past_values": [normal(SEQUENCES, steps), normal(SEQUENCES, steps, series)],
+        "past_time_features": [normal(SEQUENCES, steps, times)],
+        "past_observed_mask": [constant(torch.ones(SEQUENCES, steps))],
+        "future_values": [normal(SEQUENCES, context)],
+        "future_time_features": [normal(SEQUENCES, context, times)],
         "hidden_states": pixels if "grid_thw" in parameters else states,
-        "inputs_embeds": states,
-        "encoder_hidden_states": states,
-        "grid_thw": grid,
-        "image_grid_thw": grid,
-        "t_cond": [normal(1, 1, hidden)],
-        "input_features_mask": [lambda: torch.ones(SEQUENCES, each, dtype=torch.long) for each in (length, 128, 200)],
+        **{"inputs_embeds": states, "encoder_hidden_states": states, "t_cond": [normal(1, 1, widths[0])]},
+        **dict.fromkeys(("grid_thw", "image_grid_thw"), [constant([[1, 8, 8]] * SEQUENCES)]),
+        **dict.fromkeys(("target_sizes", "tgt_sizes", "spatial_shapes"), [constant([[8, 8]] * SEQUENCES)]),
+        "pixel_position_ids": [constant([places] * SEQUENCES)],
+        "pixel_attention_mask": [constant(torch.ones(SEQUENCES, 64, dtype=torch.long))],
+        "flattened_patches": [
+            lambda: torch.cat([torch.tensor([places] * SEQUENCES) + 1.0, normal(SEQUENCES, 64, first[0])()], -1)
+        ],
+        "mask": [constant(torch.ones(SEQUENCES, TOKENS, dtype=torch.bool))],
+        "feature_lens": [constant([200] * SEQUENCES)],
+        "input_features_mask": [constant(torch.ones(SEQUENCES, each, dtype=torch.long)) for each in (length, 128, 200)],
     }
 
 
-MODALITIES = ("input_ids", "pixel_values", "image_grid_thw", "input_features", "input_values", "bbox")
+MODALITIES = (
+    *("input_ids", "pixel_values", "image_grid_thw", "input_features", "input_values", "bbox"),
+    *("future_values", "future_time_features"),
+)
 
 
 def inputs_for(model, seed, *, every=False):
-    """Yield keywords of calls that may fit a model, the likeliest first; with `every`, of all its modalities at once."""
+    """Yield what makes keywords of calls that may fit a model, the likeliest first; with `every`, of all at once."""
     makers = makers_of(model, torch.Generator().manual_seed(seed))
     parameters = inspect.signature(model.forward).parameters
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -381,14 +416,14 @@ def inputs_for(model, seed, *, every=False):
     if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
         chosen = [*dict.fromkeys([*chosen, "decoder_input_ids"])]
     full = [*dict.fromkeys([*chosen, *(name for name in MODALITIES if name in parameters)])]
-    sets = [full] if every else [chosen, full]
-    if not every:
-        sets += [[*chosen, x] for x in makers if x in parameters and x not in chosen]
-        sets += [[x] for x in makers if x in parameters]
+    others = [x for x in makers if x in parameters and x not in chosen]
+    sets = [chosen, full, *([*chosen, x] for x in others), *([x] for x in others)]
+    if every:
+        sets = [full, *([*chosen, x] for x in ("encoder_hidden_states", "pixel_values") if x in others)]
     for names in sets:
         if all(name in makers for name in names):
-            for places in product(*(range(len(makers[name])) for name in names)):
-                yield {name: makers[name][place]() for name, place in zip(names, places, strict=True)}
+            for choice in product(*(makers[name] for name in names)):
+                yield dict(zip(names, choice, strict=True))
 
 
 def placed(inputs, config, reason):
@@ -409,7 +444,8 @@ def call_of(model, part="", *, every=False):
         ValueError: with the reasons, if all fail.
     """
     called, reasons = model.get_submodule(part), []
-    for index, inputs in enumerate(islice(inputs_for(called, 1, every=every), TRIALS)):
+    for index, making in enumerate(islice(inputs_for(called, 1, every=every), TRIALS)):
+        inputs = {name: make() for name, make in making.items()}
         for _ in range(3):
             try:
                 ran = _run(model, called, inputs)
@@ -419,8 +455,9 @@ def call_of(model, part="", *, every=False):
                 if inputs is None:
                     break
                 continue
-            fresh = list(inputs_for(called, 2, every=every))[index]
-            fresh |= {"input_ids": inputs["input_ids"]} if every else {}
+            making = next(islice(inputs_for(called, 2, every=every), index, None))
+            fresh = {name: make() for name, make in making.items()}
+            fresh |= {"input_ids": inputs["input_ids"]} if every and "input_ids" in inputs else {}
             return Call(part, inputs, fresh, ran)
     raise ValueError(" | ".join(reasons))
 
