@@ -7,7 +7,7 @@ import json
 import math
 import re
 import time
-from itertools import islice, product
+from itertools import islice, product, zip_longest
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import NamedTuple
@@ -20,7 +20,7 @@ SEQUENCES, TOKENS, VOCABULARY = 3, 24, 320
 LARGEST = 130_000_000
 """Parameters of a model."""
 
-TRIALS = 24
+TRIALS = 60
 """Calls that are tried of a model."""
 
 PATIENCE = 15
@@ -77,6 +77,7 @@ EXCEPTIONS = {
     **dict.fromkeys(
         ("autoformer", "informer", "time_series_transformer"), {"prediction_length": 24, "num_time_features": 1}
     ),
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     **dict.fromkeys(
         ("hunyuan_vl_text", "hunyuan_vl"),
         {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}},
@@ -123,7 +124,7 @@ def _small(values, recipe):
         count = len(picked)
     given = {}
     for name, x in values.items():
-        if isinstance(x, dict) and x and all(str(each).isdigit() for each in x):
+        if isinstance(x, dict) and x and all(str(each).isdigit() and isinstance(y, dict) for each, y in x.items()):
             kept = picked or range(count or 10**6)
             given[name] = {kept.index(int(each)): _small(y, recipe) for each, y in x.items() if int(each) in kept}
         elif isinstance(x, dict):
@@ -183,7 +184,7 @@ def _short(name, x, old, picked, count):
         return [x[index] for index in picked]
     if name in ("depths", "depth", "num_blocks", "layers", "encoder_layers"):
         return [min(each, 2) if isinstance(each, int) else each for each in x]
-    if count is not None and x and all(type(each) is int for each in x) and re.search(r"ind(ex|ic)e|idx|_layers$", name) and max(x) > count:
+    if count is not None and x and all(type(each) is int for each in x) and re.search(r"ind(ex|ic)e|idx|_layers$", name) and max(x) > count and x == sorted({*x}):
         kept = sorted({min(each, count - 1) for each in x})
         return kept if len(kept) == len(x) or "out" not in name else [count - len(x) + 1 + each for each in range(len(x))]
     return list(x)
@@ -196,7 +197,8 @@ def _sections(values, whole, width):
     given = {name: _sections(x, whole, width) for name, x in values.items()}
     section = values.get("mrope_section") or ("rope_theta" in values and _own_section(whole.get("model_type")))
     if section:
-        half = _head_dim(whole) // 2
+        fraction = values.get("partial_rotary_factor") or whole.get("partial_rotary_factor") or 1.0
+        half = int(_head_dim(whole) * fraction) // 2
         parts = [each * half // sum(section) for each in section]
         given["mrope_section"] = [part + (place < half - sum(parts)) for place, part in enumerate(parts)]
     return given
@@ -363,7 +365,9 @@ def makers_of(model, generator):
     length = 2 * length if length <= 3000 else 128
     features = [shape for mel in mels for shape in ((mel, length), (128, mel), (mel, 128), (200, mel), (mel, 200))]
     features += [(1, 128, mels[0]), (1, whole("spec_size", default=256), mels[0])]
-    features = [normal(SEQUENCES, *each) for each in features] + [normal(mels[0], 200 * SEQUENCES)]
+    features = [normal(SEQUENCES, *each) for each in features]
+    if "feature_lens" in parameters:
+        features = [normal(mels[0], 200 * SEQUENCES)]
     sounds = [(10000,), (1, 10000), (whole("max_length", default=128), mels[0]), (128, mels[0])]
     sounds = [normal(SEQUENCES, *each) for each in sounds]
 
@@ -420,9 +424,11 @@ def inputs_for(model, seed, *, every=False):
     sets = [chosen, full, *([*chosen, x] for x in others), *([x] for x in others)]
     if every:
         sets = [full, *([*chosen, x] for x in ("encoder_hidden_states", "pixel_values") if x in others)]
-    for names in sets:
-        if all(name in makers for name in names):
-            for choice in product(*(makers[name] for name in names)):
+    known = [names for names in sets if all(name in makers for name in names)]
+    choices = [product(*(makers[name] for name in names)) for names in known]
+    for row in zip_longest(*choices):  # the first of each before the second of any
+        for names, choice in zip(known, row, strict=True):
+            if choice is not None:
                 yield dict(zip(names, choice, strict=True))
 
 
