@@ -26,30 +26,46 @@ TRIALS = 60
 PATIENCE = 15
 """Seconds of the processor after which no other way to make a model is tried."""
 
-SPECIAL = re.compile(r"_?(?P<name>\w+)_(token_id|token_index|token_ids)$")
+
+class Recipe(NamedTuple):
+    """A way to make a configuration small.
+
+    Attributes:
+        layers: how many layers it has; None for as many as before.
+        width: `fixed` to numbers of this file, divided by a `ratio`, or `kept`.
+        derived: leave out fields without a default of their own, which follow from others.
+        images: make images small.
+    """
+
+    layers: int | None
+    width: str
+    derived: bool = False
+    images: bool = True
+
 
 RECIPES = (
-    {"layers": 2, "width": "fixed"},
-    {"layers": 2, "width": "fixed", "derived": True},
-    {"layers": 4, "width": "fixed", "images": "kept"},
-    {"layers": 2, "width": "ratio"},
-    {"layers": 2, "width": "kept", "derived": True},
-    {"layers": 6, "width": "ratio", "derived": True},
-    {"layers": None, "width": "kept"},
+    Recipe(2, "fixed"),
+    Recipe(2, "fixed", derived=True),
+    Recipe(4, "fixed", images=False),
+    Recipe(2, "ratio"),
+    Recipe(2, "kept", derived=True),
+    Recipe(6, "ratio", derived=True),
+    Recipe(None, "kept", images=False),
 )
-"""Ways to make a configuration small, the smallest first. The first one whose model runs is taken.
+"""The smallest first. The first one whose model runs is taken."""
 
-Fields without a default of their own are left out where they are `derived` from others.
-"""
+# ---- Configurations --------------------------------------------------------------------------------------------------
 
-LAYERS = re.compile(r"(^|_)(layers?|depth|blocks)$")
-NOT_LAYERS = re.compile(r"feat_extract_layers|cross_attn_every|n_every|upscale|residual_layers|moe_layer|first_k|mlp_only")
-HEADS = re.compile(r"(^|_)(heads?|nhead)$|_attention_heads_?\w*$")
-KV_HEADS = re.compile(r"(key_value|kv)_heads$|query_groups$|^multi_query_group_num$")
-HEAD_DIMS = re.compile(r"head_dim$|head_size$|^d_kv$|^kv_channels$|^d_head$|^dim_head$|mamba_d_head$")
-WIDTHS = re.compile(r"(hidden_size|d_model|n_embd|(^|_)dim|width|hidden_dim|channels|embedding_size|d_ff|n_inner|inner_dim)\w*$")
-NOT_WIDTHS = re.compile(r"num_channels|in_channels|audio_channels|^in_dim|input_dim|rotary|kernel|ratio|_fine|dim_size$|conv_dim|num_|proportion")
-FIXED = {
+LEFT_OUT = re.compile(
+    "transformers_version|architectures|(torch_)?dtype|stage_names|id2label|label2id|out_features"
+    "|_?attn_implementation|_?name_or_path"
+)
+SPECIAL = re.compile(r"_?(\w+)_(token_id|token_index|token_ids)$")
+HIERARCHICAL = re.compile(r"depths|heads|hidden_sizes|embed_dims")
+"""Names of lists of models in stages, whose widths depend on each other and stay."""
+
+AT_MOST = {
+    r"vocab(_size)?\w*$": VOCABULARY,
     r"(qk_)?rope_head_dim$": 8,
     r"qk_head_dim$": 24,
     r"kv_lora_rank$": 32,
@@ -65,29 +81,41 @@ FIXED = {
     r"intermediate_size\w*$|ffn_dim$|ffn_hidden\w*$|mlp_dim$|d_inner$": 64,
     r"num_kv_shared_layers$|max_window_layers$": 1,
 }
-"""Values by names of fields, where they are larger."""
+"""Largest values, by names of fields."""
 
-ABSENT = {"num_experts_per_tok": 2, "n_routed_experts": 4, "num_experts": 4, "n_shared_experts": 1, "head_dim": 16, "moe_intermediate_size": 64}
+LAYERS = re.compile(r"(^|_)(layers?|depth|blocks)$")
+NOT_LAYERS = re.compile(r"feat_extract|cross_attn_every|n_every|upscale|residual_layers|moe_layer|mlp_only")
+COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
+KV_HEADS = re.compile(r"(key_value|kv)_heads$|query_groups$|^multi_query_group_num$")
+HEADS = re.compile(r"(^|_)(heads?|nhead)$|_attention_heads_?\w*$")
+HEAD_DIMS = re.compile(r"head_dim$|head_size$|^d_kv$|^kv_channels$|^d_head$|^dim_head$")
+WIDTHS = re.compile(
+    r"(hidden_size|d_model|n_embd|(^|_)dim|width|hidden_dim|channels|embedding_size|d_ff|n_inner|inner_dim)\w*$"
+)
+NOT_WIDTHS = re.compile(
+    r"(num|in|audio)_channels|^in_dim|input_dim|rotary|kernel|ratio|_fine|dim_size$|conv_dim|num_|proportion"
+)
+
+ABSENT = {
+    "num_experts_per_tok": 2, "n_routed_experts": 4, "num_experts": 4, "n_shared_experts": 1, "top_k_experts": 2,
+    "head_dim": 16, "moe_intermediate_size": 64,
+}
 """Values of fields that may have none, and that some models cannot do without."""
 
-PART = {"timm_backbone": "resnet", "timm_wrapper": "resnet"}
-"""Model types of parts that need another package, and what takes their place."""
+TIMM = ("timm_backbone", "timm_wrapper")
+"""Model types of parts that need another package; a ResNet takes their place."""
 
+SERIES = {"prediction_length": 24, "num_time_features": 1}
+HUNYUAN = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2] * 4}}
 EXCEPTIONS = {
-    **dict.fromkeys(
-        ("autoformer", "informer", "time_series_transformer"), {"prediction_length": 24, "num_time_features": 1}
-    ),
+    "autoformer": SERIES, "informer": SERIES, "time_series_transformer": SERIES,
+    "hunyuan_vl": HUNYUAN, "hunyuan_vl_text": HUNYUAN,
+    "chameleon": {"vocabulary_map": {"<image>": 8}}, "emu3": {"vocabulary_map": {"<image>": 8}},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
-    **dict.fromkeys(
-        ("hunyuan_vl_text", "hunyuan_vl"),
-        {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2, 2]}},
-    ),
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "emu3": {"vocabulary_map": {"<image>": 8}},
-    "chameleon": {"vocabulary_map": {"<image>": 8}},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
-    "perceiver": {"d_model": 64, "d_latents": 64, "num_self_attends_per_block": 2, "num_latents": 32, "max_position_embeddings": 64, "vocab_size": 300},
+    "perceiver": {"d_model": 64, "d_latents": 64, "num_self_attends_per_block": 2, "num_latents": 32},
 }
 """Values of fields by model type, as far as no rule finds them."""
 
@@ -95,122 +123,143 @@ EXCEPTIONS = {
 def tiny_config(model_type, recipe):
     """Return a small configuration."""
     cls = CONFIG_MAPPING[model_type]
-    values = _small(cls().to_dict(), recipe)
-    return cls(**{**values, **EXCEPTIONS.get(model_type, {})})
+    return cls(**{**_small(cls().to_dict(), recipe), **EXCEPTIONS.get(model_type, {})})
 
 
 def _small(values, recipe):
     """Return the values of a configuration, or of a part of it, made small."""
-    if values.get("model_type") in PART:
-        values = CONFIG_MAPPING[PART[values["model_type"]]](out_indices=[2, 3, 4]).to_dict()
-    left_out = ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype", "stage_names", "id2label", "label2id")
-    values = {name: x for name, x in values.items() if name not in left_out or (name == "model_type")}
-    values = {name: x for name, x in values.items() if name.lstrip("_") not in ("attn_implementation", "name_or_path", "out_features")}
-    declared = getattr(CONFIG_MAPPING[values["model_type"]], "__dataclass_fields__", {}) if values.get("model_type") in CONFIG_MAPPING else {}
+    if values.get("model_type") in TIMM:
+        values = CONFIG_MAPPING["resnet"](out_indices=[2, 3, 4]).to_dict()
+    values = _given(values, recipe)
+    is_hierarchical = any(isinstance(x, list) and HIERARCHICAL.search(name) for name, x in values.items())
+    recipe = recipe._replace(width="kept") if is_hierarchical else recipe
+    old = _first(values, *COUNTS, default=0)
+    kept = _kept_layers([x for x in values.values() if isinstance(x, (list, tuple)) and len(x) == old > 2], recipe)
+    recipe = recipe._replace(layers=len(kept)) if kept else recipe
+    small = {}
+    for name, x in values.items():
+        if isinstance(x, dict) and x and all(str(key).isdigit() and isinstance(y, dict) for key, y in x.items()):
+            layers = kept or range(recipe.layers or 10**6)
+            small[name] = {layers.index(int(key)): _small(y, recipe) for key, y in x.items() if int(key) in layers}
+        elif isinstance(x, dict):
+            is_part = "model_type" in x or name.endswith("_config")
+            small[name] = _small(x, recipe) if is_part else _with_sections(x, values, recipe)
+        elif isinstance(x, (list, tuple)):
+            is_kept = is_hierarchical and "out" in name
+            small[name] = (
+                list(x) if is_kept else [x[i] for i in kept] if kept and len(x) == old else _short(name, x, recipe)
+            )
+        elif x is None and (name != "head_dim" or recipe.derived):
+            small[name] = ABSENT.get(name)
+        else:
+            small[name] = _number(name, x, values, recipe) if type(x) is int else x
+    if recipe.width == "fixed" and type(values.get("head_dim")) is int:
+        small["head_dim"] = _head_dim(values)
+    patch = _first(values, "patch_size", default=0)
+    size = 64 if is_hierarchical or patch < 8 else 6 * patch
+    for name in ("image_size", "input_size") if recipe.images else ():
+        x = values.get(name)
+        if type(x) is int and x > size:
+            small[name] = size
+        elif isinstance(x, (list, tuple)) and len(x) == 2 and min(x) > size:
+            small[name] = [size, size]
+    return small
+
+
+def _given(values, recipe):
+    """Return what a configuration is made of, without what follows from it."""
+    cls = CONFIG_MAPPING[values["model_type"]] if values.get("model_type") in CONFIG_MAPPING else None
+    declared = getattr(cls, "__dataclass_fields__", {})
+    values = {name: x for name, x in values.items() if not LEFT_OUT.fullmatch(name)}
     if declared:
         values = {name: x for name, x in values.items() if name in declared or name == "model_type" or "config" in name}
-    if recipe.get("derived"):
-        values = {name: x for name, x in values.items() if name not in declared or declared[name].default is not None or isinstance(x, dict) or x is None}
-    is_hierarchical = any(isinstance(x, list) and re.search(r"depths|heads|hidden_sizes|embed_dims", name) for name, x in values.items())
-    width = "kept" if is_hierarchical else recipe["width"]
-    old = next((values[name] for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth") if isinstance(values.get(name), int)), None)
-    lists = [x for name, x in values.items() if isinstance(x, (list, tuple)) and old is not None and len(x) == old and old > 2]
-    count = recipe["layers"]
-    picked = None
-    if lists and count is not None:
-        kinds = list(zip(*lists, strict=True))
-        firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:6]
-        picked = sorted({*firsts, *range(count)}) if len(firsts) < count else sorted(firsts)
-        count = len(picked)
-    given = {}
-    for name, x in values.items():
-        if isinstance(x, dict) and x and all(str(each).isdigit() and isinstance(y, dict) for each, y in x.items()):
-            kept = picked or range(count or 10**6)
-            given[name] = {kept.index(int(each)): _small(y, recipe) for each, y in x.items() if int(each) in kept}
-        elif isinstance(x, dict):
-            given[name] = _small(x, recipe) if "model_type" in x or name.endswith("_config") else _sections(x, values, width)
-        elif isinstance(x, (list, tuple)):
-            given[name] = list(x) if is_hierarchical and "out" in name else _short(name, x, old, picked, count)
-        elif x is None and name in ABSENT and (name != "head_dim" or recipe.get("derived")):
-            given[name] = ABSENT[name]
-        elif isinstance(x, bool) or not isinstance(x, int):
-            given[name] = x
-        else:
-            given[name] = _number(name, x, values, count, width)
-    if width == "fixed" and isinstance(values.get("head_dim"), int):
-        given["head_dim"] = _head_dim(values)
-    patch = values.get("patch_size")
-    for name in ("image_size", "input_size") if recipe.get("images") != "kept" else ():
-        size = 6 * patch if isinstance(patch, int) and not is_hierarchical and patch >= 8 else 64
-        if isinstance(values.get(name), int) and values[name] > size and recipe["layers"] is not None:
-            given[name] = size
-        elif isinstance(values.get(name), (list, tuple)) and len(values[name]) == 2 and min(values[name]) > size and recipe["layers"]:
-            given[name] = [size, size]
-    return given
+    if recipe.derived:
+        has_default = {name for name, each in declared.items() if each.default is not None}
+        values = {
+            name: x
+            for name, x in values.items()
+            if name in has_default or name not in declared or not x or isinstance(x, dict)
+        }
+    return values
 
 
-def _number(name, x, values, count, width):
+def _first(values, *names, default):
+    """Return the first of some values that is a number."""
+    return next((values[name] for name in names if type(values.get(name)) is int), default)
+
+
+def _kept_layers(lists, recipe):
+    """Return which layers are kept: one of each kind that lists with a word for each layer tell apart."""
+    if not lists or recipe.layers is None:
+        return None
+    kinds = [repr(kind) for kind in zip(*lists, strict=True)]
+    firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:6]
+    return sorted({*firsts, *range(recipe.layers)}) if len(firsts) < recipe.layers else sorted(firsts)
+
+
+def _number(name, x, values, recipe):
     """Return a number of a configuration, made small."""
-    special = SPECIAL.match(name)
-    if special:
-        names = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1, "_pad": 0}
-        return x if x < 0 else names.get(special["name"], 210 + sum(map(ord, special["name"])) % 100)
+    if special := SPECIAL.match(name):
+        usual = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1}
+        return x if x < 0 else usual.get(special[1], 210 + sum(map(ord, special[1])) % 100)
     if name == "max_position_embeddings" and x > 0:
         return max(x, 128)
-    if re.search(r"vocab(_size)?\w*$", name):
-        return min(x, VOCABULARY)
-    for pattern, value in FIXED.items():
-        if re.search(pattern, name) and not (width == "kept" and "dim" in name):
-            return min(x, value)
+    for pattern, most in AT_MOST.items():
+        if re.search(pattern, name) and not (recipe.width == "kept" and "dim" in name):
+            return min(x, most)
     if LAYERS.search(name) and not NOT_LAYERS.search(name):
-        return x if count is None else min(x, count)
-    if width == "kept":
+        return x if recipe.layers is None else min(x, recipe.layers)
+    if recipe.width == "kept":
         return x
+    is_fixed = recipe.width == "fixed"
     if KV_HEADS.search(name):
-        heads = next((values[each] for each in ("num_attention_heads", "n_head", "num_heads") if isinstance(values.get(each), int)), x)
-        return (min(x, 2 if x < heads else 4)) if width == "fixed" else max(1, x // 2)
+        heads = _first(values, "num_attention_heads", "n_head", "num_heads", default=x)
+        return min(x, 2 if x < heads else 4) if is_fixed else max(1, x // 2)
     if HEADS.search(name):
-        return min(x, 4) if width == "fixed" else max(1, x // 2)
+        return min(x, 4) if is_fixed else max(1, x // 2)
     if HEAD_DIMS.search(name):
-        return min(x, 16) if width == "fixed" else max(8, x // 4)
+        return min(x, 16) if is_fixed else max(8, x // 4)
     if WIDTHS.search(name) and not NOT_WIDTHS.search(name) and x >= 96:
-        return 64 if width == "fixed" else x // 8
+        return 64 if is_fixed else x // 8
     return x
 
 
-def _short(name, x, old, picked, count):
-    """Return a list of a configuration, made short."""
-    if picked is not None and len(x) == old:
-        return [x[index] for index in picked]
+def _short(name, x, recipe):
+    """Return a list with numbers of layers or their places, made small."""
+    count = recipe.layers
+    if count is None or not x or not all(type(each) is int for each in x):
+        return list(x)
     if name in ("depths", "depth", "num_blocks", "layers", "encoder_layers"):
-        return [min(each, 2) if isinstance(each, int) else each for each in x]
-    if count is not None and x and all(type(each) is int for each in x) and re.search(r"ind(ex|ic)e|idx|_layers$", name) and max(x) > count and x == sorted({*x}):
-        kept = sorted({min(each, count - 1) for each in x})
-        return kept if len(kept) == len(x) or "out" not in name else [count - len(x) + 1 + each for each in range(len(x))]
-    return list(x)
+        return [min(each, 2) for each in x]
+    is_places = re.search(r"ind(ex|ic)e|idx|_layers$", name) and list(x) == sorted({*x})
+    if not is_places or max(x) <= count:
+        return list(x)
+    places = sorted({min(each, count - 1) for each in x})
+    return places if len(places) == len(x) or "out" not in name else [*range(count - len(x) + 1, count + 1)]
 
 
-def _sections(values, whole, width):
-    """Return parameters of RoPE whose sections fit heads of 16 or 32 features."""
-    if width != "fixed" or not isinstance(values, dict):
+def _with_sections(values, whole, recipe):
+    """Return parameters of RoPE whose sections fit small heads."""
+    if recipe.width != "fixed" or not isinstance(values, dict):
         return values
-    given = {name: _sections(x, whole, width) for name, x in values.items()}
+    small = {name: _with_sections(x, whole, recipe) for name, x in values.items()}
     section = values.get("mrope_section") or ("rope_theta" in values and _own_section(whole.get("model_type")))
     if section:
         fraction = values.get("partial_rotary_factor") or whole.get("partial_rotary_factor") or 1.0
         half = int(_head_dim(whole) * fraction) // 2
         parts = [each * half // sum(section) for each in section]
-        given["mrope_section"] = [part + (place < half - sum(parts)) for place, part in enumerate(parts)]
-    return given
+        small["mrope_section"] = [part + (place < half - sum(parts)) for place, part in enumerate(parts)]
+    return small
 
 
 def _head_dim(values):
     """Return the small head_dim of a part: one that the width is not made of stays so."""
     if "qk_rope_head_dim" in values:
         return 8
-    dim, heads, hidden = (values.get(each) for each in ("head_dim", "num_attention_heads", "hidden_size"))
-    known = all(isinstance(each, int) for each in (dim, heads, hidden))
-    return 32 if known and dim * heads != hidden else 16
+    dim, heads, hidden = (
+        _first(values, name, default=0) for name in ("head_dim", "num_attention_heads", "hidden_size")
+    )
+    return 32 if dim and heads and hidden and dim * heads != hidden else 16
 
 
 def _own_section(model_type):
@@ -237,7 +286,11 @@ def classes_of(model_type):
         if each.name.startswith("modeling_"):
             module = importlib.import_module(f"{package}.{each.name}")
             for value in vars(module).values():
-                is_own = inspect.isclass(value) and issubclass(value, PreTrainedModel) and value.__module__ == module.__name__
+                is_own = (
+                    inspect.isclass(value)
+                    and issubclass(value, PreTrainedModel)
+                    and value.__module__ == module.__name__
+                )
                 if is_own and getattr(value, "config_class", None) is cls:
                     found.append(value)
 
@@ -259,7 +312,11 @@ def attention_layers(model):
     """Return names of the innermost modules that are attention and hold projections."""
     modules = dict(model.named_modules())
     names = [name for name, module in modules.items() if re.search("Attention|Attn", type(module).__name__)]
-    inner = [name for name in names if not any(each != name and each.startswith(f"{name}." if name else "") for each in names)]
+    inner = [
+        name
+        for name in names
+        if not any(each != name and each.startswith(f"{name}." if name else "") for each in names)
+    ]
     return [name for name in inner if sum(x.ndim >= 2 for x in modules[name].parameters()) > 1]
 
 
@@ -345,7 +402,9 @@ def makers_of(model, generator):
     tokens = [integers(max(0, min(3, words - 2)), max(min(words, 200), 2), SEQUENCES, TOKENS)]
     first = [x.shape[-1] for count in (1, 2) for x in [*model.parameters()][:4] if x.ndim == count]  # what it may take
 
-    channels, patch = (whole(*each, default=8) for each in (("num_channels", "in_channels", "in_chans"), ("patch_size",)))
+    channels, patch = (
+        whole(*each, default=8) for each in (("num_channels", "in_channels", "in_chans"), ("patch_size",))
+    )
     size, frames = find(config, "image_size", default=64), whole("num_frames", "frames_per_clip", default=4)
     height, width = size if isinstance(size, (list, tuple)) else (size, size) if isinstance(size, int) else (64, 64)
     channels = 3 if channels == 8 else channels
@@ -360,7 +419,9 @@ def makers_of(model, generator):
         pixels += [normal(count, channels, patch, patch)]
 
     names = ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "feature_projection_input_dim")
-    mels = [x for x in every_value(config, *names, "input_dim", "input_size", "hidden_size") if type(x) is int] + first or [80]
+    mels = [
+        x for x in every_value(config, *names, "input_dim", "input_size", "hidden_size") if type(x) is int
+    ] + first or [80]
     length = whole("max_source_positions", default=64)
     length = 2 * length if length <= 3000 else 128
     features = [shape for mel in mels for shape in ((mel, length), (128, mel), (mel, 128), (200, mel), (mel, 200))]
@@ -378,8 +439,14 @@ def makers_of(model, generator):
     steps, times = context + max(find(config, "lags_sequence", default=[0])), whole("num_time_features", default=0)
     places = [[x, y] for x in range(8) for y in range(8)]
     return {
-        **{"input_ids": tokens, "decoder_input_ids": tokens, "pixel_values": pixels, "pixel_values_videos": pixels},
-        **{"input_features": features, "input_values": sounds, "audio_values": sounds, "prompt_pixel_values": pixels[:1]},
+        "input_ids": tokens,
+        "decoder_input_ids": tokens,
+        "pixel_values": pixels,
+        "pixel_values_videos": pixels,
+        "input_features": features,
+        "input_values": sounds,
+        "audio_values": sounds,
+        "prompt_pixel_values": pixels[:1],
         "prompt_masks": [normal(SEQUENCES, *image)],
         "bbox": [lambda: integers(0, 10, SEQUENCES, TOKENS, 4)() + torch.tensor([0, 0, 10, 10])],
         "past_values": [normal(SEQUENCES, steps), normal(SEQUENCES, steps, series)],
@@ -388,9 +455,11 @@ def makers_of(model, generator):
         "future_values": [normal(SEQUENCES, context)],
         "future_time_features": [normal(SEQUENCES, context, times)],
         "hidden_states": pixels if "grid_thw" in parameters else states,
-        **{"inputs_embeds": states, "encoder_hidden_states": states, "t_cond": [normal(1, 1, widths[0])]},
-        **dict.fromkeys(("grid_thw", "image_grid_thw"), [constant([[1, 8, 8]] * SEQUENCES)]),
-        **dict.fromkeys(("target_sizes", "tgt_sizes", "spatial_shapes"), [constant([[8, 8]] * SEQUENCES)]),
+        "inputs_embeds": states,
+        "encoder_hidden_states": states,
+        "t_cond": [normal(1, 1, widths[0])],
+        **{key: [constant([[1, 8, 8]] * SEQUENCES)] for key in ("grid_thw", "image_grid_thw")},
+        **{key: [constant([[8, 8]] * SEQUENCES)] for key in ("target_sizes", "tgt_sizes", "spatial_shapes")},
         "pixel_position_ids": [constant([places] * SEQUENCES)],
         "pixel_attention_mask": [constant(torch.ones(SEQUENCES, 64, dtype=torch.long))],
         "flattened_patches": [
@@ -486,7 +555,9 @@ def more_calls(model, missing):
     """Yield calls of parts of a model, and of all its modalities, that run modules which have not run."""
     missing = set(missing)
     for name, part in [*model.named_modules(), ("", model)][1:]:
-        if isinstance(part, PreTrainedModel) and any(f"{each}.".startswith(f"{name}." if name else "") for each in missing):
+        if isinstance(part, PreTrainedModel) and any(
+            f"{each}.".startswith(f"{name}." if name else "") for each in missing
+        ):
             try:
                 call = call_of(model, name, every=not name)
             except Exception:  # it is of no use alone
