@@ -97,8 +97,13 @@ NOT_WIDTHS = re.compile(
 )
 
 ABSENT = {
-    "num_experts_per_tok": 2, "n_routed_experts": 4, "num_experts": 4, "n_shared_experts": 1, "top_k_experts": 2,
-    "head_dim": 16, "moe_intermediate_size": 64,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "num_experts": 4,
+    "n_shared_experts": 1,
+    "top_k_experts": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 64,
 }
 """Values of fields that may have none, and that some models cannot do without."""
 
@@ -108,9 +113,13 @@ TIMM = ("timm_backbone", "timm_wrapper")
 SERIES = {"prediction_length": 24, "num_time_features": 1}
 HUNYUAN = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2] * 4}}
 EXCEPTIONS = {
-    "autoformer": SERIES, "informer": SERIES, "time_series_transformer": SERIES,
-    "hunyuan_vl": HUNYUAN, "hunyuan_vl_text": HUNYUAN,
-    "chameleon": {"vocabulary_map": {"<image>": 8}}, "emu3": {"vocabulary_map": {"<image>": 8}},
+    "autoformer": SERIES,
+    "informer": SERIES,
+    "time_series_transformer": SERIES,
+    "hunyuan_vl": HUNYUAN,
+    "hunyuan_vl_text": HUNYUAN,
+    "chameleon": {"vocabulary_map": {"<image>": 8}},
+    "emu3": {"vocabulary_map": {"<image>": 8}},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "xmod": {"default_language": "en_XX"},
