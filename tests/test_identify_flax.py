@@ -139,7 +139,7 @@ def test_evidence_says_that_scores_were_seen():
     (layer,) = identified(Decoder(EinsumAttention), tokens_of())
     how = {each.field: each for each in layer.evidence}
     assert how["soft_cap"].is_seen
-    assert how["scale"].how == "what products of queries and keys are multiplied by"
+    assert how["scale"].how == "what scores are multiplied by"
 
 
 def test_layers_are_chosen_by_name_or_class():
