@@ -297,4 +297,4 @@ def test_the_command_observes_a_live_flax_model(tmp_path, monkeypatch, capsys):
     assert main(["spec", "--live", "live_flax:make", "--json", str(report)]) == 0
     assert "AttentionSpec(32, 4)" in capsys.readouterr().out
     (layer,) = json.loads(report.read_text())["layers"]
-    assert layer["names"]["out_proj.weight"] == "out.kernel"
+    assert layer["identification"]["names"]["out_proj.weight"] == "out.kernel"
