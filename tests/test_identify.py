@@ -151,8 +151,8 @@ def test_evidence_says_what_was_seen_and_what_was_read():
     assert second.spec is not None
     assert second.spec.window_size is None
     assert second.names["k_proj.weight"] == "k_proj.weight"
-    assert first.positions == ((0, 23), (4000, 4023))
-    assert "verified with 24 tokens at positions 0 to 23 and 4000 to 4023" in str(first)
+    assert first.positions == ((0, 23), (20000, 20023))
+    assert "verified with 24 tokens at positions 0 to 23 and 20000 to 20023" in str(first)
 
 
 def test_a_window_beyond_the_input_is_read_and_marked():

@@ -102,7 +102,7 @@ def test_a_decoder_of_layers_written_by_hand_is_identified():
     assert [layer.name for layer in found] == ["layers.0.attn", "layers.1.attn", "layers.2.attn"]
     assert [unheld(layer.spec) for layer in found if layer.spec is not None] == [BY_EINSUM, BY_LIBRARY, PACKED]
     assert all(layer.is_causal for layer in found)
-    assert found[0].positions == found[1].positions == ((0, 15), (4000, 4015))
+    assert found[0].positions == found[1].positions == ((0, 15), (20000, 20015))
     assert found[2].names["v_proj.bias"] == "qkv.bias"
     assert found[0].names["q_norm.weight"] == "query_norm.scale"
 

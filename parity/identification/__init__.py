@@ -30,7 +30,7 @@ SEED = 0  # of fresh inputs
 FACTORS = (1.0, 16.0, 1.0 / 64.0)
 """Factors of the inputs of projections in the calls that verify a layer."""
 
-FAR = 4000
+FAR = 20000
 """Position of the first token in the call that verifies RoPE far away."""
 
 
