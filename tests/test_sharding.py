@@ -12,6 +12,7 @@ from selection import rest_thorough
 import mha_torch
 import parity
 from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope
+from mha_spec.attention import NORMS
 from parity import CASES, ShardPlan, make_problem, random_weights, shard, unshard
 from parity.core import reference
 from parity.core.problem import Problem
@@ -42,8 +43,10 @@ def refused(spec, ranks):
     """The field by which a layer cannot be divided, if there is one."""
     if spec.num_heads % ranks:
         return "num_heads"
-    if spec.qk_norm is not None and spec.qk_norm.over == "width":
-        return "qk_norm"
+    for name in NORMS:
+        norm = getattr(spec, name)
+        if norm is not None and norm.over == "width":
+            return name
     return "alibi" if spec.alibi is not None else None
 
 

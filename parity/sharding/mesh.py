@@ -199,7 +199,8 @@ def _of_tokens(case: Case, plan: MeshPlan, path: str, backend: str, *, is_gradie
         return {}
     own = spec.num_kv_heads if spec.num_kv_heads % plan.tensor else spec.num_kv_heads // plan.tensor
     if backend == "jax" and own % size == 0 and spec.alibi is None:
-        of_masks = int(case.random_mask) + (2 if is_gradient else 1) * case.bias
+        has_bias = case.bias or spec.relative_bias is not None
+        of_masks = int(case.random_mask) + (2 if is_gradient else 1) * has_bias
         return {"all-to-all": (8 if is_gradient else 4) + of_masks}
     tokens = case.seq_len // size
     passes = size - 1
