@@ -11,12 +11,13 @@ import numpy as np
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
 from mha_spec.rules import as_count, as_number, as_one_of
-from mha_spec.scaling import DynamicScaling, LongRopeScaling, ProportionalScaling, Scaling, unscaled_frequencies
+from mha_spec.scaling import DynamicScaling, LongRopeScaling, ProportionalScaling, Scaling, exponents, powers
 
 CHOICES = {
     "rotated": ("first", "last"),
     "pairs": ("half", "interleaved"),
     "section_order": ("contiguous", "interleaved"),
+    "section_frequencies": ("shared", "own", "dealt"),
 }
 
 
@@ -37,6 +38,10 @@ class Rope(Record):
         sections: with positions on several axes (M-RoPE: time, row, column), how many pairs each has; R/2 in all.
         section_order: whether the pairs of an axis are `contiguous` (Qwen2-VL), or `interleaved` (Qwen3-VL): pair i is
             of axis i % axes, and of axis 0 where that axis has its pairs already.
+        section_frequencies: which series the frequencies of the sections come from. `shared` (Qwen2-VL's text): pair i
+            has the frequency i of one series, whatever its axis. `own` (Qwen2-VL's images): pair j of an axis with n
+            pairs has theta ** (-j / n). `dealt` (Pixtral): pair j of axis a has the frequency j * axes + a of one
+            series.
 
     Raises:
         TypeError: if theta is not a number, scaling not a scaling, rotary_dim or a section not an integer.
@@ -55,6 +60,7 @@ class Rope(Record):
     pairs: Literal["half", "interleaved"] = "half"
     sections: tuple[int, ...] | None = None
     section_order: Literal["contiguous", "interleaved"] = "contiguous"
+    section_frequencies: Literal["shared", "own", "dealt"] = "shared"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "theta", as_number("theta", self.theta))
@@ -76,6 +82,8 @@ class Rope(Record):
                 )
         if self.sections is not None:
             self._check_sections()
+        if self.section_frequencies != "shared":
+            self._check_section_frequencies()
 
     def given(self) -> dict[str, Any]:
         """Arguments by name that make an equal record: theta, and the fields that differ from their defaults."""
@@ -88,6 +96,13 @@ class Rope(Record):
         object.__setattr__(self, "sections", sections)
         if len(sections) < 2:
             raise Refusal("sections", "be two or more", sections=sections)
+
+    def _check_section_frequencies(self) -> None:
+        if self.sections is None or (self.section_frequencies == "dealt" and len(set(self.sections)) > 1):
+            rule = "be given" if self.sections is None else "be equal"
+            raise Refusal("sections", f"{rule} with {self.section_frequencies} frequencies", sections=self.sections)
+        if self.scaling is not None:
+            raise Refusal("scaling", f"be None with {self.section_frequencies} frequencies", scaling=self.scaling)
 
     @property
     def attention_factor(self) -> float:
@@ -125,8 +140,25 @@ class Rope(Record):
         rotated = self.rotated_features(head_dim)
         count = rotated.stop - rotated.start
         if self.scaling is None:
-            return unscaled_frequencies(self.theta, count // 2, count)
+            return 1.0 / powers(self.theta, self.exponents(head_dim))
         return self.scaling.frequencies(self.theta, count, length)
+
+    def exponents(self, head_dim: int) -> np.ndarray:
+        """-log of the frequency of each pair before it is scaled, to the base theta: float32, (R/2,).
+
+        Raises:
+            TypeError: if head_dim is not an integer.
+            ValueError: if heads of so many features cannot be rotated in this way.
+        """
+        rotated = self.rotated_features(head_dim)
+        pairs = (rotated.stop - rotated.start) // 2
+        if self.sections is None or self.section_frequencies == "shared":
+            return exponents(pairs, 2 * pairs)
+        axes, num_axes = _axes(pairs, self.sections, self.section_order), len(self.sections)
+        own = [axes[:pair].count(axis) for pair, axis in enumerate(axes)]  # place of each pair among those of its axis
+        if self.section_frequencies == "own":
+            return np.array(own, np.float32) / np.array([self.sections[axis] for axis in axes], np.float32)
+        return exponents(pairs, 2 * pairs)[[num_axes * place + axis for place, axis in zip(own, axes, strict=True)]]
 
     def axes(self, head_dim: int) -> np.ndarray:
         """Which axis of the positions each pair of features is rotated by: integers, (R/2,).

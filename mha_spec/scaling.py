@@ -22,14 +22,14 @@ def exponents(count: int, features: int) -> np.ndarray:
     return 2.0 * np.arange(count, dtype=np.float32) / np.float32(features)
 
 
-def powers(theta: float, count: int, features: int) -> np.ndarray:
-    """theta ** (2 i / features) of the first `count` pairs, each the nearest of float32: (count,)."""
-    return (np.float64(np.float32(theta)) ** exponents(count, features).astype(np.float64)).astype(np.float32)
+def powers(theta: float, to: np.ndarray) -> np.ndarray:
+    """Return theta to the power of each exponent, each the nearest of float32."""
+    return (np.float64(np.float32(theta)) ** to.astype(np.float64)).astype(np.float32)
 
 
 def unscaled_frequencies(theta: float, count: int, features: int) -> np.ndarray:
     """The first `count` of the frequencies theta ** (-2 i / features): float32, (count,)."""
-    return 1.0 / powers(theta, count, features)
+    return 1.0 / powers(theta, exponents(count, features))
 
 
 @dataclass(frozen=True, repr=False)
@@ -223,7 +223,7 @@ class YarnScaling(Scaling):
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
         low, high = self.ramp(theta, features)
         kept = 1.0 - np.clip((np.arange(features // 2, dtype=np.float32) - low) / (high - low), 0.0, 1.0)
-        divisors = powers(theta, features // 2, features)
+        divisors = powers(theta, exponents(features // 2, features))
         return 1.0 / (self.factor * divisors) * (1.0 - kept) + 1.0 / divisors * kept
 
     def ramp(self, theta: float, features: int) -> tuple[float, float]:
@@ -299,7 +299,7 @@ class LongRopeScaling(Scaling):
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
         factors = self.long_factors if length > self.original_length else self.short_factors
-        return 1.0 / (np.array(factors, np.float32) * powers(theta, features // 2, features))
+        return 1.0 / (np.array(factors, np.float32) * powers(theta, exponents(features // 2, features)))
 
     def amplitude(self) -> float:
         if self.attention_factor is not None:

@@ -307,7 +307,9 @@ PLANTS: dict[str, Plant] = {
     "rope-scaling-missing": _by_rope(lambda rope: replace(rope, scaling=None)),
     "rope-attention-factor-missing": _by_rope(_without_attention_factor),
     "rope-whole-head": _by_rope(_of_whole_head),
-    "rope-sections-axes-swapped": _at_positions(lambda positions: positions[np.array([0, 2, 1])]),
+    "rope-sections-axes-swapped": _at_positions(
+        lambda positions: positions[np.array([*range(len(positions) - 2), -1, -2])]
+    ),
     "cache-position-restarted": _at_positions(lambda positions: positions - positions[:, :1]),
     "temperature-ignored": breaking(apply_temperature=lambda plan, original, x, *rest: x),
     "kv-heads-tiled": breaking(repeat_kv_heads=_heads_tiled),

@@ -163,6 +163,12 @@ SELFTEST_CASES = [
         seq_len=9,
     ),
     Case(
+        "rope-sections-own",
+        _rotating(Rope(100.0, sections=(3, 3), section_frequencies="own")),
+        "rows and columns, each with a series of frequencies",
+        seq_len=9,
+    ),
+    Case(
         "soft-cap",
         AttentionSpec(32, 4, num_kv_heads=2, soft_cap=1.5),
         "capped scores, with a bias",

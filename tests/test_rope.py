@@ -247,6 +247,19 @@ def test_a_pair_is_rotated_by_the_position_of_its_axis(sibling, rng, order):
         assert np.array_equal(found[..., [pair, pair + 4]], alone[..., [pair, pair + 4]])
 
 
+@pytest.mark.parametrize("order", ["contiguous", "interleaved"])
+@pytest.mark.parametrize(("series", "exponents"), [("own", [0, 1 / 2, 0, 1 / 2]), ("dealt", [0, 1 / 2, 1 / 4, 3 / 4])])
+def test_an_axis_has_the_frequencies_of_its_series(sibling, rng, series, exponents, order):
+    rope = Rope(81.0, sections=(2, 2), section_order=order, section_frequencies=series)
+    axes = {"contiguous": [0, 0, 1, 1], "interleaved": [0, 1, 0, 1]}[order]
+    exponents = exponents if order == "contiguous" else [exponents[pair] for pair in (0, 2, 1, 3)]
+    x, positions = rng.standard_normal((2, 1, 3, 8)).astype(np.float32), rng.integers(0, 9, (2, 2, 3))
+    found = rotated_by(sibling, x, positions.astype(np.int32), rope)
+    before, after = x[..., :4] + 1j * x[..., 4:], found[..., :4] + 1j * found[..., 4:]
+    angles = np.moveaxis(positions[axes], 0, -1) * 81.0 ** -np.array(exponents)
+    assert np.abs(after - before * np.exp(1j * angles[:, None])).max() < 1e-5
+
+
 @pytest.mark.parametrize(
     ("shape", "refusal"),
     [

@@ -529,6 +529,7 @@ ROPES = [
     Rope(scaling=LONGROPE, rotary_dim=np.int64(4)),
     Rope(scaling=ProportionalScaling(0.25, 2.0)),
     Rope(sections=[2, 1, 1], section_order="interleaved"),
+    Rope(sections=(2, 2), section_frequencies="dealt"),
 ]
 
 
@@ -574,6 +575,13 @@ def test_spec_refuses_json_of_no_scaling(scaling, refusal):
         (lambda: Rope(rotated="middle"), refuses("rotated", rotated="middle")),
         (lambda: Rope(pairs="odd"), refuses("pairs", pairs="odd")),
         (lambda: Rope(section_order="x"), refuses("section_order", section_order="x")),
+        (lambda: Rope(section_frequencies="x"), refuses("section_frequencies", section_frequencies="x")),
+        (lambda: Rope(section_frequencies="own"), refuses("sections", sections=None)),
+        (lambda: Rope(sections=(3, 1), section_frequencies="dealt"), refuses("sections", sections=(3, 1))),
+        (
+            lambda: Rope(scaling=LinearScaling(4.0), sections=(2, 2), section_frequencies="own"),
+            refuses("scaling", scaling=LinearScaling(4.0)),
+        ),
         (lambda: Rope(pairs=np.array([1, 2])), refuses("pairs", pairs=...)),
         (lambda: Rope(10**400), refuses("theta", theta=...)),
         (lambda: Rope(sections=3), refuses_type("sections", sections=3)),
@@ -755,6 +763,8 @@ def test_cases_cover_what_attention_can_do():
                 "neighbours": lambda rope: rope.pairs == "interleaved",
                 "sections": lambda rope: rope.sections and rope.section_order == "contiguous",
                 "interleaved sections": lambda rope: rope.sections and rope.section_order == "interleaved",
+                "a series for each axis": lambda rope: rope.section_frequencies == "own",
+                "a series that is dealt": lambda rope: rope.section_frequencies == "dealt",
                 **{kind: lambda rope, kind=kind: rope.scaling and rope.scaling.kind == kind for kind in SCALINGS},
             }.items()
         },

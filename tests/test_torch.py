@@ -208,6 +208,7 @@ FEATURES = {
     "partial": {"rope": Rope(100.0, rotary_dim=2, rotated="last"), "qk_norm": Norm(after_rope=True)},
     "sections": {"rope": Rope(100.0, sections=(2, 1, 1)), "head_dim": 8},
     "interleaved-sections": {"rope": Rope(100.0, sections=(2, 1, 1), section_order="interleaved"), "head_dim": 8},
+    "own-sections": {"rope": Rope(100.0, sections=(2, 2), section_frequencies="own"), "head_dim": 8},
     "dynamic": {"rope": Rope(100.0, scaling=DynamicScaling(2.0, 4)), "sinks": True},
     "longrope": {"rope": Rope(100.0, scaling=LongRopeScaling(2.0, 4, (1.0, 2.0), (3.0, 4.0)))},
     "proportional": {"rope": Rope(100.0, scaling=ProportionalScaling(0.5), pairs="interleaved"), "window_size": 2},

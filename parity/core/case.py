@@ -130,7 +130,8 @@ class Case:
     def positions(self, step: int | None = None) -> np.ndarray:
         """The positions of all tokens, or of those of the call of that index: (B or 1, T).
 
-        With sections they are (3, B or 1, T): time, row and column of frames of 2 x 3 patches. Padding in a call has
+        With sections they are (axes, B or 1, T): of three, time, row and column of frames of 2 x 3 patches; of two, row
+        and column of a picture three patches wide. Padding in a call has
         the position of the first token, so that it makes no sequence longer.
         """
         tokens = np.arange(self.seq_len if step is None else self.chunks[step])[None]
@@ -142,6 +143,8 @@ class Case:
             tokens = np.array(self.lengths_before(step))[:, None] + np.where(is_real, tokens, 0)
         if self.spec.rope is None or self.spec.rope.sections is None:
             return self.first_position + tokens
+        if len(self.spec.rope.sections) == 2:
+            return self.first_position + np.stack([tokens // 3, tokens % 3])
         frame, row, column = tokens // 6, tokens % 6 // 3, tokens % 3
         return self.first_position + np.stack([frame, frame + row, frame + column])
 

@@ -30,7 +30,7 @@ class TappedCase(Case):
     """A case whose tokens stand where those of a recording stood.
 
     Attributes:
-        places: positions of all tokens, (B or 1, T), or (3, B or 1, T) with sections; 0, 1, … when absent.
+        places: positions of all tokens, (B or 1, T), or (axes, B or 1, T) with sections; 0, 1, … if absent.
     """
 
     places: np.ndarray | None = field(default=None, compare=False)
@@ -44,7 +44,8 @@ class TappedCase(Case):
         """The positions of all tokens, or of those of the call of that index."""
         if self.places is None:
             places = np.arange(self.seq_len)[None]
-            places = np.stack([places] * 3) if self.spec.rope is not None and self.spec.rope.sections else places
+            sections = None if self.spec.rope is None else self.spec.rope.sections
+            places = places if sections is None else np.stack([places] * len(sections))
         else:
             places = self.places
         if step is None:

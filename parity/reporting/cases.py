@@ -78,4 +78,5 @@ def _kind_of_rope(rope: Rope | None) -> dict[str, bool]:
         f"{rope.rotated} {rope.rotary_dim} features": rope.rotary_dim is not None,
         "neighbours": rope.pairs == "interleaved",
         f"{rope.section_order} sections": rope.sections is not None,
+        f"{rope.section_frequencies} frequencies": rope.section_frequencies != "shared",
     }

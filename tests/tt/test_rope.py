@@ -155,6 +155,8 @@ KINDS = {
     "proportional": parity.Rope(scaling=ProportionalScaling(0.5)),
     "by length": parity.Rope(scaling=DynamicScaling(4.0, 6)),
     "sections": parity.Rope(100.0, sections=(3, 2, 1), section_order="interleaved"),
+    "sections of their own": parity.Rope(100.0, sections=(2, 2, 2), section_frequencies="own", pairs="interleaved"),
+    "sections that are dealt": parity.Rope(100.0, sections=(2, 2, 2), section_frequencies="dealt"),
 }
 
 

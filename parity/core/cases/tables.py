@@ -289,6 +289,18 @@ ROPES = [
         "positions on three axes, their pairs in turn",
         seq_len=9,
     ),
+    Case(
+        "rope-sections-own",
+        _rotating(Rope(100.0, pairs="interleaved", sections=(4, 4), section_frequencies="own"), head_dim=16),
+        "rows and columns, each with a series of frequencies",
+        seq_len=9,
+    ),
+    Case(
+        "rope-sections-dealt",
+        _rotating(Rope(100.0, sections=(4, 4), section_frequencies="dealt"), head_dim=16),
+        "rows and columns, which share the frequencies of a series in turn",
+        seq_len=9,
+    ),
 ]
 """RoPE as today's models have it: scaled, of a part of a head, of neighbours, on several axes."""
 

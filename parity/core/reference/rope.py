@@ -79,7 +79,7 @@ def frequencies(rope: Rope, head_dim: int, length: int, wide: type[np.floating] 
     Those that siblings compute in the call itself are in `wide`, the others float32.
     """
     count = count_rotated(rope, head_dim)
-    divisors = [_power(rope.theta, pair, count) for pair in range(count // 2)]
+    divisors = [_power(rope.theta, *place) for place in _places_in_series(rope, head_dim)]
     plain = [ONE / divisor for divisor in divisors]
     scaling = rope.scaling
     if isinstance(scaling, LinearScaling):
@@ -100,6 +100,19 @@ def frequencies(rope: Rope, head_dim: int, length: int, wide: type[np.floating] 
     else:
         found = plain
     return [float(frequency) for frequency in found]
+
+
+def _places_in_series(rope: Rope, head_dim: int) -> list[tuple[int, int]]:
+    """Return the place of each pair in the series of its frequency, and the number of features of that series."""
+    count, sections = count_rotated(rope, head_dim), rope.sections or ()
+    if rope.section_frequencies == "shared":
+        return [(pair, count) for pair in range(count // 2)]
+    found, held = list[tuple[int, int]](), [0] * len(sections)
+    for axis in axes(rope, head_dim):
+        place, size = held[axis], 2 * sections[axis]
+        found.append((place, size) if rope.section_frequencies == "own" else (len(sections) * place + axis, count))
+        held[axis] += 1
+    return found
 
 
 def _power(theta: float, pair: int, count: int) -> np.float32:

@@ -224,15 +224,34 @@ def on_several_axes(case: Case) -> Iterator[Mistake]:
         fix=f"set section_order to {rope.section_order!r}",
     )
 
+    for series in ("shared", "own", "dealt"):
+        if series == rope.section_frequencies or rope.scaling is not None:
+            continue
+        if series == "dealt" and len(set(rope.sections)) > 1:
+            continue
+        yield of_axes(
+            f"rope-sections-{series}",
+            f"the frequencies of the axes are {series}, and not {rope.section_frequencies}",
+            _as(replace(rope, section_frequencies=series)),
+            fix=f"set section_frequencies to {rope.section_frequencies!r}",
+        )
+
     def as_text(positions: np.ndarray) -> np.ndarray:
-        """Return the place of each token in frames of 2 x 3 patches, as `Case.positions` has them, on every axis."""
+        """Return the place of each token in what `Case.positions` tells of pictures, on every axis."""
+        if len(positions) == 2:
+            row, column = positions - case.first_position
+            return positions * 0 + case.first_position + 3 * row + column
         frame, row, column = positions
         place = frame + 5 * (frame - case.first_position) + 3 * (row - frame) + (column - frame)
         return positions * 0 + place[None]
 
     for name, about, read in (
-        ("time-only", "all pairs are rotated by the position in time", lambda positions: positions[[0, 0, 0]]),
-        ("axes-swapped", "rows and columns are exchanged", lambda positions: positions[[0, 2, 1]]),
+        ("time-only", "all pairs are rotated by the first position", lambda positions: positions[[0] * len(positions)]),
+        (
+            "axes-swapped",
+            "rows and columns are exchanged",
+            lambda positions: np.stack([*positions[:-2], *positions[:-3:-1]]),
+        ),
         ("ignored", "all pairs are rotated by the place in the sequence, as in text", as_text),
     ):
         yield of_axes(

@@ -255,7 +255,10 @@ if rope is not None:
             """Return the angle of each pair of features for each token of distance, (B or 1, 1, 1, R/2)."""
         else:
             """Return the angle of each pair of features for each token of distance, (R/2,)."""
-        exponents = np.arange(0, ROTARY_DIM, 2, dtype=np.float32) / np.float32(ROTARY_DIM)
+        if rope.section_frequencies != "shared":
+            exponents = np.array(EXPONENTS, np.float32)
+        else:
+            exponents = np.arange(0, ROTARY_DIM, 2, dtype=np.float32) / np.float32(ROTARY_DIM)
         divisors = jnp.array(THETA ** exponents.astype(np.float64), jnp.float32)
         if isinstance(scaling, LinearScaling):
             return 1.0 / divisors / scaling.factor

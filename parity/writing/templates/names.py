@@ -72,6 +72,8 @@ if rope is not None:
     THETA = rope.theta
     if rope.sections is not None and call.has_positions:
         AXES = tuple(int(axis) for axis in rope.axes(spec.head_dim))  # axis of the positions that rotates each pair
+    if rope.section_frequencies != "shared":
+        EXPONENTS = tuple(float(each) for each in rope.exponents(spec.head_dim))  # of THETA, for each pair
     if rope.attention_factor != 1.0:
         ATTENTION_FACTOR = rope.attention_factor
     if isinstance(scaling, YarnScaling):

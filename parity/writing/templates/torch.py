@@ -362,7 +362,10 @@ if rope is not None:
             """Return the angle of each pair of features for each token of distance, (B or 1, 1, 1, R/2)."""
         else:
             """Return the angle of each pair of features for each token of distance, (R/2,)."""
-        exponents = torch.arange(0, ROTARY_DIM, 2, device=places.device) / ROTARY_DIM
+        if rope.section_frequencies != "shared":
+            exponents = torch.tensor(EXPONENTS, device=places.device)
+        else:
+            exponents = torch.arange(0, ROTARY_DIM, 2, device=places.device) / ROTARY_DIM
         divisors = (THETA ** exponents.double()).float()
         if isinstance(scaling, LinearScaling):
             return 1.0 / divisors / scaling.factor
