@@ -15,13 +15,13 @@ from parity.core.trace import Reference
 from parity.core.weights import Weights, dtype_named
 from parity.tapping.record import TappedCall, TappedLayer, is_hidden
 
-TOKENS = {"input": 1, "value_input": 1, "q": 2, "k": 2, "v": 2, "context": 2, "output": 1}
+TOKENS = {"input": 1, "value_input": 1, "q": 2, "k": 2, "v": 2, "context": 2, "output": 1, "segment_ids": 1}
 """The axis of tokens of what is joined along it."""
 
 OF_KEYS = ("key_input", "value_input", "key_is_real", "k", "v")
 """What has no tokens of queries where keys are made of another sequence: the first call's is that of all."""
 
-NO_STAGES = ("input", "positions", "key_input", "value_input", "key_is_real")
+NO_STAGES = ("input", "positions", "segment_ids", "key_input", "value_input", "key_is_real")
 """What the reference is given, and does not compute."""
 
 
@@ -144,7 +144,7 @@ class Sequences:
 
     def problem(self, name: str, spec: AttentionSpec, weights: Weights, *, is_causal: bool) -> Problem:
         """What the reference is given: the layer's own input, all tokens at once."""
-        x, inputs = self.values["input"], self._inputs(spec)
+        x, inputs, segments = self.values["input"], self._inputs(spec), self.values.get("segment_ids")
         dtype = x.dtype.name
         case = TappedCase(
             name,
@@ -156,6 +156,7 @@ class Sequences:
             is_causal=is_causal,
             random_mask="mask" in inputs,
             places=self.values.get("positions"),
+            segment_ids=None if segments is None else tuple(map(tuple, segments.tolist())),
         )
         held = {name: weight.astype(dtype_named(dtype)) for name, weight in weights.items()}
         return Problem(case, dtype, held, inputs)

@@ -16,7 +16,7 @@ from parity.core.records import JsonRecord
 from parity.core.weights import Weights
 from parity.diagnosis.taps import judge_tap
 from parity.identification.ends import between, words_of
-from parity.identification.fit import fit, fit_clip
+from parity.identification.fit import fit, fit_clip, positions_on_axes
 from parity.identification.found import Evidence, Fit
 from parity.identification.observe import ObservedLayer, observe
 from parity.identification.padding import without_padding
@@ -32,6 +32,10 @@ FACTORS = (1.0, 16.0, 1.0 / 64.0)
 
 FAR = 4000
 """Position of the first token in the call that verifies RoPE far away."""
+
+
+PLACES = ("position", "grid", "size")
+"""Parts of the names of inputs that say where tokens are."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
     Args:
         model: a `torch.nn.Module` in float32 and in evaluation, whose layers call the attention function of
             transformers.
-        inputs: keywords of a call: at least 8 tokens of at least 2 sequences. An attention mask may tell of padding.
+        inputs: keywords of a call: at least 8 tokens of 2 sequences, or 16 of one. An attention mask may tell of
+            padding.
         layers: names of modules or classes, as `parity.tap` takes them.
 
     Returns:
@@ -116,7 +121,11 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
         raise Refusal("model", "be in evaluation, model.eval()", training=True)
     values: Any = getattr(model, "config", None)
     config = json.loads(json.dumps(values.to_dict(), default=str)) if hasattr(values, "to_dict") else {}
-    found = {layer.tapped.name: _fitted(layer, config) for layer in reversed(observe(model, inputs, layers))}
+    seen = observe(model, inputs, layers)
+    if (apart := _apart(model, inputs, seen)) is not None:
+        inputs = apart
+        seen = observe(model, inputs, layers)
+    found = {layer.tapped.name: _fitted(layer, config) for layer in reversed(seen)}
     ends = {_joined(name, end) for name, each in found.items() for end in each.entries}
     other = _fresh(inputs)
     calls = [observe(model, other, layers, factors=dict.fromkeys(ends, factor)) for factor in FACTORS]
@@ -183,6 +192,8 @@ def _share(layers: list[ObservedLayer], factor: float, found: Fit, what: str) ->
     for layer in layers:
         if spec.rope is None and what == CALLS[-1]:
             layer = _counted(layer)
+        if spec.rope is not None and spec.rope.sections is not None and "positions" not in layer.values:
+            layer.values["positions"] = positions_on_axes(layer, found)
         words = words_of(layer, found.ends, factor)
         if words != found.words:
             raise Refusal("inputs", f"be what they were with {what}", f"{words}")
@@ -211,9 +222,32 @@ def _far(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any] | 
     import torch
 
     tokens = inputs.get("input_ids")
-    if not isinstance(tokens, torch.Tensor) or "position_ids" not in inspect.signature(model.forward).parameters:
+    if not isinstance(tokens, torch.Tensor) or not _accepts_positions(model):
         return None
-    return {**inputs, "position_ids": FAR + torch.arange(tokens.shape[1])[None].expand(tokens.shape)}
+    near = inputs.get("position_ids")
+    near = torch.arange(tokens.shape[1])[None].expand(tokens.shape) if near is None else near
+    return {**inputs, "position_ids": FAR + near}
+
+
+def _apart(model: torch.nn.Module, inputs: Mapping[str, Any], seen: list[ObservedLayer]) -> dict[str, Any] | None:
+    """Return the inputs with positions that differ on their axes, if they have axes and are the same on all.
+
+    They are those of a video of 2 x 3 patches, in time, row and column.
+    """
+    import torch
+
+    found = (layer.values.get("positions") for layer in seen)
+    places = next((x for x in found if x is not None and x.ndim == 3 and len(x) == 3), None)
+    if places is None or (places != places[:1]).any() or not _accepts_positions(model):
+        return None
+    place = torch.arange(places.shape[2])
+    frame = place // 6
+    apart = torch.stack([frame, frame + place % 6 // 3, frame + place % 3])
+    return {**inputs, "position_ids": apart[:, None].repeat(1, places.shape[1], 1)}
+
+
+def _accepts_positions(model: torch.nn.Module) -> bool:
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def _fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,7 +257,7 @@ def _fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(SEED)
     fresh = dict(inputs)
     for name, x in inputs.items():
-        if not isinstance(x, torch.Tensor) or name.endswith("mask") or "position" in name:
+        if not isinstance(x, torch.Tensor) or name.endswith("mask") or any(word in name for word in PLACES):
             continue
         if x.is_floating_point():
             fresh[name] = torch.randn(x.shape, generator=generator, dtype=x.dtype) * x.std() + x.mean()

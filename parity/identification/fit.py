@@ -18,7 +18,7 @@ from parity.identification.latents import fit_latents, is_latent
 from parity.identification.norms import fit_norm
 from parity.identification.observe import ObservedLayer, Submodule
 from parity.identification.padding import without_padding
-from parity.identification.rotation import fit_rope, ropes_of
+from parity.identification.rotation import fit_rope, positions_of, ropes_of
 from parity.identification.temperatures import factors_of, fit_temperature
 from parity.identification.trace import Traced, features_of, flat, is_close, trace
 from parity.tapping.record import is_hidden
@@ -45,8 +45,11 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
         raise Refusal("the layer", "be attention whose heads the attention function receives", reason)
     q, k, v = (values[name] for name in "qkv")
     batch_size, num_heads, num_tokens, head_dim = q.shape
-    if batch_size < 2 or num_tokens < LEAST_TOKENS:
-        raise Refusal("inputs", f"be at least {LEAST_TOKENS} tokens of 2 sequences", f"{num_tokens} of {batch_size}")
+    segments = values.get("segment_ids")
+    longest = num_tokens if segments is None else int(np.unique(segments, return_counts=True)[1].max())
+    if longest < LEAST_TOKENS or batch_size * num_tokens < 2 * LEAST_TOKENS:
+        rule = f"be at least {LEAST_TOKENS} tokens of 2 sequences, or {2 * LEAST_TOKENS} of one"
+        raise Refusal("inputs", rule, f"{longest} of {batch_size * num_tokens // longest}")
     found.add("num_heads", num_heads, "heads of the queries that the attention function received")
     found.add("num_kv_heads", k.shape[1], "heads of the keys that the attention function received")
     found.add("head_dim", head_dim, "features of those heads")
@@ -124,14 +127,37 @@ def _fit_heads(layer: ObservedLayer, part: str, ropes: list[Rope], config: Mappi
     found.agree("v_norm" if part == "v" else "qk_norm", norm)
     if part != "v":
         found.agree("rope", rope)
+    _check_axes(layer, rope)
     if part == "q" and rope is not None:
         how = "angles of pairs of queries and keys, before and after"
+        how += "" if rope.sections is None else "; they are those of integers on each axis"
         found.evidence.append(Evidence("rope", rope, how, heads.shape[2]))
     if part == "q" and layer.tapped.scale == 1.0 and math.isclose(traced.factor, heads.shape[-1] ** -0.5):
         found.is_scaled_before = True
     elif part != "q" and traced.factor != 1.0:
         raise Refusal(part, "be what a projection returns", f"{traced.factor:.4g} times that")
     return traced
+
+
+def _check_axes(layer: ObservedLayer, rope: Rope | None) -> None:
+    """Refuse RoPE whose axes are not those of the positions that the model tells."""
+    places = layer.values.get("positions")
+    if rope is not None and places is not None and (rope.sections is None) != (places.ndim == 2):
+        known = "one axis" if places.ndim == 2 else f"{len(places)} that are the same"
+        raise Refusal("positions", "have the axes that pairs turn by, each its own", known)
+
+
+def positions_on_axes(layer: ObservedLayer, found: Fit) -> np.ndarray:
+    """Return the positions (axes, B, T) of the tokens of a layer whose RoPE has axes, by how its queries turn.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    q, rope = layer.values["q"], found.fields["rope"]
+    traced = _returned(layer, "q", q, [rope], found.fields.get("clip_qkv"))
+    if traced is None:
+        raise Refusal("q", "be made of features that a projection or a norm returns", f"q of {q.shape}")
+    return positions_of(traced.heads * np.float32(traced.factor), q, rope)
 
 
 def _untempered(

@@ -18,6 +18,12 @@ CLOSE = 2e-5
 ANGLE = 3e-4
 """Largest error of an angle, in radians, at the last token."""
 
+MOST_POSITIONS = 8192
+"""Positions on an axis that are looked for."""
+
+BASES = (100.0, 10000.0)
+"""Usual bases of frequencies on several axes."""
+
 
 class Turns(NamedTuple):
     """Rotation of pairs, as it was seen.
@@ -37,7 +43,7 @@ def fit_rope(before: np.ndarray, after: np.ndarray, candidates: list[Rope]) -> R
     """Return the RoPE that makes heads (B, heads, T, H) of those before it; None if they are the same.
 
     Args:
-        before, after: heads of tokens at places 0, 1, …
+        before, after: heads of tokens at places 0, 1, …, or at integers on several axes, which the angles show.
         candidates: what a configuration says; those that fit come before plain bases, which are rounded.
 
     Raises:
@@ -45,46 +51,56 @@ def fit_rope(before: np.ndarray, after: np.ndarray, candidates: list[Rope]) -> R
     """
     if np.array_equal(before, after):
         return None
-    seen = list(_turns_of(before, after))
+    layouts = list(_layouts_of(before, after))
     num_tokens, head_dim = before.shape[2:]
+    seen = [turns for layout in layouts if (turns := _turns_of(before, after, layout)) is not None]
     for turns in seen:
         for base in (*candidates, *_plain(turns, num_tokens)):
             with suppress(ValueError):  # a scaling may not fit so many features
-                rope = base.replace(**turns.layout)
+                rope = base.replace(sections=None, **turns.layout)
                 if _fits(rope, turns, head_dim, num_tokens):
                     return rope
-    known = f"frequencies {np.round(seen[0].frequencies[:4], 6).tolist()} …" if seen else "no pairs that turn"
-    raise Refusal("rope", "have frequencies of a plain base, or of the configuration", known)
+    if seen:
+        known = f"frequencies {np.round(seen[0].frequencies[:4], 6).tolist()} …"
+        raise Refusal("rope", "have frequencies of a plain base, or of the configuration", known)
+    return _fit_axes(before, after, candidates, layouts)
 
 
-def _turns_of(before: np.ndarray, after: np.ndarray) -> Iterator[Turns]:
-    """Yield each way to see the features as pairs that turn by an angle in proportion to the place."""
+def _layouts_of(before: np.ndarray, after: np.ndarray) -> Iterator[dict[str, Any]]:
+    """Yield fields of `Rope` for each way to see the features that change as pairs."""
     head_dim = before.shape[-1]
     changed = int((before != after).any(axis=(0, 1, 2)).sum())
     for count in dict.fromkeys((changed + changed % 2, head_dim)):
-        for rotated in ("first", "last"):
-            begin = 0 if rotated == "first" else head_dim - count
-            features = np.arange(begin, begin + count)
+        for rotated in ("first", "last") if count < head_dim else ("first",):
             for pairs in ("half", "interleaved"):
-                split = (features[: count // 2], features[count // 2 :])
-                first, second = split if pairs == "half" else (features[0::2], features[1::2])
-                found = _turn(before[..., first], before[..., second], after[..., first], after[..., second])
-                if found is not None and _rest_is_same(before, after, features):
-                    layout = {"pairs": pairs, "rotary_dim": None if count == head_dim else count}
-                    yield Turns({**layout, "rotated": rotated if count < head_dim else "first"}, *found)
+                yield {"pairs": pairs, "rotary_dim": None if count == head_dim else count, "rotated": rotated}
 
 
-def _rest_is_same(before: np.ndarray, after: np.ndarray, features: np.ndarray) -> bool:
-    rest = np.setdiff1d(np.arange(before.shape[-1]), features)
-    return np.array_equal(before[..., rest], after[..., rest])
+def _pairs_of(heads: np.ndarray, rope: Rope) -> np.ndarray:
+    """Return pairs of features as complex numbers, (B, heads, T, R/2)."""
+    rotated = heads[..., rope.rotated_features(heads.shape[-1])].astype(np.float64)
+    if rope.pairs == "interleaved":
+        return rotated[..., 0::2] + 1j * rotated[..., 1::2]
+    first, second = np.split(rotated, 2, axis=-1)
+    return first + 1j * second
 
 
-def _turn(*parts: np.ndarray) -> tuple[np.ndarray, float] | None:
-    """Return frequencies and amplitude of pairs, or None if they do not turn so."""
-    x0, y0, x1, y1 = (each.astype(np.float64) for each in parts)
-    before, after = x0 + 1j * y0, x1 + 1j * y1
-    factors = (after * before.conj()).sum(axis=(0, 1)) / (np.abs(before) ** 2).sum(axis=(0, 1))  # (T, pairs)
-    if np.abs(after - factors * before).max() > CLOSE * np.abs(after).max():
+def _factors_of(before: np.ndarray, after: np.ndarray, rope: Rope, over: tuple[int, ...]) -> np.ndarray | None:
+    """Return by what each pair is multiplied, the same over some axes; None if it is not, or other features change."""
+    rotated = rope.rotated_features(before.shape[-1])
+    x, y = _pairs_of(before, rope), _pairs_of(after, rope)
+    with np.errstate(invalid="ignore"):
+        factors = (y * x.conj()).sum(axis=over, keepdims=True) / (np.abs(x) ** 2).sum(axis=over, keepdims=True)
+    is_turned = np.abs(y - factors * x).max() <= CLOSE * np.abs(y).max()  # not of pairs of zeros, whose factors are NaN
+    if not (is_turned and np.array_equal(np.delete(before, rotated, axis=-1), np.delete(after, rotated, axis=-1))):
+        return None
+    return factors.squeeze(over)
+
+
+def _turns_of(before: np.ndarray, after: np.ndarray, layout: dict[str, Any]) -> Turns | None:
+    """Return how pairs turn by angles in proportion to the place, or None if they do not."""
+    factors = _factors_of(before, after, Rope(**layout), over=(0, 1))  # (T, pairs)
+    if factors is None:
         return None
     amplitudes, phases = np.abs(factors), np.angle(factors)
     frequencies = phases[1].copy()
@@ -95,7 +111,81 @@ def _turn(*parts: np.ndarray) -> tuple[np.ndarray, float] | None:
     errors = np.abs(np.exp(1j * (places * frequencies - phases)) - 1.0)
     if errors.max() > ANGLE or np.ptp(amplitudes) > ANGLE or frequencies.min() < -ANGLE:
         return None
-    return frequencies, float(amplitudes.mean())
+    return Turns(layout, frequencies, float(amplitudes.mean()))
+
+
+# ---- Several axes ----------------------------------------------------------------------------------------------------
+
+
+def _fit_axes(before: np.ndarray, after: np.ndarray, candidates: list[Rope], layouts: list[dict[str, Any]]) -> Rope:
+    """Return the RoPE on several axes that makes heads of those before it: of those that fit, at the least positions.
+
+    Frequencies of one series may be those of another one at other integers, such as a hundred times as large.
+    """
+    turning = [layout for layout in layouts if _factors_of(before, after, Rope(**layout), over=(1,)) is not None]
+    found = dict[Rope, int]()
+    for rope in (rope for layout in turning for rope in _on_axes(candidates, layout, before.shape[-1])):
+        with suppress(ValueError):  # some sections do not fit so many features
+            positions = positions_of(before, after, rope, 0.1 * ANGLE)
+            differ = len(np.unique(positions.reshape(len(positions), -1), axis=0)) == len(positions)
+            if differ and np.ptp(positions, axis=(1, 2)).all():  # each axis was seen
+                found[rope] = int(positions.max())
+    if not found:
+        known = "pairs that turn by other angles" if turning else "no pairs that turn"
+        raise Refusal("rope", "turn pairs by the place, or by integers on two or three axes", known)
+    return min(found, key=lambda rope: found[rope])
+
+
+def _on_axes(candidates: list[Rope], layout: dict[str, Any], head_dim: int) -> Iterator[Rope]:
+    """Yield RoPE on two and three axes, and on those of a configuration, of its bases and of usual ones."""
+    pairs = (layout["rotary_dim"] or head_dim) // 2
+    told = [rope.sections for rope in candidates if rope.sections is not None]
+    equal = [(pairs // count,) * count for count in (2, 3) if pairs % count == 0]
+    orders = ("contiguous", "interleaved")
+    forms = [("shared", order, sections) for order in orders for sections in told]
+    forms += [("own", order, sections) for order in orders for sections in equal]
+    forms += [("dealt", "contiguous", sections) for sections in equal]  # in turn, they are those of one axis
+    for base in dict.fromkeys((*(rope.replace(sections=None) for rope in candidates), *map(Rope, BASES))):
+        for series, order, sections in dict.fromkeys(forms):
+            own = {"sections": sections, "section_order": order, "section_frequencies": series}
+            with suppress(ValueError):  # a scaling has one series
+                yield base.replace(**layout, **own)
+
+
+def positions_of(before: np.ndarray, after: np.ndarray, rope: Rope, tolerance: float = ANGLE) -> np.ndarray:
+    """Return the positions (axes, B, T) at which a RoPE makes heads of those before it.
+
+    Each is the integer at which the pairs of its axis agree best, and all of them must agree. An axis has two pairs or
+    more, so that one tells the position and the others are a test of it.
+
+    Args:
+        before, after: heads (B, heads, T, H).
+        rope: RoPE on several axes.
+        tolerance: of each angle, in radians.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    factors = _factors_of(before, after, rope, over=(1,))  # (B, T, pairs)
+    head_dim, sections = before.shape[-1], rope.sections or ()
+    if factors is None or min(sections, default=0) < 2:
+        raise Refusal("rope", "turn two pairs or more on each axis", str(rope))
+    frequencies, axes = rope.frequencies(head_dim).astype(np.float64), rope.axes(head_dim)
+    angles = np.arange(MOST_POSITIONS)[:, None] * frequencies
+    cos, sin = rope.attention_factor * np.cos(angles), rope.attention_factor * np.sin(angles)
+    of_axes = [axes == axis for axis in range(len(sections))]
+    agreement = [
+        np.real(factors)[..., own] @ cos[:, own].T + np.imag(factors)[..., own] @ sin[:, own].T for own in of_axes
+    ]
+    positions = np.stack([each.argmax(-1) for each in agreement])
+    chosen = positions[axes], np.arange(len(axes))[:, None, None]
+    made = np.moveaxis(cos[chosen] + 1j * sin[chosen], 0, -1)
+    if not (error := np.abs(made - factors).max()) <= tolerance:
+        raise Refusal("rope", f"turn pairs by integers on {len(sections)} axes", f"{error:.2g} from those of {rope}")
+    return positions
+
+
+# ---- Candidates ------------------------------------------------------------------------------------------------------
 
 
 def _plain(turns: Turns, num_tokens: int) -> Iterator[Rope]:
@@ -126,8 +216,22 @@ def ropes_of(config: Mapping[str, Any], head_dim: int, layer_type: str) -> list[
             for local_theta in (None, 10000.0):
                 with suppress(Exception):  # it is a candidate alone, and what fits decides
                     value = read_rope(
-                        Config(values), head_dim, layer_type=kind, theta=10000.0, fraction=1.0, local_theta=local_theta
+                        Config(values),
+                        head_dim,
+                        layer_type=kind,
+                        theta=10000.0,
+                        fraction=1.0,
+                        local_theta=local_theta,
+                        sections=None,
                     ).value
                     if isinstance(value, Rope):
                         found.append(value.replace(rotary_dim=None))
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys((*found, *map(Rope, _bases_in(config)))))
+
+
+def _bases_in(config: Mapping[str, Any]) -> Iterator[float]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _bases_in(value)
+        elif name == "rope_theta" and isinstance(value, (int, float)) and value > 0:
+            yield value

@@ -19,7 +19,7 @@ def factors_of(before: np.ndarray, after: np.ndarray) -> np.ndarray | None:
     RoPE turns pairs and changes no length, and the first token shows what it multiplies by.
     """
     sizes = [np.square(x.astype(np.float64)).sum(axis=(1, 3)) for x in (before, after)]
-    factors = np.sqrt(sizes[1] / sizes[0])
+    factors = np.sqrt(np.divide(sizes[1], sizes[0], out=np.ones_like(sizes[0]), where=sizes[0] > 0.0))  # 1 of zeros
     is_one = np.ptp(factors, axis=1).max() <= CLOSE
     return None if is_one or np.ptp(factors, axis=0).max() > CLOSE else factors.mean(axis=0)
 

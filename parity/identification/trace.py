@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,9 +41,10 @@ class Traced:
 def trace(
     heads: np.ndarray, pool: Sequence[Submodule], factors: Sequence[float] = (1.0,), limit: float | None = None
 ) -> Traced | None:
-    """Trace heads (B, heads, T, H) to submodules by their first token; None if a feature is of none.
+    """Trace heads (B, heads, T, H) to submodules by a token; None if a feature is of none.
 
-    RoPE does not turn the first token, so its features are, bit for bit, those that were.
+    RoPE does not turn a token at 0, the first one or another, so its features are, bit for bit, those that were. If it
+    turns all tokens, heads have the lengths that they had.
 
     Args:
         heads: what the attention function received.
@@ -58,22 +59,52 @@ def trace(
         return None
     features = np.concatenate([x for _, x in known], axis=-1)
     features = features if limit is None else np.clip(features, -np.float32(limit), np.float32(limit))
-    places: dict[bytes, list[int]] = {}
-    for factor in factors:
-        for place, bits in enumerate(columns_of(features[:, 0] * np.float32(factor))):
-            places.setdefault(bits, []).append(place)
-    order: list[int] = []
-    for bits in columns_of(features_of(heads[:, :, :1])):
-        found = places.get(bits)
-        if found is None:
-            return None
-        following = order[-1] + 1 if order else 0  # of several with the same bits
-        order.append(following if following in found else found[0])
-    picked = features[..., order].reshape(batch_size, num_tokens, num_heads, head_dim).transpose(0, 2, 1, 3)
     widths = [x.shape[-1] for _, x in known]
-    owner, begin = np.repeat(np.arange(len(known)), widths), np.cumsum([0, *widths])
+    begin = np.cumsum([0, *widths])
+    order = _order_at_zero(heads, features, factors)
+    if order is None:
+        parts = ((first, first + width) for first, width in zip(begin, widths, strict=False))
+        order = _order_by_length(heads, features, factors, parts)
+    if order is None:
+        return None
+    picked = features[..., order].reshape(batch_size, num_tokens, num_heads, head_dim).transpose(0, 2, 1, 3)
+    owner = np.repeat(np.arange(len(known)), widths)
     sources = [known[owner[place]][0] for place in order]
     return Traced(picked, sources, np.array([place - begin[owner[place]] for place in order]))
+
+
+def _order_at_zero(heads: np.ndarray, features: np.ndarray, factors: Sequence[float]) -> list[int] | None:
+    """Return which of the features (B, T, width) each feature of heads is, by bits of a token that is not turned."""
+    num_tokens = heads.shape[2]
+    for token in (0, *range(num_tokens - 1, 0, -1)):
+        places: dict[bytes, list[int]] = {}
+        for factor in factors:
+            for place, bits in enumerate(columns_of(features[:, token] * np.float32(factor))):
+                places.setdefault(bits, []).append(place)
+        order: list[int] = []
+        for bits in columns_of(features_of(heads[:, :, [token]])):
+            found = places.get(bits)
+            if found is None:
+                break
+            following = order[-1] + 1 if order else 0  # of several with the same bits
+            order.append(following if following in found else found[0])
+        else:
+            return order
+    return None
+
+
+def _order_by_length(
+    heads: np.ndarray, features: np.ndarray, factors: Sequence[float], parts: Iterable[tuple[int, int]]
+) -> list[int] | None:
+    """Return which of the features (B, T, width) each feature of heads is, if they lie side by side in a part."""
+    batch_size, num_heads, num_tokens, head_dim = heads.shape
+    width, lengths = num_heads * head_dim, np.linalg.norm(heads, axis=-1)
+    for first in (first for begin, end in parts for first in range(begin, end - width + 1, width)):
+        split = features[..., first : first + width].reshape(batch_size, num_tokens, num_heads, head_dim)
+        before = np.linalg.norm(split, axis=-1).transpose(0, 2, 1)
+        if any(is_close(factor * before, lengths) for factor in factors):
+            return list(range(first, first + width))
+    return None
 
 
 def tokens_of(x: np.ndarray, batch_size: int, num_tokens: int) -> np.ndarray | None:

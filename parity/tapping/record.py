@@ -22,6 +22,7 @@ VALUES = {
     "value_input": ("B", "S", "d_kv"),
     "positions": ("B", "T"),
     "is_real": ("B", "T"),
+    "segment_ids": ("B", "T"),
     "key_is_real": ("B", "S"),
     "mask": ("B", "N", "T", "S"),
     "q": ("B", "N", "T", "H"),
@@ -40,6 +41,9 @@ told of some; of tokens that see nothing, where it was given a whole mask instea
 got: True where a key is hidden, or numbers added to the scores. `k` and `v` are those of the call's own tokens.
 `cache.keys` and `cache.values` are all that the attention function got, and are there only if they are not the keys and
 values of the calls so far. Outputs of projections go by `projections.<name>`, where no attention function was seen.
+
+`segment_ids` says which tokens of one sequence attend to each other, if the attention function was called once for each
+segment. What it received and returned is joined.
 
 A layer that attends to another sequence has its `key_input`, `k` and `v` in the first of some calls with a cache, and
 which of its tokens are padding as `key_is_real`. `value_input` is there only if values are made of another than keys.

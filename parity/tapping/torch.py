@@ -24,6 +24,9 @@ from parity.core.arrays import to_numpy
 from parity.tapping.record import Tapped, TappedCall, TappedLayer, chosen, is_hidden, kinds_of
 
 POSITIONS = ("position_ids", "positions")
+OF_FUNCTION = ("q", "k", "v", "mask", "context", "attn_weights")
+"""What the attention function is given and gives."""
+
 COUNTING = ("RoFormerSinusoidalPositionalEmbedding",)
 """Modules that count positions themselves, padding with the tokens, and give what layers rotate by."""
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
@@ -183,6 +186,7 @@ class _TorchListener:
         self.adds_residual = False
         self.key_len = 0  # of the other sequence that it attends to, if it does
         self.seen: dict[str, np.ndarray] = {}  # keys and values of all tokens so far, or of that sequence
+        self.segments: list[dict[str, np.ndarray]] = []  # what the attention function had, but for its last call
 
     def listen(self, stack: ExitStack) -> None:
         """Hang hooks on the module and its projections, which the stack takes off."""
@@ -203,7 +207,7 @@ class _TorchListener:
             raise RuntimeError("model must not be compiled while it is tapped: pass disable_compile=True to generate")
         told = arguments_of(module, args, kwargs)
         name, given = next(((name, each) for name, each in told.items() if isinstance(each, Tensor)), ("", None))
-        self.values, self.projections, self.first_key = {}, {}, 0
+        self.values, self.projections, self.segments, self.first_key = {}, {}, [], 0
         self.layer.training = self.layer.training or module.training
         self.layer.attention = str(getattr(self.config, "_attn_implementation", None) or "")
         if given is None:
@@ -220,9 +224,9 @@ class _TorchListener:
         if isinstance(values, Tensor) and name != "value" and values is not (given if other is None else other):
             self.values["value_input"] = self._batched(values)
         own = _first(told, POSITIONS)
-        positions = self.model.positions if own is None else own
-        if positions is not None and positions.ndim > 1 and positions.shape[-1] == length:
-            self.values["positions"] = to_numpy(positions)
+        places = [x for x in (own, self.model.positions) if x is not None and x.ndim > 1 and x.shape[-1] == length]
+        if places:  # a layer may be told those of text alone, without the axes that it rotates by
+            self.values["positions"] = to_numpy(max(places, key=lambda x: x.ndim))
         padding = self.model.padding
         if padding is not None and padding.shape == (x.shape[0], (self.past or 0) + length):
             is_real = to_numpy(padding[:, padding.shape[1] - length :]).astype(bool)
@@ -242,11 +246,17 @@ class _TorchListener:
             self.values["key_is_real"] = to_numpy(padding).astype(bool)
 
     def _batched(self, x: Tensor) -> np.ndarray:
+        if x.ndim == 2:  # tokens of one sequence
+            return to_numpy(x)[None]
+        if x.ndim == 4:  # rows and columns of tokens
+            x = x.flatten(1, 2)
         is_batched = x.ndim != 3 or getattr(self.module, "batch_first", True)
         return to_numpy(x if is_batched else x.transpose(0, 1))
 
     def function_called(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> None:
         """The attention function is given heads."""
+        if "q" in self.values:
+            self.segments.append({name: self.values.pop(name) for name in OF_FUNCTION if name in self.values})
         self.values["q"] = to_numpy(query)
         if self.key_len:
             self._cross_function_called(query, key, value, mask)
@@ -325,9 +335,30 @@ class _TorchListener:
         is_ours = type(module).__module__.startswith("mha_torch.")
         if is_ours and more and isinstance(more[0], Tensor):
             self.values["attn_weights"] = to_numpy(more[0])
+        if self.segments:
+            self.values |= _joined([*self.segments, self.values])
         values = self.values if "q" in self.values else {**self.values, **self.projections}
         self.layer.calls.append(TappedCall(values, self.past, self.first_key))
-        self.values, self.projections, self.cache = {}, {}, None
+        self.values, self.projections, self.segments, self.cache = {}, {}, [], None
+
+
+def _joined(segments: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """What the attention function had of all segments of one sequence; nothing if they are not those of its tokens."""
+    num_tokens, lengths = segments[-1]["input"].shape[1], [each["q"].shape[2] for each in segments]
+    is_whole = sum(lengths) == num_tokens and all(len(each["q"]) == 1 and "mask" not in each for each in segments)
+    if not is_whole or any(each["k"].shape[2] != each["q"].shape[2] for each in segments):
+        return {}
+    found = {"segment_ids": np.repeat(np.arange(len(segments)), lengths)[None]}
+    for name in ("q", "k", "v", "context"):
+        if all(name in each for each in segments):
+            found[name] = np.concatenate([each[name] for each in segments], axis=2)
+    if all("attn_weights" in each for each in segments):
+        weights = [each["attn_weights"] for each in segments]
+        whole = found["attn_weights"] = np.zeros((*weights[0].shape[:2], num_tokens, num_tokens), weights[0].dtype)
+        for stop, each in zip(np.cumsum(lengths), weights, strict=True):
+            start = stop - each.shape[2]
+            whole[:, :, start:stop, start:stop] = each
+    return found
 
 
 def _is_same(one: np.ndarray, other: np.ndarray) -> bool:

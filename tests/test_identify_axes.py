@@ -1,0 +1,262 @@
+"""Identification of layers whose RoPE has several axes: vision towers, and text with M-RoPE; and planted oddities."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from selection import rest_thorough
+
+import parity
+from mha_spec import Rope
+from parity.identification import identify
+
+GRID = torch.tensor([[1, 4, 6]])
+"""One picture of 4 rows and 6 columns of patches."""
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 32, "num_hidden_layers": 1}
+DEPTH = {"hidden_size": 64, "num_heads": 4, "depth": 1}
+OWN = Rope(sections=(4, 4), section_frequencies="own")
+
+TOWERS = {
+    "qwen2_vl": (
+        *("Qwen2VLVisionConfig", "Qwen2VisionTransformerPretrainedModel"),
+        {**DEPTH, "embed_dim": 64, "patch_size": 4, "mlp_ratio": 2},
+        {"hidden_states": (24, 96), "grid_thw": GRID},
+        OWN,
+    ),
+    "qwen2_5_vl": (
+        *("Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel"),
+        {**DEPTH, "intermediate_size": 32, "patch_size": 4, "out_hidden_size": 64, "fullatt_block_indexes": []},
+        {"hidden_states": (24, 96), "grid_thw": GRID},
+        OWN,
+    ),
+    "pixtral": (
+        *("PixtralVisionConfig", "PixtralVisionModel"),
+        {**SIZES, "image_size": 64, "patch_size": 8},
+        {"pixel_values": (1, 3, 32, 48)},
+        OWN.replace(section_frequencies="dealt"),
+    ),
+    "llama4": (
+        *("Llama4VisionConfig", "Llama4VisionModel"),
+        {**SIZES, "intermediate_size": 256, "image_size": 32, "patch_size": 8, "projector_input_dim": 64}
+        | {"projector_output_dim": 64, "vision_output_dim": 64},
+        {"pixel_values": (2, 3, 32, 32)},
+        OWN.replace(pairs="interleaved"),
+    ),
+    "kimi_k25": (
+        *("Kimi_K25VisionConfig", "Kimi_K25VisionModel"),
+        {**SIZES, "patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8},
+        {"pixel_values": (24, 3, 4, 4), "grid_thw": GRID},
+        OWN.replace(section_order="interleaved"),
+    ),
+    "minimax_m3_vl": (
+        *("MiniMaxM3VLVisionConfig", "MiniMaxM3VLVisionModel"),
+        {**SIZES, "image_size": 32, "patch_size": 4},
+        {"pixel_values": (48, 96), "grid_thw": torch.tensor([[2, 4, 6]])},
+        Rope(rotary_dim=12, sections=(2, 2, 2), section_frequencies="own"),
+    ),
+    "muse_spark": (
+        *("MuseSparkVisionConfig", "MuseSparkVisionModel"),
+        {**SIZES, "patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8},
+        {"pixel_values": (24, 96), "grid_thw": GRID},
+        OWN,
+    ),
+    "sam3": (
+        *("Sam3ViTConfig", "Sam3ViTModel"),
+        {**SIZES, "image_size": 32, "pretrain_image_size": 32, "patch_size": 8, "window_size": 4},
+        {"pixel_values": (2, 3, 32, 32)},
+        OWN.replace(pairs="interleaved"),
+    ),
+}
+"""Vision towers: configuration, model, options, inputs or their shapes, and their RoPE."""
+
+OTHERS = {
+    "gemma4": (
+        *("Gemma4VisionConfig", "Gemma4VisionModel"),
+        {**SIZES, "num_key_value_heads": 4, "head_dim": 16, "patch_size": 4, "position_embedding_size": 32}
+        | {"pooling_kernel_size": 1},
+        {
+            "pixel_values": (2, 24, 48),
+            "pixel_position_ids": torch.stack([torch.arange(24) % 6, torch.arange(24) // 6], -1)[None].repeat(2, 1, 1),
+        },
+        "no pairs that turn",
+    ),
+    "dinov3_vit": (
+        *("DINOv3ViTConfig", "DINOv3ViTModel"),
+        {**SIZES, "image_size": 32, "patch_size": 8},
+        {"pixel_values": (2, 3, 32, 32)},
+        "pairs that turn by other angles",
+    ),
+    "vjepa2": (
+        *("VJEPA2Config", "VJEPA2Model"),
+        {"hidden_size": 96, "num_attention_heads": 4, "num_hidden_layers": 1, "crop_size": 32, "patch_size": 8}
+        | {"frames_per_clip": 4, "pred_hidden_size": 96, "pred_num_attention_heads": 4, "pred_num_hidden_layers": 1},
+        {"pixel_values_videos": (2, 4, 3, 32, 32)},
+        "no pairs that turn",
+    ),
+}
+"""Towers whose rotation no field says, and why."""
+
+
+def small_tower(name: str, **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a small tower with random weights, in evaluation, and inputs."""
+    config, model, known, inputs, _ = {**TOWERS, **OTHERS}[name]
+    torch.manual_seed(0)
+    of_config, of_model = (
+        importlib.import_module(f"transformers.models.{name}.{kind}_{name}") for kind in ("configuration", "modeling")
+    )
+    config = getattr(of_config, config)(**known, **options)
+    config._attn_implementation = "eager"
+    given = {each: torch.randn(x) if isinstance(x, tuple) else x for each, x in inputs.items()}
+    return getattr(of_model, model)(config).eval(), given
+
+
+@pytest.mark.parametrize("name", rest_thorough(TOWERS, ["qwen2_vl", "pixtral", "llama4"]))
+def test_a_tower_with_rope_on_axes_is_identified(name):
+    (layer,) = identify(*small_tower(name))
+    assert layer.spec is not None, str(layer)
+    assert layer.spec.rope == TOWERS[name][-1]
+    assert layer.is_causal is False
+    assert layer.positions[0][1] in (3, 4, 5, 6)  # of 4 or 6 places; those of Llama 4 and Muse Spark begin at 1
+    assert "integers on each axis" in str(layer)
+
+
+@pytest.mark.parametrize("name", rest_thorough(OTHERS, ["dinov3_vit"]))
+def test_a_tower_with_another_rotation_is_refused_by_name(name):
+    for layer in identify(*small_tower(name)):
+        assert layer.spec is None
+        assert OTHERS[name][-1] in layer.refusal
+
+
+def test_a_base_of_the_configuration_is_found():
+    parameters = {"rope_type": "axial", "rope_theta": 512345.0}
+    (layer,) = identify(*small_tower("qwen2_vl", rope_parameters=parameters))
+    assert layer.spec is not None, str(layer)
+    assert layer.spec.rope == OWN.replace(theta=512345.0)
+
+
+def test_pictures_that_are_packed_are_segments():
+    model, inputs = small_tower("qwen2_vl")
+    packed = {"hidden_states": torch.randn(40, 96), "grid_thw": torch.cat([GRID, torch.tensor([[1, 4, 4]])])}
+    (layer,) = identify(model, packed)
+    (alone,) = identify(model, inputs)
+    assert layer.spec == alone.spec is not None, str(layer)
+    with parity.tap(model) as tapped, torch.no_grad():
+        model(**packed)
+    (call,) = tapped.layers[0].calls
+    assert call.values["segment_ids"].tolist() == [[0] * 24 + [1] * 16]
+    assert call.values["context"].shape == (1, 4, 40, 16)
+
+
+@pytest.mark.thorough
+def test_windows_are_segments_that_the_layer_is_told():
+    model, inputs = small_tower("qwen2_5_vl", window_size=16)
+    (layer,) = identify(model, inputs)
+    assert layer.spec is not None, str(layer)
+    assert layer.spec.rope == OWN
+    assert layer.spec.window_size is layer.spec.chunk_size is None
+
+
+@pytest.mark.parametrize("grid", [[1, 1, 24], [3, 1, 8], [24, 1, 1]])
+def test_an_axis_that_a_picture_does_not_show_is_refused(grid):
+    model, inputs = small_tower("qwen2_vl", spatial_merge_size=1)
+    (layer,) = identify(model, {**inputs, "grid_thw": torch.tensor([grid])})
+    assert layer.spec is None
+    assert layer.refusal
+
+
+# ---- Text ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", rest_thorough(["qwen2_vl", "qwen3_vl"], ["qwen3_vl"]))
+def test_axes_of_text_are_identified_as_its_rules_say(name):
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    config = getattr(module, f"{name.title().replace('_', '').replace('Vl', 'VL')}TextConfig")(
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=97,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]},
+    )
+    torch.manual_seed(0)
+    model = getattr(module, type(config).__name__.replace("Config", "Model"))(config).eval()
+    (layer,) = identify(model, {"input_ids": torch.randint(1, 90, (2, 24))})
+    assert layer.spec is not None, str(layer)
+    spec, _ = parity.from_transformers(model.layers[0].self_attn, config, path=layer.name)
+    assert layer.spec.rope == spec.rope
+    assert layer.positions[1][0] >= 4000
+
+
+# ---- Oddities that no field of a specification says ------------------------------------------------------------------
+
+
+def on_angles(change: Any) -> Any:
+    """Change the angles (T, pairs) that a tower turns pairs by."""
+
+    def plant(model: Any) -> None:
+        (rotary,) = (each for each in model.modules() if "Rotary" in type(each).__name__)
+
+        def changed(module: Any, args: Any, result: Any) -> Any:
+            if isinstance(result, torch.Tensor):  # complex numbers
+                return torch.polar(result.abs(), change(result.angle()))
+            cos, sin = (x.chunk(2, -1)[0] for x in result)
+            angles = change(torch.atan2(sin, cos))
+            return tuple(torch.cat([x, x], -1) for x in (angles.cos(), angles.sin()))
+
+        rotary.register_forward_hook(changed)
+
+    return plant
+
+
+def factors(angles: Any, **of_pairs: float) -> Any:
+    """Return a factor for each pair, 1 for those not named."""
+    found = torch.ones(angles.shape[-1])
+    for pair, factor in of_pairs.items():
+        found[int(pair[1:])] = factor
+    return angles * found
+
+
+def swapped(angles: Any) -> Any:
+    """Exchange every other pair of an axis with the one half of the pairs away."""
+    order = torch.arange(angles.shape[-1])
+    order[1::2] = (order[1::2] + len(order) // 2) % len(order)
+    return angles[..., order]
+
+
+ODDITIES = {
+    "axes-swapped-for-half-of-the-pairs": on_angles(swapped),
+    "a-frequency-1-percent-off": on_angles(lambda angles: factors(angles, p1=1.01)),
+    "the-last-frequency-1-percent-off": on_angles(lambda angles: factors(angles, p7=1.01)),
+    "an-axis-reversed": on_angles(lambda angles: angles * torch.tensor([1.0, -1.0]).repeat_interleave(4)),
+    "all-reversed": on_angles(lambda angles: -angles),
+    "a-token-between-two-places": on_angles(lambda angles: angles + 0.05 * (torch.arange(angles.shape[-1]) == 0)),
+    "every-angle-a-tenth-larger": on_angles(lambda angles: 1.1 * angles),
+}
+"""Changes of the angles, each with what plants it."""
+
+
+PLANTED = [(oddity, name) for name in ("qwen2_vl", "pixtral", "llama4") for oddity in ODDITIES]
+
+
+@pytest.mark.parametrize(("oddity", "name"), rest_thorough(PLANTED, PLANTED[:4]))
+def test_a_planted_oddity_of_axes_is_never_accepted(oddity, name):
+    model, inputs = small_tower(name)
+    ODDITIES[oddity](model)
+    (layer,) = identify(model, inputs)
+    assert layer.spec is None, str(layer)
+    assert layer.refusal
+
+
+def test_keys_at_other_places_than_queries_are_never_accepted(monkeypatch):
+    module = importlib.import_module("transformers.models.qwen2_vl.modeling_qwen2_vl")
+    turned = module.apply_rotary_pos_emb_vision
+
+    def odd(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+        return turned(q, k, cos, sin)[0], turned(q, k, cos.roll(1, 0), sin.roll(1, 0))[1]
+
+    monkeypatch.setattr(module, "apply_rotary_pos_emb_vision", odd)
+    (layer,) = identify(*small_tower("qwen2_vl"))
+    assert layer.spec is None, str(layer)
