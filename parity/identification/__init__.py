@@ -160,7 +160,7 @@ def _identified(name: str, found: Fit, calls: list[list[ObservedLayer]]) -> Iden
     try:
         if own[LARGE] and "latent" not in found.fields:
             fit_clip(own[LARGE][0], [own[LARGE][0].submodule(*found.ends["value"])], found)
-        each = [_share(*call, found, what) for *call, what in zip(own, factors, CALLS, strict=False)]
+        each = [_share(call, factor, found, what) for call, factor, what in zip(own, factors, CALLS, strict=False)]
     except (ValueError, TypeError) as error:
         return Identification(name, evidence=found.evidence, refusal=str(error))
     num_tokens = without_padding(own[0][0]).values["q"].shape[2]

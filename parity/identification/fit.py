@@ -170,7 +170,8 @@ def _untempered(
 ) -> np.ndarray:
     """Fit the temperature of queries, and return them without it."""
     num_tokens = heads.shape[2]
-    positions = layer.values.get("positions", np.arange(num_tokens)[None])
+    told = layer.values.get("positions")
+    positions = np.arange(num_tokens) if told is None else told
     temperature = fit_temperature(factors, positions.reshape(-1, num_tokens)[0], config)
     if temperature is None or "temperature" in found.fields:
         raise Refusal(
