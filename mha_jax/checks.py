@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from mha_spec import AttentionSpec, Latent, Norm, Refusal, RelativeBias, Rope, WrongType
+from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, RelativeBias, Rope, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.norm import check_norm
 from mha_spec.rope import position_shapes
@@ -236,8 +236,10 @@ def check_bias(bias: Array | None, scores_shape: tuple[int, ...], query: Array) 
     check_broadcasts("bias", bias.shape, scores_shape)
 
 
-def check_relative_bias(table: Array | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
-    """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
+def check_relative_bias(
+    table: Array | None, relative_bias: RelativeBias | GridBias | None, scores_shape: tuple[int, ...]
+) -> None:
+    """Refuse a table that the layer does not have, one of other buckets or heads, or more tokens than a grid has."""
     if (table is None) != (relative_bias is None):
         raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
     if table is None or relative_bias is None:
@@ -245,9 +247,11 @@ def check_relative_bias(table: Array | None, relative_bias: RelativeBias | None,
     check_array("relative_bias", table)
     if not jnp.issubdtype(table.dtype, jnp.floating):
         raise WrongType("relative_bias", "be floating point", {"relative_bias.dtype": table.dtype})
-    shape = (relative_bias.num_buckets, num_heads)
+    shape = (relative_bias.num_buckets, scores_shape[1])
     if table.shape != shape:
         raise Refusal("relative_bias", f"have shape (num_buckets, N) = {shape}", {"relative_bias.shape": table.shape})
+    if isinstance(relative_bias, GridBias) and max(scores_shape[2:]) > relative_bias.num_tokens:
+        raise Refusal("tokens", f"be at most the {relative_bias.num_tokens} of the grid", {"(T, S)": scores_shape[2:]})
 
 
 def check_sinks(sinks: Array | None, num_heads: int) -> None:

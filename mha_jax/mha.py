@@ -26,10 +26,10 @@ from mha_jax.projections import project_output, project_qkv
 from mha_jax.scores import Scores
 from mha_jax.stages import apply_dropout, check_attention
 from mha_jax.weights import linear, project_with
-from mha_spec import Alibi, AttentionSpec, Gate, Latent, Norm, RelativeBias, Rope, Temperature, WrongType
+from mha_spec import Alibi, AttentionSpec, Gate, GridBias, Latent, Norm, RelativeBias, Rope, Temperature, WrongType
 from mha_spec.attention import check_spec, spec_from
 
-for _static in (AttentionSpec, Alibi, Gate, Latent, Norm, RelativeBias, Rope, Temperature):
+for _static in (AttentionSpec, Alibi, Gate, GridBias, Latent, Norm, RelativeBias, Rope, Temperature):
     jax.tree_util.register_static(_static)  # jitted functions take it as they take arrays
 
 # ---- Functions -------------------------------------------------------------------------------------------------------

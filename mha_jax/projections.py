@@ -81,10 +81,10 @@ def apply_gate(context: Float[Array, "B N T Hv"], gate: Float[Array, "B T G"]) -
 def project_output(
     project: Project, context: Float[Array, "B N T Hv"], query: Float[Array, "B T d_in"], spec: AttentionSpec
 ) -> Float[Array, "B T E"]:
-    """Gate the context if the layer has a gate, put its heads side by side, and project them where it has `out_proj`.
+    """Gate the context, put its heads side by side, normalize and project them, where the layer has that.
 
     Args:
-        project: applies a projection by its name.
+        project: applies a projection or a norm by its name.
         context: sums of values, (B, N, T, Hv).
         query: input of the layer, of which the gate is made.
         spec: the layer.
@@ -95,6 +95,7 @@ def project_output(
     if spec.gate is not None:
         context = _gated(context, project("gate_proj", query), query)
     output = combine_heads(context)
+    output = output if spec.context_norm is None else project("context_norm", output)
     return project("out_proj", output) if spec.out_proj else output
 
 

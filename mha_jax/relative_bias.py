@@ -1,4 +1,4 @@
-"""T5's relative bias: what scores gain for the distance of their keys, learned for buckets of distances."""
+"""Relative biases: what scores gain for the places of their keys, learned for buckets of places."""
 
 import jax
 import jax.numpy as jnp
@@ -6,24 +6,24 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from mha_jax.compiled import compiled
-from mha_spec import RelativeBias
+from mha_spec import GridBias, RelativeBias
 
 
 @compiled("relative_bias", "seq_len_q", "seq_len_k", "scores_dtype")
 def relative_position_bias(
     table: Float[Array, "..."],
-    relative_bias: RelativeBias,
+    relative_bias: RelativeBias | GridBias,
     seq_len_q: int,
     seq_len_k: int,
     q_offset: Int[Array, " B"] | None = None,
     *,
     scores_dtype: jnp.dtype,
 ) -> Float[Array, "#B N T S"]:
-    """The number that a table has for the distance of each query and key, and each head.
+    """The number that a table has for the places of each query and key, and each head.
 
     Args:
         table: of the buckets and heads, (num_buckets, N).
-        relative_bias: which distances share a bucket.
+        relative_bias: which distances, or pairs of places on a grid, share a bucket.
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S.
         q_offset: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
@@ -32,8 +32,15 @@ def relative_position_bias(
     Returns:
         The bias of the scores, (B or 1, N, T, S).
 
-    Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1.
+    Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1; on a grid: Swin Transformer,
+    arXiv:2103.14030, section 3.2.
     """
+    if isinstance(relative_bias, GridBias):
+        places = jnp.arange(seq_len_q, dtype=jnp.int32)[None]
+        if q_offset is not None:
+            places = places + q_offset[:, None]
+        rows = jnp.asarray(relative_bias.buckets()[:, :seq_len_k], jnp.int32)
+        return jnp.moveaxis(table.astype(scores_dtype)[rows.at[places].get(mode="clip")], 3, 1)
     distances = jnp.arange(-seq_len_q, seq_len_k, dtype=jnp.int32)[None]
     if q_offset is not None:
         distances = distances - q_offset[:, None]

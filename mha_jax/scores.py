@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Bool, Float
 
 from mha_jax.checks import check_bias, check_keep, check_relative_bias, check_sinks
-from mha_spec import AttentionSpec, Refusal, RelativeBias
+from mha_spec import AttentionSpec, GridBias, Refusal, RelativeBias
 from mha_spec.rules import as_rate
 
 
@@ -19,7 +19,7 @@ class Scores:
         spec: layer whose scale, soft cap, ALiBi and relative bias apply; default: only the scale 1 / sqrt(H).
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
         sinks: attention sinks, a logit of each head without a value, (N,).
-        relative_bias: table of the relative bias, for each bucket of distances and head, (num_buckets, N).
+        relative_bias: table of the relative bias, for each bucket of places and head, (num_buckets, N).
         dropout: probability of dropping an attention weight.
         dropout_keep: True where an attention weight is kept, instead of a random draw; broadcasts to (B, N, T, S).
         dropout_rng: random key of that draw.
@@ -37,7 +37,7 @@ class Scores:
         """Refuse changes that do not fit the scores (B, N, T, S), their queries or the layer."""
         if self.spec is not None and self.spec.sinks != (self.sinks is not None):
             raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": self.spec.sinks})
-        check_relative_bias(self.relative_bias, self.buckets, scores_shape[1])
+        check_relative_bias(self.relative_bias, self.buckets, scores_shape)
         check_bias(self.bias, scores_shape, query)
         check_sinks(self.sinks, scores_shape[1])
         as_rate("dropout", self.dropout)
@@ -59,8 +59,8 @@ class Scores:
         return None if self.spec is None else self.spec.alibi_slopes
 
     @property
-    def buckets(self) -> RelativeBias | None:
-        """Distances that share a number of the relative bias, or None."""
+    def buckets(self) -> RelativeBias | GridBias | None:
+        """Distances, or places on a grid, that share a number of the relative bias, or None."""
         return None if self.spec is None else self.spec.relative_bias
 
     @property

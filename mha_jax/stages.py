@@ -55,7 +55,7 @@ def attention_scores(
     check_scored(query, key, spec)
     check_bias(bias, (*query.shape[:3], key.shape[2]), query)
     scale, relative = score_scale(query, spec), None if spec is None else spec.relative_bias
-    check_relative_bias(relative_bias, relative, query.shape[1])
+    check_relative_bias(relative_bias, relative, (*query.shape[:3], key.shape[2]))
     key = repeat_kv_heads(key, query.shape[1])
     scores = jnp.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
     scores = soft_capped(scores, spec)

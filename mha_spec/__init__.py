@@ -7,7 +7,7 @@ from mha_spec.latent import Latent
 from mha_spec.norm import Norm
 from mha_spec.projection import Projection
 from mha_spec.refusal import Refusal, WrongType
-from mha_spec.relative_bias import RelativeBias
+from mha_spec.relative_bias import GridBias, RelativeBias
 from mha_spec.rope import Rope
 from mha_spec.scaling import (
     DynamicScaling,
@@ -24,6 +24,7 @@ __all__ = [
     "AttentionSpec",
     "DynamicScaling",
     "Gate",
+    "GridBias",
     "Latent",
     "LinearScaling",
     "Llama3Scaling",

@@ -15,7 +15,7 @@ from mha_spec.norm import Norm
 from mha_spec.projection import Projection, shapes_of
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
-from mha_spec.relative_bias import RelativeBias
+from mha_spec.relative_bias import GridBias, RelativeBias
 from mha_spec.rope import Rope, check_rotated
 from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups
 from mha_spec.scaling import YarnScaling
@@ -28,7 +28,7 @@ REACHES = ("window_size", "chunk_size")
 FLAGS = ("out_bias", "out_proj", "fused_qkv", "sinks")
 RATES = ("dropout", "output_dropout")
 FACTORS = ("clip_qkv", "scale", "soft_cap")
-NORMS = ("qk_norm", "v_norm")
+NORMS = ("qk_norm", "v_norm", "context_norm")
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,6 +60,7 @@ class AttentionSpec(Record):
         v_norm: how values are normalised, or None.
         clip_qkv: what q_proj, k_proj and v_proj give is clipped to [-clip_qkv, clip_qkv], before all else, or None for
             no limit.
+        context_norm: how the context of all heads is normalized before out_proj, over its width, or None.
         gate: what the context is multiplied by before out_proj, or None for no gate.
         rope: how queries and keys are rotated by their positions, or None for no RoPE.
         scale: what dot products of queries and keys are multiplied by, where it is not 1 / sqrt(H).
@@ -68,7 +69,7 @@ class AttentionSpec(Record):
         sinks: each query head has a learned logit that takes part in the softmax like a score, and has no value.
         alibi: what scores lose for the distance of their keys, after the soft cap, or None for nothing.
         relative_bias: what scores gain for that distance, after the soft cap, or None for nothing: a learned number for
-            each bucket of distances and each query head.
+            each bucket of distances, or of places on a grid, and each query head.
         window_size: a query sees keys less than this many tokens away only: with causality so many, its own the last.
         chunk_size: a query sees the keys of its own chunk only, the chunks being so many tokens long.
         dropout: rate at which attention weights are dropped in training.
@@ -76,12 +77,14 @@ class AttentionSpec(Record):
 
     Raises:
         TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not a `Norm`, gate not a
-            `Gate`, temperature not a `Temperature`, alibi not an `Alibi`, relative_bias not a `RelativeBias`, latent
-            not a `Latent`, clip_qkv, scale, soft_cap or a rate not a number, or what a layer has or has not no boolean.
+            `Gate`, temperature not a `Temperature`, alibi not an `Alibi`, relative_bias not a `RelativeBias` or
+            a `GridBias`, latent not a `Latent`, clip_qkv, scale, soft_cap or a rate not a number, or what a layer has
+            or has not no boolean.
         ValueError: if the widths, heads or rates do not fit, clip_qkv, scale or soft_cap is not positive and finite, or
-            there are both a window and chunks, both ALiBi and a relative bias, a temperature and positions on several
-            axes, or latents and what they leave no place for: fewer key/value heads, one qkv_proj, norms of heads, a
-            clip, RoPE of other features.
+            there are both a window and chunks, or one of them and a grid, both ALiBi and a relative bias, a temperature
+            and positions on several axes, or latents and what they leave no place for: fewer key/value heads, one
+            qkv_proj, norms of heads, a clip, RoPE of other features; or a norm of the context that is not over its
+            width, or comes with a gate.
     """
 
     d_model: int
@@ -100,6 +103,7 @@ class AttentionSpec(Record):
     qk_norm: Norm | None = None
     v_norm: Norm | None = None
     clip_qkv: float | None = None
+    context_norm: Norm | None = None
     gate: Gate | None = None
     rope: Rope | None = None
     scale: float | None = None
@@ -107,7 +111,7 @@ class AttentionSpec(Record):
     soft_cap: float | None = None
     sinks: bool = False
     alibi: Alibi | None = None
-    relative_bias: RelativeBias | None = None
+    relative_bias: RelativeBias | GridBias | None = None
     window_size: int | None = None
     chunk_size: int | None = None
     dropout: float = 0.0
@@ -161,7 +165,7 @@ class AttentionSpec(Record):
             raise WrongType("latent", "be a Latent or None", latent=self.latent)
         check_latent_rope(self.latent, self.rope)
         needed = {"num_kv_heads": self.num_heads, "d_kv": self.d_in, "fused_qkv": False}
-        needed |= {"qk_norm": None, "v_norm": None, "clip_qkv": None}
+        needed |= {"qk_norm": None, "v_norm": None, "clip_qkv": None, "context_norm": None}
         for name, value in needed.items():
             if getattr(self, name) != value:
                 raise Refusal(name, f"be {value} with latent", {name: getattr(self, name), "latent": self.latent})
@@ -187,8 +191,11 @@ class AttentionSpec(Record):
             raise WrongType("alibi", "be an Alibi or None", alibi=self.alibi)
         if self.relative_bias is None:
             return
-        if not isinstance(self.relative_bias, RelativeBias):
-            raise WrongType("relative_bias", "be a RelativeBias or None", relative_bias=self.relative_bias)
+        if not isinstance(self.relative_bias, (RelativeBias, GridBias)):
+            raise WrongType("relative_bias", "be a RelativeBias, a GridBias or None", relative_bias=self.relative_bias)
+        for name in REACHES if isinstance(self.relative_bias, GridBias) else ():
+            if getattr(self, name) is not None:
+                raise Refusal(name, "be None with a grid", {name: getattr(self, name), "grid": self.relative_bias})
         if self.alibi is not None:
             raise Refusal("alibi", "be None with a relative_bias", alibi=self.alibi, relative_bias=self.relative_bias)
 
@@ -210,6 +217,10 @@ class AttentionSpec(Record):
             raise Refusal("qk_norm", "come with RoPE to come after it", after_rope=True, rope=None)
         if self.v_norm is not None and self.v_norm.after_rope:
             raise Refusal("v_norm", "not come after RoPE, which rotates no values", after_rope=True)
+        if self.context_norm is not None and self.context_norm.over != "width":
+            raise Refusal("context_norm", "be over='width'", context_norm=self.context_norm)
+        if self.context_norm is not None and self.gate is not None:
+            raise Refusal("gate", "be None with a context_norm", gate=self.gate, context_norm=self.context_norm)
 
     def _derived_sizes(self) -> dict[str, int | None]:
         """The values of sizes that are left out; None where no head_dim divides d_model."""
@@ -355,10 +366,11 @@ class AttentionSpec(Record):
 
     @property
     def norms(self) -> dict[str, Norm]:
-        """The norms that the layer has, by name: q_norm, k_norm, v_norm; with latents q_a_norm, kv_a_norm."""
+        """The norms of the layer by name: q_norm, k_norm, v_norm, context_norm; with latents q_a_norm, kv_a_norm."""
         if self.latent is not None:
             return {name: norm for name, (norm, _) in self.latent.norms.items()}
         norms = {"q_norm": self.qk_norm, "k_norm": self.qk_norm, "v_norm": self.v_norm}
+        norms["context_norm"] = self.context_norm
         return {name: norm for name, norm in norms.items() if norm is not None}
 
     @property
@@ -371,8 +383,9 @@ class AttentionSpec(Record):
         if self.latent is not None:
             norm, width = self.latent.norms[name]
             return norm.shapes(1, width)
-        num_heads = self.num_heads if name == "q_norm" else self.num_kv_heads
-        return self.norms[name].shapes(num_heads, self.value_head_dim if name == "v_norm" else self.head_dim)
+        num_heads = self.num_heads if name in ("q_norm", "context_norm") else self.num_kv_heads
+        is_of_values = name in ("v_norm", "context_norm")
+        return self.norms[name].shapes(num_heads, self.value_head_dim if is_of_values else self.head_dim)
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:

@@ -1,9 +1,10 @@
-"""T5's relative bias: what a score gains for the distance of its key, learned for buckets of distances."""
+"""Relative biases: what a score gains for the place of its key relative to the query, learned for buckets of places."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -70,3 +71,57 @@ class RelativeBias(Record):
         shared = np.minimum(num_exact + steps.astype(np.int64), count - 1)
         first = count * (distances > 0) if self.bidirectional else 0
         return first + np.where(away < num_exact, away, shared)
+
+
+@dataclass(frozen=True, repr=False)
+class GridBias(Record):
+    """A score gains a learned number of its head for the rows and columns between its query and its key.
+
+    The tokens of a call are the first ones of a grid, row by row: token i lies in row i // width, column i % width. Two
+    pairs of tokens share a bucket if both rows and columns of their queries and keys differ by equal numbers.
+
+    Attributes:
+        height: number of rows.
+        width: number of tokens in a row.
+        class_token: a token without a place precedes those of the grid. Three more buckets, the last ones, have it as
+            the query, as the key, and as both.
+
+    Raises:
+        TypeError: if a size is not an integer, or class_token not a boolean.
+        ValueError: if a size is not positive.
+
+    Source: Swin Transformer, arXiv:2103.14030, section 3.2; the class token: BEiT, arXiv:2106.08254.
+    """
+
+    height: int
+    width: int
+    class_token: bool = False
+
+    _positional: ClassVar[tuple[str, ...]] = ("height", "width")
+
+    def __post_init__(self) -> None:
+        for name in ("height", "width"):
+            object.__setattr__(self, name, as_count(name, getattr(self, name)))
+        object.__setattr__(self, "class_token", as_boolean("class_token", self.class_token))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole grid, the class token among them."""
+        return self.height * self.width + self.class_token
+
+    @property
+    def num_buckets(self) -> int:
+        """Differences of rows and columns, and three buckets for a class token."""
+        return (2 * self.height - 1) * (2 * self.width - 1) + 3 * self.class_token
+
+    def buckets(self) -> np.ndarray:
+        """The bucket of each query and key, integers, (num_tokens, num_tokens)."""
+        row, column = np.divmod(np.arange(self.height * self.width), self.width)
+        rows = row[:, None] - row + self.height - 1
+        columns = column[:, None] - column + self.width - 1
+        buckets = rows * (2 * self.width - 1) + columns
+        if not self.class_token:
+            return buckets
+        buckets = np.pad(buckets, ((1, 0), (1, 0)))
+        buckets[0, 1:], buckets[1:, 0], buckets[0, 0] = range(self.num_buckets - 3, self.num_buckets)
+        return buckets

@@ -12,13 +12,13 @@ from mha_spec.latent import Latent
 from mha_spec.norm import Norm
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal
-from mha_spec.relative_bias import RelativeBias
+from mha_spec.relative_bias import GridBias, RelativeBias
 from mha_spec.rope import Rope
 from mha_spec.scaling import SCALINGS
 from mha_spec.temperature import Temperature
 
 RECORDS: dict[str, type[Record]] = {"alibi": Alibi, "gate": Gate, "latent": Latent, "qk_norm": Norm, "v_norm": Norm}
-RECORDS |= {"relative_bias": RelativeBias, "temperature": Temperature}
+RECORDS |= {"relative_bias": RelativeBias, "temperature": Temperature, "context_norm": Norm}
 
 RecordT = TypeVar("RecordT", bound=Record)
 
@@ -44,7 +44,8 @@ def from_json(kind: type[RecordT], text: str) -> RecordT:
         values["rope"] = _rope_from(values["rope"])
     for name, record in RECORDS.items():
         if values.get(name) is not None:
-            values[name] = _from_fields(name, record, values[name])
+            is_grid = record is RelativeBias and "height" in values[name]
+            values[name] = _from_fields(name, GridBias if is_grid else record, values[name])
     return _from_fields("a specification", kind, values)
 
 

@@ -13,6 +13,7 @@ OUT_BIAS = "out_proj.bias"
 ROWS, COLUMNS = 0, 1
 
 OF_QUERIES: dict[str, int] = dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "q_norm", "sinks"), ROWS)
+OF_QUERIES["context_norm"] = ROWS
 OF_QUERIES |= {"out_proj": COLUMNS, "relative_bias": COLUMNS}
 OF_KEYS: dict[str, int] = dict.fromkeys(("k_proj", "v_proj", "k_norm", "v_norm"), ROWS)
 """What has something for each query head, or each key/value head, and on which axis. With latents, which every query

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mha_spec import AttentionSpec, Latent, Norm, Refusal, RelativeBias, Rope, WrongType
+from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, RelativeBias, Rope, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.norm import check_norm
 from mha_spec.rope import position_shapes
@@ -266,8 +266,10 @@ def check_bias(bias: Tensor | None, scores_shape: tuple[int, ...], query: Tensor
     check_device("bias", bias, query.device, "query")
 
 
-def check_relative_bias(table: Tensor | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
-    """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
+def check_relative_bias(
+    table: Tensor | None, relative_bias: RelativeBias | GridBias | None, scores_shape: tuple[int, ...]
+) -> None:
+    """Refuse a table that the layer does not have, one of other buckets or heads, or more tokens than a grid has."""
     if (table is None) != (relative_bias is None):
         raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
     if table is None or relative_bias is None:
@@ -275,11 +277,13 @@ def check_relative_bias(table: Tensor | None, relative_bias: RelativeBias | None
     check_array("relative_bias", table)
     if not table.is_floating_point():
         raise WrongType("relative_bias", "be floating point", {"relative_bias.dtype": table.dtype})
-    shape = (relative_bias.num_buckets, num_heads)
+    shape = (relative_bias.num_buckets, scores_shape[1])
     if tuple(table.shape) != shape:
         raise Refusal(
             "relative_bias", f"have shape (num_buckets, N) = {shape}", {"relative_bias.shape": tuple(table.shape)}
         )
+    if isinstance(relative_bias, GridBias) and max(scores_shape[2:]) > relative_bias.num_tokens:
+        raise Refusal("tokens", f"be at most the {relative_bias.num_tokens} of the grid", {"(T, S)": scores_shape[2:]})
 
 
 def check_sinks(sinks: Tensor | None, num_heads: int) -> None:

@@ -88,10 +88,10 @@ def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"])
 def project_output(
     project: Project, context: Float[Tensor, "B N T Hv"], query: Float[Tensor, "B T d_in"], spec: AttentionSpec
 ) -> Float[Tensor, "B T E"]:
-    """Gate the context if the layer has a gate, put its heads side by side, and project them where it has `out_proj`.
+    """Gate the context, put its heads side by side, normalize and project them, where the layer has that.
 
     Args:
-        project: applies a projection by its name.
+        project: applies a projection or a norm by its name.
         context: sums of values, (B, N, T, Hv).
         query: input of the layer, of which the gate is made.
         spec: the layer.
@@ -104,6 +104,7 @@ def project_output(
         check_features("gate_proj", gate, spec.num_heads * (1 if spec.gate.per_head else spec.value_head_dim))
         context = _gated(context, gate, query)
     output = combine_heads(context)
+    output = output if spec.context_norm is None else project("context_norm", output)
     return project("out_proj", output) if spec.out_proj else output
 
 

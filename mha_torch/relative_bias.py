@@ -1,27 +1,27 @@
-"""T5's relative bias: what scores gain for the distance of their keys, learned for buckets of distances."""
+"""Relative biases: what scores gain for the places of their keys, learned for buckets of places."""
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mha_spec import RelativeBias
+from mha_spec import GridBias, RelativeBias
 from mha_torch.arrays import constant
 
 
 def relative_position_bias(
     table: Float[Tensor, "..."],
-    relative_bias: RelativeBias,
+    relative_bias: RelativeBias | GridBias,
     seq_len_q: int,
     seq_len_k: int,
     q_offset: Int[Tensor, " B"] | None = None,
     *,
     scores_dtype: torch.dtype,
 ) -> Float[Tensor, "#B N T S"]:
-    """The number that a table has for the distance of each query and key, and each head.
+    """The number that a table has for the places of each query and key, and each head.
 
     Args:
         table: of the buckets and heads, (num_buckets, N).
-        relative_bias: which distances share a bucket.
+        relative_bias: which distances, or pairs of places on a grid, share a bucket.
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S.
         q_offset: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
@@ -30,8 +30,15 @@ def relative_position_bias(
     Returns:
         The bias of the scores, (B or 1, N, T, S).
 
-    Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1.
+    Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1; on a grid: Swin Transformer,
+    arXiv:2103.14030, section 3.2.
     """
+    if isinstance(relative_bias, GridBias):
+        places = torch.arange(seq_len_q, device=table.device)[None]
+        if q_offset is not None:
+            places = places + q_offset.to(places)[:, None]
+        buckets = constant(relative_bias.buckets(), table)[places.clamp(0, relative_bias.num_tokens - 1), :seq_len_k]
+        return table.to(scores_dtype)[buckets].movedim(3, 1)
     distances = torch.arange(-seq_len_q, seq_len_k, device=table.device)[None]
     if q_offset is not None:
         distances = distances - q_offset.to(distances)[:, None]

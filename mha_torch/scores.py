@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mha_spec import AttentionSpec, Refusal, RelativeBias
+from mha_spec import AttentionSpec, GridBias, Refusal, RelativeBias
 from mha_spec.rules import as_rate
 from mha_torch.checks import check_bias, check_device, check_keep, check_relative_bias, check_sinks
 from mha_torch.masks import block_of
@@ -19,7 +19,7 @@ class Scores:
         spec: layer whose scale, soft cap, ALiBi and relative bias apply; default: only the scale 1 / sqrt(H).
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
         sinks: attention sinks, a logit of each head without a value, (N,).
-        relative_bias: table of the relative bias, for each bucket of distances and head, (num_buckets, N).
+        relative_bias: table of the relative bias, for each bucket of places and head, (num_buckets, N).
         dropout: probability of dropping an attention weight.
         dropout_keep: True where an attention weight is kept, instead of a random draw; broadcasts to (B, N, T, S).
     """
@@ -35,7 +35,7 @@ class Scores:
         """Refuse changes that do not fit the scores (B, N, T, S), their queries or the layer."""
         if self.spec is not None and self.spec.sinks != (self.sinks is not None):
             raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": self.spec.sinks})
-        check_relative_bias(self.relative_bias, self.buckets, scores_shape[1])
+        check_relative_bias(self.relative_bias, self.buckets, scores_shape)
         check_bias(self.bias, scores_shape, query)
         check_sinks(self.sinks, scores_shape[1])
         for name in ("sinks", "relative_bias"):
@@ -60,8 +60,8 @@ class Scores:
         return None if self.spec is None else self.spec.alibi_slopes
 
     @property
-    def buckets(self) -> RelativeBias | None:
-        """Distances that share a number of the relative bias, or None."""
+    def buckets(self) -> RelativeBias | GridBias | None:
+        """Distances, or places on a grid, that share a number of the relative bias, or None."""
         return None if self.spec is None else self.spec.relative_bias
 
     @property

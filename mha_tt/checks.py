@@ -9,7 +9,7 @@ import numpy as np
 import ttnn
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Norm, Refusal, RelativeBias, Rope, WrongType
+from mha_spec import AttentionSpec, GridBias, Norm, Refusal, RelativeBias, Rope, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.norm import check_norm
 from mha_spec.rope import position_shapes
@@ -299,18 +299,22 @@ def check_bias(bias: np.ndarray | Tensor | None, scores_shape: tuple[int, ...]) 
     check_broadcasts("bias", tuple(bias.shape), scores_shape)
 
 
-def check_relative_bias(table: Tensor | None, relative_bias: RelativeBias | None, num_heads: int) -> None:
-    """Refuse a table that the layer does not have, or one that is not a number for each of its buckets and heads."""
+def check_relative_bias(
+    table: Tensor | None, relative_bias: RelativeBias | GridBias | None, scores_shape: tuple[int, ...]
+) -> None:
+    """Refuse a table that the layer does not have, one of other buckets or heads, or more tokens than a grid has."""
     if (table is None) != (relative_bias is None):
         raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
     if table is None or relative_bias is None:
         return
     check_floating("relative_bias", table, rank=4)
-    shape = (1, num_heads, 1, relative_bias.num_buckets)
+    shape = (1, scores_shape[1], 1, relative_bias.num_buckets)
     if tuple(table.shape) != shape:
         raise Refusal(
             "relative_bias", f"have shape (1, N, 1, num_buckets) = {shape}", {"relative_bias.shape": tuple(table.shape)}
         )
+    if isinstance(relative_bias, GridBias) and max(scores_shape[2:]) > relative_bias.num_tokens:
+        raise Refusal("tokens", f"be at most the {relative_bias.num_tokens} of the grid", {"(T, S)": scores_shape[2:]})
 
 
 def check_sinks(sinks: Tensor | None, num_heads: int) -> None:

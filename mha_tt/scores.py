@@ -9,7 +9,7 @@ import ttnn
 from jaxtyping import Bool, Float
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, Refusal, RelativeBias
+from mha_spec import AttentionSpec, GridBias, Refusal, RelativeBias
 from mha_spec.rules import as_rate
 from mha_tt.arrays import as_dtype
 from mha_tt.checks import check_bias, check_keep, check_relative_bias, check_sinks
@@ -28,7 +28,7 @@ class Scores:
         spec: layer whose scale, soft cap, ALiBi and relative bias apply; default: only the scale 1 / sqrt(H).
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key; on the device it is not read.
         sinks: attention sinks, a logit of each head without a value, (1, N, 1, 1).
-        relative_bias: table of the relative bias, for each head and bucket of distances, (1, N, 1, num_buckets).
+        relative_bias: table of the relative bias, for each head and bucket of places, (1, N, 1, num_buckets).
         dropout: probability of dropping an attention weight.
         dropout_keep: True where an attention weight is kept, instead of a random draw; broadcasts to (B, N, T, S).
         seed: seed of that draw.
@@ -46,7 +46,7 @@ class Scores:
         """Refuse changes that do not fit the scores (B, N, T, S) or the layer."""
         if self.spec is not None and self.spec.sinks != (self.sinks is not None):
             raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": self.spec.sinks})
-        check_relative_bias(self.relative_bias, self.buckets, scores_shape[1])
+        check_relative_bias(self.relative_bias, self.buckets, scores_shape)
         check_bias(self.bias, scores_shape)
         check_sinks(self.sinks, scores_shape[1])
         as_rate("dropout", self.dropout)
@@ -68,8 +68,8 @@ class Scores:
         return None if self.spec is None else self.spec.alibi_slopes
 
     @property
-    def buckets(self) -> RelativeBias | None:
-        """Distances that share a number of the relative bias, or None."""
+    def buckets(self) -> RelativeBias | GridBias | None:
+        """Distances, or places on a grid, that share a number of the relative bias, or None."""
         return None if self.spec is None else self.spec.relative_bias
 
     @property

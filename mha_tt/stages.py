@@ -61,7 +61,7 @@ def attention_scores(
     check_scored(query, key, spec)
     check_bias(bias, (*tuple(query.shape)[:3], key.shape[2]))
     scale, relative = score_scale(query, spec), None if spec is None else spec.relative_bias
-    check_relative_bias(relative_bias, relative, query.shape[1])
+    check_relative_bias(relative_bias, relative, (*tuple(query.shape)[:3], key.shape[2]))
     scores = ttnn.matmul(
         query,
         repeat_kv_heads(key, query.shape[1]),  # a product of matrices broadcasts no batch axis

@@ -4,6 +4,7 @@ from mha_spec import (
     Alibi as Alibi,
     AttentionSpec as AttentionSpec,
     Gate as Gate,
+    GridBias as GridBias,
     Latent as Latent,
     Norm as Norm,
     RelativeBias as RelativeBias,
@@ -50,6 +51,7 @@ from parity.foreign import (
 )
 from parity.foreign.live import from_transformers as from_transformers
 from parity.identification import Identification as Identification, identify as identify
+from parity.identification.layers import LiveLayer as LiveLayer, layers_of as layers_of
 from parity.models.specs import ModelLayer as ModelLayer, specs_of as specs_of
 from parity.reporting.plot import plot_attention as plot_attention
 from parity.running.models import run_model as run_model

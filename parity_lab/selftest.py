@@ -21,6 +21,7 @@ from mha_spec import (
     Alibi,
     AttentionSpec,
     Gate,
+    GridBias,
     Latent,
     LongRopeScaling,
     Norm,
@@ -113,8 +114,13 @@ SELFTEST_CASES = [
     ),
     Case(
         "norms-after-rope",
-        AttentionSpec(32, 4, rope=Rope(10000.0), qk_norm=Norm("layer", weight="1+w", bias=True, after_rope=True)),
-        "layer norms of what was rotated, their weight 1 + w",
+        AttentionSpec(
+            *(32, 4),
+            rope=Rope(10000.0),
+            qk_norm=Norm("layer", weight="1+w", bias=True, after_rope=True),
+            context_norm=Norm(over="width", eps=0.01),
+        ),
+        "layer norms of what was rotated, their weight 1 + w, and a norm of the context",
         seq_len=7,
         is_causal=True,
     ),
@@ -221,6 +227,12 @@ SELFTEST_CASES = [
         seq_len=9,
         chunks=(4, 1, 4),
         capacity=10,
+    ),
+    Case(
+        "grid-bias",
+        AttentionSpec(32, 4, qkv_bias=False, out_bias=False, relative_bias=GridBias(2, 4, class_token=True)),
+        "scores that gain by places on a grid",
+        seq_len=9,
     ),
     Case(
         "latents",

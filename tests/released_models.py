@@ -204,13 +204,17 @@ def _of_layer(tensors: Mapping[str, Tensor], layer: ModelLayer) -> tuple[str, di
 
 
 def _of_others(layer: ModelLayer, layers: list[ModelLayer], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The relative bias, which T5 keeps in the first layer of a stack, and MPNet outside all layers."""
+    """The relative bias, which T5 keeps in the first layer of a stack, and MPNet and BEiT outside all layers."""
     if layer.spec is None or layer.spec.relative_bias is None:
         return {}
+    names = ("relative_attention_bias.weight", "relative_position_bias.relative_position_bias_table")
     first = next(each for each in layers if (each.part, each.kind) == (layer.part, layer.kind))
-    own, shared = (_of_layer(tensors, each)[1].get("relative_attention_bias.weight") for each in (layer, first))
-    (common,) = [t for name, t in tensors.items() if name.endswith("encoder.relative_attention_bias.weight")] or [None]
-    return {"relative_bias": next(each for each in (own, shared, common) if each is not None)}
+    own, shared = (
+        [tensor for name, tensor in _of_layer(tensors, each)[1].items() if name.endswith(names)]
+        for each in (layer, first)
+    )
+    common = [t for name, t in tensors.items() if name.endswith(tuple(f"encoder.{name}" for name in names))]
+    return {"relative_bias": [*own, *shared, *common][0]}
 
 
 def _check(
@@ -241,6 +245,8 @@ SEPARATE = {
     "transformers.StableLM": ("q_proj", "k_proj", "v_proj", "o_proj"),
     **dict.fromkeys(("transformers.Flint", "transformers.MiMo-V2"), ("q_proj", "k_proj", "v_proj", "o_proj")),
     "transformers.Qwen3-Next": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "transformers.BitNet": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "transformers.Kosmos-2": ("q_proj", "k_proj", "v_proj", "out_proj"),
     "transformers.LFM2": ("q_proj", "k_proj", "v_proj", "out_proj"),
     "transformers.HunYuan": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "transformers.Gemma4": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -267,6 +273,7 @@ fourth of all heads."""
 
 BESIDE = {"q_norm": "q_norm", "k_norm": "k_norm", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
 BESIDE |= {"query_layernorm": "q_norm", "key_layernorm": "k_norm", "relative_bias": "relative_bias", "sinks": "sinks"}
+BESIDE |= {"attn_sub_norm": "context_norm", "inner_attn_ln": "context_norm"}
 BESIDE |= {"q_a_layernorm": "q_a_norm", "kv_a_layernorm": "kv_a_norm", "kv_a_proj_with_mqa": "kv_a_proj"}
 BESIDE |= {"softmax_offset": "sinks", "attention_sink_bias": "sinks", "dense_bias": "out_proj.bias"}
 BESIDE |= {name: name for name in ("q_a_proj", "q_b_proj", "kv_b_proj", "gate_proj")}

@@ -8,7 +8,7 @@ from flax import nnx
 from refusals import refuses, refuses_type
 
 import parity
-from mha_spec import Alibi, AttentionSpec, RelativeBias, Rope
+from mha_spec import Alibi, AttentionSpec, GridBias, RelativeBias, Rope
 
 ONLY_TORCH = pytest.mark.parametrize("sibling", ["torch"], indirect=True)
 
@@ -265,6 +265,12 @@ STAGES = {
         (HEADS, HEADS, None, RELATIVE, None, integers(8, 2)),
         {},
         refuses_type("relative_bias", {"relative_bias.dtype": ...}),
+    ),
+    "scores of more tokens than a grid has": (
+        "attention_scores",
+        (HEADS, HEADS, None, AttentionSpec(8, 2, relative_bias=GridBias(1, 2)), None, ones(3, 2)),
+        {},
+        refuses("tokens", {"(T, S)": (3, 3)}),
     ),
     "scores with a relative bias of no spec": (
         "attention_scores",

@@ -363,8 +363,12 @@ def test_a_module_of_another_part_is_not_taken_for_the_text():
     for module in (model.mit.encoder.layers[0].self_attn, model.vision_model.encoder.layers[0].self_attn):
         with refuses("module", "vision_config"):
             from_transformers(module, config, 0)
-    with refuses("module", "2 heads where layer 0 has 4"):  # also by the text's own configuration
-        from_transformers(model.mit.encoder.layers[0].self_attn, config.text_config, 0)
+    other = model.mit.encoder.layers[0].self_attn  # also by the text's own configuration
+    with refuses("module", "xclip_vision_model"):
+        from_transformers(other, config.text_config, 0)
+    del other.config
+    with refuses("module", "2 heads where layer 0 has 4"):
+        from_transformers(other, config.text_config, 0)
 
 
 def test_a_size_of_heads_that_transformers_has_by_itself_is_asked_for():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,12 +10,15 @@ import torch
 from selection import rest_thorough
 from test_identify import in_attention, inputs_of, small_model
 from torch import nn
-from transformers import Blip2QFormerConfig, Blip2QFormerModel, DetrConfig
+from transformers import Blip2QFormerConfig, Blip2QFormerModel, DetrConfig, LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.detr.modeling_detr import DetrDecoderLayer
 from transformers.models.idefics2.configuration_idefics2 import Idefics2PerceiverConfig
 from transformers.models.idefics2.modeling_idefics2 import Idefics2PerceiverResampler
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 import parity
+from mha_spec import Gate, Norm
 from parity.core.weights import unheld
 from parity.identification import Identification, identify
 
@@ -118,6 +122,13 @@ def test_positions_added_to_queries_and_keys_alone_are_told():
     assert found["self_attn"].to_dict()["inputs"]["value"] == "hidden_states"
 
 
+def test_an_argument_of_zeros_is_told_as_added():
+    model, inputs = detr()
+    found = by_name(identify(model, {**inputs, "hidden_states": torch.zeros(2, 9, 32)}))
+    assert found["self_attn"].inputs["query"] == "hidden_states + position_embeddings"
+    assert found["self_attn"].inputs["value"] == "hidden_states"
+
+
 def test_inputs_that_are_exchanged_are_told():
     model, inputs = detr()
     layer, kept = model.self_attn, {}
@@ -175,6 +186,76 @@ def test_keys_of_another_part_are_told(name):
     key = {"blip-2": "encoder_hidden_states", "idefics2": "context followed by latents"}[name]
     query = {"blip-2": "hidden_states", "idefics2": "latents"}[name]
     assert layer.inputs == {"query": query, "key": key, "value": key}
+
+
+# ---- Modules that no family has --------------------------------------------------------------------------------------
+
+
+class TinyAttention(nn.Module):
+    """Attention with a norm before its projections, values of another width, and a gate of each head."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.config = LlamaConfig(attn_implementation="eager")
+        self.kind, self.num_key_value_groups = kind, 1
+        make = {"convolutions": partial(nn.Conv1d, kernel_size=1)}.get(kind, nn.Linear)
+        self.norm, self.value_norm = nn.LayerNorm(32), nn.LayerNorm(6)
+        self.q, self.kv, self.gate, self.out = make(32, 32), make(32, 56), nn.Linear(32, 4), make(24, 32)
+        self.after = nn.LayerNorm(24 if kind == "norm-before-output" else 32)
+
+    def project(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        module = getattr(self, name)
+        return module(x.mT).mT if self.kind == "convolutions" else module(x)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = self.norm(hidden_states)
+        heads = (*x.shape[:-1], 4, -1)
+        q, (k, v) = self.project("q", x), self.project("kv", x).split([32, 24], -1)
+        q, k, v = (each.reshape(heads).transpose(1, 2) for each in (q, k, v))
+        v = self.value_norm(v)
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface("eager", eager_attention_forward)
+        context, _ = interface(self, q, k, v, None, scaling=8**-0.5)
+        context = context if self.kind == "norm-before-output" else context * torch.sigmoid(self.gate(x))[..., None]
+        context = context.reshape(*x.shape[:-1], -1)
+        if self.kind == "norm-before-output":
+            return self.out(self.after(context)) + hidden_states
+        return self.after(self.project("out", context)) + hidden_states
+
+
+def tiny(kind: str) -> Identification:
+    (found,) = identify(drawn(TinyAttention(kind)), {"hidden_states": numbers(2, 9, 32)})
+    assert found.spec is not None, str(found)
+    assert set(found.inputs.values()) == {"what norm returns"}
+    return found
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolutions"])
+def test_a_gate_of_each_head_and_values_of_another_width_are_identified(kind):
+    found = tiny(kind)
+    assert found.spec is not None
+    assert found.spec.gate == Gate(per_head=True, bias=True)
+    assert found.spec.value_head_dim == 6
+    assert found.spec.v_norm == Norm(kind="layer", bias=True, eps=1e-5)
+    assert found.weights["v_proj.weight"].shape == (24, 32)
+    assert found.output == "what out returns, then after, plus hidden_states"
+
+
+def test_a_context_that_is_normalized_before_its_projection():
+    (found,) = identify(drawn(TinyAttention("norm-before-output")), {"hidden_states": numbers(2, 9, 32)})
+    assert found.spec is not None, found.refusal
+    assert found.spec.context_norm is not None
+
+
+def test_positions_that_begin_at_one_are_seen():
+    model = small_model("llama")
+
+    def count_from_one(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return args, {"position_ids": torch.arange(1, 25)[None], **kwargs}
+
+    model.register_forward_pre_hook(count_from_one, with_kwargs=True)
+    for layer in identify(model, inputs_of("llama")):
+        assert layer.spec is not None, str(layer)
+        assert layer.positions == ((1, 24), (4000, 4023))
 
 
 # ---- Padding ---------------------------------------------------------------------------------------------------------

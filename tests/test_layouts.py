@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from refusals import refuses, refuses_type
 
-from mha_spec import Alibi, Gate, Latent, LinearScaling, Norm, Refusal, RelativeBias, Rope, Temperature
+from mha_spec import Alibi, Gate, GridBias, Latent, LinearScaling, Norm, Refusal, RelativeBias, Rope, Temperature
 from parity import AttentionSpec, random_weights
 from parity.conversion.layouts.canonical import from_canonical, to_canonical
 from parity.conversion.layouts.detection import placements
@@ -491,9 +491,11 @@ SPECS = {
     "megatron.gate": replace(OF_ONE_WIDTH, gate=Gate(bias=True)),
     "maxtext.MLA": replace(LATENTS, qkv_bias=False),
 }
+OF_IMAGES = ("BERT", "ViT", "ViT-5")
 TOLD = {
     "canonical, everything": ("canonical", replace(GQA, gate=Gate(bias=True), qk_norm=Norm(), sinks=True)),
     "canonical, relative bias": ("canonical", replace(MHA, relative_bias=RelativeBias(), qkv_bias=(True, False, True))),
+    **{f"{name}, grid": (f"transformers.{name}", replace(MHA, relative_bias=GridBias(2, 3))) for name in OF_IMAGES},
     "canonical, latents": ("canonical", LATENTS),
     "mha_jax, latents": ("mha_jax", LATENTS),
     "mha_jax, gate": ("mha_jax", replace(GQA, gate=Gate(per_head=True), value_head_dim=3)),

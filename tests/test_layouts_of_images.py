@@ -1,7 +1,9 @@
-"""Encoders of images: what their layouts carry, and that biases of relative positions are refused or left out by name.
+"""Encoders of images: what their layouts carry, and that biases on a grid are told, refused or left out by name.
 
 Nothing is downloaded: models are tiny and have random weights.
 """
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from released_models import draw
 from safetensors.numpy import load_file
 
 import mha_torch
+from mha_spec import GridBias
 from parity import convert, convert_file, load_into
 from parity.cli.main import main
 from parity.conversion.layers import open_layers
@@ -53,7 +56,7 @@ def test_swin_without_its_bias_is_converted_and_back_bit_for_bit(family, tmp_pat
 
 
 @unread_window
-def test_a_layer_of_swin_is_ours_with_its_bias_given(tmp_path):
+def test_a_layer_of_swin_is_ours_with_its_bias_given_or_told(tmp_path):
     model = saved(transformers.SwinModel, tmp_path / "model")
     drop = ["relative_position_bias"]
     convert_file(tmp_path / "model", tmp_path / "c.safetensors", target="canonical", drop=drop, **TOLD)
@@ -68,6 +71,11 @@ def test_a_layer_of_swin_is_ours_with_its_bias_given(tmp_path):
         without, _ = ours(x)
     assert np.abs(found.numpy() - expected).max() < 1e-5 * np.abs(expected).max()
     assert np.abs(without.numpy() - expected).max() > 1e-2 * np.abs(expected).max()
+    told = replace(spec, relative_bias=GridBias(4, 4))
+    weights = convert(module.state_dict(), source="transformers.ViT-5", target="canonical", spec=told)
+    with torch.no_grad():
+        found, _ = load_into(mha_torch.MultiHeadAttention(told), weights)(x)
+    assert np.abs(found.numpy() - expected).max() < 1e-5 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("family", SWIN)
@@ -77,7 +85,7 @@ def test_a_bias_of_relative_positions_is_not_lost_without_a_word(family, tmp_pat
     command += ["--from", "transformers.BERT", "--prefix", BLOCKS, "--head-dim", "8"]
     assert main(command) == 2
     name, remedy = "'self.relative_position_bias_table'", {"--drop": "relative_position_bias"}
-    assert refuses("a layer in transformers.BERT", name, remedy=remedy).is_printed_in(capsys.readouterr().err)
+    assert refuses(f"what [{name}] do in transformers.BERT", remedy=remedy).is_printed_in(capsys.readouterr().err)
     assert not (tmp_path / "c.npz").exists()
     assert main([*command, "--drop", "relative_position_bias"]) == 0
     assert main(["inspect", str(tmp_path / "model")]) == 0
@@ -120,7 +128,7 @@ def under(prefix, tensors):
 @pytest.mark.parametrize(("layout", "made"), [("transformers.ViT", of_beit), ("transformers.ViT-5", of_module)])
 def test_such_a_bias_is_refused_by_name_in_memory(layout, made, tmp_path):
     layer = made(tmp_path / "model")
-    with refuses("a layer in transformers.ViT…"):
+    with refuses("what […relative_position_bias_table'] do in transformers.ViT…"):
         convert(layer, source=layout, target="canonical", num_heads=2)
     layer = {name: x for name, x in layer.items() if "relative_position" not in name}
     if layout == "transformers.ViT-5":

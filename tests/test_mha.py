@@ -186,6 +186,20 @@ def test_a_relative_bias_adds_what_the_table_has_for_the_bucket(sibling):
     assert later == pytest.approx(np.stack([table[[[1, 0], [1, 1]]].transpose(2, 0, 1), expected]))
 
 
+def test_a_grid_bias_adds_what_the_table_has_for_both_places(sibling):
+    record = parity.GridBias(1, 2, class_token=True)
+    zeros = sibling.array(np.zeros((2, 2, 2, 4), np.float32))
+    scores, spec = sibling.package.attention_scores, parity.AttentionSpec(8, 2, relative_bias=record)
+    table = np.arange(12, dtype=np.float32).reshape(
+        6, 2
+    )  # of 1 after, 0, 1 before; the class token as query, key, both
+    expected = table[[[5, 3], [4, 1]]].transpose(2, 0, 1)
+    found = sibling.numpy(scores(zeros, zeros, None, spec, None, sibling.array(table)))
+    assert found == pytest.approx(np.stack([expected] * 2))
+    later = sibling.numpy(scores(zeros, zeros, None, spec, sibling.array([1, 0]), sibling.array(table)))
+    assert later == pytest.approx(np.stack([table[[[4, 1], [4, 2]]].transpose(2, 0, 1), expected]))
+
+
 def test_a_sink_takes_weight_and_gives_none_back(sibling):
     scores, sinks = np.array([[[[0.0, 1.0]], [[2.0, 3.0]]]], np.float32), np.array([2.0, -1.0], np.float32)
     hidden = np.array([[[[False, True]]], [[[True, True]]]])
@@ -929,6 +943,18 @@ def test_a_gate_multiplies_by_its_sigmoid(sibling):
     expected = np.arange(8).reshape(1, 2, 2, 2) + 1
     assert np.abs(features - expected * np.array([0.5, 0.75])).max() <= 8 * EPSILON
     assert np.abs(heads - expected * np.array([0.5, 0.75])[:, None, None]).max() <= 8 * EPSILON
+
+
+def test_a_norm_of_the_context_divides_by_the_root_of_its_mean_square(sibling):
+    plain = parity.AttentionSpec(8, 2, out_proj=False)
+    normed = plain.replace(context_norm=parity.Norm(over="width", weight=None, eps=1e-12))
+    x = sibling.array(problem(plain)["query"])
+    before, found = (
+        sibling.numpy(filled(sibling, "MultiHeadAttention", spec)(x, x)[0]).astype(np.float64)
+        for spec in (plain, normed)
+    )
+    expected = before / np.sqrt((before**2).mean(axis=-1, keepdims=True))
+    assert np.abs(found - expected).max() <= 8 * EPSILON * np.abs(expected).max()
 
 
 def test_a_gate_of_another_shape_is_refused(sibling):

@@ -54,7 +54,13 @@ IMAGES = {
     **{name: Model(name, VIT, "pixels") for name in ("clip_vision_model", "siglip_vision_model")},
     **{name: Model(name, VIT, "pixels") for name in ("chinese_clip_vision_model", "aimv2_vision_model")},
     "beit": Model("beit", VIT, "pixels", module={"": "layers.{i}.attention"}),
-    "data2vec-vision": Model("data2vec-vision", VIT, "pixels", **BERT),
+    "beit, a grid for each": Model(
+        "beit", {**VIT, "use_relative_position_bias": True}, "pixels", module={"": "layers.{i}.attention"}
+    ),
+    "beit, one grid": Model(
+        "beit", {**VIT, "use_shared_relative_position_bias": True}, "pixels", module={"": "layers.{i}.attention"}
+    ),
+    "data2vec-vision": Model("data2vec-vision", {**VIT, "use_relative_position_bias": True}, "pixels", **BERT),
     "yolos": Model(
         "yolos", {"image_size": [6, 6], "patch_size": 2, "qkv_bias": False}, "pixels", output="output.dense"
     ),
@@ -212,6 +218,14 @@ HALF_SECTIONS, SHORT_SECTIONS = ({**rope, "mrope_section": [2, 1, 1]} for rope i
 SECTIONS = {**LATER, "mrope_section": [4, 2, 2]}
 OF_EACH = {"rope_parameters": {"sliding_attention": LATER, "full_attention": {**LATER, "rope_theta": 7e3}}}
 LIKE_LLAMA = {
+    "bitnet": Model("bitnet", KV),
+    "kosmos_2_text_model": Model(
+        "kosmos_2_text_model",
+        dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers"), LEFT_OUT)
+        | {"embed_dim": 32, "layers": 2, "attention_heads": 4, "ffn_dim": 24},
+        class_name="kosmos2.Kosmos2TextModel",
+        dtype=torch.float32,
+    ),
     "aria_text": Model("aria_text", {**WIDE, "attention_bias": True, "moe_num_experts": 4}),
     "eurobert": Model("eurobert", {**WIDE, "attention_bias": True}),
     "qwen2_5_vl_text": Model("qwen2_5_vl_text", {**KV, "rope_parameters": SHORT_SECTIONS}, "places"),

@@ -15,6 +15,7 @@ from mha_spec import (
     Alibi,
     DynamicScaling,
     Gate,
+    GridBias,
     Latent,
     LinearScaling,
     Llama3Scaling,
@@ -139,6 +140,7 @@ def test_the_repr_of_a_spec_makes_it():
         (Gate(), "Gate()"),
         (Alibi(scaled=True), "Alibi(scaled=True)"),
         (RelativeBias(max_distance=64), "RelativeBias(max_distance=64)"),
+        (GridBias(7, 4, class_token=True), "GridBias(7, 4, class_token=True)"),
         (Temperature(8192), "Temperature(length=8192)"),
         (YarnScaling(4, 32, truncate=False), "YarnScaling(factor=4.0, original_length=32, truncate=False)"),
     ],
@@ -235,6 +237,12 @@ LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
         (LATENT | {"qkv_bias": (True, True, False)}, refuses("qkv_bias", qkv_bias=(True, True, False))),
         (LATENT | {"rope": Rope()}, refuses("rope", rope=..., latent=...)),
         (LATENT | {"rope": Rope(rotary_dim=2)}, refuses("rope", rope=..., latent=...)),
+        ({"d_model": 8, "num_heads": 2, "context_norm": Norm()}, refuses("context_norm", context_norm=...)),
+        (
+            {"d_model": 8, "num_heads": 2, "context_norm": Norm(over="width"), "gate": Gate()},
+            refuses("gate", gate=..., context_norm=...),
+        ),
+        (LATENT | {"context_norm": Norm(over="width")}, refuses("context_norm", context_norm=..., latent=...)),
         ({"d_model": 8, "num_heads": 2, "alibi": True}, refuses_type("alibi", alibi=True)),
         (
             {"d_model": 8, "num_heads": 2, "relative_bias": 32},
@@ -243,6 +251,10 @@ LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
         (
             {"d_model": 8, "num_heads": 2, "alibi": Alibi(), "relative_bias": RelativeBias()},
             refuses("alibi", alibi=..., relative_bias=...),
+        ),
+        (
+            {"d_model": 8, "num_heads": 2, "relative_bias": GridBias(2, 2), "window_size": 2},
+            refuses("window_size", window_size=2, grid=...),
         ),
         ({"d_model": 8, "num_heads": 2, "sinks": 1}, refuses_type("sinks", sinks=1)),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": 0.0}, refuses("clip_qkv", clip_qkv=0.0)),
@@ -427,6 +439,29 @@ def test_a_relative_bias_has_a_number_for_each_bucket_and_head():
     assert spec.has_distance_bias
     assert not AttentionSpec(8, 4).has_distance_bias
     assert {name for name in weight_shapes(AttentionSpec(8, 4)) if "relative" in name} == set()
+
+
+def test_a_grid_bias_has_a_number_for_each_difference_of_places():
+    spec = AttentionSpec(8, 4, relative_bias=GridBias(2, 3))
+    assert list(spec.parameters.items()) == [("relative_bias", (15, 4))]
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert GridBias(1, 3).buckets().tolist() == [[2, 1, 0], [3, 2, 1], [4, 3, 2]]
+    assert GridBias(3, 1).buckets().tolist() == GridBias(1, 3).buckets().tolist()
+    assert GridBias(2, 2).buckets().tolist() == [[4, 3, 1, 0], [5, 4, 2, 1], [7, 6, 4, 3], [8, 7, 5, 4]]
+    assert GridBias(1, 2, class_token=True).buckets().tolist() == [[5, 3, 3], [4, 1, 0], [4, 2, 1]]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "refusal"),
+    [
+        ({"height": 0, "width": 2}, refuses("height", height=0)),
+        ({"height": 2, "width": 2.0}, refuses_type("width", width=2.0)),
+        ({"height": 2, "width": 2, "class_token": 1}, refuses_type("class_token", class_token=1)),
+    ],
+)
+def test_a_grid_bias_refuses_what_does_not_fit(keywords, refusal):
+    with refusal:
+        GridBias(**keywords)
 
 
 def test_buckets_grow_with_the_logarithm_of_the_distance():
@@ -742,10 +777,17 @@ def test_cases_cover_what_attention_can_do():
         "sinks": any(case.spec.sinks for case in cases if not case.is_cached),
         "ALiBi": any(case.spec.alibi for case in cases if not case.is_cached),
         "ALiBi with a cache": any(case.spec.alibi for case in cases if case.is_cached),
-        "relative bias": any(case.spec.relative_bias for case in cases if not case.is_cached),
-        "relative bias with a cache": any(case.spec.relative_bias for case in cases if case.is_cached),
+        **{
+            f"{kind.__name__}, {'with' if cached else 'without'} a cache": any(
+                isinstance(case.spec.relative_bias, kind) and case.is_cached == cached for case in cases
+            )
+            for kind in (RelativeBias, GridBias)
+            for cached in (False, True)
+        },
         "sinks with a cache": any(case.spec.sinks for case in cases if case.is_cached),
         "norm of values": any(case.spec.v_norm for case in cases),
+        "norm of the context": any(case.spec.context_norm for case in cases if not case.is_cached),
+        "norm of the context with a cache": any(case.spec.context_norm for case in cases if case.is_cached),
         "norm with a cache": any(case.spec.norms for case in cases if case.is_cached),
         **{
             f"{kind} NaN, {'with' if cached else 'without'} a cache": any(

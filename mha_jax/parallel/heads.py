@@ -19,7 +19,7 @@ from mha_spec import AttentionSpec, Refusal, WrongType
 
 __all__ = ["shard", "shard_cache"]
 
-OF_QUERIES = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "q_norm", "sinks", "relative_bias")
+OF_QUERIES = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "q_norm", "context_norm", "sinks", "relative_bias")
 OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")
 """What has something for each query head, or each key/value head."""
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mha_spec import Refusal
+from mha_spec import Refusal, RelativeBias
 from mha_torch.alibi import alibi_bias
 from mha_torch.arrays import at_least_float32, values_of, without_autocast
 from mha_torch.heads import repeat_kv_heads
@@ -49,8 +49,8 @@ def supports(scores: Scores) -> bool:
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
     """Return the context, with the cheapest form of the mask."""
     rate, scale, sinks = scores.dropout, scores.scale, scores.sinks
-    # Without causality a relative bias is made at once, which is faster.
-    in_blocks = scores.slopes is not None or (scores.relative_bias is not None and mask.is_causal)
+    # Without causality a relative bias is made at once, which is faster; that of a grid depends on more than distances.
+    in_blocks = scores.slopes is not None or (isinstance(scores.buckets, RelativeBias) and mask.is_causal)
     if in_blocks and query.shape[2] > _QUERIES_WITH_BIAS:
         return _attend_in_query_blocks(query, key, value, mask, scores)
     is_plain = mask.has_only("is_causal", "key_padding_lengths")

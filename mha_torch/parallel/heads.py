@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 
 from mha_spec import AttentionSpec, Refusal, WrongType
-from mha_spec.shares import axis_of_heads, local_heads
+from mha_spec.shares import OF_QUERIES, axis_of_heads, local_heads
 from mha_torch.arrays import is_distributed
 from mha_torch.latent_mha import hooks_of
 from mha_torch.masks import Mask
@@ -156,13 +156,13 @@ def _spec_of(spec: AttentionSpec, size: int, rank: int) -> AttentionSpec:
 
 
 def _heads_of_norm(spec: AttentionSpec, name: str) -> int:
-    return spec.num_heads if name == "q_norm" else spec.num_kv_heads
+    return spec.num_heads if name in OF_QUERIES else spec.num_kv_heads
 
 
 def _width_of(spec: AttentionSpec, name: str, mesh: DeviceMesh) -> WidthShard:
     """What a process has of the width of a norm."""
     held = [local_heads(spec, mesh.size(), rank) for rank in range(mesh.get_local_rank() + 1)]
-    *others, own = [list(each.queries) if name == "q_norm" else each.keys for each in held]
+    *others, own = [list(each.queries) if name in OF_QUERIES else each.keys for each in held]
     before = {head for heads in others for head in heads}
     counted = [place for place, head in enumerate(own) if head not in {*before, *own[:place]}]
     return WidthShard(mesh, own, counted, _heads_of_norm(spec, name))
@@ -374,7 +374,7 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
             hint="a layer with three projections takes the same weights (parity.load_into)",
         )
     for name, norm in spec.norms.items():
-        if name != "q_norm" and norm.per_head and spec.num_kv_heads % size:
+        if name not in OF_QUERIES and norm.per_head and spec.num_kv_heads % size:
             raise Refusal(
                 name,
                 "not be per_head where processes share key/value heads",

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, GridBias, Refusal
 from mha_torch.arrays import at_least_float32
 from mha_torch.checks import check_lengths
 from mha_torch.kernels.nonfinite import attends_to_any, nonfinite_tokens, zero_where
@@ -454,5 +454,7 @@ def check_known_to_ring(mask: Mask, scores: Scores) -> None:
                 "be None where tokens are divided; causality, lengths, windows and chunks hold for whole sequences",
                 {f"{name}.shape": tuple(given.shape)} if isinstance(given, Tensor) else type(given).__name__,
             )
+    if isinstance(scores.buckets, GridBias):
+        raise Refusal("relative_bias", "be one of distances where tokens are divided", relative_bias=scores.buckets)
     if scores.dropout or scores.dropout_keep is not None:
         raise Refusal("dropout", "be 0 where tokens are divided (eval() switches it off)", dropout=scores.dropout)

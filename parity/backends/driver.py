@@ -81,8 +81,9 @@ def _weigh(sibling: Any, attn_weights: Any, v: Any) -> Any:
 
 def _combine(sibling: Any, spec: AttentionSpec, weights: Any, context: Any, gate: Any) -> Any:
     context = context if gate is None else sibling.apply_gate(context, gate)
-    output = sibling.combine_heads(context)
-    return sibling.project_with(weights, spec)("out_proj", output) if spec.out_proj else output
+    output, project = sibling.combine_heads(context), sibling.project_with(weights, spec)
+    output = output if spec.context_norm is None else project("context_norm", output)
+    return project("out_proj", output) if spec.out_proj else output
 
 
 def _append(sibling: Any, cache: Any, k: Any, v: Any, new_lengths: Any) -> Any:

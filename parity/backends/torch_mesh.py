@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import mha_torch
-from mha_spec import AttentionSpec, Refusal
+from mha_spec import AttentionSpec, GridBias, Refusal
 from mha_torch import parallel
 from mha_torch.arrays import is_distributed
 from mha_torch.parallel.heads import check_divides
@@ -74,6 +74,8 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
     known = {**case.hides, "is_causal": None, "key_padding_lengths": None}
     if case.random_mask or case.window_size is not None or case.bias or any(x is not None for x in known.values()):
         return "masks and biases would have to go round with the keys"
+    if isinstance(case.spec.relative_bias, GridBias):
+        return "a ring knows the biases of distances only"
     rope = case.spec.rope
     if rope is not None and rope.depends_on_length:
         return "frequencies that depend on the length are not those of a part"

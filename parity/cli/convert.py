@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
+from importlib.util import find_spec
 
 from parity.cli.help import Page, Result
-from parity.cli.layers import add_layer_options, layer_options, warn_of_parts
+from parity.cli.layers import add_layer_options, layer_options, said_of_layers, warn_of_parts
 from parity.cli.messages import refusal, warn
 from parity.cli.options import name_list
 from parity.text import some_of
@@ -60,15 +62,24 @@ def run(options: argparse.Namespace) -> Result:
     """Convert, and print what became of the tensors."""
     from parity.conversion.convert import convert_file
     from parity.conversion.inspect import count_tensors
+    from parity.identification.folders import is_unknown, observe_folder, observed_file
     from parity.reporting.console import console, progress_bar
     from parity.reporting.conversion import print_conversion
 
     gib = options.max_shard_gib
     if gib is not None and not 0 < gib <= MOST_GIB:
         raise refusal("--max-shard-gib", f"be a number > 0 and <= {MOST_GIB}", {"--max-shard-gib": gib})
-    with progress_bar(count_tensors(options.source)) as on_tensor:
+    source, observed = options.source, []
+    with ExitStack() as stack:
+        if not said_of_layers(options) and find_spec("transformers") and is_unknown(source):
+            try:
+                observed = observe_folder(source)
+                source = stack.enter_context(observed_file(observed))
+            except (OSError, ValueError) as error:
+                warn(f"not observed: {error}")
+        on_tensor = stack.enter_context(progress_bar(count_tensors(source)))
         converted = convert_file(
-            options.source,
+            source,
             options.target,
             source=options.layout,
             target=options.to,
@@ -85,6 +96,10 @@ def run(options: argparse.Namespace) -> Result:
             **layer_options(options),
         )
     print_conversion(converted, options.to, console())
+    for layer in observed:
+        warn(f"no rules of a family, observed with random inputs: {layer}")
+    if source != options.source:
+        warn("left out: all tensors but those of its attention layers, which rules would tell apart")
     warn_of_parts(options.source)
     for what, names in (
         ("not in the file, which by its config.json should have them", converted.missing),

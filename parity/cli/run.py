@@ -42,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     whose.add_argument("--model", metavar="FOLDER", help="run every layer of this model instead: config.json, weights")
     whose.add_argument("--weights", metavar="FILE", help="run one layer of this file instead, in any layout")
     what.add_argument("--layers", type=range_list, metavar="0,5-7", help="layers of --model; default: all")
-    what.add_argument("--against", choices=("transformers",), help="with --model: also judge transformers' own modules")
+    what.add_argument(
+        "--against",
+        choices=("transformers",),
+        help="with --model: also judge transformers' own modules; observe a model of an unknown family",
+    )
 
     how = parser.add_argument_group("how to run")
     how.add_argument(
@@ -187,6 +191,8 @@ def _check_weight_options(options: argparse.Namespace) -> None:
 
 def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:
     """Run the layers of a model."""
+    from mha_spec import Refusal
+    from parity.identification.folders import is_unknown
     from parity.reporting.console import progress_bar
     from parity.running.models import run_model
 
@@ -194,18 +200,23 @@ def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:
         raise ModuleNotFoundError("--against transformers needs transformers; pip install transformers")
     warn_of_parts(options.model)
     with progress_bar(None) as on_case:
-        return run_model(
-            options.model,
-            options.backends,
-            options.dtypes,
-            layers=options.layers,
-            against=options.against,
-            layout=options.layout,
-            prefix=options.prefix,
-            on_case=on_case,
-            **told,
-            **layer_options(options),
-        )
+        try:
+            return run_model(
+                options.model,
+                options.backends,
+                options.dtypes,
+                layers=options.layers,
+                against=options.against,
+                layout=options.layout,
+                prefix=options.prefix,
+                on_case=on_case,
+                **told,
+                **layer_options(options),
+            )
+        except Refusal as error:
+            if options.against is None and is_unknown(options.model):
+                error.hint = "; ".join(filter(None, [error.hint, "--against transformers observes its layers"]))
+            raise
 
 
 def _chosen_cases(options: argparse.Namespace) -> list[Case]:

@@ -11,10 +11,10 @@ PAGE = Page(
     "read what each attention layer of a model computes",
     "Read the configuration of a Hugging Face model. Report what each of its attention layers computes, and "
     "which key specifies it. With --live, observe a model in memory instead, and report how each field was "
-    "found.",
+    "found. Check the rules of its family by that.",
     "mha-parity spec checkpoints/llama",
     "every layer is understood",
-    "a live layer was not identified",
+    "a live layer is refused",
 )
 
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--live",
         metavar="PKG.MODULE:NAME",
-        help="a function that returns a torch model, in evaluation, and the keywords of a call as a mapping",
+        help="a function that returns a torch or Flax model, in evaluation, and the keywords of a call as a mapping",
     )
     parser.add_argument(
         "--part",
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> Result:
 def _observe(options: argparse.Namespace) -> Result:
     """Print what the layers of a live model compute, or why that was not found."""
     from parity.conformance.discover import load_callable
-    from parity.identification import identify
+    from parity.identification.layers import layers_of
     from parity.reporting.console import console
 
     if options.part is not None:
@@ -51,7 +51,7 @@ def _observe(options: argparse.Namespace) -> Result:
     made = load_callable(options.live)()
     if not (isinstance(made, tuple) and len(made) == 2):
         raise refusal("--live", "name a function that returns a model and its inputs", type(made).__name__)
-    found, out = identify(*made), console()
+    found, out = layers_of(*made), console()
     for layer in found:
         out.print(str(layer), markup=False, highlight=False, soft_wrap=True)
     told = [layer.to_dict() for layer in found]
@@ -59,6 +59,8 @@ def _observe(options: argparse.Namespace) -> Result:
 
 
 def _read(options: argparse.Namespace) -> Result:
+    """Print what a configuration says of layers."""
+    from mha_spec import Refusal
     from parity.models.config import read_config
     from parity.models.specs import known_parts, part_of, specs_of, unknown_parts
     from parity.reporting.console import console
@@ -66,7 +68,11 @@ def _read(options: argparse.Namespace) -> Result:
 
     config, out = read_config(options.path), console()
     names = (list(known_parts(config)) or [""]) if options.part is None else [options.part]
-    layers = {name: specs_of(config, part=name or None) for name in names}
+    try:
+        layers = {name: specs_of(config, part=name or None) for name in names}
+    except Refusal as error:
+        error.hint = "; ".join(filter(None, [error.hint, "--live observes a model that runs"]))
+        raise
     unread = unknown_parts(config) if options.part is None else {}
     for name, found in layers.items():
         if name:

@@ -84,7 +84,7 @@ class FileHints:
         return {*self.unread, *self.model.plain.unread, *self.model.unread_of_known, "rope_theta"}
 
     def without_unsaid(self, names: Iterable[str], layouts: Iterable[Layout]) -> FileHints:
-        """Return the same of layers without what no specification says, if any of a file's names is of that."""
+        """Return the same of layers without their biases on a grid, if any of a file's names is of that."""
         unsaid = dict.fromkeys(pattern for layout in layouts for pattern in layout.unsaid)
         if not any(fnmatch.fnmatchcase(name, f"*{pattern}") for name in names for pattern in unsaid):
             return self

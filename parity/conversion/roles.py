@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from mha_spec import AttentionSpec
+from mha_spec.shares import OF_QUERIES
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,11 @@ def roles(spec: AttentionSpec) -> dict[str, Role]:
         part = name.partition(".")[0]
         if name == "out_proj.weight":  # with latents a value has features of its own, whose rows lie in kv_b_proj
             found[name] = Role(1, "q", "v" if spec.latent is None else "")
-        elif part in ("q_norm", "k_norm", "v_norm"):
+        elif part in ("q_norm", "k_norm", "v_norm", "context_norm"):
             has_heads = len(shape) == 2 or spec.norms[part].over == "width"
-            heads = ("q" if part == "q_norm" else "kv") if has_heads else "shared"
-            found[name] = Role(0 if len(shape) == 1 else None, heads, "v" if part == "v_norm" else "qk")
+            heads = ("q" if part in OF_QUERIES else "kv") if has_heads else "shared"
+            features = "v" if part in ("v_norm", "context_norm") else "qk"
+            found[name] = Role(0 if len(shape) == 1 else None, heads, features)
         elif part in of_parts:
             found[name] = of_parts[part]
     return found

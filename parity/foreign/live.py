@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, cast
 
 from mha_spec import AttentionSpec, Refusal, WrongType
 from parity.conversion.layouts import LAYOUTS, to_canonical
 from parity.conversion.layouts.canonical import shapes_in
-from parity.conversion.layouts.detection import DoesNotFit
+from parity.conversion.layouts.detection import DoesNotFit, SpecUnknown
 from parity.core.weights import Weights
 from parity.models.config import values_of
+from parity.models.families import FAMILIES
 from parity.models.specs import ModelLayer, known_parts, sections_named, sections_of, specs_of, why_unknown
 
-OBSERVE = "parity.identify finds what a live layer computes without rules of its family"
+LIVE = ["canonical", *(name for name in LAYOUTS if name.startswith("transformers."))]
+"""Layouts by whose names modules of transformers may hold their weights."""
+
+USUAL = re.compile(r"(?:.*\.)?(?:layers?|blocks?|h)\.(\d+)\.(?:self_?)?(?:attn|attention)")
+"""Paths of self-attention in memory."""
+
+OBSERVE = "parity.layers_of(model, inputs) finds what it computes by observation"
 
 
 def from_transformers(
-    module: Any, config: Any, layer_idx: int | None = None, *, path: str | None = None
+    module: Any, config: Any = None, layer_idx: int | None = None, *, path: str | None = None
 ) -> tuple[AttentionSpec, Weights]:
     """The specification and canonical weights of an attention module of transformers, bit for bit.
 
     Args:
-        module: of one layer: `model.model.layers[3].self_attn`.
-        config: of the model: its `config`, or the values of one by name, or the path of its folder.
-        layer_idx: which layer it is, from 0; `module.layer_idx` when absent.
+        module: of one layer, `model.model.layers[3].self_attn`; or the whole model, with `path`. A model knows by which
+            names files hold its layers, which tells its parts apart.
+        config: of the model: its `config`, or the values of one by name, or the path of its folder; `module.config`
+            when absent.
+        layer_idx: which layer it is, from 0; `module.layer_idx` when absent. With a whole model its path says it.
         path: where it lies, in models in which several modules of one number fit: `decoder.layers.3.encoder_attn`.
 
     Returns:
@@ -33,54 +44,154 @@ def from_transformers(
 
     Raises:
         OSError: if there is no such folder.
-        TypeError: if the number of the layer is not known.
+        TypeError: if the number of the layer is not known, or there is no configuration.
         ValueError: if the configuration is not understood, has no such layer, the module holds other weights than
             that layer or has other heads, or it computes with a weight that another module holds.
     """
-    values = values_of(config)
+    layer, weights = find_layer(module, config, layer_idx, path=path)
+    return cast(AttentionSpec, layer.spec), weights
+
+
+def find_layer(
+    module: Any, config: Any = None, layer_idx: int | None = None, *, path: str | None = None
+) -> tuple[ModelLayer, Weights]:
+    """Return which layer of its model a live module is, and its canonical weights; as `from_transformers`.
+
+    Raises:
+        OSError, TypeError, ValueError: as `from_transformers`.
+    """
+    values = values_of(getattr(module, "config", None) if config is None else config)
+    path = path or None
+    model = module if path in dict(module.named_modules()) else None
+    module = module if path is None or model is None else model.get_submodule(path)
     index = getattr(module, "layer_idx", None) if layer_idx is None else layer_idx
-    if isinstance(index, bool) or not isinstance(index, int):
+    if model is None and (isinstance(index, bool) or not isinstance(index, int)):
         raise WrongType("layer_idx", "be the number of a layer", layer_idx=index)
-    parts = _parts_of(module, values)
+    words = (path or "").split(".")
+    around = [] if model is None else [model.get_submodule(".".join(words[:end])) for end in range(len(words))][::-1]
+    parts = _parts_of(_family_of(*module.modules(), *around), values)
     named = sections_named(path or "", sections_of(values))
-    layers = [layer for name, part in parts.items() if not named or name in named for layer in specs_of(part)]
-    of_index = [layer for layer in layers if layer.index == index and (path is None or layer.is_at(path))]
-    tensors = module.state_dict()
-    found: dict[AttentionSpec, Weights] = {}
-    refusals = [f"the model has no layer {index}{'' if path is None else f' at {path}'}"] if not of_index else []
-    for layer in of_index:
+    chosen = [part for name, part in parts.items() if not named or not name or name.partition(".")[0] in named]
+    layers = [layer for part in chosen for layer in specs_of(part)]
+    found: dict[AttentionSpec, tuple[ModelLayer, Weights]] = {}
+    refusals: list[str] = []
+    candidates = [] if model is None else [*_in_files(model, path or "", layers)]
+    for layer, tensors in candidates or _in_memory(module, layers, index if model is None else None, path):
         if layer.spec is None:
-            refusals.append(f"layer {index} is {layer.kind}, which is not attention over keys")
+            refusals.append(f"layer {layer.index} is {layer.kind}, which is not attention over keys")
         elif (count := _num_heads(module)) not in (None, layer.spec.num_heads):
-            refusals.append(f"{count} heads where layer {index} has {layer.spec.num_heads}")
+            refusals.append(f"{count} heads where layer {layer.index} has {layer.spec.num_heads}")
         else:
             try:
-                found[layer.spec], _ = to_canonical(tensors, LAYOUTS[layer.layout], spec=layer.spec)
+                found[layer.spec] = layer, _canonical(tensors, layer)
             except DoesNotFit as error:
                 _check_borrowed(tensors, layer, path)
                 refusals.append(str(error))
     if len(found) != 1:
         which = "; path=… tells which" if found else ""
-        reasons = [str(spec) for spec in found] if found else refusals
-        raise Refusal("module", "be one layer of the model", f"{' or '.join(reasons)}{which}", hint=OBSERVE)
-    return next(iter(found.items()))
+        none = f"the model has no layer{'' if index is None else f' {index}'}{'' if path is None else f' at {path}'}"
+        reasons = [str(spec) for spec in found] if found else refusals or [none]
+        hint = (
+            "parity.from_transformers(model, path=…) takes it by the names in files"
+            if path and model is None
+            else OBSERVE
+        )
+        raise Refusal("module", "be one layer of the model", f"{' or '.join(reasons)}{which}", hint=hint)
+    return next(iter(found.values()))
 
 
-def _parts_of(module: Any, values: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The configurations of the parts that a module may belong to, by their keys.
+def _in_files(model: Any, path: str, layers: Iterable[ModelLayer]) -> Iterator[tuple[ModelLayer, Mapping[str, Any]]]:
+    """Yield the layers that a module of a model is by the names in files of the model, with its tensors as in these."""
+    tensors = {f"{path}.{name}": tensor for name, tensor in model.get_submodule(path).state_dict().items()}
+    if hasattr(model, "config"):
+        from transformers.core_model_loading import revert_weight_conversion
 
-    A module of transformers keeps the configuration of its own part.
+        tensors = dict(revert_weight_conversion(model, tensors))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for layer in layers:
+        cut = {name: f".{name}".rpartition(f".{layer.path}.") for name in tensors}
+        begins = {before for before, *_ in cut.values()}
+        if layer.path and len(begins) == 1 and all(between for _, between, _ in cut.values()):
+            held = {short: tensors[name] for name, (*_, short) in cut.items()}
+            lent = {short: f"{min(begins)}.{other}"[1:] for short, other in layer.shared.items() if short not in held}
+            yield layer, held | {short: parameters[name] for short, name in lent.items() if name in parameters}
+
+
+def _in_memory(
+    module: Any, layers: Iterable[ModelLayer], index: int | None, path: str | None
+) -> Iterator[tuple[ModelLayer, Mapping[str, Any]]]:
+    """Yield the layers that a module may be by its number and its path in memory, with its tensors.
+
+    Paths may differ from those in files. If no layer has this one, it must be the usual path of self-attention.
+    """
+    layers, tensors = [*layers], module.state_dict()
+    is_known = path is None or index is None or any(layer.is_at(path) for layer in layers)
+    usual = USUAL.fullmatch(path or "")
+    for layer in layers:
+        is_here = path is None or (layer.is_at(path) if is_known else bool(usual and usual[1] == str(index)))
+        if is_here and (index is None or layer.index == index):
+            yield layer, tensors
+
+
+def _canonical(tensors: Mapping[str, Any], layer: ModelLayer) -> Weights:
+    """Return the canonical weights of a layer whose tensors have the names of its files, or others of transformers.
+
+    Modules of transformers 5 have few sets of names, and load files with many: each set is a layout, too.
 
     Raises:
-        ValueError: if that part is of an unknown family.
+        DoesNotFit: if they fit no layout, or several that read them in different ways.
+    """
+    try:
+        return to_canonical(tensors, LAYOUTS[layer.layout], spec=layer.spec)[0]
+    except DoesNotFit:
+        read: list[Weights] = []
+        for layout in LIVE:
+            with suppress(DoesNotFit, SpecUnknown):
+                read.append(to_canonical(tensors, LAYOUTS[layout], spec=layer.spec)[0])
+        if not read or any((one[name] != read[0][name]).any() for one in read for name in one):
+            raise
+        return read[0]
+
+
+def _parts_of(own: str | None, values: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the configurations of the parts that a module may belong to, by their keys.
+
+    Args:
+        own: the family that the module says it is of.
+        values: the configuration of its model.
+
+    Raises:
+        ValueError: if that part is of an unknown family, or it is not known which part of several it is.
     """
     parts = known_parts(values) or {"": values}
-    own = getattr(getattr(module, "config", None), "model_type", None)
-    names = [name for name in sections_of(values) if own and values[name].get("model_type") == own]
-    if names and parts.keys().isdisjoint(names):
-        unknown = f"one of {names[0]}: {why_unknown(values[names[0]])}"
-        raise Refusal("module", "be of a part of a known family", unknown, hint=OBSERVE)
-    return {name: part for name, part in parts.items() if not names or name in names}
+    if not values.get("model_type") or (own is None and "" in parts):
+        return parts
+    if own is None:
+        several = f"one of {', '.join(sections_of(values))}"
+        raise Refusal("module", "be of a part that is known", several, hint="parity.from_transformers(model, path=…)")
+    sections = _all_sections(values)
+    if found := {name: part for name, part in (sections | parts).items() if part.get("model_type") == own}:
+        if own in FAMILIES:
+            return found
+        name, part = next(iter(found.items()))
+        reason = f"one of {name or 'the model itself'}: {why_unknown(part)}"
+    else:
+        reason = f"one of {own!r}, which no part of {values['model_type']!r} is"
+    raise Refusal("module", "be of a part of a known family", reason, hint=OBSERVE)
+
+
+def _all_sections(values: Mapping[str, Any], where: str = "") -> dict[str, Mapping[str, Any]]:
+    """Return the configurations of a model, of its parts and of theirs, by the keys on the way to each."""
+    found = {where.removesuffix("."): values}
+    for name in sections_of(values):
+        found |= _all_sections(values[name], f"{where}{name}.")
+    return found
+
+
+def _family_of(*modules: Any) -> str | None:
+    """Return the family that the first module with a configuration says it is of: each keeps that of its own part."""
+    families = (getattr(getattr(module, "config", None), "model_type", None) for module in modules)
+    return next(filter(None, families), None)
 
 
 def _check_borrowed(tensors: Mapping[str, Any], layer: ModelLayer, path: str | None) -> None:

@@ -46,7 +46,7 @@ class Identification(JsonRecord):
         name: of the module.
         spec: what it computes; None if it was refused.
         weights: its canonical weights.
-        names: the parameter of the module that each weight is, or is part of.
+        names: the parameter of the module that each weight is, or is part of; its full name if another module holds it.
         inputs: what its projections receive, in words: `query`, `key` and `value`. They name arguments of the module,
             sums of them, and what submodules return.
         output: what becomes of its output in the module, in words.
@@ -89,15 +89,15 @@ class Identification(JsonRecord):
 
 
 def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[Identification]:
-    """Return what the attention layers of a live torch model compute, by observing two calls.
+    """Return what the attention layers of a live model of torch or Flax compute, by observing calls of it.
 
     The first call is fitted, field by field. The second one has fresh inputs of the same shapes, and every stage of it
     must be within the budget of the float64 reference. What is not is refused. What the inputs are too short to show,
     such as a window of 4096 tokens, is read from attributes of the module, and its evidence says so.
 
     Args:
-        model: a `torch.nn.Module` in float32 and in evaluation, whose layers call the attention function of
-            transformers.
+        model: a module in float32 and in evaluation: a `torch.nn.Module`, a `flax.nnx.Module`, or a
+            `flax.linen.Module` that is bound to its variables.
         inputs: keywords of a call: at least 8 tokens of 2 sequences, or 16 of one. An attention mask may tell of
             padding.
         layers: names of modules or classes, as `parity.tap` takes them.
@@ -106,15 +106,17 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
         One for each layer, in order.
 
     Raises:
-        TypeError: if the model is not a torch module.
+        TypeError: if the model is of another kind.
         ValueError: if it is training, or has no such layers.
     """
+    if any(each.__module__.partition(".")[0] == "flax" for each in type(model).__mro__):
+        return _identify_flax(model, inputs, layers)
     import torch
 
     from parity.tapping.torch import CACHES
 
     if not isinstance(model, torch.nn.Module):
-        raise WrongType("model", "be a torch.nn.Module", type(model).__name__)
+        raise WrongType("model", "be a module of torch or Flax", type(model).__name__)
     if cache := [name for name in CACHES if inputs.get(name) is not None]:
         raise Refusal("inputs", "have no cache, which the calls would share", str(cache))
     if model.training:
@@ -122,18 +124,41 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
     values: Any = getattr(model, "config", None)
     config = json.loads(json.dumps(values.to_dict(), default=str)) if hasattr(values, "to_dict") else {}
     seen = observe(model, inputs, layers)
-    if (apart := _apart(model, inputs, seen)) is not None:
+    if any(layer.values["positions"].min() > 0 for layer in seen if "positions" in layer.values):
+        seen = observe(model, _at(model, inputs, 0) or inputs, layers)  # where the first token is not turned
+    elif (apart := _apart(model, inputs, seen)) is not None:
         inputs = apart
         seen = observe(model, inputs, layers)
     found = {layer.tapped.name: _fitted(layer, config) for layer in reversed(seen)}
     ends = {_joined(name, end) for name, each in found.items() for end in each.entries}
     other = _fresh(inputs)
     calls = [observe(model, other, layers, factors=dict.fromkeys(ends, factor)) for factor in FACTORS]
-    far = _far(model, other)
+    far = _at(model, other, FAR)
     if far is not None:
         with suppress(IndexError, RuntimeError):  # learned positions may end before
             calls.append(observe(model, far, layers))
     return [_identified(name, each, calls) for name, each in reversed(found.items())]
+
+
+def _identify_flax(model: Any, inputs: Mapping[str, Any], layers: Any) -> list[Identification]:
+    """Return what the attention layers of a Flax model compute."""
+    from parity.identification.observe_flax import FlaxObserver, fresh_arrays
+
+    observer = FlaxObserver(model, inputs, layers)
+    found = {each.tapped.name: _fitted(each, observer.bases(each.tapped.name)) for each in observer.seen}
+    other = fresh_arrays(observer.inputs, SEED)
+    calls = [observer.observe(other, factor) for factor in FACTORS]
+    far = observer.observe_far(other, FAR)
+    identified = []
+    for name in observer.layers:
+        if name in observer.refusals:
+            identified.append(Identification(name, refusal=observer.refusals[name]))
+            continue
+        is_far = any(each.tapped.name == name for each in far)
+        layer = _identified(name, found[name], [*calls, far] if is_far else calls)
+        names = {weight: observer.names.get(f"{name} {each}", each) for weight, each in layer.names.items()}
+        identified.append(replace(layer, names=names))
+    return identified
 
 
 def _joined(name: str, other: str) -> str:
@@ -154,22 +179,22 @@ def _fitted(layer: ObservedLayer, config: Mapping[str, Any]) -> Fit:
 def _identified(name: str, found: Fit, calls: list[list[ObservedLayer]]) -> Identification:
     """Return a layer that was fitted and is verified."""
     if found.refusal:
-        return Identification(name, refusal=found.refusal)
+        return Identification(name, evidence=found.evidence, refusal=found.refusal)
     own = [[each for each in call if each.tapped.name == name] for call in calls]
-    factors = (*FACTORS, 1.0)
+    runs = zip(own, (*FACTORS, 1.0), CALLS, strict=False)
     try:
         if own[LARGE] and "latent" not in found.fields:
             fit_clip(own[LARGE][0], [own[LARGE][0].submodule(*found.ends["value"])], found)
-        each = [_share(call, factor, found, what) for call, factor, what in zip(own, factors, CALLS, strict=False)]
+        share = max(_share(layers, factor, found, what) for layers, factor, what in runs)
     except (ValueError, TypeError) as error:
         return Identification(name, evidence=found.evidence, refusal=str(error))
     num_tokens = without_padding(own[0][0]).values["q"].shape[2]
     places: list[Any] = [each.values.get("positions", np.arange(num_tokens)) for call in own for each in call]
     spec = found.spec
-    runs = {(int(x.min()), int(x.max())) for x in places} if spec.has_positions else {(0, num_tokens - 1)}
+    ranges = {(int(x.min()), int(x.max())) for x in places} if spec.has_positions else {(0, num_tokens - 1)}
     inputs = {side: words for side, words in found.words.items() if side != "output"}
     known = found.weights, found.names, inputs, found.words["output"], found.is_causal, found.evidence
-    return Identification(name, spec, *known, num_tokens, tuple(sorted(runs)), max(each))
+    return Identification(name, spec, *known, num_tokens, tuple(sorted(ranges)), share)
 
 
 CALLS = ("fresh inputs", "large inputs", "small inputs", "far positions")
@@ -198,7 +223,7 @@ def _share(layers: list[ObservedLayer], factor: float, found: Fit, what: str) ->
         if words != found.words:
             raise Refusal("inputs", f"be what they were with {what}", f"{words}")
         tapped = between(layer, found.ends).tapped
-        judged = Tapped([tapped]), {tapped.index: spec}, {tapped.name: found.weights}
+        judged = Tapped([tapped]), {tapped.index: spec}, {tapped.index: found.weights}
         verdict = judge_tap(*judged, is_causal=found.is_causal, diagnoses=False).layers[0]
         difference = verdict.difference
         if verdict.not_judged:
@@ -217,8 +242,8 @@ def _counted(layer: ObservedLayer) -> ObservedLayer:
     return replace(layer, tapped=replace(layer.tapped, calls=[replace(call, values=values)]))
 
 
-def _far(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the inputs with positions far away, if the model accepts positions."""
+def _at(model: torch.nn.Module, inputs: Mapping[str, Any], first: int) -> dict[str, Any] | None:
+    """Return the inputs at positions from a first one on, if the model accepts positions."""
     import torch
 
     tokens = inputs.get("input_ids")
@@ -226,7 +251,7 @@ def _far(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any] | 
         return None
     near = inputs.get("position_ids")
     near = torch.arange(tokens.shape[1])[None].expand(tokens.shape) if near is None else near
-    return {**inputs, "position_ids": FAR + near}
+    return {**inputs, "position_ids": first + near - near.min()}
 
 
 def _apart(model: torch.nn.Module, inputs: Mapping[str, Any], seen: list[ObservedLayer]) -> dict[str, Any] | None:
@@ -263,4 +288,6 @@ def _fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
             fresh[name] = torch.randn(x.shape, generator=generator, dtype=x.dtype) * x.std() + x.mean()
         else:
             fresh[name] = x.flatten()[torch.randperm(x.numel(), generator=generator)].reshape(x.shape)
+        first = next(each for each, other in inputs.items() if other is x)
+        fresh[name] = fresh[first]  # what was one input stays one
     return fresh

@@ -11,7 +11,7 @@ import numpy as np
 
 from mha_spec import Refusal
 from parity.identification.observe import ObservedLayer, Submodule
-from parity.identification.trace import tokens_of
+from parity.identification.trace import features_of, tokens_of
 
 UNKNOWN = "an intermediate of the module"
 """An input that is no argument of the module, and that no submodule returned."""
@@ -54,9 +54,8 @@ def between(layer: ObservedLayer, ends: Ends) -> ObservedLayer:
     values["input"] = given["query"]
     values |= {} if np.array_equal(given["key"], given["query"]) else {"key_input": given["key"]}
     values |= {} if np.array_equal(given["value"], given["key"]) else {"value_input": given["value"]}
-    if "output" in ends:
-        output = tokens_of(layer.submodule(*ends["output"]).result, batch_size, num_tokens)
-        values |= {} if output is None else {"output": output}
+    output, _ = _output_of(layer, ends)
+    values["output"] = output.reshape(batch_size, num_tokens, -1)
     call = replace(layer.tapped.calls[0], values=values)
     return replace(layer, tapped=replace(layer.tapped, calls=[call]))
 
@@ -74,17 +73,23 @@ def words_of(layer: ObservedLayer, ends: Ends, factor: float = 1.0) -> dict[str,
     """
     sides = ("query", "key", "value")
     found = {side: _words_of_input(layer, layer.submodule(*ends[side]).given, factor) for side in sides}
-    found["output"] = "what the module returns"
-    if "output" in ends:
-        found["output"] = _words_of_output(layer, layer.submodule(*ends["output"]))
-    return found
+    return {**found, "output": _words_of_output(layer, *_output_of(layer, ends))}
+
+
+def _output_of(layer: ObservedLayer, ends: Ends) -> tuple[np.ndarray, str]:
+    """Return the output of attention, and what it is in words: the context if no projection receives that."""
+    if "output" not in ends:
+        return features_of(layer.values["context"]), "the context"
+    end = ends["output"]
+    return layer.submodule(*end).result, f"what {end.name} returns"
 
 
 def _words_of_input(layer: ObservedLayer, x: np.ndarray, factor: float) -> str:
     known = dict(_known(layer))
     for name, each in known.items():
         if _is(factor * each, x):
-            zeros = [other for other, y in layer.arguments.items() if not y.any() and _may_be_added(y, each, x)]
+            others = ((other, y) for other, y in layer.arguments.items() if other != name and _may_be_added(y, each, x))
+            zeros = [other for other, y in others if x.any() and not y.any()]
             return " + ".join([*zeros, name])  # which may have been added
     for (name, one), (other_name, other) in combinations(known.items(), 2):
         if _may_be_added(one, other, x) and _is(factor * (one + other), x):
@@ -104,16 +109,15 @@ def _known(layer: ObservedLayer) -> Iterator[tuple[str, np.ndarray]]:
             yield f"what {each.name} returns", each.result
 
 
-def _words_of_output(layer: ObservedLayer, projection: Submodule) -> str:
-    """Return how the output of the module is made of what the output projection returned."""
-    target, name = layer.values["output"], projection.name
-    ways = [(projection.result, f"what {name} returns")]
+def _words_of_output(layer: ObservedLayer, output: np.ndarray, name: str) -> str:
+    """Return how the output of the module is made of that of attention."""
+    target, ways = layer.values["output"], [(output, name)]
     for _ in range(LONGEST):
         for x, words in ways:
             if _is(x, target):
                 return words
         ways = [further for way in ways for further in _further(layer, *way)]
-    raise Refusal("output", f"be made of what {name} returns by named steps", "the module changes it otherwise")
+    raise Refusal("output", f"be {name}, changed by submodules and arguments alone", "another")
 
 
 def _further(layer: ObservedLayer, x: np.ndarray, words: str) -> Iterator[tuple[np.ndarray, str]]:
@@ -123,7 +127,7 @@ def _further(layer: ObservedLayer, x: np.ndarray, words: str) -> Iterator[tuple[
             yield each.result, f"{words}, then {each.name}"
     for name, other in layer.arguments.items():
         if "plus" not in words and _may_be_added(x, other, x):
-            yield x + other.reshape(x.shape), f"{words}, plus {name}"
+            yield x + other, f"{words}, plus {name}"
 
 
 def _is(one: np.ndarray, other: np.ndarray) -> bool:

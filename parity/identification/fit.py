@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Refusal, Rope
-from parity.core.arrays import to_numpy
+from parity.identification.context_norms import fit_context_norm
 from parity.identification.ends import between, end_of, words_of
 from parity.identification.found import Evidence, Fit
 from parity.identification.gates import gates_of
@@ -19,9 +19,9 @@ from parity.identification.norms import fit_norm
 from parity.identification.observe import ObservedLayer, Submodule
 from parity.identification.padding import without_padding
 from parity.identification.rotation import fit_rope, positions_of, ropes_of
+from parity.identification.scores import fit_bias, fit_mask, fit_scale
 from parity.identification.temperatures import factors_of, fit_temperature
 from parity.identification.trace import Traced, features_of, flat, is_close, trace
-from parity.tapping.record import is_hidden
 
 LEAST_TOKENS = 8
 """Tokens that tell features and angles apart."""
@@ -41,8 +41,8 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
     values = layer.values
     missing = [name for name in ("q", "k", "v", "output") if name not in values]
     if missing or layer.tapped.calls[0].past:
-        reason = f"no {' or '.join(missing)}" if missing else "a cache"
-        raise Refusal("the layer", "be attention whose heads the attention function receives", reason)
+        reason = layer.tapped.not_seen or (f"no {' or '.join(missing)}" if missing else "a cache")
+        raise Refusal("the layer", "be attention whose queries, keys and values are seen", reason)
     q, k, v = (values[name] for name in "qkv")
     batch_size, num_heads, num_tokens, head_dim = q.shape
     segments = values.get("segment_ids")
@@ -50,8 +50,8 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
     if longest < LEAST_TOKENS or batch_size * num_tokens < 2 * LEAST_TOKENS:
         rule = f"be at least {LEAST_TOKENS} tokens of 2 sequences, or {2 * LEAST_TOKENS} of one"
         raise Refusal("inputs", rule, f"{longest} of {batch_size * num_tokens // longest}")
-    found.add("num_heads", num_heads, "heads of the queries that the attention function received")
-    found.add("num_kv_heads", k.shape[1], "heads of the keys that the attention function received")
+    found.add("num_heads", num_heads, "heads of the queries that attention receives")
+    found.add("num_kv_heads", k.shape[1], "heads of the keys that attention receives, each once")
     found.add("head_dim", head_dim, "features of those heads")
     found.fields["value_head_dim"] = v.shape[-1]
     _fit_projections(layer, config, found)
@@ -62,9 +62,10 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
     found.add("d_in", layer.values["input"].shape[-1], "width of the input of queries")
     if layer.is_cross:
         found.add("d_kv", layer.values["key_input"].shape[-1], "width of the input of keys")
-    _fit_scale(layer, found)
+    fit_scale(layer, found)
     layer = without_padding(layer)
-    _fit_mask(layer, found, layer.values["q"].shape[2])
+    fit_mask(layer, found, layer.values["q"].shape[2])
+    fit_bias(layer, config, found)
 
 
 # ---- Projections, norms and RoPE -------------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ def fit_clip(layer: ObservedLayer, projections: Sequence[Submodule], found: Fit)
 
 def _fit_heads(layer: ObservedLayer, part: str, ropes: list[Rope], config: Mapping[str, Any], found: Fit) -> Traced:
     """Fit what was done to heads after they were projected, and return them as they were before."""
-    heads, norm, rope = layer.values[part], None, None
+    heads, norm, rope, module = layer.values[part], None, None, ""
     while True:
         traced = _returned(layer, part, heads, ropes, found.fields.get("clip_qkv"))
         if traced is None:
@@ -123,8 +124,9 @@ def _fit_heads(layer: ObservedLayer, part: str, ropes: list[Rope], config: Mappi
         norm, weights, heads = fit_norm(part, traced)
         module = traced.modules[0].name
         found.normalize(f"{part}_norm", module, weights)
-        found.evidence.append(Evidence(f"{part}_norm", norm, f"{module} recomputed from its input"))
     found.agree("v_norm" if part == "v" else "qk_norm", norm)
+    if norm is not None:
+        found.evidence.append(Evidence(f"{part}_norm", norm, f"{module} recomputed from its input"))
     if part != "v":
         found.agree("rope", rope)
     _check_axes(layer, rope)
@@ -170,8 +172,7 @@ def _untempered(
 ) -> np.ndarray:
     """Fit the temperature of queries, and return them without it."""
     num_tokens = heads.shape[2]
-    told = layer.values.get("positions")
-    positions = np.arange(num_tokens) if told is None else told
+    positions = layer.values["positions"] if "positions" in layer.values else np.arange(num_tokens)
     temperature = fit_temperature(factors, positions.reshape(-1, num_tokens)[0], config)
     if temperature is None or "temperature" in found.fields:
         raise Refusal(
@@ -198,67 +199,7 @@ def _returned(
     return None
 
 
-# ---- Scores, mask and output -----------------------------------------------------------------------------------------
-
-
-def _fit_scale(layer: ObservedLayer, found: Fit) -> None:
-    scale, default = layer.tapped.scale, found.spec.score_scale
-    if found.is_scaled_before:
-        found.evidence.append(Evidence("scale", default, "queries are multiplied by it"))
-    elif scale is not None and not math.isclose(scale, default, rel_tol=1e-6):
-        found.add("scale", scale, "what the attention function was told")
-    if layer.tapped.soft_cap is not None:
-        found.add("soft_cap", layer.tapped.soft_cap, "what the attention function was told", is_seen=False)
-    sinks = getattr(layer.module, "sinks", None)
-    if sinks is not None:
-        found.add("sinks", True, "parameter sinks of the module")
-        found.weights["sinks"], found.names["sinks"] = to_numpy(sinks), "sinks"
-
-
-def _fit_mask(layer: ObservedLayer, found: Fit, num_tokens: int) -> None:
-    mask = layer.values.get("mask")
-    if layer.is_cross:
-        if mask is not None and is_hidden(mask).any():
-            raise Refusal("the mask", "hide nothing of another sequence", "one that hides keys")
-        return
-    places = np.arange(num_tokens)
-    distances = places[:, None] - places
-    if mask is None:
-        hidden = distances < 0 if layer.tapped.is_causal else np.zeros_like(distances, bool)
-    else:
-        hidden = is_hidden(np.broadcast_to(mask, (*mask.shape[:2], num_tokens, num_tokens)))
-        if not (hidden == hidden[:1, :1]).all() or ("is_real" in layer.values):
-            raise Refusal("the mask", "be the same for all sequences and heads, without padding", str(mask.shape))
-        if mask.dtype != np.bool_ and np.any(mask[~is_hidden(mask)] != 0):
-            raise Refusal("the mask", "only hide keys", "numbers that are added to scores")
-        hidden = hidden[0, 0]
-    found.is_causal = bool((hidden | (distances >= 0)).all() and hidden[distances < 0].all())
-    own = distances >= 0 if found.is_causal else np.ones_like(hidden)
-    if hidden[own].any():
-        _fit_span(hidden, own, distances, found, num_tokens)
-    else:
-        _read_window(layer, found, num_tokens)
-
-
-def _fit_span(hidden: np.ndarray, own: np.ndarray, distances: np.ndarray, found: Fit, num_tokens: int) -> None:
-    window = int(np.abs(distances)[hidden & own].min())
-    if np.array_equal(hidden & own, (np.abs(distances) >= window) & own):
-        found.add("window_size", window, "the mask", up_to=num_tokens)
-        return
-    places = np.arange(num_tokens)
-    for chunk in range(1, num_tokens):
-        if np.array_equal(hidden & own, (places[:, None] // chunk != places // chunk) & own):
-            found.add("chunk_size", chunk, "the mask", up_to=num_tokens)
-            return
-    raise Refusal("the mask", "be causal, a window or chunks", "another pattern")
-
-
-def _read_window(layer: ObservedLayer, found: Fit, num_tokens: int) -> None:
-    window = layer.tapped.window
-    if window is not None and window < num_tokens:
-        raise Refusal("the window", "hide keys", f"{window} and a mask of {num_tokens} tokens that hides none")
-    if window is not None:
-        found.add("window_size", window, "what the attention function was told", is_seen=False)
+# ---- Output ----------------------------------------------------------------------------------------------------------
 
 
 def _fit_output(layer: ObservedLayer, found: Fit) -> None:
@@ -273,10 +214,12 @@ def _fit_output(layer: ObservedLayer, found: Fit) -> None:
         entered = flat(each.given)
         if entered.shape != context.shape or end_of(each) in found.ends.values():
             continue
-        if not np.array_equal(entered, context) and not _fit_gate(layer, entered, found):
+        is_made = np.array_equal(entered, context) or fit_context_norm(layer, entered, found)
+        if not is_made and not _fit_gate(layer, entered, found):
             continue
         has_bias = found.project("out_proj", each, np.arange(each.result.shape[-1]))
-        received = "the context, times its gate," if "gate" in found.fields else "the context"
+        words = {"gate": "the context, times its gate,", "context_norm": "the context, normalized,"}
+        received = next((said for name, said in words.items() if name in found.fields), "the context")
         found.add("out_bias", has_bias, f"{each.name} receives {received} and returns the output")
         found.ends["output"] = end_of(each)
         return

@@ -89,10 +89,10 @@ class Fit:
         weight, bias = matrix_of(each.module)[rows], getattr(each.module, "bias", None)
         made = flat(each.given).astype(np.float64) @ weight.T.astype(np.float64)
         self.weights[f"{name}.weight"] = np.ascontiguousarray(weight)
-        self.names[f"{name}.weight"] = f"{each.name}.weight"
+        self.names[f"{name}.weight"] = each.parameter("weight")
         if bias is not None:
             self.weights[f"{name}.bias"] = to_numpy(bias)[rows]
-            self.names[f"{name}.bias"] = f"{each.name}.bias"
+            self.names[f"{name}.bias"] = each.parameter("bias")
             made = made + self.weights[f"{name}.bias"]
         if not is_close(made, flat(each.result)[:, rows]):
             raise Refusal(name, "be the product with one matrix", f"{each.name} returned another")

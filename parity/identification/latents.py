@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -87,10 +87,10 @@ def fit_latents(layer: ObservedLayer, found: Fit, q: Traced, k: Traced, v: Trace
     if rope is not None and rope.pairs == "half":
         order = _interleaved(kv_places)
         if order is not None and all(_interleaved(each) is not None for each in q_places[:, own:]):
-            found.fields["rope"] = rope.replace(pairs="interleaved")
+            found.fields["rope"] = rope = rope.replace(pairs="interleaved")
+            found.evidence = [replace(x, value=rope) if x.field == "rope" else x for x in found.evidence]
             kv_places = kv_places[order]
             q_places = np.concatenate([q_places[:, :own], q_places[:, own:][:, order]], axis=1)
-    q_norm = None if of_q is None else of_q
     first = [("kv_a", kv)] + ([] if of_q is None else [("q_a", of_q)])
     biases = {}
     for name, each in first:
@@ -106,7 +106,7 @@ def fit_latents(layer: ObservedLayer, found: Fit, q: Traced, k: Traced, v: Trace
     if biases["kv_b_proj"] or biases.get("q_b_proj"):
         raise Refusal("projections of latents", "have no bias", biases=biases)
     width = kv.source.given.shape[-1]
-    latent = _latent(kv, q_norm, rope_dim, width, q.factor)
+    latent = _latent(kv, of_q, rope_dim, width, q.factor)
     found.add(
         "latent", latent, f"{kv.source.name} returns the latent of keys and values, {k.modules[0].name} both of it"
     )

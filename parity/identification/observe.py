@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,7 +13,7 @@ import numpy as np
 
 from mha_spec import Refusal
 from parity.core.arrays import to_numpy
-from parity.tapping import tap
+from parity.tapping import patterns_of
 from parity.tapping.record import TappedLayer
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class Submodule:
         module: the module.
         given: its first input.
         result: its output.
+        leaves: full names of its parameters, if they are not its name and theirs.
     """
 
     name: str
@@ -37,15 +38,20 @@ class Submodule:
     module: nn.Module
     given: np.ndarray = field(repr=False)
     result: np.ndarray = field(repr=False)
+    leaves: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def parameter(self, leaf: str) -> str:
+        """Return the name of a parameter after that of the layer."""
+        return self.leaves.get(leaf, f"{self.name}.{leaf}")
 
     @cached_property
     def is_linear(self) -> bool:
         """Whether it multiplies its input by one matrix, as `nn.Linear` and the Conv1D of transformers do."""
-        if getattr(getattr(self.module, "weight", None), "ndim", 0) != 2:
+        if getattr(getattr(self.module, "weight", None), "ndim", 0) < 2:
             return False
         matrix, bias = matrix_of(self.module), getattr(self.module, "bias", None)
         first, result = (x.reshape(-1, x.shape[-1])[0] for x in (self.given, self.result))
-        if matrix.shape != (len(result), len(first)):
+        if matrix.shape != (len(result), len(first)):  # or a kernel that is larger
             return False
         made = matrix @ first + (0.0 if bias is None else to_numpy(bias))
         return bool(np.abs(made - result).max() <= 1e-3 * np.abs(result).max())
@@ -56,12 +62,14 @@ class ObservedLayer:
     """An attention layer in one call of its model.
 
     Attributes:
+        model: the model.
         module: the layer.
         tapped: what the tap recorded of it in this call.
         arguments: what the layer received, by name.
         inside: its submodules in the order in which they ran.
     """
 
+    model: nn.Module
     module: nn.Module
     tapped: TappedLayer
     arguments: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
@@ -94,13 +102,21 @@ class ObservedLayer:
 
     def norms(self) -> list[Submodule]:
         """Its norms, with what they received and returned."""
-        return [each for each in self.inside if not each.is_linear and each.given.shape == each.result.shape]
+        others = (each for each in self.inside if not each.is_linear and each.given.shape == each.result.shape)
+        return [each for each in others if not np.array_equal(each.given, each.result)]
 
 
 def matrix_of(module: nn.Module) -> np.ndarray:
     """Return the matrix of a linear module, (out, in)."""
     weight = to_numpy(module.weight)
+    if _is_convolution(module):
+        return weight.reshape(len(weight), -1)
     return weight.T if type(module).__name__ == "Conv1D" else weight
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    """Return whether features are the axis after that of sequences."""
+    return hasattr(module, "kernel_size")
 
 
 def observe(
@@ -119,11 +135,17 @@ def observe(
     """
     import torch
 
+    from parity.identification.functional import ProjectionMode
+    from parity.tapping.torch import tap_torch
+
     modules, calls = dict(model.named_modules()), dict[str, list[_Call]]()
     with ExitStack() as stack, torch.no_grad():
+        functional = stack.enter_context(ProjectionMode(modules, factors or {}))
         for name, factor in (factors or {}).items():  # before hooks that record
+            if name not in modules:
+                continue
             stack.callback(modules[name].register_forward_pre_hook(_multiplier(factor), with_kwargs=True).remove)
-        tapped = stack.enter_context(tap(model, layers))
+        tapped = stack.enter_context(tap_torch(model, patterns_of(layers), is_inside=True))
         for layer in tapped.layers:
             of_layer = calls[layer.name] = []
             hook = modules[layer.name].register_forward_pre_hook(_beginner(of_layer), with_kwargs=True)
@@ -135,10 +157,24 @@ def observe(
         can_cache = "use_cache" in inspect.signature(model.forward).parameters
         model(**{**({"use_cache": False} if can_cache else {}), **inputs})
     return [
-        ObservedLayer(modules[layer.name], replace(layer, calls=[call]), *within)
+        _completed(
+            ObservedLayer(model, modules[layer.name], replace(layer, calls=[call]), *within),
+            functional.inside.get(layer.name, []),
+        )
         for layer in tapped.layers
         for call, within in zip(layer.calls, calls[layer.name], strict=False)
     ]
+
+
+def _completed(layer: ObservedLayer, projections: Sequence[tuple[Any, ...]]) -> ObservedLayer:
+    """Return a layer with the projections of a function, if there are some, that of the context among them."""
+    context = layer.values.get("context")
+    if projections and context is not None and "output" in layer.values:
+        given = context.transpose(0, 2, 1, 3).reshape(*layer.values["output"].shape[:2], -1)
+        layer.inside.extend(Submodule(*each) for each in projections)
+        module: Any = layer.module
+        layer.inside.append(Submodule("out_proj", 0, module.out_proj, given, layer.values["output"]))
+    return layer
 
 
 _Call = tuple[dict[str, np.ndarray], list[Submodule]]
@@ -177,6 +213,8 @@ def _recorder(name: str, calls: list[_Call]) -> Any:
         if calls and given is not None and _is_floating(result):
             _, inside = calls[-1]
             before = sum(each.name == name for each in inside)
-            inside.append(Submodule(name, before, module, to_numpy(given), to_numpy(result)))
+            seen = (to_numpy(x) for x in (given, result))
+            seen = (np.moveaxis(x, 1, -1) for x in seen) if _is_convolution(module) else seen
+            inside.append(Submodule(name, before, module, *seen))
 
     return record

@@ -8,10 +8,10 @@ import numpy as np
 
 from parity.identification.observe import ObservedLayer
 
-TOKENS = {"input": (1,), "q": (2,), "k": (2,), "v": (2,), "mask": (2, 3)}
+TOKENS = {"input": (1,), "q": (2,), "k": (2,), "v": (2,), "mask": (2, 3), "scores": (2, 3)}
 """The axes of tokens of what shows a mask, by name."""
 
-KEYS = {"key_input": (1,), "k": (2,), "v": (2,), "mask": (3,)}
+KEYS = {"key_input": (1,), "k": (2,), "v": (2,), "mask": (3,), "scores": (3,)}
 """The axes of keys of another sequence."""
 
 

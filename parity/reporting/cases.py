@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from mha_spec import GridBias, RelativeBias
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -41,6 +43,7 @@ def covers(case: Case) -> str:
         "factors of latents": spec.latent is not None and set(spec.latent.factors.values()) != {1.0},
         "norm of q and k": spec.qk_norm is not None,
         "norm of v": spec.v_norm is not None,
+        "norm of the context": spec.context_norm is not None,
         f"values of {spec.value_head_dim}": spec.value_head_dim != spec.head_dim,
         "gate": spec.gate is not None,
         "RoPE": spec.rope is not None,
@@ -49,7 +52,8 @@ def covers(case: Case) -> str:
         f"scale {spec.scale}": spec.scale is not None,
         "temperature": spec.temperature is not None,
         "ALiBi": spec.alibi is not None,
-        "relative bias": spec.relative_bias is not None,
+        "relative bias": isinstance(spec.relative_bias, RelativeBias),
+        "grid bias": isinstance(spec.relative_bias, GridBias),
         "sinks": spec.sinks,
         f"soft cap {spec.soft_cap}": spec.soft_cap is not None,
         f"window {spec.window_size} of the layer": spec.window_size is not None,

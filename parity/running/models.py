@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
@@ -16,6 +17,7 @@ from parity.core.compare import SAME_PRECISION, Label, compare
 from parity.core.problem import make_problem
 from parity.core.stages import run_steps
 from parity.core.weights import Weights
+from parity.identification.folders import is_unknown, observe_folder, observed_file
 from parity.running.report import Report, SkippedCase
 from parity.running.run import OnJudged, run_cases
 from parity.sharding.mesh import MeshPlan
@@ -23,6 +25,7 @@ from parity.text import printable, some_of
 
 if TYPE_CHECKING:
     from parity.foreign.transformers import Skeleton
+    from parity.identification.layers import LiveLayer
 
 AGAINST = ("transformers",)
 """Libraries whose own modules run beside the backends."""
@@ -72,7 +75,8 @@ def run_model(
         path: of a folder with a config.json and weights, or of a file of weights.
         backends, dtypes, with_gradients, mesh, device, on_case, on_judged: as `run_cases` takes them.
         layers: the numbers of some; all when absent.
-        against: `transformers`, to judge the output of the library's own module, too, in float32.
+        against: `transformers`, to judge the output of the library's own module, too, in float32. If a folder is of a
+            model without rules, its layers are observed, and the warnings of the report have the evidence.
         layout, prefix, said: as `load` takes them.
 
     Returns:
@@ -84,29 +88,45 @@ def run_model(
     if against not in (None, *AGAINST):
         raise Refusal("against", f"be one of {', '.join(AGAINST)}", against=against)
     reports: list[Report] = []
-    with open_layers(path, layout, prefix=prefix, **said) as found:
+    is_told = layout is not None or any(value is not None for value in said.values())
+    is_observed = against is not None and not is_told and is_unknown(path)
+    observed = {layer.name: layer for layer in observe_folder(path)} if is_observed else {}
+    with ExitStack() as stack:
+        source = stack.enter_context(observed_file([*observed.values()])) if observed else path
+        found = stack.enter_context(open_layers(source, layout, prefix=prefix, **said))
         names = names_of(found)
         chosen = chosen_layers(found, layers)
-        if against and (unknown := [layer.label for layer in chosen if layer.model is None]):
+        if against and (
+            unknown := [each.label for each in chosen if each.model is None and each.label not in observed]
+        ):
             raise Refusal(
                 "against",
                 "have layers of a model whose config.json tells of them, by a family that is known",
                 f"against={against!r} for {some_of(unknown)}",
             )
-        skeleton = skeleton_of(path) if against else None
+        skeleton = skeleton_of(path) if against and not observed else None
         for layer in chosen:
             weights, spec = layer.load()
-            of = {} if layer.model is None else {"is_causal": layer.model.is_causal}
-            cases = cases_of(names[layer.label], spec, is_cross=layer.is_cross, **of)
+            live = observed.get(layer.label)
+            is_causal = live.is_causal if live else None if layer.model is None else layer.model.is_causal
+            cases = cases_of(names[layer.label], spec, is_cross=layer.is_cross, is_causal=is_causal)
             told = {"with_gradients": with_gradients, "weights": weights, "mesh": mesh, "device": device}
             one = run_cases(cases, backends, dtypes, **told, on_case=on_case, on_judged=on_judged)
             if skeleton is not None:
                 _judge_own_module(one, layer, cases[0], weights, skeleton)
+            if live:
+                _add_observed(one, live, cases[0])
             reports.append(one)
     if not reports:
         raise Refusal("there", "be an attention layer to run", f"none in {path}")
     for one in reports[1:]:
         reports[0].add(one)
+    for live in observed.values():
+        if live.spec is None:
+            reports[0].skipped_cases.append(SkippedCase(live.name, "float32", "transformers", live.refusal))
+    reports[0].warnings.extend(
+        f"no rules of a family, observed with random inputs: {each}" for each in observed.values()
+    )
     return reports[0]
 
 
@@ -154,6 +174,15 @@ def skeleton_of(path: str | os.PathLike[str], attn_implementation: str = "eager"
 
     folder = os.fspath(path) if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
     return Skeleton(AutoConfig.from_pretrained(folder, local_files_only=True), attn_implementation)
+
+
+def _add_observed(report: Report, layer: LiveLayer, case: Case) -> None:
+    """Add the verdict on what a layer was seen to do to a report, or why there is none."""
+    own = {"case": case.name, "backend": "transformers", "library": "transformers"}
+    report.comparisons.extend(replace(comparison, **own) for comparison in layer.comparisons)
+    if not layer.comparisons:
+        reason = f"its module is more than attention: its output is {layer.identification.output}"
+        report.skipped_cases.append(SkippedCase(case.name, "float32", "transformers", reason))
 
 
 def _judge_own_module(report: Report, layer: FileLayer, case: Case, weights: Weights, skeleton: Skeleton) -> None:

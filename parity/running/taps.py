@@ -9,6 +9,7 @@ from dataclasses import replace
 from parity.conversion.layers import open_layers
 from parity.core.weights import Weights
 from parity.diagnosis.taps import TapVerdict, judge_tap
+from parity.identification.folders import is_unknown, observe_folder
 from parity.models.config import read_config
 from parity.models.specs import ModelLayer, layers_of_parts
 from parity.running.report import Report, SkippedCase
@@ -31,8 +32,12 @@ def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[st
 
     Raises:
         OSError: if the folder cannot be read.
-        ValueError: if its family is not known, or its layers cannot be told.
+        ValueError: if its layers cannot be told, neither by rules of its family nor by observation.
     """
+    if is_unknown(folder):
+        found = [layer for layer in observe_folder(folder) if layer.spec is not None]
+        specs = [layer.at(index) for index, layer in enumerate(found)]
+        return specs, {layer.name: layer.weights for layer in found}
     config = read_config(folder)
     with open_layers(folder) as layers:
         return layers_of_parts(config), {layer.label: layer.load()[0] for layer in layers}

@@ -19,9 +19,10 @@ def tap(model: Any, layers: str | Sequence[str] | None = None) -> AbstractContex
     Within it the model is called as ever, any number of times, and its results are what they are without, bit for bit.
     Afterwards, also after an exception, nothing is left in the model. Several taps may be open at once.
 
-    Of transformers' models it sees queries, keys and values as the attention function gets them, after norms and RoPE,
-    with the mask, and what that function gives; of a layer that calls its attention otherwise, what its projections
-    give. Of any other module it sees inputs and outputs. What cannot be seen is absent.
+    Of transformers' models it sees queries, keys and values as the attention function receives them, after norms and
+    RoPE, with the mask, and what that function returns. Of another torch module it sees the same if its operations are
+    attention, else what its projections return. Of any other module it sees inputs and outputs. What cannot be seen is
+    absent.
 
     Args:
         model: a `torch.nn.Module`, a `flax.nnx.Module`, or a `flax.linen.Module`, whose `apply` is called then. It must
@@ -37,7 +38,7 @@ def tap(model: Any, layers: str | Sequence[str] | None = None) -> AbstractContex
         ValueError: if there are no such layers in it, or it is compiled.
     """
     packages = {kind.__module__.partition(".")[0]: kind.__module__ for kind in type(model).__mro__}
-    patterns = None if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
+    patterns = patterns_of(layers)
     if "torch" in packages:
         from parity.tapping.torch import tap_torch
 
@@ -47,3 +48,8 @@ def tap(model: Any, layers: str | Sequence[str] | None = None) -> AbstractContex
 
         return tap_flax(model, patterns)
     raise WrongType("model", "be a module of torch or Flax", type(model).__name__)
+
+
+def patterns_of(layers: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the names of layers that were asked for; None if none were."""
+    return None if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)

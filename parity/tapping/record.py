@@ -30,6 +30,7 @@ VALUES = {
     "v": ("B", "K", "T", "H"),
     "cache.keys": ("B", "K", "S", "H"),
     "cache.values": ("B", "K", "S", "H"),
+    "scores": ("B", "N", "T", "S"),
     "attn_weights": ("B", "N", "T", "S"),
     "context": ("B", "N", "T", "H"),
     "output": ("B", "T", "E"),
@@ -39,6 +40,7 @@ VALUES = {
 `positions` may have an axis more before these, for rows and columns. `is_real` is False of padding, where the model was
 told of some; of tokens that see nothing, where it was given a whole mask instead. `mask` is what the attention function
 got: True where a key is hidden, or numbers added to the scores. `k` and `v` are those of the call's own tokens.
+`scores` are what the softmax received, mask and biases among them, if no attention function was called.
 `cache.keys` and `cache.values` are all that the attention function got, and are there only if they are not the keys and
 values of the calls so far. Outputs of projections go by `projections.<name>`, where no attention function was seen.
 
@@ -78,7 +80,8 @@ class TappedLayer:
         training: whether it was called in training mode.
         attention: what computes its attention, as transformers names it: `eager`, `sdpa`, …; empty if nothing says so.
         scale, window, soft_cap: what its attention function was told to multiply scores by, how many last tokens to
-            attend to, and the bound of the scores; None if nothing says so.
+            attend to, and the bound of the scores; or what its operations did; None if nothing says so.
+        not_seen: why neither an attention function nor operations of attention were seen; empty if they were.
         calls: in order.
     """
 
@@ -92,6 +95,7 @@ class TappedLayer:
     scale: float | None = None
     window: int | None = None
     soft_cap: float | None = None
+    not_seen: str = ""
     calls: list[TappedCall] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
@@ -176,7 +180,8 @@ def load_tap(path: str | os.PathLike[str]) -> Tapped:
 def _read_layer(told: Mapping[str, Any]) -> TappedLayer:
     calls = [TappedCall({}, call["past"], call["first_key"]) for call in told["calls"]]
     layer = TappedLayer(**{**told, "calls": calls})
-    texts, numbers = (layer.name, layer.module, layer.kind, layer.attention), [layer.index, layer.training]
+    texts = (layer.name, layer.module, layer.kind, layer.attention, layer.not_seen)
+    numbers = [layer.index, layer.training]
     numbers += [number for call in calls for number in (call.past, call.first_key) if number is not None]
     told_numbers = (layer.scale, layer.window, layer.soft_cap)
     if not all(isinstance(text, str) for text in texts) or not all(

@@ -1,8 +1,9 @@
-"""What attention layers of a torch model get and give: hooks on modules, and on two functions of transformers.
+"""Record attention layers of a torch model by hooks on modules, on two functions of transformers, and on operations.
 
-The attention function is seen where layers ask for it, `AttentionInterface.get_interface`, which gives all of them,
-eager ones too, that stand in no table. So the model's configuration, by which masks are made, stays as it is. New keys
-and values are seen where they are cached, `Cache.update`: the attention function may get others.
+The attention function is seen where layers ask for it, `AttentionInterface.get_interface`. It returns all of them, and
+eager ones, which stand in no table. So the model's configuration, by which masks are made, stays as it is. New keys
+and values are seen where they are cached, `Cache.update`: the attention function may receive others. Of layers that
+call no attention function, operations are seen: see `parity.tapping.operations`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from mha_spec import Refusal
 from parity.core.arrays import to_numpy
+from parity.tapping.operations import Attended, LayerOperations
 from parity.tapping.record import Tapped, TappedCall, TappedLayer, chosen, is_hidden, kinds_of
 
 POSITIONS = ("position_ids", "positions")
@@ -35,8 +37,15 @@ KEY_INPUTS = ("key_value_states", "encoder_hidden_states", "key")
 
 
 @contextmanager
-def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None) -> Iterator[Tapped]:
-    """Record the attention layers of a torch model: see `parity.tap`."""
+def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None, *, is_inside: bool = False) -> Iterator[Tapped]:
+    """Record the attention layers of a torch model: see `parity.tap`.
+
+    Args:
+        model: the model.
+        patterns: names of modules or classes; None for those of attention.
+        is_inside: whether operations inside attention functions, and calls as they are written, are seen, too. Layers
+            may then take other ways to compute their results.
+    """
     modules = dict(model.named_modules())
     if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl for each in modules.values()):
         raise Refusal("model", "not be compiled, for hooks do not see what a compiled one computes")
@@ -59,7 +68,10 @@ def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None) -> Iterator[Ta
             is_causal = is_causal if isinstance(is_causal, bool) else None
             layer = TappedLayer(name, index, type(module).__name__, kind, is_causal)
             tapped.layers.append(layer)
-            listeners[module] = _TorchListener(module, layer, model_state, getattr(module, "config", config))
+            operations = LayerOperations(sees_functions=is_inside)
+            listeners[module] = _TorchListener(
+                module, layer, model_state, getattr(module, "config", config), operations
+            )
             listeners[module].listen(stack)
         stack.enter_context(_listening(listeners))
         yield tapped
@@ -108,6 +120,8 @@ def _get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
             listener.layer.window = window if type(window) is int else None
             listener.layer.soft_cap = float(cap) if isinstance(cap, int | float) else None
             listener.function_called(query, key, value, mask)
+            if not listener.operations.sees_functions or listener.layer.attention not in ("eager", "sdpa"):
+                listener.operations.close()  # others may be compiled
         result = function(module, query, key, value, *rest, **keywords)
         for listener in listening:
             listener.function_returned(result)
@@ -176,8 +190,10 @@ class _TorchListener:
     A call is put together while it lasts, and is recorded when it has given its output.
     """
 
-    def __init__(self, module: nn.Module, layer: TappedLayer, model: _ModelState, config: Any) -> None:
-        self.module, self.layer, self.model, self.config = module, layer, model, config
+    def __init__(
+        self, module: nn.Module, layer: TappedLayer, model: _ModelState, config: Any, operations: LayerOperations
+    ) -> None:
+        self.module, self.layer, self.model, self.config, self.operations = module, layer, model, config, operations
         self.values: dict[str, np.ndarray] = {}
         self.projections: dict[str, np.ndarray] = {}
         self.past: int | None = None
@@ -191,9 +207,11 @@ class _TorchListener:
     def listen(self, stack: ExitStack) -> None:
         """Hang hooks on the module and its projections, which the stack takes off."""
         if isinstance(self.module, nn.MultiheadAttention):
-            _around_forward(self.module, self._called, self._returned, stack)  # with hooks it computes otherwise
+            _around_forward(self.module, self._called, self._left, self._returned, stack)  # hooks change its way
             return
         _pre_hook(self.module, self._called, stack)
+        handle = self.module.register_forward_hook(self._left, always_call=True)
+        stack.callback(handle.remove)
         handle = self.module.register_forward_hook(self._returned, with_kwargs=True)
         stack.callback(handle.remove)
         for name, child in self.module.named_children():
@@ -232,6 +250,11 @@ class _TorchListener:
             is_real = to_numpy(padding[:, padding.shape[1] - length :]).astype(bool)
             if not is_real.all():
                 self.values["is_real"] = is_real
+        self.operations.watch()
+
+    def _left(self, *_: Any) -> None:
+        """The module is left, also by an exception."""
+        self.operations.close()
 
     def _attends_to(self, other: Tensor, length: int) -> None:
         """The call's keys are made of another sequence, with a cache in the first of some calls."""
@@ -321,12 +344,31 @@ class _TorchListener:
         if more and isinstance(more[0], Tensor) and more[0].ndim == 4:
             self.values["attn_weights"] = to_numpy(more[0])
 
+    def _operations_ran(self) -> None:
+        """The module called no attention function, or scores are wanted that are inside of it."""
+        x = self.values.get("input")
+        if x is None or ("q" in self.values and not self.operations.sees_functions):
+            return
+        attended = self.operations.attention(x.shape[0], x.shape[1] if x.ndim == 3 else None)
+        if not isinstance(attended, Attended):
+            self.layer.not_seen = "" if "q" in self.values else attended
+            return
+        if "q" not in self.values:
+            self.function_called(attended.q, attended.k, attended.v, attended.mask)
+            self.function_returned((attended.context.transpose(1, 2), attended.weights))
+        elif not self.past:
+            self.values["mask"] = to_numpy(~attended.mask if attended.mask.dtype == torch.bool else attended.mask)
+        self.layer.scale, self.layer.soft_cap = attended.scale, attended.soft_cap
+        if attended.scores is not None:
+            self.values["scores"] = to_numpy(attended.scores)
+
     def _projected(self, name: str, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         if isinstance(result, Tensor):
             self.projections.pop(f"projections.{name}", None)
             self.projections[f"projections.{name}"] = to_numpy(result)
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        self._operations_ran()
         first, *more = result if isinstance(result, tuple | list) else (result,)
         if self.adds_residual and self.projections:  # BLOOM's adds it itself: its output is that of its last projection
             self.values["output"] = list(self.projections.values())[-1]
@@ -370,7 +412,11 @@ def _pre_hook(module: nn.Module, hook: Callable[..., None], stack: ExitStack) ->
 
 
 def _around_forward(
-    module: nn.Module, called: Callable[..., None], returned: Callable[..., None], stack: ExitStack
+    module: nn.Module,
+    called: Callable[..., None],
+    left: Callable[[], None],
+    returned: Callable[..., None],
+    stack: ExitStack,
 ) -> None:
     """As hooks before and after would, but not to be seen by the module."""
     forward, own = module.forward, module.__dict__.get("forward")
@@ -378,7 +424,10 @@ def _around_forward(
     @functools.wraps(forward)
     def heard(*args: Any, **kwargs: Any) -> Any:
         called(module, args, kwargs)
-        result = forward(*args, **kwargs)
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            left()
         returned(module, args, kwargs, result)
         return result
 

@@ -78,7 +78,7 @@ def written(spec: AttentionSpec, framework: str, call: CallForm, loader: str = "
         raise Refusal("is_cross", "be True for keys of another width", d_in=spec.d_in, d_kv=spec.d_kv)
     if call.has_positions and not spec.has_positions:
         raise Refusal("has_positions", "be False for a layer without RoPE and temperature", has_positions=True)
-    known = {"spec": replace(spec, fused_qkv=False), "call": call, "ABSENT": ABSENT, **_scalings()}
+    known = {"spec": replace(spec, fused_qkv=False), "call": call, "ABSENT": ABSENT, **_records()}
     template = (TEMPLATES / f"{framework}.py").read_text().replace(NAMES_GO_HERE, _names(), 1)
     source = specialize(f"{template}\n\n{loader}", known, _unused(call), _kept(call))
     return source.replace("TITLE", docstring_of(spec, framework, call), 1).replace("ABOUT", title_of(spec, call), 1)
@@ -89,8 +89,8 @@ def _names() -> str:
     return (TEMPLATES / "names.py").read_text().partition('"""\n\n')[2]
 
 
-def _scalings() -> dict[str, Any]:
-    return {name: getattr(mha_spec, name) for name in mha_spec.__all__ if name.endswith("Scaling")}
+def _records() -> dict[str, Any]:
+    return {name: getattr(mha_spec, name) for name in mha_spec.__all__}
 
 
 def _kept(call: CallForm) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from mha_spec import AttentionSpec
+from mha_spec import AttentionSpec, GridBias, RelativeBias
 from parity.writing.specialize import WIDTH
 from parity.writing.subject import CallForm
 
@@ -58,7 +58,7 @@ def docstring_of(spec: AttentionSpec, framework: str, call: CallForm) -> str:
 
 def sources_of(spec: AttentionSpec) -> list[str]:
     """Return the sources of what a layer computes."""
-    norms = [norm for norm in (spec.qk_norm, spec.v_norm) if norm is not None]
+    norms = [norm for norm in (spec.qk_norm, spec.v_norm, spec.context_norm) if norm is not None]
     scaling = None if spec.rope is None else spec.rope.scaling
     found = {
         "Attention Is All You Need, arXiv:1706.03762": True,
@@ -73,7 +73,8 @@ def sources_of(spec: AttentionSpec) -> list[str]:
         "Gemma 2, arXiv:2408.00118": spec.soft_cap is not None,
         "gpt-oss model card, arXiv:2508.10925": spec.sinks,
         "ALiBi, arXiv:2108.12409": spec.alibi is not None,
-        "T5, arXiv:1910.10683": spec.relative_bias is not None,
+        "T5, arXiv:1910.10683": isinstance(spec.relative_bias, RelativeBias),
+        "Swin Transformer, arXiv:2103.14030": isinstance(spec.relative_bias, GridBias),
         "Longformer, arXiv:2004.05150": spec.window_size is not None,
         "Gated Attention, arXiv:2505.06708": spec.gate is not None,
     }

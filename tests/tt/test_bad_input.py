@@ -561,6 +561,16 @@ STAGES = {
         {"query": HEADS, "key": HEADS, "spec": RELATIVE, "relative_bias": ones(1, 8, 1, 2)},
         refuses("relative_bias", {"relative_bias.shape": (1, 8, 1, 2)}),
     ),
+    "scores of more tokens than a grid has": (
+        "attention_scores",
+        {
+            "query": HEADS,
+            "key": HEADS,
+            "spec": parity.AttentionSpec(8, 2, relative_bias=parity.GridBias(1, 2)),
+            "relative_bias": ones(1, 2, 1, 3),
+        },
+        refuses("tokens", {"(T, S)": (3, 3)}),
+    ),
     "scores without their relative bias": (
         "attention_scores",
         {"query": HEADS, "key": HEADS, "spec": RELATIVE},

@@ -211,6 +211,18 @@ def test_a_relative_bias_adds_what_the_table_has_for_the_bucket(device, dtype):
     assert later == pytest.approx(np.stack([table[[[1, 0], [1, 1]]].transpose(2, 0, 1), expected]))
 
 
+def test_a_grid_bias_adds_what_the_table_has_for_both_places(device):
+    zeros = mha_tt.upload(np.zeros((2, 2, 2, 4)), device=device, dtype=ttnn.float32)
+    spec = parity.AttentionSpec(8, 2, relative_bias=parity.GridBias(1, 2, class_token=True))
+    table = np.arange(12.0).reshape(6, 2)  # of 1 after, 0, 1 before; the class token as query, key, both
+    held = mha_tt.upload(table.T.reshape(1, 2, 1, 6), device=device, dtype=ttnn.float32)
+    expected = table[[[5, 3], [4, 1]]].transpose(2, 0, 1)
+    found = mha_tt.download(mha_tt.attention_scores(zeros, zeros, None, spec, None, held))
+    assert found == pytest.approx(np.stack([expected] * 2))
+    later = mha_tt.download(mha_tt.attention_scores(zeros, zeros, None, spec, np.array([1, 0]), held))
+    assert later == pytest.approx(np.stack([table[[[4, 1], [4, 2]]].transpose(2, 0, 1), expected]))
+
+
 def test_a_sink_takes_weight_and_gives_none_back(device):
     scores = mha_tt.upload(np.array([[[[0.0, 1.0]], [[2.0, 3.0]]]] * 2), device=device, dtype=ttnn.float32)
     sinks = mha_tt.upload(np.array([2.0, -1.0]).reshape(1, 2, 1, 1), device=device, dtype=ttnn.float32)

@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec.attention import NORMS
 from parity.conversion.hints import LayerHints
 from parity.conversion.layouts.layout import (
     TILE,
@@ -81,19 +82,17 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
     if gaps := [name for each, held in stacks.items() if held for n in heads if (name := each.format(n=n)) not in held]:
         raise _not_of(layout, f"missing {shorten(gaps)} in {shorten(sorted(names))}")
     known = {*names_of((*form, *layout.others), names)}
-    unknown = sorted(name for name in names - known if not layout.ignores(name))
-    if others := [name for name in unknown if not layout.leaves_unsaid(name)]:
-        raise _not_of(layout, f"unknown names {shorten(others)}")
-    _check_said(unknown, layout)
+    if unknown := sorted(name for name in names - known if not layout.ignores(name)):
+        raise _not_of(layout, f"unknown names {shorten(unknown)}")
     return form
 
 
 def _check_said(names: Iterable[str], layout: Layout) -> None:
-    """Refuse tensors that no specification says."""
+    """Refuse a bias that the specification of a layer does not say."""
     if unsaid := sorted(name for name in names if layout.leaves_unsaid(name)):
         raise SpecUnknown(
             f"a layer in {layout.name}",
-            "add nothing to its scores that no specification says",
+            "add nothing to its scores that its specification does not say",
             shorten(unsaid),
             remedy={"drop": UNSAID},
             hint="leaves it out",
@@ -144,7 +143,7 @@ def _are_one(weights: list[np.ndarray]) -> bool:
 def _has_no_form(layout: Layout, wanted: Collection[str], nameless: Collection[str]) -> DoesNotFit:
     """Make the refusal of a layer with some weights that no form holds; for `nameless` ones none has a name."""
     if nameless:
-        norms = [name for name in ("qk_norm", "v_norm") if weights_of_norm(name) & {*nameless}]
+        norms = [name for name in NORMS if weights_of_norm(name) & {*nameless}]
         remedy, hint = ({"drop": ",".join(norms)}, "leaves it out") if norms else ((), "")
         rule = f"have only weights for which {layout.name} has names"
         return DoesNotFit("the layer", rule, shorten(sorted(nameless)), remedy=remedy, hint=hint)
@@ -178,7 +177,7 @@ def find_placement(shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, l
     """
     given = {name: tuple(shape) for name, shape in shapes.items() if not layout.ignores(name)}
     possible = placements(spec, layout)
-    _check_said(given, layout)
+    _check_said(given.keys() - {name for each in possible for name in each.shapes}, layout)
     for each in possible:
         if each.shapes == given:
             return each
@@ -225,7 +224,9 @@ def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: Laye
     if layout.needs_spec:
         raise DoesNotFit(f"a layer in {layout.name}", f"be told by a specification, {TOLD_BY}")
     if others := sorted(names_of(layout.others, shapes)):
-        raise SpecUnknown(f"what {shorten(others)} do in {layout.name}", f"be told by a specification, {TOLD_BY}")
+        remedy = {"drop": UNSAID} if all(map(layout.leaves_unsaid, others)) else ()
+        rule, hint = f"be told by a specification, {TOLD_BY}", "leaves it out" if remedy else ""
+        raise SpecUnknown(f"what {shorten(others)} do in {layout.name}", rule, remedy=remedy, hint=hint)
     present = [tensor for tensor in form if matches(tensor.name, shapes)]
     of_qkv = sorted({part for each in present if each.kind == "bias" for part in each.parts} - {"out_proj.bias"})
     if len(of_qkv) not in (0, 3):

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from mha_spec import AttentionSpec, Latent, Norm, Refusal
+from mha_spec.attention import NORMS
 from parity.core.records import JsonRecord
 
 TILE = 32  # rows and columns in which TTNN keeps tensors
@@ -143,8 +144,8 @@ class Layout(JsonRecord):
         padded: heads are padded to whole tiles, with RoPE each half of its own.
         rules: what a layer must be for this layout to hold it; keys of `RULES`.
         ignored: names (with wildcards) under the prefix of a layer that are no weights, or none of attention's.
-        unsaid: names (with wildcards) of biases of relative positions in an image: the layer adds them to its scores,
-            and no specification says them.
+        unsaid: names (with wildcards) of biases on a grid, whose height and width no shape shows: without a
+            specification they may be dropped.
         prefixes: where whole checkpoints have such layers; `{i}` stands for a layer.
         needs_spec: shapes alone never show such a layer, or it would be one of another layout, too.
         carries: what a layer may have that weights do not show, names of `CARRIED`: its module computes it, or is told
@@ -196,7 +197,7 @@ class Layout(JsonRecord):
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored, *others))
 
     def leaves_unsaid(self, name: str) -> bool:
-        """Return whether a name under the prefix of a layer is of what no specification says."""
+        """Return whether a name under the prefix of a layer is of a bias on a grid."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.unsaid)
 
 
@@ -246,11 +247,9 @@ RULES: dict[str, Rule] = {
         ("qkv_bias", "out_bias"),
         lambda spec: not (any(spec.qkv_biases) or spec.out_bias),
     ),
-    "rms norms, w": Rule(
-        "norms must be of kind 'rms' with weight='w'", ("qk_norm", "v_norm"), lambda spec: _has_rms_norms(spec, "w")
-    ),
+    "rms norms, w": Rule("norms must be of kind 'rms' with weight='w'", NORMS, lambda spec: _has_rms_norms(spec, "w")),
     "rms norms, 1+w": Rule(
-        "norms must be of kind 'rms' with weight='1+w'", ("qk_norm", "v_norm"), lambda spec: _has_rms_norms(spec, "1+w")
+        "norms must be of kind 'rms' with weight='1+w'", NORMS, lambda spec: _has_rms_norms(spec, "1+w")
     ),
     "scale told": Rule(
         "scale must be told, 1.0 where the weights of queries hold it", ("scale",), lambda spec: spec.scale is not None
@@ -280,7 +279,7 @@ def _has_factors_of_widths(latent: Latent, d_model: int) -> bool:
 
 
 def _has_rms_norms(spec: AttentionSpec, weight: str) -> bool:
-    norms = filter(None, (spec.qk_norm, spec.v_norm))
+    norms = filter(None, (getattr(spec, name) for name in NORMS))
     return all(norm.kind == "rms" and norm.weight in (weight, None) for norm in norms)
 
 
@@ -292,7 +291,7 @@ def broken_rules(spec: AttentionSpec, layout: Layout) -> tuple[str, dict[str, An
 
 
 CARRIED = ("rope", "rope.scaling", "scale", "soft_cap", "window_size", "chunk_size", "alibi", "clip_qkv", "temperature")
-CARRIED += ("qk_norm", "v_norm", "latent.factors")
+CARRIED += (*NORMS, "latent.factors")
 """Fields of a layer that no weight shows, and norms, whose weights a layout may have no names for."""
 
 UNSAID = "relative_position_bias"
@@ -305,9 +304,7 @@ DROPPABLE = (*CARRIED, UNSAID)
 def lost_in(layout: Layout, spec: AttentionSpec) -> dict[str, Any]:
     """Return what a layer computes and a layout loses, by names of `CARRIED`: neither weights nor a module say it."""
     named = {part for tensor in (*layout.tensors, *layout.others) for part in tensor.parts}
-    held = {
-        name for name in ("qk_norm", "v_norm") if _has_weights(getattr(spec, name)) and weights_of_norm(name) <= named
-    }
+    held = {name for name in NORMS if _has_weights(getattr(spec, name)) and weights_of_norm(name) <= named}
     return {
         name: value
         for name, value in _carried(spec).items()
@@ -325,8 +322,8 @@ def _carried(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def weights_of_norm(name: str) -> set[str]:
-    """The canonical names of the weights of a norm, `qk_norm` or `v_norm`."""
-    return {f"{each}_norm.weight" for each in name.removesuffix("_norm")}
+    """The canonical names of the weights of a norm, one of `NORMS`."""
+    return {f"{each}.weight" for each in (("q_norm", "k_norm") if name == "qk_norm" else (name,))}
 
 
 def _has_weights(value: Any) -> bool:

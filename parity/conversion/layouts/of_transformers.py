@@ -48,7 +48,7 @@ ALIKE = ("no groups", "out_proj", "one width", "square")
 
 ROTATED = ("rope", "rope.scaling")
 IN_WINDOWS = (*ROTATED, "window_size")
-OF_BEIT = ("*.relative_position_bias_table", "*.relative_position_index")
+OF_GRID = ("*.relative_position_bias_table",)
 
 _KEYS_AS_VALUES = (
     *(tensor for tensor in separate(*OF_LLAMA) if tensor.holds in ("q", "out")),
@@ -62,9 +62,10 @@ OF_TRANSFORMERS = [
         "self.query, self.key, self.value, output.dense; also files of Swin and Donut",
         "bert",
         separate("self.query", "self.key", "self.value", "output.dense"),
+        others=beside(relative_bias="self.relative_position_bias_table"),
         rules=(*ALIKE, "biases"),
-        ignored=("output.LayerNorm.*", "self_attn_layer_norm.*", "LayerNorm.*", "ln.*"),
-        unsaid=OF_BEIT,
+        ignored=("output.LayerNorm.*", "self_attn_layer_norm.*", "LayerNorm.*", "ln.*", "self.relative_position_index"),
+        unsaid=OF_GRID,
         prefixes=(
             "bert.encoder.layer.{i}.attention",
             "encoder.layer.{i}.attention",
@@ -78,8 +79,10 @@ OF_TRANSFORMERS = [
         "vit",
         separate("attention.query", "attention.key", "attention.value", "output.dense"),
         version=" before 5.0",
+        others=beside(relative_bias="attention.relative_position_bias.relative_position_bias_table"),
         rules=(*ALIKE, "out bias"),
-        unsaid=OF_BEIT,
+        ignored=("attention.relative_position_bias.relative_position_index",),
+        unsaid=OF_GRID,
         prefixes=("vit.encoder.layer.{i}.attention", "encoder.layer.{i}.attention"),
         carries=(),
     ),
@@ -88,8 +91,10 @@ OF_TRANSFORMERS = [
         "q_proj, k_proj, v_proj, o_proj: modules of transformers 5, whose files are those of transformers.ViT",
         "vit",
         separate(*OF_LLAMA),
+        others=beside(relative_bias="relative_position_bias.relative_position_bias_table"),
         rules=(*ALIKE, "out bias"),
-        unsaid=("relative_position_bias.*",),
+        ignored=("relative_position_bias.relative_position_index",),
+        unsaid=OF_GRID,
         prefixes=("vit.layers.{i}.attention", "layers.{i}.attention"),
         carries=(),
     ),
@@ -167,6 +172,14 @@ OF_TRANSFORMERS = [
         "stablelm",
         "norms with weights for each head",
         others=beside(q_norm="q_layernorm.norms.{n}", k_norm="k_layernorm.norms.{n}"),
+        needs_spec=True,
+    ),
+    _separate("BitNet", OF_LLAMA, "bitnet", others=beside(context_norm="attn_sub_norm"), needs_spec=True),
+    _separate(
+        "Kosmos-2",
+        ("q_proj", "k_proj", "v_proj", "out_proj"),
+        "kosmos2",
+        others=beside(context_norm="inner_attn_ln"),
         needs_spec=True,
     ),
     _layout(

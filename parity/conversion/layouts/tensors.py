@@ -47,7 +47,7 @@ def packed(
 
 
 SCORES = ("sinks", "relative_bias")
-NORMS = ("q_norm", "k_norm", "v_norm", "q_a_norm", "kv_a_norm")
+NORMS = ("q_norm", "k_norm", "v_norm", "context_norm", "q_a_norm", "kv_a_norm")
 NARROW = ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")  # of latents
 EVERYTHING = ("gate_proj", *NARROW, *NORMS, *SCORES)
 """Weights that only some layers have beside q, k, v and out, by its canonical name."""

@@ -13,6 +13,7 @@ from mha_spec import (
     AttentionSpec,
     DynamicScaling,
     Gate,
+    GridBias,
     Latent,
     LinearScaling,
     Llama3Scaling,
@@ -78,7 +79,14 @@ def random_case(seed: int) -> Case:
     relative_bias = choose(None, None, RelativeBias(8, 8), RelativeBias(7, 12, bidirectional=False))
     if features.alibi is None:
         features = replace(features, relative_bias=relative_bias)
-    return replace(case, spec=_perhaps_latent(features, choose), first_position=position)
+    spec = _perhaps_latent(features, choose)
+    grid = choose(*[None] * 7, GridBias(8, 8), GridBias(7, 9, class_token=True))
+    if not spec.has_distance_bias and spec.span is None:
+        spec = replace(spec, relative_bias=grid)
+    context_norm = choose(*[None] * 7, Norm(over="width", eps=0.01), Norm("layer", over="width", bias=True, eps=0.01))
+    if spec.gate is None and spec.latent is None and spec.value_head_dim >= 8:
+        spec = replace(spec, context_norm=context_norm)
+    return replace(case, spec=spec, first_position=position)
 
 
 def _features(case: Case, choose: Callable[..., Any]) -> AttentionSpec:

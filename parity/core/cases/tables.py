@@ -10,6 +10,7 @@ from mha_spec import (
     AttentionSpec,
     DynamicScaling,
     Gate,
+    GridBias,
     Latent,
     LinearScaling,
     Llama3Scaling,
@@ -43,6 +44,7 @@ _ONE_PLUS = AttentionSpec(
     32, 4, num_kv_heads=2, rope=Rope(10000.0), qk_norm=Norm(weight="1+w"), v_norm=Norm(weight=None)
 )
 _WIDTH = AttentionSpec(32, 4, num_kv_heads=2, fused_qkv=True, rope=Rope(10000.0), qk_norm=Norm(over="width"))
+_CONTEXT = AttentionSpec(48, 6, num_kv_heads=2, context_norm=Norm("layer", over="width", bias=True, eps=0.01))
 _PER_HEAD = AttentionSpec(
     48, 6, num_kv_heads=2, head_dim=12, qk_norm=Norm("layer", per_head=True, bias=True, eps=0.01), v_norm=Norm("layer")
 )
@@ -205,6 +207,15 @@ LAYERS = [
         bias=True,
         gain=3.0,
     ),
+    Case("grid-bias", AttentionSpec(32, 4, relative_bias=GridBias(2, 4)), "scores that gain by places", seq_len=8),
+    Case(
+        "grid-bias-class-token",
+        AttentionSpec(48, 6, num_kv_heads=2, relative_bias=GridBias(4, 3, class_token=True), scale=0.25),
+        "a class token and the first rows of a grid, of shared heads, masked",
+        seq_len=10,
+        random_mask=True,
+        bias=True,
+    ),
     Case("window", _WINDOW, "a layer that sees the last four tokens", seq_len=11, is_causal=True),
     Case("window-both-ways", _WINDOW, "three tokens before and after", seq_len=11, key_padding_lengths=(7, 11)),
     Case(
@@ -224,6 +235,7 @@ LAYERS = [
     Case("norm-one-plus", _ONE_PLUS, "norms of weight 1 + w, and of values without one", seq_len=9, is_causal=True),
     Case("norm-width", _WIDTH, "norms over the width of all heads", seq_len=9, is_causal=True),
     Case("norm-per-head", _PER_HEAD, "layer norms with weights for each head", seq_len_k=7),
+    Case("norm-context", _CONTEXT, "the context, normalized before it is projected", seq_len=9, random_mask=True),
     Case("norm-after-rope", _AFTER_ROPE, "norms of what was rotated", seq_len=9, key_padding_lengths=(3, 9)),
     Case("gate", _GATE, "a gate of each feature of the context", seq_len=9, is_causal=True),
     Case("gate-per-head", _HEAD_GATE, "a gate of each head", seq_len_k=7),
@@ -389,6 +401,12 @@ CACHED = [
         **_UNEVEN,
     ),
     Case(
+        "decode-grid-bias",
+        AttentionSpec(48, 6, num_kv_heads=2, relative_bias=GridBias(4, 4)),
+        "decode, by places on a grid, ragged",
+        **_UNEVEN,
+    ),
+    Case(
         "decode-window",
         AttentionSpec(32, 4, num_kv_heads=2, window_size=4, rope=Rope(10000.0)),
         "decode, within a window",
@@ -408,6 +426,7 @@ CACHED = [
     Case("decode-biases-of-some", _WHISPER, "decode, keys without a bias", **_calls(4, 1, 1, capacity=6)),
     Case("decode-clip-qkv", _CLIP, "decode, projections clipped", **_calls(4, 1, 1, 1, capacity=8)),
     Case("decode-gate", _GATE, "decode, gated", **_calls(4, 1, 1, 1, capacity=8)),
+    Case("decode-norm-context", _CONTEXT, "decode, normed contexts", **_calls(4, 1, 1, 1, capacity=8)),
     Case("decode-norm-width", _WIDTH, "decode, norms over all heads", **_calls(4, 1, 1, 1, capacity=8)),
     Case("decode-l2-norm", _L2, "decode, norms without weights", **_calls(4, 1, 1, 1, capacity=8)),
     Case(
@@ -522,7 +541,7 @@ MORE = frozenset(
         *("nan-hidden-cross", "random-1", "random-2"),
         *("latent-yarn", "latent-window", "decode-latent-yarn"),
         *("decode-latent-factors", "sinks-masked", "decode-sinks", "alibi-both-ways"),
-        *("decode-alibi", "relative-bias-padded", "decode-relative-bias"),
+        *("decode-alibi", "relative-bias-padded", "decode-relative-bias", "decode-grid-bias", "decode-norm-context"),
     }
 )
 """More of what other cases show: a run takes these where all cases are asked for, or they by name."""

@@ -67,7 +67,8 @@ class Backward:
         """The gradient of the context (B, N, T, H), and what the gate adds to that of the query."""
         layer, a = self.layer, self.arithmetic
         if layer.problem.spec.out_proj:
-            d_output = self.of_linear("out_proj", layer.combine_heads(layer.gated(values)), d_output, grads)
+            d_output = self.of_linear("out_proj", layer.combined(values), d_output, grads)
+        d_output = self.of_norm("context", layer.combine_heads(layer.gated(values)), d_output, grads)
         d_context, nothing = layer.split_heads(a.widen(d_output), layer.num_heads("q")), np.zeros(query.shape, a.wide)
         gate = layer.problem.spec.gate
         if gate is None:

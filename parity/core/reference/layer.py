@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from mha_spec import Alibi, Latent, Norm, RelativeBias, Rope, Temperature, YarnScaling
+from mha_spec import Alibi, GridBias, Latent, Norm, RelativeBias, Rope, Temperature, YarnScaling
 from parity.core.problem import Problem
 from parity.core.reference import norms
 from parity.core.reference.arithmetic import Arithmetic
@@ -139,8 +139,13 @@ class Layer:
         return {"context": self.arithmetic.keep(self.arithmetic.matmul(attn_weights, self.per_query_head(v)))}
 
     def output(self, values: Values) -> dict[str, np.ndarray]:
-        combined = self.combine_heads(self.gated(values))
+        combined = self.combined(values)
         return {"output": self.linear("out_proj", combined) if self.problem.spec.out_proj else combined}
+
+    def combined(self, values: Values) -> np.ndarray:
+        """The context of all heads side by side, (B, T, N * H), gated or normalized where the layer does that."""
+        context, norm = self.combine_heads(self.gated(values)), self.norm("context")
+        return context if norm is None else self.normed("context", context, norm)
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
         return of_paths(self.forward())
@@ -240,8 +245,20 @@ class Layer:
         return self.parameter("relative_bias")
 
     def buckets(self, places: np.ndarray, key_len: int) -> np.ndarray:
-        """Those of the distances from queries to keys, (B or 1, T, S)."""
+        """Those of the distances from queries to keys, or of their places on a grid, (B or 1, T, S)."""
+        grid = self.problem.spec.relative_bias
+        if isinstance(grid, GridBias):
+            return self.bucket_on(grid, places[:, :, None], np.arange(key_len))
         return self.bucket(np.arange(key_len) - places[:, :, None])
+
+    def bucket_on(self, grid: GridBias, query: np.ndarray, key: np.ndarray) -> np.ndarray:
+        """Of the places of a query and a key on a grid."""
+        first = int(grid.class_token)
+        (row, column), (key_row, key_column) = (np.divmod(place - first, grid.width) for place in (query, key))
+        rows, columns = row - key_row + grid.height - 1, column - key_column + grid.width - 1
+        of_difference = rows * (2 * grid.width - 1) + columns
+        of_class = grid.num_buckets - np.where(query > 0, 2, np.where(key > 0, 3, 1))
+        return np.where(grid.class_token & ((query == 0) | (key == 0)), of_class, of_difference)
 
     def bucket(self, distance: np.ndarray) -> np.ndarray:
         """Of the distance from a query to a key, below 0 for a key before it."""
@@ -401,11 +418,11 @@ class Layer:
         return x if limit is None else self.arithmetic.keep(np.clip(self.arithmetic.widen(x), -limit, limit))
 
     def norm(self, name: str) -> Norm | None:
-        """How q, k or v is normalised."""
+        """How q, k, v or the context is normalised."""
         return self.problem.spec.norms.get(f"{name}_norm")
 
     def normed(self, name: str, x: np.ndarray, norm: Norm) -> np.ndarray:
-        """q, k or v, normalised over its last axis."""
+        """q, k, v or the context, normalised over its last axis."""
         widen = self.arithmetic.widen
         y = self.arithmetic.between(self.standardised(name, widen(x), norm))
         if norm.weight is not None:
@@ -416,7 +433,7 @@ class Layer:
         return self.arithmetic.keep(y)
 
     def standardised(self, name: str, x: np.ndarray, norm: Norm) -> np.ndarray:
-        """q, k or v over the root of its mean square."""
+        """q, k, v or the context over the root of its mean square."""
         return norms.standardised(x, norm)[0]
 
     def num_heads(self, name: str) -> int:

@@ -92,7 +92,7 @@ def family_of(name: str) -> MistakeFamily:
     """Return the family of mistakes in a weight by its name."""
     if name.endswith("_proj.bias"):
         return of.BIAS
-    if name.startswith(("q_norm", "k_norm", "v_norm")):
+    if name.startswith(("q_norm", "k_norm", "v_norm", "context_norm")):
         return of.QK_NORM
     if name.startswith(("q_proj", "k_proj", "v_proj", "out_proj")):
         return of.SWAPPED

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_spec import AttentionSpec, LinearScaling, Rope
+from mha_spec import AttentionSpec, LinearScaling, RelativeBias, Rope
 from mha_spec.scaling import Scaling
 from parity.diagnosis.laws.record import Law, OtherSpec, Seen
 from parity.diagnosis.laws.rotation import as_form
@@ -316,7 +316,9 @@ def _taken_for(length: int, scaling: Scaling) -> tuple[int, int]:
 
 def _of_records(spec: AttentionSpec) -> Iterator[Number]:
     """Numbers of norms, the temperature and ALiBi."""
-    for name, words in (("qk_norm", "the eps of q_norm and k_norm"), ("v_norm", "the eps of v_norm")):
+    words_of = {"qk_norm": "the eps of q_norm and k_norm"}
+    words_of |= {name: f"the eps of {name}" for name in ("v_norm", "context_norm")}
+    for name, words in words_of.items():
         norm = getattr(spec, name)
         if norm is not None:
             yield Number("eps", words, norm.eps, EPSILONS, _with(spec, name, norm, "eps"))
@@ -329,7 +331,7 @@ def _of_records(spec: AttentionSpec) -> Iterator[Number]:
         yield Number("temperature", "the scale of the temperature", right, (0.01, 0.1, 1.0), made)
         length, made = spec.temperature.length, _with(spec, "temperature", spec.temperature, "length")
         yield Number("temperature length", "the length of the temperature", length, LENGTHS, made, is_whole=True)
-    if spec.relative_bias is not None:
+    if isinstance(spec.relative_bias, RelativeBias):
         right, made = spec.relative_bias.max_distance, _with(spec, "relative_bias", spec.relative_bias, "max_distance")
         yield Number("max_distance", "the max_distance of the relative bias", right, DISTANCES, made, is_whole=True)
     if spec.alibi is not None:

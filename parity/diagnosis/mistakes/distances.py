@@ -1,4 +1,4 @@
-"""Mistakes in what scores lose or gain for the distance of their keys: ALiBi, and T5's relative bias."""
+"""Mistakes in what scores lose or gain for the places of their keys: ALiBi, T5's relative bias, and that of a grid."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from mha_spec import RelativeBias
+from mha_spec import GridBias, RelativeBias
 from parity.core.case import Case
 from parity.core.reference import Layer
 from parity.diagnosis.mistakes.families import ALIBI, RELATIVE_BIAS
@@ -68,6 +68,19 @@ def relative_bias(case: Case) -> Iterator[Mistake]:
         return
     mistake = RELATIVE_BIAS.seen_in("scores")
     yield mistake("relative-bias-ignored", "scores gain nothing for the distance of their keys", _times(0.0))
+    yield from _of_grid(right) if isinstance(right, GridBias) else _of_distances(right)
+    if spec.score_scale != 1.0:
+        yield mistake(
+            "relative-bias-scaled", "the bias is added before the scores are scaled", _times(spec.score_scale)
+        )
+    transposed = after(lambda table: table.reshape(num_heads, -1).T)
+    yield mistake("relative-bias-transposed", "the table is read as (N, num_buckets)", {"relative_table": transposed})
+    if case.is_cached:
+        yield mistake("relative-bias-restarted", *RESTARTED)
+
+
+def _of_distances(right: RelativeBias) -> Iterator[Mistake]:
+    mistake = RELATIVE_BIAS.seen_in("scores")
     if right.bidirectional and right.max_distance > right.num_buckets // 2:
         about = "keys after the query share its own bucket, as in a decoder"
         yield mistake("relative-bias-one-directional", about, _with(bidirectional=False))
@@ -82,14 +95,27 @@ def relative_bias(case: Case) -> Iterator[Mistake]:
     if not np.array_equal(_Linear(**asdict(right)).buckets(), right.buckets()):
         about = "all buckets of more than one distance are of equal width"
         yield mistake("relative-bias-linear", about, {"share_of_logarithm": _share_of_distance})
-    if spec.score_scale != 1.0:
-        yield mistake(
-            "relative-bias-scaled", "the bias is added before the scores are scaled", _times(spec.score_scale)
-        )
-    transposed = after(lambda table: table.reshape(num_heads, -1).T)
-    yield mistake("relative-bias-transposed", "the table is read as (N, num_buckets)", {"relative_table": transposed})
-    if case.is_cached:
-        yield mistake("relative-bias-restarted", *RESTARTED)
+
+
+def _of_grid(right: GridBias) -> Iterator[Mistake]:
+    mistake = RELATIVE_BIAS.seen_in("scores")
+    first = int(right.class_token)
+    about = "differences of rows and columns are key - query"
+    yield mistake("grid-bias-flipped", about, {"bucket_on": before(lambda grid, query, key: (grid, key, query))})
+    if right.height > 1 and right.width > 1:
+
+        def by_column(place: np.ndarray) -> np.ndarray:
+            column, row = np.divmod(place - first, right.height)
+            return np.where(place < first, place, row * right.width + column + first)
+
+        columns = before(lambda grid, query, key: (grid, by_column(query), by_column(key)))
+        yield mistake("grid-bias-by-columns", "tokens are counted column by column", {"bucket_on": columns})
+    if right.class_token:
+        about = "the class token as a query has its bucket as a key, and the other way round"
+        as_query, as_key = right.num_buckets - 3, right.num_buckets - 2
+        swap = {as_query: as_key, as_key: as_query}
+        swapped = after(lambda buckets: np.vectorize(lambda bucket: swap.get(bucket, bucket))(buckets))
+        yield mistake("grid-bias-class-token", about, {"bucket_on": swapped})
 
 
 def _times(factor: float) -> Overrides:

@@ -1,8 +1,8 @@
-"""Mistakes in how queries, keys and values are normalised."""
+"""Mistakes in how queries, keys, values and the context are normalised."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,16 @@ def norms(case: Case) -> Iterator[Mistake]:
     spec, norm = case.spec, case.spec.qk_norm
     if spec.v_norm is not None:
         yield _missing("v-norm-missing", "v", "values", stages=("v",))
+    if spec.context_norm is not None:
+        yield _missing("context-norm-missing", ("context",), "contexts", stages=("output",))
+        if spec.num_heads > 1:
+            yield of_norms(
+                "context-norm-per-head",
+                "the context is normalised head by head",
+                {"standardised": _by_heads("context", spec.num_heads)},
+                fix="normalise the context of all heads together",
+                stages=("output",),
+            )
     if norm is None:
         return
     yield _missing("qk-norm-missing", "qk", "queries and keys")
@@ -78,7 +88,7 @@ def norms(case: Case) -> Iterator[Mistake]:
         )
 
 
-def _missing(name: str, of: str, whose: str, **more: Any) -> Mistake:
+def _missing(name: str, of: Collection[str], whose: str, **more: Any) -> Mistake:
     without = {"norm": lambda _, original, which: None if which in of else original(which)}
     return of_norms(name, f"{whose} are not normalised", without, fix=f"normalise the {whose}", **more)
 
@@ -109,9 +119,18 @@ def _standardised(wrong: Override) -> Overrides:
     """Divide queries and keys by something else than the root of their mean square."""
 
     def override(_: Layer, original: Override, name: str, x: np.ndarray, norm: Norm) -> np.ndarray:
-        return original(name, x, norm) if name == "v" else wrong(original, name, x, norm)
+        return wrong(original, name, x, norm) if name in ("q", "k") else original(name, x, norm)
 
     return {"standardised": override}
+
+
+def _by_heads(whose: str, num_heads: int) -> Override:
+    def override(_: Layer, original: Override, name: str, x: np.ndarray, norm: Norm) -> np.ndarray:
+        if name != whose:
+            return original(name, x, norm)
+        return original(name, x.reshape(*x.shape[:2], num_heads, -1), norm).reshape(x.shape)
+
+    return override
 
 
 def _over_heads(num_heads: int, num_kv_heads: int) -> Overrides:

@@ -91,7 +91,7 @@ def norm_with(**fields: Any) -> Overrides:
 
     def norm(_: Layer, original: Any, name: str) -> Norm | None:
         found = original(name)
-        return found if found is None or name == "v" else replace(found, **fields)
+        return found if found is None or name in ("v", "context") else replace(found, **fields)
 
     return {"norm": norm}
 

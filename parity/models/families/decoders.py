@@ -394,6 +394,7 @@ DECODERS: dict[str, Family] = {
         fixed={"use_qk_norm": True, "qk_norm_type": "per_layer"},
         says_nothing={"layernorm_full_attention_beta", "layernorm_linear_attention_beta", "use_routing_bias"},
     ),
+    "bitnet": family(HEADS, BIASES, layout="transformers.BitNet", context_norm=norm(over="width")),
     "hy_v3": family(HEADS, WIDTH, BIASES, qk_norm=norm()),
     "apertus": family(BIASES, qk_norm=norm()),
     "seed_oss": family(

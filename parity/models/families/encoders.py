@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mha_spec import RelativeBias, Rope
+from mha_spec import GridBias, Refusal, RelativeBias, Rope
 from parity.models.config import Config, Value
 from parity.models.families.usual import PLAIN, SOME_BIAS, family
 from parity.models.rules import ConfigLayer, Family, first_of, key, optional, positioned, rope
@@ -162,6 +162,23 @@ VIT: dict[str, Any] = {
 }
 CLIP: dict[str, Any] = {**PLAIN, "dropout": key("attention_dropout", default=0.0)}
 
+OF_GRID = "attention.relative_position_bias.relative_position_bias_table"
+
+
+def _grid_of_beit(place: ConfigLayer) -> Value:
+    """Of each layer, or of all layers: one with both would add two tables."""
+    own, common = (f"use_{which}relative_position_bias" for which in ("", "shared_"))
+    has_own, has_common = (place.config.read(name, default=False) for name in (own, common))
+    if not has_own.value and not has_common.value:
+        return Value(None, "")
+    if has_own.value and has_common.value:
+        raise Refusal(common, f"be False with {own}", {common: True})
+    image, patch = place.config.read("image_size", default=224), place.config.read("patch_size", default=16)
+    height, width = image.value if isinstance(image.value, (tuple, list)) else (image.value, image.value)
+    grid = GridBias(height // patch.value, width // patch.value, class_token=True)
+    return Value(grid, f"{(has_own if has_own.value else has_common).origin}, {image.origin}, {patch.origin}")
+
+
 AIMV2: dict[str, Any] = {
     **CLIP,
     "path": "encoder.layers.{i}.attention",
@@ -199,7 +216,8 @@ IMAGES: dict[str, Family] = {
         family(
             VIT,
             qkv_bias=(True, False, True),
-            fixed={"use_relative_position_bias": False, "use_shared_relative_position_bias": False},
+            shared={OF_GRID: "encoder.relative_position_bias.relative_position_bias_table"},
+            relative_bias=_grid_of_beit,
             says_nothing={"use_absolute_position_embeddings", "layer_scale_init_value", "use_auxiliary_head"},
         ),
     ),

@@ -307,4 +307,15 @@ GPT_LIKE: dict[str, Family] = {
         dropout=key("attention_dropout", default=0.1),
         says_nothing={"scale_embedding"},
     ),
+    "kosmos_2_text_model": family(
+        PLAIN_DECODER,
+        layout="transformers.Kosmos-2",
+        count=("layers", "num_hidden_layers"),
+        d_model=key("embed_dim", "hidden_size"),
+        num_heads=key("attention_heads", "num_attention_heads"),
+        dropout=key("attention_dropout", default=0.1),
+        context_norm=norm("layer", over="width", bias=True, eps="layer_norm_eps"),
+        says_nothing={"scale_embedding"},
+        fixed={"add_cross_attention": False},
+    ),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 SENSES: dict[str, str] = {
     # ---- What no specification says ----------------------------------------------------------------------------------
-    "norms the context of all heads before the last projection (attn_sub_norm)": "bitnet",
     "rotates the other way than RoPE does elsewhere, as if positions counted down": "nanochat",
     "subtracts one softmax from another (lambda_q1)": "diffllama",
     "hides keys by their values (dt_proj, keep_window_size)": "doge",
@@ -97,7 +96,7 @@ SENSES: dict[str, str] = {
         "dia_encoder dots3_note_audio_encoder dpt embedding_gemma2_text emu3_vqgan eomt esmc flaubert fsmt "
         "fun_asr_nano_encoder glm_image_vision glmasr_encoder granite_docling_vision hunyuan_vl_text "
         "hunyuan_vl_vision idefics_vision inkling_audio inkling_vision internvl_vision janus_vision_model "
-        "kosmos_2_5_text_model kosmos_2_5_vision_model kosmos_2_text_model lasr_encoder lfm3 lw_detr_vit mgp-str mimi "
+        "kosmos_2_5_text_model kosmos_2_5_vision_model lasr_encoder lfm3 lw_detr_vit mgp-str mimi "
         "mimi_decoder mimi_encoder minicpm_ocr_vision minicpmv4_6_vision minicpmv4_7_vision mllama_vision_model "
         "mobilevit molmo2_text molmo2_vision moonshine_streaming_encoder muse_glimmer_assistant muse_spark_audio "
         "musicgen_decoder musicgen_melody_decoder nemotron3_5_transcribe_asr_audio "

@@ -190,7 +190,10 @@ def attention(
         slopes = jnp.array(SLOPES)[:, None, None]  # (N, 1, 1)
         scores = scores - slopes * jnp.abs(keys - of_queries)
     if relative is not None:
-        buckets = bucket_of(keys - of_queries)[:, 0]  # (B or 1, T, S)
+        if grid is None:
+            buckets = bucket_of(keys - of_queries)[:, 0]  # (B or 1, T, S)
+        else:
+            buckets = bucket_of(of_queries, keys)[:, 0]  # (B or 1, T, S)
         scores = scores + jnp.moveaxis(params["relative_bias"].astype(jnp.float32)[buckets], -1, 1)
     if call.has_bias:
         scores = scores + bias
@@ -208,6 +211,8 @@ def attention(
         opened = split_heads(linear(params["gate_proj"], query if call.is_cross else x), NUM_HEADS)
         context = (context * jax.nn.sigmoid(opened.astype(jnp.float32))).astype(context.dtype)
     output = context.swapaxes(1, 2).reshape(*context.shape[:1], num_tokens, NUM_HEADS * VALUE_HEAD_DIM)
+    if context_norm is not None:
+        output = normalize_context(ABSENT if context_norm.weight is None else params["context_norm"], output)
     if spec.out_proj:
         output = linear(params["out_proj"], output)  # (B, T, E)
     if call.cache == "ragged":
@@ -319,7 +324,25 @@ if rope is not None:
         return rotated.astype(heads.dtype)
 
 
-if relative is not None:
+if grid is not None:
+
+    def bucket_of(of_query: Array, of_key: Array) -> Array:
+        """Return the bucket of the places of each query and key, on a grid that is counted row by row."""
+        if grid.class_token:
+            of_query, of_key = of_query - 1, of_key - 1  # that of the class token is -1
+        rows = of_query // GRID_WIDTH - of_key // GRID_WIDTH + GRID_HEIGHT - 1
+        columns = of_query % GRID_WIDTH - of_key % GRID_WIDTH + GRID_WIDTH - 1
+        buckets = rows * (2 * GRID_WIDTH - 1) + columns
+        if grid.class_token:
+            of_class = jnp.where(of_key < 0, NUM_BUCKETS - 1, NUM_BUCKETS - 3)
+            buckets = jnp.where(of_key < 0, NUM_BUCKETS - 2, buckets)
+            buckets = jnp.where(of_query < 0, of_class, buckets)
+        if call.cache is not None:
+            buckets = jnp.minimum(buckets, NUM_BUCKETS - 1)  # of padding
+        return buckets
+
+
+if relative is not None and grid is None:
 
     def bucket_of(distances: Array) -> Array:
         """Return the bucket of each distance, key - query."""
@@ -398,5 +421,22 @@ elif v_norm is not None:
         if v_norm.bias and v_norm.per_head:
             wide = wide + weights["bias"][:, None]
         elif v_norm.bias:
+            wide = wide + weights["bias"]
+        return wide.astype(features.dtype)
+
+
+if context_norm is not None:
+
+    def normalize_context(weights: Mapping[str, Array], features: Array) -> Array:
+        """Normalize the context of all heads."""
+        wide = features.astype(jnp.float32)
+        if context_norm.kind == "layer":
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + CONTEXT_EPS)
+        if context_norm.weight == "1+w":
+            wide = wide * (1.0 + weights["weight"])
+        elif context_norm.weight == "w":
+            wide = wide * weights["weight"]
+        if context_norm.bias:
             wide = wide + weights["bias"]
         return wide.astype(features.dtype)

@@ -1,10 +1,20 @@
 """Names that all templates know of a layer and its calls, and the constants of what is written."""
 
-from mha_spec import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, ProportionalScaling, YarnScaling
+from mha_spec import (
+    DynamicScaling,
+    GridBias,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    YarnScaling,
+)
 from parity.writing.subject import ABSENT, call, spec
 
 latent, rope, alibi, relative = spec.latent, spec.rope, spec.alibi, spec.relative_bias
+grid = relative if isinstance(relative, GridBias) else None
 qk_norm, v_norm, temperature, gate = spec.qk_norm, spec.v_norm, spec.temperature, spec.gate
+context_norm = spec.context_norm
 scaling = None if rope is None else rope.scaling
 ramp = (0, 1) if not isinstance(scaling, YarnScaling) else scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)
 is_partial = rope is not None and rope.rotary_dim not in (None, spec.head_dim) and latent is None
@@ -13,6 +23,9 @@ has_own_qk_norm = qk_norm is not None and (
 )
 has_own_v_norm = v_norm is not None and (
     v_norm.weight == "1+w" or v_norm.per_head or (v_norm.kind == "rms" and v_norm.bias)
+)
+has_own_context_norm = context_norm is not None and (
+    context_norm.weight == "1+w" or (context_norm.kind == "rms" and context_norm.bias)
 )
 has_distances = alibi is not None or relative is not None
 has_places = call.cache is not None or spec.span is not None or has_distances
@@ -56,7 +69,11 @@ if alibi is not None:
     SLOPES = spec.alibi_slopes  # of each head, for each token of distance
 if relative is not None:
     NUM_BUCKETS = relative.num_buckets
+if relative is not None and grid is None:
     MAX_DISTANCE = relative.max_distance
+if grid is not None:
+    GRID_HEIGHT = grid.height
+    GRID_WIDTH = grid.width
 if temperature is not None:
     TEMPERATURE_LENGTH = temperature.length
     TEMPERATURE_SCALE = temperature.scale
@@ -65,6 +82,8 @@ if qk_norm is not None:
     QK_EPS = qk_norm.eps
 if v_norm is not None:
     V_EPS = QK_EPS if qk_norm is not None and qk_norm.eps == v_norm.eps else v_norm.eps
+if context_norm is not None:
+    CONTEXT_EPS = context_norm.eps
 if spec.dropout:
     DROPOUT = spec.dropout
 if rope is not None:

@@ -143,6 +143,17 @@ class Attention(nn.Module):
                     eps=V_EPS,
                     bias=v_norm.bias,
                 )
+        if context_norm is not None:
+            if has_own_context_norm:
+                self.context_norm = ContextNorm()
+            elif context_norm.kind == "rms" and context_norm.weight is None:
+                self.context_norm = nn.RMSNorm(NUM_HEADS * VALUE_HEAD_DIM, eps=CONTEXT_EPS, elementwise_affine=False)
+            elif context_norm.kind == "rms":
+                self.context_norm = nn.RMSNorm(NUM_HEADS * VALUE_HEAD_DIM, eps=CONTEXT_EPS)
+            elif context_norm.weight is None:
+                self.context_norm = nn.LayerNorm(NUM_HEADS * VALUE_HEAD_DIM, eps=CONTEXT_EPS, elementwise_affine=False)
+            else:
+                self.context_norm = nn.LayerNorm(NUM_HEADS * VALUE_HEAD_DIM, eps=CONTEXT_EPS, bias=context_norm.bias)
         if spec.sinks:
             self.sinks = nn.Parameter(torch.zeros(NUM_HEADS))
         if relative is not None:
@@ -294,7 +305,10 @@ class Attention(nn.Module):
                 slopes = torch.tensor(SLOPES, device=device)[:, None, None]  # (N, 1, 1)
                 scores = scores - slopes * (keys - of_queries).abs()
             if relative is not None:
-                buckets = bucket_of(keys - of_queries)  # (B or 1, 1, T, S)
+                if grid is None:
+                    buckets = bucket_of(keys - of_queries)  # (B or 1, 1, T, S)
+                else:
+                    buckets = bucket_of(of_queries, keys)  # (B or 1, 1, T, S)
                 scores = scores + self.relative_bias.float()[buckets[:, 0]].permute(0, 3, 1, 2)
             if call.has_bias:
                 scores = scores + bias.float()
@@ -325,6 +339,8 @@ class Attention(nn.Module):
             opened = split_heads(self.gate_proj(query if call.is_cross else x), NUM_HEADS)  # (B, N, T, H or 1)
             context = (context.float() * torch.sigmoid(opened.float())).to(context.dtype)
         output = context.transpose(1, 2).flatten(-2)  # (B, T, N * H)
+        if context_norm is not None:
+            output = self.context_norm(output)
         if spec.out_proj:
             output = self.out_proj(output)  # (B, T, E)
         if call.cache == "ragged":
@@ -429,7 +445,25 @@ if rope is not None:
         return rotated.to(heads.dtype)
 
 
-if relative is not None:
+if grid is not None:
+
+    def bucket_of(of_query: Tensor, of_key: Tensor) -> Tensor:
+        """Return the bucket of the places of each query and key, on a grid that is counted row by row."""
+        if grid.class_token:
+            of_query, of_key = of_query - 1, of_key - 1  # that of the class token is -1
+        rows = of_query // GRID_WIDTH - of_key // GRID_WIDTH + GRID_HEIGHT - 1
+        columns = of_query % GRID_WIDTH - of_key % GRID_WIDTH + GRID_WIDTH - 1
+        buckets = rows * (2 * GRID_WIDTH - 1) + columns
+        if grid.class_token:
+            of_class = torch.where(of_key < 0, NUM_BUCKETS - 1, NUM_BUCKETS - 3)
+            buckets = torch.where(of_key < 0, NUM_BUCKETS - 2, buckets)
+            buckets = torch.where(of_query < 0, of_class, buckets)
+        if call.cache is not None:
+            buckets = buckets.clamp(max=NUM_BUCKETS - 1)  # of padding
+        return buckets
+
+
+if relative is not None and grid is None:
 
     def bucket_of(distances: Tensor) -> Tensor:
         """Return the bucket of each distance, key - query."""
@@ -501,3 +535,30 @@ if has_own_v_norm:
                 return (wide * weight + self.bias.float()).to(features.dtype)
             else:
                 return (wide * weight).to(features.dtype)
+
+
+if has_own_context_norm:
+
+    class ContextNorm(nn.Module):
+        """Norm of the context of all heads."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            shape = NUM_HEADS * VALUE_HEAD_DIM
+            self.weight = nn.Parameter(torch.zeros(shape) if context_norm.weight == "1+w" else torch.ones(shape))
+            if context_norm.bias:
+                self.bias = nn.Parameter(torch.zeros(shape))
+
+        def forward(self, features: Tensor) -> Tensor:
+            """Normalize the last axis."""
+            wide = features.float()
+            if context_norm.kind == "layer":
+                wide = wide - wide.mean(dim=-1, keepdim=True)
+            wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + CONTEXT_EPS)
+            if context_norm.weight == "1+w":
+                wide = wide * (1.0 + self.weight.float())
+            else:
+                wide = wide * self.weight.float()
+            if context_norm.bias:
+                wide = wide + self.bias.float()
+            return wide.to(features.dtype)

@@ -209,7 +209,10 @@ class Attention:
             slopes = np.array(SLOPES)[:, None, None]  # (N, 1, 1)
             scores = ttnn.subtract(scores, self.upload(slopes * np.abs(keys - of_queries), ttnn.float32))
         if relative is not None:
-            buckets = bucket_of(keys - of_queries)[:, 0]  # (B or 1, T, S)
+            if grid is None:
+                buckets = bucket_of(keys - of_queries)[:, 0]  # (B or 1, T, S)
+            else:
+                buckets = bucket_of(of_queries, keys)[:, 0]  # (B or 1, T, S)
             gained = np.moveaxis(self.relative_bias[buckets], -1, 1)  # (B or 1, N, T, S)
             scores = ttnn.add(scores, self.upload(gained, ttnn.float32))
         if call.has_bias:
@@ -236,6 +239,8 @@ class Attention:
             context = ttnn.typecast(ttnn.multiply(ttnn.typecast(context, ttnn.float32), opened), self.dtype)
         output = ttnn.transpose(context, 1, 2)
         output = ttnn.reshape(output, (output.shape[0], num_tokens, NUM_HEADS * VALUE_HEAD_DIM))
+        if context_norm is not None:
+            output = self.normalize_context(output)
         if spec.out_proj:
             output = self.linear("out_proj", output)  # (B, T, E)
         if call.cache == "ragged":
@@ -350,6 +355,24 @@ class Attention:
                 wide = ttnn.add(wide, bias_row)
             return ttnn.typecast(wide, self.dtype)
 
+    if context_norm is not None:
+
+        def normalize_context(self, features: ttnn.Tensor) -> ttnn.Tensor:
+            """Normalize the context of all heads."""
+            wide = ttnn.typecast(features, ttnn.float32)
+            if context_norm.kind == "layer":
+                wide = ttnn.subtract(wide, ttnn.mean(wide, dim=-1, keepdim=True, compute_kernel_config=self.config))
+            square = ttnn.mean(ttnn.square(wide), dim=-1, keepdim=True, compute_kernel_config=self.config)
+            wide = ttnn.multiply(wide, ttnn.rsqrt(ttnn.add(square, CONTEXT_EPS)))
+            if context_norm.weight is not None:
+                weight = ttnn.typecast(self.weights["context_norm.weight"], ttnn.float32)
+                if context_norm.weight == "1+w":
+                    weight = ttnn.add(weight, 1.0)
+                wide = ttnn.multiply(wide, weight)
+            if context_norm.bias:
+                wide = ttnn.add(wide, ttnn.typecast(self.weights["context_norm.bias"], ttnn.float32))
+            return ttnn.typecast(wide, self.dtype)
+
     if latent is not None:
 
         def normalize_latents(self, name: str, features: ttnn.Tensor) -> ttnn.Tensor:
@@ -416,7 +439,25 @@ if rope is not None and rope.depends_on_length:
         return places.max(axis=-1)[:, None, None] + 1
 
 
-if relative is not None:
+if grid is not None:
+
+    def bucket_of(of_query: np.ndarray, of_key: np.ndarray) -> np.ndarray:
+        """Return the bucket of the places of each query and key, on a grid that is counted row by row."""
+        if grid.class_token:
+            of_query, of_key = of_query - 1, of_key - 1  # that of the class token is -1
+        rows = of_query // GRID_WIDTH - of_key // GRID_WIDTH + GRID_HEIGHT - 1
+        columns = of_query % GRID_WIDTH - of_key % GRID_WIDTH + GRID_WIDTH - 1
+        buckets = rows * (2 * GRID_WIDTH - 1) + columns
+        if grid.class_token:
+            of_class = np.where(of_key < 0, NUM_BUCKETS - 1, NUM_BUCKETS - 3)
+            buckets = np.where(of_key < 0, NUM_BUCKETS - 2, buckets)
+            buckets = np.where(of_query < 0, of_class, buckets)
+        if call.cache is not None:
+            buckets = np.minimum(buckets, NUM_BUCKETS - 1)  # of padding
+        return buckets
+
+
+if relative is not None and grid is None:
 
     def bucket_of(distances: np.ndarray) -> np.ndarray:
         """Return the bucket of each distance, key - query."""

@@ -1,0 +1,31 @@
+"""Fit the norm of a context, which an output projection received in its place."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from parity.identification.found import Fit
+from parity.identification.norms import norm_of
+from parity.identification.observe import ObservedLayer
+from parity.identification.trace import features_of, flat
+
+
+def fit_context_norm(layer: ObservedLayer, entered: np.ndarray, found: Fit) -> bool:
+    """Fit the norm that made of the context what an output projection received; return whether there is one.
+
+    Args:
+        layer: the layer.
+        entered: what the projection received, (B * T, N * Hv).
+        found: takes what is found.
+
+    Raises:
+        ValueError: if a module between the two is neither an RMS nor a layer norm.
+    """
+    context = features_of(layer.values["context"])
+    for each in layer.norms():
+        if np.array_equal(flat(each.given), context) and np.array_equal(flat(each.result), entered):
+            norm, weights = norm_of(each, "width")
+            found.add("context_norm", norm, f"{each.name} recomputed from the context")
+            found.normalize("context_norm", each.name, weights)
+            return True
+    return False

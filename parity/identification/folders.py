@@ -1,0 +1,143 @@
+"""Observe the layers of a model in a folder whose family nobody has rules for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes  # noqa: F401, whose dtypes NumPy then knows by name
+import numpy as np
+
+from mha_spec import Refusal
+from parity.conversion.layouts import LAYOUTS
+from parity.conversion.metadata import metadata_of, tells_layout
+from parity.conversion.prefixes import join
+from parity.files import write_tensors
+from parity.identification.layers import LiveLayer, layers_of
+from parity.models.config import read_config
+from parity.models.specs import layers_of_parts
+
+if TYPE_CHECKING:
+    import torch
+
+NUM_TOKENS = 32
+"""Tokens of each of two sequences."""
+
+
+def is_unknown(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a path is the folder of a model of which neither rules nor its own metadata tell any layer."""
+    config = Path(folder) / "config.json"
+    if not config.is_file() or tells_layout(folder):
+        return False
+    try:
+        return not layers_of_parts(read_config(config))
+    except (TypeError, ValueError):
+        return True
+
+
+def observe_folder(folder: str | os.PathLike[str]) -> list[LiveLayer]:
+    """Return what the layers of a model in a folder compute, by `layers_of` on random inputs.
+
+    transformers loads the model, from this folder alone, in float32, without code from the folder.
+
+    Raises:
+        ModuleNotFoundError: if transformers is not installed.
+        OSError: if the folder has no weights in safetensors.
+        ValueError: if transformers has no such model, the folder lacks weights of attention, or the inputs of such a
+            model are not known.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config = AutoConfig.from_pretrained(folder, **local)
+        model, told = AutoModel.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            use_safetensors=True,
+            output_loading_info=True,
+            **local,
+        )
+    except (KeyError, ValueError) as error:
+        raise Refusal(folder, "be a model that transformers loads without code of others", f"{error!s:.200}") from error
+    layers = [_as_stored(layer, config) for layer in layers_of(model.eval(), _inputs(model))]
+    absent = [*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])]
+    if lost := [name for name in absent if any(f"{name}.".startswith(f"{layer.name}.") for layer in layers)]:
+        raise Refusal(folder, "hold the weights of all layers", f"none of {', '.join(lost[:3])}")
+    return layers
+
+
+def _inputs(model: Any) -> dict[str, torch.Tensor]:
+    """Return random keywords with which a model of transformers runs.
+
+    Raises:
+        ValueError: if it runs with neither tokens nor images.
+    """
+    import torch
+
+    error: Exception | None = None
+    for inputs in random_inputs(model.config):
+        try:
+            with torch.no_grad():
+                model(**inputs)
+        except Exception as wrong:  # whatever its code meets
+            error = wrong
+        else:
+            return inputs
+    hint = "parity.layers_of(model, inputs) takes the inputs of any"
+    raise Refusal("a folder to observe", "be of a model of tokens or images", f"{error!r:.120}", hint=hint)
+
+
+def random_inputs(config: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield keywords that a model of transformers may take: tokens and an image, tokens, an image."""
+    import torch
+
+    generator, tokens, image = torch.Generator().manual_seed(0), {}, {}
+    if words := getattr(config.get_text_config(), "vocab_size", None):
+        ids = torch.randint(words, (2, NUM_TOKENS), generator=generator)
+        padding = getattr(config, "pad_token_id", None)
+        ids[ids == padding] = (0 if padding is None else padding + 1) % words
+        tokens["input_ids"] = ids
+    if tokens and getattr(config, "is_encoder_decoder", False):
+        tokens["decoder_input_ids"] = tokens["input_ids"].flip(1)
+    vision = getattr(config, "vision_config", config)
+    channels, size = getattr(vision, "num_channels", None), getattr(vision, "image_size", None)
+    if channels and size:
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        image["pixel_values"] = torch.randn(2, channels, height, width, generator=generator)
+    yield from filter(None, [{**tokens, **image} if tokens and image else {}, tokens, image])
+
+
+def _as_stored(layer: LiveLayer, config: Any) -> LiveLayer:
+    """Return a layer with weights in the dtype of its files, if that holds them all."""
+    dtype = np.dtype(str(config.dtype or "float32").removeprefix("torch."))
+    narrow = {name: weight.astype(dtype) for name, weight in layer.weights.items()}
+    is_exact = all((narrow[name].astype(weight.dtype) == weight).all() for name, weight in layer.weights.items())
+    return replace(layer, weights=narrow) if is_exact else layer
+
+
+@contextmanager
+def observed_file(layers: Sequence[LiveLayer]) -> Iterator[Path]:
+    """Write the layers that were identified to a file that is there for a while, with their specifications.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    known = [layer for layer in layers if layer.spec is not None]
+    if not known:
+        raise Refusal("a layer of the model", "be identified", "; ".join(map(str, layers)))
+    specs = {layer.name: layer.spec for layer in known if layer.spec is not None}
+    held = {join(layer.name, name): weight for layer in known for name, weight in layer.weights.items()}
+    infos = {name: (weight.shape, weight.dtype) for name, weight in held.items()}
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "observed.safetensors"
+        write_tensors(path, infos, held.__getitem__, metadata_of(LAYOUTS["canonical"], specs, None))
+        yield path

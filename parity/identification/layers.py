@@ -1,0 +1,171 @@
+"""Know the attention layers of a live model: by rules of its family, by observation, or by both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from mha_spec import AttentionSpec, Refusal
+from parity.core.compare import Comparison
+from parity.core.records import JsonRecord
+from parity.core.weights import Weights, unheld
+from parity.diagnosis.taps import judge_tap
+from parity.foreign.live import find_layer
+from parity.identification import Identification, identify
+from parity.models.specs import ModelLayer
+from parity.tapping import tap
+from parity.tapping.record import Tapped
+
+
+@dataclass(frozen=True)
+class LiveLayer(JsonRecord):
+    """An attention layer of a live model, by rules, by observation, or by both.
+
+    Attributes:
+        name: of the module.
+        spec: what it was seen to compute; None if it was refused.
+        weights: its canonical weights.
+        is_causal: whether queries attend to no later key.
+        source: who says so: `rules` of its family, `observation`, or `both`; empty if it was refused.
+        share: error of what was seen, as a share of its budget.
+        not_ruled: why no rules say what it computes; empty if rules do.
+        refusal: why it was refused; empty if it was not.
+        comparisons: of each stage that the module shows with the reference; empty if what it takes or returns is more
+            than attention.
+        identification: what observation alone says.
+    """
+
+    name: str
+    spec: AttentionSpec | None = None
+    weights: Weights = field(default_factory=dict, repr=False)
+    is_causal: bool | None = None
+    source: Literal["rules", "observation", "both", ""] = ""
+    share: float | None = None
+    not_ruled: str = ""
+    refusal: str = ""
+    comparisons: list[Comparison] = field(default_factory=list, repr=False)
+    identification: Identification = field(default_factory=lambda: Identification(""))
+
+    def at(self, index: int) -> ModelLayer:
+        """Return it as a layer of a number of its model, as `judge_tap` takes it."""
+        return ModelLayer(index, "", self.spec, {}, is_causal=bool(self.is_causal), path=self.name)
+
+    def __str__(self) -> str:
+        if self.spec is None:
+            return f"{self.name}: refused, {self.refusal}"
+        if self.name == self.identification.name and self.identification.spec is not None:
+            rules = "rules agree" if self.source == "both" else f"no rules, {self.not_ruled}"
+            return f"{self.identification}\n  {rules}"
+        causal = "causal" if self.is_causal else "not causal"
+        return f"{self.name}: {self.spec}, {causal}, by rules: {self.share:.2g} of its budget\n  {self.identification}"
+
+
+def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[LiveLayer]:
+    """Return what the attention layers of a live model compute, each checked by what it does.
+
+    Rules of a family, as `from_transformers` has them, and observation, as `identify` has it, must agree. A layer that
+    only one of them tells is taken from that. Each is judged by what it does for the inputs.
+
+    Args:
+        model: as `identify` takes it.
+        inputs: likewise.
+        layers: likewise.
+
+    Returns:
+        One for each layer, in order. If the module is only part of what rules tell, as in BERT, it has the name of the
+        whole.
+
+    Raises:
+        TypeError: as `identify`.
+        ValueError: likewise.
+    """
+    import torch
+
+    observed = {each.name: each for each in identify(model, inputs, layers)}
+    if not isinstance(model, torch.nn.Module):
+        return [_observed(each) for each in observed.values()]
+    with torch.no_grad(), tap(model, layers) as tapped:
+        model(**inputs)
+    return [
+        _known(observed[layer.name], replace(tapped, layers=[layer]), model)
+        if layer.name in observed
+        else LiveLayer(layer.name, refusal="it did not run with these inputs")
+        for layer in tapped.layers
+    ]
+
+
+def _observed(observed: Identification) -> LiveLayer:
+    """Return a layer of Flax, which no rules know."""
+    known = observed.spec, observed.weights, observed.is_causal, "observation" if observed.spec is not None else ""
+    why = "which are for models of torch"
+    return LiveLayer(observed.name, *known, observed.share, why, observed.refusal, identification=observed)
+
+
+def _known(observed: Identification, tapped: Tapped, model: Any) -> LiveLayer:
+    """Return a layer that was observed, with what rules say of it."""
+    ruled, why = _ruled(model, observed.name)
+    live = LiveLayer(observed.name if ruled is None else ruled[0].path, not_ruled=why, identification=observed)
+    if ruled is None and observed.spec is None:
+        return replace(live, refusal=f"{observed.refusal}; and no rules, {why}")
+    if ruled is None:
+        told = replace(live, spec=observed.spec, is_causal=observed.is_causal)
+        layer, weights = told.at(tapped.layers[0].index), observed.weights
+    else:
+        layer, weights = ruled
+        if differences := _differences(layer, weights, observed):
+            return replace(live, refusal=f"rules say {', '.join(differences)}")
+    verdict = judge_tap(tapped, [layer], {observed.name: weights}, diagnoses=False).layers[0]
+    is_verified = observed.spec is not None and live.name == observed.name  # also between its projections
+    if not (verdict.passed or is_verified):
+        wrong = (
+            verdict.difference
+            and f"{verdict.difference.stage} is {verdict.difference.worse_ratio:.2g} times its budget"
+        )
+        words = [f"it is not {layer.spec}", verdict.not_judged or wrong, observed.refusal]
+        return replace(live, refusal="; ".join(filter(None, words)))
+    comparisons = verdict.comparisons if verdict.passed else []
+    source = "observation" if ruled is None else "rules" if observed.spec is None else "both"
+    share = max([*(comparison.worse_ratio for comparison in comparisons), observed.share or 0.0])
+    known = replace(live, spec=layer.spec, weights=weights, is_causal=layer.is_causal, source=source, share=share)
+    return replace(known, comparisons=comparisons)
+
+
+def _ruled(model: Any, name: str) -> tuple[tuple[ModelLayer, Weights] | None, str]:
+    """Return the layer of a model that rules tell at the name of a module; or why there is none."""
+    why = ""
+    for path in (name, name.rpartition(".")[0]):  # BERT's attention is a module inside what rules tell
+        try:
+            layer, weights = find_layer(model, path=path)
+        except (OSError, TypeError, ValueError) as error:
+            why = why or _reason(error)
+        else:
+            return (replace(layer, path=path), weights), ""
+    return None, why
+
+
+def _reason(error: Exception) -> str:
+    """Return why there are no rules, without advice."""
+    return error.got if isinstance(error, Refusal) and isinstance(error.got, str) else str(error)
+
+
+def _differences(ruled: ModelLayer, weights: Weights, observed: Identification) -> list[str]:
+    """Return in what a layer by rules and by observation differ, in words; nothing if it was not identified."""
+    if ruled.spec is None or observed.spec is None:
+        return []
+    one, other = unheld(ruled.spec).values(), unheld(observed.spec).values()
+    if not observed.spec.out_proj and ruled.path != observed.name:  # a module inside the layer, which ends before
+        other |= {name: one[name] for name in ("out_proj", "out_bias", "d_model")}
+    unseen = [name for name in SPANS if other[name] is None and (one[name] or 0) >= observed.num_tokens]
+    said = {name: (value, other[name]) for name, value in one.items() if value != other[name] and name not in unseen}
+    said |= {} if ruled.is_causal == observed.is_causal else {"is_causal": (ruled.is_causal, observed.is_causal)}
+    found = [f"{name}={value!r}, and observation {seen!r}" for name, (value, seen) in said.items()]
+    own = {name: weight for name, weight in weights.items() if name in observed.weights}
+    changed = [name for name, weight in own.items() if not np.array_equal(weight, observed.weights[name])]
+    return found or [f"other values of {name} than were observed" for name in changed]
+
+
+SPANS = ("window_size", "chunk_size")
+"""Fields that fewer tokens do not show."""

@@ -1,0 +1,141 @@
+"""Fit what happens to scores before the softmax: their scale, the mask, and what is added to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mha_spec import Refusal
+from parity.core.arrays import to_numpy
+from parity.identification.biases import Added, added_to, fit_alibi, fit_relative_bias
+from parity.identification.found import Evidence, Fit
+from parity.identification.observe import ObservedLayer
+from parity.tapping.record import is_hidden
+
+
+def fit_scale(layer: ObservedLayer, found: Fit) -> None:
+    """Fit the scale, the soft cap and the sinks of scores."""
+    scale, default = layer.tapped.scale, found.spec.score_scale
+    how = "what scores are multiplied by" if "scores" in layer.values else "what the attention function was told"
+    if found.is_scaled_before:
+        found.evidence.append(Evidence("scale", default, "queries are multiplied by it"))
+    elif scale is not None and not math.isclose(scale, default, rel_tol=1e-6):
+        found.add("scale", scale, how)
+    if layer.tapped.soft_cap is not None:
+        how = "tanh of scores" if "scores" in layer.values else how
+        found.add("soft_cap", layer.tapped.soft_cap, how, is_seen="scores" in layer.values)
+    sinks = getattr(layer.module, "sinks", None)
+    if sinks is not None:
+        found.add("sinks", True, "parameter sinks of the module")
+        found.weights["sinks"], found.names["sinks"] = to_numpy(sinks), "sinks"
+
+
+def fit_mask(layer: ObservedLayer, found: Fit, num_tokens: int) -> None:
+    """Fit causality, a window or chunks to what the mask hides.
+
+    Raises:
+        ValueError: if it hides another pattern.
+    """
+    hidden = _hidden(layer, num_tokens)
+    if layer.is_cross:
+        if hidden.any():
+            raise Refusal("the mask", "hide nothing of another sequence", "one that hides keys")
+        return
+    places = np.arange(num_tokens)
+    distances = places[:, None] - places
+    found.is_causal = bool((hidden | (distances >= 0)).all() and hidden[distances < 0].all())
+    own = distances >= 0 if found.is_causal else np.ones_like(hidden)
+    if hidden[own].any():
+        _fit_span(hidden, own, distances, found, num_tokens)
+    else:
+        _read_window(layer, found, num_tokens)
+
+
+def _fit_span(hidden: np.ndarray, own: np.ndarray, distances: np.ndarray, found: Fit, num_tokens: int) -> None:
+    window = int(np.abs(distances)[hidden & own].min())
+    if np.array_equal(hidden & own, (np.abs(distances) >= window) & own):
+        found.add("window_size", window, "the mask", up_to=num_tokens)
+        return
+    places = np.arange(num_tokens)
+    for chunk in range(1, num_tokens):
+        if np.array_equal(hidden & own, (places[:, None] // chunk != places // chunk) & own):
+            found.add("chunk_size", chunk, "the mask", up_to=num_tokens)
+            return
+    raise Refusal("the mask", "be causal, a window or chunks", "another pattern")
+
+
+def _read_window(layer: ObservedLayer, found: Fit, num_tokens: int) -> None:
+    window = layer.tapped.window
+    if window is not None and window < num_tokens:
+        raise Refusal("the window", "hide keys", f"{window} and a mask of {num_tokens} tokens that hides none")
+    if window is not None:
+        found.add("window_size", window, "what the attention function was told", is_seen=False)
+
+
+def _hidden(layer: ObservedLayer, num_tokens: int) -> np.ndarray:
+    """Return the keys that the mask hides, (T, S).
+
+    Raises:
+        ValueError: if they differ between sequences or heads.
+    """
+    mask, num_keys = layer.values.get("mask"), layer.values["k"].shape[2]
+    if mask is None:
+        is_causal = layer.tapped.is_causal and not layer.is_cross
+        return np.triu(np.full((num_tokens, num_keys), is_causal, bool), 1)
+    hidden = is_hidden(np.broadcast_to(mask, (*mask.shape[:2], num_tokens, num_keys)))
+    if not (hidden == hidden[:1, :1]).all() or "is_real" in layer.values:
+        raise Refusal("the mask", "be the same for all sequences and heads, without padding", str(mask.shape))
+    return hidden[0, 0]
+
+
+def fit_bias(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
+    """Fit what is added to scores beside the mask.
+
+    Args:
+        layer: what it was seen to do.
+        config: of its model, for distances that a short input cannot show.
+        found: takes what is found.
+
+    Raises:
+        ValueError: if it is none of what is known.
+    """
+    added = _added(layer)
+    if added is None or added.is_zero:
+        return
+    alibi, num_tokens = fit_alibi(added, found.spec.score_scale), len(added.hidden)
+    if alibi is not None:
+        found.add("alibi", alibi, "numbers that are added to scores", up_to=num_tokens)
+        return
+    num_heads = len(added.values)
+    tables = {
+        name: to_numpy(x) for name, x in layer.model.named_parameters() if x.ndim == 2 and x.shape[1] == num_heads
+    }
+    numbers = [*vars(layer.module).items(), *config.items()]
+    candidates = [x for name, x in numbers if type(x) is int and "distance" in name]
+    relative = fit_relative_bias(added, tables, candidates)
+    if relative is None:
+        known = f"numbers up to {np.abs(added.values).max():.2g}"
+        raise Refusal("what is added to scores", "be a mask, ALiBi or a table for distances or places on a grid", known)
+    value, name = relative
+    found.add("relative_bias", value, f"numbers that are added to scores are those of {name}", up_to=num_tokens)
+    found.weights["relative_bias"] = tables[name]
+    found.names["relative_bias"] = name.removeprefix(f"{layer.tapped.name}.")
+
+
+def _added(layer: ObservedLayer) -> Added | None:
+    """Return what is added to scores: to those that were seen, or by a mask of numbers."""
+    values, scale, soft_cap = layer.values, layer.tapped.scale, layer.tapped.soft_cap
+    q, mask = values["q"], values.get("mask")
+    hidden = _hidden(layer, q.shape[2])
+    if "scores" in values:
+        return added_to(values["scores"], q, values["k"], hidden, 1.0 if scale is None else scale, soft_cap)
+    if mask is None or mask.dtype == np.bool_:
+        return None
+    numbers = np.where(hidden, 0.0, mask)
+    if (numbers != numbers[:1]).any():
+        raise Refusal("what is added to scores", "be the same for all sequences", str(mask.shape))
+    numbers = np.broadcast_to(numbers[0], (q.shape[1], *numbers.shape[2:]))
+    return Added(numbers, hidden, 1e-6 * float(np.abs(numbers).max()))

@@ -1,0 +1,614 @@
+"""Tiny models of transformers with random weights, of any model type, and inputs that fit them: for tools/coverage."""
+
+import copy
+import importlib
+import inspect
+import json
+import math
+import re
+import time
+from itertools import islice, product, zip_longest
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import NamedTuple
+
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+SEQUENCES, TOKENS, VOCABULARY = 3, 24, 320
+LARGEST = 130_000_000
+"""Parameters of a model."""
+
+TRIALS = 60
+"""Calls that are tried of a model."""
+
+PATIENCE = 15
+"""Seconds of the processor after which no other way to make a model is tried."""
+
+
+class Recipe(NamedTuple):
+    """A way to make a configuration small.
+
+    Attributes:
+        layers: how many layers it has; None for as many as before.
+        width: `fixed` to numbers of this file, divided by a `ratio`, or `kept`.
+        derived: leave out fields without a default of their own, which follow from others.
+        images: make images small.
+    """
+
+    layers: int | None
+    width: str
+    derived: bool = False
+    images: bool = True
+
+
+RECIPES = (
+    Recipe(2, "fixed"),
+    Recipe(2, "fixed", derived=True),
+    Recipe(4, "fixed", images=False),
+    Recipe(2, "ratio"),
+    Recipe(2, "kept", derived=True),
+    Recipe(6, "ratio", derived=True),
+    Recipe(None, "kept", images=False),
+)
+"""The smallest first. The first one whose model runs is taken."""
+
+# ---- Configurations --------------------------------------------------------------------------------------------------
+
+LEFT_OUT = re.compile(
+    "transformers_version|architectures|(torch_)?dtype|stage_names|id2label|label2id|out_features"
+    "|_?attn_implementation|_?name_or_path"
+)
+SPECIAL = re.compile(r"_?(\w+)_(token_id|token_index|token_ids)$")
+HIERARCHICAL = re.compile(r"depths|heads|hidden_sizes|embed_dims")
+"""Names of lists of models in stages, whose widths depend on each other and stay."""
+
+AT_MOST = {
+    r"vocab(_size)?\w*$": VOCABULARY,
+    r"(qk_)?rope_head_dim$": 8,
+    r"qk_head_dim$": 24,
+    r"kv_lora_rank$": 32,
+    r"q_lora_rank$": 24,
+    r"index_topk$": 8,
+    r"(num|n_routed|moe_num)_(\w+_)?experts$|^num_experts$": 4,
+    r"experts_per_tok\w*$|moe_topk$|moe_k$|^top_?k_experts$|num_selected_experts$": 2,
+    r"(^|_)n_group$|topk_group$|num_expert_group$|n_shared_experts$|first_k_dense_replace$": 1,
+    r"sliding_window(_size)?$|attention_chunk_size$|^local_attention$": 6,
+    r"max_source_positions$": 64,
+    r"mamba_n_heads$|mamba_num_heads$": 8,
+    r"mamba_(d_)?head(_dim)?$": 16,
+    r"intermediate_size\w*$|ffn_dim$|ffn_hidden\w*$|mlp_dim$|d_inner$": 64,
+    r"num_kv_shared_layers$|max_window_layers$": 1,
+}
+"""Largest values, by names of fields."""
+
+LAYERS = re.compile(r"(^|_)(layers?|depth|blocks)$")
+NOT_LAYERS = re.compile(r"feat_extract|cross_attn_every|n_every|upscale|residual_layers|moe_layer|mlp_only")
+COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth")
+KV_HEADS = re.compile(r"(key_value|kv)_heads$|query_groups$|^multi_query_group_num$")
+HEADS = re.compile(r"(^|_)(heads?|nhead)$|_attention_heads_?\w*$")
+HEAD_DIMS = re.compile(r"head_dim$|head_size$|^d_kv$|^kv_channels$|^d_head$|^dim_head$")
+WIDTHS = re.compile(
+    r"(hidden_size|d_model|n_embd|(^|_)dim|width|hidden_dim|channels|embedding_size|d_ff|n_inner|inner_dim)\w*$"
+)
+NOT_WIDTHS = re.compile(
+    r"(num|in|audio)_channels|^in_dim|input_dim|rotary|kernel|ratio|_fine|dim_size$|conv_dim|num_|proportion"
+)
+
+ABSENT = {
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "num_experts": 4,
+    "n_shared_experts": 1,
+    "top_k_experts": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 64,
+}
+"""Values of fields that may have none, and that some models cannot do without."""
+
+TIMM = ("timm_backbone", "timm_wrapper")
+"""Model types of parts that need another package; a ResNet takes their place."""
+
+SERIES = {"prediction_length": 24, "num_time_features": 1}
+HUNYUAN = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2] * 4}}
+EXCEPTIONS = {
+    "autoformer": SERIES,
+    "informer": SERIES,
+    "time_series_transformer": SERIES,
+    "hunyuan_vl": HUNYUAN,
+    "hunyuan_vl_text": HUNYUAN,
+    "chameleon": {"vocabulary_map": {"<image>": 8}},
+    "emu3": {"vocabulary_map": {"<image>": 8}},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "perceiver": {"d_model": 64, "d_latents": 64, "num_self_attends_per_block": 2, "num_latents": 32},
+}
+"""Values of fields by model type, as far as no rule finds them."""
+
+
+def tiny_config(model_type, recipe):
+    """Return a small configuration."""
+    cls = CONFIG_MAPPING[model_type]
+    return cls(**{**_small(cls().to_dict(), recipe), **EXCEPTIONS.get(model_type, {})})
+
+
+def _small(values, recipe):
+    """Return the values of a configuration, or of a part of it, made small."""
+    if values.get("model_type") in TIMM:
+        values = CONFIG_MAPPING["resnet"](out_indices=[2, 3, 4]).to_dict()
+    values = _given(values, recipe)
+    is_hierarchical = any(isinstance(x, list) and HIERARCHICAL.search(name) for name, x in values.items())
+    recipe = recipe._replace(width="kept") if is_hierarchical else recipe
+    old = _first(values, *COUNTS, default=0)
+    kept = _kept_layers([x for x in values.values() if isinstance(x, (list, tuple)) and len(x) == old > 2], recipe)
+    recipe = recipe._replace(layers=len(kept)) if kept else recipe
+    small = {}
+    for name, x in values.items():
+        if isinstance(x, dict) and x and all(str(key).isdigit() and isinstance(y, dict) for key, y in x.items()):
+            layers = kept or range(recipe.layers or 10**6)
+            small[name] = {layers.index(int(key)): _small(y, recipe) for key, y in x.items() if int(key) in layers}
+        elif isinstance(x, dict):
+            is_part = "model_type" in x or name.endswith("_config")
+            small[name] = _small(x, recipe) if is_part else _with_sections(x, values, recipe)
+        elif isinstance(x, (list, tuple)):
+            is_kept = is_hierarchical and "out" in name
+            small[name] = (
+                list(x) if is_kept else [x[i] for i in kept] if kept and len(x) == old else _short(name, x, recipe)
+            )
+        elif x is None and (name != "head_dim" or recipe.derived):
+            small[name] = ABSENT.get(name)
+        else:
+            small[name] = _number(name, x, values, recipe) if type(x) is int else x
+    if recipe.width == "fixed" and type(values.get("head_dim")) is int:
+        small["head_dim"] = _head_dim(values)
+    patch = _first(values, "patch_size", default=0)
+    size = 64 if is_hierarchical or patch < 8 else 6 * patch
+    for name in ("image_size", "input_size") if recipe.images else ():
+        x = values.get(name)
+        if type(x) is int and x > size:
+            small[name] = size
+        elif isinstance(x, (list, tuple)) and len(x) == 2 and min(x) > size:
+            small[name] = [size, size]
+    return small
+
+
+def _given(values, recipe):
+    """Return what a configuration is made of, without what follows from it."""
+    cls = CONFIG_MAPPING[values["model_type"]] if values.get("model_type") in CONFIG_MAPPING else None
+    declared = getattr(cls, "__dataclass_fields__", {})
+    values = {name: x for name, x in values.items() if not LEFT_OUT.fullmatch(name)}
+    if declared:
+        values = {name: x for name, x in values.items() if name in declared or name == "model_type" or "config" in name}
+    if recipe.derived:
+        has_default = {name for name, each in declared.items() if each.default is not None}
+        values = {
+            name: x
+            for name, x in values.items()
+            if name in has_default or name not in declared or not x or isinstance(x, dict)
+        }
+    return values
+
+
+def _first(values, *names, default):
+    """Return the first of some values that is a number."""
+    return next((values[name] for name in names if type(values.get(name)) is int), default)
+
+
+def _kept_layers(lists, recipe):
+    """Return which layers are kept: one of each kind that lists with a word for each layer tell apart."""
+    if not lists or recipe.layers is None:
+        return None
+    kinds = [repr(kind) for kind in zip(*lists, strict=True)]
+    firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:6]
+    return sorted({*firsts, *range(recipe.layers)}) if len(firsts) < recipe.layers else sorted(firsts)
+
+
+def _number(name, x, values, recipe):
+    """Return a number of a configuration, made small."""
+    if special := SPECIAL.match(name):
+        usual = {"pad": 0, "bos": 1, "eos": 2, "decoder_start": 1}
+        return x if x < 0 else usual.get(special[1], 210 + sum(map(ord, special[1])) % 100)
+    if name == "max_position_embeddings" and x > 0:
+        return max(x, 128)
+    for pattern, most in AT_MOST.items():
+        if re.search(pattern, name) and not (recipe.width == "kept" and "dim" in name):
+            return min(x, most)
+    if LAYERS.search(name) and not NOT_LAYERS.search(name):
+        return x if recipe.layers is None else min(x, recipe.layers)
+    if recipe.width == "kept":
+        return x
+    is_fixed = recipe.width == "fixed"
+    if KV_HEADS.search(name):
+        heads = _first(values, "num_attention_heads", "n_head", "num_heads", default=x)
+        return min(x, 2 if x < heads else 4) if is_fixed else max(1, x // 2)
+    if HEADS.search(name):
+        return min(x, 4) if is_fixed else max(1, x // 2)
+    if HEAD_DIMS.search(name):
+        return min(x, 16) if is_fixed else max(8, x // 4)
+    if WIDTHS.search(name) and not NOT_WIDTHS.search(name) and x >= 96:
+        return 64 if is_fixed else x // 8
+    return x
+
+
+def _short(name, x, recipe):
+    """Return a list with numbers of layers or their places, made small."""
+    count = recipe.layers
+    if count is None or not x or not all(type(each) is int for each in x):
+        return list(x)
+    if name in ("depths", "depth", "num_blocks", "layers", "encoder_layers"):
+        return [min(each, 2) for each in x]
+    is_places = re.search(r"ind(ex|ic)e|idx|_layers$", name) and list(x) == sorted({*x})
+    if not is_places or max(x) <= count:
+        return list(x)
+    places = sorted({min(each, count - 1) for each in x})
+    return places if len(places) == len(x) or "out" not in name else [*range(count - len(x) + 1, count + 1)]
+
+
+def _with_sections(values, whole, recipe):
+    """Return parameters of RoPE whose sections fit small heads."""
+    if recipe.width != "fixed" or not isinstance(values, dict):
+        return values
+    small = {name: _with_sections(x, whole, recipe) for name, x in values.items()}
+    section = values.get("mrope_section") or ("rope_theta" in values and _own_section(whole.get("model_type")))
+    if section:
+        fraction = values.get("partial_rotary_factor") or whole.get("partial_rotary_factor") or 1.0
+        half = int(_head_dim(whole) * fraction) // 2
+        parts = [each * half // sum(section) for each in section]
+        small["mrope_section"] = [part + (place < half - sum(parts)) for place, part in enumerate(parts)]
+    return small
+
+
+def _head_dim(values):
+    """Return the small head_dim of a part: one that the width is not made of stays so."""
+    if "qk_rope_head_dim" in values:
+        return 8
+    dim, heads, hidden = (
+        _first(values, name, default=0) for name in ("head_dim", "num_attention_heads", "hidden_size")
+    )
+    return 32 if dim and heads and hidden and dim * heads != hidden else 16
+
+
+def _own_section(model_type):
+    """Return the sections of RoPE that the code of a model type has by itself."""
+    if model_type not in CONFIG_MAPPING:
+        return None
+    source = Path(inspect.getfile(CONFIG_MAPPING[model_type]))
+    text = "".join(each.read_text() for each in source.parent.glob("modeling_*.py"))
+    found = re.search(r'"mrope_section", (\[[\d, ]+\])', text)
+    return found and json.loads(found[1])
+
+
+# ---- Models ----------------------------------------------------------------------------------------------------------
+
+
+def classes_of(model_type):
+    """Return model classes of a type, the plainest first."""
+    cls = CONFIG_MAPPING[model_type]
+    package = cls.__module__.rpartition(".")[0]
+    names = MODEL_MAPPING_NAMES.get(model_type, ())
+    names = (names,) if isinstance(names, str) else names
+    found = []
+    for each in iter_modules(importlib.import_module(package).__path__):
+        if each.name.startswith("modeling_"):
+            module = importlib.import_module(f"{package}.{each.name}")
+            for value in vars(module).values():
+                is_own = (
+                    inspect.isclass(value)
+                    and issubclass(value, PreTrainedModel)
+                    and value.__module__ == module.__name__
+                )
+                if is_own and getattr(value, "config_class", None) is cls:
+                    found.append(value)
+
+    def rank(each):
+        name = each.__name__
+        kinds = ("Model", "ForConditionalGeneration", "Backbone", "ForCausalLM")
+        place = next((i for i, kind in enumerate(kinds) if name.endswith(kind)), len(kinds))
+        return (name not in names, place)
+
+    found = [each for each in found if "PreTrainedModel" not in each.__name__]
+    return sorted(dict.fromkeys(found), key=rank)
+
+
+class NoAttention(Exception):
+    """Raised for models without attention."""
+
+
+def attention_layers(model):
+    """Return names of the innermost modules that are attention and hold projections."""
+    modules = dict(model.named_modules())
+    names = [name for name, module in modules.items() if re.search("Attention|Attn", type(module).__name__)]
+    inner = [
+        name
+        for name in names
+        if not any(each != name and each.startswith(f"{name}." if name else "") for each in names)
+    ]
+    return [name for name in inner if sum(x.ndim >= 2 for x in modules[name].parameters()) > 1]
+
+
+def build(cls, config):
+    """Return a model with random weights whose norms and biases show, in evaluation.
+
+    Raises:
+        NoAttention: if it has none.
+        ValueError: if it is too large.
+    """
+    torch.manual_seed(0)
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        model = cls._from_config(copy.deepcopy(config), attn_implementation="eager")
+    if not attention_layers(model):
+        raise NoAttention
+    size = sum(x.numel() for x in model.parameters())
+    if size > LARGEST:
+        raise ValueError(f"{size // 10**6} million parameters")
+    model = cls._from_config(config, attn_implementation="eager").float().eval()
+    for name, parameter in model.named_parameters():
+        x = parameter.data
+        if not x.is_floating_point():
+            continue
+        if x.ndim <= 1:
+            parameter.data = torch.randn(x.shape) * 0.3 + (1.0 if x.numel() and x.mean() > 0.5 else 0.0)
+        elif "att" in name.lower():
+            parameter.data = torch.randn(x.shape) / math.sqrt(x[0].numel())
+    return model
+
+
+# ---- Inputs ----------------------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """A call of a model, or of a part of it.
+
+    Attributes:
+        part: name of the module that is called; empty if it is the model.
+        inputs, fresh: keywords, and others of the same shapes.
+        ran: names of the modules that ran.
+    """
+
+    part: str
+    inputs: dict
+    fresh: dict
+    ran: set
+
+
+def find(config, *names, default=None):
+    """Return a value of a configuration or, if it has none, of one of its parts."""
+    return next(iter(every_value(config, *names)), default)
+
+
+def every_value(config, *names):
+    """Return the values of a configuration and of its parts that have one of some names, each once."""
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    own = [getattr(config, name) for name in names if getattr(config, name, None) is not None]
+    found = own + [x for part in parts if part is not None for x in every_value(part, *names)]
+    return [x for index, x in enumerate(found) if x not in found[:index]]
+
+
+def makers_of(model, generator):
+    """Return functions that make an input, by its name; several where its shape depends on the model."""
+    config, parameters = model.config, inspect.signature(model.forward).parameters
+
+    def normal(*shape):
+        return lambda: torch.randn(shape, generator=generator)
+
+    def integers(low, high, *shape):
+        return lambda: torch.randint(low, high, shape, generator=generator)
+
+    def constant(x):
+        return lambda: torch.as_tensor(x).clone()
+
+    def whole(*names, default):
+        return next((x for x in every_value(config, *names) if type(x) is int), default)
+
+    try:
+        words = getattr(model.get_input_embeddings(), "num_embeddings", VOCABULARY)
+    except (AttributeError, NotImplementedError):
+        words = whole("vocab_size", default=VOCABULARY)
+    tokens = [integers(max(0, min(3, words - 2)), max(min(words, 200), 2), SEQUENCES, TOKENS)]
+    first = [x.shape[-1] for count in (1, 2) for x in [*model.parameters()][:4] if x.ndim == count]  # what it may take
+
+    channels, patch = (
+        whole(*each, default=8) for each in (("num_channels", "in_channels", "in_chans"), ("patch_size",))
+    )
+    size, frames = find(config, "image_size", default=64), whole("num_frames", "frames_per_clip", default=4)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size) if isinstance(size, int) else (64, 64)
+    channels = 3 if channels == 8 else channels
+    image = (channels, height, width)
+    images = [image, (channels, 64, 64), (channels, 224, 224), (1, *image), (frames, *image), (1, 1, *image)]
+    images += [(channels, patch, 64 * patch)] + [(64, each) for each in first]
+    pixels = [normal(SEQUENCES, *each) for each in images] + [normal(SEQUENCES * frames, *image)]
+    if {"grid_thw", "image_grid_thw"} & parameters.keys():
+        flat = {channels * depth * patch**2 for depth in (1, 2)} | {*first}
+        count = 64 * SEQUENCES
+        pixels = [normal(count, each) for each in sorted(flat)] + [normal(1, count, channels, patch, patch)]
+        pixels += [normal(count, channels, patch, patch)]
+
+    names = ("num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels", "feature_projection_input_dim")
+    mels = [
+        x for x in every_value(config, *names, "input_dim", "input_size", "hidden_size") if type(x) is int
+    ] + first or [80]
+    length = whole("max_source_positions", default=64)
+    length = 2 * length if length <= 3000 else 128
+    features = [shape for mel in mels for shape in ((mel, length), (128, mel), (mel, 128), (200, mel), (mel, 200))]
+    features += [(1, 128, mels[0]), (1, whole("spec_size", default=256), mels[0])]
+    features = [normal(SEQUENCES, *each) for each in features]
+    if "feature_lens" in parameters:
+        features = [normal(mels[0], 200 * SEQUENCES)]
+    sounds = [(10000,), (1, 10000), (whole("max_length", default=128), mels[0]), (128, mels[0])]
+    sounds = [normal(SEQUENCES, *each) for each in sounds]
+
+    widths = every_value(config, "hidden_size", "d_model", "embed_dim", "encoder_hidden_size") or [64]
+    states = [normal(SEQUENCES, TOKENS, each) for each in [*widths, *mels] if type(each) is int]
+    series = whole("num_input_channels", "input_size", default=1)
+    context = whole("context_length", "prediction_length", "patch_length", default=32)
+    steps, times = context + max(find(config, "lags_sequence", default=[0])), whole("num_time_features", default=0)
+    places = [[x, y] for x in range(8) for y in range(8)]
+    return {
+        "input_ids": tokens,
+        "decoder_input_ids": tokens,
+        "pixel_values": pixels,
+        "pixel_values_videos": pixels,
+        "input_features": features,
+        "input_values": sounds,
+        "audio_values": sounds,
+        "prompt_pixel_values": pixels[:1],
+        "prompt_masks": [normal(SEQUENCES, *image)],
+        "bbox": [lambda: integers(0, 10, SEQUENCES, TOKENS, 4)() + torch.tensor([0, 0, 10, 10])],
+        "past_values": [normal(SEQUENCES, steps), normal(SEQUENCES, steps, series)],
+        "past_time_features": [normal(SEQUENCES, steps, times)],
+        "past_observed_mask": [constant(torch.ones(SEQUENCES, steps))],
+        "future_values": [normal(SEQUENCES, context)],
+        "future_time_features": [normal(SEQUENCES, context, times)],
+        "hidden_states": pixels if "grid_thw" in parameters else states,
+        "inputs_embeds": states,
+        "encoder_hidden_states": states,
+        "t_cond": [normal(1, 1, widths[0])],
+        **{key: [constant([[1, 8, 8]] * SEQUENCES)] for key in ("grid_thw", "image_grid_thw")},
+        **{key: [constant([[8, 8]] * SEQUENCES)] for key in ("target_sizes", "tgt_sizes", "spatial_shapes")},
+        "pixel_position_ids": [constant([places] * SEQUENCES)],
+        "pixel_attention_mask": [constant(torch.ones(SEQUENCES, 64, dtype=torch.long))],
+        "flattened_patches": [
+            lambda: torch.cat([torch.tensor([places] * SEQUENCES) + 1.0, normal(SEQUENCES, 64, first[0])()], -1)
+        ],
+        "mask": [constant(torch.ones(SEQUENCES, TOKENS, dtype=torch.bool))],
+        "feature_lens": [constant([200] * SEQUENCES)],
+        "input_features_mask": [constant(torch.ones(SEQUENCES, each, dtype=torch.long)) for each in (length, 128, 200)],
+    }
+
+
+MODALITIES = (
+    *("input_ids", "pixel_values", "image_grid_thw", "input_features", "input_values", "bbox"),
+    *("future_values", "future_time_features"),
+)
+
+
+def inputs_for(model, seed, *, every=False):
+    """Yield what makes keywords of calls that may fit a model, the likeliest first; with `every`, of all at once."""
+    makers = makers_of(model, torch.Generator().manual_seed(seed))
+    parameters = inspect.signature(model.forward).parameters
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    chosen = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in variable]
+    main = getattr(model, "main_input_name", "input_ids")
+    main = main if main in parameters else next((name for name in makers if name in parameters), main)
+    chosen = [*dict.fromkeys([*chosen, main])]
+    if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
+        chosen = [*dict.fromkeys([*chosen, "decoder_input_ids"])]
+    full = [*dict.fromkeys([*chosen, *(name for name in MODALITIES if name in parameters)])]
+    others = [x for x in makers if x in parameters and x not in chosen]
+    sets = [chosen, full, *([*chosen, x] for x in others), *([x] for x in others)]
+    if every:
+        sets = [full, *([*chosen, x] for x in ("encoder_hidden_states", "pixel_values") if x in others)]
+    known = [names for names in sets if all(name in makers for name in names)]
+    choices = [product(*(makers[name] for name in names)) for names in known]
+    for row in zip_longest(*choices):  # the first of each before the second of any
+        for names, choice in zip(known, row, strict=True):
+            if choice is not None:
+                yield dict(zip(names, choice, strict=True))
+
+
+def placed(inputs, config, reason):
+    """Return inputs with as many tokens of an image or of sounds as an error asks for, or None."""
+    found = re.search(r"(\w+) features and \w+ tokens do not match.*?tokens:? *\d+.*?features:? *(\d+)", reason)
+    if found is None or "input_ids" not in inputs:
+        return None
+    kind, count = found[1].lower(), int(found[2]) // SEQUENCES
+    token = find(config, f"{kind}_token_id", f"{kind}_token_index")
+    first, rest = inputs["input_ids"][:, : TOKENS // 2], inputs["input_ids"][:, TOKENS // 2 :]
+    return {**inputs, "input_ids": torch.cat([first, torch.full((SEQUENCES, count), token), rest], dim=1)}
+
+
+def call_of(model, part="", *, every=False):
+    """Return a call of a model, or of a part of it, that does not fail.
+
+    Raises:
+        ValueError: with the reasons, if all fail.
+    """
+    called, reasons = model.get_submodule(part), []
+    for index, making in enumerate(islice(inputs_for(called, 1, every=every), TRIALS)):
+        inputs = {name: make() for name, make in making.items()}
+        for _ in range(3):
+            try:
+                ran = _run(model, called, inputs)
+            except Exception as error:
+                reasons.append(f"{type(called).__name__}({', '.join(inputs)}): {type(error).__name__}: {error}")
+                inputs = placed(inputs, called.config, str(error)) if every else None
+                if inputs is None:
+                    break
+                continue
+            making = next(islice(inputs_for(called, 2, every=every), index, None))
+            fresh = {name: make() for name, make in making.items()}
+            fresh |= {"input_ids": inputs["input_ids"]} if every and "input_ids" in inputs else {}
+            return Call(part, inputs, fresh, ran)
+    raise ValueError(" | ".join(reasons))
+
+
+def _run(model, called, inputs):
+    """Call a part of a model; return the names of the modules that ran."""
+    ran, hooks = set(), []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_hook(lambda *_, name=name: ran.add(name)))
+    try:
+        with torch.no_grad():
+            called(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return ran
+
+
+def more_calls(model, missing):
+    """Yield calls of parts of a model, and of all its modalities, that run modules which have not run."""
+    missing = set(missing)
+    for name, part in [*model.named_modules(), ("", model)][1:]:
+        if isinstance(part, PreTrainedModel) and any(
+            f"{each}.".startswith(f"{name}." if name else "") for each in missing
+        ):
+            try:
+                call = call_of(model, name, every=not name)
+            except Exception:  # it is of no use alone
+                continue
+            if missing & call.ran:
+                missing -= call.ran
+                yield call
+
+
+def tiny_model(model_type):
+    """Return a model of a type, a call of it, and how it was made.
+
+    Raises:
+        NoAttention: if it has none.
+        ValueError: with the reasons, if none can be made.
+    """
+    reasons, first, lacking, begin = [], None, 0, time.process_time()
+    for recipe in RECIPES:
+        try:
+            tiny_config(model_type, recipe)
+            classes = classes_of(model_type)
+        except Exception as error:
+            reasons.append(f"config: {type(error).__name__}: {error}")
+            continue
+        for cls in classes[:3]:
+            if time.process_time() - begin > PATIENCE:
+                break
+            try:
+                model = build(cls, tiny_config(model_type, recipe))
+            except NoAttention:
+                lacking += 1
+                continue
+            except Exception as error:
+                reasons.append(f"{cls.__name__}: {type(error).__name__}: {error}")
+                continue
+            first = first or (model, Call("", {}, {}, set()), f"{cls.__name__}, {recipe}, parts alone")
+            try:
+                return model, call_of(model), f"{cls.__name__}, {recipe}"
+            except ValueError as error:
+                reasons.append(str(error))
+    if first is not None and next(more_calls(first[0], [name for name, _ in first[0].named_modules()]), None):
+        return first
+    if lacking and not first:
+        raise NoAttention
+    raise ValueError(" | ".join(dict.fromkeys(each.replace("\n", " ")[:300] for each in reasons)) or "no model class")
