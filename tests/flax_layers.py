@@ -72,10 +72,13 @@ class EinsumAttention(nnx.Module):
         distances = segment_pos[:, :, None] - odd.get("key_positions", lambda places: places)(segment_pos)[:, None, :]
         mask = (distances >= odd.get("first", 0)) & (distances < window)
         mask = mask[:, :, None, :]
-        if odd.get("cap_last"):
+        if not odd.get("capped", True):
+            scores = jnp.where(mask, scores, HIDDEN)
+        elif odd.get("cap_last"):
             scores = jnp.tanh(jnp.where(mask, scores, HIDDEN) / 20.0) * 20.0
         else:
             scores = jnp.where(mask, jnp.tanh(scores / 20.0) * 20.0, HIDDEN)
+        scores = odd.get("logits", lambda scores: scores)(scores)
         weights = odd.get("weights", lambda w: w)(jax.nn.softmax(scores, axis=-1))
         weights = weights.reshape(batch_size, num_tokens, 2, num_heads // 2, num_tokens)
         context = jnp.einsum("BTKGS,BSKH->BTKGH", weights, v).reshape(batch_size, num_tokens, num_heads, head_dim)

@@ -15,7 +15,7 @@ from flax_layers import Decoder, EinsumAttention, LibraryAttention, PackedAttent
 from refusals import refuses
 from selection import rest_thorough
 
-from mha_spec import AttentionSpec, Gate, Norm, Rope
+from mha_spec import Alibi, AttentionSpec, Gate, Norm, Rope
 from parity.core.weights import unheld
 from parity.identification import Identification, identify
 
@@ -142,6 +142,15 @@ def test_evidence_says_that_scores_were_seen():
     assert how["scale"].how == "what scores are multiplied by"
 
 
+def test_biases_of_distances_are_identified():
+    def biased(scores: Any) -> Any:
+        distances = jnp.abs(jnp.arange(16)[:, None, None] - jnp.arange(16))
+        return scores - distances * (2.0 ** -(2.0 * jnp.arange(1, 5)))[:, None]
+
+    (layer,) = identified(Decoder(EinsumAttention, capped=False, scores=biased), tokens_of())
+    assert layer.spec == BY_EINSUM.replace(soft_cap=None, alibi=Alibi())
+
+
 def test_layers_are_chosen_by_name_or_class():
     model = Decoder(LibraryAttention, PackedAttention)
     assert [layer.name for layer in identified(model, tokens_of(), layers="Packed*")] == ["layers.1.attn"]
@@ -208,6 +217,16 @@ def test_what_is_not_supported_is_refused_by_name():
         identify(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), {"inputs": inputs["x"]})
     model.eval()
     identified(model, inputs)
+
+
+def test_a_layer_with_sinks_is_refused():
+    def with_sinks(scores: Any) -> Any:
+        return jnp.concatenate([scores, jnp.zeros((*scores.shape[:-1], 1))], axis=-1)
+
+    odd = {"capped": False, "logits": with_sinks, "weights": lambda weights: weights[..., :-1]}
+    (layer,) = identify(Decoder(EinsumAttention, **odd), tokens_of())
+    assert layer.spec is None
+    assert "sinks" in layer.refusal
 
 
 def test_attention_in_bfloat16_is_refused():

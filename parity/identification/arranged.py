@@ -221,15 +221,17 @@ class Arranged:
         return number, None
 
     def _fit_scores(self) -> tuple[float, float | None]:
-        """Return the scalar that products are multiplied by, and the soft cap.
+        """Return the scalar that products are multiplied by, and the soft cap; what is added to them is fitted later.
 
         Raises:
-            ValueError: if scores are another function of products that a mask does not hide.
+            ValueError: if weights are another function of scores than softmax.
         """
         heads = {
             part: self._all_heads(part, self._base).astype(np.float64) for part in ("scores", "logits", "attn_weights")
         }
         scores, logits = heads["scores"], heads["logits"]
+        if scores.shape != logits.shape:
+            raise Refusal("attn_weights", "be a softmax over keys alone, without sinks", f"scores of {logits.shape}")
         shifted = np.exp(logits - logits.max(-1, keepdims=True))
         if np.abs(shifted / shifted.sum(-1, keepdims=True) - heads["attn_weights"]).max() > CLOSE:
             raise Refusal("attn_weights", "be the softmax of scores", "another function of them")
@@ -244,9 +246,17 @@ class Arranged:
             is_close = np.abs(made - logits) <= CLOSE * np.abs(logits[shown]).max(initial=0.0)
             if factor > 0 and (is_close | (logits < made - HIDES)).all():
                 return factor, cap
-        raise Refusal(
-            "scores", "be products times a scale, with a soft cap or without, some hidden", "another function"
-        )
+        return self._factor_of_scores(), None
+
+    def _factor_of_scores(self) -> float:
+        """Return the scalar that products are multiplied by first, of scores to which more is done."""
+        number, factor, within = self.found.scores, 1.0, self._program.before([self.found.logits])
+        while len(users := [each for each in self._program.users.get(number, ()) if within & set(each.made)]) == 1:
+            scalar = 1.0 if self._program.moved_from(users[0]) == number else self._scalar(users[0])[1]
+            if scalar is None:
+                break
+            number, factor = users[0].made[0], factor * scalar
+        return factor
 
     def _caps(self) -> Iterator[float]:
         """Yield the scalars that a tanh of scores is multiplied by."""
