@@ -543,7 +543,8 @@ def call_of(model, part="", *, every=False):
             fresh = {name: make() for name, make in making.items()}
             fresh |= {"input_ids": inputs["input_ids"]} if every and "input_ids" in inputs else {}
             return Call(part, inputs, fresh, ran)
-    raise ValueError(" | ".join(reasons))
+    unknown = [name for name in inspect.signature(called.forward).parameters if name not in makers_of(called, None)]
+    raise ValueError(" | ".join(reasons) or f"{type(called).__name__}: no inputs are known for {unknown}")
 
 
 def _run(model, called, inputs):
