@@ -14,7 +14,7 @@ PAGE = Page(
     "found. Check the rules of its family by that.",
     "mha-parity spec checkpoints/llama",
     "every layer is understood",
-    "a live layer is refused",
+    "a live layer is not identified",
 )
 
 

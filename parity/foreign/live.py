@@ -136,7 +136,7 @@ def _in_memory(
 def _canonical(tensors: Mapping[str, Any], layer: ModelLayer) -> Weights:
     """Return the canonical weights of a layer whose tensors have the names of its files, or others of transformers.
 
-    Modules of transformers 5 have few sets of names, and load files with many: each set is a layout, too.
+    Modules of transformers 5 have few sets of names, and load files with many: each set is also a layout.
 
     Raises:
         DoesNotFit: if they fit no layout, or several that read them in different ways.

@@ -1,4 +1,4 @@
-"""Observe the layers of a model in a folder whose family nobody has rules for."""
+"""Observe the layers of a model in a folder whose family has no rules."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_unknown(folder: str | os.PathLike[str]) -> bool:
 
 
 def observe_folder(folder: str | os.PathLike[str]) -> list[LiveLayer]:
-    """Return what the layers of a model in a folder compute, by `layers_of` on random inputs.
+    """Return the layers of a model in a folder, by `layers_of` on random inputs.
 
     transformers loads the model, from this folder alone, in float32, without code from the folder.
 

@@ -26,16 +26,16 @@ class LiveLayer(JsonRecord):
 
     Attributes:
         name: of the module.
-        spec: what it was seen to compute; None if it was refused.
+        spec: of the layer, verified; None if there is a refusal.
         weights: its canonical weights.
         is_causal: whether queries attend to no later key.
-        source: who says so: `rules` of its family, `observation`, or `both`; empty if it was refused.
+        source: who says so: `rules` of its family, `observation`, or `both`; empty if there is a refusal.
         share: error of what was seen, as a share of its budget.
         not_ruled: why no rules say what it computes; empty if rules do.
-        refusal: why it was refused; empty if it was not.
-        comparisons: of each stage that the module shows with the reference; empty if what it takes or returns is more
-            than attention.
-        identification: what observation alone says.
+        refusal: the reason why it has no specification; empty if it has one.
+        comparisons: of each stage that the module shows with the reference; empty if its inputs or its output are not
+            those of attention.
+        identification: by observation alone.
     """
 
     name: str
@@ -64,10 +64,10 @@ class LiveLayer(JsonRecord):
 
 
 def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[LiveLayer]:
-    """Return what the attention layers of a live model compute, each checked by what it does.
+    """Return the specifications of the attention layers of a live model, each checked by observation.
 
     Rules of a family, as `from_transformers` has them, and observation, as `identify` has it, must agree. A layer that
-    only one of them tells is taken from that. Each is judged by what it does for the inputs.
+    only one of them tells is taken from that, and is compared with the reference for the inputs.
 
     Args:
         model: as `identify` takes it.
@@ -75,8 +75,8 @@ def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list
         layers: likewise.
 
     Returns:
-        One for each layer, in order. If the module is only part of what rules tell, as in BERT, it has the name of the
-        whole.
+        One for each layer, in order. If the module is only part of a layer of the rules, as in BERT, it has the name of
+        the whole.
 
     Raises:
         TypeError: as `identify`.
@@ -105,7 +105,7 @@ def _observed(observed: Identification) -> LiveLayer:
 
 
 def _known(observed: Identification, tapped: Tapped, model: Any) -> LiveLayer:
-    """Return a layer that was observed, with what rules say of it."""
+    """Return a layer that was observed, with the rules about it."""
     ruled, why = _ruled(model, observed.name)
     live = LiveLayer(observed.name if ruled is None else ruled[0].path, not_ruled=why, identification=observed)
     if ruled is None and observed.spec is None:
@@ -152,7 +152,7 @@ def _reason(error: Exception) -> str:
 
 
 def _differences(ruled: ModelLayer, weights: Weights, observed: Identification) -> list[str]:
-    """Return in what a layer by rules and by observation differ, in words; nothing if it was not identified."""
+    """Return the differences of a layer by rules and by observation, in words; nothing if it was not identified."""
     if ruled.spec is None or observed.spec is None:
         return []
     one, other = unheld(ruled.spec).values(), unheld(observed.spec).values()

@@ -177,7 +177,7 @@ def skeleton_of(path: str | os.PathLike[str], attn_implementation: str = "eager"
 
 
 def _add_observed(report: Report, layer: LiveLayer, case: Case) -> None:
-    """Add the verdict on what a layer was seen to do to a report, or why there is none."""
+    """Add the comparisons of an observed layer to a report, or why there are none."""
     own = {"case": case.name, "backend": "transformers", "library": "transformers"}
     report.comparisons.extend(replace(comparison, **own) for comparison in layer.comparisons)
     if not layer.comparisons:
