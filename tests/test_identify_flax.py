@@ -139,7 +139,7 @@ def test_evidence_says_that_scores_were_seen():
     (layer,) = identified(Decoder(EinsumAttention), tokens_of())
     how = {each.field: each for each in layer.evidence}
     assert how["soft_cap"].is_seen
-    assert how["scale"].how == "what scores are multiplied by"
+    assert how["scale"].how == "factor of the scores"
 
 
 def test_biases_of_distances_are_identified():

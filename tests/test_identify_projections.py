@@ -118,7 +118,7 @@ def test_positions_added_to_queries_and_keys_alone_are_told():
     others = {"key": "key_value_states + encoder_position_embeddings", "value": "key_value_states"}
     assert found["encoder_attn"].inputs == {"query": places, **others}
     assert f"query={places}, key={places}, value=hidden_states" in str(found["self_attn"])
-    assert found["self_attn"].output == "what o_proj returns"
+    assert found["self_attn"].output == "the output of o_proj"
     assert found["self_attn"].to_dict()["inputs"]["value"] == "hidden_states"
 
 
@@ -166,7 +166,7 @@ def test_what_the_module_adds_to_the_output_is_told():
         lambda module, args, kwargs, result: (result[0] + kwargs["hidden_states"], *result[1:]), with_kwargs=True
     )
     found = by_name(identify(model, inputs))
-    assert found["self_attn"].output == "what o_proj returns, plus hidden_states"
+    assert found["self_attn"].output == "the output of o_proj, plus hidden_states"
 
 
 @pytest.mark.parametrize("name", rest_thorough(["blip-2", "idefics2"], ["idefics2"]))
@@ -225,7 +225,7 @@ class TinyAttention(nn.Module):
 def tiny(kind: str) -> Identification:
     (found,) = identify(drawn(TinyAttention(kind)), {"hidden_states": numbers(2, 9, 32)})
     assert found.spec is not None, str(found)
-    assert set(found.inputs.values()) == {"what norm returns"}
+    assert set(found.inputs.values()) == {"the output of norm"}
     return found
 
 
@@ -237,7 +237,7 @@ def test_a_gate_of_each_head_and_values_of_another_width_are_identified(kind):
     assert found.spec.value_head_dim == 6
     assert found.spec.v_norm == Norm(kind="layer", bias=True, eps=1e-5)
     assert found.weights["v_proj.weight"].shape == (24, 32)
-    assert found.output == "what out returns, then after, plus hidden_states"
+    assert found.output == "the output of out, then after, plus hidden_states"
 
 
 def test_a_context_that_is_normalized_before_its_projection():

@@ -176,7 +176,7 @@ def _small(values, recipe):
 
 
 def _given(values, recipe):
-    """Return what a configuration is made of, without what follows from it."""
+    """Return the arguments of a configuration, without derived ones."""
     cls = CONFIG_MAPPING[values["model_type"]] if values.get("model_type") in CONFIG_MAPPING else None
     declared = getattr(cls, "__dataclass_fields__", {})
     values = {name: x for name, x in values.items() if not LEFT_OUT.fullmatch(name)}
@@ -487,7 +487,7 @@ MODALITIES = (
 
 
 def inputs_for(model, seed, *, every=False):
-    """Yield what makes keywords of calls that may fit a model, the likeliest first; with `every`, of all at once."""
+    """Yield functions that make keywords of calls that may fit a model, the likeliest first; with `every`, of all at once."""
     makers = makers_of(model, torch.Generator().manual_seed(seed))
     parameters = inspect.signature(model.forward).parameters
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)

@@ -1,4 +1,4 @@
-"""Identify attention layers of a live model by what they do."""
+"""Identify attention layers of a live model by observation."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ PLACES = ("position", "grid", "size")
 
 @dataclass(frozen=True)
 class Identification(JsonRecord):
-    """An attention layer, identified by what it did; or why it was not.
+    """An attention layer that was identified, or the reason why not.
 
     Attributes:
         name: of the module.
-        spec: what it computes; None if it was refused.
+        spec: its specification; None if it was not identified.
         weights: its canonical weights.
         names: the parameter of the module that each weight is, or is part of; its full name if another module holds it.
-        inputs: what its projections receive, in words: `query`, `key` and `value`. They name arguments of the module,
-            sums of them, and what submodules return.
-        output: what becomes of its output in the module, in words.
+        inputs: inputs of its projections in words, by `query`, `key` and `value`. They name arguments of the module,
+            sums of them, and outputs of submodules.
+        output: the path of its output through the module, in words.
         is_causal: whether queries attend to no later key.
         evidence: how each field was found.
-        num_tokens: how many tokens it was verified with; what shows only beyond that is not known.
+        num_tokens: tokens that it was verified with; behavior with more of them is unknown.
         positions: the first and the last of each run of positions that it was verified at.
         share: error of the layer on fresh inputs, as a share of its budget; at most 1.
         refusal: the first stage that nothing explains; empty if there is none.
@@ -89,7 +89,7 @@ class Identification(JsonRecord):
 
 
 def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[Identification]:
-    """Return what the attention layers of a live model of torch or Flax compute, by observing calls of it.
+    """Identify the attention layers of a live model of torch or Flax by observing calls of it.
 
     The first call is fitted, field by field. The second one has fresh inputs of the same shapes, and every stage of it
     must be within the budget of the float64 reference. What is not is refused. What the inputs are too short to show,
@@ -141,7 +141,7 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
 
 
 def _identify_flax(model: Any, inputs: Mapping[str, Any], layers: Any) -> list[Identification]:
-    """Return what the attention layers of a Flax model compute."""
+    """Identify the attention layers of a Flax model."""
     from parity.identification.observe_flax import FlaxObserver, fresh_arrays
 
     observer = FlaxObserver(model, inputs, layers)
@@ -167,7 +167,7 @@ def _joined(name: str, other: str) -> str:
 
 
 def _fitted(layer: ObservedLayer, config: Mapping[str, Any]) -> Fit:
-    """Return what was found of a layer, with the reason if that is not all."""
+    """Fit a layer, and note the reason if that fails."""
     found = Fit()
     try:
         fit(layer, config, found)
@@ -289,5 +289,5 @@ def _fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
         else:
             fresh[name] = x.flatten()[torch.randperm(x.numel(), generator=generator)].reshape(x.shape)
         first = next(each for each, other in inputs.items() if other is x)
-        fresh[name] = fresh[first]  # what was one input stays one
+        fresh[name] = fresh[first]  # one tensor stays one input
     return fresh

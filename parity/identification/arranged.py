@@ -18,7 +18,7 @@ CLOSE = 3e-5
 """Largest error of scores or a norm that are recomputed, of the largest one, in float32."""
 
 HIDES = 5000.0
-"""How far a hidden score lies below what it would be, at least."""
+"""Least distance of a hidden score below its value without the mask."""
 
 TOKENS = {"q": "t", "k": "s", "v": "s"}
 """Names of the axes of tokens: of queries, and of keys and values. The others are b, heads by number, and h."""
@@ -44,15 +44,15 @@ class Arranged:
 
     Attributes:
         found: the attention, with queries and keys told apart.
-        inputs: numbers of what the projections receive, (B, T, features).
-        factors: what queries and keys were before they were multiplied by a scalar, by the number of the product.
-        scale: what products of queries and keys are multiplied by, in all.
+        inputs: numbers of the inputs of the projections, (B, T, features).
+        factors: queries and keys before they are multiplied by a scalar, by the number of the product.
+        scale: factor of the products of queries and keys, in all.
         soft_cap: bound of the scores, or None.
         norms: of queries, keys and values.
         places: numbers of the positions of queries and keys, those that can be moved.
 
     Raises:
-        ValueError: naming what is not arranged as attention.
+        ValueError: naming the value that is not arranged as in attention.
     """
 
     def __init__(self, finder: AttentionFinder, found: Attention, values: Values) -> None:
@@ -80,7 +80,7 @@ class Arranged:
         return np.shape(self._base[number])
 
     def _input(self, part: str) -> int:
-        """Return the number of what a projection receives, (B, T, features)."""
+        """Return the number of the input of a projection, (B, T, features)."""
         number = self.found.projections[part].given
         while len(self._shape(number)) != 3:
             maker = self._program.maker.get(number)
@@ -198,7 +198,7 @@ class Arranged:
     # ---- Scores ------------------------------------------------------------------------------------------------------
 
     def _scale_of(self, part: str) -> float:
-        """Return the scalar that queries or keys are multiplied by last, and note what they were before."""
+        """Return the scalar that queries or keys are multiplied by last, and note their values before."""
         number, scale = self.found.operands[part], 1.0
         while (maker := self._program.maker.get(number)) is not None:
             number = self._program.moved_from(maker)
@@ -211,7 +211,7 @@ class Arranged:
         return scale
 
     def _scalar(self, maker: Any) -> tuple[int, float | None]:
-        """Return what an operation multiplies by a scalar, and that scalar; None if it does something else."""
+        """Return the value that an operation multiplies by a scalar, and the scalar; None for another operation."""
         number, *others = maker.given
         if maker.name in ("mul", "div") and len(others) == 1:
             for x, factor in ((number, others[0]), *(((others[0], number),) if maker.name == "mul" else ())):
@@ -221,7 +221,7 @@ class Arranged:
         return number, None
 
     def _fit_scores(self) -> tuple[float, float | None]:
-        """Return the scalar that products are multiplied by, and the soft cap; what is added to them is fitted later.
+        """Return the scalar that products are multiplied by, and the soft cap; biases are fitted later.
 
         Raises:
             ValueError: if weights are another function of scores than softmax.

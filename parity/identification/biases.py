@@ -49,10 +49,10 @@ class Added(NamedTuple):
 def added_to(
     scores: np.ndarray, q: np.ndarray, k: np.ndarray, hidden: np.ndarray, scale: float, soft_cap: float | None
 ) -> Added:
-    """Return what was added to the scaled products of queries and keys, capped if there is a cap.
+    """Return the numbers added to the scaled products of queries and keys, capped if there is a cap.
 
     Args:
-        scores: what the softmax received, (B, N, T, S).
+        scores: input of the softmax, (B, N, T, S).
         q, k: heads, (B, N, T, H) and (B, K, S, H).
         hidden: keys that queries do not see, (T, S).
         scale, soft_cap: of the products.
@@ -67,7 +67,7 @@ def added_to(
     values, tolerance = added.mean(axis=0), CLOSE * np.abs(scores[..., ~hidden]).max()
     if np.abs(added - values).max() > tolerance:
         known = f"scale={scale:.6g}, soft_cap={soft_cap}, an error of {np.abs(added - values).max():.2g}"
-        raise Refusal("scores", "be products times a scale, and what is added to all sequences alike", known)
+        raise Refusal("scores", "be products times a scale, plus numbers that are equal for all sequences", known)
     return Added(values, hidden, float(tolerance))
 
 
@@ -75,7 +75,7 @@ def fit_alibi(added: Added, scale: float) -> Alibi | None:
     """Return the ALiBi that is added, but for a number of each row, which softmax does not see; None if it is not.
 
     Args:
-        added: what is added to scores.
+        added: numbers added to scores.
         scale: of scores, by which slopes may be multiplied.
     """
     num_heads = len(added.values)
@@ -108,7 +108,7 @@ def fit_relative_bias(
     """Return the relative bias that is added, by distance or on a grid, and the name of its table; None if none is.
 
     Args:
-        added: what is added to scores.
+        added: numbers added to scores.
         tables: arrays by name, those of (num_buckets, N) among them.
         max_distances: candidates, the likeliest first.
     """

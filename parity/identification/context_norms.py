@@ -11,12 +11,12 @@ from parity.identification.trace import features_of, flat
 
 
 def fit_context_norm(layer: ObservedLayer, entered: np.ndarray, found: Fit) -> bool:
-    """Fit the norm that made of the context what an output projection received; return whether there is one.
+    """Fit the norm of the context before the output projection; return if there is one.
 
     Args:
         layer: the layer.
-        entered: what the projection received, (B * T, N * Hv).
-        found: takes what is found.
+        entered: input of the projection, (B * T, N * Hv).
+        found: collects the fields.
 
     Raises:
         ValueError: if a module between the two is neither an RMS nor a layer norm.

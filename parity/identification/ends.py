@@ -1,4 +1,4 @@
-"""Find the ends of attention in its module: what its projections receive, and what becomes of its output."""
+"""Find the ends of attention in its module: the inputs of its projections, and the path of its output."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def between(layer: ObservedLayer, ends: Ends) -> ObservedLayer:
 
 
 def words_of(layer: ObservedLayer, ends: Ends, factor: float = 1.0) -> dict[str, str]:
-    """Return in words what each end is in its module.
+    """Return the place of each end in its module, in words.
 
     Args:
         layer: the layer as its module is, not `between` its projections.
         ends: of its attention.
-        factor: what the inputs of projections were multiplied by.
+        factor: of the inputs of projections.
 
     Raises:
         ValueError: if the module makes something of the output that is not understood.
@@ -77,11 +77,11 @@ def words_of(layer: ObservedLayer, ends: Ends, factor: float = 1.0) -> dict[str,
 
 
 def _output_of(layer: ObservedLayer, ends: Ends) -> tuple[np.ndarray, str]:
-    """Return the output of attention, and what it is in words: the context if no projection receives that."""
+    """Return the output of attention, and its name: the context if no projection receives that."""
     if "output" not in ends:
         return features_of(layer.values["context"]), "the context"
     end = ends["output"]
-    return layer.submodule(*end).result, f"what {end.name} returns"
+    return layer.submodule(*end).result, f"the output of {end.name}"
 
 
 def _words_of_input(layer: ObservedLayer, x: np.ndarray, factor: float) -> str:
@@ -102,11 +102,11 @@ def _words_of_input(layer: ObservedLayer, x: np.ndarray, factor: float) -> str:
 
 
 def _known(layer: ObservedLayer) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield arguments of the module and what submodules returned, by words."""
+    """Yield arguments of the module and outputs of submodules, by words."""
     yield from layer.arguments.items()
     for each in layer.inside:
         if not np.array_equal(each.given, each.result):
-            yield f"what {each.name} returns", each.result
+            yield f"the output of {each.name}", each.result
 
 
 def _words_of_output(layer: ObservedLayer, output: np.ndarray, name: str) -> str:
@@ -121,7 +121,7 @@ def _words_of_output(layer: ObservedLayer, output: np.ndarray, name: str) -> str
 
 
 def _further(layer: ObservedLayer, x: np.ndarray, words: str) -> Iterator[tuple[np.ndarray, str]]:
-    """Yield what a submodule makes of x, and x with an argument added to it."""
+    """Yield outputs of submodules for x, and sums of x and an argument."""
     for each in layer.inside:
         if _is(each.given, x) and not np.array_equal(each.given, each.result):
             yield each.result, f"{words}, then {each.name}"

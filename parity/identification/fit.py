@@ -1,4 +1,4 @@
-"""Fit a specification to what an attention layer was seen to do. Each fit says how it knows what it found."""
+"""Fit a specification to an observed attention layer. Each fit records its evidence."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
     """Fit the specification and the weights of a layer to one call.
 
     Args:
-        layer: what it was seen to do.
-        config: of its model, for what a short input cannot show; it decides nothing that is seen.
-        found: takes what is found.
+        layer: the observed layer.
+        config: of its model, for fields that a short input cannot show; it decides nothing else.
+        found: collects the fields.
 
     Raises:
         ValueError: naming the first stage that nothing explains.
@@ -79,7 +79,7 @@ def _fit_projections(layer: ObservedLayer, config: Mapping[str, Any], found: Fit
         fit_latents(layer, found, q, k, v)
         return
     if q.factor != 1.0 and not found.is_scaled_before:
-        raise Refusal("q", "be what a projection returns", f"{q.factor:.4g} times that")
+        raise Refusal("q", "be the output of a projection", f"{q.factor:.4g} times that")
     biases = []
     for part, side, traced in (("q", "query", q), ("k", "key", k), ("v", "value", v)):
         if len(traced.modules) != 1:
@@ -91,7 +91,7 @@ def _fit_projections(layer: ObservedLayer, config: Mapping[str, Any], found: Fit
 
 
 def fit_clip(layer: ObservedLayer, projections: Sequence[Submodule], found: Fit) -> None:
-    """Fit the limit of what projections return, if values reach it."""
+    """Fit the limit of the outputs of projections, if values reach it."""
     v = layer.values["v"]
     limits = None, float(str(np.abs(v).max()))
     plain, clipped = (trace(v, projections, limit=limit) for limit in limits)
@@ -101,7 +101,7 @@ def fit_clip(layer: ObservedLayer, projections: Sequence[Submodule], found: Fit)
 
 
 def _fit_heads(layer: ObservedLayer, part: str, ropes: list[Rope], config: Mapping[str, Any], found: Fit) -> Traced:
-    """Fit what was done to heads after they were projected, and return them as they were before."""
+    """Fit norms, RoPE and factors of projected heads, and return the heads before them."""
     heads, norm, rope, module = layer.values[part], None, None, ""
     while True:
         traced = _returned(layer, part, heads, ropes, found.fields.get("clip_qkv"))
@@ -137,7 +137,7 @@ def _fit_heads(layer: ObservedLayer, part: str, ropes: list[Rope], config: Mappi
     if part == "q" and layer.tapped.scale == 1.0 and math.isclose(traced.factor, heads.shape[-1] ** -0.5):
         found.is_scaled_before = True
     elif part != "q" and traced.factor != 1.0:
-        raise Refusal(part, "be what a projection returns", f"{traced.factor:.4g} times that")
+        raise Refusal(part, "be the output of a projection", f"{traced.factor:.4g} times that")
     return traced
 
 
@@ -178,7 +178,7 @@ def _untempered(
         raise Refusal(
             "q", "be multiplied by a temperature of its positions", f"factors {np.round(factors, 4).tolist()}"
         )
-    how = "what each position multiplies the length of queries by"
+    how = "factor of the length of queries at each position"
     found.add("temperature", temperature, how, up_to=num_tokens)
     exact = (heads / factors[:, None]).astype(heads.dtype)
     return before if is_close(before, exact) else exact
@@ -205,7 +205,7 @@ def _returned(
 def _fit_output(layer: ObservedLayer, found: Fit) -> None:
     values = layer.values
     if "context" not in values:
-        raise Refusal("context", "be what the attention function returns", "nothing")
+        raise Refusal("context", "be returned by the attention function", "nothing")
     context = features_of(values["context"])
     if np.array_equal(context, flat(values["output"])):
         found.add("out_proj", False, "the output is the context")
@@ -227,12 +227,12 @@ def _fit_output(layer: ObservedLayer, found: Fit) -> None:
 
 
 def _fit_gate(layer: ObservedLayer, entered: np.ndarray, found: Fit) -> bool:
-    """Fit the gate of what an output projection received; return whether there is one."""
+    """Fit the gate before an output projection; return if there is one."""
     query = layer.submodule(*found.ends["query"])
     for gate, each, places in gates_of(layer, entered):
         if np.array_equal(flat(each.given), flat(query.given)):
             has_bias = found.project("gate_proj", each, places)
-            how = f"the context is multiplied by the sigmoid of what {each.name} returns"
+            how = f"the context is multiplied by the sigmoid of the output of {each.name}"
             found.add("gate", gate.replace(bias=has_bias), how)
             found.ends["gate"] = end_of(each)
             return True

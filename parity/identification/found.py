@@ -22,7 +22,7 @@ class Evidence:
 
     Attributes:
         field: its name.
-        value: what was found.
+        value: its value.
         how: in words.
         up_to: the number of tokens up to which it was seen; None if it does not depend on that.
         is_seen: False if it was read, from an attribute or a configuration, and the input was too short to show it.
@@ -51,7 +51,7 @@ class Fit:
         evidence: how each field was found.
         is_scaled_before: whether queries are multiplied by the scale, instead of scores.
         ends: submodules that receive the inputs and return the output.
-        words: what each end is in the module.
+        words: the place of each end in the module.
         refusal: the first stage that nothing explains; empty if there is none.
     """
 
@@ -111,5 +111,5 @@ class Fit:
 
     @property
     def spec(self) -> AttentionSpec:
-        """The specification of what was fitted."""
+        """The specification of the fields so far."""
         return AttentionSpec(**self.fields)

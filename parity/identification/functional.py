@@ -28,14 +28,14 @@ class Projected(NamedTuple):
 
 
 class ProjectionMode(TorchFunctionMode):
-    """Records what the projections of layers receive and return, computed as the function itself does.
+    """Records inputs and outputs of projections of layers, computed as the function itself does.
 
     Attributes:
-        inside: what was recorded, by the name of the layer.
+        inside: the records, by the name of the layer.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], factors: Mapping[str, float]) -> None:
-        """Take the layers by name, and factors of what their projections receive, by the names of these."""
+        """Take the layers by name, and factors of the inputs of their projections, by the names of these."""
         super().__init__()
         self.inside: dict[str, list[Projected]] = {}
         self._names = {x.out_proj.weight: name for name, x in modules.items() if type(x) is nn.MultiheadAttention}

@@ -1,4 +1,4 @@
-"""Fit the gate of a context: what it was multiplied by before the output projection received it."""
+"""Fit the gate of a context, its factor before the output projection."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from parity.identification.trace import features_of, flat, is_close
 
 
 def gates_of(layer: ObservedLayer, entered: np.ndarray) -> Iterator[tuple[Gate, Submodule, np.ndarray]]:
-    """Yield each gate that makes of the context what an output projection received.
+    """Yield each gate that turns the context into the input of an output projection.
 
     Args:
         layer: the layer.
-        entered: what the projection received, (B * T, N * Hv).
+        entered: input of the projection, (B * T, N * Hv).
 
     Yields:
         The gate without its bias, the submodule whose features it is the sigmoid of, and their places.

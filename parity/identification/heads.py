@@ -55,7 +55,7 @@ class Biased:
     Attributes:
         result: number of the sum.
         places: the place of each of its numbers in an array (tokens, features) of the product.
-        bias: number of what is added; None without one.
+        bias: number of the bias; None without one.
         leaves: names of the parameters that it is made of.
     """
 
@@ -72,12 +72,12 @@ class Attention:
     Attributes:
         operands: queries, keys and values as the two products receive them.
         scores: product of queries and keys.
-        logits: what the softmax receives.
-        weights: what it returns.
+        logits: input of the softmax.
+        weights: its output.
         context: product of those with values.
         projections: of queries, keys and values.
         out: projection of the context; None if there is none.
-        gates: projections of what the context is multiplied by before that.
+        gates: projections of factors of the context before that.
     """
 
     operands: Mapping[str, int]
@@ -155,7 +155,7 @@ class AttentionFinder:
                     yield self._near(operation.made[0]), str(error)
 
     def _logits(self, quotient: Operation) -> int | None:
-        """Return what a softmax receives that ends in an operation; None if none does."""
+        """Return the input of the softmax that ends in an operation; None if none does."""
         if quotient.name != "div":
             return None
         exponential = self.program.maker.get(self.program.origin(quotient.given[0]))
@@ -218,7 +218,7 @@ class AttentionFinder:
                 if each.name == "mul" or self.program.moved_from(each) == number:
                     known += each.made
         if set(self._moved(context)).isdisjoint(self.program.results):
-            raise Refusal("context", "be what a projection receives", "another function of it")
+            raise Refusal("context", "be the input of a projection", "another function of it")
         return None, ()
 
     def biased(self, linear: Linear, values: Values) -> list[Biased]:

@@ -1,4 +1,4 @@
-"""Fit latents (MLA): what keys and values, and perhaps queries, of all heads are made of."""
+"""Fit latents (MLA), from which keys and values, and perhaps queries, of all heads are made."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class LatentNorm:
 
     Attributes:
         source: the projection that returned it.
-        places: of its features in what that returned.
+        places: of its features in that output.
         norm: that normalizes it.
         name: of the norm.
         weights: of the norm.
-        factor: what it is multiplied by after the norm.
+        factor: of it after the norm.
     """
 
     source: Submodule
@@ -58,7 +58,7 @@ def latent_of(layer: ObservedLayer, projection: Submodule) -> LatentNorm | None:
 
 
 def _factor_of(one: np.ndarray, other: np.ndarray) -> float | None:
-    """Return what one array was multiplied by; None if it was not."""
+    """Return the scalar factor between arrays; None if there is none."""
     size = float(np.square(one, dtype=np.float64).sum())
     factor = float((one.astype(np.float64) * other).sum() / size) if size else 0.0
     return factor if factor > 0.0 and is_close(factor * one.astype(np.float64), other) else None
@@ -81,7 +81,7 @@ def fit_latents(layer: ObservedLayer, found: Fit, q: Traced, k: Traced, v: Trace
     kv, of_q = latent_of(layer, k.modules[0]), latent_of(layer, q.modules[0])
     shared = k.of_head(slice(own, None))
     if len(q.modules) != 1 or kv is None or shared.modules[0].name != kv.source.name:
-        raise Refusal("latents", "be made by one projection with what heads share", "several")
+        raise Refusal("latents", "be made by one projection with the shared part of keys", "several")
     kv_places, q_places = shared.places[:rope_dim], q.places.reshape(num_heads, head_dim)
     rope = found.fields.get("rope")
     if rope is not None and rope.pairs == "half":

@@ -30,7 +30,7 @@ class LiveLayer(JsonRecord):
         weights: its canonical weights.
         is_causal: whether queries attend to no later key.
         source: who says so: `rules` of its family, `observation`, or `both`; empty if there is a refusal.
-        share: error of what was seen, as a share of its budget.
+        share: error of its recorded outputs, as a share of its budget.
         not_ruled: why no rules say what it computes; empty if rules do.
         refusal: the reason why it has no specification; empty if it has one.
         comparisons: of each stage that the module shows with the reference; empty if its inputs or its output are not

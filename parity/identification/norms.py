@@ -1,4 +1,4 @@
-"""Fit the norm of queries, keys or values, and of latents, from what it received and returned."""
+"""Fit the norm of queries, keys or values, and of latents, from its input and output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observe attention layers of a live torch model: what a tap records, and what their submodules receive and return."""
+"""Observe attention layers of a live torch model: records of a tap, and inputs and outputs of their submodules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Submodule:
-    """A module inside an attention layer, and what it received and returned in one call.
+    """A module inside an attention layer, with its input and output in one call.
 
     Attributes:
         name: after that of the layer.
@@ -64,8 +64,8 @@ class ObservedLayer:
     Attributes:
         model: the model.
         module: the layer.
-        tapped: what the tap recorded of it in this call.
-        arguments: what the layer received, by name.
+        tapped: the tap's record of this call.
+        arguments: of the layer, by name.
         inside: its submodules in the order in which they ran.
     """
 
@@ -86,7 +86,7 @@ class ObservedLayer:
         return "key_input" in self.values
 
     def submodule(self, name: str, call: int) -> Submodule:
-        """Return what one of its submodules did.
+        """Return one of its submodules in one call.
 
         Raises:
             ValueError: if that did not run.
@@ -97,11 +97,11 @@ class ObservedLayer:
         return found
 
     def linears(self) -> list[Submodule]:
-        """Its linear maps, with what they received and returned."""
+        """Its linear maps, with inputs and outputs."""
         return [each for each in self.inside if each.is_linear]
 
     def norms(self) -> list[Submodule]:
-        """Its norms, with what they received and returned."""
+        """Its norms, with inputs and outputs."""
         others = (each for each in self.inside if not each.is_linear and each.given.shape == each.result.shape)
         return [each for each in others if not np.array_equal(each.given, each.result)]
 
@@ -122,7 +122,7 @@ def _is_convolution(module: nn.Module) -> bool:
 def observe(
     model: nn.Module, inputs: Mapping[str, Any], layers: Any = None, *, factors: Mapping[str, float] | None = None
 ) -> list[ObservedLayer]:
-    """Call a model once, and return what its attention layers did, each time that they ran.
+    """Call a model once, and return each call of its attention layers.
 
     Args:
         model: the model.

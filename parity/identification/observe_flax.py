@@ -108,15 +108,15 @@ def _named(tree: Any, separator: str) -> dict[str, Any]:
 
 
 class FlaxObserver:
-    """Calls of a Flax model, and what its attention layers do in them.
+    """Calls of a Flax model, and its attention layers in them.
 
     Attributes:
         inputs: arrays by the keyword that first has them.
         arranged: attention by the name of its layer.
         refusals: of attention that is not arranged as heads, by the name of its layer.
-        names: parameters of the layers, by the name of the layer and, after a space, what fits call the parameter.
+        names: parameters of the layers, by the name of the layer and, after a space, the name of the parameter in fits.
         layers: names of the layers in order.
-        seen: what they did in the call with these inputs.
+        seen: the layers in the call with these inputs.
 
     Args:
         model: a module.
@@ -203,7 +203,7 @@ class FlaxObserver:
         return self.program.evaluate(leaves, change)
 
     def observe(self, inputs: Mapping[str, Any], factor: float = 1.0) -> list[ObservedLayer]:
-        """Call the model with other inputs, and return what its attention layers did.
+        """Call the model with other inputs, and return its attention layers.
 
         Args:
             inputs: arrays by the names of `inputs`.
@@ -214,7 +214,7 @@ class FlaxObserver:
         return self._layers(self._values(inputs, change), inputs)
 
     def observe_far(self, inputs: Mapping[str, Any], first: int) -> list[ObservedLayer]:
-        """Call the model with tokens at positions from `first` on, and return what some of its layers did.
+        """Call the model with tokens at positions from `first` on, and return some of its layers.
 
         Layers whose positions cannot be moved are left out, and those whose mask counts from the first token.
         """
@@ -306,7 +306,7 @@ class FlaxObserver:
 
 
 Made = tuple[dict[str, tuple[str, ...]], Parameters, np.ndarray, np.ndarray]
-"""Names of the parameters of a linear map or a norm, the parameters, what it received and what it returned."""
+"""Names of the parameters of a linear map or a norm, the parameters, its input and its output."""
 
 
 def _features(x: Any, places: np.ndarray, width: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 from parity.identification.observe import ObservedLayer
 
 TOKENS = {"input": (1,), "q": (2,), "k": (2,), "v": (2,), "mask": (2, 3), "scores": (2, 3)}
-"""The axes of tokens of what shows a mask, by name."""
+"""The axes of tokens of values that a mask affects, by name."""
 
 KEYS = {"key_input": (1,), "k": (2,), "v": (2,), "mask": (3,), "scores": (3,)}
 """The axes of keys of another sequence."""

@@ -50,7 +50,7 @@ class Program:
     Attributes:
         operations: in order.
         arguments: numbers of the arguments of the function, flat.
-        results: numbers of what it returns, flat.
+        results: numbers of its outputs, flat.
         constants: values that do not depend on the arguments.
         maker: the operation that returns each value.
         users: the operations that receive each value.
@@ -107,7 +107,7 @@ class Program:
             return self._scan(params, given)
 
         def run(*values: Any) -> Sequence[Any]:
-            with jax.default_matmul_precision("highest"):  # what is computed, and not how a device rounds
+            with jax.default_matmul_precision("highest"):  # so that a device's rounding does not matter
                 result = primitive.bind(*values, **params)
             return result if primitive.multiple_results else [result]
 

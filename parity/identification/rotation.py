@@ -44,7 +44,7 @@ def fit_rope(before: np.ndarray, after: np.ndarray, candidates: list[Rope]) -> R
 
     Args:
         before, after: heads of tokens at places 0, 1, …, or at integers on several axes, which the angles show.
-        candidates: what a configuration says; those that fit come before plain bases, which are rounded.
+        candidates: of the configuration; those that fit come before plain bases, which are rounded.
 
     Raises:
         ValueError: if nothing explains how they differ.
@@ -86,7 +86,7 @@ def _pairs_of(heads: np.ndarray, rope: Rope) -> np.ndarray:
 
 
 def _factors_of(before: np.ndarray, after: np.ndarray, rope: Rope, over: tuple[int, ...]) -> np.ndarray | None:
-    """Return by what each pair is multiplied, the same over some axes; None if it is not, or other features change."""
+    """Return the factor of each pair, equal over some axes; None if there is none, or other features change."""
     rotated = rope.rotated_features(before.shape[-1])
     x, y = _pairs_of(before, rope), _pairs_of(after, rope)
     with np.errstate(invalid="ignore"):
@@ -214,7 +214,7 @@ def ropes_of(config: Mapping[str, Any], head_dim: int, layer_type: str) -> list[
     for values in (config, *(part for part in config.values() if isinstance(part, Mapping))):
         for kind in dict.fromkeys((layer_type, "full_attention", "sliding_attention")):
             for local_theta in (None, 10000.0):
-                with suppress(Exception):  # it is a candidate alone, and what fits decides
+                with suppress(Exception):  # a candidate alone: the fit decides
                     value = read_rope(
                         Config(values),
                         head_dim,

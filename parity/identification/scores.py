@@ -1,4 +1,4 @@
-"""Fit what happens to scores before the softmax: their scale, the mask, and what is added to them."""
+"""Fit the steps between products and softmax: the scale, the mask and biases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parity.tapping.record import is_hidden
 def fit_scale(layer: ObservedLayer, found: Fit) -> None:
     """Fit the scale, the soft cap and the sinks of scores."""
     scale, default = layer.tapped.scale, found.spec.score_scale
-    how = "what scores are multiplied by" if "scores" in layer.values else "what the attention function was told"
+    how = "factor of the scores" if "scores" in layer.values else "argument of the attention function"
     if found.is_scaled_before:
         found.evidence.append(Evidence("scale", default, "queries are multiplied by it"))
     elif scale is not None and not math.isclose(scale, default, rel_tol=1e-6):
@@ -34,7 +34,7 @@ def fit_scale(layer: ObservedLayer, found: Fit) -> None:
 
 
 def fit_mask(layer: ObservedLayer, found: Fit, num_tokens: int) -> None:
-    """Fit causality, a window or chunks to what the mask hides.
+    """Fit causality, a window or chunks to the keys that the mask hides.
 
     Raises:
         ValueError: if it hides another pattern.
@@ -72,7 +72,7 @@ def _read_window(layer: ObservedLayer, found: Fit, num_tokens: int) -> None:
     if window is not None and window < num_tokens:
         raise Refusal("the window", "hide keys", f"{window} and a mask of {num_tokens} tokens that hides none")
     if window is not None:
-        found.add("window_size", window, "what the attention function was told", is_seen=False)
+        found.add("window_size", window, "argument of the attention function", is_seen=False)
 
 
 def _hidden(layer: ObservedLayer, num_tokens: int) -> np.ndarray:
@@ -92,15 +92,15 @@ def _hidden(layer: ObservedLayer, num_tokens: int) -> np.ndarray:
 
 
 def fit_bias(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
-    """Fit what is added to scores beside the mask.
+    """Fit the numbers added to scores, in addition to the mask.
 
     Args:
-        layer: what it was seen to do.
+        layer: the observed layer.
         config: of its model, for distances that a short input cannot show.
-        found: takes what is found.
+        found: collects the fields.
 
     Raises:
-        ValueError: if it is none of what is known.
+        ValueError: if no field expresses them.
     """
     added = _added(layer)
     if added is None or added.is_zero:
@@ -118,7 +118,7 @@ def fit_bias(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> Non
     relative = fit_relative_bias(added, tables, candidates)
     if relative is None:
         known = f"numbers up to {np.abs(added.values).max():.2g}"
-        raise Refusal("what is added to scores", "be a mask, ALiBi or a table for distances or places on a grid", known)
+        raise Refusal("numbers added to scores", "be a mask, ALiBi or a table for distances or places on a grid", known)
     value, name = relative
     found.add("relative_bias", value, f"numbers that are added to scores are those of {name}", up_to=num_tokens)
     found.weights["relative_bias"] = tables[name]
@@ -126,7 +126,7 @@ def fit_bias(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> Non
 
 
 def _added(layer: ObservedLayer) -> Added | None:
-    """Return what is added to scores: to those that were seen, or by a mask of numbers."""
+    """Return the numbers added to scores, from the scores or from a mask of numbers."""
     values, scale, soft_cap = layer.values, layer.tapped.scale, layer.tapped.soft_cap
     q, mask = values["q"], values.get("mask")
     hidden = _hidden(layer, q.shape[2])
@@ -136,6 +136,6 @@ def _added(layer: ObservedLayer) -> Added | None:
         return None
     numbers = np.where(hidden, 0.0, mask)
     if (numbers != numbers[:1]).any():
-        raise Refusal("what is added to scores", "be the same for all sequences", str(mask.shape))
+        raise Refusal("numbers added to scores", "be the same for all sequences", str(mask.shape))
     numbers = np.broadcast_to(numbers[0], (q.shape[1], *numbers.shape[2:]))
     return Added(numbers, hidden, 1e-6 * float(np.abs(numbers).max()))

@@ -1,4 +1,4 @@
-"""Fit the temperature of queries: what each token multiplies them by, for its position."""
+"""Fit the temperature of queries, a factor for each position."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ CLOSE = 1e-5
 
 
 def factors_of(before: np.ndarray, after: np.ndarray) -> np.ndarray | None:
-    """Return what each token (T,) multiplied heads (B, heads, T, H) by; None if that is 1, or differs among sequences.
+    """Return the factor of heads (B, heads, T, H) at each token (T,); None if it is 1, or differs among sequences.
 
-    RoPE turns pairs and changes no length, and the first token shows what it multiplies by.
+    RoPE turns pairs and changes no length, and the first token shows its own factor.
     """
     sizes = [np.square(x.astype(np.float64)).sum(axis=(1, 3)) for x in (before, after)]
     factors = np.sqrt(np.divide(sizes[1], sizes[0], out=np.ones_like(sizes[0]), where=sizes[0] > 0.0))  # 1 of zeros

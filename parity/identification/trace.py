@@ -17,8 +17,8 @@ class Traced:
     Attributes:
         heads: (B, heads, T, H).
         sources: of each feature the submodule, heads outermost.
-        places: of each feature its place in what that submodule returned.
-        factor: what all features were multiplied by since.
+        places: of each feature in the output of that submodule.
+        factor: of all features since.
     """
 
     heads: np.ndarray
@@ -47,9 +47,9 @@ def trace(
     turns all tokens, heads have the lengths that they had.
 
     Args:
-        heads: what the attention function received.
+        heads: input of the attention function.
         pool: submodules that may have returned their features.
-        factors: what each feature may have been multiplied by.
+        factors: candidates for the factor of each feature.
         limit: of the size of features, if they were clipped.
     """
     batch_size, num_heads, num_tokens, head_dim = heads.shape
@@ -134,9 +134,9 @@ def columns_of(features: np.ndarray) -> Iterator[bytes]:
 
 
 CLOSE = 3e-5
-"""Largest error of what is recomputed, of its largest output, in float32."""
+"""Largest error of a recomputed value, of its largest output, in float32."""
 
 
 def is_close(made: np.ndarray, seen: np.ndarray) -> bool:
-    """Return if what is recomputed is what was seen, but for rounding."""
+    """Return if recomputed and observed values agree up to rounding."""
     return made.shape == seen.shape and bool(np.abs(made - seen).max() <= CLOSE * np.abs(seen).max())

@@ -1,4 +1,4 @@
-"""Attention by its operations: what a layer multiplies, and takes the softmax of, if it calls no attention function.
+"""Attention by its operations: products and the softmax of a layer that calls no attention function.
 
 A layer is attention if it takes one softmax, of scores that one product of queries and keys leads to, and multiplies
 the result by values, unchanged. Or it calls `scaled_dot_product_attention` once. Operations are seen below autograd,
@@ -50,7 +50,7 @@ class Scores:
         return self.factor if self.bound is None else self.factor * self.bound
 
     def made_of(self, products: Tensor) -> Tensor:
-        """The scores of products, without what is added."""
+        """The scores of products, without biases."""
         made = self.factor * products
         return made if self.bound is None else self.bound * torch.tanh(made)
 
@@ -75,8 +75,8 @@ class Attended:
         mask: True where a key is seen, or numbers that are added to scores.
         scale: factor of the products of queries and keys.
         soft_cap: bound of the scores; None if there is none.
-        scores: what the softmax received, (B, N, T, S); None if it was not seen.
-        weights: what it returned.
+        scores: input of the softmax, (B, N, T, S); None if it was not seen.
+        weights: its output.
     """
 
     q: Tensor
@@ -171,7 +171,7 @@ class LayerOperations:
 
 
 class _DispatchMode(TorchDispatchMode):
-    """Lets operations take note of what runs below autograd."""
+    """Records operations below autograd."""
 
     supports_higher_order_operators = True
 
