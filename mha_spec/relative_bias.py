@@ -1,4 +1,4 @@
-"""Relative biases: what a score gains for the place of its key relative to the query, learned for buckets of places."""
+"""Relative biases: learned numbers added to a score for the place of its key relative to the query."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class Rope(Record):
 
         Raises:
             TypeError: if head_dim is not an integer.
-            ValueError: if heads of so many features cannot be rotated in this way.
+            ValueError: if heads of this width cannot be rotated in this way.
         """
         rotated = self.rotated_features(head_dim)
         count = rotated.stop - rotated.start
@@ -148,7 +148,7 @@ class Rope(Record):
 
         Raises:
             TypeError: if head_dim is not an integer.
-            ValueError: if heads of so many features cannot be rotated in this way.
+            ValueError: if heads of this width cannot be rotated in this way.
         """
         rotated = self.rotated_features(head_dim)
         pairs = (rotated.stop - rotated.start) // 2
@@ -165,7 +165,7 @@ class Rope(Record):
 
         Raises:
             TypeError: if head_dim is not an integer.
-            ValueError: if heads of so many features cannot be rotated in this way.
+            ValueError: if heads of this width cannot be rotated in this way.
         """
         rotated = self.rotated_features(head_dim)
         pairs = (rotated.stop - rotated.start) // 2

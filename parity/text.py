@@ -17,7 +17,7 @@ def printable(text: str, *, keep: str = "\n") -> str:
         keep: characters to keep as they are.
 
     Returns:
-        The text with `\x1b` in place of an escape character.
+        The text with `\x1b` instead of an escape character.
     """
     if text.isprintable():
         return text

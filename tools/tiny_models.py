@@ -487,7 +487,7 @@ MODALITIES = (
 
 
 def inputs_for(model, seed, *, every=False):
-    """Yield functions that make keywords of calls that may fit a model, the likeliest first; with `every`, of all at once."""
+    """Yield functions that make keywords for a model, the likeliest first; with `every`, of all at once."""
     makers = makers_of(model, torch.Generator().manual_seed(seed))
     parameters = inspect.signature(model.forward).parameters
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)

@@ -120,11 +120,11 @@ class _Dimension:
         self.size, self.rank = (mesh[name].size(), mesh[name].get_local_rank()) if is_there else (1, 0)
 
     def part(self, x: Tensor, axis: int) -> Tensor:
-        """What this process has of an axis."""
+        """Return the part of an axis that this process has."""
         return x.chunk(self.size, axis)[self.rank]
 
     def parts(self, x: Tensor) -> list[Tensor]:
-        """What each process has."""
+        """Return the part of each process."""
         if self.size == 1:
             return [x]
         found = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
@@ -132,7 +132,7 @@ class _Dimension:
         return found
 
     def whole(self, x: Tensor, axis: int) -> Tensor:
-        """What all have, side by side."""
+        """Return the parts of all processes, joined."""
         return torch.cat(self.parts(x), axis)
 
     def summed(self, x: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> Result:
     for layer in observed:
         warn(f"no rules of a family, observed with random inputs: {layer}")
     if source != options.source:
-        warn("left out: all tensors but those of its attention layers, which rules would tell apart")
+        warn("left out: all tensors but those of its attention layers, which rules would distinguish")
     warn_of_parts(options.source)
     for what, names in (
         ("not in the file, which by its config.json should have them", converted.missing),

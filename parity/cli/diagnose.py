@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         metavar="FILE",
-        help="right weights: of a function, of --ranks; for recordings, the model",
+        help="right weights for a function or --ranks; the model for recordings",
     )
     parser.add_argument(
         "--framework", choices=("torch", "jax", "ttnn"), help="framework of a function, if it cannot be inferred"

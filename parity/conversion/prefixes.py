@@ -20,7 +20,7 @@ def join(prefix: str, name: str) -> str:
 
 
 def numbered(prefix: str) -> str:
-    """A prefix with `{i}` in place of its numbers."""
+    """Return a prefix with `{i}` instead of its numbers."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "{i}", prefix)
 
 

@@ -95,7 +95,7 @@ class Case:
 
     @property
     def is_cached(self) -> bool:
-        """Whether tokens come in steps, with a cache."""
+        """Return whether tokens come in steps, with a cache."""
         return bool(self.chunks)
 
     @property
@@ -106,13 +106,13 @@ class Case:
 
     @property
     def has_mask(self) -> bool:
-        """Whether anything is hidden."""
+        """Return whether any key is hidden."""
         told = self.random_mask or self.segment_ids is not None or bool(self.window_size)
         return told or self.is_causal or bool(self.key_padding_lengths)
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients are compared: without a cache, and where no query is NaN, which makes all of them NaN."""
+        """Return whether gradients are compared: without a cache, and where no query is NaN, which makes all of them NaN."""
         return not self.is_cached and (self.not_finite is None or self.seq_len_k is not None)
 
     @property

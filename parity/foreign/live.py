@@ -32,7 +32,7 @@ def from_transformers(
 
     Args:
         module: of one layer, `model.model.layers[3].self_attn`; or the whole model, with `path`. A model knows by which
-            names files hold its layers, which tells its parts apart.
+            names files hold its layers, which distinguishes its parts.
         config: of the model: its `config`, or the values of one by name, or the path of its folder; `module.config`
             when absent.
         layer_idx: which layer it is, from 0; `module.layer_idx` when absent. With a whole model its path says it.

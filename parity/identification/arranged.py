@@ -38,17 +38,17 @@ class Arranged:
     """Attention of a program, and how its values are arranged.
 
     Args:
-        finder: of the program.
+        finder: finds attention in the program.
         found: the attention.
-        values: of a call.
+        values: those in a call.
 
     Attributes:
-        found: the attention, with queries and keys told apart.
+        found: the attention, with queries and keys distinguished.
         inputs: numbers of the inputs of the projections, (B, T, features).
         factors: queries and keys before they are multiplied by a scalar, by the number of the product.
         scale: factor of the products of queries and keys, in all.
         soft_cap: bound of the scores, or None.
-        norms: of queries, keys and values.
+        norms: places of the norms for queries, keys and values.
         places: numbers of the positions of queries and keys, those that can be moved.
 
     Raises:
@@ -99,7 +99,7 @@ class Arranged:
         place = x.shape[axis] // 2
         at = (slice(None),) * axis + (place,)
         x[at] = 0.5 * x[at] + 0.25
-        inputs = {n: self._base[n] for n in self.inputs.values()}  # which may depend on positions, too
+        inputs = {n: self._base[n] for n in self.inputs.values()}  # which may also depend on positions
         changed = self._program.again(self._base, {**inputs, source: x}, wanted)
         return [_only_axis(np.asarray(changed[n]) != np.asarray(self._base[n]), place) for n in wanted]
 
@@ -364,7 +364,7 @@ def _parameters(leaves: Sequence[int]) -> Iterator[dict[str, int]]:
 
 
 def _shortest(x: Any) -> float:
-    """Return a number of float32 with as few digits as tell it apart."""
+    """Return a number of float32 with as few digits as distinguish it."""
     return float(str(np.float32(x)))
 
 

@@ -55,7 +55,7 @@ def added_to(
         scores: input of the softmax, (B, N, T, S).
         q, k: heads, (B, N, T, H) and (B, K, S, H).
         hidden: keys that queries do not see, (T, S).
-        scale, soft_cap: of the products.
+        scale, soft_cap: factor and bound for the products.
 
     Raises:
         ValueError: if it is not the same for all sequences.
@@ -128,7 +128,7 @@ def fit_relative_bias(
 
 
 def _grids(shape: tuple[int, ...], num_buckets: int) -> Iterator[GridBias]:
-    """Yield the grids of so many tokens, (T, S), and buckets."""
+    """Yield the grids with these numbers of tokens, (T, S), and buckets."""
     num_queries, num_keys = shape
     for class_token in (False, True):
         area = num_queries - class_token
@@ -140,7 +140,7 @@ def _grids(shape: tuple[int, ...], num_buckets: int) -> Iterator[GridBias]:
 
 
 def _biases(num_buckets: int, max_distances: list[int], *, is_causal: bool) -> Iterator[RelativeBias]:
-    """Yield relative biases of so many buckets."""
+    """Yield relative biases with this number of buckets."""
     for max_distance in dict.fromkeys((*max_distances, *USUAL)):
         for bidirectional in (not is_causal, is_causal):
             with suppress(ValueError):  # the candidate is too small, or buckets are odd in number

@@ -1,4 +1,4 @@
-"""Fit the norm of a context, which an output projection received in its place."""
+"""Fit the norm between a context and its output projection."""
 
 from __future__ import annotations
 

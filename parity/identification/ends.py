@@ -65,7 +65,7 @@ def words_of(layer: ObservedLayer, ends: Ends, factor: float = 1.0) -> dict[str,
 
     Args:
         layer: the layer as its module is, not `between` its projections.
-        ends: of its attention.
+        ends: the ends in its attention.
         factor: of the inputs of projections.
 
     Raises:

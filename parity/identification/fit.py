@@ -142,11 +142,11 @@ def _fit_heads(layer: ObservedLayer, part: str, ropes: list[Rope], config: Mappi
 
 
 def _check_axes(layer: ObservedLayer, rope: Rope | None) -> None:
-    """Refuse RoPE whose axes are not those of the positions that the model tells."""
+    """Refuse RoPE whose axes are not those of the model's positions."""
     places = layer.values.get("positions")
     if rope is not None and places is not None and (rope.sections is None) != (places.ndim == 2):
         known = "one axis" if places.ndim == 2 else f"{len(places)} that are the same"
-        raise Refusal("positions", "have the axes that pairs turn by, each its own", known)
+        raise Refusal("positions", "have one axis for each axis of RoPE", known)
 
 
 def positions_on_axes(layer: ObservedLayer, found: Fit) -> np.ndarray:

@@ -30,7 +30,7 @@ NUM_TOKENS = 32
 
 
 def is_unknown(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a path is the folder of a model of which neither rules nor its own metadata tell any layer."""
+    """Return whether a path is the folder of a model whose layers neither rules nor its metadata specify."""
     config = Path(folder) / "config.json"
     if not config.is_file() or tells_layout(folder):
         return False

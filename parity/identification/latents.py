@@ -24,8 +24,8 @@ class LatentNorm:
         source: the projection that returned it.
         places: of its features in that output.
         norm: that normalizes it.
-        name: of the norm.
-        weights: of the norm.
+        name: the norm's name.
+        weights: the norm's weights.
         factor: of it after the norm.
     """
 

@@ -67,7 +67,7 @@ def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list
     """Return the specifications of the attention layers of a live model, each checked by observation.
 
     Rules of a family, as `from_transformers` has them, and observation, as `identify` has it, must agree. A layer that
-    only one of them tells is taken from that, and is compared with the reference for the inputs.
+    only one of them knows is taken from that, and is compared with the reference for the inputs.
 
     Args:
         model: as `identify` takes it.
@@ -134,9 +134,9 @@ def _known(observed: Identification, tapped: Tapped, model: Any) -> LiveLayer:
 
 
 def _ruled(model: Any, name: str) -> tuple[tuple[ModelLayer, Weights] | None, str]:
-    """Return the layer of a model that rules tell at the name of a module; or why there is none."""
+    """Return the layer that rules have at the name of a module, or the reason why there is none."""
     why = ""
-    for path in (name, name.rpartition(".")[0]):  # BERT's attention is a module inside what rules tell
+    for path in (name, name.rpartition(".")[0]):  # BERT's attention is a module inside the layer of the rules
         try:
             layer, weights = find_layer(model, path=path)
         except (OSError, TypeError, ValueError) as error:

@@ -30,10 +30,10 @@ class Operation:
     """An operation of a program.
 
     Attributes:
-        name: of its primitive.
+        name: its primitive's name.
         given: numbers of the values that it receives.
         made: numbers of the values that it returns.
-        params: of its primitive.
+        params: its primitive's parameters.
         run: a function that computes them.
     """
 

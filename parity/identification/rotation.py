@@ -19,7 +19,7 @@ ANGLE = 3e-4
 """Largest error of an angle, in radians, at the last token."""
 
 MOST_POSITIONS = 8192
-"""Positions on an axis that are looked for."""
+"""Candidates for positions on an axis."""
 
 BASES = (100.0, 10000.0)
 """Usual bases of frequencies on several axes."""
@@ -125,7 +125,7 @@ def _fit_axes(before: np.ndarray, after: np.ndarray, candidates: list[Rope], lay
     turning = [layout for layout in layouts if _factors_of(before, after, Rope(**layout), over=(1,)) is not None]
     found = dict[Rope, int]()
     for rope in (rope for layout in turning for rope in _on_axes(candidates, layout, before.shape[-1])):
-        with suppress(ValueError):  # some sections do not fit so many features
+        with suppress(ValueError):  # some sections do not fit this width
             positions = positions_of(before, after, rope, 0.1 * ANGLE)
             differ = len(np.unique(positions.reshape(len(positions), -1), axis=0)) == len(positions)
             if differ and np.ptp(positions, axis=(1, 2)).all():  # each axis was seen
@@ -156,7 +156,7 @@ def positions_of(before: np.ndarray, after: np.ndarray, rope: Rope, tolerance: f
     """Return the positions (axes, B, T) at which a RoPE makes heads of those before it.
 
     Each is the integer at which the pairs of its axis agree best, and all of them must agree. An axis has two pairs or
-    more, so that one tells the position and the others are a test of it.
+    more, so that one determines the position and the others test it.
 
     Args:
         before, after: heads (B, heads, T, H).

@@ -75,7 +75,7 @@ def run_model(
         path: of a folder with a config.json and weights, or of a file of weights.
         backends, dtypes, with_gradients, mesh, device, on_case, on_judged: as `run_cases` takes them.
         layers: the numbers of some; all when absent.
-        against: `transformers`, to judge the output of the library's own module, too, in float32. If a folder is of a
+        against: `transformers`, to also compare the output of the library's own module, in float32. If a folder is of a
             model without rules, its layers are observed, and the warnings of the report have the evidence.
         layout, prefix, said: as `load` takes them.
 

@@ -32,7 +32,7 @@ def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[st
 
     Raises:
         OSError: if the folder cannot be read.
-        ValueError: if its layers cannot be told, neither by rules of its family nor by observation.
+        ValueError: if neither rules of its family nor observation specify its layers.
     """
     if is_unknown(folder):
         found = [layer for layer in observe_folder(folder) if layer.spec is not None]

@@ -51,5 +51,5 @@ def tap(model: Any, layers: str | Sequence[str] | None = None) -> AbstractContex
 
 
 def patterns_of(layers: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the names of layers that were asked for; None if none were."""
+    """Return the names of the requested layers; None for all."""
     return None if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 LEAST_HIDDEN = -5000.0
-"""The largest number that hides a key, beside the largest number added in its row: masks add -1e4, or fill in -1e9."""
+"""The largest number that hides a key, relative to the largest in its row: masks add -1e4, or fill in -1e9."""
 
 SOFTMAX = ("_softmax", "_safe_softmax", "_masked_softmax", "_log_softmax", "_sparse_softmax")
 PRODUCTS = {"bmm": (0, 1), "baddbmm": (1, 2)}
@@ -121,7 +121,7 @@ class LayerOperations:
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Take note of an operation."""
-        name = func._schema.name.partition("::")[2].rstrip("_")  # in place or not
+        name = func._schema.name.partition("::")[2].rstrip("_")  # also of an operation that overwrites its input
         if name.startswith("_scaled_dot_product") and "backward" not in name:
             names = [each.name for each in func._schema.arguments]
             self.calls.append(({**dict(zip(names, args, strict=False)), **kwargs}, tree_leaves(result)[0]))
@@ -317,6 +317,6 @@ def _grouped(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_repeated(heads: Tensor, count: int) -> bool:
-    """Return whether only so many heads differ, each followed by its copies."""
+    """Return whether this number of heads differ, each followed by its copies."""
     groups = heads.unflatten(1, (count, -1))
     return bool((groups == groups[:, :, :1]).all())

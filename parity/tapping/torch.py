@@ -43,7 +43,7 @@ def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None, *, is_inside: 
     Args:
         model: the model.
         patterns: names of modules or classes; None for those of attention.
-        is_inside: whether operations inside attention functions, and calls as they are written, are seen, too. Layers
+        is_inside: whether to also observe operations inside attention functions, and calls as they are written. Layers
             may then take other ways to compute their results.
     """
     modules = dict(model.named_modules())
@@ -243,7 +243,7 @@ class _TorchListener:
             self.values["value_input"] = self._batched(values)
         own = _first(told, POSITIONS)
         places = [x for x in (own, self.model.positions) if x is not None and x.ndim > 1 and x.shape[-1] == length]
-        if places:  # a layer may be told those of text alone, without the axes that it rotates by
+        if places:  # a layer may receive those of text alone, without the axes that it rotates by
             self.values["positions"] = to_numpy(max(places, key=lambda x: x.ndim))
         padding = self.model.padding
         if padding is not None and padding.shape == (x.shape[0], (self.past or 0) + length):

@@ -215,7 +215,7 @@ class Layer:
         return attn_weights
 
     def score_bias(self) -> np.ndarray | None:
-        """What is added to the scores, or None."""
+        """Return the bias of the scores, or None."""
         return self.problem.bias
 
     def distances(self, places: np.ndarray, key_len: int) -> np.ndarray:
@@ -223,7 +223,7 @@ class Layer:
         return np.abs(places[:, None, :, None] - np.arange(key_len))
 
     def lost_by_distance(self, distances: np.ndarray) -> np.ndarray:
-        """What ALiBi takes from the scores, (B or 1, N, T, S)."""
+        """Return the penalty of ALiBi on scores, (B or 1, N, T, S)."""
         return (self.slopes()[:, None, None].astype(wide := self.arithmetic.wide)) * distances.astype(wide)
 
     def slopes(self) -> np.ndarray:
@@ -245,14 +245,14 @@ class Layer:
         return self.parameter("relative_bias")
 
     def buckets(self, places: np.ndarray, key_len: int) -> np.ndarray:
-        """Those of the distances from queries to keys, or of their places on a grid, (B or 1, T, S)."""
+        """Buckets of the distances from queries to keys, or of their places on a grid, (B or 1, T, S)."""
         grid = self.problem.spec.relative_bias
         if isinstance(grid, GridBias):
             return self.bucket_on(grid, places[:, :, None], np.arange(key_len))
         return self.bucket(np.arange(key_len) - places[:, :, None])
 
     def bucket_on(self, grid: GridBias, query: np.ndarray, key: np.ndarray) -> np.ndarray:
-        """Of the places of a query and a key on a grid."""
+        """Bucket of the places of a query and a key on a grid."""
         first = int(grid.class_token)
         (row, column), (key_row, key_column) = (np.divmod(place - first, grid.width) for place in (query, key))
         rows, columns = row - key_row + grid.height - 1, column - key_column + grid.width - 1
@@ -418,11 +418,11 @@ class Layer:
         return x if limit is None else self.arithmetic.keep(np.clip(self.arithmetic.widen(x), -limit, limit))
 
     def norm(self, name: str) -> Norm | None:
-        """How q, k, v or the context is normalised."""
+        """The norm of q, k, v or the context."""
         return self.problem.spec.norms.get(f"{name}_norm")
 
     def normed(self, name: str, x: np.ndarray, norm: Norm) -> np.ndarray:
-        """q, k, v or the context, normalised over its last axis."""
+        """q, k, v or the context, normalized over its last axis."""
         widen = self.arithmetic.widen
         y = self.arithmetic.between(self.standardised(name, widen(x), norm))
         if norm.weight is not None:

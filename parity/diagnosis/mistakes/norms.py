@@ -1,4 +1,4 @@
-"""Mistakes in how queries, keys, values and the context are normalised."""
+"""Mistakes in norms of queries, keys, values and the context."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def norms(case: Case) -> Iterator[Mistake]:
         if spec.num_heads > 1:
             yield of_norms(
                 "context-norm-per-head",
-                "the context is normalised head by head",
+                "the context is normalized head by head",
                 {"standardised": _by_heads("context", spec.num_heads)},
-                fix="normalise the context of all heads together",
+                fix="normalize the context of all heads together",
                 stages=("output",),
             )
     if norm is None:

@@ -237,7 +237,7 @@ def on_several_axes(case: Case) -> Iterator[Mistake]:
         )
 
     def as_text(positions: np.ndarray) -> np.ndarray:
-        """Return the place of each token in what `Case.positions` tells of pictures, on every axis."""
+        """Return the place of each token in the pictures of `Case.positions`, on every axis."""
         if len(positions) == 2:
             row, column = positions - case.first_position
             return positions * 0 + case.first_position + 3 * row + column
