@@ -112,7 +112,7 @@ class Case:
 
     @property
     def has_gradients(self) -> bool:
-        """Return whether gradients are compared: without a cache, and where no query is NaN, which makes all of them NaN."""
+        """Return whether gradients are compared: without a cache and without NaN in queries, which reaches all."""
         return not self.is_cached and (self.not_finite is None or self.seq_len_k is not None)
 
     @property
