@@ -213,8 +213,9 @@ def _recorder(name: str, calls: list[_Call]) -> Any:
         if calls and given is not None and _is_floating(result):
             _, inside = calls[-1]
             before = sum(each.name == name for each in inside)
-            seen = (to_numpy(x) for x in (given, result))
-            seen = (np.moveaxis(x, 1, -1) for x in seen) if _is_convolution(module) else seen
-            inside.append(Submodule(name, before, module, *seen))
+            entered, left = to_numpy(given), to_numpy(result)
+            if _is_convolution(module):
+                entered, left = np.moveaxis(entered, 1, -1), np.moveaxis(left, 1, -1)
+            inside.append(Submodule(name, before, module, entered, left))
 
     return record
