@@ -40,7 +40,8 @@ def relative_position_bias(
         if q_offset is not None:
             places = places + q_offset[:, None]
         rows = jnp.asarray(relative_bias.buckets()[:, :seq_len_k], jnp.int32)
-        return jnp.moveaxis(table.astype(scores_dtype)[rows.at[places].get(mode="clip")], 3, 1)
+        places = jnp.clip(places, 0, len(rows) - 1)
+        return jnp.moveaxis(table.astype(scores_dtype)[rows[places]], 3, 1)
     distances = jnp.arange(-seq_len_q, seq_len_k, dtype=jnp.int32)[None]
     if q_offset is not None:
         distances = distances - q_offset[:, None]

@@ -255,7 +255,7 @@ def test_positions_that_begin_at_one_are_seen():
     model.register_forward_pre_hook(count_from_one, with_kwargs=True)
     for layer in identify(model, inputs_of("llama")):
         assert layer.spec is not None, str(layer)
-        assert layer.positions == ((1, 24), (20000, 20023))
+        assert layer.positions == ((1, 24), (20000, 20034))
 
 
 # ---- Padding ---------------------------------------------------------------------------------------------------------

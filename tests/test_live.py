@@ -118,7 +118,7 @@ def test_a_layer_that_only_observation_tells_is_served(monkeypatch):
         assert "'llama'" in layer.not_ruled
         assert layer.spec is not None
         assert unheld(layer.spec) == unheld(ruled)
-        assert "no rules" in str(layer)
+        assert "no rules: " in str(layer)
 
 
 def test_rules_that_observation_contradicts_are_refused_with_both():

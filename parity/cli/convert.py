@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> Result:
         raise refusal("--max-shard-gib", f"be a number > 0 and <= {MOST_GIB}", {"--max-shard-gib": gib})
     source, observed = options.source, []
     with ExitStack() as stack:
-        if not said_of_layers(options) and find_spec("transformers") and is_unknown(source):
+        if not said_of_layers(options) and all(map(find_spec, ("torch", "transformers"))) and is_unknown(source):
             try:
                 observed = observe_folder(source)
                 source = stack.enter_context(observed_file(observed))

@@ -108,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 hint = did_you_mean(name, COMMANDS) or "`mha-parity --help` lists them"
                 raise refusal("COMMAND", "be a known one", name, hint=hint)
             options, unknown = make_parser().parse_known_args(arguments)
+            if unknown and not unknown[0].startswith("-"):
+                raise refusal("arguments", f"be those of {name}", unknown[0])
             if unknown:
                 hint = (
                     did_you_mean(unknown[0], re.findall(r"--[\w-]+", options.format_help()))

@@ -10,11 +10,11 @@ from parity.cli.messages import refusal
 PAGE = Page(
     "read what each attention layer of a model computes",
     "Read the configuration of a Hugging Face model. Report what each of its attention layers computes, and "
-    "which key specifies it. With --live, observe a model in memory instead, and report how each field was "
-    "found. Check the rules of its family by that.",
+    "which key specifies it. With --live, observe a model in memory instead, report how each field was "
+    "found, and check the rules of its family against it.",
     "mha-parity spec checkpoints/llama",
     "every layer is understood",
-    "a live layer is not identified",
+    "a live layer is refused",
 )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from parity.core.records import JsonRecord
 from parity.core.weights import Weights
 from parity.diagnosis.taps import judge_tap
 from parity.identification.ends import between, words_of
-from parity.identification.fit import fit, fit_clip, positions_on_axes
+from parity.identification.fit import LEAST_TOKENS, fit, fit_clip, positions_on_axes
 from parity.identification.found import Evidence, Fit
 from parity.identification.observe import ObservedLayer, observe
 from parity.identification.padding import without_padding
@@ -27,15 +27,18 @@ if TYPE_CHECKING:
 
 SEED = 0  # of fresh inputs
 
-FACTORS = (1.0, 16.0, 1.0 / 64.0)
+FACTORS = {"large inputs": 16.0, "small inputs": 1.0 / 64.0}
 """Factors of the inputs of projections in the calls that verify a layer."""
+
+FRESH, FAR_AWAY, FEWER = "fresh inputs", "far positions", "fewer tokens"
+"""Names of the other calls that verify it."""
 
 FAR = 20000
 """Position of the first token in the call that verifies RoPE far away."""
 
 
-PLACES = ("position", "grid", "size")
-"""Parts of the names of inputs that say where tokens are."""
+KEPT = {"mask", "position", "positions", "pos", "grid", "size", "sizes", "cos", "sin", "freqs"}
+"""Words in the names of inputs that stay as they are: places of tokens, and angles for them."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Identification(JsonRecord):
         is_causal: whether queries attend to no later key.
         evidence: how each field was found.
         num_tokens: tokens that it was verified with; behavior with more of them is unknown.
+        fewest_tokens: tokens in the call with fewer of them; `num_tokens` if the inputs cannot be cut.
         positions: the first and the last of each run of positions that it was verified at.
         share: error of the layer on fresh inputs, as a share of its budget; at most 1.
         refusal: the first stage that nothing explains; empty if there is none.
@@ -67,13 +71,14 @@ class Identification(JsonRecord):
     is_causal: bool | None = None
     evidence: list[Evidence] = field(default_factory=list, repr=False)
     num_tokens: int = 0
+    fewest_tokens: int = 0
     positions: tuple[tuple[int, int], ...] = ()
     share: float | None = None
     refusal: str = ""
 
     IN_JSON = (
         *("name", "spec", "names", "inputs", "output", "is_causal", "evidence"),
-        *("num_tokens", "positions", "share", "refusal"),
+        *("num_tokens", "fewest_tokens", "positions", "share", "refusal"),
     )
 
     def __str__(self) -> str:
@@ -81,7 +86,8 @@ class Identification(JsonRecord):
             return f"{self.name}: not identified, {self.refusal}"
         causal = "causal" if self.is_causal else "not causal"
         places = " and ".join(f"{first} to {last}" for first, last in self.positions)
-        verified = f"verified with {self.num_tokens} tokens at positions {places}"
+        counts = " and ".join(map(str, sorted({self.fewest_tokens, self.num_tokens})))
+        verified = f"verified with {counts} tokens at positions {places}"
         lines = [f"{self.name}: {self.spec}, {causal}, {verified}: {self.share:.2g} of its budget"]
         lines.append(f"  inputs: {', '.join(f'{side}={words}' for side, words in self.inputs.items())}")
         lines.append(f"  output: {self.output}")
@@ -109,7 +115,7 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
         TypeError: if the model is of another kind.
         ValueError: if it is training, or has no such layers.
     """
-    if any(each.__module__.partition(".")[0] == "flax" for each in type(model).__mro__):
+    if is_flax(model):
         return _identify_flax(model, inputs, layers)
     import torch
 
@@ -121,6 +127,29 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
         raise Refusal("inputs", "have no cache, which the calls would share", str(cache))
     if model.training:
         raise Refusal("model", "be in evaluation, model.eval()", training=True)
+    if dtypes := {x.dtype for x in model.parameters() if x.is_floating_point()} - {torch.float32}:
+        raise Refusal("model", "compute in float32, model.float()", ", ".join(map(str, dtypes)))
+    with _unchanged(model):
+        return _identify_torch(model, inputs, layers)
+
+
+@contextmanager
+def _unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Restore attributes and buffers of modules afterwards: some RoPE grows with the positions of a call."""
+    before = {module: (dict(vars(module)), dict(module._buffers)) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, (values, buffers) in before.items():
+            for name in vars(module).keys() - values.keys():
+                del module.__dict__[name]
+            module.__dict__.update(values)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+def _identify_torch(model: torch.nn.Module, inputs: Mapping[str, Any], layers: Any) -> list[Identification]:
+    """Identify the attention layers of a torch model."""
     values: Any = getattr(model, "config", None)
     config = json.loads(json.dumps(values.to_dict(), default=str)) if hasattr(values, "to_dict") else {}
     seen = observe(model, inputs, layers)
@@ -131,13 +160,38 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
         seen = observe(model, inputs, layers)
     found = {layer.tapped.name: _fitted(layer, config) for layer in reversed(seen)}
     ends = {_joined(name, end) for name, each in found.items() for end in each.entries}
-    other = _fresh(inputs)
-    calls = [observe(model, other, layers, factors=dict.fromkeys(ends, factor)) for factor in FACTORS]
-    far = _at(model, other, FAR)
-    if far is not None:
-        with suppress(IndexError, RuntimeError):  # learned positions may end before
-            calls.append(observe(model, far, layers))
+    other, first = _first_fresh(model, inputs, layers)
+    calls = [Call(FRESH, 1.0, first)]
+    for what, factor in FACTORS.items():
+        calls.append(Call(what, factor, observe(model, other, layers, factors=dict.fromkeys(ends, factor))))
+    for what, given in ((FAR_AWAY, _at(model, other, FAR)), (FEWER, _fewer(other))):
+        if given is not None:
+            with suppress(Exception):  # learned positions may end before, and a module may want its own lengths
+                calls.append(Call(what, 1.0, observe(model, given, layers)))
     return [_identified(name, each, calls) for name, each in reversed(found.items())]
+
+
+def _first_fresh(
+    model: torch.nn.Module, inputs: Mapping[str, Any], layers: Any
+) -> tuple[dict[str, Any], list[ObservedLayer]]:
+    """Return fresh inputs that the model accepts, and its layers in a call with them.
+
+    Integers are drawn from those of the inputs. Placeholders of images may need their number, so that they are
+    permuted if the model fails.
+    """
+    error: Exception | None = None
+    for is_permuted in (False, True):
+        other = _fresh(inputs, is_permuted=is_permuted)
+        try:
+            return other, observe(model, other, layers)
+        except Exception as wrong:  # whatever the model meets
+            error = wrong
+    raise Refusal("model", "run with other inputs of the same shapes", f"{error!r:.200}") from error
+
+
+def is_flax(model: Any) -> bool:
+    """Return whether a model is of Flax, without importing it."""
+    return any(each.__module__.partition(".")[0] == "flax" for each in type(model).__mro__)
 
 
 def _identify_flax(model: Any, inputs: Mapping[str, Any], layers: Any) -> list[Identification]:
@@ -147,14 +201,15 @@ def _identify_flax(model: Any, inputs: Mapping[str, Any], layers: Any) -> list[I
     observer = FlaxObserver(model, inputs, layers)
     found = {each.tapped.name: _fitted(each, observer.bases(each.tapped.name)) for each in observer.seen}
     other = fresh_arrays(observer.inputs, SEED)
-    calls = [observer.observe(other, factor) for factor in FACTORS]
-    far = observer.observe_far(other, FAR)
+    calls = [Call(FRESH, 1.0, observer.observe(other, 1.0))]
+    calls += [Call(what, factor, observer.observe(other, factor)) for what, factor in FACTORS.items()]
+    far = Call(FAR_AWAY, 1.0, observer.observe_far(other, FAR))
     identified = []
     for name in observer.layers:
         if name in observer.refusals:
             identified.append(Identification(name, refusal=observer.refusals[name]))
             continue
-        is_far = any(each.tapped.name == name for each in far)
+        is_far = any(each.tapped.name == name for each in far.layers)
         layer = _identified(name, found[name], [*calls, far] if is_far else calls)
         names = {weight: observer.names.get(f"{name} {each}", each) for weight, each in layer.names.items()}
         identified.append(replace(layer, names=names))
@@ -180,42 +235,61 @@ def _identified(name: str, found: Fit, calls: list[list[ObservedLayer]]) -> Iden
     """Return a layer that was fitted and is verified."""
     if found.refusal:
         return Identification(name, evidence=found.evidence, refusal=found.refusal)
-    own = [[each for each in call if each.tapped.name == name] for call in calls]
-    runs = zip(own, (*FACTORS, 1.0), CALLS, strict=False)
+    own = [call._replace(layers=[each for each in call.layers if each.tapped.name == name]) for call in calls]
     try:
-        if own[LARGE] and "latent" not in found.fields:
-            fit_clip(own[LARGE][0], [own[LARGE][0].submodule(*found.ends["value"])], found)
-        share = max(_share(layers, factor, found, what) for layers, factor, what in runs)
+        for call in own:
+            _check_seen(call)
+        large = next(call.layers[0] for call in own if call.what == "large inputs")
+        if "latent" not in found.fields:
+            fit_clip(large, [large.submodule(*found.ends["value"])], found)
+        share = max(_share(call, found) for call in own)
     except (ValueError, TypeError) as error:
         return Identification(name, evidence=found.evidence, refusal=str(error))
-    num_tokens = without_padding(own[0][0]).values["q"].shape[2]
-    places: list[Any] = [each.values.get("positions", np.arange(num_tokens)) for call in own for each in call]
+    counts = [without_padding(call.layers[0]).values["q"].shape[2] for call in own]
+    num_tokens = max(counts)
+    places: list[Any] = [each.values.get("positions", np.arange(num_tokens)) for call in own for each in call.layers]
     spec = found.spec
-    ranges = {(int(x.min()), int(x.max())) for x in places} if spec.has_positions else {(0, num_tokens - 1)}
+    runs = {(int(x.min()), int(x.max())) for x in places} if spec.has_positions else {(0, num_tokens - 1)}
+    ranges = {x for x in runs if not any(y != x and y[0] <= x[0] and x[1] <= y[1] for y in runs)}
     inputs = {side: words for side, words in found.words.items() if side != "output"}
     known = found.weights, found.names, inputs, found.words["output"], found.is_causal, found.evidence
-    return Identification(name, spec, *known, num_tokens, tuple(sorted(ranges)), share)
+    return Identification(name, spec, *known, num_tokens, min(counts), tuple(sorted(ranges)), share)
 
 
-CALLS = ("fresh inputs", "large inputs", "small inputs", "far positions")
-"""The calls that verify a layer, in words."""
+class Call(NamedTuple):
+    """A call that verifies layers.
+
+    Attributes:
+        what: its name.
+        factor: of the inputs of projections.
+        layers: the layers in it.
+    """
+
+    what: str
+    factor: float
+    layers: list[ObservedLayer]
 
 
-LARGE = 1
-"""The index of the call with large inputs."""
+def _check_seen(call: Call) -> None:
+    """Refuse a layer that did not run in a call, or whose attention was not seen in it."""
+    if not call.layers:
+        raise Refusal("the layer", "run in each call", f"none with {call.what}")
+    for layer in call.layers:
+        if missing := [name for name in ("q", "k", "v", "context", "output") if name not in layer.values]:
+            reason = layer.tapped.not_seen or f"no {' or '.join(missing)}"
+            raise Refusal("the layer", f"be attention with {call.what}", reason)
 
 
-def _share(layers: list[ObservedLayer], factor: float, found: Fit, what: str) -> float:
-    """Return the largest error of the calls of a layer, as a share of its budget.
+def _share(call: Call, found: Fit) -> float:
+    """Return the largest error of a layer in a call, as a share of its budget.
 
     Raises:
-        ValueError: if it is above the budget, the inputs are others than they were, or the layer did not run.
+        ValueError: if it is above the budget, or the inputs are others than they were.
     """
-    if not layers:
-        raise Refusal("the layer", "run in each call", f"none with {what}")
+    what, factor, layers = call
     spec, shares = found.spec, list[float]()
     for layer in layers:
-        if spec.rope is None and what == CALLS[-1]:
+        if spec.rope is None and what == FAR_AWAY:
             layer = _counted(layer)
         if spec.rope is not None and spec.rope.sections is not None and "positions" not in layer.values:
             layer.values["positions"] = positions_on_axes(layer, found)
@@ -243,7 +317,10 @@ def _counted(layer: ObservedLayer) -> ObservedLayer:
 
 
 def _at(model: torch.nn.Module, inputs: Mapping[str, Any], first: int) -> dict[str, Any] | None:
-    """Return the inputs at positions from a first one on, if the model accepts positions."""
+    """Return the inputs at positions from a first one on, if the model accepts positions.
+
+    Far positions have a gap, and each sequence begins later than the one before.
+    """
     import torch
 
     tokens = inputs.get("input_ids")
@@ -251,7 +328,36 @@ def _at(model: torch.nn.Module, inputs: Mapping[str, Any], first: int) -> dict[s
         return None
     near = inputs.get("position_ids")
     near = torch.arange(tokens.shape[1])[None].expand(tokens.shape) if near is None else near
-    return {**inputs, "position_ids": first + near - near.min()}
+    positions = first + near - near.min()
+    if first == 0:
+        return {**inputs, "position_ids": positions}
+    batch_size, num_tokens = tokens.shape
+    later = 3 * torch.arange(batch_size)[:, None] + 5 * (torch.arange(num_tokens) >= num_tokens // 2)
+    seen = {} if "attention_mask" in inputs else {"attention_mask": torch.ones_like(tokens)}  # or a gap parts segments
+    accepted = inspect.signature(model.forward).parameters
+    return {**inputs, **{name: x for name, x in seen.items() if name in accepted}, "position_ids": positions + later}
+
+
+def _fewer(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the inputs with about half of the tokens, without the last sequence; None if they cannot be cut."""
+    import torch
+
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.ndim > 1}
+    first = next((x for x in tensors.values() if x.ndim == (3 if x.is_floating_point() else 2)), None)
+    if first is None or first.shape[1] < 2 * LEAST_TOKENS - 1:
+        return None
+    batch_size, num_tokens = first.shape[:2]
+    sequences, tokens = max(batch_size - 1, 1), num_tokens // 2 + 1
+    cut = dict(inputs)
+    for name, x in tensors.items():
+        if x.shape[:2] == (batch_size, num_tokens):
+            cut[name] = x[:sequences, :tokens]
+        elif x.ndim == 3 and x.shape[1:] == (batch_size, num_tokens):  # positions on axes
+            cut[name] = x[:, :sequences, :tokens]
+        elif x.shape[0] == batch_size:
+            cut[name] = x[:sequences]
+    is_hidden = any(name.endswith("mask") and x.ndim == 2 and not x.any(-1).all() for name, x in cut.items())
+    return None if is_hidden else cut
 
 
 def _apart(model: torch.nn.Module, inputs: Mapping[str, Any], seen: list[ObservedLayer]) -> dict[str, Any] | None:
@@ -275,19 +381,23 @@ def _accepts_positions(model: torch.nn.Module) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def _fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return inputs of the same shapes with other tokens or numbers."""
+def _fresh(inputs: Mapping[str, Any], *, is_permuted: bool) -> dict[str, Any]:
+    """Return inputs of the same shapes with other tokens or numbers. Equal inputs stay equal."""
     import torch
 
     generator = torch.Generator().manual_seed(SEED)
     fresh = dict(inputs)
     for name, x in inputs.items():
-        if not isinstance(x, torch.Tensor) or name.endswith("mask") or any(word in name for word in PLACES):
+        if not isinstance(x, torch.Tensor) or KEPT & {*name.split("_")} or x.is_complex() or x.dtype == torch.bool:
             continue
-        if x.is_floating_point():
-            fresh[name] = torch.randn(x.shape, generator=generator, dtype=x.dtype) * x.std() + x.mean()
-        else:
-            fresh[name] = x.flatten()[torch.randperm(x.numel(), generator=generator)].reshape(x.shape)
-        first = next(each for each, other in inputs.items() if other is x)
-        fresh[name] = fresh[first]  # one tensor stays one input
+        same = next(each for each, y in inputs.items() if isinstance(y, torch.Tensor) and torch.equal(x, y))
+        if same != name:
+            fresh[name] = fresh[same]
+        elif not x.is_floating_point():
+            count = x.numel()
+            places = torch.randperm if is_permuted else lambda count, **kwargs: torch.randint(count, (count,), **kwargs)
+            fresh[name] = x.flatten()[places(count, generator=generator)].reshape(x.shape)
+        elif x.isfinite().all():
+            spread = max(float(x.std(correction=0)), abs(float(x.mean())))
+            fresh[name] = torch.randn(x.shape, generator=generator, dtype=x.dtype) * spread + x.mean()
     return fresh

@@ -26,6 +26,9 @@ from parity.identification.trace import Traced, features_of, flat, is_close, tra
 LEAST_TOKENS = 8
 """Tokens that tell features and angles apart."""
 
+ALIKE = 1e-3
+"""Difference of values between tokens, of the largest value, up to which they show no attention."""
+
 
 def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
     """Fit the specification and the weights of a layer to one call.
@@ -50,6 +53,11 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
     if longest < LEAST_TOKENS or batch_size * num_tokens < 2 * LEAST_TOKENS:
         rule = f"be at least {LEAST_TOKENS} tokens of 2 sequences, or {2 * LEAST_TOKENS} of one"
         raise Refusal("inputs", rule, f"{longest} of {batch_size * num_tokens // longest}")
+    if layer.is_cross and k.shape[2] < LEAST_TOKENS:
+        raise Refusal("inputs", f"be at least {LEAST_TOKENS} tokens to attend to", f"{k.shape[2]}")
+    is_even = np.ptp(v, axis=2).max() <= ALIKE * np.abs(v).max()
+    if is_even and "attn_weights" not in values:  # any weights return the same
+        raise Refusal("inputs", "differ between tokens", "equal values at all of them")
     found.add("num_heads", num_heads, "heads of the queries that attention receives")
     found.add("num_kv_heads", k.shape[1], "heads of the keys that attention receives, each once")
     found.add("head_dim", head_dim, "features of those heads")

@@ -14,7 +14,7 @@ from parity.core.records import JsonRecord
 from parity.core.weights import Weights, unheld
 from parity.diagnosis.taps import judge_tap
 from parity.foreign.live import find_layer
-from parity.identification import Identification, identify
+from parity.identification import Identification, identify, is_flax
 from parity.models.specs import ModelLayer
 from parity.tapping import tap
 from parity.tapping.record import Tapped
@@ -57,7 +57,7 @@ class LiveLayer(JsonRecord):
         if self.spec is None:
             return f"{self.name}: refused, {self.refusal}"
         if self.name == self.identification.name and self.identification.spec is not None:
-            rules = "rules agree" if self.source == "both" else f"no rules, {self.not_ruled}"
+            rules = "rules agree" if self.source == "both" else f"no rules: {self.not_ruled}"
             return f"{self.identification}\n  {rules}"
         causal = "causal" if self.is_causal else "not causal"
         return f"{self.name}: {self.spec}, {causal}, by rules: {self.share:.2g} of its budget\n  {self.identification}"
@@ -82,11 +82,11 @@ def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list
         TypeError: as `identify`.
         ValueError: likewise.
     """
+    observed = {each.name: each for each in identify(model, inputs, layers)}
+    if is_flax(model):
+        return [_observed(each) for each in observed.values()]
     import torch
 
-    observed = {each.name: each for each in identify(model, inputs, layers)}
-    if not isinstance(model, torch.nn.Module):
-        return [_observed(each) for each in observed.values()]
     with torch.no_grad(), tap(model, layers) as tapped:
         model(**inputs)
     return [
@@ -100,7 +100,7 @@ def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list
 def _observed(observed: Identification) -> LiveLayer:
     """Return a layer of Flax, which no rules know."""
     known = observed.spec, observed.weights, observed.is_causal, "observation" if observed.spec is not None else ""
-    why = "which are for models of torch"
+    why = "rules are for models of torch"
     return LiveLayer(observed.name, *known, observed.share, why, observed.refusal, identification=observed)
 
 

@@ -28,7 +28,7 @@ def fit_scale(layer: ObservedLayer, found: Fit) -> None:
         how = "tanh of scores" if "scores" in layer.values else how
         found.add("soft_cap", layer.tapped.soft_cap, how, is_seen="scores" in layer.values)
     sinks = getattr(layer.module, "sinks", None)
-    if sinks is not None:
+    if tuple(getattr(sinks, "shape", ())) == (layer.values["q"].shape[1],):
         found.add("sinks", True, "parameter sinks of the module")
         found.weights["sinks"], found.names["sinks"] = to_numpy(sinks), "sinks"
 

@@ -35,9 +35,9 @@ def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[st
         ValueError: if neither rules of its family nor observation specify its layers.
     """
     if is_unknown(folder):
-        found = [layer for layer in observe_folder(folder) if layer.spec is not None]
+        found = observe_folder(folder)
         specs = [layer.at(index) for index, layer in enumerate(found)]
-        return specs, {layer.name: layer.weights for layer in found}
+        return specs, {layer.name: layer.weights for layer in found if layer.spec is not None}
     config = read_config(folder)
     with open_layers(folder) as layers:
         return layers_of_parts(config), {layer.label: layer.load()[0] for layer in layers}

@@ -159,7 +159,7 @@ class LayerOperations:
             calls = f" and {len(self.calls)} calls of scaled_dot_product_attention" if self.calls else ""
             return f"{len(self.softmaxes)} softmaxes{calls} instead of one"
         if self.calls:
-            return _of_call(*self.calls[0])
+            return _of_call(*self.calls[0], batch_size)
         (softmax,) = self.softmaxes
         if len(softmax.given) != 1 or not isinstance(softmax.given[0], Scores):
             return f"scores that come from {len(softmax.given)} products of queries and keys"
@@ -238,9 +238,11 @@ def _after(name: str, args: tuple[Any, ...], scores: Scores) -> Scores:
     return replace(scores, bound=scores.bound * factor)
 
 
-def _of_call(given: dict[str, Any], context: Tensor) -> Attended | str:
+def _of_call(given: dict[str, Any], context: Tensor, batch_size: int) -> Attended | str:
     """Return the attention of a call of `scaled_dot_product_attention`."""
     q, k, v = (given[name] for name in ("query", "key", "value"))
+    if q.ndim == 3 and q.shape[0] % batch_size == 0 and given.get("attn_mask") is None:
+        q, k, v, context = (x.unflatten(0, (batch_size, -1)) for x in (q, k, v, context))
     if q.ndim != 4:
         return f"a call of scaled_dot_product_attention with queries {tuple(q.shape)}"
     if given.get("dropout_p"):
