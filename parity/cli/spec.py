@@ -14,7 +14,7 @@ PAGE = Page(
     "found, and check the rules of its family against it.",
     "mha-parity spec checkpoints/llama",
     "every layer is understood",
-    "a live layer is refused",
+    "a live layer is rejected",
 )
 
 

@@ -64,7 +64,7 @@ def observe_folder(folder: str | os.PathLike[str]) -> list[LiveLayer]:
             attn_implementation="eager",
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # which is refused below, by name
+            ignore_mismatched_sizes=True,  # the names of such weights follow below
             **local,
         )
     except (KeyError, ValueError) as error:
