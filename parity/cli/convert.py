@@ -72,6 +72,8 @@ def run(options: argparse.Namespace) -> Result:
     source, observed = options.source, []
     with ExitStack() as stack:
         if not said_of_layers(options) and all(map(find_spec, ("torch", "transformers"))) and is_unknown(source):
+            if options.rest == "keep":
+                raise refusal("--rest", "be drop if no rules distinguish the other tensors", {"--rest": "keep"})
             try:
                 observed = observe_folder(source)
                 source = stack.enter_context(observed_file(observed))

@@ -231,7 +231,13 @@ class FlaxObserver:
         return {str(each): {"rope_theta": each} for each in self.arranged[name].scalars_of_queries()}
 
     def _layers(self, values: Values, inputs: Mapping[str, Any]) -> list[ObservedLayer]:
-        return [self._layer(place, *each, values, inputs) for place, each in enumerate(self.arranged.items())]
+        found = []
+        for place, (name, each) in enumerate(self.arranged.items()):
+            try:
+                found.append(self._layer(place, name, each, values, inputs))
+            except ValueError as error:
+                self.refusals.setdefault(name, str(error))
+        return found
 
     def _layer(
         self, place: int, name: str, arranged: Arranged, values: Values, inputs: Mapping[str, Any]

@@ -121,12 +121,11 @@ def run_model(
         raise Refusal("there", "be an attention layer to run", f"none in {path}")
     for one in reports[1:]:
         reports[0].add(one)
-    for live in observed.values():
+    for live in observed.values() if layers is None else ():
         if live.spec is None:
             reports[0].skipped_cases.append(SkippedCase(live.name, "float32", "transformers", live.refusal))
-    reports[0].warnings.extend(
-        f"no rules of a family, observed with random inputs: {each}" for each in observed.values()
-    )
+    ran = (observed[layer.label] for layer in chosen if layer.label in observed)
+    reports[0].warnings.extend(f"no rules of a family, observed with random inputs: {each}" for each in ran)
     return reports[0]
 
 
@@ -181,7 +180,9 @@ def _add_observed(report: Report, layer: LiveLayer, case: Case) -> None:
     own = {"case": case.name, "backend": "transformers", "library": "transformers"}
     report.comparisons.extend(replace(comparison, **own) for comparison in layer.comparisons)
     if not layer.comparisons:
-        reason = f"its module is more than attention: its output is {layer.identification.output}"
+        words = {**layer.identification.inputs, "output": layer.identification.output}
+        known = ", ".join(f"{name}={each}" for name, each in words.items())
+        reason = f"its module is more than attention: {known}"
         report.skipped_cases.append(SkippedCase(case.name, "float32", "transformers", reason))
 
 
