@@ -467,6 +467,6 @@ def test_what_the_command_cannot_do_is_refused_in_a_line(llama, tmp_path, capsys
     there.write_text("precious")
     assert run_command(llama, *(each.format(there=there) for each in options)) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"mha-parity: {begin.format(there=there)} ")
+    assert error.startswith(f"mha-parity: error: {begin.format(there=there)} ")
     assert error.count("\n") == 1
     assert there.read_text() == "precious"

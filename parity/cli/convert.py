@@ -72,13 +72,13 @@ def run(options: argparse.Namespace) -> Result:
     source, observed = options.source, []
     with ExitStack() as stack:
         if not said_of_layers(options) and all(map(find_spec, ("torch", "transformers"))) and is_unknown(source):
-            if options.rest == "keep":
-                raise refusal("--rest", "be drop if no rules distinguish the other tensors", {"--rest": "keep"})
             try:
                 observed = observe_folder(source)
                 source = stack.enter_context(observed_file(observed))
             except (OSError, ValueError) as error:
                 warn(f"not observed: {error}")
+            if source != options.source and options.rest == "keep":
+                raise refusal("--rest", "be drop if no rules distinguish the other tensors", {"--rest": "keep"})
         on_tensor = stack.enter_context(progress_bar(count_tensors(source)))
         converted = convert_file(
             source,

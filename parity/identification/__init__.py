@@ -161,13 +161,13 @@ def _identify_torch(model: torch.nn.Module, inputs: Mapping[str, Any], layers: A
     found = {layer.tapped.name: _fitted(layer, config) for layer in reversed(seen)}
     ends = {_joined(name, end) for name, each in found.items() for end in each.entries}
     other, first = _first_fresh(model, inputs, layers)
-    calls = [Call(FRESH, 1.0, first)]
+    calls = [VerifyingCall(FRESH, 1.0, first)]
     for what, factor in FACTORS.items():
-        calls.append(Call(what, factor, observe(model, other, layers, factors=dict.fromkeys(ends, factor))))
+        calls.append(VerifyingCall(what, factor, observe(model, other, layers, factors=dict.fromkeys(ends, factor))))
     for what, given in ((FAR_AWAY, _at(model, other, FAR)), (FEWER, _fewer(other))):
         if given is not None:
             with suppress(Exception):  # learned positions may end before, and a module may want its own lengths
-                calls.append(Call(what, 1.0, observe(model, given, layers)))
+                calls.append(VerifyingCall(what, 1.0, observe(model, given, layers)))
     return [_identified(name, each, calls) for name, each in reversed(found.items())]
 
 
@@ -201,9 +201,9 @@ def _identify_flax(model: Any, inputs: Mapping[str, Any], layers: Any) -> list[I
     observer = FlaxObserver(model, inputs, layers)
     found = {each.tapped.name: _fitted(each, observer.bases(each.tapped.name)) for each in observer.seen}
     other = fresh_arrays(observer.inputs, SEED)
-    calls = [Call(FRESH, 1.0, observer.observe(other, 1.0))]
-    calls += [Call(what, factor, observer.observe(other, factor)) for what, factor in FACTORS.items()]
-    far = Call(FAR_AWAY, 1.0, observer.observe_far(other, FAR))
+    calls = [VerifyingCall(FRESH, 1.0, observer.observe(other, 1.0))]
+    calls += [VerifyingCall(what, factor, observer.observe(other, factor)) for what, factor in FACTORS.items()]
+    far = VerifyingCall(FAR_AWAY, 1.0, observer.observe_far(other, FAR))
     identified = []
     for name in observer.layers:
         if name in observer.refusals:
@@ -231,7 +231,7 @@ def _fitted(layer: ObservedLayer, config: Mapping[str, Any]) -> Fit:
     return found
 
 
-def _identified(name: str, found: Fit, calls: list[list[ObservedLayer]]) -> Identification:
+def _identified(name: str, found: Fit, calls: list[VerifyingCall]) -> Identification:
     """Return a layer that was fitted and is verified."""
     if found.refusal:
         return Identification(name, evidence=found.evidence, refusal=found.refusal)
@@ -256,7 +256,7 @@ def _identified(name: str, found: Fit, calls: list[list[ObservedLayer]]) -> Iden
     return Identification(name, spec, *known, num_tokens, min(counts), tuple(sorted(ranges)), share)
 
 
-class Call(NamedTuple):
+class VerifyingCall(NamedTuple):
     """A call that verifies layers.
 
     Attributes:
@@ -270,7 +270,7 @@ class Call(NamedTuple):
     layers: list[ObservedLayer]
 
 
-def _check_seen(call: Call) -> None:
+def _check_seen(call: VerifyingCall) -> None:
     """Refuse a layer that did not run in a call, or whose attention was not seen in it."""
     if not call.layers:
         raise Refusal("the layer", "run in each call", f"none with {call.what}")
@@ -280,7 +280,7 @@ def _check_seen(call: Call) -> None:
             raise Refusal("the layer", f"be attention with {call.what}", reason)
 
 
-def _share(call: Call, found: Fit) -> float:
+def _share(call: VerifyingCall, found: Fit) -> float:
     """Return the largest error of a layer in a call, as a share of its budget.
 
     Raises:
