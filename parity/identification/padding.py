@@ -11,8 +11,8 @@ from parity.identification.observe import ObservedLayer
 TOKENS = {"input": (1,), "q": (2,), "k": (2,), "v": (2,), "mask": (2, 3), "scores": (2, 3)}
 """The axes of tokens of values that a mask affects, by name."""
 
-KEYS = {"key_input": (1,), "k": (2,), "v": (2,), "mask": (3,), "scores": (3,)}
-"""The axes of keys of another sequence."""
+KEYS = {"input": (), "q": (), "key_input": (1,), "k": (2,), "v": (2,), "mask": (3,), "scores": (3,)}
+"""The axes of keys of another sequence; the others have sequences alone."""
 
 
 def without_padding(layer: ObservedLayer) -> ObservedLayer:

@@ -354,7 +354,9 @@ class _TorchListener:
             self.layer.not_seen = "" if "q" in self.values else attended
             return
         if "q" not in self.values:
-            self.function_called(attended.q, attended.k, attended.v, attended.mask)
+            dtype = getattr(torch, x.dtype.name)
+            heads = (_narrowed(each, dtype) for each in (attended.q, attended.k, attended.v))
+            self.function_called(*heads, attended.mask)
             self.function_returned((attended.context.transpose(1, 2), attended.weights))
         elif not self.past:
             self.values["mask"] = to_numpy(~attended.mask if attended.mask.dtype == torch.bool else attended.mask)
@@ -401,6 +403,12 @@ def _joined(segments: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
             start = stop - each.shape[2]
             whole[:, :, start:stop, start:stop] = each
     return found
+
+
+def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return heads in the dtype of their layer, if it holds their numbers: scores may be computed in a wider one."""
+    narrow = x.to(dtype)
+    return narrow if torch.equal(narrow.to(x.dtype), x) else x
 
 
 def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
