@@ -355,8 +355,8 @@ class _TorchListener:
             return
         if "q" not in self.values:
             dtype = getattr(torch, x.dtype.name)
-            heads = (_narrowed(each, dtype) for each in (attended.q, attended.k, attended.v))
-            self.function_called(*heads, attended.mask)
+            q, k, v = (_narrowed(each, dtype) for each in (attended.q, attended.k, attended.v))
+            self.function_called(q, k, v, attended.mask)
             self.function_returned((attended.context.transpose(1, 2), attended.weights))
         elif not self.past:
             self.values["mask"] = to_numpy(~attended.mask if attended.mask.dtype == torch.bool else attended.mask)
