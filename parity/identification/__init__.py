@@ -324,7 +324,7 @@ def _at(model: torch.nn.Module, inputs: Mapping[str, Any], first: int) -> dict[s
     import torch
 
     tokens = inputs.get("input_ids")
-    if not isinstance(tokens, torch.Tensor) or not _accepts_positions(model):
+    if not isinstance(tokens, torch.Tensor) or not _accepts(model, "position_ids"):
         return None
     near = inputs.get("position_ids")
     near = torch.arange(tokens.shape[1])[None].expand(tokens.shape) if near is None else near
@@ -333,9 +333,8 @@ def _at(model: torch.nn.Module, inputs: Mapping[str, Any], first: int) -> dict[s
         return {**inputs, "position_ids": positions}
     batch_size, num_tokens = tokens.shape
     later = 3 * torch.arange(batch_size)[:, None] + 5 * (torch.arange(num_tokens) >= num_tokens // 2)
-    seen = {} if "attention_mask" in inputs else {"attention_mask": torch.ones_like(tokens)}  # or a gap parts segments
-    accepted = inspect.signature(model.forward).parameters
-    return {**inputs, **{name: x for name, x in seen.items() if name in accepted}, "position_ids": positions + later}
+    all_seen = {"attention_mask": torch.ones_like(tokens)} if _accepts(model, "attention_mask") else {}
+    return {**all_seen, **inputs, "position_ids": positions + later}  # without a mask, a gap parts segments
 
 
 def _fewer(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -369,7 +368,7 @@ def _apart(model: torch.nn.Module, inputs: Mapping[str, Any], seen: list[Observe
 
     found = (layer.values.get("positions") for layer in seen)
     places = next((x for x in found if x is not None and x.ndim == 3 and len(x) == 3), None)
-    if places is None or (places != places[:1]).any() or not _accepts_positions(model):
+    if places is None or (places != places[:1]).any() or not _accepts(model, "position_ids"):
         return None
     place = torch.arange(places.shape[2])
     frame = place // 6
@@ -377,8 +376,8 @@ def _apart(model: torch.nn.Module, inputs: Mapping[str, Any], seen: list[Observe
     return {**inputs, "position_ids": apart[:, None].repeat(1, places.shape[1], 1)}
 
 
-def _accepts_positions(model: torch.nn.Module) -> bool:
-    return "position_ids" in inspect.signature(model.forward).parameters
+def _accepts(model: torch.nn.Module, name: str) -> bool:
+    return name in inspect.signature(model.forward).parameters
 
 
 def _fresh(inputs: Mapping[str, Any], *, is_permuted: bool) -> dict[str, Any]:
@@ -395,8 +394,11 @@ def _fresh(inputs: Mapping[str, Any], *, is_permuted: bool) -> dict[str, Any]:
             fresh[name] = fresh[same]
         elif not x.is_floating_point():
             count = x.numel()
-            places = torch.randperm if is_permuted else lambda count, **kwargs: torch.randint(count, (count,), **kwargs)
-            fresh[name] = x.flatten()[places(count, generator=generator)].reshape(x.shape)
+            if is_permuted:
+                places = torch.randperm(count, generator=generator)
+            else:
+                places = torch.randint(count, (count,), generator=generator)
+            fresh[name] = x.flatten()[places].reshape(x.shape)
         elif x.isfinite().all():
             spread = max(float(x.std(correction=0)), abs(float(x.mean())))
             fresh[name] = torch.randn(x.shape, generator=generator, dtype=x.dtype) * spread + x.mean()

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Refusal
+from parity.identification.biases import scored
 from parity.identification.fit import LEAST_TOKENS
 from parity.identification.heads import Attention, AttentionFinder
 from parity.identification.program import Values
-
-CLOSE = 3e-5
-"""Largest error of scores or a norm that are recomputed, of the largest one, in float32."""
+from parity.identification.trace import CLOSE
 
 HIDES = 5000.0
 """Least distance of a hidden score below its value without the mask."""
@@ -176,7 +175,7 @@ class Arranged:
 
     def is_hidden(self, heads: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return which keys the scores of a call hide, (B, heads, T, S)."""
-        return heads["logits"] < _scored(heads["scores"], self._inner, self.soft_cap) - HIDES
+        return heads["logits"] < scored(heads["scores"], self._inner, self.soft_cap) - HIDES
 
     def _all_heads(self, part: str, values: Values) -> np.ndarray:
         x, axes = np.asarray(values[self.found.numbers[part]]), self._axes[part]
@@ -242,7 +241,7 @@ class Arranged:
                 ratios = (before / scores)[shown]
             ratios = ratios[np.isfinite(ratios)]
             factor = float(np.median(ratios)) if ratios.size else 0.0
-            made = _scored(scores, factor, cap)
+            made = scored(scores, factor, cap)
             is_close = np.abs(made - logits) <= CLOSE * np.abs(logits[shown]).max(initial=0.0)
             if factor > 0 and (is_close | (logits < made - HIDES)).all():
                 return factor, cap
@@ -371,11 +370,6 @@ def _shortest(x: Any) -> float:
 def _rounded(x: float) -> float:
     """Return a number with as few digits as float32 computes with."""
     return next(y for digits in range(1, 18) if abs((y := float(f"{x:.{digits}g}")) - x) <= 3e-7 * abs(x))
-
-
-def _scored(scores: np.ndarray, factor: float, cap: float | None) -> np.ndarray:
-    scaled = scores.astype(np.float64) * factor
-    return scaled if cap is None else cap * np.tanh(scaled / cap)
 
 
 def _only_axis(changed: np.ndarray, place: int) -> int | None:

@@ -9,9 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mha_spec import Alibi, GridBias, Refusal, RelativeBias
-
-CLOSE = 3e-5
-"""Largest error of a score that is recomputed, of the largest score, in float32."""
+from parity.identification.trace import CLOSE
 
 USUAL = (128, *(2**exponent for exponent in range(3, 13)))
 """Distances from where on all keys share a bucket, if nothing says another: T5's comes first."""
@@ -46,6 +44,12 @@ class Added(NamedTuple):
         return bool((np.abs(values - self.values)[:, ~self.hidden] <= self.tolerance).all())
 
 
+def scored(products: np.ndarray, scale: float, soft_cap: float | None) -> np.ndarray:
+    """Return products of queries and keys times a scale, capped if there is a cap, in float64."""
+    scaled = products.astype(np.float64) * scale
+    return scaled if soft_cap is None else soft_cap * np.tanh(scaled / soft_cap)
+
+
 def added_to(
     scores: np.ndarray, q: np.ndarray, k: np.ndarray, hidden: np.ndarray, scale: float, soft_cap: float | None
 ) -> Added:
@@ -61,8 +65,7 @@ def added_to(
         ValueError: if it is not the same for all sequences.
     """
     k = k.repeat(q.shape[1] // k.shape[1], axis=1)
-    made = scale * (q.astype(np.float64) @ k.astype(np.float64).swapaxes(2, 3))
-    made = made if soft_cap is None else soft_cap * np.tanh(made / soft_cap)
+    made = scored(q.astype(np.float64) @ k.astype(np.float64).swapaxes(2, 3), scale, soft_cap)
     added = np.where(hidden, 0.0, scores - made)
     values, tolerance = added.mean(axis=0), CLOSE * np.abs(scores[..., ~hidden]).max()
     if np.abs(added - values).max() > tolerance:
