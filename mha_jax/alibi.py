@@ -1,4 +1,4 @@
-"""ALiBi: what is taken from scores for the distance of their keys."""
+"""ALiBi: biases that are linear in the distance of query and key."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -15,17 +15,17 @@ def alibi_bias(
     *,
     scores_dtype: jnp.dtype,
 ) -> Float[Array, "#B N T S"]:
-    """-slope * distance of each query and key.
+    """Return -slope * distance for each query and key.
 
     Args:
-        slopes: of the heads, N.
+        slopes: slope of each head, N.
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S.
-        q_offset: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
-        scores_dtype: of the scores, and of the bias.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        scores_dtype: dtype of the scores and of the bias.
 
     Returns:
-        The bias of the scores, (B or 1, N, T, S).
+        Bias of the scores, (B or 1, N, T, S).
 
     Source: Train Short, Test Long, arXiv:2108.12409, section 3.
     """

@@ -1,4 +1,4 @@
-"""Small functions of arrays that the others share."""
+"""Array helpers."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -16,23 +16,23 @@ _Tree = TypeVar("_Tree")
 
 
 def platform_of(*arrays: Array) -> str:
-    """Return the platform that arrays lie on ("cpu", "gpu", "tpu"), or the default one where they are traced."""
-    known: list[Any] = [x.to_concrete_value() if isinstance(x, Tracer) else x for x in arrays]  # under a gradient, too
+    """Return the platform of arrays ("cpu", "gpu", "tpu"), or the default one if they are traced."""
+    known: list[Any] = [x.to_concrete_value() if isinstance(x, Tracer) else x for x in arrays]  # also under `jax.grad`
     if all(isinstance(x, jax.Array) for x in known):
         return next(iter(known[0].devices())).platform
-    # Under `jax.jit` arrays have no devices yet. `lax.platform_dependent` would trace every kernel for each call.
+    # Under `jax.jit` arrays have no device yet, and `lax.platform_dependent` would trace all kernels in each call.
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     return jax.default_backend() if default is None else getattr(default, "platform", default)
 
 
 def cast(arrays: _Tree, dtype: DTypeLike | None) -> _Tree:
-    """Return the floating-point arrays of a container in that dtype; in their own if it is None."""
+    """Return a container with its floating-point arrays in a dtype; None leaves them unchanged."""
     if dtype is None:
         return arrays
     if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise WrongType("dtype", "be floating point", dtype=jnp.dtype(dtype))
 
-    found: dict[int, Any] = {}  # one array that is two arguments stays one
+    found: dict[int, Any] = {}  # an array passed twice stays one
 
     def cast_one(x: Any) -> Any:
         if isinstance(x, Mapping):
@@ -40,11 +40,11 @@ def cast(arrays: _Tree, dtype: DTypeLike | None) -> _Tree:
         if isinstance(x, (tuple, list)):
             return tuple(map(cast_one, x))
         is_floating = isinstance(x, (jax.Array, np.ndarray)) and jnp.issubdtype(x.dtype, jnp.floating)
-        return found.setdefault(id(x), x.astype(dtype)) if is_floating else x  # what it is not, is refused elsewhere
+        return found.setdefault(id(x), x.astype(dtype)) if is_floating else x  # other types are checked elsewhere
 
     return cast_one(arrays)
 
 
 def at_least_float32(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return x in the dtype of sums: float64 stays, anything narrower becomes float32."""
+    """Return x in float32, or unchanged if it is float64."""
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""The cache of keys and values: a value of fixed capacity, how it is filled, and its checks.
+"""Key/value cache of fixed capacity.
 
 Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
 Hv value_head_dim, E d_model.
@@ -24,46 +24,46 @@ from mha_spec.span import span_of
 
 
 class Cache:
-    """Slots, of which each sequence has filled the first few: what caches of both kinds have.
+    """Base class of caches: a fixed number of slots per sequence, filled from the front.
 
     Attributes:
-        lengths: number of tokens each sequence has cached, (B,), int32.
+        lengths: number of cached tokens of each sequence, (B,), int32.
     """
 
     lengths: Int[Array, " B"]
 
     @property
     def slots(self) -> dict[str, Float[Array, "B K S W"]]:
-        """What is cached, by name; all but the lengths."""
+        """Cached arrays by name, without the lengths."""
         raise NotImplementedError
 
     @property
     def capacity(self) -> int:
-        """Number of slots of each sequence."""
+        """Number of slots per sequence."""
         return next(iter(self.slots.values())).shape[2]
 
     def with_slots(self, slots: Iterable[Float[Array, "B K S W"]], lengths: Int[Array, " B"]) -> Self:
-        """A cache of the same kind that holds something else.
+        """Return a cache of the same type with other contents.
 
         Args:
-            slots: what it holds, in the order of `slots`.
-            lengths: number of tokens each sequence has cached, (B,).
+            slots: cached arrays, in the order of `slots`.
+            lengths: number of cached tokens of each sequence, (B,).
         """
         kind: Any = type(self)
         return kind(*slots, lengths)
 
     def reorder(self, indices: Int[Array, " C"] | Sequence[int]) -> Self:
-        """A cache of the sequences with these indices, in this order; one may be taken more than once, or not at all.
+        """Return a cache of the sequences with these indices, in this order; indices may repeat.
 
         Args:
-            indices: which sequences, each 0..B - 1, (B',).
+            indices: sequences, each in 0..B - 1, (B',).
 
         Returns:
-            A cache of B' sequences, with storage of its own.
+            Cache of B' sequences, with its own storage.
 
         Raises:
             TypeError: if the indices are not integers.
-            ValueError: if an index lies outside 0..B - 1, where it is known.
+            ValueError: if an index is known and lies outside 0..B - 1.
         """
         check_lengths("indices", indices, None, self.lengths.shape[0] - 1)
         indices = jnp.asarray(indices, jnp.int32)
@@ -71,13 +71,13 @@ class Cache:
         return self.with_slots(slots, jnp.asarray(self.lengths)[indices])
 
     def repeat(self, repeats: int) -> Self:
-        """A cache that holds each sequence `repeats` times, side by side, as the beams of a search.
+        """Return a cache with each sequence `repeats` times in a row, as for beam search.
 
         Args:
-            repeats: how many times, at least once.
+            repeats: number of copies, at least 1.
 
         Returns:
-            A cache of B * repeats sequences, with storage of its own.
+            Cache of B * repeats sequences, with its own storage.
 
         Raises:
             TypeError: if `repeats` is not an integer.
@@ -87,13 +87,13 @@ class Cache:
         return self.reorder([index for index in range(self.lengths.shape[0]) for _ in range(repeats)])
 
     def grow(self, capacity: int) -> Self:
-        """A cache of the same tokens with more slots.
+        """Return a cache of the same tokens with more slots.
 
         Args:
-            capacity: number of slots of each sequence, at least as many as there are.
+            capacity: new number of slots per sequence, at least the current one.
 
         Returns:
-            A cache of that capacity, with storage of its own.
+            Cache of that capacity, with its own storage.
 
         Raises:
             TypeError: if the capacity is not an integer.
@@ -105,17 +105,17 @@ class Cache:
         return self.with_slots(slots, jnp.array(self.lengths, copy=True))
 
     def crop(self, lengths: Int[Array, " B"] | Sequence[int] | int) -> Self:
-        """A cache of the first tokens of each sequence only; the slots of the others hold nothing again.
+        """Truncate each sequence to `lengths` and clear the freed slots.
 
         Args:
-            lengths: number of tokens to keep, of every sequence or of each, (B,); as many as there are at most.
+            lengths: number of tokens to keep, at most the cached ones, for all sequences or each, (B,).
 
         Returns:
-            A cache of the same capacity, with storage of its own.
+            Cache of the same capacity, with its own storage.
 
         Raises:
             TypeError: if the lengths are not integers.
-            ValueError: if a length is negative or above that of its sequence, where they are known.
+            ValueError: if a length is negative or above that of its sequence, and both are known.
         """
         if isinstance(lengths, int):
             lengths = [lengths] * self.lengths.shape[0]
@@ -132,14 +132,14 @@ class Cache:
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+@dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
 class KVCache(Cache):
-    """Keys and values of the tokens seen so far, in slots of which each sequence has filled the first few.
+    """Keys and values of all tokens so far.
 
     Attributes:
-        keys, values: (B, K, capacity, H) and (B, K, capacity, Hv); keys after RoPE. A slot at or beyond its sequence's
-            length holds nothing.
-        lengths: number of tokens each sequence has cached, (B,), int32.
+        keys, values: (B, K, capacity, H) and (B, K, capacity, Hv); keys after RoPE. Slots at or beyond the length of
+            their sequence are empty.
+        lengths: number of cached tokens of each sequence, (B,), int32.
     """
 
     keys: Float[Array, "B K S H"]
@@ -148,7 +148,7 @@ class KVCache(Cache):
 
     @property
     def slots(self) -> dict[str, Float[Array, "B K S W"]]:
-        """What is cached, by name; all but the lengths."""
+        """Cached arrays by name, without the lengths."""
         return {"keys": self.keys, "values": self.values}
 
 
@@ -164,15 +164,15 @@ def init_cache(
     *,
     value_head_dim: int | None = None,
 ) -> KVCache:
-    """An empty cache: zeros in every slot, every length 0.
+    """Return an empty cache: all slots and lengths are 0.
 
     Args:
         batch_size: number of sequences, B.
         num_kv_heads: number of key/value heads, K.
-        capacity: number of slots of each sequence.
+        capacity: number of slots per sequence.
         head_dim: features of a head, H.
         dtype: floating-point dtype of keys and values.
-        value_head_dim: features of a head's values, Hv; head_dim when absent.
+        value_head_dim: value features per head, Hv; default: head_dim.
 
     Raises:
         TypeError: if a size is not an integer or the dtype not floating point.
@@ -200,21 +200,21 @@ def append_to_cache(
     *,
     new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
 ) -> KVCache:
-    """Append the keys and values of new tokens to those in the cache.
+    """Append the keys and values of new tokens to the cache.
 
     Args:
-        cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage may be reused.
+        cache: contains `cache.lengths` tokens. Do not use it afterwards: its storage may be reused.
         key, value: (B, K, T, H) and (B, K, T, Hv), in the cache's dtype.
-        new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding and is
-            not cached. Default: all.
+        new_lengths: number of real tokens of each sequence, 0..T, (B,); the rest is right padding, which is not cached.
+            Default: all.
 
     Returns:
-        The cache, holding `cache.lengths + new_lengths` tokens.
+        Cache with `cache.lengths + new_lengths` tokens.
 
     Raises:
         TypeError: if the dtypes differ or the lengths are not integers.
-        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
-            (Under jit lengths are not known; there a sequence that does not fit keeps the tokens it had.)
+        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then unchanged. (Under jit
+            lengths are unknown; there a sequence that does not fit keeps its old tokens.)
     """
     check_appended(cache, key, value, new_lengths)
     return append_checked(cache, (key, value), num_added(cache, key.shape[2], new_lengths))
@@ -223,13 +223,13 @@ def append_to_cache(
 @compiled()
 @with_auto_axes(specs_of)
 def append_checked(cache: CacheT, new: tuple[Array, ...], added: Array) -> CacheT:
-    """`append_to_cache` without its checks, of what goes into each array of slots."""
+    """Append new tokens to each array of slots, without checks."""
     seq_len = new[0].shape[2]
-    held, lengths = map(jnp.asarray, cache.slots.values()), jnp.asarray(cache.lengths)  # which NumPy may have read
+    held, lengths = map(jnp.asarray, cache.slots.values()), jnp.asarray(cache.lengths)  # which may be NumPy arrays
     added = jnp.where(has_room(cache, added, seq_len), added, 0)
     is_real = jnp.arange(seq_len, dtype=jnp.int32)[None] < added[:, None]
     slots = jnp.where(is_real, token_positions(lengths, seq_len), cache.capacity)  # (B, T), beyond = dropped
-    # Sequence by sequence, so that where they lie on several devices none needs another's.
+    # Sequence by sequence, so that devices need no data of others.
     put = jax.vmap(lambda held, slots, new: held.at[:, slots].set(new, mode="drop"))
     return cache.with_slots((put(x, slots, y) for x, y in zip(held, new, strict=True)), lengths + added)
 
@@ -242,13 +242,13 @@ def create_cache_mask(
     window_size: int | None = None,
     chunk_size: int | None = None,
 ) -> Bool[Array, "B 1 T S"]:
-    """True where a new token may not see a cache slot: every slot after its own, or beyond its window or chunk.
+    """Return a mask of the slots that each new token cannot attend to: after its own, or outside its window or chunk.
 
     Args:
-        lengths: number of tokens each sequence had cached before the new ones, (B,).
+        lengths: number of cached tokens of each sequence before the new ones, (B,).
         seq_len_q: number of new tokens, T.
         capacity: number of slots, S.
-        window_size, chunk_size: as `create_attention_mask` takes them.
+        window_size, chunk_size: see `create_attention_mask`.
 
     Returns:
         Mask that broadcasts to the scores (B, N, T, S).
@@ -265,18 +265,18 @@ def create_cache_mask(
 
 
 def num_added(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> Array:
-    """How many tokens are appended to each sequence, (B,)."""
+    """Return the number of tokens to append to each sequence, (B,)."""
     added = np.full(cache.lengths.shape, seq_len, np.int32) if new_lengths is None else new_lengths
     return jnp.asarray(added, jnp.int32)  # (B,)
 
 
 def token_positions(lengths: Array, seq_len: int) -> Array:
-    """The slots of new tokens, (B, T)."""
+    """Return the slots of new tokens, (B, T)."""
     return lengths[:, None] + jnp.arange(seq_len, dtype=jnp.int32)[None]  # (B, T)
 
 
 def has_room(cache: Cache, added: Array, seq_len: int) -> Array:
-    """Whether a sequence has as many slots left, (B,)."""
+    """Return whether each sequence has that many free slots, (B,)."""
     return (added >= 0) & (added <= seq_len) & (cache.lengths + added <= cache.capacity)  # (B,)
 
 
@@ -290,14 +290,14 @@ def kv_cache_nbytes(
     num_layers: int = 1,
     dtype: jnp.dtype,
 ) -> int:
-    """Bytes that the keys and values of all layers take: batch * heads * slots * (H + Hv) * bytes per layer.
+    """Return the bytes of all layers' keys and values: batch * heads * slots * (H + Hv) * itemsize per layer.
 
     Args:
         batch_size: number of sequences, B.
         num_kv_heads: number of key/value heads, K.
-        capacity: number of slots, or tokens, of each sequence.
+        capacity: number of slots (tokens) per sequence.
         head_dim: features of a head, H.
-        value_head_dim: features of a head's values, Hv; head_dim when absent.
+        value_head_dim: value features per head, Hv; default: head_dim.
         num_layers: number of layers.
         dtype: dtype of the cache.
 
@@ -318,7 +318,7 @@ def kv_cache_nbytes(
 def check_cache(
     cache_k: Array, cache_v: Array, key: Array, value: Array, names: tuple[str, str] = ("cache_k", "cache_v")
 ) -> None:
-    """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
+    """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be appended."""
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
         check_floating(name, x, rank=4)
         expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
@@ -329,7 +329,7 @@ def check_cache(
 
 
 def check_cached_input(x: Array, cache: Cache) -> None:
-    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
+    """Refuse new tokens (B, T, d_in) whose batch size is not that of the cache."""
     check_floating("x", x, rank=3)
     if x.shape[0] != cache.lengths.shape[0]:
         raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
@@ -351,13 +351,13 @@ def check_appended(cache: KVCache, key: Array, value: Array, new_lengths: Array 
 
 
 def check_room(cache: Cache, seq_len: int, new_lengths: Array | Sequence[int] | None) -> None:
-    """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
+    """Refuse more new tokens than free slots: they would be written out of bounds."""
     batch_size = cache.lengths.shape[0]
     check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
     if new_lengths is not None:
         check_lengths("new_lengths", new_lengths, batch_size, seq_len)
     added = seq_len if new_lengths is None else new_lengths
-    # Under jit values may not be known; they are 0 at least.
+    # Under jit values may be unknown; they are at least 0.
     lengths, added = (np.zeros(1, np.int64) if isinstance(x, Tracer) else np.asarray(x) for x in (cache.lengths, added))
     if bool((lengths.astype(np.int64) + added > cache.capacity).any()):
         rule = f"not exceed the {cache.capacity} slots of the cache"

@@ -1,4 +1,4 @@
-"""Multi-head attention with a key/value cache: an argument and a result, growing or of fixed capacity.
+"""Multi-head attention with a key/value cache, growing or of fixed capacity. Caches are arguments and results.
 
 Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
 Hv value_head_dim, E d_model.
@@ -52,22 +52,21 @@ def multi_head_attention_with_cache(
     kernel: Kernel = fused.attend,
     dtype: jnp.dtype | None = None,
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B K S H"], Float[Array, "B K S Hv"]]:
-    """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
+    """Causal self-attention of new tokens over all tokens so far, with a cache that grows by concatenation.
 
-    The plain definition of a cache; `multi_head_attention_with_static_cache` is the one of fixed capacity.
+    This is the definition of a cache; `multi_head_attention_with_static_cache` has a fixed capacity.
 
-    Arguments not listed are those of `multi_head_attention_with_static_cache`.
+    Other arguments are those of `multi_head_attention_with_static_cache`.
 
     Args:
-        cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None at
-            first.
-        mask, bias: broadcast to (B, N, T, S), beside causality.
-        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
-            absent.
-        dtype: floating-point dtype that x, bias and weights are cast to, and that the cache has; their own by default.
+        cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None in
+            the first call.
+        mask, bias: in addition to causality; broadcast to (B, N, T, S).
+        positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T); default: P, P + 1, ….
+        dtype: floating-point dtype that x, bias and weights are cast to, and of the cache; default: their own.
 
     Returns:
-        The output (B, T, E), and the keys and values of all S = P + T tokens.
+        Output (B, T, E), and the keys and values of all S = P + T tokens.
 
     Raises:
         TypeError: if x is not floating point, dtypes differ or the mask is not boolean.
@@ -113,13 +112,13 @@ def multi_head_attention_with_static_cache(
 ) -> tuple[Float[Array, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
-    Results, errors and the arguments not listed are those of `MultiHeadAttentionWithCache`. Weights must be finite.
+    Results, errors and other arguments are those of `MultiHeadAttentionWithCache`. Weights must be finite.
 
     Args:
-        weights: as `multi_head_attention` takes them.
-        spec: what the layer computes; nothing is dropped.
+        weights: see `multi_head_attention`.
+        spec: the layer; dropout is not applied.
         kernel: computes the context.
-        dtype: floating-point dtype that x, bias and weights are cast to, and that the cache has; their own by default.
+        dtype: floating-point dtype that x, bias and weights are cast to, and of the cache; default: their own.
     """
     check_spec(spec, is_self_attention=True)
     x, bias, weights = cast((x, bias, weights), dtype)
@@ -141,7 +140,7 @@ def cached_layer(
     positions: Array | None,
     kv_b: Array | None = None,
 ) -> tuple[Array, CacheT]:
-    """Append new tokens to a cache of either kind, and attend; over the latents themselves if kv_b is given."""
+    """Append new tokens to a cache of either type and attend; with `kv_b`, in the absorbed form."""
     spec = layer.spec
     check_cached_input(x, cache)
     seq_len = x.shape[1]
@@ -150,14 +149,14 @@ def cached_layer(
     lengths, added = jnp.asarray(cache.lengths), num_added(cache, seq_len, new_lengths)
     x = x if new_lengths is None else _empty_padding(x, added)
     positions = token_positions(lengths, seq_len) if positions is None else positions
-    if new_lengths is not None:  # padding makes no sequence longer
+    if new_lengths is not None:  # padding adds no length
         positions = _of_real_tokens(positions, added)
     project = contained_projection(layer.project)
     q, new = _project_new_tokens(project, x, cache, spec, positions)
     before, cache = cache, append_checked(cache, new, added)
     q, k, v, seen_spec = _keys_and_values(q, cache, spec, project, kv_b)
     scores = replace(layer.scores(bias), spec=seen_spec)
-    # A sequence that has no room sees a slot that is there, so that its output is finite before it is made NaN.
+    # Full sequences attend to an existing slot, so that their output is finite before it is set to NaN.
     visible = Mask(mask, is_causal=True, span=spec.span, q_offset=jnp.minimum(lengths, cache.capacity - 1))
     check_attention(q, k, v, visible, scores)
     attend = step_of(layer.kernel) if seq_len == 1 else layer.kernel
@@ -170,7 +169,7 @@ def cached_layer(
 def _project_new_tokens(
     project: Project, x: Array, cache: Cache, spec: AttentionSpec, positions: Array
 ) -> tuple[Array, tuple[Array, ...]]:
-    """The queries of new tokens, and what the cache keeps of them."""
+    """Return the queries of new tokens and their cache entries."""
     if isinstance(cache, LatentCache):
         q, latents = project_latents(project, x, spec, positions)
         check_latent_cache(cache, latents)
@@ -182,14 +181,14 @@ def _project_new_tokens(
 
 
 def _absorb(absorb: Callable[..., Array], x: Array, kv_b: Array, spec: AttentionSpec) -> Array:
-    """`absorb_keys` or `absorb_values`, through which a token that is not finite spoils no gradient of kv_b."""
+    """Call `absorb_keys` or `absorb_values` so that non-finite tokens do not spread to the gradient of kv_b."""
     return contained_projection(lambda _, x: absorb(x, kv_b, spec))("kv_b_proj", x)
 
 
 def _keys_and_values(
     q: Array, cache: Cache, spec: AttentionSpec, project: Project, kv_b: Array | None
 ) -> tuple[Array, Array, Array, AttentionSpec]:
-    """Return queries, keys and values, or the latents instead of both, and the layer that has these."""
+    """Return queries, keys and values and their spec; in the absorbed form the latents are both."""
     if isinstance(cache, KVCache):
         return q, cache.keys, cache.values, spec
     (latents,) = cache.slots.values()
@@ -200,7 +199,7 @@ def _keys_and_values(
 
 @compiled()
 def _of_real_tokens(positions: Array, added: Array) -> Array:
-    """The positions, (B, T) or (axes, B, T); that of the first token for padding."""
+    """Return the positions, (B, T) or (axes, B, T), with that of the first token for padding."""
     is_real = jnp.arange(positions.shape[-1], dtype=jnp.int32)[None] < added[:, None]
     shape = (*positions.shape[:-2], *is_real.shape)
     is_real, positions, first = (jnp.broadcast_to(x, shape) for x in (is_real, positions, positions[..., :1]))
@@ -214,23 +213,23 @@ def _empty_padding(x: Array, added: Array) -> Array:
 
 @compiled()
 def _tell_what_fits(output: Array, cache: Cache, added: Array) -> Array:
-    """0 for padding. Outside jit a sequence that does not fit was refused; under jit NaN is the only way to say so."""
+    """Set padding to 0, and full sequences to NaN: outside jit these raise an error, which jit does not allow."""
     fits = has_room(cache, added, output.shape[1])
     return jnp.where(fits[:, None, None], _empty_padding(output, added), jnp.nan)
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
-    """Causal multi-head self-attention over everything cached; made as `AttentionLayer`."""
+    """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see `AttentionLayer`."""
 
     _is_self_attention = True
 
     def init_cache(self, batch_size: int, capacity: int, dtype: jnp.dtype | None = None) -> KVCache:
-        """An empty cache for this module, beside its weights.
+        """Return an empty cache for this module, on the device of its weights.
 
         Args:
             batch_size: number of sequences, B.
-            capacity: number of slots of each sequence.
-            dtype: floating-point dtype of keys and values; by default that of the layer, or of its weights.
+            capacity: number of slots per sequence.
+            dtype: floating-point dtype of keys and values; default: that of the layer, or of its weights.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.
@@ -254,25 +253,25 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         bias: Float[Array, "..."] | None = None,
         positions: Int[Array, "... #B T"] | None = None,
     ) -> tuple[Float[Array, "B T E"], KVCache]:
-        """Append the new tokens to the cache and attend from each to everything up to it.
+        """Append new tokens to the cache; each attends to all tokens up to itself.
 
         Args:
-            x: the new tokens, (B, T, d_in): a prompt, a part of one, or one token each.
-            cache: the tokens so far. Do not use it afterwards; its storage may be reused.
-            new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding:
-                not cached, output 0. Default: all.
-            mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).
+            x: new tokens, (B, T, d_in): a prompt, a part of one, or one token per sequence.
+            cache: tokens so far. Do not use it afterwards: its storage may be reused.
+            new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right padding: it is not
+                cached, and its output is 0. Default: all.
+            mask: boolean, True = masked, in addition to causality; broadcasts to (B, N, T, capacity).
             bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a slot.
-            positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T);
-                `cache.lengths`, and so on, when absent.
+            positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T); default:
+                `cache.lengths` and up.
 
         Returns:
-            The output (B, T, E) and the cache with the new tokens.
+            Output (B, T, E), and the cache with the new tokens.
 
         Raises:
             TypeError: if x is not floating point, dtypes differ or the lengths are not integers.
-            ValueError: if the shapes do not fit, or the new tokens do not fit into the capacity. (Under jit lengths
-                are not known; there a sequence that does not fit gives NaN and keeps the tokens it had.)
+            ValueError: if the shapes do not fit, or the new tokens exceed the capacity. (Under jit lengths are unknown;
+                there the output of a sequence that does not fit is NaN, and it keeps its old tokens.)
         """
         check_is_cache(cache, KVCache)
         x, bias = cast((x, bias), self.dtype)

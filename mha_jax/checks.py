@@ -1,4 +1,4 @@
-"""Checks of arguments, before any work and in the order of the data flow: `<what> must <rule>, got <name>=<value>`."""
+"""Argument checks in the order of the data flow. Messages: `<what> must <rule>, got <name>=<value>`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from mha_spec.rules import as_count, check_head_groups
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
-    """Refuse what is not an integer of at least `minimum`."""
+    """Refuse anything but an integer of at least `minimum`."""
     as_count(name, value, minimum)
 
 
 def check_array(name: str, x: object) -> None:
-    """Refuse what is not an array of the framework."""
+    """Refuse anything but an array of the framework."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise WrongType(name, "be an array", type(x).__name__)
 
 
 def check_floating(name: str, x: Array, rank: int) -> None:
-    """Refuse an array of another rank, or one that does not hold floating-point numbers."""
+    """Refuse an array of another rank, or one that is not floating point."""
     check_array(name, x)
     if x.ndim != rank:
         raise Refusal(name, f"have {rank} axes", {f"{name}.shape": x.shape})
@@ -39,7 +39,7 @@ def check_floating(name: str, x: Array, rank: int) -> None:
 
 
 def check_tokens(name: str, x: Array) -> None:
-    """Refuse what is not floating-point tokens (…, T, d_in)."""
+    """Refuse anything but floating-point tokens (…, T, d_in)."""
     check_array(name, x)
     if x.ndim < 2:
         raise Refusal(name, "have at least 2 axes", {f"{name}.shape": x.shape})
@@ -47,14 +47,14 @@ def check_tokens(name: str, x: Array) -> None:
 
 
 def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
-    """Refuse a shape that does not broadcast to the scores, or that would stretch them."""
+    """Refuse a shape that does not broadcast to the scores, or that would enlarge them."""
     sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
     if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
         raise Refusal(name, f"broadcast to the scores (B, N, T, S) = {scores_shape}", {f"{name}.shape": shape})
 
 
 def check_integers(name: str, x: Array, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
-    """Refuse an array that does not hold integers, or has none of these shapes."""
+    """Refuse an array that is not of integers, or has none of these shapes."""
     check_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise WrongType(name, "be integers", {f"{name}.dtype": x.dtype})
@@ -63,16 +63,16 @@ def check_integers(name: str, x: Array, shapes: Sequence[tuple[int, ...]], in_wo
 
 
 def check_lengths(name: str, lengths: Array | Sequence[int], batch_size: int | None, maximum: int) -> None:
-    """Refuse lengths that are not one integer in 0..maximum for each sequence."""
+    """Refuse lengths that are not one integer in 0..maximum per sequence."""
     array = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
-    if isinstance(array, np.ndarray) and not array.size:  # NumPy takes [] for floats
+    if isinstance(array, np.ndarray) and not array.size:  # NumPy reads [] as floats
         array = array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise WrongType(name, "be integers", {f"{name}.dtype": array.dtype})
     if array.ndim != 1 or (batch_size is not None and len(array) != batch_size):
         expected = "(B,)" if batch_size is None else f"(B,) = ({batch_size},)"
         raise Refusal(name, f"have shape {expected}", {f"{name}.shape": array.shape})
-    if isinstance(array, Tracer):  # values are not known under jit
+    if isinstance(array, Tracer):  # values are unknown under jit
         return
     array = np.asarray(array).astype(np.int64)  # a narrow dtype cannot hold every maximum
     if bool(((array < 0) | (array > maximum)).any()):
@@ -80,7 +80,7 @@ def check_lengths(name: str, lengths: Array | Sequence[int], batch_size: int | N
 
 
 def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
-    """Refuse weights that are not exactly those of the layer, by name and shape."""
+    """Refuse weights whose names or shapes are not exactly those of the layer."""
     check_spec(spec)
     if not isinstance(weights, Mapping):
         raise WrongType("weights", "be a mapping of projections to their arrays", type(weights).__name__)
@@ -110,9 +110,9 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> None:
 
 
 def check_finite(weights: Mapping[str, Array]) -> None:
-    """Refuse weights with a NaN or an infinity, wherever their values are known."""
+    """Refuse weights with NaN or infinity, if their values are known."""
     known = {name: array for name, array in weights.items() if not isinstance(array, Tracer)}
-    with jax.ensure_compile_time_eval():  # weights may be known where inputs are not: closed over under jit
+    with jax.ensure_compile_time_eval():  # weights that jit closes over are known even if inputs are not
         wrong = [name for name, is_finite in _are_finite(known).items() if not is_finite]
     if wrong:
         raise Refusal("weights", "be finite", f"NaN or infinities in {wrong}")
@@ -152,7 +152,7 @@ def check_layer_inputs(
 
 
 def check_projected(name: str, x: Array, kernel: Array) -> None:
-    """Refuse an input that does not fit the projection it goes into."""
+    """Refuse an input that does not fit its projection."""
     if x.shape[-1] != kernel.shape[0]:
         raise Refusal(f"the input of {name}", f"have {kernel.shape[0]} features", shape=x.shape)
     if x.dtype != kernel.dtype:
@@ -176,7 +176,7 @@ def check_layer_positions(positions: Array | None, batch_size: int, seq_len: int
 
 
 def check_normed(x: Array, norm: Norm, weight: Array | None, bias: Array | None) -> None:
-    """Refuse what cannot be normalised, or parameters that are not those of the norm."""
+    """Refuse features that cannot be normalized, or parameters that do not fit the norm."""
     check_array("x", x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise WrongType("x", "be floating point", {"x.dtype": x.dtype})
@@ -189,7 +189,7 @@ def check_normed(x: Array, norm: Norm, weight: Array | None, bias: Array | None)
 
 
 def check_latents(name: str, latents: Array, latent: Latent) -> None:
-    """Refuse what is not latents (B, 1, S, kv_rank + rope_dim)."""
+    """Refuse anything but latents (B, 1, S, kv_rank + rope_dim)."""
     check_floating(name, latents, rank=4)
     if (latents.shape[1], latents.shape[3]) != (1, latent.width):
         shape = latents.shape
@@ -197,7 +197,7 @@ def check_latents(name: str, latents: Array, latent: Latent) -> None:
 
 
 def check_scored(query: Array, key: Array, spec: AttentionSpec | None) -> None:
-    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or not those of the layer."""
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that do not fit each other or the layer."""
     if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
         raise Refusal(
             "key", "have the batch size and head_dim of query", {"key.shape": key.shape, "query.shape": query.shape}
@@ -239,7 +239,7 @@ def check_bias(bias: Array | None, scores_shape: tuple[int, ...], query: Array) 
 def check_relative_bias(
     table: Array | None, relative_bias: RelativeBias | GridBias | None, scores_shape: tuple[int, ...]
 ) -> None:
-    """Refuse a table that the layer does not have, one of other buckets or heads, or more tokens than a grid has."""
+    """Refuse a table if the layer has none, one of another shape, or more tokens than its grid has."""
     if (table is None) != (relative_bias is None):
         raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
     if table is None or relative_bias is None:
@@ -255,7 +255,7 @@ def check_relative_bias(
 
 
 def check_sinks(sinks: Array | None, num_heads: int) -> None:
-    """Refuse sinks that are not a number for each head."""
+    """Refuse sinks that are not one number per head."""
     if sinks is None:
         return
     check_array("sinks", sinks)
@@ -266,7 +266,7 @@ def check_sinks(sinks: Array | None, num_heads: int) -> None:
 
 
 def check_keep(keep: Array | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    """Refuse a dropout mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
     if keep is None:
         return
     check_array("keep", keep)
@@ -303,6 +303,6 @@ def check_gated(context: Array, gate: Array) -> None:
 
 
 def check_is_cache(cache: object, kind: type) -> None:
-    """Refuse what is not a cache of that kind."""
+    """Refuse anything but a cache of that type."""
     if not isinstance(cache, kind):
         raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)

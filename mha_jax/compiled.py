@@ -1,6 +1,6 @@
-"""Functions compiled once for each shape, for callers who do not compile.
+"""Functions compiled once per shape, for callers who do not use jit.
 
-Outside `jax.jit`, JAX compiles a loop or a branch again at every call, and keeps what it compiled.
+Outside `jax.jit`, JAX compiles loops and branches again in every call and keeps the results in memory.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled(*static: str) -> Callable[[Function], Function]:
-    """Decorate a function of arrays and, by the names given, of hashable values.
+    """Decorate a function of arrays; the named arguments are hashable values.
 
-    What a caller compiles is left alone: there the function is a part of the caller's own program.
+    A no-op under an enclosing `jit`: there the function becomes part of the caller's program.
     """
 
     def decorate(function: Function) -> Function:
@@ -34,5 +34,5 @@ def compiled(*static: str) -> Callable[[Function], Function]:
 
 
 def _is_compiling() -> bool:
-    # Under a gradient or a map that nobody compiles, a constant gives an array.
+    # Under `grad` or `vmap` without `jit`, constants still become arrays.
     return isinstance(lax.neg(np.float32(0.0)), Tracer)

@@ -1,4 +1,4 @@
-"""Heads: split from a width, combined to one, and shared by groups of query heads.
+"""Splitting, combining and repeating heads.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim.
 """
@@ -13,7 +13,7 @@ from mha_spec.rules import check_head_groups
 
 
 def split_heads(x: Float[Array, "B T NH"], num_heads: int) -> Float[Array, "B N T H"]:
-    """Split the last axis into heads, outermost first, and move them before the tokens.
+    """Split the last axis into heads and move them before the tokens.
 
     Raises:
         ValueError: if the width is not a multiple of num_heads.
@@ -26,7 +26,7 @@ def split_heads(x: Float[Array, "B T NH"], num_heads: int) -> Float[Array, "B N 
 
 
 def combine_heads(x: Float[Array, "B N T H"]) -> Float[Array, "B T NH"]:
-    """Put the heads side by side again: the inverse of `split_heads`."""
+    """Concatenate heads: the inverse of `split_heads`."""
     check_floating("x", x, rank=4)
     batch_size, num_heads, seq_len, head_dim = x.shape
     return x.swapaxes(1, 2).reshape(batch_size, seq_len, num_heads * head_dim)
@@ -42,7 +42,7 @@ def repeat_kv_heads(x: Float[Array, "B K S H"], num_heads: int) -> Float[Array, 
     """
     check_floating("x", x, rank=4)
     check_head_groups(num_heads, x.shape[1])
-    if num_heads == x.shape[1]:  # it would be copied
+    if num_heads == x.shape[1]:  # avoids a copy
         return x
     placement = placed(x, spec_of(x)) if is_explicit(x) else None
-    return jnp.repeat(x, num_heads // x.shape[1], axis=1, out_sharding=placement)  # repeat, not tile
+    return jnp.repeat(x, num_heads // x.shape[1], axis=1, out_sharding=placement)  # repeat_interleave, not tile

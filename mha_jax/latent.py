@@ -1,4 +1,4 @@
-"""Latents (MLA): how they are made, expanded into keys and values or absorbed into queries, and cached.
+"""Latents (MLA): projection, expansion into keys and values, absorption into queries, and cache.
 
 Axes: B batch, T new tokens, S cache slots, N query heads, H head_dim, Hv value_head_dim, W kv_rank + rope_dim.
 """
@@ -25,12 +25,12 @@ from mha_spec.attention import check_latent
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class LatentCache(Cache):
-    """Latents of the tokens seen so far, of which the keys and values of all heads are made.
+    """Latents of all tokens so far, from which keys and values are expanded.
 
     Attributes:
-        latents: (B, 1, capacity, kv_rank + rope_dim): of each token the latent, normalised, and then what the heads
-            share of their keys, rotated. A slot at or beyond its sequence's length holds nothing.
-        lengths: number of tokens each sequence has cached, (B,), int32.
+        latents: (B, 1, capacity, kv_rank + rope_dim): the normalized latent of each token, then the rotated features
+            that all keys share. Slots at or beyond the length of their sequence are empty.
+        lengths: number of cached tokens of each sequence, (B,), int32.
     """
 
     latents: Float[Array, "B 1 S W"]
@@ -38,7 +38,7 @@ class LatentCache(Cache):
 
     @property
     def slots(self) -> dict[str, Float[Array, "B K S W"]]:
-        """What is cached, by name; all but the lengths."""
+        """Cached arrays by name, without the lengths."""
         return {"latents": self.latents}
 
 
@@ -48,17 +48,17 @@ def project_latents(
     spec: AttentionSpec,
     positions: Int[Array, "... #B T"] | None = None,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B 1 T W"]]:
-    """Project the input of a layer with latents: to queries, and to what a cache keeps of keys and values.
+    """Project the input of a layer with latents to queries and latents.
 
     Args:
         project: applies a projection or a norm by its name.
         x: input of the layer.
-        spec: the layer, which has latents.
-        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
+        spec: layer with latents.
+        positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
 
     Returns:
-        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: of each token the latent, normalised
-        and times its factor, and then what the heads share of their keys, rotated.
+        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: the latent of each token, normalized and
+        times its factor, then the rotated features that all keys share.
 
     Raises:
         ValueError: if the layer has no latents.
@@ -86,18 +86,18 @@ def project_latents(
 def expand_latents(
     project: Project, latents: Float[Array, "B 1 S W"], spec: AttentionSpec
 ) -> tuple[Float[Array, "B N S H"], Float[Array, "B N S Hv"]]:
-    """The keys and values of all heads that latents stand for.
+    """Expand latents to the keys and values of all heads.
 
     Args:
         project: applies a projection by its name.
-        latents: (B, 1, S, kv_rank + rope_dim), as `project_latents` gives them.
-        spec: the layer, which has latents.
+        latents: (B, 1, S, kv_rank + rope_dim), from `project_latents`.
+        spec: layer with latents.
 
     Returns:
         k (B, N, S, H) and v (B, N, S, Hv).
 
     Raises:
-        ValueError: if the layer has no latents, or they are of another width.
+        ValueError: if the layer has no latents, or their width does not fit.
     """
     latent = check_latent(spec)
     check_latents("latents", latents, latent)
@@ -110,12 +110,12 @@ def expand_latents(
 def absorb_keys(
     q: Float[Array, "B N T H"], kv_b: Float[Array, "kv_rank N*(H+Hv)"], spec: AttentionSpec
 ) -> Float[Array, "B N T W"]:
-    """Queries whose products with latents are those of q with the keys that kv_b_proj would make of them.
+    """Absorb kv_b_proj into queries: their dot products with latents equal those of q with the expanded keys.
 
     Args:
         q: queries (B, N, T, H).
-        kv_b: the kernel of kv_b_proj, (kv_rank, N * (H - rope_dim + Hv)).
-        spec: the layer, which has latents.
+        kv_b: kernel of kv_b_proj, (kv_rank, N * (H - rope_dim + Hv)).
+        spec: layer with latents.
 
     Returns:
         Queries (B, N, T, kv_rank + rope_dim), in the dtype of q.
@@ -134,15 +134,15 @@ def absorb_keys(
 def absorb_values(
     context: Float[Array, "B N T kv_rank"], kv_b: Float[Array, "kv_rank N*(H+Hv)"], spec: AttentionSpec
 ) -> Float[Array, "B N T Hv"]:
-    """The context that kv_b_proj makes of weighed latents.
+    """Apply the value part of kv_b_proj to weighted sums of latents.
 
     Args:
-        context: weighed latents (B, N, T, kv_rank).
-        kv_b: the kernel of kv_b_proj, (kv_rank, N * (H - rope_dim + Hv)).
-        spec: the layer, which has latents.
+        context: weighted sums of latents, (B, N, T, kv_rank).
+        kv_b: kernel of kv_b_proj, (kv_rank, N * (H - rope_dim + Hv)).
+        spec: layer with latents.
 
     Returns:
-        The context (B, N, T, Hv), in the dtype of what it is made of.
+        Context (B, N, T, Hv), in the dtype of the argument.
 
     Raises:
         ValueError: if the layer has no latents.
@@ -153,13 +153,13 @@ def absorb_values(
 
 
 def _normed(project: Project, name: str, x: Array, latent: Latent) -> Array:
-    """A latent after its norm, times its factor, in the dtype of what the norm gives."""
+    """Normalize a latent and multiply it by its factor, in the dtype of the norm's output."""
     normed, factor = project(name, x), latent.factors[name]
     return normed if factor == 1.0 else (at_least_float32(normed) * factor).astype(normed.dtype)
 
 
 def _kernels_of_heads(kv_b: Array, spec: AttentionSpec) -> tuple[Array, Array]:
-    """What makes the keys of a head, and what its values, (kv_rank, N, features) each."""
+    """Return the parts of kv_b for keys and for values, (kv_rank, N, features) each."""
     own_features = spec.head_dim - check_latent(spec).rope_dim
     kernels = kv_b.reshape(kv_b.shape[0], spec.num_heads, own_features + spec.value_head_dim)
     return kernels[..., :own_features], kernels[..., own_features:]
@@ -168,13 +168,13 @@ def _kernels_of_heads(kv_b: Array, spec: AttentionSpec) -> tuple[Array, Array]:
 def init_latent_cache(
     batch_size: int, capacity: int, kv_rank: int, rope_dim: int, dtype: jnp.dtype = jnp.float32
 ) -> LatentCache:
-    """An empty cache of latents: zeros in every slot, every length 0.
+    """Return an empty cache of latents: all slots and lengths are 0.
 
     Args:
         batch_size: number of sequences, B.
-        capacity: number of slots of each sequence.
-        kv_rank: width of the latent of keys and values.
-        rope_dim: features of a key that the heads share.
+        capacity: number of slots per sequence.
+        kv_rank: width of the key/value latent.
+        rope_dim: features of a key that all heads share.
         dtype: floating-point dtype of the latents.
 
     Raises:
@@ -198,20 +198,20 @@ def append_to_latent_cache(
     *,
     new_lengths: Int[Array, " B"] | Sequence[int] | None = None,
 ) -> LatentCache:
-    """Append the latents of new tokens to those in the cache.
+    """Append the latents of new tokens to the cache.
 
     Args:
-        cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage may be reused.
+        cache: contains `cache.lengths` tokens. Do not use it afterwards: its storage may be reused.
         latents: (B, 1, T, kv_rank + rope_dim), in the cache's dtype.
-        new_lengths: as `append_to_cache` takes them.
+        new_lengths: see `append_to_cache`.
 
     Returns:
-        The cache, holding `cache.lengths + new_lengths` tokens.
+        Cache with `cache.lengths + new_lengths` tokens.
 
     Raises:
         TypeError: if the dtypes differ or the lengths are not integers.
-        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
-            (Under jit lengths are not known; there a sequence that does not fit keeps the tokens it had.)
+        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then unchanged. (Under jit
+            lengths are unknown; there a sequence that does not fit keeps its old tokens.)
     """
     check_is_cache(cache, LatentCache)
     check_latent_cache(cache, latents)
@@ -220,6 +220,6 @@ def append_to_latent_cache(
 
 
 def check_latent_cache(cache: LatentCache, latents: Array) -> None:
-    """Refuse cached latents (B, 1, S, W) that new ones (B, 1, T, W) cannot join."""
+    """Refuse cached latents (B, 1, S, W) to which new ones (B, 1, T, W) cannot be appended."""
     check_floating("latents", latents, rank=4)
     check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))

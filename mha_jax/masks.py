@@ -1,4 +1,4 @@
-"""Masks: boolean, True = masked (cannot attend), and they broadcast against the scores (B, N, T, S)."""
+"""Masks: boolean, True = masked (cannot attend); broadcast to the scores (B, N, T, S)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,20 +25,20 @@ def create_attention_mask(
     chunk_size: int | None = None,
     segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
 ) -> Bool[Array, "#B 1 T S"]:
-    """True where a query may not see a key, by any of the arguments.
+    """Return a mask of the keys that any of the arguments hides from a query.
 
     Args:
         seq_len_q: number of queries, T.
-        seq_len_k: number of keys, S; default: as many as queries.
-        is_causal: hide every key after the query's own position, as `create_causal_mask`.
-        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
-        window_size: hide every key this many places away, or more, on either side.
-        chunk_size: hide every key of another chunk, the chunks being so many places long.
-        segment_ids: hide every key of another segment, as `MaskKeywords` says.
+        seq_len_k: number of keys, S; default: T.
+        is_causal: hide keys after the query's own position, see `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), see `create_padding_mask`.
+        window_size: hide keys this many positions away or more, on either side.
+        chunk_size: hide keys of other chunks; chunks are this many positions long.
+        segment_ids: hide keys of other segments, see `MaskKeywords`.
 
     Raises:
         TypeError: if the lengths or the ids are not integers.
-        ValueError: if a length lies outside its range, the ids do not fit, or there are both a window and chunks.
+        ValueError: if a length lies outside its range, the ids do not fit, or both a window and chunks are set.
 
     Example: create_attention_mask(2, is_causal=True, key_padding_lengths=[1])
         [[[[False, True],
@@ -58,14 +58,14 @@ def create_attention_mask(
 
 
 class MaskKeywords(TypedDict, total=False):
-    """Keywords of a call that hide keys from queries; a key is hidden if any of them hides it.
+    """Keywords of a call that hide keys from queries; any of them suffices to hide a key.
 
     Attributes:
-        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
-        is_causal: hide every key after the query's own position, as `create_causal_mask`.
-        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
-        segment_ids: segment of each token, (B, T): hide every key whose id is not the query's. A pair where keys
-            have others: (B, T) of the queries and (B, S) of the keys.
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). The output of a fully masked row is 0.
+        is_causal: hide keys after the query's own position, see `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), see `create_padding_mask`.
+        segment_ids: segment of each token, (B, T): hide keys whose id is not the query's. A pair if keys have other
+            ids: (B, T) of the queries and (B, S) of the keys.
     """
 
     mask: Bool[Array, "..."] | None
@@ -75,14 +75,14 @@ class MaskKeywords(TypedDict, total=False):
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+@dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
 class Mask:
-    """Keys that each query may not attend to, in whichever form they were told.
+    """Keys that each query cannot attend to, as an array or in implicit form.
 
     Attributes:
-        mask, is_causal, key_padding_lengths, segment_ids: as `MaskKeywords` has them.
+        mask, is_causal, key_padding_lengths, segment_ids: see `MaskKeywords`.
         span: attention span of the layer, a window or chunks; None for all keys.
-        q_offset: position of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 by default.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
     """
 
     mask: Bool[Array, "..."] | None = None
@@ -110,16 +110,16 @@ class Mask:
 
     @property
     def segments(self) -> tuple[Int[Array, "B T"], Int[Array, "B S"]] | None:
-        """The segments of the queries, (B, T), and of the keys, (B, S)."""
+        """Segments of the queries, (B, T), and of the keys, (B, S)."""
         ids = self.segment_ids
         return ids if ids is None or isinstance(ids, tuple) else (ids, ids)
 
     def fields_beyond(self, *known: str) -> list[str]:
-        """Return the names of the other fields in use: kernels ask, so that none ignores a field by mistake."""
+        """Return the names of other fields in use, so that kernels can reject fields they do not support."""
         return [name for name, x in vars(self).items() if x is not None and x is not False and name not in known]
 
     def has_only(self, *known: str) -> bool:
-        """Return whether no field but these is in use."""
+        """Return whether no other field is in use."""
         return not self.fields_beyond(*known)
 
     @property
@@ -135,13 +135,13 @@ class Mask:
         return self if spec.span is None else replace(self, span=spec.span)
 
     def as_arrays(self) -> "Mask":
-        """Return the mask with its lengths as an array, which compiled functions take."""
+        """Return the mask with lengths as an array, for compiled functions."""
         if self.key_padding_lengths is None:
             return self
         return replace(self, key_padding_lengths=jnp.asarray(self.key_padding_lengths, jnp.int32))
 
     def with_bias(self, bias: Float[Array, "..."] | None) -> "Mask":
-        """Return the mask with the keys that a bias of -inf hides: a row of -inf is a fully masked row."""
+        """Fold biases of -inf into the mask, so that rows of -inf count as fully masked."""
         if bias is None:
             return self
         is_hidden = jnp.isneginf(bias)
@@ -150,21 +150,21 @@ class Mask:
         )
 
     def to_bool(self, seq_len_q: int, seq_len_k: int) -> Bool[Array, "..."] | None:
-        """Return the boolean mask, with what causality, padding, span and segments hide; None if nothing is hidden."""
+        """Return the boolean mask, including causality, padding, span and segments; None if nothing is hidden."""
         if self.has_only("mask", "q_offset"):
             return self.mask
         hidden = self.implicit_bool(seq_len_q, seq_len_k)
         return hidden if self.mask is None else hidden | to_scores_rank(self.mask)
 
     def implicit_bool(self, seq_len_q: int, seq_len_k: int) -> Bool[Array, "#B 1 T S"]:
-        """Return what causality, padding, span and segments hide, of zero tokens too."""
+        """Return the boolean mask of causality, padding, span and segments, even of zero tokens."""
         return _implicit_bool(replace(self.as_arrays(), mask=None), seq_len_q, seq_len_k)
 
     def key_range(self, seq_len_q: int, seq_len_k: int) -> tuple[Int[Array, "#B T"], Int[Array, "#B T"]]:
-        """Return the first key that causality, padding and span leave each query, and the one after the last.
+        """Return each query's first key under causality, padding and span, and the one after its last.
 
-        They may lie before and behind the keys there are. A row whose first key is not before its last is fully masked.
-        Segments hide keys between them, too.
+        Both may lie outside 0..S. A row is fully masked if its first key is not before the end. Segments may hide more
+        keys in between.
         """
         lengths: Any = self.as_arrays().key_padding_lengths
         places = _positions(seq_len_q)[None]  # (B or 1, T)
@@ -179,11 +179,11 @@ class Mask:
 
 
 def to_scores_rank(x: Array) -> Array:
-    """x with leading axes of length 1, so that it has the four axes of the scores."""
+    """Return x with leading axes of size 1, so that it has the four axes of the scores."""
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
-# Compiled, so that of all that is compared nothing but the mask is stored: it may be large.
+# Compiled, so that only the mask is stored, which may be large, without intermediate results.
 @compiled("seq_len_q", "seq_len_k")
 def _implicit_bool(mask: Mask, seq_len_q: int, seq_len_k: int) -> Array:
     first, stop = mask.key_range(seq_len_q, seq_len_k)
@@ -201,7 +201,7 @@ def _positions(seq_len: int) -> Int[Array, " L"]:
 
 
 def _check_segments(segments: tuple[Array, Array], batch_size: int, seq_len_q: int, seq_len_k: int) -> None:
-    """Refuse segments that are not integers (B, T), or a pair of these, of the queries and of the keys, (B, S)."""
+    """Refuse segments that are not integers (B, T), or a pair (B, T) of queries and (B, S) of keys."""
     if len(segments) != 2:
         raise Refusal("segment_ids", "be ids or a pair of them, of queries and of keys", f"{len(segments)} in a tuple")
     for ids, axes, seq_len in zip(segments, ("(B, T)", "(B, S)"), (seq_len_q, seq_len_k), strict=True):

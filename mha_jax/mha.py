@@ -1,4 +1,4 @@
-"""Multi-head attention: the functions made of the stages, and the modules that hold weights.
+"""Multi-head attention layers.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
 Layers accept any number of batch axes instead of B, or none: see `axes`.
@@ -30,7 +30,7 @@ from mha_spec import Alibi, AttentionSpec, Gate, GridBias, Latent, Norm, Relativ
 from mha_spec.attention import check_spec, spec_from
 
 for _static in (AttentionSpec, Alibi, Gate, GridBias, Latent, Norm, RelativeBias, Rope, Temperature):
-    jax.tree_util.register_static(_static)  # jitted functions take it as they take arrays
+    jax.tree_util.register_static(_static)  # lets jitted functions accept it
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
@@ -47,7 +47,7 @@ def attention_layer(
     need_weights: bool,
     positions: Array | None,
 ) -> tuple[Array, Array | None]:
-    """Return the output of a layer, and its attention weights if asked for: project, attend, project."""
+    """Return the output of a layer and, if requested, its attention weights: project, attend, project."""
     spec = layer.spec
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
@@ -67,7 +67,7 @@ def attention_layer(
 
 @dataclass(frozen=True, eq=False)
 class FunctionalLayer:
-    """Layer of weights from outside, with what `attention_layer` needs of an `AttentionLayer`."""
+    """Functional counterpart of `AttentionLayer`, with weights from outside."""
 
     weights: Mapping[str, Any]
     spec: AttentionSpec
@@ -77,11 +77,11 @@ class FunctionalLayer:
     dropout_rng: jax.Array | None = None
 
     def project(self, name: str, x: Float[Array, "B T d_in"]) -> Float[Array, "B T d_out"]:
-        """Apply the projection or the norm of that name."""
+        """Apply the projection or norm `name`."""
         return project_with(self.weights, self.spec)(name, x)
 
     def scores(self, bias: Float[Array, "..."] | None) -> Scores:
-        """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
+        """Return the scores of a call: bias, sinks, relative bias, and dropout in training."""
         learned = self.weights.get("sinks"), self.weights.get("relative_bias")
         dropout = self.spec.dropout if self.training else 0.0
         return Scores(self.spec, bias, *learned, dropout, self.dropout_keep, self.dropout_rng)
@@ -91,7 +91,7 @@ class FunctionalLayer:
 
 
 class Projection(nnx.Linear):
-    """x @ kernel + bias, summed in at least float32. Xavier-uniform weights, each part on its own, and a bias of 0."""
+    """Linear layer that accumulates in at least float32. Xavier-uniform weights, separately for each part; biases 0."""
 
     def __init__(
         self,
@@ -121,34 +121,34 @@ class Projection(nnx.Linear):
         )
 
     def __call__(self, inputs: Float[Array, "B T d_in"], out_sharding: Any = None) -> Float[Array, "B T d_out"]:
-        """x @ kernel + bias, in `dtype`, or in that of x by default."""
-        del out_sharding  # of nnx.Linear; the placement follows from the inputs
+        """Return x @ kernel + bias, in `dtype`; default: that of x."""
+        del out_sharding  # argument of nnx.Linear; here the sharding follows from the inputs
         return linear(*cast((inputs, self.kernel[...], None if self.bias is None else self.bias[...]), self.dtype))
 
 
 class AttentionLayer(nnx.Module):
-    """The specification, the projections and the norms that every attention module of this package holds.
+    """Base class of attention modules: their specification, projections and norms.
 
     Args:
-        spec: what the layer computes; or d_model, in place of a spec.
+        spec: specification of the layer; or d_model instead.
         num_heads: number of query heads, with d_model.
-        dtype: floating-point dtype that inputs and weights are cast to; their own, which must agree, by default.
+        dtype: floating-point dtype that inputs and weights are cast to; default: their own, which must agree.
         param_dtype: dtype of the weights.
-        rngs: draws the weights from `params` and, in training, what is dropped from `dropout`.
+        rngs: random streams: `params` for weights and, in training, `dropout`.
         fields: other fields of `AttentionSpec` by name, with d_model.
 
     Attributes:
-        spec: what the layer computes.
-        dtype: what inputs and weights are cast to, or None.
-        kernel: computes the context, unless weights are asked for; another may take its place.
+        spec: the layer.
+        dtype: dtype that inputs and weights are cast to, or None.
+        kernel: computes the context, unless need_weights is set; can be replaced.
 
     Raises:
         TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or a dtype not floating
             point.
-        ValueError: if fields come with a spec or do not fit, or the keys of self-attention have another width.
+        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have another width.
     """
 
-    _is_self_attention = False  # keys and values come from the input of the queries, always
+    _is_self_attention = False  # accepts no separate keys and values
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class AttentionLayer(nnx.Module):
             return None if shape is None else nnx.Param(jnp.zeros(shape, param_dtype))
 
         self.sinks, self.relative_bias = learned("sinks"), learned("relative_bias")
-        self.deterministic = False  # as `train()` and `eval()` of nnx set it
+        self.deterministic = False  # set by `train()` and `eval()` of nnx
         self.dropout_rngs = rngs["dropout"].fork() if spec.dropout or spec.output_dropout else None
 
     def __repr__(self) -> str:
@@ -188,12 +188,12 @@ class AttentionLayer(nnx.Module):
         return f"{type(self).__name__}({self.spec!r}{dtype})"
 
     def project(self, name: str, x: Float[Array, "B T d_in"]) -> Float[Array, "B T d_out"]:
-        """Apply the projection or the norm of that name, as a module, so that replaced layers take part."""
+        """Call the projection or norm `name` as a module, so that replaced layers (LoRA, quantized) are used."""
         if name in self.spec.norms:
             norm: NormLayer = getattr(self, name)
             return cast(norm(x), self.dtype)
         linear: Projection = getattr(self, name)
-        if isinstance(getattr(linear, "kernel", None), nnx.Param):  # a replaced layer may keep its weights elsewhere
+        if isinstance(getattr(linear, "kernel", None), nnx.Param):  # a replaced layer may store its weights elsewhere
             kernel: Any = linear.kernel[...]
             if self.dtype is not None:  # the layer casts its kernel
                 kernel = jax.ShapeDtypeStruct(kernel.shape, x.dtype)
@@ -201,24 +201,24 @@ class AttentionLayer(nnx.Module):
         return cast(linear(x), self.dtype)
 
     def scores(self, bias: Float[Array, "..."] | None) -> Scores:
-        """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
+        """Return the scores of a call: bias, sinks, relative bias, and dropout in training."""
         sinks, relative_bias = (None if held is None else held[...] for held in (self.sinks, self.relative_bias))
         dropout = 0.0 if self.deterministic else self.spec.dropout
         learned = cast((sinks, relative_bias), self.dtype)
         return Scores(self.spec, bias, *learned, dropout, dropout_rng=self.dropout_rng(dropout))
 
     def dropout_rng(self, rate: float) -> jax.Array | None:
-        """A fresh random key where something is dropped, in training and at a rate above 0."""
+        """Return a new random key if dropout applies: in training, at a rate above 0."""
         return self.dropout_rngs() if rate and not self.deterministic and self.dropout_rngs is not None else None
 
     def drop_output(self, output: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        """The output with some of it dropped, in training and at a rate above 0."""
+        """Apply output dropout, in training and at a rate above 0."""
         rng = self.dropout_rng(self.spec.output_dropout)
         return output if rng is None else apply_dropout(output, self.spec.output_dropout, rng=rng)
 
 
 class MultiHeadAttention(AttentionLayer):
-    """Multi-head attention of any queries over any keys and values; made as `AttentionLayer`."""
+    """Multi-head attention of queries over keys and values. Constructor arguments: see `AttentionLayer`."""
 
     def __call__(
         self,
@@ -237,14 +237,14 @@ class MultiHeadAttention(AttentionLayer):
             query: (B, T, d_in).
             key: (B, S, d_kv); default: self-attention.
             value: (B, S, d_kv); default: the key.
-            masks: which keys are hidden, as `MaskKeywords` says.
+            masks: keywords that hide keys, see `MaskKeywords`.
             bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
-            need_weights: also return the attention weights, which takes the plain path.
-            positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
+            need_weights: also return the attention weights; uses the plain path.
+            positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
 
         Returns:
-            The output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout
-            (B, N, T, S) or None.
+            Output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout (B, N, T,
+            S) or None.
 
         Raises:
             TypeError: if an input is not floating point, dtypes differ, or the mask is not boolean.
@@ -258,7 +258,7 @@ class MultiHeadAttention(AttentionLayer):
 
 
 class MultiHeadSelfAttention(AttentionLayer):
-    """Multi-head attention of a sequence over itself, causal or not; made as `AttentionLayer`."""
+    """Multi-head attention of a sequence over itself. Constructor arguments: see `AttentionLayer`."""
 
     _is_self_attention = True
 
@@ -272,13 +272,13 @@ class MultiHeadSelfAttention(AttentionLayer):
     ) -> Float[Array, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
-        Errors and the arguments not listed are those of `MultiHeadAttention`, with x as query, key and value.
+        Errors and other arguments are those of `MultiHeadAttention`, with x as query, key and value.
 
         Args:
             x: (B, T, d_in).
 
         Returns:
-            The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.
+            Output (B, T, E). At padded positions it is the attention of the padding over the real tokens.
         """
         check_tokens("x", x)
         x, bias = cast((x, bias), self.dtype)

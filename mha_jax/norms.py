@@ -1,4 +1,4 @@
-"""Normalisation of queries, keys and values, over the features of a head or over the whole width."""
+"""Norms of queries, keys, values and context, over the features of a head or the width of all heads."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -17,21 +17,19 @@ def apply_norm(
     weight: Float[Array, "..."] | None = None,
     bias: Float[Array, "..."] | None = None,
 ) -> Float[Array, "*tokens H"]:
-    """x / sqrt(mean(x²) + eps), times the weight or 1 + weight, plus the bias; a layer norm first subtracts the mean.
+    """Return x / sqrt(mean(x²) + eps) * weight + bias; a layer norm first subtracts the mean.
 
     Args:
-        x: heads (B, heads, T, H), or projected tokens (B, T, width); normalised over its last axis in at least float32,
-            returned in its own dtype.
-        norm: which norm.
-        weight, bias: where the norm has them: (H,), (heads, H) where each head has its own, or (width,).
+        x: heads (B, heads, T, H), or projected tokens (B, T, width); normalized over the last axis in at least float32.
+        norm: kind and options; the factor may be 1 + weight.
+        weight, bias: iff the norm has them: (H,), (heads, H) if each head has its own, or (width,).
 
     Returns:
-        The normalised features, in the shape and dtype of x.
+        Normalized features, in the shape and dtype of x.
 
     Raises:
         TypeError: if x is not floating point, or norm is not a `Norm`.
-        ValueError: if the norm has a weight or a bias and none is given, or the other way round, or its shape does not
-            fit.
+        ValueError: if a weight or bias is missing, unexpected or has another shape.
 
     Source: RMSNorm, arXiv:1910.07467, equation 4; LayerNorm, arXiv:1607.06450, equation 4.
     """
@@ -54,13 +52,13 @@ def _apply_norm(x: Array, weight: Array | None, bias: Array | None, norm: Norm) 
 
 
 def _along(parameter: Array, norm: Norm, rank: int) -> Array:
-    """A parameter in at least float32, as it broadcasts to what it is for."""
+    """Return a parameter in at least float32, reshaped to broadcast."""
     parameter = at_least_float32(parameter[:, None] if norm.per_head else parameter)
     return jnp.expand_dims(parameter, tuple(range(rank - parameter.ndim)))
 
 
 class NormLayer(nnx.Module):
-    """The parameters of a norm: a weight that multiplies by 1, and a bias of 0, where it has them."""
+    """Parameters of a norm. Initially the factor is 1 and the bias 0."""
 
     def __init__(
         self, norm: Norm, shapes: dict[str, tuple[int, ...]], *, dtype: jnp.dtype | None = None, param_dtype: jnp.dtype
@@ -71,7 +69,7 @@ class NormLayer(nnx.Module):
             setattr(self, name, nnx.Param(jnp.full(shape, initial[name], param_dtype)))
 
     def __call__(self, x: Float[Array, "*tokens H"]) -> Float[Array, "*tokens H"]:
-        """x, normalised."""
+        """Return x, normalized."""
         weight, bias = (getattr(self, name, None) for name in ("weight", "bias"))
         held = [None if held is None else held[...] for held in (weight, bias)]
         return apply_norm(x, self.norm, *cast(held, self.dtype))

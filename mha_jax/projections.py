@@ -1,4 +1,4 @@
-"""What leads into attention and out of it: projections, heads, norms, RoPE; the gate and the output.
+"""Input and output side of attention: projections, heads, norms, RoPE; gate and output.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
 """
@@ -27,13 +27,13 @@ def project_qkv(
     spec: AttentionSpec,
     positions: Int[Array, "... #B T"] | None = None,
 ) -> tuple[Float[Array, "B N T H"], Float[Array, "B K S H"], Float[Array, "B K S Hv"]]:
-    """Project the inputs, clip, split the heads, normalise, rotate queries and keys, and temper queries.
+    """Project and clip the inputs, split heads, apply norms and RoPE, and scale queries by the temperature.
 
     Args:
         project: applies a projection or a norm by its name.
         query, key, value: inputs of the layer; the same array three times for self-attention.
         spec: the layer.
-        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
+        positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
 
     Returns:
         q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).
@@ -69,7 +69,7 @@ def project_qkv(
 
 
 def apply_gate(context: Float[Array, "B N T Hv"], gate: Float[Array, "B T G"]) -> Float[Array, "B N T Hv"]:
-    """The context times the sigmoid of what gate_proj gives, (B, T, N * Hv), or (B, T, N) for one number a head.
+    """Return the context * sigmoid(gate), gate (B, T, N * Hv), or (B, T, N) for one number per head.
 
     Source: Gated Attention for Large Language Models, arXiv:2505.06708.
     """
@@ -81,16 +81,16 @@ def apply_gate(context: Float[Array, "B N T Hv"], gate: Float[Array, "B T G"]) -
 def project_output(
     project: Project, context: Float[Array, "B N T Hv"], query: Float[Array, "B T d_in"], spec: AttentionSpec
 ) -> Float[Array, "B T E"]:
-    """Gate the context, put its heads side by side, normalize and project them, where the layer has that.
+    """Gate the context, combine its heads, normalize and project them, as the layer requires.
 
     Args:
         project: applies a projection or a norm by its name.
-        context: sums of values, (B, N, T, Hv).
-        query: input of the layer, of which the gate is made.
+        context: weighted sums of values, (B, N, T, Hv).
+        query: input of the layer, for the gate.
         spec: the layer.
 
     Returns:
-        The output (B, T, E), or (B, T, N * Hv) without `out_proj`.
+        Output (B, T, E), or (B, T, N * Hv) without `out_proj`.
     """
     if spec.gate is not None:
         context = _gated(context, project("gate_proj", query), query)
@@ -100,13 +100,13 @@ def project_output(
 
 
 def _gated(context: Array, gate: Array, query: Array) -> Array:
-    """`apply_gate`, through which a row or a token that is not finite spoils no gradient if nobody sees it."""
+    """Call `apply_gate` so that non-finite rows and tokens do not spread to the gradients of others."""
     wrong, of_token = ~jnp.isfinite(context), nonfinite_tokens(query)
     return nan_where(apply_gate(zero_where(context, wrong), zero_where(gate, of_token)), wrong | of_token[:, None])
 
 
 def _clip(x: Array, limit: float) -> Array:
-    """x within [-limit, limit]; what lies on an end passes its gradient on."""
+    """Clip x to [-limit, limit]; the gradient passes at the limits."""
     return jnp.where(x > limit, limit, jnp.where(x < -limit, -limit, x))
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE): pairs of features, rotated by their positions."""
+"""Rotary position embedding (RoPE)."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -16,16 +16,16 @@ def apply_rope(
 ) -> Float[Array, "B heads T H"]:
     """Rotate each pair of features of the `Rope` by position * frequency.
 
-    Frequencies that depend on the length are those of the largest position of each sequence in this call, for all its
-    positions; keys that were cached before keep those of their own call.
+    Length-dependent frequencies follow the largest position of each sequence in this call. Cached keys keep the
+    frequencies of their own call.
 
     Args:
-        x: queries or keys, split into heads; rotated in at least float32, returned in their own dtype.
-        positions: place of each token in its sequence, from 0, (B or 1, T), or with sections also (axes, B or 1, T).
-        rope: the pairs and their frequencies.
+        x: queries or keys, split into heads; rotated in at least float32.
+        positions: position of each token in its sequence, from 0, (B or 1, T), or with sections also (axes, B or 1, T).
+        rope: pairs and frequencies.
 
     Returns:
-        The rotated features, in the shape and dtype of x.
+        Rotated features, in the shape and dtype of x.
 
     Raises:
         TypeError: if x is not floating point, positions are not integers, or rope is not a `Rope`.
@@ -36,7 +36,7 @@ def apply_rope(
     check_floating("x", x, rank=4)
     check_rope(rope)
     check_positions(positions, x.shape[0], x.shape[2], rope)
-    rope.rotated_features(x.shape[3])  # which refuses what cannot be rotated
+    rope.rotated_features(x.shape[3])  # raises if heads cannot be rotated
     return _apply_rope(x, positions, rope)
 
 
@@ -53,7 +53,7 @@ def _apply_rope(x: Array, positions: Array, rope: Rope) -> Array:
 
 
 def _angles(positions: Array, rope: Rope, head_dim: int, dtype: jnp.dtype) -> Array:
-    """Of each token and pair, (B or 1, 1, T, R/2)."""
+    """Return the angle of each token and pair, (B or 1, 1, T, R/2)."""
     frequencies = _frequencies(positions, rope, head_dim, dtype)[:, None, None]
     if positions.ndim == 2:
         return positions[:, None, :, None].astype(dtype) * frequencies
@@ -62,11 +62,11 @@ def _angles(positions: Array, rope: Rope, head_dim: int, dtype: jnp.dtype) -> Ar
 
 
 def _frequencies(positions: Array, rope: Rope, head_dim: int, dtype: jnp.dtype) -> Array:
-    """Of each sequence and pair, (B or 1, R/2), by the largest position of the sequence where that matters."""
+    """Return the frequency of each sequence and pair, (B or 1, R/2); the largest position may change it."""
     scaling, frequencies = rope.scaling, jnp.asarray(rope.frequencies(head_dim), dtype)[None]
     if not isinstance(scaling, (DynamicScaling, LongRopeScaling)):
         return frequencies
-    last = positions.max(axis=-1, initial=0)  # of no token: 0
+    last = positions.max(axis=-1, initial=0)  # 0 without tokens
     length = (last if last.ndim == 1 else last.max(axis=0))[:, None] + 1
     if isinstance(scaling, LongRopeScaling):
         longer = jnp.asarray(rope.frequencies(head_dim, scaling.original_length + 1), dtype)[None]
@@ -78,7 +78,7 @@ def _frequencies(positions: Array, rope: Rope, head_dim: int, dtype: jnp.dtype) 
 
 
 def _split_pairs(x: Array, rope: Rope) -> tuple[Array, Array]:
-    """The first and the second feature of each pair, (…, R/2) each."""
+    """Return the first and the second feature of each pair, (…, R/2) each."""
     if rope.pairs == "interleaved":
         return x[..., 0::2], x[..., 1::2]
     first, second = jnp.split(x, 2, axis=-1)
@@ -86,7 +86,7 @@ def _split_pairs(x: Array, rope: Rope) -> tuple[Array, Array]:
 
 
 def _join_pairs(first: Array, second: Array, rope: Rope) -> Array:
-    """The features (…, R) of these pairs."""
+    """Return the features (…, R) of these pairs."""
     if rope.pairs == "interleaved":
         return jnp.stack([first, second], axis=-1).reshape(*first.shape[:-1], 2 * first.shape[-1])
     return jnp.concatenate([first, second], axis=-1)

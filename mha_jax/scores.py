@@ -1,4 +1,4 @@
-"""Scores of one call: how logits are scaled, capped and biased before the softmax, and dropout after it."""
+"""Scores of one call: scale, soft cap and biases before the softmax, and dropout after it."""
 
 from dataclasses import dataclass, field
 
@@ -11,18 +11,18 @@ from mha_spec.rules import as_rate
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+@dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
 class Scores:
     """Changes to the logits of one call, and dropout of its attention weights.
 
     Attributes:
         spec: layer whose scale, soft cap, ALiBi and relative bias apply; default: only the scale 1 / sqrt(H).
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
-        sinks: attention sinks, a logit of each head without a value, (N,).
-        relative_bias: table of the relative bias, for each bucket of places and head, (num_buckets, N).
+        sinks: attention sinks, one logit without a value per head, (N,).
+        relative_bias: table of the relative bias, (num_buckets, N).
         dropout: probability of dropping an attention weight.
-        dropout_keep: True where an attention weight is kept, instead of a random draw; broadcasts to (B, N, T, S).
-        dropout_rng: random key of that draw.
+        dropout_keep: True for attention weights to keep, instead of a random draw; broadcasts to (B, N, T, S).
+        dropout_rng: random key for the draw.
     """
 
     spec: AttentionSpec | None = field(default=None, metadata={"static": True})
@@ -34,7 +34,7 @@ class Scores:
     dropout_rng: jax.Array | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Array) -> None:
-        """Refuse changes that do not fit the scores (B, N, T, S), their queries or the layer."""
+        """Refuse settings that do not fit the scores (B, N, T, S), their queries or the layer."""
         if self.spec is not None and self.spec.sinks != (self.sinks is not None):
             raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": self.spec.sinks})
         check_relative_bias(self.relative_bias, self.buckets, scores_shape)
@@ -45,7 +45,7 @@ class Scores:
 
     @property
     def scale(self) -> float | None:
-        """Factor of the products of queries and keys; None for 1 / sqrt(H)."""
+        """Factor of the dot products of queries and keys; None for 1 / sqrt(H)."""
         return None if self.spec is None else self.spec.score_scale
 
     @property
@@ -60,7 +60,7 @@ class Scores:
 
     @property
     def buckets(self) -> RelativeBias | GridBias | None:
-        """Distances, or places on a grid, that share a number of the relative bias, or None."""
+        """Buckets of the relative bias, or None."""
         return None if self.spec is None else self.spec.relative_bias
 
     @property
@@ -70,5 +70,5 @@ class Scores:
 
     @property
     def has_dropout(self) -> bool:
-        """Whether attention weights are dropped, at random or as given."""
+        """True if attention weights are dropped, at random or by `dropout_keep`."""
         return self.dropout > 0.0 or self.dropout_keep is not None

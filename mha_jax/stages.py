@@ -1,4 +1,4 @@
-"""Attention stage by stage, and as one function: the definition that all else is tested against.
+"""Reference attention, one function per stage. All fast paths are tested against it.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
@@ -42,11 +42,11 @@ def attention_scores(
     q_offset: Int[Array, " B"] | None = None,
     relative_bias: Float[Array, "..."] | None = None,
 ) -> Float[Array, "B N T S"]:
-    """Dot products of queries and keys, scaled, capped softly if the spec says so, plus the bias; at least float32.
+    """Return scaled dot products of queries and keys, with soft cap and biases, in at least float32.
 
-    The scale is 1 / sqrt(H) where there is no spec, or none in it. With ALiBi scores lose by the distance of query and
-    key, with a relative bias they gain by it, from a table (num_buckets, N): `q_offset` is the place of the first
-    query among the keys, of every sequence or of each, (1,) or (B,); default 0.
+    The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative bias adds numbers
+    from a table (num_buckets, N). `q_offset` is the position of the first query among the keys, for all sequences or
+    each, (1,) or (B,); default: 0.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
@@ -72,9 +72,9 @@ def masked_softmax(
     mask: Bool[Array, "..."] | None = None,
     sinks: Float[Array, "..."] | None = None,
 ) -> Float[Array, "B N T S"]:
-    """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0.
+    """Softmax over keys, in at least float32. Masked keys get weight exactly 0; fully masked rows are all 0.
 
-    A sink takes part like the score of one more key, which nothing hides, and whose weight is left out.
+    A sink is the logit of one extra key that is never masked; its weight is dropped from the result.
 
     Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
     """
@@ -82,7 +82,7 @@ def masked_softmax(
     check_mask(mask, scores.shape)
     check_sinks(sinks, scores.shape[1])
     scores = at_least_float32(scores)
-    if not scores.size:  # JAX has no maximum of no keys
+    if not scores.size:  # JAX has no maximum over zero keys
         return scores
     if sinks is not None:
         column = jnp.broadcast_to(at_least_float32(sinks)[None, :, None, None], (*scores.shape[:3], 1))
@@ -98,8 +98,8 @@ def masked_softmax(
 def _softmax(scores: Array, mask: Array | None) -> Array:
     if mask is None:
         return jax.nn.softmax(scores, axis=-1)
-    # -inf, since a score may be as low as any finite fill (a bias of finfo.min). A row without a key is all 0 instead,
-    # which keeps it and its gradient free of NaN; the last `where` empties it.
+    # -inf, because a score may be as low as any finite value (a bias of finfo.min). Scores of fully masked rows are 0
+    # instead, which avoids NaN in the row and its gradient; the last `where` sets weights to 0.
     mask = to_scores_rank(mask)
     empty_rows = mask.all(axis=-1, keepdims=True)
     attn_weights = jax.nn.softmax(jnp.where(empty_rows, 0.0, jnp.where(mask, -jnp.inf, scores)), axis=-1)
@@ -109,7 +109,7 @@ def _softmax(scores: Array, mask: Array | None) -> Array:
 def attention_context(
     attn_weights: Float[Array, "B N T S"], value: Float[Array, "B K S Hv"]
 ) -> Float[Array, "B N T Hv"]:
-    """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
+    """Return the weighted sum of values, accumulated in at least float32, in the dtype of value."""
     check_weighed(attn_weights, value)
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
     context = jnp.einsum("bnts,bnsh->bnth", at_least_float32(attn_weights), at_least_float32(value_per_head))
@@ -123,12 +123,12 @@ def apply_dropout(
     *,
     rng: jax.Array | None = None,
 ) -> Float[Array, "B N T S"]:
-    """Drop each attention weight with probability `rate` and divide the others by 1 - rate, 0 <= rate < 1.
+    """Drop each attention weight with probability `rate`, 0 <= rate < 1, and divide the others by 1 - rate.
 
-    `keep` is True where a weight is kept; default: a random draw by the key `rng`.
+    `keep` is True for weights to keep; default: a random draw with the key `rng`.
 
     Raises:
-        ValueError: if the rate is out of range, or there is neither `keep` nor `rng` to drop by.
+        ValueError: if the rate is out of range, or both `keep` and `rng` are None.
     """
     rate = as_rate("dropout", rate)
     check_keep(keep, attn_weights.shape)
@@ -143,7 +143,7 @@ def apply_dropout(
 
 
 def score_scale(query: Array, spec: AttentionSpec | None) -> float:
-    """What the dot products of queries (B, N, T, H) are multiplied by."""
+    """Return the factor of the dot products of queries (B, N, T, H)."""
     if spec is None:
         return query.shape[-1] ** -0.5
     check_spec(spec)
@@ -151,13 +151,13 @@ def score_scale(query: Array, spec: AttentionSpec | None) -> float:
 
 
 def soft_capped(scores: Array, spec: AttentionSpec | None) -> Array:
-    """Scores before anything is added or hidden, capped if the spec says so."""
+    """Apply the soft cap, if any, before bias and mask."""
     if spec is None or spec.soft_cap is None:
         return scores
     return spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
 
 
-# ---- Together --------------------------------------------------------------------------------------------------------
+# ---- Attention -------------------------------------------------------------------------------------------------------
 
 
 def scaled_dot_product_attention(
@@ -175,19 +175,19 @@ def scaled_dot_product_attention(
     relative_bias: Float[Array, "..."] | None = None,
     **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T S"] | None]:
-    """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
+    """Reference attention of split heads; `fused` has the fast form of this function.
 
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
-        spec: layer of these heads, whose scale and other changes of scores apply; default: the scale 1 / sqrt(H).
-        masks: which keys are hidden, as `MaskKeywords` says.
-        bias, dropout, dropout_keep, sinks, relative_bias: as `Scores` has them.
+        spec: layer of these heads: scale, soft cap, ALiBi; default: the scale 1 / sqrt(H).
+        masks: keywords that hide keys, see `MaskKeywords`.
+        bias, dropout, dropout_keep, sinks, relative_bias: see `Scores`.
         need_weights: also return the attention weights.
-        dropout_rng: random key to draw what is dropped from.
+        dropout_rng: random key for dropout.
 
     Returns:
-        The context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
+        Context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
@@ -212,7 +212,7 @@ def attend(
     mask: Mask,
     scores: Scores,
 ) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T S"]]:
-    """Return the context and the attention weights before dropout: the definition, of shapes that are checked."""
+    """Return the context and the attention weights before dropout. Shapes are checked."""
     logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, scores.relative_bias)
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2])
     attn_weights = masked_softmax(logits, hidden, scores.sinks).astype(query.dtype)
@@ -222,7 +222,7 @@ def attend(
 
 @compiled()
 def attend_without_weights(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
-    """Return the context alone, as a kernel does: XLA then keeps the attention weights no longer than it needs them."""
+    """Return only the context, like a kernel, so that XLA does not keep the attention weights."""
     return attend(query, key, value, mask, scores)[0]
 
 

@@ -1,4 +1,4 @@
-"""Weights from outside, in the container that the functions take: and the projections made of them."""
+"""Functional weights, and projections that use them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from mha_jax.parallel.sharding import is_explicit, placed, spec_of
 from mha_spec import AttentionSpec
 
 Project = Callable[[str, Array], Array]
-"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an
-input, or the norm (`q_norm`, `k_norm`, `v_norm`) to what was projected."""
+"""Applies a projection by name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an input, or a
+norm (`q_norm`, `k_norm`, `v_norm`) to projected features."""
 
 
 def project_with(weights: Mapping[str, Any], spec: AttentionSpec | None = None) -> Project:
-    """Projections whose weights lie in the container that `multi_head_attention` takes, and the norms of a spec."""
+    """Return a function that applies projections and norms, with weights as in `multi_head_attention`."""
     norms = {} if spec is None else spec.norms
 
     def project(name: str, x: Array) -> Array:
         if name in norms:
-            leaves = weights.get(name, {})  # a norm may have no parameters
+            leaves = weights.get(name, {})  # norms may have no parameters
             return apply_norm(x, norms[name], leaves.get("weight"), leaves.get("bias"))
         leaves = weights[name]
         check_projected(name, x, leaves["kernel"])
@@ -37,8 +37,8 @@ def project_with(weights: Mapping[str, Any], spec: AttentionSpec | None = None) 
 
 
 def linear(x: Array, kernel: Array, bias: Array | None) -> Array:
-    """x @ kernel + bias, in the dtype of x."""
-    # The sum stays in float32 until the bias is added: its gradient is then summed in float32 too.
+    """Return x @ kernel + bias, in the dtype of x."""
+    # The sum stays in float32 until the bias is added, so that the gradient is also accumulated in float32.
     kernel, placement = _placed(x, kernel)
     projected = jnp.einsum(
         "bti,io->bto", x, kernel, preferred_element_type=at_least_float32(x).dtype, out_sharding=placement
@@ -48,11 +48,11 @@ def linear(x: Array, kernel: Array, bias: Array | None) -> Array:
 
 
 def _placed(x: Array, kernel: Array) -> tuple[Array, NamedSharding | None]:
-    """The kernel, and where its product with x is to lie, if types say how the two are divided."""
+    """Return the kernel and the sharding of its product with x, if types contain their shardings."""
     if not is_explicit(x) or not is_explicit(kernel):
         return kernel, None
     (*of_tokens, features), (rows, columns) = spec_of(x), spec_of(kernel)
-    if rows is not None and rows != features:  # divided so that less is kept, not so that less is done
+    if rows is not None and rows != features:  # divided to save memory, not work
         kernel = jax.sharding.reshard(kernel, placed(kernel, PartitionSpec(None, columns)))
     is_taken = columns in of_tokens
     return kernel, placed(x, PartitionSpec(*of_tokens, None if is_taken else columns))

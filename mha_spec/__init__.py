@@ -1,4 +1,4 @@
-"""What an attention layer computes, written once: pure Python and NumPy, for every sibling and for `parity`."""
+"""Framework-independent specification of attention layers, in pure Python and NumPy."""
 
 from mha_spec.alibi import Alibi
 from mha_spec.attention import AttentionSpec

@@ -1,4 +1,4 @@
-"""ALiBi: what is taken from a score for the distance of its key."""
+"""Attention with linear biases (ALiBi)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from mha_spec.rules import as_boolean, as_factor
 
 @dataclass(frozen=True, repr=False)
 class Alibi(Record):
-    """Attention with linear biases: a score loses slope * distance, and each query head has a slope of its own.
+    """Attention with linear biases: subtract slope * distance from each score, with one slope per query head.
 
-    Of N heads, N a power of two, head n (from 1) has the slope 2 ** (-max_bias * n / N). Where N is none, the first
-    heads have the slopes of the largest power of two below it, P, and the others every second of those of 2 P.
+    If the number of heads N is a power of two, head n (from 1) has the slope 2 ** (-max_bias * n / N). Otherwise, with
+    P the largest power of two below N, the first P heads have the slopes for P heads. The rest have every other slope
+    for 2 P heads.
 
     Attributes:
         max_bias: the exponent of the smallest slope.
-        scaled: slopes are multiplied by the scale of the scores, as in Falcon.
+        scaled: multiply slopes by the scale of the scores, as in Falcon.
 
     Raises:
         TypeError: if max_bias is not a number, or scaled not a boolean.
@@ -34,7 +35,7 @@ class Alibi(Record):
         object.__setattr__(self, "scaled", as_boolean("scaled", self.scaled))
 
     def slopes(self, num_heads: int) -> tuple[float, ...]:
-        """The slope of each head, before any scale."""
+        """Return the slope of each head, before `scaled` applies."""
         power = 1 << (num_heads.bit_length() - 1)
         exponents = [n / power for n in range(1, power + 1)]
         exponents += [n / (2 * power) for n in range(1, 2 * power, 2)]

@@ -1,4 +1,4 @@
-"""The specification of an attention layer: every field, and every rule between fields."""
+"""Specification of an attention layer: its fields and the rules between them."""
 
 from __future__ import annotations
 
@@ -33,58 +33,54 @@ NORMS = ("qk_norm", "v_norm", "context_norm")
 
 @dataclass(frozen=True, repr=False)
 class AttentionSpec(Record):
-    """What an attention layer computes, whatever it is written in. Hashable.
+    """Framework-independent specification of an attention layer. Hashable.
 
-    Sizes that are left out are derived from the others, so that they can be read as integers. `replace` derives them
-    again: `AttentionSpec(512, 8).replace(d_model=1024)` has a head_dim of 128, while `dataclasses.replace` keeps 64. A
-    size that equals its derived value counts as left out, also if it was passed: equal specifications do the same.
+    Omitted sizes are derived from the others and read as integers. `replace` derives them again: `AttentionSpec(512,
+    8).replace(d_model=1024)` has a head_dim of 128, while `dataclasses.replace` keeps 64. A size equal to its derived
+    value counts as omitted even if it was passed, so that equal specifications behave equally.
 
     Attributes:
         d_model: width of the output, E.
         num_heads: number of query heads, N.
-        num_kv_heads: number of key/value heads, K, a divisor of N; N when left out.
-        head_dim: features of a head, H; d_model // num_heads when left out.
-        d_in: width of the query input; d_model when left out.
-        d_kv: width of the key and value input; d_in when left out.
-        value_head_dim: features of a head's values, Hv; head_dim when left out.
-        qkv_bias: q_proj, k_proj and v_proj have a bias; or three booleans, whether each has one. Three that are equal
-            are kept as one.
-        out_bias: out_proj, where there is one, has a bias.
-        out_proj: the combined heads, N * Hv wide, are projected to d_model; without it they are the output.
-        fused_qkv: the layer holds one qkv_proj, its rows q, then k, then v, in place of three projections; the results
-            are equal.
-        latent: what keys and values of all heads are made of (MLA), or None where projections make them of the input.
-            qkv_bias is then that of q_a_proj (q_proj) and kv_a_proj.
-        qk_norm: how queries and keys are normalised, or None for no such norm. `q_norm` and `k_norm` have weights of
-            their own.
-        v_norm: how values are normalised, or None.
-        clip_qkv: what q_proj, k_proj and v_proj give is clipped to [-clip_qkv, clip_qkv], before all else, or None for
-            no limit.
-        context_norm: how the context of all heads is normalized before out_proj, over its width, or None.
-        gate: what the context is multiplied by before out_proj, or None for no gate.
-        rope: how queries and keys are rotated by their positions, or None for no RoPE.
-        scale: what dot products of queries and keys are multiplied by, where it is not 1 / sqrt(H).
-        temperature: what queries are multiplied by, by their positions, or None.
-        soft_cap: scores s are capped softly, soft_cap * tanh(s / soft_cap), before anything is added or hidden.
-        sinks: each query head has a learned logit that takes part in the softmax like a score, and has no value.
-        alibi: what scores lose for the distance of their keys, after the soft cap, or None for nothing.
-        relative_bias: what scores gain for that distance, after the soft cap, or None for nothing: a learned number for
-            each bucket of distances, or of places on a grid, and each query head.
-        window_size: a query sees keys less than this many tokens away only: with causality so many, its own the last.
-        chunk_size: a query sees the keys of its own chunk only, the chunks being so many tokens long.
-        dropout: rate at which attention weights are dropped in training.
-        output_dropout: rate at which outputs are dropped in training.
+        num_kv_heads: number of key/value heads, K, a divisor of N; default: N.
+        head_dim: features per head, H; default: d_model // num_heads.
+        d_in: width of the query input; default: d_model.
+        d_kv: width of the key and value input; default: d_in.
+        value_head_dim: value features per head, Hv; default: head_dim.
+        qkv_bias: q_proj, k_proj and v_proj have a bias; or one boolean for each. Three equal ones are stored as one.
+        out_bias: out_proj, if present, has a bias.
+        out_proj: project the combined heads, N * Hv wide, to d_model; otherwise they are the output.
+        fused_qkv: store one qkv_proj (rows of q, then k, then v) instead of three projections; results are equal.
+        latent: latents from which keys and values of all heads are expanded (MLA), or None. With latents qkv_bias
+            applies to q_a_proj (or q_proj) and kv_a_proj.
+        qk_norm: norm of queries and keys, or None. `q_norm` and `k_norm` have separate weights.
+        v_norm: norm of values, or None.
+        clip_qkv: clip the outputs of q_proj, k_proj and v_proj to [-clip_qkv, clip_qkv], before anything else; or None.
+        context_norm: norm of the context before out_proj, over the width of all heads, or None.
+        gate: gate that multiplies the context before out_proj, or None.
+        rope: rotary position embedding of queries and keys, or None.
+        scale: factor of the dot products of queries and keys; default: 1 / sqrt(H).
+        temperature: position-dependent factor of queries, or None.
+        soft_cap: replace scores s by soft_cap * tanh(s / soft_cap), before any bias or mask; or None.
+        sinks: each query head has an attention sink: a learned logit in the softmax, without a value.
+        alibi: linear biases subtracted from scores after the soft cap, or None.
+        relative_bias: biases added to scores after the soft cap, or None: one learned number per query head and bucket
+            of distances or of grid offsets.
+        window_size: queries attend only to keys less than this many tokens away. With a causal mask these are the last
+            window_size keys, including the query's own.
+        chunk_size: queries attend only to keys of their own chunk of this many tokens.
+        dropout: dropout rate of attention weights in training.
+        output_dropout: dropout rate of the output in training.
 
     Raises:
         TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not a `Norm`, gate not a
-            `Gate`, temperature not a `Temperature`, alibi not an `Alibi`, relative_bias not a `RelativeBias` or
-            a `GridBias`, latent not a `Latent`, clip_qkv, scale, soft_cap or a rate not a number, or what a layer has
-            or has not no boolean.
-        ValueError: if the widths, heads or rates do not fit, clip_qkv, scale or soft_cap is not positive and finite, or
-            there are both a window and chunks, or one of them and a grid, both ALiBi and a relative bias, a temperature
-            and positions on several axes, or latents and what they leave no place for: fewer key/value heads, one
-            qkv_proj, norms of heads, a clip, RoPE of other features; or a norm of the context that is not over its
-            width, or comes with a gate.
+            `Gate`, temperature not a `Temperature`, alibi not an `Alibi`, relative_bias not a `RelativeBias` or a
+            `GridBias`, latent not a `Latent`, clip_qkv, scale, soft_cap or a rate not a number, or a flag not a
+            boolean.
+        ValueError: if widths, heads or rates do not fit, or clip_qkv, scale or soft_cap is not positive and finite.
+            Some fields exclude each other: a window and chunks; either of these and a grid; ALiBi and a relative bias;
+            a temperature and positions on several axes. Latents exclude fewer key/value heads, fused_qkv, norms of
+            heads, a clip and RoPE of other features. A context norm must be over the width, and excludes a gate.
     """
 
     d_model: int
@@ -137,7 +133,7 @@ class AttentionSpec(Record):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, as_factor(name, getattr(self, name)))
         span_of(self.window_size, self.chunk_size)
-        for name in SIZES[2:]:  # in this order, since some are derived from others of these
+        for name in SIZES[2:]:  # in this order: some are derived from earlier ones
             if getattr(self, name) is None:
                 object.__setattr__(self, name, self._derived_sizes()[name])
         check_head_groups(self.num_heads, self.num_kv_heads)
@@ -153,7 +149,7 @@ class AttentionSpec(Record):
         if self.rope is not None:
             check_rotated(self.head_dim, self.rope)
         self._check_latent()
-        if self.latent is not None:  # made once: steps ask for it, and a compiler knows no cached property
+        if self.latent is not None:  # read in each step; torch.compile has no cached properties
             widths = {"num_kv_heads": 1, "head_dim": self.latent.width, "value_head_dim": self.latent.kv_rank}
             absorbed = replace(self, latent=None, rope=None, scale=self.score_scale, **widths)
             object.__setattr__(self, "_absorbed", absorbed)
@@ -223,34 +219,34 @@ class AttentionSpec(Record):
             raise Refusal("gate", "be None with a context_norm", gate=self.gate, context_norm=self.context_norm)
 
     def _derived_sizes(self) -> dict[str, int | None]:
-        """The values of sizes that are left out; None where no head_dim divides d_model."""
+        """Return the defaults of omitted sizes; head_dim is None if num_heads does not divide d_model."""
         head_dim = None if self.d_model % self.num_heads else self.d_model // self.num_heads
         sizes = {"num_kv_heads": self.num_heads, "head_dim": head_dim, "value_head_dim": self.head_dim}
         return sizes | {"d_in": self.d_model, "d_kv": self.d_in}
 
     def given(self) -> dict[str, Any]:
-        """Arguments by name that make an equal specification: the fields that are neither default nor derived."""
+        """Return keyword arguments of an equal specification: fields that are neither default nor derived."""
         derived = self._derived_sizes().items()
         return {name: value for name, value in super().given().items() if (name, value) not in derived}
 
     @property
     def q_width(self) -> int:
-        """Width of the queries of all heads side by side, N * H."""
+        """Width of the concatenated queries of all heads, N * H."""
         return self.num_heads * self.head_dim
 
     @property
     def k_width(self) -> int:
-        """Width of the keys of all heads side by side, K * H."""
+        """Width of the concatenated keys of all heads, K * H."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def v_width(self) -> int:
-        """Width of the values of all heads side by side, K * Hv."""
+        """Width of the concatenated values of all heads, K * Hv."""
         return self.num_kv_heads * self.value_head_dim
 
     @property
     def context_width(self) -> int:
-        """Width of the context of all heads side by side, N * Hv: what out_proj takes."""
+        """Width of the concatenated context of all heads, N * Hv: the input of out_proj."""
         return self.num_heads * self.value_head_dim
 
     @property
@@ -260,7 +256,7 @@ class AttentionSpec(Record):
 
     @property
     def score_scale(self) -> float:
-        """What dot products of queries and keys are multiplied by: 1 / sqrt(H) where nothing else is said.
+        """Factor of the dot products of queries and keys; default: 1 / sqrt(H).
 
         With latents and YaRN's mscale_all_dim it is multiplied by the square of 0.1 * mscale_all_dim * ln(factor) + 1.
         """
@@ -272,17 +268,17 @@ class AttentionSpec(Record):
 
     @property
     def has_positions(self) -> bool:
-        """Whether anything depends on the positions of tokens beside what masks hide: RoPE, or a temperature."""
+        """True if RoPE or a temperature makes the layer depend on the positions of tokens."""
         return self.rope is not None or self.temperature is not None
 
     @property
     def has_distance_bias(self) -> bool:
-        """Whether scores depend on the distance of their keys: ALiBi, or a relative bias."""
+        """True if ALiBi or a relative bias makes scores depend on the distance of query and key."""
         return self.alibi is not None or self.relative_bias is not None
 
     @property
     def alibi_slopes(self) -> tuple[float, ...] | None:
-        """What the score of each query head loses for each token of distance, where there is ALiBi."""
+        """ALiBi's slope of each query head, or None."""
         if self.alibi is None:
             return None
         factor = self.score_scale if self.alibi.scaled else 1.0
@@ -290,19 +286,19 @@ class AttentionSpec(Record):
 
     @property
     def span(self) -> Span | None:
-        """How far a query sees, where that is less than everything."""
+        """Attention span (window or chunks), or None for all keys."""
         return span_of(self.window_size, self.chunk_size)
 
     @property
     def qkv_biases(self) -> tuple[bool, bool, bool]:
-        """Whether q_proj, k_proj and v_proj have a bias, each by itself."""
+        """Biases of q_proj, k_proj and v_proj: True for each that has one."""
         if isinstance(self.qkv_bias, tuple):
             return self.qkv_bias
         return self.qkv_bias, self.qkv_bias, self.qkv_bias
 
     @property
     def qkv_projections(self) -> dict[str, Projection]:
-        """q_proj, k_proj and v_proj, whether the layer holds three projections or one; with latents those of them."""
+        """Unfused input projections: q_proj, k_proj and v_proj, or those of the latents."""
         if self.latent is not None:
             return self._latent_projections(self.latent)
         widths = {"q_proj": (self.q_width, self.d_in), "k_proj": (self.k_width, self.d_kv)}
@@ -322,10 +318,10 @@ class AttentionSpec(Record):
 
     @property
     def absorbed(self) -> AttentionSpec:
-        """The attention over latents that is equal, with one key/value head, the projections of kv_b_proj taken in.
+        """Return the equivalent attention over latents, with one key/value head and kv_b_proj absorbed.
 
-        A query is multiplied by what kv_b_proj would make its keys of, and its keys are what a cache keeps, kv_rank +
-        rope_dim wide; the values are their first kv_rank features.
+        Queries are multiplied by the key part of kv_b_proj. The keys are the cached vectors, kv_rank + rope_dim wide,
+        and the values are their first kv_rank features.
 
         Raises:
             ValueError: if the layer has no latents.
@@ -334,12 +330,12 @@ class AttentionSpec(Record):
         return self._absorbed  # pyright: ignore[reportAttributeAccessIssue]
 
     def absorbs(self, num_queries: int, num_slots: int | None = None) -> bool:
-        """Whether so many queries cost less over latents, wider than heads, than over keys and values made of them.
+        """Return whether attention over latents (wider than heads) costs less than expanding keys and values.
 
         Args:
             num_queries: new tokens of a call, T.
-            num_slots: for how many slots of a cache keys and values would be made, where they are made for all of them
-                and no more than T are known to be filled; for those alone that are seen when absent.
+            num_slots: cache slots to expand, if all are expanded and only T are known to be filled; default: only the
+                slots that are attended to.
         """
         latent = check_latent(self)
         wider = 2 * latent.kv_rank + latent.rope_dim - self.head_dim - self.value_head_dim
@@ -348,7 +344,7 @@ class AttentionSpec(Record):
 
     @property
     def projections(self) -> dict[str, Projection]:
-        """The projections that the layer holds, by name, in the order of the data flow."""
+        """Projections of the layer by name, in the order of the data flow."""
         held = self.qkv_projections
         if self.fused_qkv:
             widths = tuple(projection.d_out for projection in held.values())
@@ -357,7 +353,7 @@ class AttentionSpec(Record):
 
     @property
     def _output_projections(self) -> dict[str, Projection]:
-        """What is done with the context: out_proj and, which new weights are drawn last, gate_proj."""
+        """Return out_proj and gate_proj. New weights of gate_proj are drawn last."""
         found = {"out_proj": Projection((self.d_model,), self.context_width, self.out_bias)} if self.out_proj else {}
         if self.gate is not None:
             width = self.num_heads if self.gate.per_head else self.context_width
@@ -366,7 +362,7 @@ class AttentionSpec(Record):
 
     @property
     def norms(self) -> dict[str, Norm]:
-        """The norms of the layer by name: q_norm, k_norm, v_norm, context_norm; with latents q_a_norm, kv_a_norm."""
+        """Norms of the layer by name: q_norm, k_norm, v_norm, context_norm; with latents q_a_norm, kv_a_norm."""
         if self.latent is not None:
             return {name: norm for name, (norm, _) in self.latent.norms.items()}
         norms = {"q_norm": self.qk_norm, "k_norm": self.qk_norm, "v_norm": self.v_norm}
@@ -375,11 +371,11 @@ class AttentionSpec(Record):
 
     @property
     def wide_norms(self) -> dict[str, Norm]:
-        """Those of them that are over the width of all heads."""
+        """Norms over the width of all heads."""
         return {} if self.latent is not None else {name: x for name, x in self.norms.items() if x.over == "width"}
 
     def norm_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        """The parameters of one of the norms, `weight` and `bias`, and their shapes."""
+        """Return the shapes of a norm's parameters, `weight` and `bias`."""
         if self.latent is not None:
             norm, width = self.latent.norms[name]
             return norm.shapes(1, width)
@@ -389,7 +385,7 @@ class AttentionSpec(Record):
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """What the layer learns beside its projections, by name and shape, in the order of the data flow."""
+        """Shapes of the parameters that are not of projections, by name, in the order of the data flow."""
         of_norms = {f"{name}.{leaf}": shape for name in self.norms for leaf, shape in self.norm_shapes(name).items()}
         of_scores: dict[str, tuple[int, ...]] = {"sinks": (self.num_heads,)} if self.sinks else {}
         if self.relative_bias is not None:
@@ -398,29 +394,29 @@ class AttentionSpec(Record):
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The canonical weights by name and shape, (out, in) and (out,), whether q, k and v are held as one or not.
+        """Shapes of the canonical weights by name, (out, in) and (out,), with q, k and v unfused.
 
-        The other parameters come after those of the projections.
+        Projections come first, then the other parameters.
         """
         return shapes_of({**self.qkv_projections, **self._output_projections}) | self.parameters
 
     @property
     def held_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The weights that the layer holds by name and shape, those of projections (out, in) and (out,)."""
+        """Shapes of the stored weights by name; projections are (out, in) and (out,)."""
         return shapes_of(self.projections) | self.parameters
 
     def cache_nbytes(self, batch_size: int, capacity: int, dtype: np.dtype, *, num_layers: int = 1) -> int:
-        """Bytes of the keys and values, with latents of the `LatentCache`, in all slots of all layers."""
+        """Return the bytes of cached keys and values (or latents) in all slots of all layers."""
         features = self.k_width + self.v_width if self.latent is None else self.latent.width
         return batch_size * features * capacity * num_layers * dtype.itemsize
 
     def to_json(self) -> str:
-        """The fields as a JSON object."""
+        """Return the fields as a JSON object."""
         return to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> AttentionSpec:
-        """The specification that `to_json` wrote.
+        """Return the specification that `to_json` wrote.
 
         Raises:
             ValueError: if the text is not a JSON object of these fields.
@@ -429,16 +425,17 @@ class AttentionSpec(Record):
 
 
 def spec_from(spec: AttentionSpec | int | None, num_heads: int | None, fields: Mapping[str, Any]) -> AttentionSpec:
-    """The specification of a module that is made of one, or of d_model, num_heads and other fields.
+    """Return the specification that a module was called with, or one of d_model, num_heads and other fields.
 
     Args:
-        spec: the specification; or d_model, unless that is among the fields.
-        num_heads: number of query heads; None with a specification.
-        fields: fields of `AttentionSpec` by name; none with a specification.
+        spec: the specification; or d_model, unless it is among the fields.
+        num_heads: number of query heads; only without a specification.
+        fields: fields of `AttentionSpec` by name; only without a specification.
 
     Raises:
-        TypeError: if there is neither a specification nor d_model with num_heads, or a field is unknown or given twice.
-        ValueError: if anything comes with a specification, or the fields do not fit.
+        TypeError: if there is neither a specification nor d_model with num_heads, or a field is unknown or passed
+            twice.
+        ValueError: if other arguments accompany a specification, or the fields do not fit.
     """
     for name, value in fields.items():
         if name not in AttentionSpec.__dataclass_fields__:
@@ -455,11 +452,11 @@ def spec_from(spec: AttentionSpec | int | None, num_heads: int | None, fields: M
 
 
 def check_spec(spec: object, *, is_self_attention: bool = False) -> None:
-    """Refuse what is not a specification, or not one of a layer whose keys and values come from its queries' input.
+    """Refuse anything but a specification; with self-attention both inputs have one width.
 
     Raises:
         TypeError: if it is not an `AttentionSpec`.
-        ValueError: if the widths of the inputs differ in self-attention.
+        ValueError: if the inputs of self-attention differ in width.
     """
     if not isinstance(spec, AttentionSpec):
         raise WrongType("spec", "be an AttentionSpec", spec=spec)
@@ -468,7 +465,7 @@ def check_spec(spec: object, *, is_self_attention: bool = False) -> None:
 
 
 def check_latent(spec: AttentionSpec) -> Latent:
-    """The latents of a layer that has them.
+    """Return the latents of a layer.
 
     Raises:
         TypeError: if it is not an `AttentionSpec`.

@@ -1,4 +1,4 @@
-"""The gate of a layer's output: what the context is multiplied by before it is projected."""
+"""Output gates."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mha_spec.rules import as_boolean
 
 @dataclass(frozen=True, repr=False)
 class Gate(Record):
-    """context * sigmoid(g), where gate_proj gives g from the input of the queries.
+    """Gate of the context: context * sigmoid(g), where g is gate_proj of the query input.
 
-    Checkpoints that pack it with the queries, head by head, hold the same two projections.
+    Checkpoints that pack it with the queries, head by head, contain the same two projections.
 
     Attributes:
-        per_head: one number for each head; else one for each of its features.
+        per_head: g has one number per head instead of one per feature.
         bias: gate_proj has a bias.
 
     Raises:

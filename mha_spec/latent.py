@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA): keys and values of all heads made of one narrow vector a token."""
+"""Multi-head latent attention (MLA): one narrow vector per token, from which all keys and values are expanded."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Latent(Record):
-    """Keys and values are made of a latent, which the heads share and a cache keeps in their place.
+    """Latents of keys and values: shared by all heads, and cached instead of keys and values.
 
-    Of a token x: kv_a_proj gives the latent, which kv_a_norm normalises, and after it the last rope_dim features of all
-    keys, which are rotated; kv_b_proj makes of the latent, head by head, the other features of the key and then the
-    value. Queries are as elsewhere, or made of a latent of their own: q_a_proj, q_a_norm, q_b_proj. After its norm a
-    latent is multiplied by its factor.
+    For each token, kv_a_proj returns the latent followed by the last rope_dim features of all keys. kv_a_norm
+    normalizes the latent, and RoPE rotates those features. For each head, kv_b_proj expands the latent to the other
+    features of the key, followed by the value. Queries come from q_proj, or from their own latent: q_a_proj, q_a_norm,
+    q_b_proj. Each latent is multiplied by its factor after its norm.
 
     Attributes:
-        kv_rank: width of the latent of keys and values.
-        rope_dim: features of a key, its last ones, that the heads share; RoPE rotates these alone.
-        q_rank: width of the latent of queries, or None where q_proj makes them of the input.
-        eps: of the RMS norms of the latents.
-        q_factor, kv_factor: what the latents are multiplied by, those of queries and those of keys and values:
-            sqrt(d_model / q_rank) and sqrt(d_model / kv_rank) in LongCat-Flash.
+        kv_rank: width of the key/value latent.
+        rope_dim: last features of each key, shared by the heads; only these are rotated.
+        q_rank: width of the query latent, or None for q_proj.
+        eps: epsilon of the RMS norms of the latents.
+        q_factor, kv_factor: factors of the query latent and the key/value latent; sqrt(d_model / q_rank) and
+            sqrt(d_model / kv_rank) in LongCat-Flash.
 
     Raises:
         TypeError: if a width is not an integer, or eps or a factor not a number.
-        ValueError: if a width is below 1, eps or a factor is not positive and finite, or queries that are made of no
-            latent have a factor.
+        ValueError: if a width is below 1, eps or a factor is not positive and finite, or q_factor is set without
+            q_rank.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; the factors, LongCat-Flash, arXiv:2509.01322.
     """
@@ -61,27 +61,27 @@ class Latent(Record):
 
     @property
     def width(self) -> int:
-        """Features that a cache keeps of a token: kv_rank + rope_dim."""
+        """Cached features per token: kv_rank + rope_dim."""
         return self.kv_rank + self.rope_dim
 
     @property
     def norms(self) -> dict[str, tuple[Norm, int]]:
-        """The norms of the latents by name, with the width that each is taken over."""
+        """Norms of the latents by name, each with its width."""
         widths = {"q_a_norm": self.q_rank, "kv_a_norm": self.kv_rank}
         norm = Norm(over="width", eps=self.eps)
         return {name: (norm, width) for name, width in widths.items() if width is not None}
 
     @property
     def factors(self) -> dict[str, float]:
-        """What the latents are multiplied by after their norms, by the names of these."""
+        """Factors of the latents by the names of their norms."""
         return {"q_a_norm": self.q_factor, "kv_a_norm": self.kv_factor}
 
 
 def check_latent_rope(latent: Latent, rope: Rope | None) -> None:
-    """Refuse RoPE of other features than those that the heads' keys share.
+    """Refuse RoPE that does not rotate exactly the shared features of keys.
 
     Raises:
-        ValueError: if it rotates others.
+        ValueError: if it rotates other features.
     """
     if rope is not None and (rope.rotary_dim, rope.rotated) != (latent.rope_dim, "last"):
         raise Refusal(

@@ -1,4 +1,4 @@
-"""Normalisation of queries, keys or values: over which features, with which weights, before or after RoPE."""
+"""Norms of queries, keys, values and context."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from mha_spec.rules import as_boolean, as_number, as_one_of
 
 @dataclass(frozen=True, repr=False)
 class Norm(Record):
-    """Normalisation of projected features x: x / sqrt(mean(x²) + eps), times a weight, plus a bias.
+    """Norm of projected features x: x / sqrt(mean(x²) + eps), times a weight, plus a bias.
 
-    The result is rounded to the dtype of x once, after weight and bias, as in Gemma; Llama's kind rounds before the
-    weight, too, which is less exact in half precision.
+    The result is rounded to the dtype of x once, after weight and bias, as in Gemma. Llama also rounds before the
+    weight, which is less accurate in half precision.
 
     Attributes:
         kind: `rms`; or `layer`, which first subtracts the mean of x.
-        over: the features that mean and mean square are taken of: those of a `head`; or of the whole `width` of the
-            projection, all heads together.
-        weight: what the result is multiplied by: the learned weight `w`; `1+w`; or nothing, None.
-        per_head: each head has weights of its own; else the heads share them.
-        bias: a learned bias is added.
+        over: features to average over: each `head`, or the `width` of all heads.
+        weight: factor of the result: the learned weight `w`, or `1+w`; None for no weight.
+        per_head: each head has its own weights; otherwise heads share them.
+        bias: add a learned bias.
         eps: added to the mean square.
-        after_rope: queries and keys are normalised after their rotation; else before it.
+        after_rope: normalize queries and keys after RoPE instead of before.
 
     Raises:
-        TypeError: if eps is not a number, or what a norm has or has not not a boolean.
-        ValueError: if a word is none of those, eps is not positive and finite, or two fields contradict each other.
+        TypeError: if eps is not a number, or a flag not a boolean.
+        ValueError: if a word is unknown, eps is not positive and finite, or two fields contradict each other.
 
-    Source: RMSNorm, arXiv:1910.07467; LayerNorm, arXiv:1607.06450; of queries and keys, arXiv:2010.04245 and
+    Source: RMSNorm, arXiv:1910.07467; LayerNorm, arXiv:1607.06450; query-key norms, arXiv:2010.04245 and
     arXiv:2302.05442.
     """
 
@@ -56,27 +55,27 @@ class Norm(Record):
         for name in ("per_head", "bias"):
             if getattr(self, name) and self.weight is None:
                 raise Refusal(name, "come with a weight", {name: True, "weight": None})
-        for name in ("per_head", "after_rope"):  # a width has one weight for each of its features
+        for name in ("per_head", "after_rope"):  # a norm over the width has one weight per feature
             if getattr(self, name) and self.over == "width":
                 raise Refusal(name, "come with over='head'", {name: True, "over": "width"})
 
     @property
     def initial_weight(self) -> float:
-        """The weight that a new layer has, which multiplies by 1."""
+        """Initial weight, whose factor is 1."""
         return 0.0 if self.weight == "1+w" else 1.0
 
     def shapes(self, num_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
-        """Its parameters by name and shape: `weight` and `bias`, (H,), (heads, H) or, over the width, (heads * H,)."""
+        """Return parameter shapes by name: `weight` and `bias`, (H,), (heads, H) or, over the width, (heads * H,)."""
         shape = (num_heads * head_dim,) if self.over == "width" else (head_dim,)
         names = ("weight",) * (self.weight is not None) + ("bias",) * self.bias
         return dict.fromkeys(names, (num_heads, head_dim) if self.per_head else shape)
 
 
 def check_norm(norm: object) -> None:
-    """Refuse what is not a `Norm`.
+    """Refuse anything but a `Norm`.
 
     Raises:
-        TypeError: if it is not one.
+        TypeError: if it is anything else.
     """
     if not isinstance(norm, Norm):
         raise WrongType("norm", "be a Norm", norm=norm)

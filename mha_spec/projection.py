@@ -1,4 +1,4 @@
-"""The linear maps that a layer holds, and the shapes of their weights."""
+"""Linear projections of a layer and the shapes of their weights."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class Projection(NamedTuple):
-    """A linear map that a layer holds.
+    """Linear projection of a layer.
 
     Attributes:
-        widths: of the parts of its output: one, or those of q, k and v, which are drawn each on their own.
+        widths: width of each part of the output: one part, or q, k and v, which are initialized separately.
         d_in: width of its input.
         has_bias: whether a bias is added.
     """
@@ -25,7 +25,7 @@ class Projection(NamedTuple):
 
 
 def shapes_of(projections: dict[str, Projection]) -> dict[str, tuple[int, ...]]:
-    """Weights (out, in) and biases (out,) of projections: the shapes by name."""
+    """Return the shapes by name of weights (out, in) and biases (out,)."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, projection in projections.items():
         shapes[f"{name}.weight"] = (projection.d_out, projection.d_in)

@@ -1,4 +1,4 @@
-"""Refusals of bad input: records that programs can read, from which messages are made."""
+"""Errors about bad input, as structured records that programs can read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from copy import copy
 from typing import Any, Self
 
 MOST = 500
-"""Characters of a message. Long parts of a longer one lose their middle."""
+"""Maximum length of a message in characters. Long parts are shortened in the middle."""
 
 
 MOST_REMEDIES = 3
-"""Alternatives of a message."""
+"""Maximum number of alternatives in a message."""
 
 
 Remedy = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -26,14 +26,14 @@ class Refusal(ValueError):
 
         raise Refusal("num_heads", "be a multiple of num_kv_heads", num_heads=4, num_kv_heads=3)
 
-    prints "num_heads must be a multiple of num_kv_heads, got num_heads=4 and num_kv_heads=3". Text is made only when
-    it is asked for.
+    prints "num_heads must be a multiple of num_kv_heads, got num_heads=4 and num_kv_heads=3". The text is built on
+    demand.
 
     Attributes:
         argument: name of the argument that breaks the rule, as callers know it; or a path.
-        rule: what it must do or be; follows "must".
+        rule: requirement; follows "must".
         got: values by name, or text if no name fits.
-        remedy: settings by name that would help together; each of the list is an alternative.
+        remedy: settings by name that together fix the problem; a list has alternatives.
         hint: advice; follows the remedy.
         where: place of the bad input, such as a path; precedes the argument.
     """
@@ -50,16 +50,16 @@ class Refusal(ValueError):
         where: str = "",
         **values: Any,
     ) -> None:
-        """Keep the record.
+        """Initialize the record.
 
         Args:
             argument: as the attribute.
             rule: as the attribute.
-            got: as the attribute; a mapping is for names that are no identifiers, such as `{"mask.dtype": dtype}`.
+            got: as the attribute; a mapping allows names that are not identifiers, such as `{"mask.dtype": dtype}`.
             remedy: as the attribute.
             hint: as the attribute.
             where: as the attribute.
-            values: values by name, after those of `got`.
+            values: more values by name.
         """
         self.args = (str(argument), rule)
         self.argument = str(argument)
@@ -90,12 +90,12 @@ class Refusal(ValueError):
         return type(self), (self.argument, self.rule), fields
 
     def renamed(self, rename: Callable[[str, Any], tuple[str, Any]]) -> Self:
-        """Copy of the refusal with other names, such as those of a command line.
+        """Return a copy with other names, such as those of a command line.
 
-        Names that begin with "-" are printed as flags: `--num-heads 4`, and `--fill-bias` for True.
+        Names that start with "-" are printed as flags: `--num-heads 4`, and `--fill-bias` for True.
 
         Args:
-            rename: from a name and its value to those that are shown; the value of the argument is None if unknown.
+            rename: maps a name and its value to the ones to print; the value of the argument is None if unknown.
         """
         other = copy(self)
         got = self.got if isinstance(self.got, dict) else {}
@@ -106,18 +106,18 @@ class Refusal(ValueError):
         return other
 
     def within(self, where: str) -> Self:
-        """Copy of the refusal that names a place before its own, if it has one."""
+        """Return a copy with a place before its own, if any."""
         other = copy(self)
         other.where = f"{where}: {self.where}" if self.where else where
         return other
 
 
 class WrongType(Refusal, TypeError):
-    """Bad input of the wrong type; a `TypeError`, too."""
+    """Bad input of the wrong type, also a `TypeError`."""
 
 
 class _Text(str):
-    """A value of which another process has only the text."""
+    """Value from another process, of which only the text is available."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -133,8 +133,8 @@ def _pickled(value: object) -> object:
 
 def _shown(value: object) -> str:
     try:
-        return repr(value) if isinstance(value, str) else " ".join(str(value).split())  # on one line, arrays too
-    except Exception:  # an integer of too many digits, or an object that cannot be printed
+        return repr(value) if isinstance(value, str) else " ".join(str(value).split())  # on one line, even arrays
+    except Exception:  # an integer with too many digits, or an object that cannot be printed
         return f"a {type(value).__name__}"
 
 
@@ -161,7 +161,7 @@ def _listed(values: list[str]) -> str:
 
 
 def _escape(text: str) -> str:
-    """Text on one line, without characters that a terminal obeys."""
+    """Return text on one line, with control characters escaped."""
     if text.isprintable():
         return text
     return "".join(

@@ -1,4 +1,4 @@
-"""Relative biases: learned numbers added to a score for the place of its key relative to the query."""
+"""Learned relative position biases."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from mha_spec.rules import as_boolean, as_count
 
 @dataclass(frozen=True, repr=False)
 class RelativeBias(Record):
-    """A score gains a learned number of its head, which keys at distances of one bucket share.
+    """Learned bias for each head and bucket of distances.
 
-    Half of the buckets, rounded down, have one distance each, 0, 1, …; the others have more the farther they are, in
-    steps of the logarithm, and the last one has whatever lies `max_distance` tokens away or more.
+    Half of the buckets, rounded down, hold one distance each: 0, 1, …. The others widen logarithmically, and the last
+    one holds all distances of at least `max_distance` tokens.
 
     Attributes:
         num_buckets: number of buckets.
-        max_distance: from where on all distances are one.
-        bidirectional: the second half of the buckets is for keys after the query, each half divided as above; otherwise
-            those keys have the bucket of the query's own.
+        max_distance: distance from which all keys share the last bucket.
+        bidirectional: use the second half of the buckets for keys after the query, each half divided as above;
+            otherwise these keys share the bucket of distance 0.
 
     Raises:
         TypeError: if a number is not an integer, or bidirectional not a boolean.
-        ValueError: if there are fewer than two buckets for a direction, or an odd number for two, or max_distance is
-            not above the distances that have a bucket each.
+        ValueError: if a direction has fewer than two buckets, two directions have an odd number, or max_distance is not
+            above the distances with their own bucket.
 
-    Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1, as T5's code has it.
+    Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1, and the code of T5.
     """
 
     num_buckets: int = 32
@@ -55,16 +55,16 @@ class RelativeBias(Record):
             )
 
     def buckets(self) -> np.ndarray:
-        """The bucket of each distance, key - query, from -max_distance to max_distance.
+        """Return the bucket of each distance, key - query, from -max_distance to max_distance.
 
-        Integers, (2 * max_distance + 1,). Whatever is farther has the bucket of the nearer end.
+        The result is int, (2 * max_distance + 1,). Larger distances share the bucket of the nearer end.
         """
         distances = np.arange(-self.max_distance, self.max_distance + 1)
         count = self.num_buckets // 2 if self.bidirectional else self.num_buckets
         away = np.abs(distances) if self.bidirectional else np.maximum(-distances, 0)
         num_exact = count // 2
-        # Each step rounded to float32, as T5 has it: where a bucket begins depends on that. (T5 itself may differ at a
-        # few distances of unusual settings: the last bit of torch's logarithm depends on the processor.)
+        # T5 rounds each step to float32, which decides where buckets begin. (T5 itself may differ at a few distances
+        # for unusual settings: the last bit of torch's logarithm depends on the processor.)
         ratios = (np.maximum(away, num_exact) / num_exact).astype(np.float32)
         logarithms = np.log(ratios, dtype=np.float64).astype(np.float32)
         steps = logarithms / np.float32(math.log(self.max_distance / num_exact)) * np.float32(count - num_exact)
@@ -75,16 +75,16 @@ class RelativeBias(Record):
 
 @dataclass(frozen=True, repr=False)
 class GridBias(Record):
-    """A score gains a learned number of its head for the rows and columns between its query and its key.
+    """Learned bias for each head and 2D offset between query and key on a grid.
 
-    The tokens of a call are the first ones of a grid, row by row: token i lies in row i // width, column i % width. Two
-    pairs of tokens share a bucket if both rows and columns of their queries and keys differ by equal numbers.
+    The tokens of a call are the first ones of a grid in row-major order: token i is in row i // width, column i %
+    width. Pairs of query and key share a bucket if their row and column differences are equal.
 
     Attributes:
         height: number of rows.
         width: number of tokens in a row.
-        class_token: a token without a place precedes those of the grid. Three more buckets, the last ones, have it as
-            the query, as the key, and as both.
+        class_token: a token without grid coordinates comes first. Three more buckets, the last ones, are for the class
+            token as the query, as the key, and as both.
 
     Raises:
         TypeError: if a size is not an integer, or class_token not a boolean.
@@ -106,16 +106,16 @@ class GridBias(Record):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole grid, the class token among them."""
+        """Number of tokens of the grid, including the class token."""
         return self.height * self.width + self.class_token
 
     @property
     def num_buckets(self) -> int:
-        """Differences of rows and columns, and three buckets for a class token."""
+        """Number of buckets: row and column differences, and three for a class token."""
         return (2 * self.height - 1) * (2 * self.width - 1) + 3 * self.class_token
 
     def buckets(self) -> np.ndarray:
-        """The bucket of each query and key, integers, (num_tokens, num_tokens)."""
+        """Return the bucket of each query and key, int, (num_tokens, num_tokens)."""
         row, column = np.divmod(np.arange(self.height * self.width), self.width)
         rows = row[:, None] - row + self.height - 1
         columns = column[:, None] - column + self.width - 1

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE): which pairs of features are rotated, and by what angle."""
+"""Rotary position embedding (RoPE): pairs of features and their frequencies."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ CHOICES = {
 
 @dataclass(frozen=True, repr=False)
 class Rope(Record):
-    """Rotary position embedding of queries and keys: pairs of features, rotated by position * frequency.
+    """Rotary position embedding of queries and keys: pairs of features are rotated by position * frequency.
 
-    Where nothing else is said pair i is (i, i + H/2), and its frequency theta ** (-2 i / H). R being the number of
-    rotated features, `rotary_dim` or H:
+    By default pair i is (i, i + H/2), with frequency theta ** (-2 i / H). Below, R is the number of rotated features,
+    `rotary_dim` or H.
 
     Attributes:
         theta: base of the frequencies, 10000 in the paper.
-        scaling: how frequencies are scaled for long contexts, or None.
-        rotary_dim: R, where only some features of a head are rotated; the others pass through. The frequencies are
-            theta ** (-2 i / R).
-        rotated: whether those are the `first` R features of a head or the `last`.
-        pairs: which of the R features form pair i: `half`, (i, i + R/2), or `interleaved`, (2 i, 2 i + 1).
-        sections: with positions on several axes (M-RoPE: time, row, column), how many pairs each has; R/2 in all.
-        section_order: whether the pairs of an axis are `contiguous` (Qwen2-VL), or `interleaved` (Qwen3-VL): pair i is
-            of axis i % axes, and of axis 0 where that axis has its pairs already.
-        section_frequencies: which series the frequencies of the sections come from. `shared` (Qwen2-VL's text): pair i
-            has the frequency i of one series, whatever its axis. `own` (Qwen2-VL's images): pair j of an axis with n
-            pairs has theta ** (-j / n). `dealt` (Pixtral): pair j of axis a has the frequency j * axes + a of one
-            series.
+        scaling: scaling of the frequencies for long contexts, or None.
+        rotary_dim: R, if only some features of a head are rotated; the others are unchanged. The frequencies are theta
+            ** (-2 i / R).
+        rotated: rotate the `first` or the `last` R features of a head.
+        pairs: features of pair i: `half`, (i, i + R/2), or `interleaved`, (2 i, 2 i + 1).
+        sections: number of pairs of each position axis, R/2 in all, for positions on several axes (M-RoPE: time, row,
+            column).
+        section_order: pairs of an axis are `contiguous` (Qwen2-VL) or `interleaved` (Qwen3-VL). Interleaved, pair i
+            belongs to axis i % axes, or to axis 0 once that axis has all its pairs.
+        section_frequencies: series of the frequencies of sections. `shared` (Qwen2-VL's text): pair i has frequency i
+            of one series, regardless of its axis. `own` (Qwen2-VL's images): pair j of an axis with n pairs has theta
+            ** (-j / n). `dealt` (Pixtral): pair j of axis a has frequency j * axes + a of one series.
 
     Raises:
         TypeError: if theta is not a number, scaling not a scaling, rotary_dim or a section not an integer.
-        ValueError: if theta is not positive and finite, rotary_dim odd, a word none of those above, or the fields do
-            not fit each other.
+        ValueError: if theta is not positive and finite, rotary_dim is odd, a word is unknown, or the fields do not fit
+            each other.
 
     Source: RoFormer, arXiv:2104.09864, section 3.2.2; half-split pairs and rotary_dim as in GPT-NeoX; sections as in
     Qwen2-VL, arXiv:2409.12191, section 2.1.
@@ -64,7 +64,7 @@ class Rope(Record):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "theta", as_number("theta", self.theta))
-        if not 0 < self.theta < math.inf:  # JSON has neither infinity nor NaN
+        if not 0 < self.theta < math.inf:  # JSON cannot represent infinity or NaN
             raise Refusal("theta", "be positive and finite", theta=self.theta)
         if self.scaling is not None and not isinstance(self.scaling, Scaling):
             raise WrongType("scaling", "be a scaling of mha_spec or None", scaling=self.scaling)
@@ -87,7 +87,7 @@ class Rope(Record):
 
     def given(self) -> dict[str, Any]:
         """Arguments by name that make an equal record: theta, and the fields that differ from their defaults."""
-        return {"theta": self.theta} | super().given()  # messages name the theta of two layers that differ
+        return {"theta": self.theta} | super().given()  # so that messages about differing layers include theta
 
     def _check_sections(self) -> None:
         if isinstance(self.sections, (str, bytes)) or not np.iterable(self.sections):
@@ -106,36 +106,36 @@ class Rope(Record):
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by: 1 but for some kinds of scaling."""
+        """Factor of cosines and sines: 1 except for some scalings."""
         return 1.0 if self.scaling is None else self.scaling.amplitude()
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the frequencies of a call depend on its last position."""
+        """True if the frequencies of a call depend on its last position."""
         return isinstance(self.scaling, (DynamicScaling, LongRopeScaling))
 
     def rotated_features(self, head_dim: int) -> slice:
-        """Which features of a head are rotated, as a slice of the H.
+        """Return the rotated features of a head, as a slice of H.
 
         Raises:
             TypeError: if head_dim is not an integer.
-            ValueError: if heads of so many features cannot be rotated in this way.
+            ValueError: if heads of this width cannot be rotated.
         """
         check_rotated(head_dim, self)
         count = head_dim if self.rotary_dim is None else self.rotary_dim
         return slice(0, count) if self.rotated == "first" else slice(head_dim - count, head_dim)
 
     def frequencies(self, head_dim: int, length: int = 0) -> np.ndarray:
-        """Angle, in radians per token, by which each pair of features is rotated: float32, (R/2,).
+        """Return the angle, in radians per token, of each pair of features: float32, (R/2,).
 
         Args:
             head_dim: features of a head, H.
-            length: the last position of a call + 1. Only `DynamicScaling` and `LongRopeScaling` ask for it; 0 is a call
-                within the original length.
+            length: last position of the call + 1. Only `DynamicScaling` and `LongRopeScaling` depend on it; 0 means a
+                call within the original length.
 
         Raises:
             TypeError: if head_dim is not an integer.
-            ValueError: if heads of this width cannot be rotated in this way.
+            ValueError: if heads of this width cannot be rotated.
         """
         rotated = self.rotated_features(head_dim)
         count = rotated.stop - rotated.start
@@ -144,28 +144,28 @@ class Rope(Record):
         return self.scaling.frequencies(self.theta, count, length)
 
     def exponents(self, head_dim: int) -> np.ndarray:
-        """-log of the frequency of each pair before it is scaled, to the base theta: float32, (R/2,).
+        """Return -log of each pair's unscaled frequency to the base theta: float32, (R/2,).
 
         Raises:
             TypeError: if head_dim is not an integer.
-            ValueError: if heads of this width cannot be rotated in this way.
+            ValueError: if heads of this width cannot be rotated.
         """
         rotated = self.rotated_features(head_dim)
         pairs = (rotated.stop - rotated.start) // 2
         if self.sections is None or self.section_frequencies == "shared":
             return exponents(pairs, 2 * pairs)
         axes, num_axes = _axes(pairs, self.sections, self.section_order), len(self.sections)
-        own = [axes[:pair].count(axis) for pair, axis in enumerate(axes)]  # place of each pair among those of its axis
+        own = [axes[:pair].count(axis) for pair, axis in enumerate(axes)]  # index of each pair within its axis
         if self.section_frequencies == "own":
             return np.array(own, np.float32) / np.array([self.sections[axis] for axis in axes], np.float32)
         return exponents(pairs, 2 * pairs)[[num_axes * place + axis for place, axis in zip(own, axes, strict=True)]]
 
     def axes(self, head_dim: int) -> np.ndarray:
-        """Which axis of the positions each pair of features is rotated by: integers, (R/2,).
+        """Return the position axis of each pair of features: int, (R/2,).
 
         Raises:
             TypeError: if head_dim is not an integer.
-            ValueError: if heads of this width cannot be rotated in this way.
+            ValueError: if heads of this width cannot be rotated.
         """
         rotated = self.rotated_features(head_dim)
         pairs = (rotated.stop - rotated.start) // 2
@@ -173,7 +173,7 @@ class Rope(Record):
 
 
 def _axes(pairs: int, sections: tuple[int, ...], order: str) -> list[int]:
-    """In plain Python, since rules read it: torch.compile makes of NumPy's numbers values that it does not know."""
+    """Return the axis of each pair, in plain Python: torch.compile does not know the values of NumPy's numbers."""
     if order == "contiguous":
         return [axis for axis, section in enumerate(sections) for _ in range(section)]
     turns = [divmod(pair, len(sections)) for pair in range(pairs)]
@@ -181,7 +181,7 @@ def _axes(pairs: int, sections: tuple[int, ...], order: str) -> list[int]:
 
 
 def check_rotated(head_dim: int, rope: Rope) -> None:
-    """Refuse heads that cannot be rotated in this way."""
+    """Refuse heads that cannot be rotated."""
     as_count("head_dim", head_dim)
     if rope.rotary_dim is None and head_dim % 2:
         raise Refusal("head_dim", "be even for RoPE", head_dim=head_dim)
@@ -205,17 +205,17 @@ def check_rotated(head_dim: int, rope: Rope) -> None:
 
 
 def check_rope(rope: object) -> None:
-    """Refuse what is not a `Rope`, as the base of its frequencies is not.
+    """Refuse anything but a `Rope`, such as a bare theta.
 
     Raises:
-        TypeError: if it is not one.
+        TypeError: if it is anything else.
     """
     if not isinstance(rope, Rope):
         raise WrongType("rope", "be a Rope", rope=rope)
 
 
 def position_shapes(batch_size: int, seq_len: int, rope: Rope | None) -> str:
-    """The shapes that positions may have, in words."""
+    """Return the permitted shapes of positions, as text."""
     plain = f"(B or 1, T) = ({batch_size} or 1, {seq_len})"
     if rope is None or rope.sections is None:
         return plain

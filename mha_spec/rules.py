@@ -1,4 +1,4 @@
-"""The rules of plain values: what one must be, the words of a refusal, and the Python value that JSON can hold."""
+"""Validation of plain values; the results are Python values that JSON can represent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mha_spec.refusal import Refusal, WrongType
 
 
 def as_count(name: str, value: object, minimum: int = 1) -> int:
-    """An integer of at least `minimum`.
+    """Return an integer of at least `minimum`.
 
     Raises:
         TypeError: if it is not an integer.
@@ -28,7 +28,7 @@ def as_count(name: str, value: object, minimum: int = 1) -> int:
 
 
 def as_boolean(name: str, value: object) -> bool:
-    """True or False.
+    """Return True or False.
 
     Raises:
         TypeError: if it is neither.
@@ -39,10 +39,10 @@ def as_boolean(name: str, value: object) -> bool:
 
 
 def as_number(name: str, value: object) -> float:
-    """A real number.
+    """Return a real number.
 
     Raises:
-        TypeError: if it is not one.
+        TypeError: if it is anything else.
         ValueError: if it is an integer beyond the largest float.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
@@ -54,20 +54,20 @@ def as_number(name: str, value: object) -> float:
 
 
 def as_factor(name: str, value: object) -> float:
-    """A positive, finite number.
+    """Return a positive, finite number.
 
     Raises:
         TypeError: if it is not a number.
         ValueError: if it is not positive, or not finite.
     """
     factor = as_number(name, value)
-    if not 0.0 < factor < math.inf:  # JSON has neither infinity nor NaN
+    if not 0.0 < factor < math.inf:  # JSON cannot represent infinity or NaN
         raise Refusal(name, "be positive and finite", {name: factor})
     return factor
 
 
 def as_rate(name: str, value: object) -> float:
-    """A probability below 1.
+    """Return a probability below 1.
 
     Raises:
         TypeError: if it is not a number.
@@ -80,22 +80,22 @@ def as_rate(name: str, value: object) -> float:
 
 
 def as_one_of(name: str, value: Any, options: Sequence[object]) -> Any:
-    """One of some words.
+    """Return one of the options.
 
     Raises:
-        ValueError: if it is none of them.
+        ValueError: if it is not an option.
     """
-    if not isinstance(value, (str, NoneType)) or value not in options:  # an array has no answer to `in`
+    if not isinstance(value, (str, NoneType)) or value not in options:  # `in` is ambiguous for an array
         raise Refusal(name, f"be one of {list(options)}", {name: value})
     return value
 
 
 def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
-    """Refuse query heads that do not divide into groups of equal size, one for each key/value head.
+    """Refuse query heads that do not form groups of equal size, one per key/value head.
 
     Raises:
         TypeError: if a number of heads is not an integer.
-        ValueError: if one is below 1, or the number of query heads is not a multiple of that of key/value heads.
+        ValueError: if one is below 1, or num_heads is not a multiple of num_kv_heads.
     """
     as_count("num_heads", num_heads)
     as_count("num_kv_heads", num_kv_heads)
@@ -109,17 +109,17 @@ def merged_shapes(
     """Return the shape to broadcast an array to, and the one to reshape it to, with one batch axis.
 
     Args:
-        name: argument that is refused if its batch axes do not fit.
+        name: name of the argument, for the error.
         shape: shape of the array, batch axes first.
         axes: batch axes of the query.
-        kept: letters of the axes after them.
-        is_exact: refuse an array with other batch axes; by default they need only broadcast.
+        kept: letters of the other axes.
+        is_exact: require the batch axes of the query; by default they need only broadcast.
     """
     letters = kept.split()
     first = max(len(shape) - len(letters), 0)
     own, rest = shape[:first], shape[first:]
     fits = len(own) <= len(axes) and all(a == 1 or a == b for a, b in zip(own[::-1], axes[::-1], strict=False))
-    # One by one: a compiler that knows lengths as symbols compares no tuples of them.
+    # One by one: torch.compile with symbolic lengths cannot compare tuples of them.
     is_same = len(own) == len(axes) and all(a == b for a, b in zip(own, axes, strict=True))
     if not fits or (is_exact and not (is_same and len(rest) == len(letters))):
         rule = f"{'have shape' if is_exact else 'broadcast to'} ({', '.join(map(str, (*axes, *letters)))})"

@@ -1,7 +1,7 @@
-"""How RoPE's frequencies are scaled for longer contexts than those of the first training: a record for each kind.
+"""Scalings of RoPE's frequencies for contexts longer than those of pre-training.
 
-All are float32, each step rounded, in the order in which Hugging Face's transformers takes them: so the models were
-released. In float64 they are others, by up to 35 units in the last place where terms cancel. Powers are rounded once.
+All are float32 and round each step, in the order of Hugging Face's transformers, with which the models were released.
+Results in float64 would differ by up to 35 units in the last place if terms cancel. Powers are rounded once.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from mha_spec.rules import as_boolean, as_count, as_number
 
 
 def exponents(count: int, features: int) -> np.ndarray:
-    """2 i / features of the first `count` pairs: float32, (count,)."""
+    """Return 2 i / features of the first `count` pairs: float32, (count,)."""
     return 2.0 * np.arange(count, dtype=np.float32) / np.float32(features)
 
 
 def powers(theta: float, to: np.ndarray) -> np.ndarray:
-    """Return theta to the power of each exponent, each the nearest of float32."""
+    """Return theta to the power of each exponent, rounded to the nearest float32."""
     return (np.float64(np.float32(theta)) ** to.astype(np.float64)).astype(np.float32)
 
 
 def unscaled_frequencies(theta: float, count: int, features: int) -> np.ndarray:
-    """The first `count` of the frequencies theta ** (-2 i / features): float32, (count,)."""
+    """Return the first `count` frequencies theta ** (-2 i / features): float32, (count,)."""
     return 1.0 / powers(theta, exponents(count, features))
 
 
 @dataclass(frozen=True, repr=False)
 class Scaling(Record):
-    """A kind of scaling; what it holds are numbers, so that it is hashable and JSON can have it."""
+    """Base class of RoPE scalings; numeric fields only, so that it is hashable and serializable."""
 
     kind: str = field(default="", init=False)
 
     def frequencies(self, theta: float, features: int, length: int) -> np.ndarray:
-        """Of the pairs of `features` features in a call whose last position is length - 1: float32, (features/2,)."""
+        """Return the frequencies of `features` features if the last position is length - 1: float32, (features/2,)."""
         raise NotImplementedError
 
     def amplitude(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Return the factor of cosines and sines."""
         return 1.0
 
     def check(self, theta: float, features: int) -> None:
-        """Refuse a base or a number of rotated features that it is not defined for.
+        """Refuse a base or a number of rotated features for which the scaling is undefined.
 
         Raises:
-            ValueError: if it is not defined.
+            ValueError: if the scaling is undefined.
         """
 
     def _set(self, **values: object) -> None:
@@ -60,10 +60,10 @@ class Scaling(Record):
 
 @dataclass(frozen=True, repr=False)
 class LinearScaling(Scaling):
-    """Position interpolation: every frequency is divided by the factor.
+    """Position interpolation: divide every frequency by the factor.
 
     Attributes:
-        factor: how many times longer the context is.
+        factor: extension of the context, new length / old length.
 
     Raises:
         TypeError: if the factor is not a number.
@@ -84,13 +84,13 @@ class LinearScaling(Scaling):
 
 @dataclass(frozen=True, repr=False)
 class DynamicScaling(Scaling):
-    """Dynamic NTK: a base that grows with the length of the call, once that is above the original length.
+    """Dynamic NTK: the base grows with the length of the call beyond the original length.
 
-    The base is theta * growth ** (d / (d - 2)), d being the number of rotated features.
+    The base is theta * growth ** (d / (d - 2)), where d is the number of rotated features.
 
     Attributes:
-        factor: how many times longer the context is.
-        original_length: the length up to which nothing is scaled.
+        factor: extension of the context, new length / old length.
+        original_length: length up to which nothing is scaled.
 
     Raises:
         TypeError: if factor is not a number, or original_length not an integer.
@@ -109,7 +109,7 @@ class DynamicScaling(Scaling):
         )
 
     def base(self, theta: float, features: int, length: Any) -> Any:
-        """Of the frequencies in a call of that length, above the original: of a number or an array of any framework."""
+        """Return the base for calls of a length above the original: a number, or an array of any framework."""
         growth = self.factor * (length - self.original_length) / self.original_length + 1.0
         return theta * growth ** (features / (features - 2))
 
@@ -124,13 +124,13 @@ class DynamicScaling(Scaling):
 
 @dataclass(frozen=True, repr=False)
 class Llama3Scaling(Scaling):
-    """Low frequencies are divided by the factor, high ones kept, those between interpolated by their wavelength.
+    """Llama 3: divide low frequencies by the factor, keep high ones, and interpolate in between by wavelength.
 
     Attributes:
-        factor: how many times longer the context is: 8 in Llama 3.1, 32 in Llama 3.2.
-        original_length: of the contexts of the first training, 8192 in Llama 3.
-        low_freq_factor: wavelengths above original_length / low_freq_factor are scaled in full.
-        high_freq_factor: those below original_length / high_freq_factor are not scaled.
+        factor: extension of the context: 8 in Llama 3.1, 32 in Llama 3.2.
+        original_length: context length of pre-training, 8192 in Llama 3.
+        low_freq_factor: wavelengths above original_length / low_freq_factor are fully scaled.
+        high_freq_factor: wavelengths below original_length / high_freq_factor are not scaled.
 
     Raises:
         TypeError: if a factor is not a number, or original_length not an integer.
@@ -170,22 +170,22 @@ class Llama3Scaling(Scaling):
 
 @dataclass(frozen=True, repr=False)
 class YarnScaling(Scaling):
-    """YaRN: frequencies that turn seldom in the original context are divided by the factor, a ramp between.
+    """YaRN: divide frequencies with few turns in the original context by the factor, with a ramp in between.
 
     Attributes:
-        factor: how many times longer the context is.
-        original_length: of the contexts of the first training.
-        beta_fast: pairs that turn more often than that in the original context are not scaled.
-        beta_slow: those that turn less often are scaled in full.
-        truncate: the ends of the ramp are rounded outwards to whole pairs; gpt-oss does not.
-        attention_factor: what cosines and sines are multiplied by; from the factor when left out.
-        mscale, mscale_all_dim: together, in place of 0.1 * ln(factor) + 1, the ratio of that number with the logarithm
-            times mscale to the same with mscale_all_dim (DeepSeek).
+        factor: extension of the context, new length / old length.
+        original_length: context length of pre-training.
+        beta_fast: pairs with more turns than this in the original context are not scaled.
+        beta_slow: pairs with fewer turns than this are fully scaled.
+        truncate: round the ends of the ramp outwards to whole pairs; False in gpt-oss.
+        attention_factor: factor of cosines and sines; default: derived from `factor`.
+        mscale, mscale_all_dim: replace 0.1 * ln(factor) + 1 by the ratio of 0.1 * mscale * ln(factor) + 1 to 0.1 *
+            mscale_all_dim * ln(factor) + 1 (DeepSeek).
 
     Raises:
-        TypeError: if a number is none, original_length not an integer, or truncate not a boolean.
+        TypeError: if a number has another type, original_length is not an integer, or truncate not a boolean.
         ValueError: if a number is not positive and finite, beta_fast not above beta_slow, only one of mscale and
-            mscale_all_dim is given, or they and attention_factor.
+            mscale_all_dim is set, or both and attention_factor.
 
     Source: arXiv:2309.00071.
     """
@@ -227,7 +227,7 @@ class YarnScaling(Scaling):
         return 1.0 / (self.factor * divisors) * (1.0 - kept) + 1.0 / divisors * kept
 
     def ramp(self, theta: float, features: int) -> tuple[float, float]:
-        """Return the pair up to which nothing is scaled, and the pair from which all is."""
+        """Return the last pair that is not scaled and the first that is fully scaled."""
         low, high = self._pair_of(self.beta_fast, theta, features), self._pair_of(self.beta_slow, theta, features)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -235,7 +235,7 @@ class YarnScaling(Scaling):
         return low, high + 0.001 if low == high else high
 
     def _pair_of(self, turns: float, theta: float, features: int) -> float:
-        """The pair, as a real number, that turns so often in the original context."""
+        """Return the fractional index of the pair with this many turns in the original context."""
         return features * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     def amplitude(self) -> float:
@@ -247,7 +247,7 @@ class YarnScaling(Scaling):
 
     @property
     def score_factor(self) -> float:
-        """What scores are multiplied by where the scale of a layer has mscale_all_dim in it, as DeepSeek's has."""
+        """Factor of the scores if mscale_all_dim is part of the layer's scale, as in DeepSeek."""
         return 1.0 if self.mscale_all_dim is None else self._amplitude_by(self.mscale_all_dim) ** 2
 
     def _amplitude_by(self, mscale: float) -> float:
@@ -260,18 +260,18 @@ class YarnScaling(Scaling):
 
 @dataclass(frozen=True, repr=False)
 class LongRopeScaling(Scaling):
-    """LongRoPE: each frequency is divided by a factor of its own, of one set in short calls, of another in long ones.
+    """LongRoPE: divide each frequency by its own factor, from one list for short calls and another for long ones.
 
     Attributes:
-        factor: how many times longer the context is: the new length / original_length.
-        original_length: the length of a call from which on, that length left out, the long set is taken.
-        short_factors, long_factors: one number for each pair.
-        attention_factor: what cosines and sines are multiplied by; sqrt(1 + ln(factor) / ln(original_length)), or 1
-            where the factor is at most 1, when left out.
+        factor: extension of the context: new length / original_length.
+        original_length: longest call that uses the short list.
+        short_factors, long_factors: one number per pair.
+        attention_factor: factor of cosines and sines; default: sqrt(1 + ln(factor) / ln(original_length)), or 1 if
+            factor is at most 1.
 
     Raises:
         TypeError: if a factor is not a number, or original_length not an integer.
-        ValueError: if one is not positive and finite, the two sets differ in length, or original_length is 1.
+        ValueError: if one is not positive and finite, the two lists differ in length, or original_length is 1.
 
     Source: arXiv:2402.13753; Phi-3 and Phi-4.
     """
@@ -317,13 +317,13 @@ class LongRopeScaling(Scaling):
 
 @dataclass(frozen=True, repr=False)
 class ProportionalScaling(Scaling):
-    """Only the first of all pairs of a head are rotated, by the frequencies that they have in the whole head.
+    """Rotate only the first pairs of a head, with their frequencies in the whole head.
 
-    Partial RoPE (`Rope.rotary_dim`) is another thing: its pairs and its exponents are those of a smaller head.
+    Partial RoPE (`Rope.rotary_dim`) differs: it has the pairs and exponents of a smaller head.
 
     Attributes:
-        fraction: int(fraction * H / 2) pairs are rotated; the frequencies of the others are 0.
-        factor: what the frequencies are divided by.
+        fraction: int(fraction * H / 2) pairs are rotated; the other frequencies are 0.
+        factor: divisor of the frequencies.
 
     Raises:
         TypeError: if one is not a number.
@@ -356,11 +356,11 @@ SCALINGS: dict[str, type[Scaling]] = {
     "longrope": LongRopeScaling,
     "proportional": ProportionalScaling,
 }
-"""The kinds by the names that JSON has for them, which are those of Hugging Face's configurations."""
+"""Scalings by their names in JSON, which are those of Hugging Face's configurations."""
 
 
 def _positive(name: str, value: object) -> float:
     number = as_number(name, value)
-    if not 0.0 < number < math.inf:  # JSON has neither infinity nor NaN
+    if not 0.0 < number < math.inf:  # JSON cannot represent infinity or NaN
         raise Refusal(name, "be positive and finite", {name: value})
     return number

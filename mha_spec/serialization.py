@@ -1,4 +1,4 @@
-"""Specifications as JSON text, and records made of it."""
+"""Conversion of specifications to and from JSON."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 def to_json(spec: Record) -> str:
-    """All fields of a specification as a JSON object, derived sizes included."""
+    """Return all fields of a specification as a JSON object, including derived sizes."""
     return json.dumps(asdict(spec), sort_keys=True, allow_nan=False)
 
 
 def from_json(kind: type[RecordT], text: str) -> RecordT:
-    """A specification, of the class `kind`, that `to_json` wrote.
+    """Return a specification of class `kind` from the text of `to_json`.
 
     Raises:
         ValueError: if the text is not a JSON object of its fields.
@@ -37,7 +37,7 @@ def from_json(kind: type[RecordT], text: str) -> RecordT:
     values: Any = json.loads(text)
     if not isinstance(values, dict):
         raise Refusal("a specification", "be a JSON object", repr(text[:80]))
-    if "rope_theta" in values and "rope" not in values:  # as files had it before `Rope`
+    if "rope_theta" in values and "rope" not in values:  # older files
         theta = values.pop("rope_theta")
         values["rope"] = None if theta is None else {"theta": theta}
     if values.get("rope") is not None:
@@ -61,7 +61,7 @@ def _rope_from(values: object) -> Rope:
 
 
 def _from_fields(what: str, kind: type[RecordT], values: object) -> RecordT:
-    """A record of fields that JSON has; anything but an object of just these is refused."""
+    """Return a record from a JSON object that has exactly its fields."""
     if not isinstance(values, dict):
         raise Refusal(what, "be a JSON object", {what: values})
     known = {field.name for field in fields(kind) if field.init}

@@ -1,4 +1,4 @@
-"""Which heads of a layer each of several ranks has, and where its weights have them.
+"""Division of a layer's heads among ranks, and the axis of heads in each weight.
 
 Source: Megatron-LM, arXiv:1909.08053, section 3.
 """
@@ -16,16 +16,16 @@ OF_QUERIES: dict[str, int] = dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "
 OF_QUERIES["context_norm"] = ROWS
 OF_QUERIES |= {"out_proj": COLUMNS, "relative_bias": COLUMNS}
 OF_KEYS: dict[str, int] = dict.fromkeys(("k_proj", "v_proj", "k_norm", "v_norm"), ROWS)
-"""What has something for each query head, or each key/value head, and on which axis. With latents, which every query
-head expands for itself, the two are the same heads."""
+"""Weights with a part for each query head, or for each key/value head, and the axis of these parts. With latents, each
+query head has its own keys and values."""
 
 
 class Held(NamedTuple):
-    """The heads of a rank, by their numbers in the whole layer.
+    """Local heads of a rank, by their indices in the whole layer.
 
     Attributes:
-        queries: its query heads, neighbours.
-        keys: the key/value heads that these see, one for each group of its own.
+        queries: consecutive query heads.
+        keys: their key/value heads, one per local group.
     """
 
     queries: range
@@ -33,11 +33,11 @@ class Held(NamedTuple):
 
 
 def local_heads(spec: AttentionSpec, size: int, rank: int) -> Held:
-    """The heads of one of so many ranks, whose number divides that of the query heads.
+    """Return the heads of one of `size` ranks; `size` divides the number of query heads.
 
-    Where there are fewer key/value heads than ranks, several ranks have the same one. Where neither number divides the
-    other, a rank's query heads are in parts of several groups; a key/value head then stands for as many of them as all
-    parts can be cut into, and may be there twice.
+    With fewer key/value heads than ranks, several ranks share one. If neither number divides the other, a rank has
+    parts of several groups. Its groups are then the largest equal ones that all parts divide into, and a key/value head
+    may occur twice.
     """
     count, group = spec.num_heads // size, spec.num_heads // spec.num_kv_heads
     queries = range(rank * count, (rank + 1) * count)
@@ -45,7 +45,7 @@ def local_heads(spec: AttentionSpec, size: int, rank: int) -> Held:
 
 
 def axis_of_heads(name: str, spec: AttentionSpec) -> int | None:
-    """The axis of a canonical weight on which its heads lie, one after the other; None for one that has none."""
+    """Return the axis of heads in a canonical weight, or None."""
     part = name.partition(".")[0]
     norm = spec.norms.get(part)
     if name == OUT_BIAS or (norm is not None and norm.over == "head" and not norm.per_head):

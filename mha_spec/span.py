@@ -1,4 +1,4 @@
-"""How far a query sees: a sliding window, or a chunk. What of the keys it may see by causality is another matter."""
+"""Local attention span (sliding window or chunks), independent of causality."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from mha_spec.rules import as_count
 
 
 class Span(NamedTuple):
-    """The places, among the keys, that a query may see by its own.
+    """Keys that a query may attend to, by position.
 
     Attributes:
-        window_size: a query sees keys less than this many places away, so many up to its own place; or None.
-        chunk_size: a query sees the keys of its own chunk, the chunks being so many places long; or None.
+        window_size: queries attend to keys less than this many positions away; or None.
+        chunk_size: queries attend to keys of their own chunk of this many positions; or None.
 
     Source: windows as in Longformer, arXiv:2004.05150, section 3.1, and Mistral 7B, arXiv:2310.06825, section 2; chunks
     as in Llama 4.
@@ -23,24 +23,24 @@ class Span(NamedTuple):
     chunk_size: int | None = None
 
     def first(self, places: Any) -> Any:
-        """The first key that is seen from a place, perhaps before the first that there is; of integers or arrays."""
+        """Return the first key that a query at a position attends to, possibly below 0; for integers or arrays."""
         if self.chunk_size is not None:
             return places // self.chunk_size * self.chunk_size
         return places - (self.window_size or 0) + 1
 
     def stop(self, places: Any) -> Any:
-        """The key after the last that is seen from a place, perhaps beyond the last that there is."""
+        """Return the key after the last that a query at a position attends to, possibly beyond the last key."""
         if self.chunk_size is not None:
             return self.first(places) + self.chunk_size
         return places + (self.window_size or 0)
 
 
 def span_of(window_size: int | None, chunk_size: int | None) -> Span | None:
-    """How far a query sees; None where that is everything.
+    """Return the attention span, or None for all keys.
 
     Raises:
         TypeError: if a size is not an integer.
-        ValueError: if a size is below 1, or there are both.
+        ValueError: if a size is below 1, or both are set.
     """
     for name, size in (("window_size", window_size), ("chunk_size", chunk_size)):
         if size is not None:

@@ -1,4 +1,4 @@
-"""The temperature of queries: what they are multiplied by, by their positions, so that long contexts stay sharp."""
+"""Position-dependent temperature of queries, which keeps attention sharp in long contexts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from mha_spec.rules import as_count, as_factor
 
 @dataclass(frozen=True, repr=False)
 class Temperature(Record):
-    """Queries, rotated where there is RoPE, times 1 + scale * ln(1 + floor((position + first_position) / length)).
+    """Factor of queries, after RoPE: 1 + scale * ln(1 + floor((position + first_position) / length)).
 
     Attributes:
-        length: tokens after which the factor grows, and so on: that of the contexts of training.
-        scale: of the logarithm.
-        first_position: what the first token counts as: 1 in Llama 4, 0 in Ministral 3.
+        length: number of tokens after which the factor grows each time: the context length of training.
+        scale: factor of the logarithm.
+        first_position: position of the first token: 1 in Llama 4, 0 in Ministral 3.
 
     Raises:
         TypeError: if length or first_position is not an integer, or scale not a number.
         ValueError: if length is below 1, first_position below 0, or scale not positive and finite.
 
-    Source: Scalable-Softmax, arXiv:2501.19399, as Llama 4 has it.
+    Source: Scalable-Softmax, arXiv:2501.19399, in the form of Llama 4.
     """
 
     length: int
@@ -36,10 +36,10 @@ class Temperature(Record):
 
 
 def check_temperature(temperature: object) -> None:
-    """Refuse what is not a `Temperature`.
+    """Refuse anything but a `Temperature`.
 
     Raises:
-        TypeError: if it is not one.
+        TypeError: if it is anything else.
     """
     if not isinstance(temperature, Temperature):
         raise WrongType("temperature", "be a Temperature", temperature=temperature)

@@ -1,4 +1,4 @@
-"""Small functions of arrays that the others share."""
+"""Array helpers."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -13,12 +13,12 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def at_least_float32(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return x in the dtype of sums: float64 stays, anything narrower becomes float32."""
+    """Return x in float32, or unchanged if it is float64."""
     return x if x.dtype == torch.float64 else x.to(torch.float32)
 
 
 def values_of(x: Tensor) -> Any:
-    """Return the values of x as Python's; None if unknown: in a graph, on meta, of a fake, under vmap."""
+    """Return `x.tolist()`, or None if values are unavailable (compiling, meta, fake, vmap)."""
     if is_graph():
         return None
     try:
@@ -28,60 +28,60 @@ def values_of(x: Tensor) -> Any:
     first = values
     while isinstance(first, list) and first:
         first = first[0]
-    return values if isinstance(first, (bool, int, float, list)) else None  # a fake tensor may give symbols
+    return values if isinstance(first, (bool, int, float, list)) else None  # a fake tensor may return symbols
 
 
 def is_graph() -> bool:
-    """Return whether operations are compiled or captured in a CUDA graph: then a look at values is impossible."""
-    if torch.compiler.is_compiling():  # first, because a compiler cannot trace what follows
+    """Return whether operations are being compiled or captured in a CUDA graph, which rules out reading values."""
+    if torch.compiler.is_compiling():  # first, because the compiler cannot trace the rest
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def constant(x: np.ndarray, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an array on the device of a tensor. On a GPU it is kept: a copy waits, and a CUDA graph allows none."""
+    """Return an array on the device of a tensor; cached on a GPU, where a copy synchronizes and breaks CUDA graphs."""
     if like.is_cuda and type(like) in _PLAIN and not (torch.compiler.is_compiling() or is_transformed()):
         return _on_gpu(x.tobytes(), x.dtype, dtype, like.device).view(x.shape)
     return torch.as_tensor(x, dtype=dtype, device=like.device)
 
 
-@cache  # for good, because a CUDA graph keeps the address
+@cache  # forever, because a CUDA graph keeps the address
 def _on_gpu(x: bytes, dtype: np.dtype, dtype_there: torch.dtype | None, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # else autograd would refuse it later
+    with torch.inference_mode(False):  # autograd rejects inference tensors
         return torch.tensor(np.frombuffer(x, dtype), dtype=dtype_there, device=device)
 
 
 def is_transformed() -> bool:
-    """Return whether `vmap` or its like, or a mode such as that of fake tensors, stands in for operations."""
+    """Return whether a transform such as `vmap`, or a mode such as that of fake tensors, intercepts operations."""
     stack = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
     return stack() is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Return a context without autocast, on devices that have it: not on meta."""
+    """Return a context without autocast. Devices such as meta have none."""
     return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
 
 
 def is_autocast_on(device: torch.device) -> bool:
-    """Whether autocast narrows what is computed on a device; some, such as meta, have none."""
+    """Return whether autocast is on for a device. Devices such as meta have none."""
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def needs_gradient(*arrays: Tensor) -> bool:
-    """Return whether a gradient of any of these is asked for."""
+    """Return whether any of these requires a gradient."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
 
 
 def is_distributed(x: object) -> bool:
-    """Return whether x is a DTensor, of which each process has a part."""
-    return type(x) not in _PLAIN and hasattr(type(x), "to_local")  # of the type, which a compiler asks, too
+    """Return whether x is a DTensor."""
+    return type(x) not in _PLAIN and hasattr(type(x), "to_local")  # of the type, because torch.compile evaluates it
 
 
 def replicate_like(x: Tensor, other: Tensor) -> Tensor:
-    """Return x, which all processes have, as a DTensor if another tensor is one."""
+    """Return x, which is equal on all ranks, as a replicated DTensor if another tensor is a DTensor."""
     if not is_distributed(other):
         return x
-    from torch.distributed.tensor import DTensor, Replicate  # not imported unless something is distributed
+    from torch.distributed.tensor import DTensor, Replicate  # imported only if something is distributed
 
     mesh = other.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)

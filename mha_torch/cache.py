@@ -1,4 +1,4 @@
-"""The cache of keys and values: a value of fixed capacity, how it is filled, and its checks.
+"""Key/value cache of fixed capacity.
 
 Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
 Hv value_head_dim, E d_model.
@@ -21,46 +21,46 @@ from mha_torch.masks import Mask, as_lengths
 
 
 class Cache:
-    """Slots, of which each sequence has filled the first few: what caches of both kinds have.
+    """Base class of caches: a fixed number of slots per sequence, filled from the front.
 
     Attributes:
-        lengths: number of tokens each sequence has cached, (B,), int32.
+        lengths: number of cached tokens of each sequence, (B,), int32.
     """
 
     lengths: Int[Tensor, " B"]
 
     @property
     def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
-        """What is cached, by name; all but the lengths."""
+        """Cached arrays by name, without the lengths."""
         raise NotImplementedError
 
     @property
     def capacity(self) -> int:
-        """Number of slots of each sequence."""
+        """Number of slots per sequence."""
         return next(iter(self.slots.values())).shape[2]
 
     def with_slots(self, slots: Iterable[Float[Tensor, "B K S W"]], lengths: Int[Tensor, " B"]) -> Self:
-        """A cache of the same kind that holds something else.
+        """Return a cache of the same type with other contents.
 
         Args:
-            slots: what it holds, in the order of `slots`.
-            lengths: number of tokens each sequence has cached, (B,).
+            slots: cached arrays, in the order of `slots`.
+            lengths: number of cached tokens of each sequence, (B,).
         """
         kind: Any = type(self)
         return kind(*slots, lengths)
 
     def reorder(self, indices: Int[Tensor, " C"] | Sequence[int]) -> Self:
-        """A cache of the sequences with these indices, in this order; one may be taken more than once, or not at all.
+        """Return a cache of the sequences with these indices, in this order; indices may repeat.
 
         Args:
-            indices: which sequences, each 0..B - 1, (B',).
+            indices: sequences, each in 0..B - 1, (B',).
 
         Returns:
-            A cache of B' sequences, with storage of its own.
+            Cache of B' sequences, with its own storage.
 
         Raises:
             TypeError: if the indices are not integers.
-            ValueError: if an index lies outside 0..B - 1, where it is known.
+            ValueError: if an index is known and lies outside 0..B - 1.
         """
         check_lengths("indices", indices, None, self.lengths.shape[0] - 1)
         indices = as_lengths(indices, self.lengths.device)
@@ -68,13 +68,13 @@ class Cache:
         return self.with_slots(slots, self.lengths.index_select(0, indices))
 
     def repeat(self, repeats: int) -> Self:
-        """A cache that holds each sequence `repeats` times, side by side, as the beams of a search.
+        """Return a cache with each sequence `repeats` times in a row, as for beam search.
 
         Args:
-            repeats: how many times, at least once.
+            repeats: number of copies, at least 1.
 
         Returns:
-            A cache of B * repeats sequences, with storage of its own.
+            Cache of B * repeats sequences, with its own storage.
 
         Raises:
             TypeError: if `repeats` is not an integer.
@@ -85,13 +85,13 @@ class Cache:
         return self.with_slots(slots, self.lengths.repeat_interleave(repeats, dim=0))
 
     def grow(self, capacity: int) -> Self:
-        """A cache of the same tokens with more slots.
+        """Return a cache of the same tokens with more slots.
 
         Args:
-            capacity: number of slots of each sequence, at least as many as there are.
+            capacity: new number of slots per sequence, at least the current one.
 
         Returns:
-            A cache of that capacity, with storage of its own.
+            Cache of that capacity, with its own storage.
 
         Raises:
             TypeError: if the capacity is not an integer.
@@ -102,17 +102,17 @@ class Cache:
         return self.with_slots((F.pad(x, added) for x in self.slots.values()), self.lengths.clone())
 
     def crop(self, lengths: Int[Tensor, " B"] | Sequence[int] | int) -> Self:
-        """A cache of the first tokens of each sequence only; the slots of the others hold nothing again.
+        """Truncate each sequence to `lengths` and clear the freed slots.
 
         Args:
-            lengths: number of tokens to keep, of every sequence or of each, (B,); as many as there are at most.
+            lengths: number of tokens to keep, at most the cached ones, for all sequences or each, (B,).
 
         Returns:
-            A cache of the same capacity, with storage of its own.
+            Cache of the same capacity, with its own storage.
 
         Raises:
             TypeError: if the lengths are not integers.
-            ValueError: if a length is negative or above that of its sequence, where they are known.
+            ValueError: if a length is negative or above that of its sequence, and both are known.
         """
         batch_size, held = self.lengths.shape[0], values_of(self.lengths)
         if isinstance(lengths, int):
@@ -126,14 +126,14 @@ class Cache:
         return self.with_slots((x.masked_fill(is_free, 0.0) for x in self.slots.values()), new_lengths)
 
 
-@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+@dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
 class KVCache(Cache):
-    """Keys and values of the tokens seen so far, in slots of which each sequence has filled the first few.
+    """Keys and values of all tokens so far.
 
     Attributes:
-        keys, values: (B, K, capacity, H) and (B, K, capacity, Hv); keys after RoPE. A slot at or beyond its sequence's
-            length holds nothing.
-        lengths: number of tokens each sequence has cached, (B,), int32.
+        keys, values: (B, K, capacity, H) and (B, K, capacity, Hv); keys after RoPE. Slots at or beyond the length of
+            their sequence are empty.
+        lengths: number of cached tokens of each sequence, (B,), int32.
     """
 
     keys: Float[Tensor, "B K S H"]
@@ -142,7 +142,7 @@ class KVCache(Cache):
 
     @property
     def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
-        """What is cached, by name; all but the lengths."""
+        """Cached arrays by name, without the lengths."""
         return {"keys": self.keys, "values": self.values}
 
 
@@ -159,16 +159,16 @@ def init_cache(
     value_head_dim: int | None = None,
     device: torch.device | str | None = None,
 ) -> KVCache:
-    """An empty cache: zeros in every slot, every length 0.
+    """Return an empty cache: all slots and lengths are 0.
 
     Args:
         batch_size: number of sequences, B.
         num_kv_heads: number of key/value heads, K.
-        capacity: number of slots of each sequence.
+        capacity: number of slots per sequence.
         head_dim: features of a head, H.
         dtype: floating-point dtype of keys and values.
-        value_head_dim: features of a head's values, Hv; head_dim when absent.
-        device: where the cache lies.
+        value_head_dim: value features per head, Hv; default: head_dim.
+        device: device of the cache.
 
     Raises:
         TypeError: if a size is not an integer or the dtype not floating point.
@@ -196,22 +196,23 @@ def append_to_cache(
     *,
     new_lengths: Int[Tensor, " B"] | Sequence[int] | None = None,
 ) -> KVCache:
-    """Append the keys and values of new tokens to those in the cache.
+    """Append the keys and values of new tokens to the cache.
 
     Args:
-        cache: holds `cache.lengths` tokens. Do not use it afterwards; under `torch.no_grad()` its storage is reused,
-            unless sequences share it (`expand`), or it was made in inference mode and this is not: then it is copied.
+        cache: contains `cache.lengths` tokens. Do not use it afterwards: under `torch.no_grad()` its storage is reused.
+            It is copied if sequences share storage (`expand`), or if it was created in inference mode and this call is
+            not.
         key, value: (B, K, T, H) and (B, K, T, Hv), in the cache's dtype.
-        new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding and is
-            not cached. Default: all.
+        new_lengths: number of real tokens of each sequence, 0..T, (B,); the rest is right padding, which is not cached.
+            Default: all.
 
     Returns:
-        The cache, holding `cache.lengths + new_lengths` tokens.
+        Cache with `cache.lengths + new_lengths` tokens.
 
     Raises:
         TypeError: if the dtypes differ or the lengths are not integers.
-        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
-            (Where lengths are not known, as in a compiled graph, a sequence whose tokens do not fit stays as it was.)
+        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then unchanged. (If lengths
+            are unknown, as in a compiled graph, a sequence whose tokens do not fit is left unchanged instead.)
     """
     lengths = check_appended(cache, key, value, new_lengths)
     return append_checked(cache, (key, value), new_lengths, lengths)
@@ -223,7 +224,7 @@ def append_checked(
     new_lengths: Tensor | Sequence[int] | None,
     lengths: list[int] | None,
 ) -> CacheT:
-    """`append_to_cache` without its checks, of what goes into each tensor of slots, and lengths where all are known."""
+    """Append new tokens to each tensor of slots, without checks; `lengths` if all are known."""
     (batch_size, _, seq_len, _), device = new[0].shape, new[0].device
     if new_lengths is not None:
         new_lengths = as_lengths(new_lengths, device).to(cache.lengths.dtype)
@@ -240,7 +241,7 @@ def append_checked(
     token = torch.arange(seq_len, device=device)
     if new_lengths is None:
         rows, slots = torch.arange(batch_size, device=device)[:, None], cache.lengths[:, None] + token  # (B, T)
-        if lengths is None:  # in a compiled graph: where there is no room, slots get what they have
+        if lengths is None:  # in a compiled graph: a full sequence rewrites its own contents
             fits, slots = has_room(cache, seq_len, seq_len), slots.clamp(max=cache.capacity - 1)
             added, old = added * fits.to(cache.lengths.dtype), (x[rows, :, slots].transpose(1, 2) for x in held)
             new = tuple(torch.where(fits[:, None, None, None], y, x) for x, y in zip(old, new, strict=True))
@@ -255,10 +256,10 @@ def append_checked(
 
 
 def _append_unknown(cache: CacheT, new: tuple[Tensor, ...], added: Tensor | int) -> CacheT:
-    """The same without looking at a length: every slot is either kept or given its new token."""
+    """Append without reading lengths: each slot keeps its token or gets a new one."""
     seq_len, device = new[0].shape[2], new[0].device
     added = torch.where(has_room(cache, seq_len, added), added, 0).to(cache.lengths.dtype)
-    token = torch.arange(cache.capacity, device=device) - cache.lengths[:, None]  # that a slot is given, (B, S)
+    token = torch.arange(cache.capacity, device=device) - cache.lengths[:, None]  # that each slot would get, (B, S)
     is_new = ((token >= 0) & (token < added[:, None]))[:, None, :, None]
     index = token.clamp(0, seq_len - 1)[:, None, :, None]
     slots = (
@@ -269,14 +270,14 @@ def _append_unknown(cache: CacheT, new: tuple[Tensor, ...], added: Tensor | int)
 
 
 def has_room(cache: Cache, seq_len: int, added: Tensor | int) -> Tensor:
-    """Whether a sequence has as many slots left, (B,)."""
+    """Return whether each sequence has that many free slots, (B,)."""
     fits = cache.lengths + added <= cache.capacity
     return fits if isinstance(added, int) else fits & (added >= 0) & (added <= seq_len)
 
 
 def _writable(x: Tensor) -> Tensor:
-    """x, or a copy of it where it must not be written to."""
-    if torch.is_grad_enabled():  # the graph of an earlier step may need the old contents
+    """Return x, or a copy if x must not be written to."""
+    if torch.is_grad_enabled():  # autograd may still need the old contents
         return x.clone()
     strides = x.stride()
     is_shared = 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, x.shape, strict=True))
@@ -292,13 +293,13 @@ def create_cache_mask(
     window_size: int | None = None,
     chunk_size: int | None = None,
 ) -> Bool[Tensor, "B 1 T S"]:
-    """True where a new token may not see a cache slot: every slot after its own, or beyond its window or chunk.
+    """Return a mask of the slots that each new token cannot attend to: after its own, or outside its window or chunk.
 
     Args:
-        lengths: number of tokens each sequence had cached before the new ones, (B,).
+        lengths: number of cached tokens of each sequence before the new ones, (B,).
         seq_len_q: number of new tokens, T.
         capacity: number of slots, S.
-        window_size, chunk_size: as `create_attention_mask` takes them.
+        window_size, chunk_size: see `create_attention_mask`.
 
     Returns:
         Mask that broadcasts to the scores (B, N, T, S).
@@ -323,14 +324,14 @@ def kv_cache_nbytes(
     num_layers: int = 1,
     dtype: torch.dtype,
 ) -> int:
-    """Bytes that the keys and values of all layers take: batch * heads * slots * (H + Hv) * bytes per layer.
+    """Return the bytes of all layers' keys and values: batch * heads * slots * (H + Hv) * itemsize per layer.
 
     Args:
         batch_size: number of sequences, B.
         num_kv_heads: number of key/value heads, K.
-        capacity: number of slots, or tokens, of each sequence.
+        capacity: number of slots (tokens) per sequence.
         head_dim: features of a head, H.
-        value_head_dim: features of a head's values, Hv; head_dim when absent.
+        value_head_dim: value features per head, Hv; default: head_dim.
         num_layers: number of layers.
         dtype: dtype of the cache.
 
@@ -349,7 +350,7 @@ def kv_cache_nbytes(
 def check_cache(
     cache_k: Tensor, cache_v: Tensor, key: Tensor, value: Tensor, names: tuple[str, str] = ("cache_k", "cache_v")
 ) -> None:
-    """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
+    """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be appended."""
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
         check_floating(name, x, rank=4)
         expected = (*key.shape[:2], cache_k.shape[2], new.shape[3])
@@ -361,7 +362,7 @@ def check_cache(
 
 
 def check_cached_input(x: Tensor, cache: Cache) -> None:
-    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
+    """Refuse new tokens (B, T, d_in) whose batch size is not that of the cache."""
     check_floating("x", x, rank=3)
     if x.shape[0] != cache.lengths.shape[0]:
         raise Refusal("x", "have the batch size of the cache", {"x.shape[0]": x.shape[0], "cached": len(cache.lengths)})
@@ -373,7 +374,7 @@ def check_appended(
     """Refuse new keys and values (B, K, T, H) that do not fit the cache or its capacity.
 
     Returns:
-        The lengths of the cache, where they and those of the new tokens are known.
+        Lengths of the cache, if these and those of the new tokens are known.
     """
     check_is_cache(cache, KVCache)
     check_floating("key", key, rank=4)
@@ -388,10 +389,10 @@ def check_appended(
 
 
 def check_room(cache: Cache, seq_len: int, new_lengths: Tensor | Sequence[int] | None) -> list[int] | None:
-    """Refuse more new tokens than the cache has slots left: they would be written outside of it.
+    """Refuse more new tokens than free slots: they would be written out of bounds.
 
     Returns:
-        The lengths of the cache, where they and those of the new tokens are known.
+        Lengths of the cache, if these and those of the new tokens are known.
     """
     batch_size = cache.lengths.shape[0]
     lengths = check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)

@@ -1,4 +1,4 @@
-"""Multi-head attention with a key/value cache: an argument and a result, growing or of fixed capacity.
+"""Multi-head attention with a key/value cache, growing or of fixed capacity. Caches are arguments and results.
 
 Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
 Hv value_head_dim, E d_model.
@@ -49,7 +49,7 @@ from mha_torch.projections import project_output, project_qkv
 from mha_torch.stages import check_attention
 from mha_torch.weights import Project
 
-torch.export.register_dataclass(KVCache)  # pytrees,
+torch.export.register_dataclass(KVCache)  # register as pytrees
 torch.export.register_dataclass(LatentCache)
 torch.serialization.add_safe_globals([KVCache, LatentCache])  # which torch.load reads with weights_only
 
@@ -66,21 +66,20 @@ def multi_head_attention_with_cache(
     positions: Int[Tensor, "... #B T"] | None = None,
     kernel: Kernel = fused.attend,
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B K S H"], Float[Tensor, "B K S Hv"]]:
-    """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
+    """Causal self-attention of new tokens over all tokens so far, with a cache that grows by concatenation.
 
-    The plain definition of a cache; `multi_head_attention_with_static_cache` is the one of fixed capacity.
+    This is the definition of a cache; `multi_head_attention_with_static_cache` has a fixed capacity.
 
-    Arguments not listed are those of `multi_head_attention_with_static_cache`.
+    Other arguments are those of `multi_head_attention_with_static_cache`.
 
     Args:
-        cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None at
-            first.
-        mask, bias: broadcast to (B, N, T, S), beside causality.
-        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
-            absent.
+        cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None in
+            the first call.
+        mask, bias: in addition to causality; broadcast to (B, N, T, S).
+        positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T); default: P, P + 1, ….
 
     Returns:
-        The output (B, T, E), and the keys and values of all S = P + T tokens.
+        Output (B, T, E), and the keys and values of all S = P + T tokens.
 
     Raises:
         TypeError: if x is not floating point, dtypes differ or the mask is not boolean.
@@ -105,7 +104,7 @@ def multi_head_attention_with_cache(
         check_cache(cache_k, cache_v, k, v)
         k, v = torch.cat([cache_k, k], dim=2), torch.cat([cache_v, v], dim=2)
     visible, scores = Mask(mask, is_causal=True, span=spec.span), layer.scores(bias)
-    if seq_len == 1 and visible.span is None and not scores.has_distances:  # it attends to everything
+    if seq_len == 1 and visible.span is None and not scores.has_distances:  # attends to all
         visible = Mask(mask)
     elif cache_len:
         visible = replace(visible, q_offset=torch.full((1,), cache_len))
@@ -127,11 +126,11 @@ def multi_head_attention_with_static_cache(
 ) -> tuple[Float[Tensor, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
-    Results, errors and the arguments not listed are those of `MultiHeadAttentionWithCache`. Weights must be finite.
+    Results, errors and other arguments are those of `MultiHeadAttentionWithCache`. Weights must be finite.
 
     Args:
-        weights: as `multi_head_attention` takes them.
-        spec: what the layer computes; nothing is dropped.
+        weights: see `multi_head_attention`.
+        spec: the layer; dropout is not applied.
         kernel: computes the context.
     """
     check_spec(spec, is_self_attention=True)
@@ -153,7 +152,7 @@ def cached_layer(
     positions: Tensor | None,
     kv_b: Tensor | None = None,
 ) -> tuple[Tensor, CacheT]:
-    """Append new tokens to a cache of either kind, and attend; over the latents themselves if kv_b is given."""
+    """Append new tokens to a cache of either type and attend; with `kv_b`, in the absorbed form."""
     spec = layer.spec
     check_cached_input(x, cache)
     seq_len = x.shape[1]
@@ -162,11 +161,11 @@ def cached_layer(
     is_real = None
     if new_lengths is not None:
         is_real = torch.arange(seq_len, device=x.device) < as_lengths(new_lengths, x.device)[:, None]
-        x = zero_where(x, ~is_real[:, :, None])  # not even a NaN of the padding may spread, to the gradients either
+        x = zero_where(x, ~is_real[:, :, None])  # NaN in padding must not spread, not even to gradients
     if spec.has_positions:
         if positions is None:
             positions = cache.lengths[:, None] + torch.arange(seq_len, device=x.device)
-        if is_real is not None:  # padding makes no sequence longer
+        if is_real is not None:  # padding adds no length
             positions = torch.where(is_real, positions, positions[..., :1])
     project = contained_projection(layer.project, layer.find_nonfinite)
     q, new = _project_new_tokens(project, x, cache, spec, positions)
@@ -193,7 +192,7 @@ def cached_layer(
 def _project_new_tokens(
     project: Project, x: Tensor, cache: Cache, spec: AttentionSpec, positions: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The queries of new tokens, and what the cache keeps of them."""
+    """Return the queries of new tokens and their cache entries."""
     if isinstance(cache, LatentCache):
         q, latents = project_latents(project, x, spec, positions)
         check_latent_cache(cache, latents)
@@ -205,23 +204,23 @@ def _project_new_tokens(
 
 
 def _slots_seen(capacity: int, spec: AttentionSpec, lengths: list[int] | None, seq_len: int) -> slice:
-    """The slots that some new token sees; all of them where lengths are not known."""
+    """Return the slots that any new token attends to; all if lengths are unknown."""
     if lengths is None:
         return slice(0, capacity)
     first, last = min(lengths, default=0), max(lengths, default=0)
-    filled = min(last + seq_len, capacity)  # may pass the capacity where the last tokens are padding
+    filled = min(last + seq_len, capacity)  # may exceed the capacity if the last tokens are padding
     return slice(0 if spec.span is None else max(spec.span.first(first), 0), filled)
 
 
 def _absorb(absorb: Callable[..., Tensor], x: Tensor, kv_b: Tensor, spec: AttentionSpec) -> Tensor:
-    """`absorb_keys` or `absorb_values`, through which a token that is not finite spoils no gradient of kv_b."""
+    """Call `absorb_keys` or `absorb_values` so that non-finite tokens do not spread to the gradient of kv_b."""
     return contained_projection(lambda _, x: absorb(x, kv_b, spec))("kv_b_proj", x)
 
 
 def _keys_and_values(
     q: Tensor, cache: Cache, slots: slice, spec: AttentionSpec, project: Project, kv_b: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
-    """Return queries, keys and values of some slots, or the latents instead of both, and the layer that has these."""
+    """Return queries, keys and values of some slots and their spec; in the absorbed form the latents are both."""
     if isinstance(cache, KVCache):
         return q, cache.keys[:, :, slots], cache.values[:, :, slots], spec
     (latents,) = (x[:, :, slots] for x in cache.slots.values())
@@ -238,35 +237,34 @@ def _mask_of_slots(
     lengths: list[int] | None,
     seq_len: int,
 ) -> Mask:
-    """Return the mask of the slots that some new token attends to."""
+    """Return the mask of some slots for the new tokens."""
     if lengths and seq_len == 1 and not spec.has_distance_bias and min(lengths) == max(lengths):
-        return Mask(block_of(mask, slice(0, 1), slots))  # one token attends to all that is filled and in its span
+        return Mask(block_of(mask, slice(0, 1), slots))  # a single token attends to all filled slots of its span
     visible = Mask(mask, is_causal=True, span=spec.span, q_offset=before)
     if lengths is None:
         return visible
     visible, last = visible.block(slice(0, seq_len), slots), max(lengths, default=0)
-    return replace(visible, q_offset=None) if last == 0 else visible  # a prompt; no real token sees right padding
+    return replace(visible, q_offset=None) if last == 0 else visible  # a prompt: causality hides right padding
 
 
 def cache_dtype(weight: Tensor) -> torch.dtype:
-    """What a module with such a weight caches in: the dtype of its projections, under autocast that of autocast."""
+    """Return the cache dtype of a module with this weight: that of autocast if it is on, else of the weight."""
     is_cast = is_autocast_on(weight.device) and weight.dtype != torch.float64
     return torch.get_autocast_dtype(weight.device.type) if is_cast else weight.dtype
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
-    """Causal multi-head self-attention over everything cached; made as `AttentionLayer`."""
+    """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see `AttentionLayer`."""
 
     _is_self_attention = True
 
     def init_cache(self, batch_size: int, capacity: int, dtype: torch.dtype | None = None) -> KVCache:
-        """An empty cache for this module, beside its weights.
+        """Return an empty cache for this module, on the device of its weights.
 
         Args:
             batch_size: number of sequences, B.
-            capacity: number of slots of each sequence.
-            dtype: floating-point dtype of keys and values; that of the weights when absent, or autocast's where that
-                is on.
+            capacity: number of slots per sequence.
+            dtype: floating-point dtype of keys and values; default: that of autocast if on, else of the weights.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.
@@ -288,27 +286,26 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         bias: Float[Tensor, "..."] | None = None,
         positions: Int[Tensor, "... #B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], KVCache]:
-        """Append the new tokens to the cache and attend from each to everything up to it.
+        """Append new tokens to the cache; each attends to all tokens up to itself.
 
         Args:
-            x: the new tokens, (B, T, d_in): a prompt, a part of one, or one token each.
-            cache: the tokens so far. Do not use it afterwards; its storage may be reused.
-            new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding:
-                not cached, output 0, and seen by nobody, so that it may hold anything. Default: all.
-            mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key
-                gives 0.
+            x: new tokens, (B, T, d_in): a prompt, a part of one, or one token per sequence.
+            cache: tokens so far. Do not use it afterwards: its storage may be reused.
+            new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right padding with arbitrary
+                contents: it is not cached, not attended to, and its output is 0. Default: all.
+            mask: boolean, True = masked, in addition to causality; broadcasts to (B, N, T, capacity). The output of a
+                fully masked row is 0.
             bias: added to the scores, in the dtype of x; broadcasts to (B, N, T, capacity). -inf masks a key.
-            positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T);
-                `cache.lengths` and those after it when absent.
+            positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T); default:
+                `cache.lengths` and up.
 
         Returns:
-            The output (B, T, E) and the cache with the new tokens.
+            Output (B, T, E), and the cache with the new tokens.
 
         Raises:
             TypeError: if x is not floating point, dtypes differ, the mask is not boolean or the lengths are not
                 integers.
-            ValueError: if the shapes do not fit, devices differ, or the new tokens do not fit into the capacity (where
-                values are known).
+            ValueError: if the shapes do not fit, devices differ, or the new tokens are known to exceed the capacity.
         """
         check_is_cache(cache, KVCache)
         output, cache = cached_layer(self, x, cache, mask, bias, new_lengths=new_lengths, positions=positions)

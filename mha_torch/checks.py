@@ -1,4 +1,4 @@
-"""Checks of arguments, before any work and in the order of the data flow: `<what> must <rule>, got <name>=<value>`."""
+"""Argument checks in the order of the data flow. Messages: `<what> must <rule>, got <name>=<value>`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from mha_torch.arrays import is_autocast_on, is_distributed, values_of
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
-    """Refuse what is not an integer of at least `minimum`."""
+    """Refuse anything but an integer of at least `minimum`."""
     as_count(name, value, minimum)
 
 
 def check_array(name: str, x: object) -> None:
-    """Refuse what is not an array of the framework."""
+    """Refuse anything but an array of the framework."""
     if not isinstance(x, Tensor):
         raise WrongType(name, "be a torch.Tensor", type(x).__name__)
 
 
 def check_floating(name: str, x: Tensor, rank: int) -> None:
-    """Refuse an array of another rank, or one that does not hold floating-point numbers."""
+    """Refuse an array of another rank, or one that is not floating point."""
     if isinstance(x, Tensor) and x.ndim == rank and x.is_floating_point():
         return
     check_array(name, x)
@@ -37,7 +37,7 @@ def check_floating(name: str, x: Tensor, rank: int) -> None:
 
 
 def check_tokens(name: str, x: Tensor) -> None:
-    """Refuse what is not floating-point tokens (…, T, d_in)."""
+    """Refuse anything but floating-point tokens (…, T, d_in)."""
     check_array(name, x)
     if x.ndim < 2:
         raise Refusal(name, "have at least 2 axes", {f"{name}.shape": tuple(x.shape)})
@@ -45,33 +45,33 @@ def check_tokens(name: str, x: Tensor) -> None:
 
 
 def check_device(name: str, x: Tensor, expected: torch.device, of: str) -> None:
-    """Refuse an array that lies on another device than the one that it meets."""
+    """Refuse an array on another device."""
     if x.device != expected:
         raise Refusal(name, f"lie on the device of {of}", {f"{name}.device": x.device, "expected": expected})
 
 
 def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
-    """Refuse a shape that does not broadcast to the scores, or that would stretch them."""
+    """Refuse a shape that does not broadcast to the scores, or that would enlarge them."""
     sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
     if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
         raise Refusal(name, f"broadcast to the scores (B, N, T, S) = {scores_shape}", {f"{name}.shape": shape})
 
 
 def check_integers(name: str, x: Tensor, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
-    """Refuse an array that does not hold integers, or has none of these shapes."""
+    """Refuse an array that is not of integers, or has none of these shapes."""
     check_array(name, x)
     if x.is_floating_point() or x.dtype == torch.bool:
         raise WrongType(name, "be integers", {f"{name}.dtype": x.dtype})
-    # Size by size: a compiler that knows some as symbols compares no tuples of them.
+    # Size by size: torch.compile cannot compare tuples of symbolic sizes.
     if not any(len(shape) == x.ndim and all(a == b for a, b in zip(shape, x.shape, strict=True)) for shape in shapes):
         raise Refusal(name, f"have shape {in_words}", {f"{name}.shape": tuple(x.shape)})
 
 
 def check_lengths(name: str, lengths: Tensor | Sequence[int], batch_size: int | None, maximum: int) -> list[int] | None:
-    """Refuse lengths that are not one integer in 0..maximum for each sequence.
+    """Refuse lengths that are not one integer in 0..maximum per sequence.
 
     Returns:
-        The lengths where they are known: a list is, in a compiled graph, too.
+        Lengths if known; those of a list are, even in a compiled graph.
     """
     if isinstance(lengths, (list, tuple)) and all(type(length) is int for length in lengths):
         shape, values = (len(lengths),), list(lengths)
@@ -89,7 +89,7 @@ def check_lengths(name: str, lengths: Tensor | Sequence[int], batch_size: int | 
 
 
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
-    """Refuse weights that are not exactly those of the layer, by name and shape."""
+    """Refuse weights whose names or shapes are not exactly those of the layer."""
     check_spec(spec)
     if not isinstance(weights, Mapping):
         raise WrongType("weights", "be a mapping of names to tensors", type(weights).__name__)
@@ -104,7 +104,7 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
         if is_distributed(weight):
             raise WrongType(
                 name,
-                "be a tensor of this process, with the specification of what it has (parity.shard)",
+                "be a local tensor, with the local specification (parity.shard)",
                 type(weight).__name__,
                 hint="the modules take distributed weights",
             )
@@ -119,8 +119,8 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
 
 
 def check_finite(weights: Mapping[str, Tensor]) -> None:
-    """Refuse weights with a NaN or an infinity, wherever their values are known."""
-    if torch.compiler.is_compiling():  # the question itself would be a part of the graph
+    """Refuse weights with NaN or infinity, if their values are known."""
+    if torch.compiler.is_compiling():  # the check itself would become part of the graph
         return
     are_finite = values_of(torch.stack([torch.isfinite(weight).all() for weight in weights.values()]))
     if are_finite is None:
@@ -160,9 +160,9 @@ def check_layer_inputs(
 
 
 def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
-    """Refuse an input that does not fit the projection it goes into.
+    """Refuse an input that does not fit its projection.
 
-    What a distributed weight is when it is used its engine knows: of which part, in which dtype, on which device.
+    For a distributed weight, its engine decides the part, dtype and device when it is used.
     """
     if (x.shape[-1], x.dtype, x.device) == (weight.shape[1], weight.dtype, weight.device) or is_distributed(weight):
         return
@@ -177,7 +177,7 @@ def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
 
 
 def check_features(name: str, x: Tensor, width: int) -> None:
-    """Refuse the output of a projection if it is distributed or has another width, as if it had some of the heads."""
+    """Refuse the output of a projection that is distributed or has another width, as if it had only some heads."""
     if x.shape[-1] != width or is_distributed(x):
         kind = "in a DTensor" if is_distributed(x) else ""
         raise Refusal(
@@ -203,7 +203,7 @@ def check_layer_positions(positions: Tensor | None, batch_size: int, seq_len: in
 
 
 def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Refuse what cannot be normalised, or parameters that are not those of the norm."""
+    """Refuse features that cannot be normalized, or parameters that do not fit the norm."""
     check_array("x", x)
     if not x.is_floating_point():
         raise WrongType("x", "be floating point", {"x.dtype": x.dtype})
@@ -216,7 +216,7 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
 
 
 def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
-    """Refuse what is not latents (B, 1, S, kv_rank + rope_dim)."""
+    """Refuse anything but latents (B, 1, S, kv_rank + rope_dim)."""
     check_floating(name, latents, rank=4)
     if (latents.shape[1], latents.shape[3]) != (1, latent.width):
         shape = tuple(latents.shape)
@@ -224,7 +224,7 @@ def check_latents(name: str, latents: Tensor, latent: Latent) -> None:
 
 
 def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | None) -> None:
-    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or not those of the layer."""
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that do not fit each other or the layer."""
     if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
         raise Refusal(
             "key",
@@ -269,7 +269,7 @@ def check_bias(bias: Tensor | None, scores_shape: tuple[int, ...], query: Tensor
 def check_relative_bias(
     table: Tensor | None, relative_bias: RelativeBias | GridBias | None, scores_shape: tuple[int, ...]
 ) -> None:
-    """Refuse a table that the layer does not have, one of other buckets or heads, or more tokens than a grid has."""
+    """Refuse a table if the layer has none, one of another shape, or more tokens than its grid has."""
     if (table is None) != (relative_bias is None):
         raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
     if table is None or relative_bias is None:
@@ -287,7 +287,7 @@ def check_relative_bias(
 
 
 def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
-    """Refuse sinks that are not a number for each head."""
+    """Refuse sinks that are not one number per head."""
     if sinks is None:
         return
     check_array("sinks", sinks)
@@ -298,7 +298,7 @@ def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
 
 
 def check_keep(keep: Tensor | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    """Refuse a dropout mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
     if keep is None:
         return
     check_array("keep", keep)
@@ -335,6 +335,6 @@ def check_gated(context: Tensor, gate: Tensor) -> None:
 
 
 def check_is_cache(cache: object, kind: type) -> None:
-    """Refuse what is not a cache of that kind."""
+    """Refuse anything but a cache of that type."""
     if not isinstance(cache, kind):
         raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)

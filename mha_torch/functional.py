@@ -1,4 +1,4 @@
-"""Multi-head attention as functions, with weights from outside.
+"""Functional multi-head attention, with weights as arguments.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
@@ -27,7 +27,7 @@ def multi_head_attention_core(
     num_heads: int,
     mask: Bool[Tensor, "..."] | None = None,
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
-    """Multi-head attention of inputs that are projected already: split, attend, combine.
+    """Multi-head attention of projected inputs: split heads, attend, combine heads.
 
     Args:
         query: (B, T, E).
@@ -36,7 +36,7 @@ def multi_head_attention_core(
         mask: boolean, True = masked; broadcasts to (B, N, T, S).
 
     Returns:
-        The output (B, T, E), before any output projection, and the attention weights (B, N, T, S).
+        Output (B, T, E), before any output projection, and the attention weights (B, N, T, S).
 
     Raises:
         TypeError: if an input is not floating point or the mask is not boolean.
@@ -62,17 +62,17 @@ def multi_head_attention(
     kernel: Kernel = fused.attend,
     **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B N T S"] | None]:
-    """Multi-head attention with weights from outside: project, split, attend, combine, project.
+    """Functional multi-head attention: project, split heads, attend, combine heads, project.
 
-    Results, errors and the arguments not listed are those of `MultiHeadAttention`. Weights must be finite.
+    Results, errors and other arguments are those of `MultiHeadAttention`. Weights must be finite.
 
     Args:
-        weights: of the projections of the spec: the state dict of `MultiHeadAttention`, `<name>.weight` (out, in) and
-            `<name>.bias` (out,); of its norms; its `sinks` (N,); and its `relative_bias` (num_buckets, N).
-        spec: what the layer computes.
-        training: drop attention weights and outputs, at the rates of the spec.
-        dropout_keep: True where an attention weight is kept, instead of a random draw; takes the plain path.
-        kernel: computes the context, unless weights are asked for.
+        weights: the state dict of `MultiHeadAttention`: `<name>.weight` (out, in) and `<name>.bias` (out,) of each
+            projection, those of norms, `sinks` (N,) and `relative_bias` (num_buckets, N).
+        spec: the layer.
+        training: apply dropout to attention weights and outputs, at the rates of the spec.
+        dropout_keep: True for attention weights to keep, instead of a random draw; uses the plain path.
+        kernel: computes the context, unless need_weights is set.
 
     Source: Attention Is All You Need, arXiv:1706.03762, section 3.2.2.
     """

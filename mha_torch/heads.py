@@ -1,4 +1,4 @@
-"""Heads: split from a width, combined to one, and shared by groups of query heads.
+"""Splitting, combining and repeating heads.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim.
 """
@@ -12,7 +12,7 @@ from mha_torch.checks import check_count, check_floating
 
 
 def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
-    """Split the last axis into heads, outermost first, and move them before the tokens.
+    """Split the last axis into heads and move them before the tokens.
 
     Raises:
         ValueError: if the width is not a multiple of num_heads.
@@ -25,7 +25,7 @@ def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B 
 
 
 def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
-    """Put the heads side by side again: the inverse of `split_heads`."""
+    """Concatenate heads: the inverse of `split_heads`."""
     check_floating("x", x, rank=4)
     return x.transpose(1, 2).flatten(-2)
 
@@ -40,6 +40,6 @@ def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor
     """
     check_floating("x", x, rank=4)
     check_head_groups(num_heads, x.shape[1])
-    if num_heads == x.shape[1]:  # it would be copied
+    if num_heads == x.shape[1]:  # avoids a copy
         return x
-    return x.repeat_interleave(num_heads // x.shape[1], dim=1)  # repeat, not tile
+    return x.repeat_interleave(num_heads // x.shape[1], dim=1)  # repeat_interleave, not tile

@@ -1,9 +1,9 @@
-"""Multi-head latent attention (MLA): a cache of latents, and attention over them.
+"""Multi-head latent attention (MLA) with a cache of latents.
 
 Axes: B batch, T new tokens, S cache slots, N query heads, H head_dim, Hv value_head_dim, E d_model,
 W kv_rank + rope_dim.
 
-Without a cache the layer is that of `mha`: keys and values of all heads, made of the latents.
+Without a cache, `mha` has the same layer: it expands the latents to keys and values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,13 +37,13 @@ def multi_head_latent_attention(
     absorb: bool | None = None,
     kernel: Kernel = fused.attend,
 ) -> tuple[Float[Tensor, "B T E"], LatentCache]:
-    """Causal self-attention of new tokens over all tokens so far, of which a cache holds the latents.
+    """Causal self-attention of new tokens over all tokens so far, with a cache of latents.
 
-    Results, errors and the arguments not listed are those of `multi_head_attention_with_static_cache`.
+    Results, errors and other arguments are those of `multi_head_attention_with_static_cache`.
 
     Args:
-        absorb: attend over the latents themselves, kv_b_proj taken into queries and context; or, if False, over the
-            keys and values made of them. Whichever costs less when absent: see `AttentionSpec.absorbs`.
+        absorb: attend over the latents, with kv_b_proj absorbed into queries and context; if False, over the expanded
+            keys and values. Default: whichever costs less, see `AttentionSpec.absorbs`.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
@@ -66,13 +66,13 @@ def multi_head_latent_attention(
 
 
 class MultiHeadLatentAttention(AttentionLayer):
-    """Causal multi-head latent self-attention over everything cached; made as `AttentionLayer`, of a spec with latents.
+    """Causal multi-head latent self-attention with a cache. Constructor arguments: see `AttentionLayer`.
 
-    Without a cache `MultiHeadSelfAttention` is the same layer, with the same weights.
+    The spec has latents. Without a cache, `MultiHeadSelfAttention` is the same layer with the same weights.
     """
 
     _is_self_attention = True
-    kv_b_proj: nn.Linear  # held as the others are
+    kv_b_proj: nn.Linear  # declared for type checkers
 
     def __init__(
         self,
@@ -88,12 +88,12 @@ class MultiHeadLatentAttention(AttentionLayer):
         super().__init__(spec, device=device, dtype=dtype)
 
     def init_cache(self, batch_size: int, capacity: int, dtype: torch.dtype | None = None) -> LatentCache:
-        """An empty cache for this module, beside its weights.
+        """Return an empty cache for this module, on the device of its weights.
 
         Args:
             batch_size: number of sequences, B.
-            capacity: number of slots of each sequence.
-            dtype: floating-point dtype of the latents; that of the weights when absent, or autocast's where that is on.
+            capacity: number of slots per sequence.
+            dtype: floating-point dtype of the latents; default: that of autocast if on, else of the weights.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.
@@ -115,9 +115,9 @@ class MultiHeadLatentAttention(AttentionLayer):
         bias: Float[Tensor, "..."] | None = None,
         positions: Int[Tensor, "... #B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], LatentCache]:
-        """Append the latents of the new tokens to the cache and attend from each to everything up to it.
+        """Append the latents of new tokens to the cache; each attends to all tokens up to itself.
 
-        Results, errors and the arguments not listed are those of `MultiHeadAttentionWithCache`.
+        Results, errors and other arguments are those of `MultiHeadAttentionWithCache`.
         """
         check_is_cache(cache, LatentCache)
         check_cached_input(x, cache)
@@ -128,7 +128,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         return self.drop_output(output), cache
 
     def _kv_b(self) -> Tensor | None:
-        """Return the weight of kv_b_proj; None if it does more than to multiply by it, so that it has to be called."""
+        """Return the weight of kv_b_proj; None if kv_b_proj was replaced, hooked or biased and must be called."""
         held = self.kv_b_proj
         is_plain = type(held) is nn.Linear and held.bias is None and "forward" not in vars(held) and not hooks_of(held)
         return held.weight if is_plain and not is_distributed(held.weight) else None

@@ -1,4 +1,4 @@
-"""Masks: boolean, True = masked (cannot attend), and they broadcast against the scores (B, N, T, S)."""
+"""Masks: boolean, True = masked (cannot attend); broadcast to the scores (B, N, T, S)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,21 +25,21 @@ def create_attention_mask(
     segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None,
     device: torch.device | str | None = None,
 ) -> Bool[Tensor, "#B 1 T S"]:
-    """True where a query may not see a key, by any of the arguments.
+    """Return a mask of the keys that any of the arguments hides from a query.
 
     Args:
         seq_len_q: number of queries, T.
-        seq_len_k: number of keys, S; default: as many as queries.
-        is_causal: hide every key after the query's own position, as `create_causal_mask`.
-        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
-        window_size: hide every key this many places away, or more, on either side.
-        chunk_size: hide every key of another chunk, the chunks being so many places long.
-        segment_ids: hide every key of another segment, as `MaskKeywords` says.
-        device: where the mask lies.
+        seq_len_k: number of keys, S; default: T.
+        is_causal: hide keys after the query's own position, see `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), see `create_padding_mask`.
+        window_size: hide keys this many positions away or more, on either side.
+        chunk_size: hide keys of other chunks; chunks are this many positions long.
+        segment_ids: hide keys of other segments, see `MaskKeywords`.
+        device: device of the mask.
 
     Raises:
         TypeError: if the lengths or the ids are not integers.
-        ValueError: if a length lies outside its range, the ids do not fit, or there are both a window and chunks.
+        ValueError: if a length lies outside its range, the ids do not fit, or both a window and chunks are set.
 
     Example: create_attention_mask(2, is_causal=True, key_padding_lengths=[1])
         [[[[False, True],
@@ -59,14 +59,14 @@ def create_attention_mask(
 
 
 class MaskKeywords(TypedDict, total=False):
-    """Keywords of a call that hide keys from queries; a key is hidden if any of them hides it.
+    """Keywords of a call that hide keys from queries; any of them suffices to hide a key.
 
     Attributes:
-        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
-        is_causal: hide every key after the query's own position, as `create_causal_mask`.
-        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
-        segment_ids: segment of each token, (B, T): hide every key whose id is not the query's. A pair where keys
-            have others: (B, T) of the queries and (B, S) of the keys.
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). The output of a fully masked row is 0.
+        is_causal: hide keys after the query's own position, see `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), see `create_padding_mask`.
+        segment_ids: segment of each token, (B, T): hide keys whose id is not the query's. A pair if keys have other
+            ids: (B, T) of the queries and (B, S) of the keys.
     """
 
     mask: Bool[Tensor, "..."] | None
@@ -75,14 +75,14 @@ class MaskKeywords(TypedDict, total=False):
     segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None
 
 
-@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+@dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
 class Mask:
-    """Keys that each query may not attend to, in whichever form they were told.
+    """Keys that each query cannot attend to, as an array or in implicit form.
 
     Attributes:
-        mask, is_causal, key_padding_lengths, segment_ids: as `MaskKeywords` has them.
+        mask, is_causal, key_padding_lengths, segment_ids: see `MaskKeywords`.
         span: attention span of the layer, a window or chunks; None for all keys.
-        q_offset: position of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 by default.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
     """
 
     mask: Bool[Tensor, "..."] | None = None
@@ -93,7 +93,7 @@ class Mask:
     segment_ids: Int[Tensor, "B T"] | tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
-        """Refuse a mask that does not fit the scores (B, N, T, S), or their queries."""
+        """Refuse a mask that does not fit the scores (B, N, T, S) or their queries."""
         check_mask(self.mask, scores_shape)
         if self.mask is not None:
             check_device("mask", self.mask, query.device, "query")
@@ -114,16 +114,16 @@ class Mask:
 
     @property
     def segments(self) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B S"]] | None:
-        """The segments of the queries, (B, T), and of the keys, (B, S)."""
+        """Segments of the queries, (B, T), and of the keys, (B, S)."""
         ids = self.segment_ids
         return ids if ids is None or isinstance(ids, tuple) else (ids, ids)
 
     def fields_beyond(self, *known: str) -> list[str]:
-        """Return the names of the other fields in use: kernels ask, so that none ignores a field by mistake."""
+        """Return the names of other fields in use, so that kernels can reject fields they do not support."""
         return [name for name, x in vars(self).items() if x is not None and x is not False and name not in known]
 
     def has_only(self, *known: str) -> bool:
-        """Return whether no field but these is in use."""
+        """Return whether no other field is in use."""
         return not self.fields_beyond(*known)
 
     @property
@@ -139,7 +139,7 @@ class Mask:
         return self if spec.span is None else replace(self, span=spec.span)
 
     def with_bias(self, bias: Float[Tensor, "..."] | None) -> "Mask":
-        """Return the mask with the keys that a bias of -inf hides: a row of -inf is a fully masked row."""
+        """Fold biases of -inf into the mask, so that rows of -inf count as fully masked."""
         if bias is None:
             return self
         is_hidden = torch.isneginf(bias)
@@ -148,14 +148,14 @@ class Mask:
     def to_bool(
         self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
     ) -> Bool[Tensor, "..."] | None:
-        """Return the boolean mask, with what causality, padding, span and segments hide; None if nothing is hidden."""
+        """Return the boolean mask, including causality, padding, span and segments; None if nothing is hidden."""
         if self.has_only("mask", "q_offset"):
             return self.mask
         hidden = self.implicit_bool(seq_len_q, seq_len_k, device)
         return hidden if self.mask is None else hidden | self.mask
 
     def block(self, rows: slice, keys: slice) -> "Mask":
-        """Return the mask of some of the queries and some of the keys."""
+        """Return the mask of a block of queries and keys."""
         lengths, q_offset = self.key_padding_lengths, as_lengths([0] if self.q_offset is None else self.q_offset)
         if lengths is not None:
             lengths = (as_lengths(lengths) - keys.start).clamp(min=0)
@@ -173,13 +173,13 @@ class Mask:
     def implicit_bool(
         self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
     ) -> Bool[Tensor, "#B 1 T S"]:
-        """Return what causality, padding, span and segments hide, of zero tokens too."""
+        """Return the boolean mask of causality, padding, span and segments, even of zero tokens."""
         if device is None and self.segments is not None:
             device = self.segments[0].device
         first, stop = self.key_range(seq_len_q, seq_len_k, device)
         keys = _positions(seq_len_k, stop.device)
         hidden = keys >= stop[:, None, :, None]
-        if self.span is not None:  # without a span there is one comparison, and one mask in memory
+        if self.span is not None:  # without a span one comparison and one mask in memory suffice
             hidden = hidden.logical_or_(keys < first[:, None, :, None])
         if self.segments is None:
             return hidden
@@ -189,10 +189,10 @@ class Mask:
     def key_range(
         self, seq_len_q: int, seq_len_k: int, device: torch.device | str | None = None
     ) -> tuple[Int[Tensor, "#B T"], Int[Tensor, "#B T"]]:
-        """Return the first key that causality, padding and span leave each query, and the one after the last.
+        """Return each query's first key under causality, padding and span, and the one after its last.
 
-        They may lie before and behind the keys there are. A row whose first key is not before its last is fully masked.
-        Segments hide keys between them, too.
+        Both may lie outside 0..S. A row is fully masked if its first key is not before the end. Segments may hide more
+        keys in between.
         """
         lengths = None if self.key_padding_lengths is None else as_lengths(self.key_padding_lengths, device)
         places = _positions(seq_len_q, device if lengths is None else lengths.device)[None]  # (B or 1, T)
@@ -207,7 +207,7 @@ class Mask:
 
 
 def block_of(x: Float[Tensor, "..."] | Bool[Tensor, "..."] | None, rows: slice, keys: slice) -> Tensor | None:
-    """Return some queries and keys of an array that broadcasts to the scores."""
+    """Return the block of some queries and keys of an array that broadcasts to the scores."""
     if x is None or x.ndim == 0:
         return x
     x = x[..., keys] if x.shape[-1] > 1 else x
@@ -215,7 +215,7 @@ def block_of(x: Float[Tensor, "..."] | Bool[Tensor, "..."] | None, rows: slice, 
 
 
 def as_lengths(lengths: Tensor | Sequence[int], device: torch.device | str | None = None) -> Int[Tensor, " B"]:
-    """Lengths as an array, those of no sequence too."""
+    """Return lengths as an array, even for zero sequences."""
     return torch.as_tensor(lengths, dtype=torch.int64, device=device)
 
 
@@ -224,7 +224,7 @@ def _positions(seq_len: int, device: torch.device | str | None) -> Int[Tensor, "
 
 
 def _check_segments(segments: tuple[Tensor, Tensor], batch_size: int, seq_len_q: int, seq_len_k: int) -> None:
-    """Refuse segments that are not integers (B, T), or a pair of these, of the queries and of the keys, (B, S)."""
+    """Refuse segments that are not integers (B, T), or a pair (B, T) of queries and (B, S) of keys."""
     if len(segments) != 2:
         raise Refusal("segment_ids", "be ids or a pair of them, of queries and of keys", f"{len(segments)} in a tuple")
     for ids, axes, seq_len in zip(segments, ("(B, T)", "(B, S)"), (seq_len_q, seq_len_k), strict=True):

@@ -1,4 +1,4 @@
-"""Multi-head attention: the functions made of the stages, and the modules that hold weights.
+"""Multi-head attention layers.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
 Layers accept any number of batch axes instead of B, or none: see `axes`.
@@ -45,7 +45,7 @@ def attention_layer(
     need_weights: bool,
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output of a layer, and its attention weights if asked for: project, attend, project."""
+    """Return the output of a layer and, if requested, its attention weights: project, attend, project."""
     spec = layer.spec
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
@@ -66,7 +66,7 @@ def attention_layer(
 
 @dataclass(frozen=True, eq=False)
 class FunctionalLayer:
-    """Layer of weights from outside, with what `attention_layer` needs of an `AttentionLayer`."""
+    """Functional counterpart of `AttentionLayer`, with weights from outside."""
 
     weights: Mapping[str, Tensor]
     spec: AttentionSpec
@@ -75,15 +75,15 @@ class FunctionalLayer:
     dropout_keep: Bool[Tensor, "B N T S"] | None = None
 
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
-        """Apply the projection or the norm of that name."""
+        """Apply the projection or norm `name`."""
         return project_with(self.weights, self.spec)(name, x)
 
     def find_nonfinite(self, name: str, x: Float[Tensor, "B T d_in"]) -> Bool[Tensor, "B T 1"]:
-        """Return the non-finite tokens of the input of the projection of that name."""
+        """Return the non-finite tokens in the input of projection `name`."""
         return nonfinite_tokens(x)
 
     def scores(self, bias: Float[Tensor, "..."] | None) -> Scores:
-        """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
+        """Return the scores of a call: bias, sinks, relative bias, and dropout in training."""
         learned = self.weights.get("sinks"), self.weights.get("relative_bias")
         dropout = self.spec.dropout if self.training else 0.0
         return Scores(self.spec, bias, *learned, dropout, self.dropout_keep)
@@ -93,26 +93,26 @@ class FunctionalLayer:
 
 
 class AttentionLayer(nn.Module):
-    """The specification, the projections and the norms that every attention module of this package holds.
+    """Base class of attention modules: their specification, projections and norms.
 
     Args:
-        spec: what the layer computes; or d_model, in place of a spec.
+        spec: specification of the layer; or d_model instead.
         num_heads: number of query heads, with d_model.
-        device, dtype: where and how the weights are kept.
+        device, dtype: device and dtype of the weights.
         fields: other fields of `AttentionSpec` by name, with d_model.
 
     Attributes:
-        spec: what this process computes: the layer, or some of its heads once `parallel` has divided them.
-        full_spec: what the layer computes.
-        kernel: computes the context, unless weights are asked for; another may take its place.
+        spec: local specification: the layer, or this rank's heads after `parallel.shard`.
+        full_spec: the layer.
+        kernel: computes the context, unless need_weights is set; can be replaced.
 
     Raises:
         TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or the dtype not floating
             point.
-        ValueError: if fields come with a spec or do not fit, or the keys of self-attention have another width.
+        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have another width.
     """
 
-    _is_self_attention = False  # keys and values come from the input of the queries, always
+    _is_self_attention = False  # accepts no separate keys and values
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class AttentionLayer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw Xavier-uniform weights, q, k and v each on their own; biases and sinks become 0, norms multiply by 1."""
+        """Initialize Xavier-uniform weights, separately for q, k and v; biases and sinks are 0, factors of norms 1."""
         for name, projection in self.full_spec.projections.items():
             linear: nn.Linear = getattr(self, name)
             _draw(linear.weight.detach(), projection.widths)
@@ -161,38 +161,38 @@ class AttentionLayer(nn.Module):
         return repr(self.full_spec)
 
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
-        """Apply the projection or the norm of that name, as a module, so that replaced layers take part."""
+        """Call the projection or norm `name` as a module, so that replaced layers (LoRA, quantized) are used."""
         module: nn.Module = getattr(self, name)
         if name.endswith("_proj") and isinstance(weight := getattr(module, "weight", None), Tensor):
-            check_projected(name, x, weight)  # a replaced layer may keep its weights elsewhere
+            check_projected(name, x, weight)  # a replaced layer may store its weights elsewhere
         return module(x)
 
     def find_nonfinite(self, name: str, x: Float[Tensor, "B T d_in"]) -> Bool[Tensor, "B T 1"]:
-        """Return the non-finite tokens of the input of the projection or the norm of that name."""
+        """Return the non-finite tokens in the input of projection or norm `name`."""
         return nonfinite_tokens(x)
 
     def scores(self, bias: Float[Tensor, "..."] | None) -> Scores:
-        """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
+        """Return the scores of a call: bias, sinks, relative bias, and dropout in training."""
         return Scores(self.spec, bias, self.sinks, self.relative_bias, self.spec.dropout if self.training else 0.0)
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
-        """The output with some of it dropped, in training and at a rate above 0."""
+        """Apply output dropout, in training and at a rate above 0."""
         return F.dropout(output, self.spec.output_dropout) if self.training and self.spec.output_dropout else output
 
 
 def _draw(weight: Tensor, widths: tuple[int, ...]) -> None:
-    """Draw a projection, each part on its own; of a distributed one the whole, of which each process takes its part."""
+    """Initialize each part of a projection; a distributed one is drawn whole, and each rank keeps its part."""
     whole = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if is_distributed(weight) else weight
     for part in whole.split(widths):
         nn.init.xavier_uniform_(part)
     if whole is not weight:
-        from mha_torch.parallel.local import copy_from_full  # not imported unless something is distributed
+        from mha_torch.parallel.local import copy_from_full  # imported only if something is distributed
 
         copy_from_full(weight, whole)
 
 
 class MultiHeadAttention(AttentionLayer):
-    """Multi-head attention of any queries over any keys and values; made as `AttentionLayer`."""
+    """Multi-head attention of queries over keys and values. Constructor arguments: see `AttentionLayer`."""
 
     def forward(
         self,
@@ -211,14 +211,14 @@ class MultiHeadAttention(AttentionLayer):
             query: (B, T, d_in).
             key: (B, S, d_kv); default: self-attention.
             value: (B, S, d_kv); default: the key.
-            masks: which keys are hidden, as `MaskKeywords` says.
+            masks: keywords that hide keys, see `MaskKeywords`.
             bias: added to the scores, in the dtype of query; broadcasts to (B, N, T, S). -inf masks a key.
-            need_weights: also return the attention weights, which takes the plain path.
-            positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
+            need_weights: also return the attention weights; uses the plain path.
+            positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
 
         Returns:
-            The output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout
-            (B, N, T, S) or None.
+            Output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout (B, N, T,
+            S) or None.
 
         Raises:
             TypeError: if an input is not floating point, dtypes differ, the mask is not boolean or the lengths are not
@@ -232,7 +232,7 @@ class MultiHeadAttention(AttentionLayer):
 
 
 class MultiHeadSelfAttention(AttentionLayer):
-    """Multi-head attention of a sequence over itself, causal or not; made as `AttentionLayer`."""
+    """Multi-head attention of a sequence over itself. Constructor arguments: see `AttentionLayer`."""
 
     _is_self_attention = True
 
@@ -246,13 +246,13 @@ class MultiHeadSelfAttention(AttentionLayer):
     ) -> Float[Tensor, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
-        Errors and the arguments not listed are those of `MultiHeadAttention`, with x as query, key and value.
+        Errors and other arguments are those of `MultiHeadAttention`, with x as query, key and value.
 
         Args:
             x: (B, T, d_in).
 
         Returns:
-            The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.
+            Output (B, T, E). At padded positions it is the attention of the padding over the real tokens.
         """
         check_tokens("x", x)
         visible = Mask.of(masks)

@@ -1,4 +1,4 @@
-"""Normalisation of queries, keys and values, over the features of a head or over the whole width."""
+"""Norms of queries, keys, values and context, over the features of a head or the width of all heads."""
 
 from collections.abc import Callable
 
@@ -17,21 +17,19 @@ def apply_norm(
     weight: Float[Tensor, "..."] | None = None,
     bias: Float[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "*tokens H"]:
-    """x / sqrt(mean(x²) + eps), times the weight or 1 + weight, plus the bias; a layer norm first subtracts the mean.
+    """Return x / sqrt(mean(x²) + eps) * weight + bias; a layer norm first subtracts the mean.
 
     Args:
-        x: heads (B, heads, T, H), or projected tokens (B, T, width); normalised over its last axis in at least float32,
-            returned in its own dtype.
-        norm: which norm.
-        weight, bias: where the norm has them: (H,), (heads, H) where each head has its own, or (width,).
+        x: heads (B, heads, T, H), or projected tokens (B, T, width); normalized over the last axis in at least float32.
+        norm: kind and options; the factor may be 1 + weight.
+        weight, bias: iff the norm has them: (H,), (heads, H) if each head has its own, or (width,).
 
     Returns:
-        The normalised features, in the shape and dtype of x.
+        Normalized features, in the shape and dtype of x.
 
     Raises:
         TypeError: if x is not floating point, or norm is not a `Norm`.
-        ValueError: if the norm has a weight or a bias and none is given, or the other way round, or its shape does not
-            fit.
+        ValueError: if a weight or bias is missing, unexpected or has another shape.
 
     Source: RMSNorm, arXiv:1910.07467, equation 4; LayerNorm, arXiv:1607.06450, equation 4.
     """
@@ -45,7 +43,7 @@ def _mean(x: Tensor) -> Tensor:
 def apply_norm_by_mean(
     x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None, mean: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Apply a norm with the caller's own mean (…, 1), which may be over more features than those of x."""
+    """Apply a norm with the caller's mean (…, 1), which may be over more features than x has."""
     check_normed(x, norm, weight, bias)
     wide = at_least_float32(x)
     if norm.kind == "layer":
@@ -60,12 +58,12 @@ def apply_norm_by_mean(
 
 
 def _along(parameter: Tensor, norm: Norm) -> Tensor:
-    """A parameter in at least float32, as it broadcasts to what it is for."""
+    """Return a parameter in at least float32, reshaped to broadcast."""
     return at_least_float32(parameter).unsqueeze(-2) if norm.per_head else at_least_float32(parameter)
 
 
 class NormLayer(nn.Module):
-    """The parameters of a norm: a weight that multiplies by 1, and a bias of 0, where it has them."""
+    """Parameters of a norm. Initially the factor is 1 and the bias 0."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -86,12 +84,12 @@ class NormLayer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the weight to what multiplies by 1, and the bias to 0."""
+        """Reset the factor to 1 and the bias to 0."""
         if self.weight is not None:
             nn.init.constant_(self.weight, self.norm.initial_weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Float[Tensor, "*tokens H"]) -> Float[Tensor, "*tokens H"]:
-        """x, normalised."""
+        """Return x, normalized."""
         return apply_norm(x, self.norm, self.weight, self.bias)

@@ -1,4 +1,4 @@
-"""What leads into attention and out of it: projections, heads, norms, RoPE; the gate and the output.
+"""Input and output side of attention: projections, heads, norms, RoPE; gate and output.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
 """
@@ -27,13 +27,13 @@ def project_qkv(
     spec: AttentionSpec,
     positions: Int[Tensor, "... #B T"] | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B K S H"], Float[Tensor, "B K S Hv"]]:
-    """Project the inputs, clip, split the heads, normalise, rotate queries and keys, and temper queries.
+    """Project and clip the inputs, split heads, apply norms and RoPE, and scale queries by the temperature.
 
     Args:
         project: applies a projection or a norm by its name.
         query, key, value: inputs of the layer; the same array three times for self-attention.
         spec: the layer.
-        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
+        positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
 
     Returns:
         q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv).
@@ -76,7 +76,7 @@ def project_qkv(
 
 
 def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"]) -> Float[Tensor, "B N T Hv"]:
-    """The context times the sigmoid of what gate_proj gives, (B, T, N * Hv), or (B, T, N) for one number a head.
+    """Return the context * sigmoid(gate), gate (B, T, N * Hv), or (B, T, N) for one number per head.
 
     Source: Gated Attention for Large Language Models, arXiv:2505.06708.
     """
@@ -88,16 +88,16 @@ def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"])
 def project_output(
     project: Project, context: Float[Tensor, "B N T Hv"], query: Float[Tensor, "B T d_in"], spec: AttentionSpec
 ) -> Float[Tensor, "B T E"]:
-    """Gate the context, put its heads side by side, normalize and project them, where the layer has that.
+    """Gate the context, combine its heads, normalize and project them, as the layer requires.
 
     Args:
         project: applies a projection or a norm by its name.
-        context: sums of values, (B, N, T, Hv).
-        query: input of the layer, of which the gate is made.
+        context: weighted sums of values, (B, N, T, Hv).
+        query: input of the layer, for the gate.
         spec: the layer.
 
     Returns:
-        The output (B, T, E), or (B, T, N * Hv) without `out_proj`.
+        Output (B, T, E), or (B, T, N * Hv) without `out_proj`.
     """
     if spec.gate is not None:
         gate = project("gate_proj", query)
@@ -109,7 +109,7 @@ def project_output(
 
 
 def _gated(context: Tensor, gate: Tensor, query: Tensor) -> Tensor:
-    """`apply_gate`, through which a row or a token that is not finite spoils no gradient if nobody sees it."""
+    """Call `apply_gate` so that non-finite rows and tokens do not spread to the gradients of others."""
     wrong, of_token = ~context.detach().isfinite(), nonfinite_tokens(query)
     if not torch.is_grad_enabled() or not maybe_any(wrong.any() | of_token.any()):
         return apply_gate(context, gate)

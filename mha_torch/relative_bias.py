@@ -1,4 +1,4 @@
-"""Relative biases: what scores gain for the places of their keys, learned for buckets of places."""
+"""Learned relative position biases."""
 
 import torch
 from jaxtyping import Float, Int
@@ -17,18 +17,18 @@ def relative_position_bias(
     *,
     scores_dtype: torch.dtype,
 ) -> Float[Tensor, "#B N T S"]:
-    """The number that a table has for the places of each query and key, and each head.
+    """Return the bias of each head, query and key from a table of buckets.
 
     Args:
-        table: of the buckets and heads, (num_buckets, N).
-        relative_bias: which distances, or pairs of places on a grid, share a bucket.
+        table: one number per bucket and head, (num_buckets, N).
+        relative_bias: buckets of distances or of grid offsets.
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S.
-        q_offset: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
-        scores_dtype: of the scores, and of the bias.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        scores_dtype: dtype of the scores and of the bias.
 
     Returns:
-        The bias of the scores, (B or 1, N, T, S).
+        Bias of the scores, (B or 1, N, T, S).
 
     Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1; on a grid: Swin Transformer,
     arXiv:2103.14030, section 3.2.
@@ -46,8 +46,8 @@ def relative_position_bias(
     buckets = constant(relative_bias.buckets(), table)
     buckets = buckets[distances.clamp(-farthest, farthest) + farthest]
     by_distance = table.to(scores_dtype)[buckets].transpose(1, 2)  # (B or 1, N, T + S)
-    if torch.compiler.is_compiling():  # where the number of keys may be a symbol, which `unfold` does not take
+    if torch.compiler.is_compiling():  # the number of keys may be symbolic, which `unfold` does not support
         rows, keys = (torch.arange(size, device=table.device) for size in (seq_len_q, seq_len_k))
         return by_distance[:, :, seq_len_q - rows[:, None] + keys]
-    # The row of a query is that of the one before it, a key farther on: only T + S numbers of a head are looked up.
+    # Each row is the previous one shifted by one key, so only T + S numbers per head are looked up.
     return by_distance.unfold(2, seq_len_k, 1)[:, :, 1:].flip(2)

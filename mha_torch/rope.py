@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE): pairs of features, rotated by their positions."""
+"""Rotary position embedding (RoPE)."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from mha_torch.checks import check_floating, check_positions
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Rotations by some positions, computed once for queries and keys."""
+    """Rotation by positions, computed once for queries and keys."""
 
     positions: Int[Tensor, "... #B T"]
     cos: Float[Tensor, "#B 1 T pairs"]
@@ -27,17 +27,17 @@ def apply_rope(
 ) -> Float[Tensor, "B heads T H"]:
     """Rotate each pair of features of the `Rope` by position * frequency.
 
-    Frequencies that depend on the length are those of the largest position of each sequence in this call, for all its
-    positions; keys that were cached before keep those of their own call.
+    Length-dependent frequencies follow the largest position of each sequence in this call. Cached keys keep the
+    frequencies of their own call.
 
     Args:
-        x: queries or keys, split into heads; rotated in at least float32, returned in their own dtype.
-        positions: place of each token in its sequence, from 0, (B or 1, T), or with sections also (axes, B or 1, T);
+        x: queries or keys, split into heads; rotated in at least float32.
+        positions: position of each token in its sequence, from 0, (B or 1, T), or with sections also (axes, B or 1, T);
             or their `Rotation`, computed once for several arrays.
-        rope: the pairs and their frequencies.
+        rope: pairs and frequencies.
 
     Returns:
-        The rotated features, in the shape and dtype of x.
+        Rotated features, in the shape and dtype of x.
 
     Raises:
         TypeError: if x is not floating point, positions are not integers, or rope is not a `Rope`.
@@ -60,14 +60,14 @@ def apply_rope(
 
 
 def rotation_of(positions: Int[Tensor, "... #B T"], rope: Rope, head_dim: int, dtype: torch.dtype) -> Rotation:
-    """Return the rotations by positions (B or 1, T) of heads of a dtype, in at least float32."""
+    """Return the rotation by positions (B or 1, T) of heads of a dtype, in at least float32."""
     angles = _angles(positions, rope, head_dim, torch.promote_types(dtype, torch.float32))
     factor = rope.attention_factor
     return Rotation(positions, torch.cos(angles) * factor, torch.sin(angles) * factor)
 
 
 def _angles(positions: Tensor, rope: Rope, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Of each token and pair, (B or 1, 1, T, R/2)."""
+    """Return the angle of each token and pair, (B or 1, 1, T, R/2)."""
     frequencies = _frequencies(positions, rope, head_dim, dtype)[:, None, None]
     if positions.ndim == 2:
         return positions[:, None, :, None].to(dtype) * frequencies
@@ -77,7 +77,7 @@ def _angles(positions: Tensor, rope: Rope, head_dim: int, dtype: torch.dtype) ->
 
 
 def _frequencies(positions: Tensor, rope: Rope, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Of each sequence and pair, (B or 1, R/2), by the largest position of the sequence where that matters."""
+    """Return the frequency of each sequence and pair, (B or 1, R/2); the largest position may change it."""
     scaling, frequencies = rope.scaling, constant(rope.frequencies(head_dim), positions, dtype)[None]
     if not isinstance(scaling, (DynamicScaling, LongRopeScaling)) or not positions.shape[-1]:
         return frequencies
@@ -93,7 +93,7 @@ def _frequencies(positions: Tensor, rope: Rope, head_dim: int, dtype: torch.dtyp
 
 
 def _split_pairs(x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-    """The first and the second feature of each pair, (…, R/2) each."""
+    """Return the first and the second feature of each pair, (…, R/2) each."""
     if rope.pairs == "interleaved":
         return x[..., 0::2], x[..., 1::2]
     first, second = x.chunk(2, dim=-1)
@@ -101,7 +101,7 @@ def _split_pairs(x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
 
 
 def _join_pairs(first: Tensor, second: Tensor, rope: Rope) -> Tensor:
-    """The features (…, R) of these pairs."""
+    """Return the features (…, R) of these pairs."""
     if rope.pairs == "interleaved":
         return torch.stack([first, second], dim=-1).flatten(-2)
     return torch.cat([first, second], dim=-1)

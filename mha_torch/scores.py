@@ -1,4 +1,4 @@
-"""Scores of one call: how logits are scaled, capped and biased before the softmax, and dropout after it."""
+"""Scores of one call: scale, soft cap and biases before the softmax, and dropout after it."""
 
 from dataclasses import dataclass, replace
 
@@ -11,17 +11,17 @@ from mha_torch.checks import check_bias, check_device, check_keep, check_relativ
 from mha_torch.masks import block_of
 
 
-@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+@dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
 class Scores:
     """Changes to the logits of one call, and dropout of its attention weights.
 
     Attributes:
         spec: layer whose scale, soft cap, ALiBi and relative bias apply; default: only the scale 1 / sqrt(H).
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
-        sinks: attention sinks, a logit of each head without a value, (N,).
-        relative_bias: table of the relative bias, for each bucket of places and head, (num_buckets, N).
+        sinks: attention sinks, one logit without a value per head, (N,).
+        relative_bias: table of the relative bias, (num_buckets, N).
         dropout: probability of dropping an attention weight.
-        dropout_keep: True where an attention weight is kept, instead of a random draw; broadcasts to (B, N, T, S).
+        dropout_keep: True for attention weights to keep, instead of a random draw; broadcasts to (B, N, T, S).
     """
 
     spec: AttentionSpec | None = None
@@ -32,7 +32,7 @@ class Scores:
     dropout_keep: Bool[Tensor, "..."] | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
-        """Refuse changes that do not fit the scores (B, N, T, S), their queries or the layer."""
+        """Refuse settings that do not fit the scores (B, N, T, S), their queries or the layer."""
         if self.spec is not None and self.spec.sinks != (self.sinks is not None):
             raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": self.spec.sinks})
         check_relative_bias(self.relative_bias, self.buckets, scores_shape)
@@ -46,7 +46,7 @@ class Scores:
 
     @property
     def scale(self) -> float | None:
-        """Factor of the products of queries and keys; None for 1 / sqrt(H)."""
+        """Factor of the dot products of queries and keys; None for 1 / sqrt(H)."""
         return None if self.spec is None else self.spec.score_scale
 
     @property
@@ -61,7 +61,7 @@ class Scores:
 
     @property
     def buckets(self) -> RelativeBias | GridBias | None:
-        """Distances, or places on a grid, that share a number of the relative bias, or None."""
+        """Buckets of the relative bias, or None."""
         return None if self.spec is None else self.spec.relative_bias
 
     @property
@@ -70,7 +70,7 @@ class Scores:
         return self.slopes is not None or self.buckets is not None
 
     def block(self, rows: slice, keys: slice) -> "Scores":
-        """Return the scores of some of the queries and some of the keys."""
+        """Return the scores of a block of queries and keys."""
         if self.bias is None and self.dropout_keep is None:
             return self
         bias, keep = (block_of(x, rows, keys) for x in (self.bias, self.dropout_keep))

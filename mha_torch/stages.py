@@ -1,4 +1,4 @@
-"""Attention stage by stage, and as one function: the definition that all else is tested against.
+"""Reference attention, one function per stage. All fast paths are tested against it.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
@@ -42,11 +42,11 @@ def attention_scores(
     q_offset: Int[Tensor, " B"] | None = None,
     relative_bias: Float[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Dot products of queries and keys, scaled, capped softly if the spec says so, plus the bias; at least float32.
+    """Return scaled dot products of queries and keys, with soft cap and biases, in at least float32.
 
-    The scale is 1 / sqrt(H) where there is no spec, or none in it. With ALiBi scores lose by the distance of query and
-    key, with a relative bias they gain by it, from a table (num_buckets, N): `q_offset` is the place of the first
-    query among the keys, of every sequence or of each, (1,) or (B,); default 0.
+    The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative bias adds numbers
+    from a table (num_buckets, N). `q_offset` is the position of the first query among the keys, for all sequences or
+    each, (1,) or (B,); default: 0.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
@@ -57,7 +57,7 @@ def attention_scores(
     scale, relative = score_scale(query, spec), None if spec is None else spec.relative_bias
     check_relative_bias(relative_bias, relative, (*query.shape[:3], key.shape[2]))
     key = repeat_kv_heads(key, query.shape[1])
-    with without_autocast(query.device.type):  # it would take these sums in half precision
+    with without_autocast(query.device.type):  # autocast would sum in half precision
         scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
     scores = soft_capped(scores, spec)
     lengths, dtype = (scores.shape[2], scores.shape[3]), scores.dtype
@@ -73,9 +73,9 @@ def masked_softmax(
     mask: Bool[Tensor, "..."] | None = None,
     sinks: Float[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0.
+    """Softmax over keys, in at least float32. Masked keys get weight exactly 0; fully masked rows are all 0.
 
-    A sink takes part like the score of one more key, which nothing hides, and whose weight is left out.
+    A sink is the logit of one extra key that is never masked; its weight is dropped from the result.
 
     Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
     """
@@ -93,11 +93,11 @@ def masked_softmax(
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return torch.softmax(scores, dim=-1)
-    # -inf, since a score may be as low as any finite fill (a bias of finfo.min). A fully masked row is all 0 instead,
-    # which keeps it and its gradient free of NaN, and is set to 0 after the softmax.
+    # -inf, because a score may be as low as any finite value (a bias of finfo.min). Scores of fully masked rows are 0
+    # instead, which avoids NaN in the row and its gradient; weights are set to 0 after the softmax.
     scores = scores.masked_fill(mask, -torch.inf)
     empty_rows = mask.all(dim=-1, keepdim=True)
-    if not maybe_any(empty_rows):  # two passes over the scores less
+    if not maybe_any(empty_rows):  # saves two passes over the scores
         return torch.softmax(scores, dim=-1)
     return torch.softmax(scores.masked_fill(empty_rows, 0.0), dim=-1).masked_fill(empty_rows, 0.0)
 
@@ -105,7 +105,7 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
 def attention_context(
     attn_weights: Float[Tensor, "B N T S"], value: Float[Tensor, "B K S Hv"]
 ) -> Float[Tensor, "B N T Hv"]:
-    """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
+    """Return the weighted sum of values, accumulated in at least float32, in the dtype of value."""
     check_weighed(attn_weights, value)
     value_per_head = repeat_kv_heads(value, attn_weights.shape[1])
     with without_autocast(value.device.type):
@@ -116,9 +116,9 @@ def attention_context(
 def apply_dropout(
     attn_weights: Float[Tensor, "B N T S"], rate: float, keep: Bool[Tensor, "B N T S"] | None = None
 ) -> Float[Tensor, "B N T S"]:
-    """Drop each attention weight with probability `rate` and divide the others by 1 - rate, 0 <= rate < 1.
+    """Drop each attention weight with probability `rate`, 0 <= rate < 1, and divide the others by 1 - rate.
 
-    `keep` is True where a weight is kept; default: a random draw.
+    `keep` is True for weights to keep; default: a random draw.
     """
     rate = as_rate("dropout", rate)
     check_keep(keep, tuple(attn_weights.shape))
@@ -128,7 +128,7 @@ def apply_dropout(
 
 
 def score_scale(query: Tensor, spec: AttentionSpec | None) -> float:
-    """What the dot products of queries (B, N, T, H) are multiplied by."""
+    """Return the factor of the dot products of queries (B, N, T, H)."""
     if spec is None:
         return query.shape[-1] ** -0.5
     check_spec(spec)
@@ -136,13 +136,13 @@ def score_scale(query: Tensor, spec: AttentionSpec | None) -> float:
 
 
 def soft_capped(scores: Tensor, spec: AttentionSpec | None) -> Tensor:
-    """Scores before anything is added or hidden, capped if the spec says so."""
+    """Apply the soft cap, if any, before bias and mask."""
     if spec is None or spec.soft_cap is None:
         return scores
     return spec.soft_cap * torch.tanh(scores / spec.soft_cap)
 
 
-# ---- Together --------------------------------------------------------------------------------------------------------
+# ---- Attention -------------------------------------------------------------------------------------------------------
 
 
 def scaled_dot_product_attention(
@@ -159,18 +159,18 @@ def scaled_dot_product_attention(
     relative_bias: Float[Tensor, "..."] | None = None,
     **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
-    """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
+    """Reference attention of split heads; `fused` has the fast form of this function.
 
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
-        spec: layer of these heads, whose scale and other changes of scores apply; default: the scale 1 / sqrt(H).
-        masks: which keys are hidden, as `MaskKeywords` says.
-        bias, dropout, dropout_keep, sinks, relative_bias: as `Scores` has them.
+        spec: layer of these heads: scale, soft cap, ALiBi; default: the scale 1 / sqrt(H).
+        masks: keywords that hide keys, see `MaskKeywords`.
+        bias, dropout, dropout_keep, sinks, relative_bias: see `Scores`.
         need_weights: also return the attention weights.
 
     Returns:
-        The context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
+        Context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
@@ -193,7 +193,7 @@ def attend(
     mask: Mask,
     scores: Scores,
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"]]:
-    """Return the context and the attention weights before dropout: the definition, of shapes that are checked."""
+    """Return the context and the attention weights before dropout. Shapes are checked."""
     logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, scores.relative_bias)
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device)
     attn_weights = masked_softmax(logits, hidden, scores.sinks).to(query.dtype)
@@ -203,7 +203,7 @@ def attend(
 def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores, num_parts: int = 1) -> None:
     """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other.
 
-    Lengths in the mask are those of a sequence in so many parts, of which the keys are one.
+    Lengths in the mask are those of a sequence of `num_parts` parts; the keys are one part.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_floating(name, x, rank=4)

@@ -1,4 +1,4 @@
-"""The temperature of queries by their positions."""
+"""Position-dependent temperature of queries."""
 
 import torch
 from jaxtyping import Float, Int
@@ -13,18 +13,18 @@ from mha_torch.checks import check_floating, check_positions
 def apply_temperature(
     x: Float[Tensor, "B N T H"], positions: Int[Tensor, "#B T"], temperature: Temperature
 ) -> Float[Tensor, "B N T H"]:
-    """Queries times 1 + scale * ln(1 + floor((position + first_position) / length)); in the dtype of x.
+    """Multiply queries by 1 + scale * ln(1 + floor((position + first_position) / length)).
 
     Args:
-        x: queries, split into heads, and rotated where there is RoPE; multiplied in at least float32.
-        positions: place of each token in its sequence, from 0, (B or 1, T).
+        x: queries, split into heads, after RoPE; multiplied in at least float32, returned in their dtype.
+        positions: position of each token in its sequence, from 0, (B or 1, T).
         temperature: length, scale and first position.
 
     Raises:
         TypeError: if x is not floating point, positions are not integers, or temperature is not a `Temperature`.
         ValueError: if the positions do not fit.
 
-    Source: Scalable-Softmax, arXiv:2501.19399, as Llama 4 has it.
+    Source: Scalable-Softmax, arXiv:2501.19399, in the form of Llama 4.
     """
     check_floating("x", x, rank=4)
     check_temperature(temperature)

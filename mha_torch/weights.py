@@ -1,4 +1,4 @@
-"""Weights from outside, in the container that the functions take: and the projections made of them."""
+"""Functional weights, and projections that use them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mha_torch.checks import check_projected
 from mha_torch.norms import apply_norm
 
 Project = Callable[[str, Tensor], Tensor]
-"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an
-input, or the norm (`q_norm`, `k_norm`, `v_norm`) to what was projected."""
+"""Applies a projection by name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an input, or a
+norm (`q_norm`, `k_norm`, `v_norm`) to projected features."""
 
 
 def project_with(weights: Mapping[str, Tensor], spec: AttentionSpec | None = None) -> Project:
-    """Projections whose weights lie in the container that `multi_head_attention` takes, and the norms of a spec."""
+    """Return a function that applies projections and norms, with weights as in `multi_head_attention`."""
     norms = {} if spec is None else spec.norms
 
     def project(name: str, x: Tensor) -> Tensor:

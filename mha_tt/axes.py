@@ -1,6 +1,6 @@
-"""Batch axes: layers take any number of them, or none, as one.
+"""Batch axes: layers accept any number of them and merge them into one.
 
-Arguments have the batch axes of the query, or broadcast to them; the result has them again.
+Arguments have the batch axes of the query or broadcast to them; results have those of the query.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Attend = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def with_one_batch_axis(attend: Attend) -> Attend:
-    """Wrap `attention_layer`, so that its inputs may have any number of batch axes."""
+    """Wrap `attention_layer` so that inputs may have any number of batch axes."""
 
     @wraps(attend)
     def attend_any(layer: Any, query: Tensor, key: Any, value: Any, mask: Mask, **options: Any) -> Any:
@@ -54,10 +54,10 @@ def with_one_batch_axis(attend: Attend) -> Attend:
 
 
 def _merge(name: str, x: Any, axes: tuple[int, ...], kept: str = "N T S", *, is_exact: bool = False) -> Any:
-    """Return x with one batch axis, of length 1 if all sequences share it."""
+    """Return x with one batch axis, of size 1 if all sequences share it."""
     x = x.mask if isinstance(x, DeviceMask) and x.shape[0] != 1 else x
     if not isinstance(x, (np.ndarray, Tensor)):
-        return x  # the layer refuses it
+        return x  # the layer will reject it
     whole, merged = merged_shapes(name, tuple(x.shape), axes, kept, is_exact=is_exact)
     if isinstance(x, np.ndarray):
         return np.broadcast_to(x, whole).reshape(merged)

@@ -1,4 +1,4 @@
-"""The cache of keys and values: a value of fixed capacity, how it is filled, and its checks.
+"""Key/value cache of fixed capacity.
 
 Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
 Hv value_head_dim, E d_model.
@@ -26,47 +26,47 @@ from mha_tt.layout import TILE, TILE_NBYTES, round_up
 from mha_tt.masks import Mask
 
 MOST_KV_HEADS = TILE
-"""What `paged_update_cache` writes right: it reads one row of tiles for each sequence, and takes more heads unasked."""
+"""Maximum of `paged_update_cache`: it reads one row of tiles per sequence, and accepts more heads without an error."""
 
 
 class Cache:
-    """Slots, of which each sequence has filled the first few: what caches of both kinds have.
+    """Base class of caches: a fixed number of slots per sequence, filled from the front.
 
     Attributes:
         lengths: number of tokens each sequence has cached, (B,), int32, on the host.
-        capacity: number of slots of each sequence; on the device they take whole tiles.
+        capacity: number of slots per sequence; on the device they fill whole tiles.
     """
 
     lengths: Int[np.ndarray, " B"]
 
     @property
     def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
-        """What is cached, by name; all but the lengths."""
+        """Cached arrays by name, without the lengths."""
         raise NotImplementedError
 
-    capacity: int  # kept beside the slots, which take whole tiles, so that their shape does not tell it
-    pages: Any = None  # of a cache in pages: which ones each sequence has, in order, (B, P), on the host,
-    page_table: Int[Tensor, "B P"] | None = None  # and the same on the device
-    places: DecodePositions | None = None  # left on the device for the next step; any other change drops it
+    capacity: int  # not in the shape of the slots, which fill whole tiles
+    pages: Any = None  # for a paged cache: pages of each sequence, in order, (B, P), on the host,
+    page_table: Int[Tensor, "B P"] | None = None  # and on the device
+    places: DecodePositions | None = None  # kept on the device for the next step; dropped by any other change
 
     def with_slots(self, slots: Iterable[Float[Tensor, "B K S W"]], lengths: Int[np.ndarray, " B"]) -> Self:
-        """A cache of the same kind that holds something else.
+        """Return a cache of the same type with other contents.
 
         Args:
-            slots: what it holds, in the order of `slots`.
-            lengths: number of tokens each sequence has cached, (B,).
+            slots: cached arrays, in the order of `slots`.
+            lengths: number of cached tokens of each sequence, (B,).
         """
         kind: Any = type(self)
         return kind(*slots, lengths, self.capacity)
 
     def reorder(self, indices: Int[np.ndarray, " C"] | Sequence[int]) -> Self:
-        """A cache of the sequences with these indices, in this order; one may be taken more than once, or not at all.
+        """Return a cache of the sequences with these indices, in this order; indices may repeat.
 
         Args:
-            indices: which sequences, each 0..B - 1, (B',).
+            indices: sequences, each in 0..B - 1, (B',).
 
         Returns:
-            A cache of B' sequences, with storage of its own.
+            Cache of B' sequences, with its own storage.
 
         Raises:
             TypeError: if the indices are not integers.
@@ -78,13 +78,13 @@ class Cache:
         return self.with_slots(slots, self.lengths[indices])
 
     def repeat(self, repeats: int) -> Self:
-        """A cache that holds each sequence `repeats` times, side by side, as the beams of a search.
+        """Return a cache with each sequence `repeats` times in a row, as for beam search.
 
         Args:
-            repeats: how many times, at least once.
+            repeats: number of copies, at least 1.
 
         Returns:
-            A cache of B * repeats sequences, with storage of its own.
+            Cache of B * repeats sequences, with its own storage.
 
         Raises:
             TypeError: if `repeats` is not an integer.
@@ -94,13 +94,13 @@ class Cache:
         return self.reorder(np.repeat(np.arange(len(self.lengths)), repeats))
 
     def grow(self, capacity: int) -> Self:
-        """A cache of the same tokens with more slots.
+        """Return a cache of the same tokens with more slots.
 
         Args:
-            capacity: number of slots of each sequence, at least as many as there are.
+            capacity: new number of slots per sequence, at least the current one.
 
         Returns:
-            A cache of that capacity, with storage of its own.
+            Cache of that capacity, with its own storage.
 
         Raises:
             TypeError: if the capacity is not an integer.
@@ -112,13 +112,13 @@ class Cache:
         return replace(grown, capacity=capacity)
 
     def crop(self, lengths: Int[np.ndarray, " B"] | Sequence[int] | int) -> Self:
-        """A cache of the first tokens of each sequence only; the slots of the others hold nothing again.
+        """Truncate each sequence to `lengths` and clear the freed slots.
 
         Args:
-            lengths: number of tokens to keep, of every sequence or of each, (B,); as many as there are at most.
+            lengths: number of tokens to keep, at most the cached ones, for all sequences or each, (B,).
 
         Returns:
-            A cache of the same capacity, with storage of its own.
+            Cache of the same capacity, with its own storage.
 
         Raises:
             TypeError: if the lengths are not integers.
@@ -137,19 +137,19 @@ class Cache:
         return self.with_slots((ttnn.where(is_kept, x, 0.0) for x in self.slots.values()), lengths.copy())
 
     def is_within(self, lengths: Int[np.ndarray, " B"]) -> np.ndarray:
-        """Which slots hold the first tokens of each sequence, (B, S)."""
+        """Return which slots contain the first tokens of each sequence, (B, S)."""
         return np.arange(next(iter(self.slots.values())).shape[2]) < lengths[:, None]
 
 
-@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+@dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
 class KVCache(Cache):
-    """Keys and values of the tokens seen so far, in slots of which each sequence has filled the first few.
+    """Keys and values of all tokens so far.
 
     Attributes:
-        keys, values: (B, K, S, H) and (B, K, S, Hv), S being the capacity, all in whole tiles; keys after RoPE. A slot
-            at or beyond its sequence's length holds nothing.
+        keys, values: (B, K, S, H) and (B, K, S, Hv) with capacity S, all in whole tiles; keys after RoPE. Slots at or
+            beyond the length of their sequence are empty.
         lengths: number of tokens each sequence has cached, (B,), int32, on the host.
-        capacity: number of slots of each sequence.
+        capacity: number of slots per sequence.
     """
 
     keys: Float[Tensor, "B K S H"]
@@ -159,7 +159,7 @@ class KVCache(Cache):
 
     @property
     def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
-        """What is cached, by name; all but the lengths."""
+        """Cached arrays by name, without the lengths."""
         return {"keys": self.keys, "values": self.values}
 
 
@@ -176,16 +176,16 @@ def init_cache(
     value_head_dim: int | None = None,
     device: ttnn.MeshDevice,
 ) -> KVCache:
-    """An empty cache: zeros in every slot, every length 0.
+    """Return an empty cache: all slots and lengths are 0.
 
     Args:
         batch_size: number of sequences, B.
         num_kv_heads: number of key/value heads, K, at most 32.
-        capacity: number of slots of each sequence.
-        head_dim: features of a head, H, as many as keys and values will have.
-        dtype: of keys and values: `ttnn.bfloat16`, `ttnn.bfloat8_b` or `ttnn.float32`.
-        value_head_dim: features of a head's values, Hv; head_dim when absent.
-        device: where the cache lies.
+        capacity: number of slots per sequence.
+        head_dim: features of a head, H, as in keys and values to append.
+        dtype: dtype of keys and values: `ttnn.bfloat16`, `ttnn.bfloat8_b` or `ttnn.float32`.
+        value_head_dim: value features per head, Hv; default: head_dim.
+        device: device of the cache.
 
     Raises:
         TypeError: if a size is not an integer or the dtype not floating point.
@@ -215,28 +215,28 @@ def append_to_cache(
     *,
     new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
 ) -> KVCache:
-    """Append the keys and values of new tokens to those in the cache.
+    """Append the keys and values of new tokens to the cache.
 
     Args:
-        cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage is reused.
+        cache: contains `cache.lengths` tokens. Do not use it afterwards: its storage is reused.
         key, value: (B, K, T, H) and (B, K, T, Hv), in the cache's dtype or, for a bfloat8_b cache, bfloat16.
-        new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding and is
-            not cached. Default: all.
+        new_lengths: number of real tokens of each sequence, 0..T, (B,); the rest is right padding, which is not cached.
+            Default: all.
 
     Returns:
-        The cache, holding `cache.lengths + new_lengths` tokens.
+        Cache with `cache.lengths + new_lengths` tokens.
 
     Raises:
         TypeError: if the dtypes differ or the lengths are not integers.
-        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
+        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then unchanged.
     """
     check_appended(cache, key, value, new_lengths)
     return append_checked(cache, (key, value), num_added(cache, key.shape[2], new_lengths))
 
 
 def append_checked(cache: CacheT, new: tuple[Tensor, ...], added: np.ndarray) -> CacheT:
-    """`append_to_cache` without its checks, of what goes into each tensor of slots."""
-    # The device writes whole tiles or pages, or single rows. So these up to the next, for all sequences at once, …
+    """Append new tokens to each tensor of slots, without checks."""
+    # The device writes whole tiles or pages, or single rows: rows up to the next tile, for all sequences at once, …
     whole = TILE if cache.pages is None else next(iter(cache.slots.values())).shape[2]
     single = np.minimum(added, -cache.lengths % whole) if new[0].shape[2] > 1 else added
     for token in range(single.max(initial=0)):
@@ -259,13 +259,13 @@ def create_cache_mask(
     window_size: int | None = None,
     chunk_size: int | None = None,
 ) -> Bool[np.ndarray, "B 1 T S"]:
-    """True where a new token may not see a cache slot: every slot after its own, or beyond its window or chunk.
+    """Return a mask of the slots that each new token cannot attend to: after its own, or outside its window or chunk.
 
     Args:
-        lengths: number of tokens each sequence had cached before the new ones, (B,).
+        lengths: number of cached tokens of each sequence before the new ones, (B,).
         seq_len_q: number of new tokens, T.
         capacity: number of slots, S.
-        window_size, chunk_size: as `create_attention_mask` takes them.
+        window_size, chunk_size: see `create_attention_mask`.
 
     Returns:
         Mask that broadcasts to the scores (B, N, T, S), on the host.
@@ -288,7 +288,7 @@ def num_added(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[int
 
 
 def write_rows(cache: Cache, new: Sequence[Tensor], slots: np.ndarray | Tensor) -> None:
-    """Write one token of each sequence, (1, B, K, H) for each tensor of slots, into its own slot; -1 writes nothing."""
+    """Write one token of each sequence, (1, B, K, H) for each tensor of slots, into its slot; -1 writes nothing."""
     device, batch_size = new[0].device(), new[0].shape[1]
     grid = device.compute_with_storage_grid_size()
     if batch_size > grid.x * grid.y:
@@ -312,17 +312,17 @@ def kv_cache_nbytes(
     num_layers: int = 1,
     dtype: ttnn.DataType,
 ) -> int:
-    """Bytes that the keys and values of all layers take: batch * heads * slots * (H + Hv) * bytes per layer.
+    """Return the bytes of all layers' keys and values: batch * heads * slots * (H + Hv) * itemsize per layer.
 
-    On the device slots and features take whole tiles of 32; with RoPE count the features of a head as
-    `padded_head_dim(head_dim, rope=True)`.
+    On the device slots and features fill whole tiles of 32; with RoPE pass `padded_head_dim(head_dim, rope=True)` as
+    the features of a head.
 
     Args:
         batch_size: number of sequences, B.
         num_kv_heads: number of key/value heads, K.
-        capacity: number of slots, or tokens, of each sequence.
+        capacity: number of slots (tokens) per sequence.
         head_dim: features of a head, H.
-        value_head_dim: features of a head's values, Hv; head_dim when absent.
+        value_head_dim: value features per head, Hv; default: head_dim.
         num_layers: number of layers.
         dtype: dtype of the cache.
 
@@ -344,7 +344,7 @@ def kv_cache_nbytes(
 def check_cache(
     cache_k: Tensor, cache_v: Tensor, key: Tensor, value: Tensor, names: tuple[str, str] = ("cache_k", "cache_v")
 ) -> None:
-    """Refuse cached keys and values (B, K, S, H) that new ones (B, K, T, H) cannot join."""
+    """Refuse cached keys and values (B, K, S, H) to which new ones (B, K, T, H) cannot be appended."""
     for name, x, new in zip(names, (cache_k, cache_v), (key, value), strict=True):
         check_floating(name, x, rank=4)
         expected = (key.shape[0], key.shape[1], cache_k.shape[2], new.shape[3])
@@ -355,7 +355,7 @@ def check_cache(
 
 
 def check_cached_input(x: Tensor, cache: Cache) -> None:
-    """Refuse new tokens (B, T, d_in) of another batch size than the cache's."""
+    """Refuse new tokens (B, T, d_in) whose batch size is not that of the cache."""
     check_floating("x", x, rank=3)
     dtype = next(iter(cache.slots.values())).dtype
     if (x.dtype == ttnn.float32) != (dtype == ttnn.float32):
@@ -381,7 +381,7 @@ def check_appended(cache: KVCache, key: Tensor, value: Tensor, new_lengths: np.n
 
 
 def check_room(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> None:
-    """Refuse more new tokens than the cache has slots left: they would be written outside of it."""
+    """Refuse more new tokens than free slots: they would be written out of bounds."""
     batch_size = next(iter(cache.slots.values())).shape[0] if cache.pages is None else len(cache.pages)
     check_lengths("cache.lengths", cache.lengths, batch_size, cache.capacity)
     if new_lengths is not None:
@@ -393,7 +393,7 @@ def check_room(cache: Cache, seq_len: int, new_lengths: np.ndarray | Sequence[in
 
 
 def check_cache_holds(cache: Cache, num_heads: int, *features: int) -> None:
-    """Refuse a cache that was made for other heads, each of so many features, or for latents of another width."""
+    """Refuse a cache for other heads or features, or for latents of another width."""
     first = next(iter(cache.slots.values()))
     for (name, x), width in zip(cache.slots.items(), features, strict=True):
         expected = (first.shape[0], num_heads, first.shape[2], width)

@@ -1,4 +1,4 @@
-"""Multi-head attention with a key/value cache: an argument and a result, growing or of fixed capacity.
+"""Multi-head attention with a key/value cache, growing or of fixed capacity. Caches are arguments and results.
 
 Axes: B batch, T new tokens, S keys or cache slots, N query heads, K key/value heads, H head_dim,
 Hv value_head_dim, E d_model.
@@ -59,21 +59,21 @@ def multi_head_attention_with_cache(
     kernel: Kernel = fused.attend,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B T E"], Float[Tensor, "B K S H"], Float[Tensor, "B K S Hv"]]:
-    """Causal self-attention of new tokens over all tokens so far, with keys and values that grow by concatenation.
+    """Causal self-attention of new tokens over all tokens so far, with a cache that grows by concatenation.
 
-    The plain definition of a cache; `multi_head_attention_with_static_cache` is the one of fixed capacity.
+    This is the definition of a cache; `multi_head_attention_with_static_cache` has a fixed capacity.
 
-    Arguments not listed are those of `multi_head_attention_with_static_cache`.
+    Other arguments are those of `multi_head_attention_with_static_cache`.
 
     Args:
-        cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None at
-            first.
-        mask, bias: broadcast to (B, N, T, S), beside causality.
-        positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host; P, P
-            + 1, … when absent.
+        cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None in
+            the first call.
+        mask, bias: in addition to causality; broadcast to (B, N, T, S).
+        positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host; default: P,
+            P + 1, ….
 
     Returns:
-        The output (B, T, E), and the keys and values of all S = P + T tokens.
+        Output (B, T, E), and the keys and values of all S = P + T tokens.
 
     Raises:
         TypeError: if x is not floating point, dtypes differ or the mask is not boolean.
@@ -117,13 +117,13 @@ def multi_head_attention_with_static_cache(
 ) -> tuple[Float[Tensor, "B T E"], KVCache]:
     """Causal self-attention of new tokens over all tokens so far, with a cache of fixed capacity.
 
-    Results, errors and the arguments not listed are those of `MultiHeadAttentionWithCache`. Weights must be finite.
+    Results, errors and other arguments are those of `MultiHeadAttentionWithCache`. Weights must be finite.
 
     Args:
-        weights: as `multi_head_attention` takes them.
-        spec: what the layer computes; nothing is dropped.
+        weights: see `multi_head_attention`.
+        spec: the layer; dropout is not applied.
         kernel: computes the context.
-        compute_kernel_config: arithmetic of the device, of the default kernel too; default `accurate_config`.
+        compute_kernel_config: arithmetic of the device, including the default kernel; default: `accurate_config`.
     """
     check_spec(spec, is_self_attention=True)
     check_weights(weights, spec)
@@ -143,15 +143,15 @@ def cached_layer(
     positions: np.ndarray | None,
     kv_b: Callable[[], HeadWeights] | None = None,
 ) -> tuple[Tensor, CacheT]:
-    """Append new tokens to a cache of either kind, and attend; over the latents themselves if kv_b is given.
+    """Append new tokens to a cache of either type and attend; with `kv_b`, in the absorbed form.
 
-    `kv_b` makes the weights of the absorbed form, or has kept them. It is called after all checks.
+    `kv_b` returns the weights of the absorbed form. It is called after all checks.
     """
     spec = layer.spec
     check_cached_input(x, cache)
     batch_size, seq_len, _ = x.shape
     check_layer_positions(positions, batch_size, seq_len, spec)
-    positions = positions if spec.has_positions else None  # ignored ones keep no step from its kernel
+    positions = positions if spec.has_positions else None  # ignored ones must not rule out the step kernel
     check_mask(mask, (batch_size, spec.num_heads, seq_len, cache.capacity))
     check_bias(bias, (batch_size, spec.num_heads, seq_len, cache.capacity))
     _check_is_of(cache, spec)
@@ -170,11 +170,11 @@ def cached_layer(
     is_real = None
     if not are_all_real:
         is_real = np.arange(seq_len) < np.asarray(new_lengths)[:, None]
-        positions = np.where(is_real, positions, positions[..., :1])  # padding makes no sequence longer
+        positions = np.where(is_real, positions, positions[..., :1])  # padding adds no length
         is_real = upload(is_real[:, :, None], device=x.device(), dtype=x.dtype)
-        x = ttnn.where(is_real, x, 0.0)  # a NaN in the padding would reach real tokens as 0 * NaN
+        x = ttnn.where(is_real, x, 0.0)  # NaN in padding would reach real tokens as 0 * NaN
     is_step = seq_len == 1
-    if is_step:  # one token of each sequence: side by side they fill the tiles that they would each begin
+    if is_step:  # one token per sequence: tokens of all sequences share tiles
         x = ttnn.reshape(x, (1, batch_size, x.shape[2]))
         positions = np.broadcast_to(positions, (*positions.shape[:-2], batch_size, 1)).swapaxes(-1, -2)
     rotation = rotation_of(positions, spec, device=x.device(), side_by_side=is_step)
@@ -201,7 +201,7 @@ def _attend_in_step(
     mask: Mask,
     scores: Scores,
 ) -> tuple[Tensor, CacheT]:
-    """Append one token of each sequence, q (1, N, B, H), new (1, K, B, H) each, and attend to everything up to it."""
+    """Append one token per sequence, q (1, N, B, H), new (1, K, B, H) each; each attends to all tokens up to itself."""
     added = num_added(cache, 1, new_lengths)
     write_rows(cache, [ttnn.transpose(x, 1, 2) for x in new], np.where(added > 0, cache.lengths, -1))
     before, cache = cache.lengths, cache.with_slots(cache.slots.values(), cache.lengths + added)
@@ -210,7 +210,7 @@ def _attend_in_step(
         q = ttnn.permute(q, (2, 1, 0, 3))
         context = _attend_to_slots(layer, q, cache, before, mask, scores)
         return ttnn.permute(context, (2, 1, 0, 3)), cache
-    # A sequence without a new token sees a slot that is there, so that its output, 0 in the end, is finite before.
+    # Sequences without a new token attend to an existing slot, so that their output is finite before it is set to 0.
     last_positions, slots = np.minimum(before, cache.capacity - 1), tuple(cache.slots.values())
     context = fused.attend_to_cache(
         ttnn.transpose(q, 1, 2),
@@ -232,10 +232,10 @@ def _kernel_of_step(
     mask: Mask,
     scores: Scores,
 ) -> fused.FusedAttention | None:
-    """Return the kernel of the layer if its form for steps supports the call, else None.
+    """Return the kernel of the layer if its step form supports the call, else None.
 
-    That form multiplies a mask by the scale (tt-metal#55337). Its windows are right, but let through non-finite values
-    of the keys that they have left behind (docs/ttnn.md).
+    The step form multiplies a mask by the scale (tt-metal#55337). Its windows are correct, but leak non-finite values
+    of keys before the window (docs/ttnn.md).
     """
     first, *others = cache.slots.values()
     are_alike = others[0].shape[3] == first.shape[3] if others else not _are_expanded(scores)
@@ -253,12 +253,12 @@ def _attend_in_prefill(
     mask: Mask,
     scores: Scores,
 ) -> tuple[Tensor, CacheT]:
-    """Append tokens, q (B, N, T, H), new (B, K, T, H) each, and attend from each to everything up to it."""
+    """Append tokens, q (B, N, T, H), new (B, K, T, H) each; each attends to all tokens up to itself."""
     before, seq_len = cache.lengths, q.shape[2]
     cache = append_checked(cache, new, num_added(cache, seq_len, new_lengths))
-    if before.any() or seq_len > cache.capacity:  # padding beyond the capacity, which a mask does not reach
+    if before.any() or seq_len > cache.capacity:  # padding beyond the capacity has no column in the mask
         return _attend_to_slots(layer, q, cache, before, mask, scores), cache
-    # Right padding needs no mask of its own: no real token sees what comes after it.
+    # Right padding needs no mask: causality hides it from real tokens.
     return _attend(layer, q, new, mask, scores), cache
 
 
@@ -270,7 +270,7 @@ def _attend_to_slots(
     mask: Mask,
     scores: Scores,
 ) -> Tensor:
-    """Attend from new tokens, q (B, N, T, H), that are in the cache already, to everything up to each."""
+    """Attend from new tokens, q (B, N, T, H), that are already cached, each to all tokens up to itself."""
     filled = min(round_up(int(before.max(initial=0)) + q.shape[2]), cache.capacity)
     slots = tuple(first_slots(x, filled, cache.pages) for x in cache.slots.values())
     return _attend(layer, q, slots, replace(mask, q_offset=before), scores)
@@ -279,9 +279,10 @@ def _attend_to_slots(
 def _attend(
     layer: AttentionLayer | FunctionalLayer, q: Tensor, slots: tuple[Tensor, ...], mask: Mask, scores: Scores
 ) -> Tensor:
-    """Attend to keys and values, to latents as they are, or to keys and values made of latents.
+    """Attend to keys and values, to latents, or to keys and values expanded from latents.
 
-    Latents are values as wide as keys, for the kernels take no others: what the context has more is left out later.
+    Values of the absorbed form are whole latents, because kernels need values as wide as keys; the context is cut
+    later.
     """
     keys, values = slots[0], slots[-1]
     if len(slots) == 1 and _are_expanded(scores):
@@ -293,30 +294,30 @@ def _attend(
 
 
 def _are_expanded(scores: Scores) -> bool:
-    """Return whether latents are made into keys and values; `AttentionSpec.absorbed` has none."""
+    """Return whether latents are expanded to keys and values; `AttentionSpec.absorbed` has none."""
     return scores.spec is not None and scores.spec.latent is not None
 
 
 class MultiHeadAttentionWithCache(AttentionLayer):
-    """Causal multi-head self-attention over everything cached; made as `AttentionLayer`."""
+    """Causal multi-head self-attention with a cache of fixed capacity. Constructor arguments: see `AttentionLayer`."""
 
     _is_self_attention = True
 
     def init_cache(
         self, batch_size: int, capacity: int, dtype: ttnn.DataType | None = None, *, page_size: int | None = None
     ) -> KVCache:
-        """An empty cache for this module, beside its weights.
+        """Return an empty cache for this module, on the device of its weights.
 
         Args:
             batch_size: number of sequences, B.
-            capacity: number of slots of each sequence.
-            dtype: of keys and values; that of the module's inputs when absent. bfloat8_b halves the memory of a module
-                that takes bfloat16.
-            page_size: slots of a page, whole tiles: the cache is then a `PagedKVCache`, for bfloat16 and bfloat8_b.
+            capacity: number of slots per sequence.
+            dtype: dtype of keys and values; default: that of the module's inputs. bfloat8_b halves the memory of a
+                bfloat16 module.
+            page_size: slots per page, whole tiles; the cache is then a `PagedKVCache`, for bfloat16 and bfloat8_b.
 
         Raises:
             TypeError: if a size is not an integer or the dtype not floating point.
-            ValueError: if the capacity is below 1, the batch size below 0, or a page has parts of tiles.
+            ValueError: if the capacity is below 1, the batch size below 0, or a page is not whole tiles.
         """
         dtype = self.dtype if dtype is None else dtype
         spec, device = self.spec, self.device
@@ -334,28 +335,29 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         bias: Float[np.ndarray, "..."] | Tensor | None = None,
         positions: Int[np.ndarray, "... #B T"] | None = None,
     ) -> tuple[Float[Tensor, "B T E"], KVCache]:
-        """Append the new tokens to the cache and attend from each to everything up to it.
+        """Append new tokens to the cache; each attends to all tokens up to itself.
 
         Args:
-            x: the new tokens, (B, T, d_in): a prompt, a part of one, or one token each. On the device, in the dtype of
-                the module.
-            cache: the tokens so far. Do not use it afterwards; its storage is reused.
-            new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding:
-                not cached, output 0, and seen by nobody, so that it may hold anything. Default: all.
-            mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key
-                gives 0. With a mask or a bias a step takes the kernel that reads all heads of the filled slots.
+            x: new tokens, (B, T, d_in): a prompt, a part of one, or one token per sequence. On the device, in the dtype
+                of the module.
+            cache: tokens so far. Do not use it afterwards: its storage is reused.
+            new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right padding with arbitrary
+                contents: it is not cached, not attended to, and its output is 0. Default: all.
+            mask: boolean, True = masked, in addition to causality; broadcasts to (B, N, T, capacity). The output of a
+                fully masked row is 0. A mask or a bias rules out the step kernel; all heads of the filled slots are
+                then read.
             bias: added to the scores; broadcasts to (B, N, T, capacity). -inf masks a key; on the device it is not
                 read.
-            positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host;
-                `cache.lengths` and those after it when absent.
+            positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host;
+                default: `cache.lengths` and up.
 
         Returns:
-            The output (B, T, E) and the cache with the new tokens.
+            Output (B, T, E), and the cache with the new tokens.
 
         Raises:
             TypeError: if x is not on the device, dtypes differ, the mask is not boolean or the lengths are not
                 integers.
-            ValueError: if the shapes do not fit, or the new tokens do not fit into the capacity.
+            ValueError: if the shapes do not fit, or the new tokens exceed the capacity.
         """
         check_is_cache(cache, KVCache)
         self.check_input("x", x)
@@ -364,7 +366,7 @@ class MultiHeadAttentionWithCache(AttentionLayer):
 
 
 def _check_is_of(cache: Cache, spec: AttentionSpec) -> None:
-    """Refuse a cache that was made for another layer."""
+    """Refuse a cache of another layer."""
 
     if isinstance(cache, LatentCache):
         check_cache_holds(cache, 1, padded_features("kv_a_proj", spec))

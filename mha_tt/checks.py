@@ -1,4 +1,4 @@
-"""Checks of arguments, before any work and in the order of the data flow: `<what> must <rule>, got <name>=<value>`."""
+"""Argument checks in the order of the data flow. Messages: `<what> must <rule>, got <name>=<value>`."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from mha_tt.layout import (
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> None:
-    """Refuse what is not an integer of at least `minimum`."""
+    """Refuse anything but an integer of at least `minimum`."""
     as_count(name, value, minimum)
 
 
 def check_array(name: str, x: object) -> None:
-    """Refuse what is not an array of the framework."""
+    """Refuse anything but an array of the framework."""
     if not isinstance(x, Tensor):
         raise WrongType(name, "be a ttnn.Tensor", type(x).__name__)
 
 
 def check_on_device(name: str, x: Tensor) -> None:
-    """Refuse a tensor that lies on the host, which several operations answer with a crash."""
+    """Refuse a tensor on the host, with which several operations crash."""
     check_array(name, x)
     if x.storage_type() != ttnn.StorageType.DEVICE:
         raise WrongType(name, "lie on a device (mha_tt.upload)", {f"{name}.storage_type()": x.storage_type()})
 
 
 def check_dtype(name: str, dtype: object) -> None:
-    """Refuse a dtype that this package does not compute in."""
+    """Refuse an unsupported dtype."""
     if dtype not in (ttnn.bfloat16, ttnn.bfloat8_b, ttnn.float32):
         raise WrongType(name, "be ttnn.bfloat16, ttnn.bfloat8_b or ttnn.float32", {name: dtype})
 
 
 def check_floating(name: str, x: Tensor, rank: int) -> None:
-    """Refuse an array of another rank, or one that does not hold floating-point numbers."""
+    """Refuse an array of another rank, or one that is not floating point."""
     check_on_device(name, x)
     if len(x.shape) != rank:
         raise Refusal(name, f"have {rank} axes", {f"{name}.shape": tuple(x.shape)})
@@ -60,7 +60,7 @@ def check_floating(name: str, x: Tensor, rank: int) -> None:
 
 
 def check_tokens(name: str, x: Tensor) -> None:
-    """Refuse what is not floating-point tokens (…, T, d_in)."""
+    """Refuse anything but floating-point tokens (…, T, d_in)."""
     check_on_device(name, x)
     if len(x.shape) < 2:
         raise Refusal(name, "have at least 2 axes", {f"{name}.shape": tuple(x.shape)})
@@ -68,14 +68,14 @@ def check_tokens(name: str, x: Tensor) -> None:
 
 
 def check_broadcasts(name: str, shape: tuple[int, ...], scores_shape: tuple[int, ...]) -> None:
-    """Refuse a shape that does not broadcast to the scores, or that would stretch them."""
+    """Refuse a shape that does not broadcast to the scores, or that would enlarge them."""
     sizes = zip(reversed(shape), reversed(scores_shape), strict=False)
     if len(shape) > 4 or not all(a == 1 or a == b for a, b in sizes):
         raise Refusal(name, f"broadcast to the scores (B, N, T, S) = {scores_shape}", {f"{name}.shape": shape})
 
 
 def check_integers(name: str, x: object, shapes: Sequence[tuple[int, ...]], in_words: str) -> None:
-    """Refuse an array that does not hold integers, or has none of these shapes."""
+    """Refuse an array that is not of integers, or has none of these shapes."""
     if not isinstance(x, np.ndarray):
         raise WrongType(name, "be a NumPy array", type(x).__name__)
     if x.dtype.kind not in "iu":
@@ -85,9 +85,9 @@ def check_integers(name: str, x: object, shapes: Sequence[tuple[int, ...]], in_w
 
 
 def check_lengths(name: str, lengths: np.ndarray | Sequence[int], batch_size: int | None, maximum: int) -> None:
-    """Refuse lengths that are not one integer in 0..maximum for each sequence."""
+    """Refuse lengths that are not one integer in 0..maximum per sequence."""
     lengths = np.asarray(lengths)
-    if lengths.dtype.kind not in "iu" and lengths.shape != (0,):  # NumPy takes an empty list for float64
+    if lengths.dtype.kind not in "iu" and lengths.shape != (0,):  # NumPy reads an empty list as float64
         raise WrongType(name, "be integers", {f"{name}.dtype": lengths.dtype})
     if lengths.ndim != 1 or (batch_size is not None and len(lengths) != batch_size):
         expected = "(B,)" if batch_size is None else f"(B,) = ({batch_size},)"
@@ -97,7 +97,7 @@ def check_lengths(name: str, lengths: np.ndarray | Sequence[int], batch_size: in
 
 
 def check_head_dim(head_dim: int | None, padded: int) -> None:
-    """Refuse a head_dim that does not fit into the features that a head has on the device."""
+    """Refuse a head_dim that exceeds the features of a head on the device."""
     if head_dim is None:
         return
     check_count("head_dim", head_dim)
@@ -106,14 +106,14 @@ def check_head_dim(head_dim: int | None, padded: int) -> None:
 
 
 def check_input_dtype(name: str, x: Tensor, dtype: ttnn.DataType) -> None:
-    """Refuse an input of another dtype than the module's."""
+    """Refuse an input whose dtype is not the module's."""
     check_on_device(name, x)
     if x.dtype != dtype:
         raise WrongType(name, "have the dtype of the module", {f"{name}.dtype": x.dtype, "dtype": dtype})
 
 
 def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
-    """Refuse weights that are not exactly those of the layer, by name and shape."""
+    """Refuse weights whose names or shapes are not exactly those of the layer."""
     check_spec(spec)
     if not isinstance(weights, Mapping):
         raise WrongType("weights", "be a mapping of names to tensors", type(weights).__name__)
@@ -140,8 +140,8 @@ def check_weights(weights: Mapping[str, Tensor], spec: AttentionSpec) -> None:
 
 
 def check_finite(weights: Mapping[str, np.ndarray]) -> None:
-    """Refuse weights with a NaN or an infinity, wherever their values are known."""
-    with np.errstate(over="ignore"):  # what is too large for float32 becomes an infinity there
+    """Refuse weights with NaN or infinity, if their values are known."""
+    with np.errstate(over="ignore"):  # values beyond float32 become infinite
         wrong = [name for name, weight in weights.items() if not np.isfinite(np.asarray(weight, np.float32)).all()]
     if wrong:
         raise Refusal("weights", "be finite", f"NaN or infinities in {wrong}")
@@ -180,13 +180,13 @@ def check_layer_inputs(
 
 
 def check_projected(name: str, x: Tensor, weight: Tensor) -> None:
-    """Refuse an input that does not fit the projection it goes into."""
+    """Refuse an input that does not fit its projection."""
     if x.shape[-1] != weight.shape[0]:
         raise Refusal(f"the input of {name}", f"have {weight.shape[0]} features", shape=tuple(x.shape))
 
 
 def check_heads(name: str, x: Tensor, spec: AttentionSpec, features: int) -> None:
-    """Refuse what is not heads (B, N, T, features)."""
+    """Refuse anything but heads (B, N, T, features)."""
     check_floating(name, x, rank=4)
     if (x.shape[1], x.shape[3]) != (spec.num_heads, features):
         shape = tuple(x.shape)
@@ -194,7 +194,7 @@ def check_heads(name: str, x: Tensor, spec: AttentionSpec, features: int) -> Non
 
 
 def check_pair_order(rope: Rope, head_dim: int | None, padded: int) -> None:
-    """Refuse heads whose pairs do not lie half a head apart."""
+    """Refuse heads whose pairs are not half a head apart."""
     if head_dim is None and (rope.pairs != "half" or rope.rotary_dim not in (None, padded)):
         raise Refusal(
             "head_dim",
@@ -230,7 +230,7 @@ def check_layer_positions(positions: object, batch_size: int, seq_len: int, spec
 
 
 def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Refuse what cannot be normalised, or parameters that are not those of the norm."""
+    """Refuse features that cannot be normalized, or parameters that do not fit the norm."""
     check_on_device("x", x)
     if x.dtype not in (ttnn.float32, ttnn.bfloat16, ttnn.bfloat8_b):
         raise WrongType("x", "be floating point", {"x.dtype": x.dtype})
@@ -245,7 +245,7 @@ def check_normed(x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | No
 
 
 def check_latents(name: str, latents: Tensor, spec: AttentionSpec) -> None:
-    """Refuse what is not latents (B, 1, S, kv_rank + rope_dim)."""
+    """Refuse anything but latents (B, 1, S, kv_rank + rope_dim)."""
     check_floating(name, latents, rank=4)
     width = padded_features("kv_a_proj", spec)
     if (latents.shape[1], latents.shape[3]) != (1, width):
@@ -254,7 +254,7 @@ def check_latents(name: str, latents: Tensor, spec: AttentionSpec) -> None:
 
 
 def check_scored(query: Tensor, key: Tensor, spec: AttentionSpec | None) -> None:
-    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that have no dot products, or not those of the layer."""
+    """Refuse queries (B, N, T, H) and keys (B, K, S, H) that do not fit each other or the layer."""
     if (query.shape[0], query.shape[3]) != (key.shape[0], key.shape[3]):
         raise Refusal(
             "key",
@@ -302,7 +302,7 @@ def check_bias(bias: np.ndarray | Tensor | None, scores_shape: tuple[int, ...]) 
 def check_relative_bias(
     table: Tensor | None, relative_bias: RelativeBias | GridBias | None, scores_shape: tuple[int, ...]
 ) -> None:
-    """Refuse a table that the layer does not have, one of other buckets or heads, or more tokens than a grid has."""
+    """Refuse a table if the layer has none, one of another shape, or more tokens than its grid has."""
     if (table is None) != (relative_bias is None):
         raise Refusal("relative_bias", "be given where the spec has one", {"spec.relative_bias": relative_bias})
     if table is None or relative_bias is None:
@@ -318,7 +318,7 @@ def check_relative_bias(
 
 
 def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
-    """Refuse sinks that are not a number for each head."""
+    """Refuse sinks that are not one number per head."""
     if sinks is None:
         return
     check_floating("sinks", sinks, rank=4)
@@ -327,7 +327,7 @@ def check_sinks(sinks: Tensor | None, num_heads: int) -> None:
 
 
 def check_keep(keep: np.ndarray | None, scores_shape: tuple[int, ...]) -> None:
-    """Refuse a given dropout that is not boolean or does not broadcast to the scores (B, N, T, S)."""
+    """Refuse a dropout mask that is not boolean or does not broadcast to the scores (B, N, T, S)."""
     if keep is None:
         return
     if not isinstance(keep, np.ndarray):
@@ -365,6 +365,6 @@ def check_gated(context: Tensor, gate: Tensor) -> None:
 
 
 def check_is_cache(cache: object, kind: type) -> None:
-    """Refuse what is not a cache of that kind."""
+    """Refuse anything but a cache of that type."""
     if not isinstance(cache, kind):
         raise WrongType("cache", f"be a {kind.__name__}", type(cache).__name__)

@@ -1,4 +1,4 @@
-"""The device: how it is found and opened, its arithmetic, and how arrays and weights enter and leave it."""
+"""Device: detection, opening, arithmetic, uploads and downloads."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from mha_tt.mock.shadows import observers, readers
 
 
 def target() -> str | None:
-    """Return the kind of device that would be opened now: `mock`, `simulator`, `silicon`, or None for none at all.
+    """Return the kind of device that would be opened now: `mock`, `simulator`, `silicon`, or None.
 
-    ttnn answers the same for a mock board as for a card, so the environment decides, in the order in which ttnn reads
-    it.
+    ttnn does not distinguish mock boards from cards, so the environment decides, in the order in which ttnn reads it.
     """
     if os.environ.get("TT_METAL_MOCK_CLUSTER_DESC_PATH"):
         return "mock"
@@ -47,17 +46,17 @@ def describe_target() -> str:
 
 @contextmanager
 def open_device(device_id: int = 0, *, trace_region_size: int = 0) -> Iterator[ttnn.MeshDevice]:
-    """Open a device for the time of a `with` block.
+    """Open a device for a `with` block.
 
     Args:
-        device_id: which of several cards.
-        trace_region_size: bytes that are set aside for traces (`ttnn.begin_trace_capture`).
+        device_id: number of the card.
+        trace_region_size: bytes reserved for traces (`ttnn.begin_trace_capture`).
 
     Yields:
-        The device, which is silicon, a simulator or a mock board: see `target`.
+        Device: silicon, a simulator or a mock board, see `target`.
 
     Raises:
-        RuntimeError: if there is none or it does not open; says what was looked for.
+        RuntimeError: if there is none or it does not open; reports the devices searched for.
     """
     if target() == "simulator" and (reason := _simulator_lacks()):
         raise RuntimeError(f"{reason}; tools/tt-simulator sets it up")
@@ -72,7 +71,7 @@ def open_device(device_id: int = 0, *, trace_region_size: int = 0) -> Iterator[t
 
 @contextmanager
 def _opening(what: str) -> Iterator[None]:
-    """Refuse to open nothing, and say what was looked for where something does not open."""
+    """Refuse to open without a device; if opening fails, report the device searched for."""
     where = describe_target()
     if target() is None:
         raise RuntimeError(f"a device must be there to be opened, found {where}; mha_tt.mock.board() needs none")
@@ -84,12 +83,12 @@ def _opening(what: str) -> Iterator[None]:
 
 
 def _dispatch_of_mock() -> dict[str, ttnn.DispatchCoreConfig]:
-    """Options of a mock board of several chips, on which the default place of dispatch is not validated."""
+    """Return options of a mock board of several chips, for which the default dispatch cores are not validated."""
     return {"dispatch_core_config": ttnn.DispatchCoreConfig(ttnn.DispatchCoreType.WORKER)}
 
 
 def _simulator_lacks() -> str | None:
-    """Describe the part that a simulator lacks, of which ttnn tells little or nothing; None if it has all."""
+    """Describe a missing part of a simulator, which ttnn barely reports; None if it is complete."""
     simulator = Path(os.environ["TT_METAL_SIMULATOR"])
     if not simulator.exists():
         return f"TT_METAL_SIMULATOR must be a simulator's library or folder, got {simulator}, which is not there"
@@ -102,36 +101,36 @@ def _simulator_lacks() -> str | None:
 
 
 def _compiler() -> Path | None:
-    """Return the compiler that ttnn would take."""
+    """Return the compiler that ttnn would use."""
     paths = (folder / "compiler" / "bin" / "riscv-tt-elf-g++" for folder in _sfpi_folders())
     return next((path for path in paths if path.exists()), None)
 
 
 def _sfpi_folders() -> list[Path]:
-    """List the folders where ttnn looks for it, in order."""
+    """List the folders that ttnn searches for the compiler, in order."""
     root = os.environ.get("TT_METAL_RUNTIME_ROOT")
     return [*([Path(root) / "runtime" / "sfpi"] if root else []), Path("/opt/tenstorrent/sfpi")]
 
 
 @contextmanager
 def open_mesh(shape: Sequence[int]) -> Iterator[ttnn.MeshDevice]:
-    """Open several chips, and the fabric that joins them, for the time of a `with` block.
+    """Open several chips and their fabric for a `with` block.
 
     Args:
         shape: rows and columns of chips: (1, 2) for an n300, (1, 8) or (2, 4) for a T3000.
 
     Yields:
-        The mesh, on which what is uploaded lies once on each chip.
+        Mesh. Uploads are replicated on all chips.
 
     Raises:
         ValueError: if the shape is not two sizes.
-        RuntimeError: if there are not so many chips or they do not open; says what was looked for.
+        RuntimeError: if there are too few chips or they do not open; reports the devices searched for.
     """
     if len(shape) != 2:
         raise Refusal("shape", "be rows and columns", shape=tuple(shape))
     with ExitStack() as stack:
         with _opening(f"a mesh of {tuple(shape)}"):
-            ttnn.set_fabric_config(ttnn.FabricConfig.FABRIC_1D)  # before a mesh is opened, and not after
+            ttnn.set_fabric_config(ttnn.FabricConfig.FABRIC_1D)  # only before a mesh is opened
             stack.callback(ttnn.set_fabric_config, ttnn.FabricConfig.DISABLED)
             mesh = ttnn.open_mesh_device(ttnn.MeshShape(*shape), **_dispatch_of_mock() if target() == "mock" else {})
             stack.callback(ttnn.close_mesh_device, mesh)
@@ -146,11 +145,11 @@ def _cards() -> list[str]:
 
 
 def accurate_config(device: ttnn.MeshDevice) -> ttnn.DeviceComputeKernelConfig:
-    """The most exact arithmetic of a device: the default of everything in this package.
+    """Return the most accurate arithmetic of a device, the default throughout this package.
 
-    Every bit of bfloat16 operands (float32 operands enter the matrix engine as TF32 whatever is chosen), sums in
-    float32, no approximations. HiFi4 with float32 sums gives occasional wrong results on Wormhole (tt-metal#38306), so
-    HiFi3 there.
+    All bits of bfloat16 operands (float32 operands always enter the matrix engine as TF32), float32 sums, no
+    approximations. HiFi3 on Wormhole, because HiFi4 with float32 sums occasionally returns wrong results there
+    (tt-metal#38306).
     """
     fidelity = ttnn.MathFidelity.HiFi3 if device.arch() == ttnn.Arch.WORMHOLE_B0 else ttnn.MathFidelity.HiFi4
     return ttnn.init_device_compute_kernel_config(
@@ -159,7 +158,7 @@ def accurate_config(device: ttnn.MeshDevice) -> ttnn.DeviceComputeKernelConfig:
 
 
 def fast_config(device: ttnn.MeshDevice) -> ttnn.DeviceComputeKernelConfig:
-    """Speed instead of accuracy: HiFi2, which cuts a bit of each operand, bfloat16 sums, approximate exponentials."""
+    """Return a fast arithmetic: HiFi2, which drops a bit of each operand, bfloat16 sums, approximate exponentials."""
     return ttnn.init_device_compute_kernel_config(
         device.arch(),
         math_fidelity=ttnn.MathFidelity.HiFi2,
@@ -172,7 +171,7 @@ def fast_config(device: ttnn.MeshDevice) -> ttnn.DeviceComputeKernelConfig:
 def with_bfloat16_sums(
     config: ttnn.DeviceComputeKernelConfig, device: ttnn.MeshDevice
 ) -> ttnn.DeviceComputeKernelConfig:
-    """The same arithmetic but for its sums."""
+    """Return the same arithmetic with bfloat16 sums."""
     return ttnn.init_device_compute_kernel_config(
         device.arch(),
         math_fidelity=config.math_fidelity,
@@ -195,17 +194,17 @@ def describe_config(config: ttnn.DeviceComputeKernelConfig) -> str:
 def upload(
     array: np.ndarray, *, device: ttnn.MeshDevice, dtype: ttnn.DataType = ttnn.bfloat16, pad_value: float = 0.0
 ) -> ttnn.Tensor:
-    """Put an array on a device, in tiles.
+    """Upload an array to a device, in tiles.
 
     Args:
-        array: numbers of any floating-point dtype, or booleans (True becomes 1), of one axis or more.
-        device: where to.
-        dtype: `ttnn.bfloat16`, `ttnn.bfloat8_b` or `ttnn.float32`; rounded to it, to the nearest even.
-        pad_value: what fills the last tiles beyond the array. Some kernels read it, a mask's for one.
+        array: any floating-point dtype, or booleans (True becomes 1), with at least one axis.
+        device: destination.
+        dtype: `ttnn.bfloat16`, `ttnn.bfloat8_b` or `ttnn.float32`; values are rounded to nearest even.
+        pad_value: padding of the last tiles. Some kernels read it, for example in masks.
 
     Raises:
-        TypeError: if the array does not hold such numbers, or the dtype is another.
-        ValueError: if it has no axis.
+        TypeError: if the array has another dtype, or `dtype` is unsupported.
+        ValueError: if the array has no axis.
     """
     check_dtype("dtype", dtype)
     array = np.asarray(array)
@@ -213,8 +212,7 @@ def upload(
         raise Refusal("array", "have at least 1 axis", shape=array.shape)
     if array.dtype.kind not in "fb" and array.dtype.name != "bfloat16":
         raise WrongType("array", "be floating point or boolean", dtype=array.dtype)
-    # ttnn takes no float16 and no read-only array, and float64 aborts the process. Tiles made here are padded with what
-    # was asked for.
+    # ttnn supports neither float16 nor read-only arrays, and float64 aborts the process. Tiling here uses `pad_value`.
     array = np.array(array, dtype=np.float32, order="C")
     return _sent(ttnn.Tensor(array, dtype, None, ttnn.TILE_LAYOUT, pad_value=pad_value), device, array, pad_value)
 
@@ -222,7 +220,7 @@ def upload(
 def _sent(
     host: ttnn.Tensor, device: ttnn.MeshDevice, array: np.ndarray | list[np.ndarray], pad_value: float = 0.0
 ) -> ttnn.Tensor:
-    """Put on a device a tensor that was made of an array, or of one for each chip, and tell who observes uploads."""
+    """Move a tensor of an array, or of one per chip, to a device, and notify observers of uploads."""
     tensor = ttnn.to_device(host, device)
     for observe in observers:
         observe(tensor, array, pad_value)
@@ -232,16 +230,16 @@ def _sent(
 def upload_parts(
     arrays: Sequence[np.ndarray], *, axis: int, device: ttnn.MeshDevice, dtype: ttnn.DataType = ttnn.bfloat16
 ) -> ttnn.Tensor:
-    """Put an array of its own on each chip along an axis of a mesh, and a copy on those beside it, in tiles.
+    """Upload one array to each chip along an axis of a mesh, replicated along the others, in tiles.
 
     Args:
-        arrays: floating-point numbers, all of one shape.
-        axis: of the mesh, as long as there are arrays.
-        device: the mesh.
-        dtype: as `upload` takes it.
+        arrays: floating point, all of one shape.
+        axis: axis of the mesh; one array per chip along it.
+        device: mesh.
+        dtype: see `upload`.
 
     Returns:
-        A tensor of the shape of one array.
+        Tensor of the shape of one array.
     """
     parts = [np.array(array, dtype=np.float32, order="C") for array in arrays]
     places = np.indices(tuple(device.shape))[axis].ravel().tolist()
@@ -253,7 +251,7 @@ def upload_parts(
 def upload_integers(
     array: np.ndarray | Sequence[int], *, device: ttnn.MeshDevice, is_index: bool = False
 ) -> ttnn.Tensor:
-    """Put integers on a device, as int32 in rows, the form of positions, or as uint32 in tiles, that of an index."""
+    """Upload integers, as int32 in rows for positions, or as uint32 in tiles for indices."""
     if not is_index:
         return upload_rows(np.asarray(array), device=device, dtype=ttnn.int32)
     array = np.array(array, dtype=np.uint32, order="C")
@@ -261,18 +259,18 @@ def upload_integers(
 
 
 def upload_rows(array: np.ndarray, *, device: ttnn.MeshDevice, dtype: ttnn.DataType) -> ttnn.Tensor:
-    """Put an array on a device in rows, not in tiles: positions, the rows of a table to pick, and that table."""
+    """Upload an array in rows instead of tiles: for positions, row indices and lookup tables."""
     array = np.array(array, dtype={ttnn.int32: np.int32, ttnn.uint32: np.uint32}.get(dtype, np.float32), order="C")
     return _sent(ttnn.Tensor(array, dtype, None, ttnn.ROW_MAJOR_LAYOUT), device, array)
 
 
 def download(tensor: ttnn.Tensor) -> np.ndarray:
-    """Read a tensor back, exactly, as float32.
+    """Read back a tensor exactly, as float32.
 
     Raises:
         TypeError: if it is not a tensor on a device.
-        ValueError: if the chips of a mesh have several values.
-        RuntimeError: if the device is a mock one whose values nobody computes: see `mha_tt.mock`.
+        ValueError: if the chips of a mesh have different values.
+        RuntimeError: if the device is a mock board without values: see `mha_tt.mock`.
     """
     check_on_device("tensor", tensor)
     if readers:
@@ -285,7 +283,7 @@ def download(tensor: ttnn.Tensor) -> np.ndarray:
 
 
 def read_back(tensor: ttnn.Tensor) -> np.ndarray:
-    """Read a tensor back from a device that computes, exactly, as float32."""
+    """Read back a tensor from a device that computes, exactly, as float32."""
     first, *others = (
         ttnn.to_dtype(part, ttnn.float32).to_numpy() for part in ttnn.get_device_tensors(ttnn.from_device(tensor))
     )
@@ -301,12 +299,12 @@ def read_back(tensor: ttnn.Tensor) -> np.ndarray:
 
 
 def download_parts(tensor: ttnn.Tensor) -> list[np.ndarray]:
-    """What each chip of a mesh has of a tensor, in the order of the mesh's rows; as `download`."""
+    """Return the part of a tensor on each chip of a mesh, in row-major order; otherwise see `download`."""
     check_on_device("tensor", tensor)
     return [download(part) for part in ttnn.get_device_tensors(tensor)]
 
 
 def zeros(shape: Sequence[int], dtype: ttnn.DataType, device: ttnn.MeshDevice) -> ttnn.Tensor:
-    """Zeros; those of bfloat8_b are narrowed on the device, since the host takes seconds to make a large cache."""
+    """Return zeros; bfloat8_b is narrowed on the device, because the host needs seconds for a large cache."""
     made_as = ttnn.bfloat16 if dtype == ttnn.bfloat8_b else dtype
     return as_dtype(ttnn.zeros(shape, dtype=made_as, layout=ttnn.TILE_LAYOUT, device=device), dtype)

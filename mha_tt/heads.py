@@ -1,4 +1,4 @@
-"""Heads: split from a width, combined to one, and shared by groups of query heads.
+"""Splitting, combining and repeating heads.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim.
 """
@@ -17,7 +17,7 @@ from mha_tt.layout import TILE, TILE_NBYTES, round_up
 
 
 def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B N T H"]:
-    """Split the last axis into heads, outermost first, and move them before the tokens.
+    """Split the last axis into heads and move them before the tokens.
 
     Raises:
         ValueError: if the width is not a multiple of num_heads.
@@ -27,9 +27,9 @@ def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B 
     batch_size, seq_len, width = x.shape
     if width % num_heads:
         raise Refusal("the width", "be a multiple of num_heads", width=width, num_heads=num_heads)
-    if 0 in (batch_size, seq_len):  # most operations do not take tensors of nothing
+    if 0 in (batch_size, seq_len):  # most operations reject empty tensors
         return zeros((batch_size, num_heads, seq_len, width // num_heads), x.dtype, x.device())
-    if width // num_heads % TILE:  # the operation below would take this, and give heads of another width
+    if width // num_heads % TILE:  # the operation below would accept this and return heads of another width
         return ttnn.transpose(ttnn.reshape(x, (batch_size, seq_len, num_heads, width // num_heads)), 1, 2)
     x = ttnn.reshape(x, (batch_size, 1, seq_len, width))
     heads, _, _ = ttnn.experimental.nlp_create_qkv_heads(
@@ -39,12 +39,12 @@ def split_heads(x: Float[Tensor, "B T NH"], num_heads: int) -> Float[Tensor, "B 
 
 
 def combine_heads(x: Float[Tensor, "B N T H"]) -> Float[Tensor, "B T NH"]:
-    """Put the heads side by side again: the inverse of `split_heads`."""
+    """Concatenate heads: the inverse of `split_heads`."""
     check_floating("x", x, rank=4)
     batch_size, num_heads, seq_len, head_dim = x.shape
     if 0 in (batch_size, seq_len):
         return zeros((batch_size, seq_len, num_heads * head_dim), x.dtype, x.device())
-    # The operation takes whole tiles, and keeps a row of them twice on a core: 64 heads of 128 in float32 do not fit.
+    # The operation needs whole tiles and stores a row of them twice on a core: 64 heads of 128 in float32 do not fit.
     row_nbytes = num_heads * round_up(head_dim) // TILE * TILE_NBYTES[x.dtype]
     if head_dim % TILE or row_nbytes > 2**19:
         return ttnn.reshape(ttnn.transpose(x, 1, 2), (batch_size, seq_len, num_heads * head_dim))
@@ -62,4 +62,4 @@ def repeat_kv_heads(x: Float[Tensor, "B K S H"], num_heads: int) -> Float[Tensor
     check_floating("x", x, rank=4)
     check_head_groups(num_heads, x.shape[1])
     repeats = num_heads // x.shape[1]
-    return x if repeats == 1 else ttnn.repeat_interleave(x, repeats, dim=1)  # repeat, not tile
+    return x if repeats == 1 else ttnn.repeat_interleave(x, repeats, dim=1)  # repeat_interleave, not tile

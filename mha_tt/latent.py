@@ -1,4 +1,4 @@
-"""Latents (MLA): how they are made, expanded into keys and values or absorbed into queries, and cached.
+"""Latents (MLA): projection, expansion into keys and values, absorption into queries, and cache.
 
 Axes: B batch, T new tokens, S cache slots, N query heads, H head_dim, Hv value_head_dim, W kv_rank + rope_dim.
 """
@@ -29,14 +29,14 @@ from mha_tt.weights import Project
 
 @dataclass(frozen=True, eq=False)
 class LatentCache(Cache):
-    """Latents of the tokens seen so far, of which the keys and values of all heads are made.
+    """Latents of all tokens so far, from which keys and values are expanded.
 
     Attributes:
-        latents: (B, 1, S, W), S being the capacity and W kv_rank + rope_dim, each of the three in whole tiles: of each
-            token the latent, normalised, and then what the heads share of their keys, rotated. A slot at or beyond its
-            sequence's length holds nothing.
+        latents: (B, 1, S, W) with capacity S and W = kv_rank + rope_dim, each of the three in whole tiles: the
+            normalized latent of each token, then the rotated features that all keys share. Slots at or beyond the
+            length of their sequence are empty.
         lengths: number of tokens each sequence has cached, (B,), int32, on the host.
-        capacity: number of slots of each sequence.
+        capacity: number of slots per sequence.
     """
 
     latents: Float[Tensor, "B 1 S W"]
@@ -45,7 +45,7 @@ class LatentCache(Cache):
 
     @property
     def slots(self) -> dict[str, Float[Tensor, "B K S W"]]:
-        """What is cached, by name; all but the lengths."""
+        """Cached arrays by name, without the lengths."""
         return {"latents": self.latents}
 
 
@@ -55,19 +55,18 @@ def project_latents(
     spec: AttentionSpec,
     positions: Int[np.ndarray, "... #B T"] | Rotation | None = None,
 ) -> tuple[Float[Tensor, "B N T H"], Float[Tensor, "B 1 T W"]]:
-    """Project the input of a layer with latents: to queries, and to what a cache keeps of keys and values.
+    """Project the input of a layer with latents to queries and latents.
 
     Args:
         project: applies a projection or a norm by its name.
         x: input of the layer.
-        spec: the layer, which has latents.
-        positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, …. A
-            `Rotation` made of them for heads of rope_dim features is uploaded once for many calls.
+        spec: layer with latents.
+        positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, …. A
+            `Rotation` of them for heads of rope_dim features is uploaded once for many calls.
 
     Returns:
-        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: of each token the latent, normalised
-        and times its factor, and then what the heads share of their keys, rotated. Both parts of H and of W are padded
-        by themselves.
+        q (B, N, T, H), and the latents (B, 1, T, W), W = kv_rank + rope_dim: the latent of each token, normalized and
+        times its factor, then the rotated features that all keys share. Both parts of H and of W are padded separately.
 
     Raises:
         ValueError: if the layer has no latents.
@@ -88,7 +87,7 @@ def project_latents(
 
 
 class HeadWeights(NamedTuple):
-    """The weight of kv_b_proj head by head, made once for many calls: what makes the keys of a head, and its values."""
+    """Weight of kv_b_proj by head, split once for many calls: the parts for keys and for values."""
 
     of_keys: Float[Tensor, "1 N kv_rank H"]
     of_values: Float[Tensor, "1 N kv_rank Hv"]
@@ -103,15 +102,15 @@ def project_absorbed(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B N T W"], Float[Tensor, "B 1 T W"]]:
-    """The same as `project_latents`, and `absorb_keys` of its queries, whose parts are put together only then.
+    """Call `project_latents` and `absorb_keys` of its queries, whose parts are concatenated only once.
 
     Args:
         project: applies a projection or a norm by its name.
-        x: input of the layer, of one token or more.
-        spec: the layer, which has latents and no temperature.
-        positions: the rotations of the tokens; None without RoPE.
-        kv_b: the weight of kv_b_proj head by head.
-        compute_kernel_config: arithmetic of the sums; default `accurate_config`.
+        x: input of the layer, at least one token.
+        spec: layer with latents and without a temperature.
+        positions: rotation of the tokens; None without RoPE.
+        kv_b: weight of kv_b_proj by head.
+        compute_kernel_config: arithmetic of the sums; default: `accurate_config`.
 
     Returns:
         Queries (B, N, T, W), and the latents (B, 1, T, W), W = kv_rank + rope_dim.
@@ -128,18 +127,18 @@ def project_absorbed(
 def expand_latents(
     project: Project, latents: Float[Tensor, "B 1 S W"], spec: AttentionSpec
 ) -> tuple[Float[Tensor, "B N S H"], Float[Tensor, "B N S Hv"]]:
-    """The keys and values of all heads that latents stand for.
+    """Expand latents to the keys and values of all heads.
 
     Args:
         project: applies a projection by its name.
-        latents: (B, 1, S, kv_rank + rope_dim), as `project_latents` gives them.
-        spec: the layer, which has latents.
+        latents: (B, 1, S, kv_rank + rope_dim), from `project_latents`.
+        spec: layer with latents.
 
     Returns:
         k (B, N, S, H) and v (B, N, S, Hv).
 
     Raises:
-        ValueError: if the layer has no latents, or they are of another width.
+        ValueError: if the layer has no latents, or their width does not fit.
     """
     check_latents("latents", latents, spec)
     kv_rank, own_features = padded_features("kv_a_norm", spec), _own_features(spec)
@@ -157,10 +156,10 @@ def expand_latents(
 
 
 def weights_of_heads(kv_b: Float[Tensor, "kv_rank N*(H+Hv)"], spec: AttentionSpec) -> HeadWeights:
-    """Take the weight of kv_b_proj apart, as `absorb_keys` and `absorb_values` need it.
+    """Split the weight of kv_b_proj for `absorb_keys` and `absorb_values`.
 
     Raises:
-        ValueError: if the layer has no latents, or the weight is of another shape.
+        ValueError: if the layer has no latents, or the weight has another shape.
     """
     own_features = _own_features(spec)
     check_floating("kv_b", kv_b, rank=2)
@@ -178,13 +177,13 @@ def absorb_keys(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T W"]:
-    """Queries whose products with latents are those of q with the keys that kv_b_proj would make of them.
+    """Absorb kv_b_proj into queries: their dot products with latents equal those of q with the expanded keys.
 
     Args:
         q: queries (B, N, T, H).
-        kv_b: the weight of kv_b_proj, (kv_rank, N * (H - rope_dim + Hv)), or the `HeadWeights` made of it.
-        spec: the layer, which has latents.
-        compute_kernel_config: arithmetic of the sums; default `accurate_config`.
+        kv_b: weight of kv_b_proj, (kv_rank, N * (H - rope_dim + Hv)), or its `HeadWeights`.
+        spec: layer with latents.
+        compute_kernel_config: arithmetic of the sums; default: `accurate_config`.
 
     Returns:
         Queries (B, N, T, kv_rank + rope_dim), in the dtype of q.
@@ -210,16 +209,16 @@ def absorb_values(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T Hv"]:
-    """The context that kv_b_proj makes of weighed latents.
+    """Apply the value part of kv_b_proj to weighted sums of latents.
 
     Args:
-        context: weighed latents (B, N, T, kv_rank).
-        kv_b: the weight of kv_b_proj, (kv_rank, N * (H - rope_dim + Hv)), or the `HeadWeights` made of it.
-        spec: the layer, which has latents.
-        compute_kernel_config: arithmetic of the sums; default `accurate_config`.
+        context: weighted sums of latents, (B, N, T, kv_rank).
+        kv_b: weight of kv_b_proj, (kv_rank, N * (H - rope_dim + Hv)), or its `HeadWeights`.
+        spec: layer with latents.
+        compute_kernel_config: arithmetic of the sums; default: `accurate_config`.
 
     Returns:
-        The context (B, N, T, Hv), in the dtype of what it is made of.
+        Context (B, N, T, Hv), in the dtype of the argument.
 
     Raises:
         ValueError: if the layer has no latents, or the shapes do not fit.
@@ -232,12 +231,12 @@ def absorb_values(
 
 
 def _own_features(spec: AttentionSpec) -> int:
-    """Features of queries and keys that heads do not share, as many as are padded."""
+    """Return the padded number of features of queries and keys that heads do not share."""
     return round_up(spec.head_dim - check_latent(spec).rope_dim)
 
 
 def _latent_parts(project: Project, x: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries (B, N, T, H), latents (B, 1, T, kv_rank) and what heads share (B, 1, T, rope_dim), not yet rotated."""
+    """Return queries (B, N, T, H), latents (B, 1, T, kv_rank) and shared features (B, 1, T, rope_dim), before RoPE."""
     latent, (batch_size, seq_len, _) = check_latent(spec), x.shape
     if latent.q_rank is None:
         q = project("q_proj", x)
@@ -254,22 +253,22 @@ def _latent_parts(project: Project, x: Tensor, spec: AttentionSpec) -> tuple[Ten
 
 
 def _normed(project: Project, name: str, x: Tensor, latent: Latent) -> Tensor:
-    """A latent after its norm, times its factor, in the dtype of what the norm gives."""
+    """Normalize a latent and multiply it by its factor, in the dtype of the norm's output."""
     normed, factor = project(name, x), latent.factors[name]
     return normed if factor == 1.0 else as_dtype(ttnn.multiply(at_least_float32(normed), factor), normed.dtype)
 
 
 def _concat_features(first: Tensor, second: Tensor) -> Tensor:
-    """The features of both, in the dtype of the first, which concatenation may widen."""
+    """Concatenate features in the dtype of the first, which concatenation may widen."""
     return as_dtype(ttnn.concat([first, second], dim=-1), first.dtype)
 
 
 def _head_by_head(
     x: Tensor, weights: Tensor, transposed: bool, compute_kernel_config: ttnn.DeviceComputeKernelConfig | None
 ) -> Tensor:
-    """The products of heads (B, N, T, in) with matrices of their own, (1, N, in, out) or transposed, in the dtype of x.
+    """Multiply heads (B, N, T, in) by one matrix each, (1, N, in, out) or transposed, in the dtype of x.
 
-    A product of matrices broadcasts no batch axis: the tokens of all sequences become those of one.
+    Matrix products do not broadcast the batch axis: the tokens of all sequences are merged into one.
     """
     batch_size, num_heads, seq_len, width = x.shape
     if batch_size > 1:
@@ -290,15 +289,15 @@ def init_latent_cache(
     *,
     device: ttnn.MeshDevice,
 ) -> LatentCache:
-    """An empty cache of latents: zeros in every slot, every length 0.
+    """Return an empty cache of latents: all slots and lengths are 0.
 
     Args:
         batch_size: number of sequences, B.
-        capacity: number of slots of each sequence.
-        kv_rank: width of the latent of keys and values.
-        rope_dim: features of a key that the heads share.
-        dtype: of the latents: `ttnn.bfloat16`, `ttnn.bfloat8_b` or `ttnn.float32`.
-        device: where the cache lies.
+        capacity: number of slots per sequence.
+        kv_rank: width of the key/value latent.
+        rope_dim: features of a key that all heads share.
+        dtype: dtype of the latents: `ttnn.bfloat16`, `ttnn.bfloat8_b` or `ttnn.float32`.
+        device: device of the cache.
 
     Raises:
         TypeError: if a size is not an integer or the dtype not floating point.
@@ -319,20 +318,19 @@ def append_to_latent_cache(
     *,
     new_lengths: Int[np.ndarray, " B"] | Sequence[int] | None = None,
 ) -> LatentCache:
-    """Append the latents of new tokens to those in the cache.
+    """Append the latents of new tokens to the cache.
 
     Args:
-        cache: holds `cache.lengths` tokens. Do not use it afterwards; its storage is reused.
-        latents: (B, 1, T, W), as `project_latents` gives them, in the cache's dtype or, for a bfloat8_b cache,
-            bfloat16.
-        new_lengths: as `append_to_cache` takes them.
+        cache: contains `cache.lengths` tokens. Do not use it afterwards: its storage is reused.
+        latents: (B, 1, T, W), from `project_latents`, in the cache's dtype or, for a bfloat8_b cache, bfloat16.
+        new_lengths: see `append_to_cache`.
 
     Returns:
-        The cache, holding `cache.lengths + new_lengths` tokens.
+        Cache with `cache.lengths + new_lengths` tokens.
 
     Raises:
         TypeError: if the dtypes differ or the lengths are not integers.
-        ValueError: if shapes do not fit, or the tokens do not fit into the capacity: then the cache is as it was.
+        ValueError: if shapes do not fit, or the tokens exceed the capacity; the cache is then unchanged.
     """
     check_is_cache(cache, LatentCache)
     check_latent_cache(cache, latents)
@@ -341,6 +339,6 @@ def append_to_latent_cache(
 
 
 def check_latent_cache(cache: LatentCache, latents: Tensor) -> None:
-    """Refuse cached latents (B, 1, S, W) that new ones (B, 1, T, W) cannot join."""
+    """Refuse cached latents (B, 1, S, W) to which new ones (B, 1, T, W) cannot be appended."""
     check_floating("latents", latents, rank=4)
     check_cache(cache.latents, cache.latents, latents, latents, ("cache.latents", "cache.latents"))

@@ -1,4 +1,4 @@
-"""The order and the padding of features on a device: where those of a head lie, and the shapes that follow."""
+"""Layout on the device: order and padding of the features of heads, and the resulting shapes."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ import ttnn
 from mha_spec import AttentionSpec, Rope, WrongType
 
 TILE = 32
-"""Rows and columns of a tile, the unit in which tensors are kept and computed."""
+"""Rows and columns of a tile, the unit of storage and computation."""
 
 
 TILE_NBYTES = {ttnn.float32: 4096, ttnn.bfloat16: 2048, ttnn.bfloat8_b: 1088}
-"""Bytes of a tile: bfloat8_b has a byte an element, and one for each 16 that share an exponent."""
+"""Bytes per tile: bfloat8_b has one byte per element, and one per 16 elements that share an exponent."""
 
 
 OF_SCORES = ("sinks", "relative_bias")
-"""What a layer learns of its scores, of which each head has a row on the device: (1, N, 1, 1 or num_buckets)."""
+"""Parameters of scores, with one row per head on the device: (1, N, 1, 1 or num_buckets)."""
 
 
 TAKEN = {"out_proj": "out_proj", "kv_b_proj": "kv_a_norm"}
-"""Projections whose input is padded, by the name whose features it has."""
+"""Projections with padded input, and the name whose features this input has."""
 
 
 def round_up(count: int, multiple: int = TILE) -> int:
-    """The smallest multiple that is not below the count."""
+    """Return the smallest multiple that is at least `count`."""
     return -(-count // multiple) * multiple
 
 
 def largest_divisor(count: int, most: int) -> int:
-    """The largest number up to `most` of which the count is a multiple."""
+    """Return the largest divisor of `count` up to `most`."""
     return next(divisor for divisor in range(min(count, most), 0, -1) if count % divisor == 0)
 
 
 def padded_head_dim(head_dim: int, *, rope: bool = False) -> int:
-    """Features that a head has on the device: whole tiles, and with RoPE two halves of whole tiles."""
+    """Return the features of a head on the device: whole tiles, and with RoPE two halves of whole tiles."""
     return 2 * round_up(-(-head_dim // 2)) if rope else round_up(head_dim)
 
 
 def head_slots(head_dim: int, *, rope: Rope | None = None) -> np.ndarray:
-    """Where the features of a head lie among those that it has on the device, (H,); zeros lie between and after them.
+    """Return the indices of the features of a head within the padded head, (H,); the others are zeros.
 
-    With RoPE the first features of all pairs begin at a tile, and the second ones, in the same order, at another, so
-    that pairs are found by cutting between tiles, whichever features form them. Those that are not rotated follow. As
-    queries and keys are ordered alike, no score changes.
+    With RoPE the first features of all pairs start at a tile and the second ones, in the same order, at another, so
+    that pairs are split between tiles, whichever features form them. Unrotated features follow. Queries and keys have
+    the same order, so scores do not change.
 
     Raises:
         TypeError: if rope is not a `Rope`: the order depends on its pairs.
-        ValueError: if heads of so many features cannot be rotated in this way.
+        ValueError: if heads of this width cannot be rotated.
     """
     if rope is None:
         return np.arange(head_dim)
@@ -71,10 +71,10 @@ def head_slots(head_dim: int, *, rope: Rope | None = None) -> np.ndarray:
 
 
 def slots_of(part: str, spec: AttentionSpec) -> np.ndarray:
-    """Where the features of a head lie in a projection or norm of that name: see `head_slots`.
+    """Return the indices of the features of a head in a projection or norm of that name: see `head_slots`.
 
-    Values, and what is made of them, are as queries and keys where they have as many features, and by themselves else.
-    With latents a head consists of blocks, each of whole tiles, and a latent is a head by itself.
+    Values and the context have the layout of queries and keys if they have equally many features, and their own
+    otherwise. With latents a head consists of blocks, each of whole tiles, and a latent is a separate head.
     """
     blocks = _blocks(part, spec)
     begins = np.cumsum([0, *(block.padded for block in blocks[:-1])])
@@ -82,39 +82,39 @@ def slots_of(part: str, spec: AttentionSpec) -> np.ndarray:
 
 
 def slots_in(part: str, width: int, spec: AttentionSpec) -> np.ndarray:
-    """Where the features lie in one padded head, or in several side by side."""
+    """Return the indices of features in one padded head, or in several concatenated ones."""
     padded = padded_features(part, spec)
     return (padded * np.arange(width // padded)[:, None] + slots_of(part, spec)).reshape(-1)
 
 
 def padded_features(part: str, spec: AttentionSpec) -> int:
-    """Features that a head has on the device in a projection or norm of that name."""
+    """Return the features of a head on the device in a projection or norm of that name."""
     return sum(block.padded for block in _blocks(part, spec))
 
 
 def padded_width(part: str, spec: AttentionSpec) -> int:
-    """Width of all heads side by side in what a projection of that name gives, or takes where its input is padded."""
+    """Return the width of all padded heads in the output of a projection, or in its input if that is padded."""
     num_heads = spec.num_kv_heads if part.startswith(("k_", "v_")) else spec.num_heads
     return (1 if part.startswith(("q_a_", "kv_a_")) else num_heads) * padded_features(part, spec)
 
 
 class _Block(NamedTuple):
-    """Features of a head that are padded together: where they lie in the block, and how wide it is."""
+    """Features of a head that are padded together: their indices in the block, and its width."""
 
     slots: np.ndarray
     padded: int
 
 
 def _blocks(part: str, spec: AttentionSpec) -> list[_Block]:
-    """What a head consists of in a projection or norm of that name."""
+    """Return the blocks of a head in a projection or norm of that name."""
     latent, values = spec.latent, _block(spec.value_head_dim)
     is_of_keys = part.startswith(("q_", "k_"))
     if latent is None:
         return [_block(spec.head_dim, spec.rope) if is_of_keys or spec.value_head_dim == spec.head_dim else values]
-    if part.startswith("q_a_") and latent.q_rank is not None:  # it has no features of heads: ttnn takes any width
+    if part.startswith("q_a_") and latent.q_rank is not None:  # not features of heads: ttnn supports any width
         return [_Block(np.arange(latent.q_rank), latent.q_rank)]
     own, compressed = _block(spec.head_dim - latent.rope_dim), _block(latent.kv_rank)
-    # As wide without RoPE, so that the width of what a cache keeps depends on kv_rank and rope_dim alone.
+    # Equally wide without RoPE, so that the width of cached vectors depends on kv_rank and rope_dim only.
     shared = _Block(head_slots(latent.rope_dim, rope=spec.rope), padded_head_dim(latent.rope_dim, rope=True))
     found = {"kv_a_proj": [compressed, shared], "kv_a_norm": [compressed], "kv_b_proj": [own, values]}
     return [own, shared] if is_of_keys else found.get(part, [values])
@@ -125,13 +125,13 @@ def _block(features: int, rope: Rope | None = None) -> _Block:
 
 
 def has_heads(projection: str, spec: AttentionSpec) -> bool:
-    """Whether what a projection gives are the features of heads."""
+    """Return whether the output of a projection consists of heads."""
     is_one_a_head = projection == "gate_proj" and spec.gate is not None and spec.gate.per_head
     return projection != "out_proj" and not is_one_a_head
 
 
 def pad_heads(rows: np.ndarray, part: str, spec: AttentionSpec) -> np.ndarray:
-    """(heads * H, …) -> (heads * P, …), zeros where a head has no feature."""
+    """Pad heads with zeros: (heads * H, …) -> (heads * P, …)."""
     slots = slots_of(part, spec)
     heads = rows.reshape(-1, len(slots), *rows.shape[1:])
     padded = np.zeros((len(heads), padded_features(part, spec), *rows.shape[1:]), rows.dtype)
@@ -140,13 +140,13 @@ def pad_heads(rows: np.ndarray, part: str, spec: AttentionSpec) -> np.ndarray:
 
 
 def real_heads(rows: np.ndarray, part: str, spec: AttentionSpec) -> np.ndarray:
-    """(heads * P, …) -> (heads * H, …): the inverse of `pad_heads`."""
+    """Invert `pad_heads`: (heads * P, …) -> (heads * H, …)."""
     heads = rows.reshape(-1, padded_features(part, spec), *rows.shape[1:])[:, slots_of(part, spec)]
     return heads.reshape(-1, *rows.shape[1:])
 
 
 def parameter_shape(name: str, spec: AttentionSpec) -> tuple[int, ...]:
-    """The shape on the device of a parameter of a norm, or of what scores are given beside their products."""
+    """Return the shape on the device of a parameter of a norm or of scores."""
     part, shape = name.partition(".")[0], spec.parameters[name]
     if name in OF_SCORES:
         return (1, shape[-1], 1, *(shape[:-1] or (1,)))
@@ -154,5 +154,5 @@ def parameter_shape(name: str, spec: AttentionSpec) -> tuple[int, ...]:
 
 
 def norm_parameter_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape on the device of a parameter (H,), (heads, H) or (width,): it broadcasts to what it is for."""
+    """Return the shape on the device of a norm's parameter (H,), (heads, H) or (width,), ready to broadcast."""
     return (1, shape[0], 1, shape[1]) if len(shape) == 2 else (1, *shape)

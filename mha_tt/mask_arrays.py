@@ -1,4 +1,4 @@
-"""Boolean masks as arrays: True = masked, and they broadcast to the scores (B, N, T, S)."""
+"""Boolean masks as arrays: True = masked; broadcast to the scores (B, N, T, S)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mha_tt.checks import check_count, check_lengths
 
 
 def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> Bool[np.ndarray, "T S"]:
-    """True where a query may not see a key: every key after its own position, counted from the first key.
+    """Return a causal mask, which hides all keys after the position of the query.
 
-    Aligned top-left: query i sees keys 0..i, however many keys there are.
+    Aligned top-left: query i attends to keys 0..i, regardless of the number of keys.
 
     Arguments are those of `create_attention_mask`.
 
@@ -29,12 +29,12 @@ def create_causal_mask(seq_len_q: int, seq_len_k: int | None = None) -> Bool[np.
 
 
 def create_padding_mask(lengths: Int[np.ndarray, " B"] | Sequence[int], seq_len_k: int) -> Bool[np.ndarray, "B 1 1 S"]:
-    """True at the padding: the keys at or after the length of their sequence.
+    """Return a padding mask, which hides keys at or after the length of their sequence.
 
-    Arguments not listed are those of `create_attention_mask`.
+    Other arguments are those of `create_attention_mask`.
 
     Args:
-        lengths: number of real keys of each sequence, 0..S, (B,); the padding is on the right.
+        lengths: number of real keys of each sequence, 0..S, (B,); padding is on the right.
 
     Raises:
         TypeError: if the lengths are not integers.
@@ -50,12 +50,12 @@ def create_padding_mask(lengths: Int[np.ndarray, " B"] | Sequence[int], seq_len_
 
 
 def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int) -> Bool[np.ndarray, "T S"]:
-    """True where a new token may not see a key: every key after its own position, counted from the first cached key.
+    """Return a causal mask for new tokens after cached ones.
 
-    Aligned to the end of the cache: the queries are the newest tokens, at positions cache_len, cache_len + 1, …,
-    and query i sees keys 0..cache_len + i.
+    Aligned to the end of the cache: the queries are the newest tokens, at positions cache_len, cache_len + 1, …. Query
+    i attends to keys 0..cache_len + i.
 
-    Arguments not listed are those of `create_attention_mask`.
+    Other arguments are those of `create_attention_mask`.
 
     Args:
         seq_len_k: number of keys, S = cache_len + T.
@@ -81,14 +81,14 @@ def create_causal_mask_with_cache(seq_len_q: int, seq_len_k: int, cache_len: int
 def create_sliding_window_mask(
     seq_len_q: int, seq_len_k: int | None = None, *, window_size: int
 ) -> Bool[np.ndarray, "T S"]:
-    """True where a query may not see a key: every key but the last window_size up to its own position.
+    """Return a causal sliding-window mask: a query attends to the last window_size keys up to its own position.
 
-    Aligned top-left: query i sees keys i - window_size + 1..i. With window_size >= S it is the causal mask.
+    Aligned top-left: query i attends to keys i - window_size + 1..i. With window_size >= S it is the causal mask.
 
-    Arguments not listed are those of `create_attention_mask`.
+    Other arguments are those of `create_attention_mask`.
 
     Args:
-        window_size: how many keys a query sees at most, its own position among them.
+        window_size: maximum number of keys a query attends to, including its own position.
 
     Example: create_sliding_window_mask(3, window_size=2)
         [[False, True,  True ],
@@ -103,6 +103,6 @@ def create_sliding_window_mask(
     check_count("window_size", window_size)
     if not seq_len_q or not seq_len_k:
         return np.zeros((seq_len_q, seq_len_k), bool)
-    distance = np.arange(1 - seq_len_q, seq_len_k)  # from a query to a key; every row holds a part of these
+    distance = np.arange(1 - seq_len_q, seq_len_k)  # from query to key; each row contains a part of these
     is_hidden = (distance > 0) | (distance <= -window_size)
     return np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(is_hidden, seq_len_k)[::-1])

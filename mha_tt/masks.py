@@ -1,4 +1,4 @@
-"""Masks: boolean, True = masked (cannot attend), and they broadcast against the scores (B, N, T, S)."""
+"""Masks: boolean, True = masked (cannot attend); broadcast to the scores (B, N, T, S)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mha_tt.device import upload
 from mha_tt.mask_arrays import create_sliding_window_mask
 
 MASKED = -1e9
-"""What stands for minus infinity on the device: a kernel that meets a block of nothing but -inf makes NaN of it."""
+"""Stand-in for minus infinity on the device: kernels return NaN for a block that is all -inf."""
 
 
 def create_attention_mask(
@@ -33,23 +33,23 @@ def create_attention_mask(
     chunk_size: int | None = None,
     segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None = None,
 ) -> Bool[np.ndarray, "#B 1 T S"]:
-    """True where a query may not see a key, by any of the arguments.
+    """Return a mask of the keys that any of the arguments hides from a query.
 
     Args:
         seq_len_q: number of queries, T.
-        seq_len_k: number of keys, S; default: as many as queries.
-        is_causal: hide every key after the query's own position, as `create_causal_mask`.
-        key_padding_lengths: number of real keys of each sequence, (B,), as `create_padding_mask`.
-        window_size: hide every key this many places away, or more, on either side.
-        chunk_size: hide every key of another chunk, the chunks being so many places long.
-        segment_ids: hide every key of another segment, as `MaskKeywords` says.
+        seq_len_k: number of keys, S; default: T.
+        is_causal: hide keys after the query's own position, see `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), see `create_padding_mask`.
+        window_size: hide keys this many positions away or more, on either side.
+        chunk_size: hide keys of other chunks; chunks are this many positions long.
+        segment_ids: hide keys of other segments, see `MaskKeywords`.
 
     Returns:
         Mask of shape (B or 1, 1, T, S), on the host.
 
     Raises:
         TypeError: if the lengths or the ids are not integers.
-        ValueError: if a length lies outside its range, the ids do not fit, or there are both a window and chunks.
+        ValueError: if a length lies outside its range, the ids do not fit, or both a window and chunks are set.
 
     Example: create_attention_mask(2, is_causal=True, key_padding_lengths=[1])
         [[[[False, True],
@@ -69,25 +69,25 @@ def create_attention_mask(
 
 
 class DeviceMask:
-    """A mask whose forms on the device are uploaded once, when they are first needed, and serve any number of calls.
+    """Mask whose forms on the device are uploaded once, when first needed, for any number of calls.
 
     Attributes:
-        mask: the boolean mask on the host, with four axes, True = masked.
-        is_causal: whether it is the causal mask of T queries and T keys, or that of a sliding window, which the fused
-            kernel needs no tensor for.
-        window_size: how many keys a query sees at most if it is that of a window; None if it is not.
+        mask: boolean mask on the host, with four axes, True = masked.
+        is_causal: the mask is causal for T queries and T keys, with or without a sliding window; the fused kernel then
+            needs no tensor.
+        window_size: maximum number of keys per query in a sliding-window mask; otherwise None.
     """
 
     def __init__(self, mask: Bool[np.ndarray, "..."], *, device: ttnn.MeshDevice) -> None:
-        """Keep a mask for a device.
+        """Initialize a mask for a device.
 
         Args:
             mask: boolean, True = masked; broadcasts to (B, N, T, S).
-            device: where it will be used.
+            device: device of the calls.
 
         Raises:
             TypeError: if the mask is not boolean.
-            ValueError: if it has more than 4 axes.
+            ValueError: if the mask has more than 4 axes.
         """
         if not isinstance(mask, np.ndarray):
             raise WrongType("mask", "be a NumPy array", type(mask).__name__)
@@ -103,35 +103,35 @@ class DeviceMask:
 
     @cached_property
     def hidden(self) -> Tensor:
-        """1 where a key is masked, else 0, in float32. Fully masked rows mask no key here; `keep` sets them to 0."""
+        """1 for masked keys, else 0, in float32. Fully masked rows mask no key here; `keep` sets them to 0."""
         return upload(self.mask & ~self._empty_rows, device=self.device, dtype=ttnn.float32)
 
     @cached_property
     def keep(self) -> Tensor | None:
-        """0 in rows without a key, else 1, (…, T, 1); None if there is no such row."""
+        """0 in fully masked rows, else 1, (…, T, 1); None without such rows."""
         if not self._empty_rows.any():
             return None
         return upload(~self._empty_rows, device=self.device, dtype=ttnn.bfloat16)
 
     @cached_property
     def real_keys(self) -> Tensor | None:
-        """0 where a key is masked, else 1, (B or 1, 1, S or 1, 1), if all rows are the same; None if they are not."""
+        """0 for masked keys, else 1, (B or 1, 1, S or 1, 1), if all rows are equal; otherwise None."""
         first = self.mask[:, :1, :1]
         if not np.array_equal(self.mask, np.broadcast_to(first, self.shape)):
             return None
         return upload(~first.swapaxes(2, 3), device=self.device, dtype=ttnn.bfloat16)
 
     def shown(self, seq_len_q: int, seq_len_k: int) -> Tensor:
-        """1 where a key is seen, else 0, in bfloat16, (B or 1, N or 1, T, S)."""
+        """1 for visible keys, else 0, in bfloat16, (B or 1, N or 1, T, S)."""
         if self._shown is None or tuple(self._shown.shape)[2:] != (seq_len_q, seq_len_k):
             shown = np.broadcast_to(~self.mask, (*self.shape[:2], seq_len_q, seq_len_k))
             self._shown = upload(shown, device=self.device)
         return self._shown
 
     def additive(self, seq_len_q: int, seq_len_k: int) -> Tensor:
-        """`MASKED` where a key is masked, else 0, in bfloat16, (B or 1, N or 1, T, S): what the fused kernel adds.
+        """`MASKED` for masked keys, else 0, in bfloat16, (B or 1, N or 1, T, S), for the fused kernel.
 
-        The kernel takes no broadcast queries, and it reads what fills the last tiles, so these hold `MASKED` too
+        The kernel does not broadcast queries, and reads the padding of the last tiles, which is therefore also `MASKED`
         (tt-metal#54833).
         """
         if self._additive is None or tuple(self._additive.shape)[2:] != (seq_len_q, seq_len_k):
@@ -148,20 +148,20 @@ class DeviceMask:
 
 
 def _known(mask: Bool[np.ndarray, "..."]) -> tuple[bool, int | None]:
-    """Whether it is the causal mask of T queries and T keys, or that of a sliding window; and that window, if it is."""
+    """Return whether the mask is causal for T queries and T keys, and the size of its sliding window, if any."""
     if mask.shape[:2] != (1, 1) or mask.shape[2] != mask.shape[3]:
         return False, None
     seq_len = mask.shape[2]
-    seen = max(1, seq_len - np.count_nonzero(mask[0, 0, -1:]))  # by the last query
+    seen = max(1, seq_len - np.count_nonzero(mask[0, 0, -1:]))  # keys of the last query
     is_causal = np.array_equal(mask[0, 0], create_sliding_window_mask(seq_len, window_size=seen))
     return is_causal, seen if is_causal and seen < seq_len else None
 
 
 class CausalMask(DeviceMask):
-    """The causal mask of as many queries as keys, made only where a path needs it: the fused kernel does not."""
+    """Causal mask with T = S, created on demand: the fused kernel does not need it."""
 
     def __init__(self, seq_len: int, window_size: int | None = None, *, device: ttnn.MeshDevice) -> None:
-        """Keep the number of queries, and of keys, and how many of them a query sees at most, for a device."""
+        """Initialize a mask of T queries and keys, with a sliding window or None, for a device."""
         check_count("seq_len", seq_len, minimum=0)
         self.seq_len = seq_len
         self.device = device
@@ -169,14 +169,14 @@ class CausalMask(DeviceMask):
         self.window_size = window_size if window_size is not None and window_size < seq_len else None
 
     def within(self, window_size: int | None) -> CausalMask:
-        """Return the mask of a narrower window, or the mask itself if the window hides no more."""
+        """Return the mask with a narrower window, or itself if the window hides no more keys."""
         if (window_size or self.seq_len) >= (self.window_size or self.seq_len):
             return self
         return CausalMask(self.seq_len, window_size, device=self.device)
 
     @cached_property
     def mask(self) -> np.ndarray:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The boolean mask on the host, (1, 1, T, T)."""
+        """Boolean mask on the host, (1, 1, T, T)."""
         window_size = self.window_size or max(1, self.seq_len)
         return create_sliding_window_mask(self.seq_len, window_size=window_size)[None, None]
 
@@ -187,7 +187,7 @@ class CausalMask(DeviceMask):
 
     @cached_property
     def real_keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """None: a key is masked for some rows only, wherever there are two."""
+        """None: rows differ."""
         return None
 
     @cached_property
@@ -196,14 +196,14 @@ class CausalMask(DeviceMask):
 
 
 class MaskKeywords(TypedDict, total=False):
-    """Keywords of a call that hide keys from queries; a key is hidden if any of them hides it.
+    """Keywords of a call that hide keys from queries; any of them suffices to hide a key.
 
     Attributes:
-        mask: boolean, True = masked; broadcasts to (B, N, T, S). A row in which every key is masked gives 0.
-        is_causal: hide every key after the query's own position, as `create_causal_mask`.
-        key_padding_lengths: number of real keys of each sequence, (B,), on the host, as `create_padding_mask`.
-        segment_ids: segment of each token, (B, T), on the host: hide every key whose id is not the query's. A pair
-            where keys have others: (B, T) of the queries and (B, S) of the keys.
+        mask: boolean, True = masked; broadcasts to (B, N, T, S). The output of a fully masked row is 0.
+        is_causal: hide keys after the query's own position, see `create_causal_mask`.
+        key_padding_lengths: number of real keys of each sequence, (B,), on the host, see `create_padding_mask`.
+        segment_ids: segment of each token, (B, T), on the host: hide keys whose id is not the query's. A pair if keys
+            have other ids: (B, T) of the queries and (B, S) of the keys.
     """
 
     mask: Bool[np.ndarray, "..."] | DeviceMask | None
@@ -212,14 +212,14 @@ class MaskKeywords(TypedDict, total=False):
     segment_ids: Int[np.ndarray, "B T"] | tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None
 
 
-@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+@dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
 class Mask:
-    """Keys that each query may not attend to, in whichever form they were told.
+    """Keys that each query cannot attend to, as an array or in implicit form.
 
     Attributes:
-        mask, is_causal, key_padding_lengths, segment_ids: as `MaskKeywords` has them.
+        mask, is_causal, key_padding_lengths, segment_ids: see `MaskKeywords`.
         span: attention span of the layer, a window or chunks; None for all keys.
-        q_offset: position of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 by default.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
     """
 
     mask: Bool[np.ndarray, "..."] | DeviceMask | None = None
@@ -247,16 +247,16 @@ class Mask:
 
     @property
     def segments(self) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B S"]] | None:
-        """The segments of the queries, (B, T), and of the keys, (B, S)."""
+        """Segments of the queries, (B, T), and of the keys, (B, S)."""
         ids = self.segment_ids
         return ids if ids is None or isinstance(ids, tuple) else (ids, ids)
 
     def fields_beyond(self, *known: str) -> list[str]:
-        """Return the names of the other fields in use: kernels ask, so that none ignores a field by mistake."""
+        """Return the names of other fields in use, so that kernels can reject fields they do not support."""
         return [name for name, x in vars(self).items() if x is not None and x is not False and name not in known]
 
     def has_only(self, *known: str) -> bool:
-        """Return whether no field but these is in use."""
+        """Return whether no other field is in use."""
         return not self.fields_beyond(*known)
 
     def within(self, spec: AttentionSpec | None) -> Mask:
@@ -267,7 +267,7 @@ class Mask:
         return self if spec.span is None else replace(self, span=spec.span)
 
     def with_bias(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Mask:
-        """Return the mask with the keys that a bias of -inf hides: a row of -inf is a fully masked row."""
+        """Fold biases of -inf into the mask, so that rows of -inf count as fully masked."""
         if not isinstance(bias, np.ndarray):  # a bias on the device is not read back
             return self
         is_hidden = bias == -np.inf
@@ -276,7 +276,7 @@ class Mask:
         return replace(self, mask=is_hidden if self.mask is None else is_hidden | on_host(self.mask))
 
     def to_bool(self, seq_len_q: int, seq_len_k: int, device: ttnn.MeshDevice) -> DeviceMask | None:
-        """Return the mask for a device, with what the other fields hide, too; None if nothing is hidden."""
+        """Return the mask for a device, including all other fields; None if nothing is hidden."""
         if self.has_only("mask", "q_offset"):
             return on_device(self.mask, device)
         window_size, chunk_size = self.span or (None, None)
@@ -288,11 +288,11 @@ class Mask:
         return on_device(hidden if self.mask is None else hidden | on_host(self.mask), device)
 
     def implicit_bool(self, seq_len_q: int, seq_len_k: int) -> Bool[np.ndarray, "#B 1 T S"]:
-        """Return what causality, padding, span and segments hide, of zero tokens too."""
+        """Return the boolean mask of causality, padding, span and segments, even of zero tokens."""
         first, stop = self.key_range(seq_len_q, seq_len_k)
         keys = np.arange(seq_len_k)
         hidden = keys >= stop[:, None, :, None]
-        if self.span is not None:  # without a span there is one comparison, and one mask in memory
+        if self.span is not None:  # without a span one comparison and one mask in memory suffice
             hidden |= keys < first[:, None, :, None]
         if self.segments is None:
             return hidden
@@ -300,10 +300,10 @@ class Mask:
         return hidden | (of_queries[:, None, :, None] != of_keys[:, None, None, :])
 
     def key_range(self, seq_len_q: int, seq_len_k: int) -> tuple[Int[np.ndarray, "#B T"], Int[np.ndarray, "#B T"]]:
-        """Return the first key that causality, padding and span leave each query, and the one after the last.
+        """Return each query's first key under causality, padding and span, and the one after its last.
 
-        They may lie before and behind the keys there are. A row whose first key is not before its last is fully masked.
-        Segments hide keys between them, too.
+        Both may lie outside 0..S. A row is fully masked if its first key is not before the end. Segments may hide more
+        keys in between.
         """
         places = np.arange(seq_len_q)[None]  # (B or 1, T)
         if self.q_offset is not None:
@@ -319,31 +319,31 @@ class Mask:
 def block_of(
     x: Float[np.ndarray, "..."] | Bool[np.ndarray, "..."] | DeviceMask | Tensor | None, rows: slice, keys: slice
 ) -> Any:
-    """Return some queries and keys of an array that broadcasts to the scores."""
+    """Return the block of some queries and keys of an array that broadcasts to the scores."""
     if x is None:
         return None
     sizes = tuple(x.shape)[-2:]
     parts = zip((rows, keys)[2 - len(sizes) :], sizes, strict=True)
     index = [part if size > 1 else slice(None) for part, size in parts]
     if all(range(size)[part] == range(size) for part, size in zip(index, sizes, strict=True)):
-        return x  # as it is, so that what was uploaded for many calls is not uploaded again
+        return x  # unchanged, so that masks uploaded for many calls are not uploaded again
     return (on_host(x) if isinstance(x, DeviceMask) else x)[(..., *index)]
 
 
 def on_host(mask: np.ndarray | DeviceMask) -> np.ndarray:
-    """The boolean mask."""
+    """Return the boolean mask."""
     return mask.mask if isinstance(mask, DeviceMask) else mask
 
 
 def on_device(mask: np.ndarray | DeviceMask | None, device: ttnn.MeshDevice) -> DeviceMask | None:
-    """The mask in the forms that the device takes; None if it hides nothing, itself if it is so already."""
+    """Return the mask as a `DeviceMask` (or itself if it is one); None if it hides nothing."""
     if mask is None or isinstance(mask, DeviceMask):
         return mask
     return DeviceMask(mask, device=device) if mask.any() else None
 
 
 def _check_segments(segments: tuple[np.ndarray, np.ndarray], batch_size: int, seq_len_q: int, seq_len_k: int) -> None:
-    """Refuse segments that are not integers (B, T), or a pair of these, of the queries and of the keys, (B, S)."""
+    """Refuse segments that are not integers (B, T), or a pair (B, T) of queries and (B, S) of keys."""
     if len(segments) != 2:
         raise Refusal("segment_ids", "be ids or a pair of them, of queries and of keys", f"{len(segments)} in a tuple")
     for ids, axes, seq_len in zip(segments, ("(B, T)", "(B, S)"), (seq_len_q, seq_len_k), strict=True):

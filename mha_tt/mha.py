@@ -1,10 +1,10 @@
-"""Multi-head attention: the functions made of the stages, and the modules that hold weights.
+"""Multi-head attention layers.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
 Layers accept any number of batch axes instead of B, or none: see `axes`.
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 
-On the device H is the padded head_dim: see `mha_tt.upload_weights`. Wherever the true one matters, the spec has it.
+On the device H is the padded head_dim: see `mha_tt.upload_weights`. The spec has the true one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def attention_layer(
     need_weights: bool,
     positions: np.ndarray | Rotation | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output of a layer, and its attention weights if asked for: project, attend, project."""
+    """Return the output of a layer and, if requested, its attention weights: project, attend, project."""
     spec = layer.spec
     check_layer_inputs(query, key, value, positions, spec)
     key = query if key is None else key
@@ -68,7 +68,7 @@ def attention_layer(
 
 @dataclass(frozen=True, eq=False)
 class FunctionalLayer:
-    """Layer of weights from outside, with what `attention_layer` needs of an `AttentionLayer`."""
+    """Functional counterpart of `AttentionLayer`, with weights from outside."""
 
     weights: Mapping[str, Tensor]
     spec: AttentionSpec
@@ -84,18 +84,18 @@ class FunctionalLayer:
             object.__setattr__(self, "kernel", fused.FusedAttention(self.compute_kernel_config))
 
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
-        """Apply the projection or the norm of that name."""
+        """Apply the projection or norm `name`."""
         return project_with(self.weights, self.spec, compute_kernel_config=self.compute_kernel_config)(name, x)
 
     def scores(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Scores:
-        """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
+        """Return the scores of a call: bias, sinks, relative bias, and dropout in training."""
         learned = self.weights.get("sinks"), self.weights.get("relative_bias")
         dropout = self.spec.dropout if self.training else 0.0
         return Scores(self.spec, bias, *learned, dropout, self.dropout_keep, self.seed)
 
     @property
     def plain_weights(self) -> Mapping[str, Tensor]:
-        """The weights, which `project` does nothing but apply."""
+        """Weights that `project` applies without any other change."""
         return self.weights
 
 
@@ -103,33 +103,33 @@ class FunctionalLayer:
 
 
 class AttentionLayer:
-    """The specification, the projections and the norms that every attention module of this package holds.
+    """Base class of attention modules: their specification, projections and norms.
 
     Args:
-        spec: what the layer computes; or d_model, in place of a spec.
+        spec: specification of the layer; or d_model instead.
         num_heads: number of query heads, with d_model.
-        device: where the weights are kept.
-        dtype: of inputs and outputs: `ttnn.bfloat16` or `ttnn.bfloat8_b`, which take the fused kernel, or
-            `ttnn.float32`, which takes the plain path.
-        weight_dtype: of the weights; dtype when absent.
-        compute_kernel_config: arithmetic of the device; default `accurate_config`. `fast_config` gives accuracy
-            away for speed.
-        rng: draws the weights, and the seeds of dropout.
+        device: device of the weights.
+        dtype: dtype of inputs and outputs: `ttnn.bfloat16` or `ttnn.bfloat8_b`, which use the fused kernel, or
+            `ttnn.float32`, which uses the plain path.
+        weight_dtype: dtype of the weights; default: `dtype`.
+        compute_kernel_config: arithmetic of the device; default: `accurate_config`. `fast_config` trades accuracy for
+            speed.
+        rng: random generator of weights and of dropout seeds.
         fields: other fields of `AttentionSpec` by name, with d_model.
 
     Attributes:
-        spec: what each chip computes: the layer, or some of its heads once `parallel` has divided them.
-        full_spec: what the layer computes.
-        heads: the dimension of the mesh over whose chips they are divided, or None.
-        kernel: computes the context, unless weights are asked for; another may take its place, in steps too.
-        kept: tensors that steps of the layer share.
+        spec: local specification of each chip: the layer, or some of its heads after `parallel.shard`.
+        full_spec: the layer.
+        heads: mesh dimension that heads are divided over, or None.
+        kernel: computes the context, unless need_weights is set; can be replaced, which also affects steps.
+        kept: tensors shared by the steps of the layer.
 
     Raises:
-        TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or a dtype is another.
-        ValueError: if fields come with a spec or do not fit, or the keys of self-attention have another width.
+        TypeError: if spec is neither an `AttentionSpec` nor an integer, a field is unknown, or a dtype is unsupported.
+        ValueError: if fields accompany a spec or do not fit, or the keys of self-attention have another width.
     """
 
-    _is_self_attention = False  # keys and values come from the input of the queries, always
+    _is_self_attention = False  # accepts no separate keys and values
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class AttentionLayer:
         self.load_weights(self._draw_weights())
 
     def _draw_weights(self) -> dict[str, np.ndarray]:
-        """Xavier-uniform weights, q, k and v each on their own; biases and sinks are 0, norms multiply by 1."""
+        """Draw Xavier-uniform weights, separately for q, k and v; biases and sinks are 0, factors of norms 1."""
         shapes, norms = self.full_spec.weight_shapes, self.full_spec.norms
         weights = {name: np.zeros(shape) for name, shape in shapes.items()}
         for name, shape in shapes.items():
@@ -175,21 +175,21 @@ class AttentionLayer:
         return weights
 
     def load_weights(self, weights: Mapping[str, np.ndarray]) -> None:
-        """Upload canonical weights in the place of those held now.
+        """Replace the weights by canonical weights.
 
         Args:
-            weights: arrays by name: `q_proj.weight` (N * H, d_in), `q_proj.bias` (N * H,), …, `out_proj.weight`
-                (E, N * H); also for a layer that holds one qkv_proj.
+            weights: arrays by name: `q_proj.weight` (N * H, d_in), `q_proj.bias` (N * H,), …, `out_proj.weight` (E, N *
+                H); also for a layer with one qkv_proj.
 
         Raises:
-            ValueError: if names or shapes do not fit the layer, or a value is not finite; nothing is changed then.
+            ValueError: if names or shapes do not fit the layer, or a value is not finite; nothing is then changed.
         """
         self.weights = upload_weights(
             weights, self.full_spec, device=self.device, dtype=self.weight_dtype, heads=self.heads
         )
 
     def train(self, mode: bool = True) -> AttentionLayer:
-        """Switch dropout on, or off, and return the module."""
+        """Switch dropout on or off, and return the module."""
         self.training = mode
         return self
 
@@ -205,29 +205,29 @@ class AttentionLayer:
         return f"{type(self).__name__}({', '.join(words)})"
 
     def project(self, name: str, x: Float[Tensor, "B T d_in"]) -> Float[Tensor, "B T d_out"]:
-        """Apply the projection or the norm of that name, as a module, so that replaced layers take part."""
+        """Call the projection or norm `name` as a module, so that replaced layers (LoRA, quantized) are used."""
         project = project_with(self.weights, self.spec, compute_kernel_config=self.compute_kernel_config)
         return all_reduce(project(name, x), self.heads if name == "out_proj" else None)
 
     def scores(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Scores:
-        """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
+        """Return the scores of a call: bias, sinks, relative bias, and dropout in training."""
         learned = self.weights.get("sinks"), self.weights.get("relative_bias")
         dropout = self.spec.dropout if self.training else 0.0
         return Scores(self.spec, bias, *learned, dropout, seed=self._draw_seed())
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
-        """The output with some of it dropped, in training and at a rate above 0."""
+        """Apply output dropout, in training and at a rate above 0."""
         return drop("output", output, self.spec.output_dropout if self.training else 0.0, self._draw_seed())
 
     @property
     def plain_weights(self) -> Mapping[str, Tensor] | None:
-        """The weights if `project` does nothing but apply them, else None."""
+        """Weights, if `project` applies them without any other change, else None."""
         return self.weights if self.project == MethodType(AttentionLayer.project, self) else None
 
     def _with_kept(
         self, seq_len: int, mask: Mask, positions: np.ndarray | None
     ) -> tuple[Mask, np.ndarray | Rotation | None]:
-        """Return mask and positions of self-attention; a causal mask and default rotations are kept between calls."""
+        """Return mask and positions of self-attention; causal masks and default rotations are cached between calls."""
         if mask.is_causal and mask.has_only("is_causal"):
             if self._causal_mask is None or self._causal_mask.seq_len != seq_len:
                 self._causal_mask = CausalMask(seq_len, self.spec.window_size, device=self.device)
@@ -239,7 +239,7 @@ class AttentionLayer:
         return mask, self._rotation
 
     def check_input(self, name: str, x: Tensor) -> None:
-        """Refuse, before any work, an input of a wrong rank or dtype, and random dropout that ttnn does not support."""
+        """Refuse an input of a wrong rank or dtype, and random dropout that ttnn does not support."""
         check_tokens(name, x)
         check_input_dtype(name, x, self.dtype)
         if self._drops and self.heads is not None:
@@ -263,7 +263,7 @@ class AttentionLayer:
 
 
 class MultiHeadAttention(AttentionLayer):
-    """Multi-head attention of any queries over any keys and values; made as `AttentionLayer`."""
+    """Multi-head attention of queries over keys and values. Constructor arguments: see `AttentionLayer`."""
 
     def __call__(
         self,
@@ -282,19 +282,19 @@ class MultiHeadAttention(AttentionLayer):
             query: (B, T, d_in), on the device, in the dtype of the module.
             key: (B, S, d_kv); default: self-attention.
             value: (B, S, d_kv); default: the key.
-            masks: which keys are hidden, as `MaskKeywords` says.
-            bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key; on the device it is not read: there
-                a row of nothing but -inf gives the mean of the values.
-            need_weights: also return the attention weights, which takes the plain path.
-            positions: place of each token, (B or 1, T), or with sections (axes, B or 1, T), on the host; 0, 1,
-                … when absent.
+            masks: keywords that hide keys, see `MaskKeywords`.
+            bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key; on the device it is not read: a row
+                that is all -inf there returns the mean of the values.
+            need_weights: also return the attention weights; uses the plain path.
+            positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T), on the host; default: 0,
+                1, ….
 
         Returns:
-            The output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout
-            (B, N, T, S) or None.
+            Output (B, T, E), or (B, T, N * Hv) without `out_proj`, and the attention weights before dropout (B, N, T,
+            S) or None.
 
         Raises:
-            TypeError: if an input is not on the device, not of the dtype, the mask is not boolean or the lengths are
+            TypeError: if an input is not on the device or has another dtype, the mask is not boolean or the lengths are
                 not integers.
             ValueError: if the shapes do not fit, or a length lies outside 0..S.
         """
@@ -309,7 +309,7 @@ class MultiHeadAttention(AttentionLayer):
 
 
 class MultiHeadSelfAttention(AttentionLayer):
-    """Multi-head attention of a sequence over itself, causal or not; made as `AttentionLayer`."""
+    """Multi-head attention of a sequence over itself. Constructor arguments: see `AttentionLayer`."""
 
     _is_self_attention = True
 
@@ -323,13 +323,13 @@ class MultiHeadSelfAttention(AttentionLayer):
     ) -> Float[Tensor, "B T E"]:
         """Attend from each token to the tokens of its own sequence.
 
-        Errors and the arguments not listed are those of `MultiHeadAttention`, with x as query, key and value.
+        Errors and other arguments are those of `MultiHeadAttention`, with x as query, key and value.
 
         Args:
             x: (B, T, d_in), on the device, in the dtype of the module.
 
         Returns:
-            The output (B, T, E); at padded positions it is the attention of the padding over the real tokens.
+            Output (B, T, E). At padded positions it is the attention of the padding over the real tokens.
         """
         self.check_input("x", x)
         visible, places = self._with_kept(x.shape[-2], Mask.of(masks), positions)

@@ -1,4 +1,4 @@
-"""Normalisation of queries, keys and values, over the features of a head or over the whole width."""
+"""Norms of queries, keys, values and context, over the features of a head or the width of all heads."""
 
 from __future__ import annotations
 
@@ -22,23 +22,21 @@ def apply_norm(
     slots: np.ndarray | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "*tokens H"]:
-    """x / sqrt(mean(x²) + eps), times the weight or 1 + weight, plus the bias; a layer norm first subtracts the mean.
+    """Return x / sqrt(mean(x²) + eps) * weight + bias; a layer norm first subtracts the mean.
 
     Args:
-        x: heads (B, heads, T, H), or projected tokens (B, T, width); normalised over its last axis in at least float32,
-            returned in its own dtype.
-        norm: which norm.
-        weight, bias: where the norm has them: (1, H), (1, heads, 1, H) where each head has its own, or (1, width).
-        slots: where the features lie on the last axis, if there are zeros between or after them: see `head_slots`.
-        compute_kernel_config: arithmetic of the sums; default `accurate_config`.
+        x: heads (B, heads, T, H), or projected tokens (B, T, width); normalized over the last axis in at least float32.
+        norm: kind and options; the factor may be 1 + weight.
+        weight, bias: iff the norm has them: (1, H), (1, heads, 1, H) if each head has its own, or (1, width).
+        slots: indices of the features on the last axis, if it is padded: see `head_slots`.
+        compute_kernel_config: arithmetic of the sums; default: `accurate_config`.
 
     Returns:
-        The normalised features, in the shape and dtype of x.
+        Normalized features, in the shape and dtype of x.
 
     Raises:
         TypeError: if x is not floating point, or norm is not a `Norm`.
-        ValueError: if the norm has a weight or a bias and none is given, or the other way round, or its shape does not
-            fit.
+        ValueError: if a weight or bias is missing, unexpected or has another shape.
 
     Source: RMSNorm, arXiv:1910.07467, equation 4; LayerNorm, arXiv:1607.06450, equation 4.
     """
@@ -56,7 +54,7 @@ def apply_norm(
     wide = at_least_float32(x)
     if norm.kind == "layer":
         wide = ttnn.subtract(wide, mean(wide))
-        if slots is not None and count < width:  # the mean was taken from the zeros, too
+        if slots is not None and count < width:  # the mean was also subtracted from the zeros
             is_feature = np.isin(np.arange(width), slots)[(None,) * (len(x.shape) - 1)]
             wide = ttnn.multiply(wide, upload(is_feature, device=x.device(), dtype=ttnn.float32))
     normed = ttnn.multiply(wide, ttnn.rsqrt(ttnn.add(mean(ttnn.square(wide)), norm.eps)))

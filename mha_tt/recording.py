@@ -1,15 +1,15 @@
-"""What a program did on a device that computes, kept; and given back on a mock board that runs the same program.
+"""Recording of a program on a device that computes, and replay on a mock board that runs the same program.
 
-A mock board validates a program and computes nothing, and golden functions are not the kernels. So a recording holds,
-in order, each upload, each operation with all that it was given, and each array that was read back. A mock board of the
-same architecture and grid, which runs that program again operation for operation, reads back what the device gave.
-Nothing here knows attention; it serves any TTNN code:
+A mock board validates a program without computing, and golden functions are not the kernels. A recording therefore
+contains, in order, each upload, each operation with its arguments, and each array that was read back. A mock board of
+the same architecture and grid that runs the same operations reads back the arrays of the device. It is independent of
+attention and serves any TTNN code:
 
     with mha_tt.recording.recorded() as recording:  # on a card or a simulator
         run()
     with mha_tt.recording.replayed(recording) as replay:  # on a mock board
         run()
-    print(replay.differs)  # "" or where the program is another one
+    print(replay.differs)  # "" or the first difference
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from mha_tt.device import describe_config, read_back, target
 from mha_tt.mock.shadows import observed, shadow
 
 SAME_SUM = 1e-6
-"""How far the sum of an upload may be from the recorded one, of the sum of magnitudes: tables differ by a rounding from
-one processor's cosine to another's."""
+"""Tolerance of the sum of an upload, relative to the sum of magnitudes: tables may differ by a rounding between
+processors' cosines."""
 
 
 @dataclass
 class Recording:
-    """A program, and what it gave.
+    """Program and its results.
 
     Attributes:
-        lines: each upload, operation and read-back, in order, in words, tensors by their numbers.
-        sums: of each upload the weighed sum of its numbers and that of their magnitudes, (uploads, 2).
-        arrays: what was read back, in order, in float32.
-        made_on: the device, in words.
+        lines: each upload, operation and read-back, in order, as text, with numbered tensors.
+        sums: weighted sum of each upload's numbers and of their magnitudes, (uploads, 2).
+        arrays: arrays that were read back, in order, in float32.
+        made_on: description of the device.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -48,17 +48,17 @@ class Recording:
     made_on: str = ""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file, .npz."""
+        """Write the recording to an .npz file."""
         arrays: dict[str, Any] = {f"array{index}": array for index, array in enumerate(self.arrays)}
         words = np.frombuffer("\n".join([self.made_on, *self.lines]).encode(), np.uint8)
         np.savez_compressed(path, words=words, sums=np.array(self.sums).reshape(-1, 2), **arrays)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recording:
-        """Read it from a file.
+        """Read a recording from a file.
 
         Raises:
-            OSError: if there is none.
+            OSError: if the file does not exist.
         """
         with np.load(path) as held:
             made_on, *lines = held["words"].tobytes().decode().split("\n")
@@ -68,13 +68,13 @@ class Recording:
 
 @contextmanager
 def recorded() -> Iterator[Recording]:
-    """Record what runs on a device that computes, for the time of a `with` block.
+    """Record a program on a device that computes, for a `with` block.
 
     Yields:
-        The recording, which grows.
+        Recording, which grows.
 
     Raises:
-        RuntimeError: if the device is a mock one.
+        RuntimeError: if the device is a mock board.
     """
     if target() == "mock":
         raise RuntimeError("a recording must be made on a device that computes, got a mock one")
@@ -85,12 +85,12 @@ def recorded() -> Iterator[Recording]:
 
 @contextmanager
 def replayed(recording: Recording) -> Iterator[Replay]:
-    """Give what was recorded where arrays are read back from a mock board, for the time of a `with` block.
+    """Return recorded arrays when a mock board is read back, for a `with` block.
 
-    From the first difference on they are golden functions' values, as without a recording.
+    From the first difference on, arrays are the values of golden functions, as without a recording.
 
     Yields:
-        What tells, at the end of the block, whether there was a difference.
+        Replay, which reports any difference at the end of the block.
     """
     with shadow() as values:
         replay = Replay(recording, values.download)
@@ -100,27 +100,27 @@ def replayed(recording: Recording) -> Iterator[Replay]:
 
 
 class _Program:
-    """What is told of uploads and operations, and asked for arrays."""
+    """Observer of uploads and operations, and source of arrays."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}  # of tensors, in the order in which they are first seen
+        self._numbers: dict[int, int] = {}  # of tensors, in order of first use
 
     def uploaded(self, tensor: ttnn.Tensor, array: np.ndarray, pad_value: float) -> None:
-        """Take note of an array that went to the device."""
+        """Record an uploaded array."""
         numbers = np.nan_to_num(np.asarray(array, np.float64).ravel(), nan=1.0, posinf=2.0, neginf=-2.0)
-        weights = 1.0 + np.arange(numbers.size) % 97  # so that another order is another sum
+        weights = 1.0 + np.arange(numbers.size) % 97  # so that the sum depends on the order
         self.add_sum(float(numbers @ weights), float(np.abs(numbers) @ weights))
         self.add(f"upload {self.words(tensor)} filled with {pad_value}")
 
     def __call__(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
-        """What ttnn calls after every operation."""
+        """Compute the results of an operation; ttnn calls this hook after each."""
         given = [*map(self.words, arguments), *(f"{name}={self.words(value)}" for name, value in keywords.items())]
         made = result if isinstance(result, list | tuple) else [result]
         numbers = " ".join(f"#{self._number(x)}" for x in made if isinstance(x, ttnn.Tensor))
         self.add(" ".join([operation.python_fully_qualified_name, *given, "->", numbers]))
 
     def words(self, value: Any) -> str:
-        """What an operation was given, but for the numbers in a tensor: of that which one it is, and its form."""
+        """Describe the arguments of an operation; tensors by number, shape and format, without their values."""
         if isinstance(value, ttnn.Tensor):
             where = value.memory_config() if ttnn.is_tensor_storage_on_device(value) else "on the host"
             return f"#{self._number(value)} {tuple(value.shape)} {value.dtype} {value.layout} {where}"
@@ -139,15 +139,15 @@ class _Program:
         return self._numbers.setdefault(tensor.tensor_id, len(self._numbers))
 
     def add(self, line: str) -> None:
-        """Take note of what is done next."""
+        """Record the next action."""
         raise NotImplementedError
 
     def add_sum(self, total: float, size: float) -> None:
-        """Take note of the numbers of the next upload."""
+        """Record the sums of the next upload."""
         raise NotImplementedError
 
     def download(self, tensor: ttnn.Tensor) -> np.ndarray:
-        """What is in a tensor, in float32."""
+        """Return the value of a tensor, in float32."""
         raise NotImplementedError
 
 
@@ -157,7 +157,7 @@ class _Recorder(_Program):
         self.recording, self._is_reading = Recording(), False
 
     def __call__(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
-        if not self._is_reading:  # for which ttnn has operations on a device, and none on a mock one
+        if not self._is_reading:  # reading runs operations on a device, but none on a mock board
             super().__call__(operation, arguments, keywords, result)
 
     def add(self, line: str) -> None:
@@ -175,11 +175,11 @@ class _Recorder(_Program):
 
 
 class Replay(_Program):
-    """A program beside the recorded one.
+    """Program compared with the recorded one.
 
     Attributes:
-        made_on: the device of the recorded one, in words.
-        differs: where it is another one, in words; empty as long as it is the same.
+        made_on: description of the recording device.
+        differs: description of the first difference; empty if there is none.
     """
 
     def __init__(self, recording: Recording, otherwise: Callable[[ttnn.Tensor], np.ndarray]) -> None:
@@ -188,14 +188,14 @@ class Replay(_Program):
         self._num_lines = self._num_sums = self._num_arrays = 0
 
     def add(self, line: str) -> None:
-        """Compare what is done next."""
+        """Compare the next action."""
         index, self._num_lines = self._num_lines, self._num_lines + 1
         was = self._recording.lines[index] if index < len(self._recording.lines) else "the end"
         if line != was and not self.differs:
             self.differs = f"step {index + 1} is {line!r} and was {was!r}"
 
     def add_sum(self, total: float, size: float) -> None:
-        """Compare the numbers of the next upload."""
+        """Compare the sums of the next upload."""
         index, self._num_sums = self._num_sums, self._num_sums + 1
         if self.differs or index >= len(self._recording.sums):
             return
@@ -204,12 +204,12 @@ class Replay(_Program):
             self.differs = f"step {self._num_lines + 1} uploads other numbers"
 
     def download(self, tensor: ttnn.Tensor) -> np.ndarray:
-        """What the device gave here, or golden functions give."""
+        """Return the recorded array, or the value of golden functions."""
         self.add(f"read {self.words(tensor)}")
         index, self._num_arrays = self._num_arrays, self._num_arrays + 1
         return self._otherwise(tensor) if self.differs else self._recording.arrays[index].copy()
 
     def end(self) -> None:
-        """Take note that nothing follows."""
+        """Check that the recording ends here."""
         if not self.differs and self._num_lines < len(self._recording.lines):
             self.differs = f"step {self._num_lines + 1} is the end and was {self._recording.lines[self._num_lines]!r}"

@@ -1,4 +1,4 @@
-"""Relative biases: what scores gain for the places of their keys, learned for buckets of places."""
+"""Learned relative position biases."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def relative_position_bias(
     *,
     scores_dtype: ttnn.DataType,
 ) -> Float[Tensor, "#B N T S"]:
-    """The number that a table has for the places of each query and key, and each head.
+    """Return the bias of each head, query and key from a table of buckets.
 
     Args:
-        table: of the heads and buckets, (1, N, 1, num_buckets).
-        relative_bias: which distances, or pairs of places on a grid, share a bucket.
+        table: one number per head and bucket, (1, N, 1, num_buckets).
+        relative_bias: buckets of distances or of grid offsets.
         seq_len_q: number of queries, T.
         seq_len_k: number of keys, S.
-        q_offset: place of the first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
-        scores_dtype: of the scores, and of the bias.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
+        scores_dtype: dtype of the scores and of the bias.
 
     Returns:
-        The bias of the scores, (B or 1, N, T, S).
+        Bias of the scores, (B or 1, N, T, S).
 
     Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1; on a grid: Swin Transformer,
     arXiv:2103.14030, section 3.2.

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE): pairs of features, rotated by their positions."""
+"""Rotary position embedding (RoPE)."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ def apply_rope(
 ) -> Float[Tensor, "B heads T H"]:
     """Rotate each pair of features of the `Rope` by position * frequency.
 
-    Frequencies that depend on the length are those of the largest position of each sequence in this call, for all its
-    positions; keys that were cached before keep those of their own call.
+    Length-dependent frequencies follow the largest position of each sequence in this call. Cached keys keep the
+    frequencies of their own call.
 
     Args:
-        x: queries or keys, split into heads; rotated in at least float32, returned in their own dtype.
-        positions: place of each token in its sequence, from 0, (B or 1, T), or with sections also (axes, B or 1, T), on
-            the host.
-        rope: the pairs and their frequencies.
-        head_dim: features of a head where x has more, ordered and padded as `head_slots(head_dim, rope=rope)` says. A
-            bare head has only the pairs (i, i + H/2).
+        x: queries or keys, split into heads; rotated in at least float32.
+        positions: position of each token in its sequence, from 0, (B or 1, T), or with sections also (axes, B or 1, T),
+            on the host.
+        rope: pairs and frequencies.
+        head_dim: features of a head if x has more, in the layout of `head_slots(head_dim, rope=rope)`. An unpadded head
+            supports only pairs (i, i + H/2).
 
     Returns:
-        The rotated features, in the shape and dtype of x.
+        Rotated features, in the shape and dtype of x.
 
     Raises:
         TypeError: if x is not floating point, positions are not integers, or rope is not a `Rope`.
-        ValueError: if head_dim or the positions do not fit, or a bare head has other pairs.
+        ValueError: if head_dim or the positions do not fit, or an unpadded head has other pairs.
 
     Source: RoFormer, arXiv:2104.09864.
     """
     check_floating("x", x, rank=4)
     check_rope(rope)
     check_positions(positions, x.shape[0], x.shape[2], rope)
-    rope.rotated_features(head_dim or x.shape[3])  # which refuses what cannot be rotated
+    rope.rotated_features(head_dim or x.shape[3])  # raises if heads cannot be rotated
     if 0 in (x.shape[0], x.shape[2]):
         return x
     return Rotation(positions, rope, head_dim=head_dim, padded=x.shape[3], device=x.device()).rotate(x)
@@ -57,9 +57,9 @@ def apply_rope(
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """The rotations of some positions, uploaded once: of queries and keys, and of every call that has these positions.
+    """Rotation by positions, uploaded once for queries and keys, and for all calls with these positions.
 
-    The angles are taken in float64 on the host: the device's sine is not made for angles of thousands.
+    Angles are computed in float64 on the host: the device's sine does not support angles of thousands.
     """
 
     positions: Int[np.ndarray, "... #B T"]
@@ -76,9 +76,9 @@ class Rotation:
         device: ttnn.MeshDevice,
         side_by_side: bool = False,
     ) -> None:
-        """Upload the rotations of positions (B or 1, T) for heads of `padded` features, `head_dim` of them real.
+        """Upload the rotation by positions (B or 1, T) for heads of `padded` features, `head_dim` of them real.
 
-        Each row is a sequence; `side_by_side` each token is one by itself, as in a step of many sequences.
+        Each row is a sequence; with `side_by_side` each token is its own sequence, as in a step of many sequences.
         """
         check_head_dim(head_dim, padded)
         tables = cos_and_sin(positions, rope, head_dim, padded, side_by_side)
@@ -88,11 +88,11 @@ class Rotation:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Of how many sequences and tokens they are; one sequence stands for all."""
+        """Numbers of sequences and tokens; one sequence stands for all."""
         return self.cos.shape[0], self.cos.shape[2]
 
     def rotate(self, x: Float[Tensor, "B heads T H"]) -> Float[Tensor, "B heads T H"]:
-        """x with each of its pairs rotated; computed in float32, in the dtype of x."""
+        """Return x with all pairs rotated; computed in float32, in the dtype of x."""
         half = x.shape[3] // 2
         wide = at_least_float32(x)
         swapped = ttnn.concat([wide[:, :, :, half:], wide[:, :, :, :half]], dim=-1)
@@ -103,7 +103,7 @@ class Rotation:
 def rotation_of(
     positions: Int[np.ndarray, "... #B T"], spec: AttentionSpec, *, device: ttnn.MeshDevice, side_by_side: bool = False
 ) -> Rotation | None:
-    """The rotations of positions for the heads of a layer, with latents for what heads share; None without RoPE."""
+    """Return the rotation by positions for the heads of a layer, or for the shared features; None without RoPE."""
     if spec.rope is None:
         return None
     head_dim, padded = rotated_head(spec)
@@ -113,7 +113,7 @@ def rotation_of(
 def positions_and_rotation(
     x: Tensor, positions: np.ndarray | Rotation | None, spec: AttentionSpec
 ) -> tuple[np.ndarray | None, Rotation | None]:
-    """The positions of tokens (B, T, d_in), where anything depends on them, and with RoPE their rotations."""
+    """Return the positions of tokens (B, T, d_in), if the layer depends on them, and with RoPE their rotation."""
     if not spec.has_positions:
         return None, None
     positions = np.arange(x.shape[1])[None] if positions is None else positions
@@ -124,7 +124,7 @@ def positions_and_rotation(
 
 
 def rotated_head(spec: AttentionSpec) -> tuple[int, int]:
-    """Features of what a layer with RoPE rotates: those of a head, or that heads share, and as many as are padded."""
+    """Return the number of rotated features (of a head, or shared), and the padded number."""
     head_dim = spec.head_dim if spec.latent is None else spec.latent.rope_dim
     return head_dim, padded_head_dim(head_dim, rope=True)
 
@@ -132,10 +132,10 @@ def rotated_head(spec: AttentionSpec) -> tuple[int, int]:
 def cos_and_sin(
     positions: np.ndarray, rope: Rope, head_dim: int | None, padded: int, side_by_side: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What the features of heads are multiplied by, and what those half a head away are, (B or 1, T, P) each."""
+    """Return the factors of features, and of those half a head away, (B or 1, T, P) each."""
     check_pair_order(rope, head_dim, padded)
     angles = _angles(positions, rope, padded if head_dim is None else head_dim, side_by_side)
-    first = np.arange(angles.shape[-1])  # as `head_slots` has them
+    first = np.arange(angles.shape[-1])  # see `head_slots`
     second = padded // 2 + first
     cos, sin = np.ones((*angles.shape[:2], padded)), np.zeros((*angles.shape[:2], padded))
     cos[..., first] = cos[..., second] = rope.attention_factor * np.cos(angles)
@@ -145,7 +145,7 @@ def cos_and_sin(
 
 
 def _angles(positions: np.ndarray, rope: Rope, head_dim: int, side_by_side: bool) -> np.ndarray:
-    """Of each token and pair, (B or 1, T, R/2)."""
+    """Return the angle of each token and pair, (B or 1, T, R/2)."""
     of_axes = positions if positions.ndim == 3 else positions[None]
     frequencies = rope.frequencies(head_dim)
     axes = rope.axes(head_dim) if positions.ndim == 3 else np.zeros(len(frequencies), np.int64)

@@ -1,4 +1,4 @@
-"""Scores of one call: how logits are scaled, capped and biased before the softmax, and dropout after it."""
+"""Scores of one call: scale, soft cap and biases before the softmax, and dropout after it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from mha_tt.device import upload
 from mha_tt.masks import block_of
 
 LOWEST_BIAS = -5e8
-"""Bound that a lower bias is raised to, so that a key with a bias of finfo.min still weighs more than a masked one."""
+"""Lower bound of biases, so that keys with a bias of finfo.min still weigh more than masked ones."""
 
 
-@dataclass(frozen=True, eq=False)  # arrays have no single truth value to compare by
+@dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
 class Scores:
     """Changes to the logits of one call, and dropout of its attention weights.
 
     Attributes:
         spec: layer whose scale, soft cap, ALiBi and relative bias apply; default: only the scale 1 / sqrt(H).
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key; on the device it is not read.
-        sinks: attention sinks, a logit of each head without a value, (1, N, 1, 1).
-        relative_bias: table of the relative bias, for each head and bucket of places, (1, N, 1, num_buckets).
+        sinks: attention sinks, one logit without a value per head, (1, N, 1, 1).
+        relative_bias: table of the relative bias, (1, N, 1, num_buckets).
         dropout: probability of dropping an attention weight.
-        dropout_keep: True where an attention weight is kept, instead of a random draw; broadcasts to (B, N, T, S).
-        seed: seed of that draw.
+        dropout_keep: True for attention weights to keep, instead of a random draw; broadcasts to (B, N, T, S).
+        seed: seed of the draw.
     """
 
     spec: AttentionSpec | None = None
@@ -43,7 +43,7 @@ class Scores:
     seed: int = 0
 
     def check(self, scores_shape: tuple[int, ...]) -> None:
-        """Refuse changes that do not fit the scores (B, N, T, S) or the layer."""
+        """Refuse settings that do not fit the scores (B, N, T, S) or the layer."""
         if self.spec is not None and self.spec.sinks != (self.sinks is not None):
             raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": self.spec.sinks})
         check_relative_bias(self.relative_bias, self.buckets, scores_shape)
@@ -54,7 +54,7 @@ class Scores:
 
     @property
     def scale(self) -> float | None:
-        """Factor of the products of queries and keys; None for 1 / sqrt(H)."""
+        """Factor of the dot products of queries and keys; None for 1 / sqrt(H)."""
         return None if self.spec is None else self.spec.score_scale
 
     @property
@@ -69,7 +69,7 @@ class Scores:
 
     @property
     def buckets(self) -> RelativeBias | GridBias | None:
-        """Distances, or places on a grid, that share a number of the relative bias, or None."""
+        """Buckets of the relative bias, or None."""
         return None if self.spec is None else self.spec.relative_bias
 
     @property
@@ -78,12 +78,12 @@ class Scores:
         return self.slopes is not None or self.buckets is not None
 
     def block(self, rows: slice, keys: slice) -> Scores:
-        """Return the scores of some of the queries and some of the keys."""
+        """Return the scores of a block of queries and keys."""
         return self if self.bias is None else replace(self, bias=block_of(self.bias, rows, keys))
 
 
 def bias_on_device(bias: np.ndarray | Tensor, device: ttnn.MeshDevice, dtype: ttnn.DataType) -> Tensor:
-    """Return the bias with four axes, in a dtype, nowhere below `LOWEST_BIAS`: -inf is left to the mask."""
+    """Return the bias with four axes, in a dtype, bounded by `LOWEST_BIAS`; the mask represents -inf."""
     shape = (1,) * (4 - len(bias.shape)) + tuple(bias.shape)
     if isinstance(bias, np.ndarray):
         return upload(np.maximum(bias.astype(np.float64), LOWEST_BIAS).reshape(shape), device=device, dtype=dtype)

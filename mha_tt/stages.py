@@ -1,9 +1,9 @@
-"""Attention stage by stage, and as one function: the definition that all else is tested against.
+"""Reference attention, one function per stage. All fast paths are tested against it.
 
 Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim, Hv value_head_dim, E d_model.
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 
-On the device H is the padded head_dim: see `mha_tt.upload_weights`. Wherever the true one matters, the spec has it.
+On the device H is the padded head_dim: see `mha_tt.upload_weights`. The spec has the true one.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def attention_scores(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Dot products of queries and keys, scaled, capped softly if the spec says so, plus the bias; at least float32.
+    """Return scaled dot products of queries and keys, with soft cap and biases, in at least float32.
 
-    The scale is 1 / sqrt(H) where there is no spec, or none in it. With ALiBi scores lose by the distance of query and
-    key, with a relative bias they gain by it, from a table (1, N, 1, num_buckets): `q_offset` are the places of the
-    first query among the keys, of every sequence or of each, (1,) or (B,); 0 when absent.
+    The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative bias adds numbers
+    from a table (1, N, 1, num_buckets). `q_offset` is the position of the first query among the keys, for all sequences
+    or each, (1,) or (B,); default: 0.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
@@ -64,7 +64,7 @@ def attention_scores(
     check_relative_bias(relative_bias, relative, (*tuple(query.shape)[:3], key.shape[2]))
     scores = ttnn.matmul(
         query,
-        repeat_kv_heads(key, query.shape[1]),  # a product of matrices broadcasts no batch axis
+        repeat_kv_heads(key, query.shape[1]),  # matrix products do not broadcast the batch axis
         transpose_b=True,
         dtype=ttnn.float32,
         compute_kernel_config=compute_kernel_config or accurate_config(query.device()),
@@ -87,9 +87,9 @@ def masked_softmax(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Softmax over the keys, in at least float32; a masked key weighs exactly 0, so a row without a key is all 0.
+    """Softmax over keys, in at least float32. Masked keys get weight exactly 0; fully masked rows are all 0.
 
-    A sink takes part like the score of one more key, which nothing hides, and whose weight is left out.
+    A sink is the logit of one extra key that is never masked; its weight is dropped from the result.
 
     Source: the sinks: gpt-oss model card, arXiv:2508.10925, section 2.
     """
@@ -109,7 +109,7 @@ def masked_softmax(
     attn_weights = ttnn.softmax(scores, dim=-1, numeric_stable=True, compute_kernel_config=config)
     if mask is None:
         return attn_weights
-    # Where every score that is seen is -inf, or as low as `MASKED`, the masked keys would weigh something.
+    # If all visible scores are -inf, or as low as `MASKED`, masked keys would get weights.
     lowest = ttnn.le(ttnn.max(scores, dim=-1, keepdim=True), MASKED)
     return zero_masked_rows(nan_where(attn_weights, lowest), mask)
 
@@ -120,12 +120,12 @@ def attention_context(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T Hv"]:
-    """Sum of the values, each weighed by its attention weight; summed in at least float32, in the dtype of value."""
+    """Return the weighted sum of values, accumulated in at least float32, in the dtype of value."""
     check_weighed(attn_weights, value)
     return ttnn.matmul(
         attn_weights,
         repeat_kv_heads(value, attn_weights.shape[1]),
-        dtype=attn_weights.dtype if value.dtype == ttnn.bfloat8_b else value.dtype,  # a cache may be narrower
+        dtype=attn_weights.dtype if value.dtype == ttnn.bfloat8_b else value.dtype,  # a cache may have a narrower dtype
         compute_kernel_config=compute_kernel_config or accurate_config(value.device()),
     )
 
@@ -137,12 +137,12 @@ def apply_dropout(
     *,
     seed: int = 0,
 ) -> Float[Tensor, "B N T S"]:
-    """Drop each attention weight with probability `rate` and divide the others by 1 - rate, 0 <= rate < 1.
+    """Drop each attention weight with probability `rate`, 0 <= rate < 1, and divide the others by 1 - rate.
 
-    `keep` is True where a weight is kept; default: a random draw by the seed, which the device makes in bfloat16 only.
+    `keep` is True for weights to keep; default: a random draw by the seed, which the device supports only in bfloat16.
 
     Raises:
-        TypeError: if there is something to draw and the weights are not bfloat16.
+        TypeError: if a draw is needed and the weights are not bfloat16.
     """
     rate = as_rate("dropout", rate)
     check_keep(keep, tuple(attn_weights.shape))
@@ -153,7 +153,7 @@ def apply_dropout(
 
 
 def drop(name: str, x: Tensor, rate: float, seed: int) -> Tensor:
-    """x with each element dropped at random, at a rate, and the others divided by 1 - rate."""
+    """Drop elements of x at random, at a rate, and divide the others by 1 - rate."""
     if not rate:
         return x
     if x.dtype != ttnn.bfloat16:
@@ -162,7 +162,7 @@ def drop(name: str, x: Tensor, rate: float, seed: int) -> Tensor:
 
 
 def score_scale(query: Tensor, spec: AttentionSpec | None) -> float:
-    """What the dot products of queries (B, N, T, H) are multiplied by."""
+    """Return the factor of the dot products of queries (B, N, T, H)."""
     if spec is None:
         return query.shape[-1] ** -0.5
     check_spec(spec)
@@ -170,13 +170,13 @@ def score_scale(query: Tensor, spec: AttentionSpec | None) -> float:
 
 
 def soft_capped(scores: Tensor, spec: AttentionSpec | None) -> Tensor:
-    """Scores before anything is added or hidden, capped if the spec says so."""
+    """Apply the soft cap, if any, before bias and mask."""
     if spec is None or spec.soft_cap is None:
         return scores
     return ttnn.multiply(ttnn.tanh(ttnn.multiply(scores, 1.0 / spec.soft_cap)), spec.soft_cap)
 
 
-# ---- Together --------------------------------------------------------------------------------------------------------
+# ---- Attention -------------------------------------------------------------------------------------------------------
 
 
 def scaled_dot_product_attention(
@@ -195,23 +195,23 @@ def scaled_dot_product_attention(
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
     **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
-    """Attention of split heads, written as its definition; `fused` holds the fast form of the same function.
+    """Reference attention of split heads; `fused` has the fast form of this function.
 
-    A masked key or value may hold anything, NaN too. What is seen is never swallowed in IEEE arithmetic; a card's
-    matrix unit has another, in which NaN is a number (docs/ttnn.md).
+    A masked key or value may be anything, even NaN. Visible NaN always propagates in IEEE arithmetic, but not on a
+    card's matrix unit, where NaN is a number (docs/ttnn.md).
 
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
-        spec: layer of these heads, whose scale and other changes of scores apply; default: the scale 1 / sqrt(H).
-        masks: which keys are hidden, as `MaskKeywords` says.
-        bias, dropout, dropout_keep, sinks, relative_bias: as `Scores` has them.
+        spec: layer of these heads: scale, soft cap, ALiBi; default: the scale 1 / sqrt(H).
+        masks: keywords that hide keys, see `MaskKeywords`.
+        bias, dropout, dropout_keep, sinks, relative_bias: see `Scores`.
         need_weights: also return the attention weights.
-        seed: of that draw.
-        compute_kernel_config: arithmetic of the device; default `accurate_config`.
+        seed: seed of the draw.
+        compute_kernel_config: arithmetic of the device; default: `accurate_config`.
 
     Returns:
-        The context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
+        Context (B, N, T, Hv), and the attention weights before dropout (B, N, T, S) or None; in the dtype of query.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
@@ -235,10 +235,10 @@ def attend(
     scores: Scores,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"]]:
-    """Return the context and the attention weights before dropout: the definition, of shapes that are checked."""
+    """Return the context and the attention weights before dropout. Shapes are checked."""
     config: Any = {"compute_kernel_config": compute_kernel_config}
     logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, scores.relative_bias, **config)
-    hidden = mask.to_bool(query.shape[2], key.shape[2], query.device())  # joined with the bias for containment
+    hidden = mask.to_bool(query.shape[2], key.shape[2], query.device())  # includes the bias, for containment
     attn_weights = as_dtype(masked_softmax(logits, hidden, scores.sinks, **config), query.dtype)
     dropped = apply_dropout(attn_weights, scores.dropout, scores.dropout_keep, seed=scores.seed)
     return as_dtype(attention_context(dropped, value, **config), query.dtype), attn_weights
@@ -248,7 +248,7 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, score
     """Refuse split heads, q (B, N, T, H), k and v (B, K, S, ·), a mask or scores that do not fit each other."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_floating(name, x, rank=4)
-        if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower than its queries
+        if (x.dtype == ttnn.float32) != (query.dtype == ttnn.float32):  # a cache may be narrower
             raise WrongType(name, "be float32 if query is", {f"{name}.dtype": x.dtype, "query.dtype": query.dtype})
     if tuple(key.shape)[:3] != tuple(value.shape)[:3]:
         raise Refusal(

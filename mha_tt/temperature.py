@@ -1,4 +1,4 @@
-"""The temperature of queries by their positions."""
+"""Position-dependent temperature of queries."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from mha_tt.device import upload
 def apply_temperature(
     x: Float[Tensor, "B N T H"], positions: Int[np.ndarray, "#B T"], temperature: Temperature
 ) -> Float[Tensor, "B N T H"]:
-    """Queries times 1 + scale * ln(1 + floor((position + first_position) / length)); in the dtype of x.
+    """Multiply queries by 1 + scale * ln(1 + floor((position + first_position) / length)).
 
     Args:
-        x: queries, split into heads, and rotated where there is RoPE; multiplied in at least float32.
-        positions: place of each token in its sequence, from 0, (B or 1, T), on the host.
+        x: queries, split into heads, after RoPE; multiplied in at least float32, returned in their dtype.
+        positions: position of each token in its sequence, from 0, (B or 1, T), on the host.
         temperature: length, scale and first position.
 
     Raises:
         TypeError: if x is not floating point, positions are not integers, or temperature is not a `Temperature`.
         ValueError: if the positions do not fit.
 
-    Source: Scalable-Softmax, arXiv:2501.19399, as Llama 4 has it.
+    Source: Scalable-Softmax, arXiv:2501.19399, in the form of Llama 4.
     """
     check_floating("x", x, rank=4)
     check_temperature(temperature)
     check_positions(positions, x.shape[0], x.shape[2], None)
     lengths = (positions + temperature.first_position) // temperature.length
-    if 0 in (x.shape[0], x.shape[2]) or not lengths.any():  # every factor is 1
+    if 0 in (x.shape[0], x.shape[2]) or not lengths.any():  # all factors are 1
         return x
     factors = 1.0 + temperature.scale * np.log1p(lengths)
     factors = upload(factors[:, None, :, None], device=x.device(), dtype=ttnn.float32)

@@ -1,4 +1,4 @@
-"""Weights from outside, in the container that the functions take: and the projections made of them."""
+"""Functional weights, and projections that use them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from mha_tt.norms import apply_norm
 from mha_tt.parallel.local import local_spec, local_weights, whole_weights
 
 Project = Callable[[str, Tensor], Tensor]
-"""Applies the projection of that name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an
-input, or the norm (`q_norm`, `k_norm`, `v_norm`) to what was projected."""
+"""Applies a projection by name (`q_proj`, `k_proj`, `v_proj` or `qkv_proj`, `out_proj`, `gate_proj`) to an input, or a
+norm (`q_norm`, `k_norm`, `v_norm`) to projected features."""
 
 
 def upload_weights(
@@ -39,31 +39,29 @@ def upload_weights(
     dtype: ttnn.DataType = ttnn.bfloat16,
     heads: int | None = None,
 ) -> dict[str, Tensor]:
-    """Put the weights of a layer on a device, once, in the form that its products take.
+    """Upload the weights of a layer to a device, in the layout of its matrix products.
 
-    Every head is padded with zeros to whole tiles, which changes no result and lets every operation take any head_dim.
-    Tiles are computed whole anyway; only with RoPE, where each half is padded, may a head become larger. With latents
-    the features that heads share, the last ones of queries and keys, are padded by themselves, and so is the latent.
+    Each head is padded with zeros to whole tiles, which changes no result and allows any head_dim in all operations.
+    Tiles are always computed whole; only RoPE, which pads each half, may need more of them. With latents the shared
+    features (the last ones of queries and keys) and the latent are padded separately.
 
     Args:
-        weights: canonical arrays by name: `q_proj.weight` (N * H, d_in), `q_proj.bias` (N * H,), `k_proj.weight`
-            (K * H, d_kv), …, `out_proj.weight` (E, N * Hv) where there is one; `q_norm.weight` (H,), (N, H) or (N * H,)
-            and the other parameters of norms; `sinks` (N,); `relative_bias` (num_buckets, N).
+        weights: canonical arrays by name: `q_proj.weight` (N * H, d_in), `q_proj.bias` (N * H,), `k_proj.weight` (K *
+            H, d_kv), …, `out_proj.weight` (E, N * Hv) if any; `q_norm.weight` (H,), (N, H) or (N * H,) and the other
+            parameters of norms; `sinks` (N,); `relative_bias` (num_buckets, N).
         spec: the layer.
-        device: where to.
-        dtype: of the weights; biases and the parameters of norms are kept in bfloat16 where that is `ttnn.bfloat8_b`.
-        heads: the dimension of a mesh over whose chips heads are divided, as `mha_tt.parallel.shard` does; on each chip
-            all of them when absent.
+        device: destination.
+        dtype: dtype of the weights; with `ttnn.bfloat8_b` biases and parameters of norms are bfloat16.
+        heads: mesh dimension that heads are divided over, see `mha_tt.parallel.shard`; default: replicated.
 
     Returns:
-        Tensors by the names of the projections that the layer holds. P being the padded head_dim: `q_proj.weight`
-        (d_in, N * P), `q_proj.bias` (1, N * P), …, `out_proj.weight` (N * P, E), `out_proj.bias` (1, E); of norms
-        (1, P), (1, N, 1, P) or (1, N * P); `sinks` (1, N, 1, 1); `relative_bias` (1, N, 1, num_buckets). Where values
-        have features of their own number, P is theirs for v_proj and what comes after it. With latents
-        `kv_b_proj.weight` has the padded kv_rank for d_in.
+        Tensors by name. With P the padded head_dim: `q_proj.weight` (d_in, N * P), `q_proj.bias` (1, N * P), …,
+        `out_proj.weight` (N * P, E), `out_proj.bias` (1, E); norms (1, P), (1, N, 1, P) or (1, N * P); `sinks` (1, N,
+        1, 1); `relative_bias` (1, N, 1, num_buckets). If values have another width, P is theirs for v_proj and all
+        later weights. With latents `kv_b_proj.weight` has the padded kv_rank as d_in.
 
     Raises:
-        ValueError: if names or shapes are not those of the layer, or a value is not finite.
+        ValueError: if names or shapes do not fit the layer, or a value is not finite.
     """
     check_spec(spec)
     check_dtype("dtype", dtype)
@@ -77,7 +75,7 @@ def upload_weights(
     held = {}
     for name, array in parts[0].items():
         is_matrix = name.endswith(".weight") and name not in spec.parameters
-        narrow = dtype == ttnn.bfloat8_b and not is_matrix  # one row of a block format is as coarse as its largest
+        narrow = dtype == ttnn.bfloat8_b and not is_matrix  # a block format rounds a row by its largest element
         kept = ttnn.bfloat16 if narrow else dtype
         if heads is None:
             held[name] = upload(array, device=device, dtype=kept)
@@ -87,7 +85,7 @@ def upload_weights(
 
 
 def _arranged(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[str, np.ndarray]:
-    """Canonical weights in the form that they have on the device."""
+    """Return canonical weights in the layout of the device."""
     arrays = {}
     for name, weight in weights.items():
         part, _, kind = name.partition(".")
@@ -113,15 +111,15 @@ def _arranged(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[st
 def download_weights(
     weights: Mapping[str, Tensor], spec: AttentionSpec, *, heads: int | None = None
 ) -> dict[str, np.ndarray]:
-    """The canonical arrays that `upload_weights` was given, as the device holds them, in float32.
+    """Return canonical arrays in float32 from the tensors of `upload_weights`.
 
     Args:
         weights: tensors by name.
         spec: the layer.
-        heads: as `upload_weights` was given it.
+        heads: as in `upload_weights`.
 
     Raises:
-        ValueError: if names or shapes are not those of the layer.
+        ValueError: if names or shapes do not fit the layer.
     """
     if heads is None:
         check_weights(weights, spec)
@@ -136,7 +134,7 @@ def download_weights(
 
 
 def _canonical(held: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[str, np.ndarray]:
-    """Weights in the form that they have on the device, as canonical ones: the inverse of `_arranged`."""
+    """Return canonical weights from the layout of the device: the inverse of `_arranged`."""
     arrays = {}
     for name, array in held.items():
         if name not in spec.parameters:
@@ -169,7 +167,7 @@ def project_with(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Project:
-    """Projections whose weights lie in the container that `multi_head_attention` takes, and the norms of a spec."""
+    """Return a function that applies projections and norms, with weights as in `multi_head_attention`."""
 
     def project(name: str, x: Tensor) -> Tensor:
         if spec is not None and name in spec.norms:

@@ -1,4 +1,4 @@
-"""Attention kernels: each returns the context of queries, keys and values, under a `Mask` and `Scores`."""
+"""Attention kernels. Each returns the context of queries, keys and values under a `Mask` and `Scores`."""
 
 from collections.abc import Callable
 
@@ -8,14 +8,14 @@ from mha_jax.masks import Mask
 from mha_jax.scores import Scores
 
 Kernel = Callable[[Array, Array, Array, Mask, Scores], Array]
-"""Returns the context (B, N, T, Hv) of q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv), whose shapes are checked.
+"""Returns the context (B, N, T, Hv) of q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv). Shapes are checked.
 
-Query head n uses key/value head n // (N // K). A fully masked row gives 0. A layer calls its `kernel` unless attention
-weights are asked for; yours takes its place. It must be hashable where the layer goes through `nnx.jit`. One with a
-method `step` of the same parameters has that called for one new token of each sequence over a cache.
+Query head n uses key/value head n // (N // K). The context of a fully masked row is 0. A layer calls its `kernel`
+unless attention weights are requested; set it to replace the kernel. It must be hashable if the layer is passed to
+`nnx.jit`. A method `step` with the same parameters, if any, is called for one new token of each sequence over a cache.
 """
 
 
 def step_of(kernel: Kernel) -> Kernel:
-    """Return what attends from one new token of each sequence over a cache: a method of a kernel, or the kernel."""
+    """Return the function for one new token of each sequence over a cache: the `step` of a kernel, or the kernel."""
     return getattr(kernel, "step", kernel)

@@ -1,8 +1,8 @@
-"""Blocks of queries and of keys: how the work is divided, the scores of a block, and the sums over several.
+"""Blocks of queries and keys: division of the work, scores of a block, and sums over blocks.
 
-Axes: B batch, T query tokens, S key tokens, K key/value heads, G query heads of each, H head_dim, Hv
-value_head_dim. Heads that are worked on at a time lie on one axis, P, and the queries of their groups on the next, so
-that every product is one of matrices.
+Axes: B batch, T query tokens, S key tokens, K key/value heads, G query heads of each, H head_dim, Hv value_head_dim.
+Heads that are processed together are on one axis, P, and the queries of their groups on the next, so that all products
+are matrix products.
 """
 
 from collections.abc import Callable
@@ -24,15 +24,17 @@ from mha_spec.rules import as_count
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """How the work is divided: it changes the speed and the rounding, and nothing else.
+    """Sizes of blocks. They affect only speed and rounding.
 
     Attributes:
-        few_scores: scores, 4 MiB in float32, up to which the plain path takes less time.
-        queries: of a block; twice as many where all see the same keys, and more where there would be too many blocks.
-        keys: of a block: its scores with a block of queries stay in the caches of two cores.
-        last_keys: keys of the last few blocks of a cache, so that little is read that is not filled; at most `keys`.
-        heads_side_by_side: heads of a cache that are read at the same time, each by a core if there are as many.
-        most_blocks: of queries; each is compiled on its own, so that it ends with the last key that it may see.
+        few_scores: number of scores up to which the plain path is faster, 4 MiB in float32.
+        queries: queries per block; twice as many if all attend to the same keys, and more to limit the number of
+            blocks.
+        keys: keys per block; the scores of a block fit the caches of two cores.
+        last_keys: keys of the last few blocks of a cache, small to read few empty slots; at most `keys`.
+        heads_side_by_side: heads of a cache that are read in parallel, each by one core if there are enough.
+        most_blocks: maximum number of query blocks; each is compiled separately, so that it ends with its last visible
+            key.
     """
 
     few_scores: int = 2**20
@@ -49,12 +51,12 @@ class BlockSizes:
 
 
 class Scoring(NamedTuple):
-    """What becomes of the products of queries and keys.
+    """Changes to the dot products of queries and keys.
 
     Attributes:
-        scale: what they are multiplied by.
-        soft_cap: what caps them softly after that, or None.
-        slopes: what each head takes from them for each token of distance after that, or None.
+        scale: factor of the products.
+        soft_cap: soft cap of the scaled products, or None.
+        slopes: ALiBi slope of each head, applied after the cap, or None.
     """
 
     scale: float
@@ -63,44 +65,44 @@ class Scoring(NamedTuple):
 
     @classmethod
     def of_layer(cls, query: Array, spec: AttentionSpec | None) -> "Scoring":
-        """Scoring in a layer of queries (B, N, T, H)."""
+        """Return the scoring of a layer for queries (B, N, T, H)."""
         scale = score_scale(query, spec)
         return cls(scale) if spec is None else cls(scale, spec.soft_cap, spec.alibi_slopes)
 
     def capped(self, scores: Array) -> Array:
-        """The scaled products, capped."""
+        """Return the scaled products, capped."""
         return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
 
     def slope(self, scores: Array) -> Array | float:
-        """The derivative of the cap, by what it gave."""
+        """Return the derivative of the cap at capped values."""
         return 1.0 if self.soft_cap is None else 1.0 - jnp.square(scores / self.soft_cap)
 
     def minus_alibi(self, scores: Array, heads: Array, num_kv_heads: int, distances: Array) -> Array:
-        """Scores (heads, G, S) of some key/value heads, less what slots at distances (heads, S) cost."""
+        """Subtract slope * distance (heads, S) from scores (heads, G, S) of some key/value heads."""
         if self.slopes is None:
             return scores
         slopes = self.slopes_of(num_kv_heads, scores.dtype)[0, :, :, 0]  # (K, G, 1)
         return scores - slopes[heads] * jnp.abs(distances).astype(scores.dtype)[:, None]
 
     def slopes_of(self, num_kv_heads: int, dtype: jnp.dtype) -> Array:
-        """The slopes by the heads that they are of, (1, K, G, 1, 1)."""
+        """Return the slopes by key/value head and group, (1, K, G, 1, 1)."""
         return jnp.asarray(self.slopes, dtype).reshape(1, num_kv_heads, -1, 1, 1)
 
 
 MASK_FIELDS = ("mask", "is_causal", "key_padding_lengths", "segment_ids")
-"""Fields of a `Mask` that blocks know; whatever others say has to be in its boolean mask."""
+"""Fields of a `Mask` that blocks support; other fields must be folded into its boolean mask."""
 
 
 class Hidden(NamedTuple):
-    """What hides keys, and what is added to scores.
+    """Masks and biases of blocks.
 
     Attributes:
         mask: boolean, True = masked, (B or 1, K or 1, G or 1, T or 1, S or 1).
-        bias: added to the scores, of such a shape too; what is -inf in it is also masked.
+        bias: added to the scores, in the same form; keys with -inf are also masked.
         lengths: number of real keys of each sequence, (B,).
-        sinks: a logit of each head beside those of its keys, (1, K, G, 1, 1).
-        q_offset: place of the first query among the keys, (B or 1,), for ALiBi; 0 when absent.
-        segments: of the queries, (B, T), and of the keys, (B, S): a key of another segment is hidden.
+        sinks: attention sinks, (1, K, G, 1, 1).
+        q_offset: position of the first query among the keys, (B or 1,), for ALiBi; default: 0.
+        segments: segments of the queries, (B, T), and of the keys, (B, S); keys of other segments are hidden.
     """
 
     mask: Array | None
@@ -112,22 +114,22 @@ class Hidden(NamedTuple):
 
     @classmethod
     def of(cls, mask: Mask, as_bool: Array | None, bias: Array | None, sinks: Array | None) -> "Hidden":
-        """Return what a mask hides; `as_bool`, its boolean part, and bias and sinks are by groups of heads."""
+        """Return masks and biases of a `Mask`; `as_bool`, its boolean part, bias and sinks have an axis of groups."""
         lengths: Any = mask.key_padding_lengths
         return cls(as_bool, bias, lengths, sinks, mask.q_offset, mask.segments)
 
 
 class Options(NamedTuple):
-    """What a program is made for, beside the shapes."""
+    """Static settings of a program, in addition to shapes."""
 
     is_causal: bool
     scoring: Scoring
     sizes: BlockSizes
-    is_automatic: bool  # XLA divides the work among devices
-    is_part: bool = False  # of keys, some of which are hidden elsewhere
+    is_automatic: bool  # XLA partitions the work among devices
+    is_part: bool = False  # part of the keys, some of which are hidden elsewhere
 
     def hides(self, hidden: Hidden) -> bool:
-        """Whether a key may be hidden from a query."""
+        """Return whether any key may be hidden from a query."""
         others = (hidden.mask, hidden.lengths, hidden.segments)
         return self.is_causal or self.is_part or any(x is not None for x in others)
 
@@ -141,20 +143,20 @@ class Sums(NamedTuple):
 
     @classmethod
     def empty(cls, q_rows: Array, width: int) -> "Sums":
-        """Those of no keys, whose values are so wide."""
+        """Return the sums over no keys, for values of this width."""
         zeros = jnp.zeros_like(q_rows, shape=(*q_rows.shape[:2], width))
         return cls(zeros[..., :1] - jnp.inf, zeros[..., :1], zeros)
 
     @classmethod
     def of(cls, scores: Array, value: Array, *, may_be_empty: bool) -> "Sums":
-        """Those of one block; `may_be_empty` if a query may see no key of it."""
-        # XLA has a kernel for these lines, if nothing else needs the largest. It may be -inf beside a NaN, too.
+        """Return the sums over one block; `may_be_empty` if a row may be fully masked in it."""
+        # XLA has a kernel for these lines, if `largest` is not used elsewhere. It may be -inf even next to a NaN.
         largest = scores.max(axis=-1, keepdims=True)
         exponentials = jnp.exp(scores - (_finite_shift(largest) if may_be_empty else largest))
         return cls(largest, exponentials.sum(axis=-1, keepdims=True), jnp.einsum("pts,psh->pth", exponentials, value))
 
     def join(self, other: "Sums") -> "Sums":
-        """Those of both."""
+        """Return the sums over both."""
         largest = jnp.maximum(self.largest, other.largest)
         shift = _finite_shift(largest)
         ours, theirs = jnp.exp(self.largest - shift), jnp.exp(other.largest - shift)
@@ -165,35 +167,35 @@ class Sums(NamedTuple):
         )
 
     def with_sinks(self, sinks: Array) -> "Sums":
-        """Those with one more score of each query, (P, G T, 1), whose value is 0."""
+        """Return the sums with one more score per query, (P, G T, 1), whose value is 0."""
         return self.join(Sums(sinks, jnp.ones_like(sinks), jnp.zeros_like(self.values)))
 
     def result(self) -> tuple[Array, Array]:
-        """The context, and the logarithm of the sum of exponentials: 0 and infinity for a row to which no key gave."""
+        """Return the context and log-sum-exp: 0 and infinity for rows whose scores are all -inf."""
         gave_nothing = self.exponentials == 0.0
         exponentials = jnp.where(gave_nothing, 1.0, self.exponentials)
         return self.values / exponentials, jnp.where(gave_nothing, jnp.inf, self.largest + jnp.log(exponentials))
 
 
 def _finite_shift(largest: Array) -> Array:
-    return jnp.where(jnp.isneginf(largest), 0.0, largest)  # exp(-inf) is 0, and exp(-inf + inf) is not
+    return jnp.where(jnp.isneginf(largest), 0.0, largest)  # exp(-inf) is 0, but exp(-inf + inf) is NaN
 
 
 class Tile(NamedTuple):
-    """Heads that are worked on at a time, all of one sequence."""
+    """Heads of one sequence that are processed together."""
 
     sequence: Array
     head: Array  # the first key/value head
-    shape: tuple[int, int]  # one sequence, key/value heads
+    shape: tuple[int, int]  # 1, number of key/value heads
 
     def part(self, x: Array) -> Array:
-        """What the tile holds of (B or 1, K or 1, …)."""
+        """Return the tile's part of (B or 1, K or 1, …)."""
         for axis, (begin, size) in enumerate(zip((self.sequence, self.head), self.shape, strict=True)):
             x = x if x.shape[axis] == 1 else lax.dynamic_slice_in_dim(x, begin, size, axis)
         return x
 
     def of(self, x: Array) -> Array:
-        """What the tile holds of (B, K, …), its heads on one axis: (P, …)."""
+        """Return the tile's part of (B, K, …), with its heads on one axis: (P, …)."""
         return self.part(x).reshape(-1, *x.shape[2:])
 
 
@@ -205,33 +207,33 @@ class Rows(NamedTuple):
     stop: int
 
     def of(self, x: Array) -> Array:
-        """(P, G t, ·) of (P, G, T, ·)."""
+        """Return (P, G t, ·) from (P, G, T, ·)."""
         return x[:, :, self.begin : self.stop].reshape(x.shape[0], -1, x.shape[3])
 
     def split(self, x: Array, group_size: int) -> Array:
-        """(P, G, t, ·) of (P, G t, ·)."""
+        """Return (P, G, t, ·) from (P, G t, ·)."""
         return x.reshape(x.shape[0], group_size, -1, x.shape[2])
 
 
 class Keys(NamedTuple):
-    """A block of keys; where it had to be moved to lie within all of them, its first few were in the block before."""
+    """Block of keys; if it was moved to end within the keys, its first ones belong to the previous block."""
 
     begin: Array | int
     size: int
-    first: Array | int | None = None  # that is new, where the block may have been moved
-    is_clear: bool = False  # of causality: every query of the block sees all of them
+    first: Array | int | None = None  # first new key, if the block may have been moved
+    is_clear: bool = False  # causality hides none of them
 
     def of(self, x: Array) -> Array:
-        """(P, s, ·) of (P, S, ·)."""
+        """Return (P, s, ·) from (P, S, ·)."""
         return lax.dynamic_slice_in_dim(x, self.begin, self.size, axis=-2)
 
     def add_to(self, x: Array, block: Array) -> Array:
-        """(P, S, ·) with (P, s, ·) added in its place."""
+        """Return (P, S, ·) with (P, s, ·) added at the block."""
         return lax.dynamic_update_slice_in_dim(x, self.of(x) + block, self.begin, axis=-2)
 
 
 class Blocks:
-    """Division of the work: into tiles of heads, and each of these into blocks of queries and of keys."""
+    """Division of the work into tiles of heads, and of each tile into blocks of queries and keys."""
 
     def __init__(
         self,
@@ -243,19 +245,19 @@ class Blocks:
         is_causal, scoring, sizes, is_automatic, _ = options
         self.batch_size, self.num_kv_heads, self.group_size, self.seq_len_q, _ = query_shape
         self.seq_len_k = key_shape[2]
-        if hidden.mask is not None:  # XLA would take minutes to find out by itself what a constant mask shows
+        if hidden.mask is not None:  # XLA would need minutes to evaluate a constant mask
             hidden = hidden._replace(mask=lax.optimization_barrier(hidden.mask))
         self.hidden = hidden
         self.is_causal = is_causal
         self.hides = options.hides(hidden)
         self.scoring = scoring
-        # Two products of matrices at a time keep two cores busier than one.
+        # Two matrix products at a time use two cores better than one.
         self.tile_shape = (1, 2 if self.group_size == 1 and self.num_kv_heads % 2 == 0 else 1)
         self.is_automatic = is_automatic
-        if is_automatic:  # it gathers what is cut out of a divided axis
+        if is_automatic:  # XLA gathers slices of a partitioned axis
             self.tile_shape = (1, self.num_kv_heads)
-        # Where every query sees the same, larger matrices are faster; elsewhere smaller ones leave out more. (A group
-        # of heads makes them larger, too.)
+        # If all queries attend to the same keys, larger matrices are faster; otherwise smaller ones skip more. (Groups
+        # of heads also make them larger.)
         sees_alike = not is_causal and hidden.mask is None and hidden.segments is None and self.group_size == 1
         block_queries = max(sizes.queries * (2 if sees_alike else 1), -(-self.seq_len_q // sizes.most_blocks))
         self.rows = [
@@ -274,7 +276,7 @@ class Blocks:
             self.seen_by_segment = None if is_automatic else self.seen_within(of_queries, of_keys)
 
     def over_tiles(self, function: Callable[[Tile, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
-        """The results of a function for each tile, and what it hands on from one tile to the next."""
+        """Return the results of a function for each tile, and the final carry."""
         tiles_of_sequence = self.num_kv_heads // self.tile_shape[1]
 
         def step(carry: Any, i: Array) -> tuple[Any, Any]:
@@ -287,7 +289,7 @@ class Blocks:
         return results, carry
 
     def over_keys(self, add: Callable[[Any, Keys], Any], nothing: Any, zeros: Any, tile: Tile, rows: Rows) -> Any:
-        """What a function adds up over the keys that a block of queries may see, from nothing or, in a loop, zeros."""
+        """Accumulate a function over the keys that a block of queries may attend to, from None or, in a loop, zeros."""
         stop = min(rows.stop, self.seq_len_k) if self.is_causal else self.seq_len_k
         size, num_blocks = self.block_keys, -(-stop // self.block_keys)
 
@@ -295,10 +297,10 @@ class Blocks:
             first = i * size
             return add(sums, Keys(jnp.minimum(first, self.seq_len_k - size), size, first))
 
-        is_loop = self.is_automatic  # or else XLA holds the scores of all blocks at the same time
+        is_loop = self.is_automatic  # otherwise XLA stores the scores of all blocks at the same time
         if is_loop or self.may_hide_all(Keys(0, size)):
             return lax.fori_loop(*self.seen_of(num_blocks, tile, rows), add_block, zeros)
-        # First the blocks of which every query sees all, then the rest: at once, if it is a block at most.
+        # First the blocks without hidden keys, then the rest: at once, if it is at most one block.
         clear = min(rows.begin, stop) if self.is_causal else stop
         num_clear, sums = clear // size, nothing
         if num_clear == 1:
@@ -311,9 +313,9 @@ class Blocks:
         return add(sums, Keys(num_clear * size, rest, is_clear=clear == stop)) if rest else sums
 
     def seen_of(self, num_blocks: int, tile: Tile, rows: Rows) -> tuple[Array | int, Array | int]:
-        """Return which blocks of keys a block of queries may see, causality aside: the first, and where to stop."""
+        """Return the range of key blocks that a block of queries may attend to, without causality."""
         first, last = 0, num_blocks
-        if self.is_automatic:  # devices would have to agree on what all of them may leave out
+        if self.is_automatic:  # devices would have to agree on the blocks to skip
             return first, last
         if self.seen_blocks is not None:
             first_seen, last_seen = (tile.part(x)[..., rows.number] for x in self.seen_blocks)
@@ -326,8 +328,8 @@ class Blocks:
         return first, last
 
     def seen(self, mask: Array) -> tuple[Array, Array]:
-        """The blocks of keys that each block of queries sees by the mask: the first, and the one after the last."""
-        seen = (~mask).any(axis=2)  # (B, K, T, S), each of these axes perhaps of length 1
+        """Return the range of key blocks that the mask leaves each block of queries."""
+        seen = (~mask).any(axis=2)  # (B, K, T, S), any of these axes may be 1
         if seen.shape[2] > 1:
             seen = jnp.stack([seen[:, :, rows.begin : rows.stop].any(axis=2) for rows in self.rows], axis=2)
         seen = jnp.broadcast_to(seen, (*seen.shape[:2], len(self.rows), self.seq_len_k))
@@ -335,7 +337,7 @@ class Blocks:
         return self._ends(seen.reshape(*seen.shape[:3], -1, self.block_keys).any(axis=-1))
 
     def seen_within(self, of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
-        """The blocks with ids between the least and the largest of each block of queries, as `seen`, (B, rows)."""
+        """Return the range of key blocks with segment ids in the range of each query block, (B, rows)."""
         of_rows = [of_queries[:, rows.begin : rows.stop] for rows in self.rows]
         least, largest = (jnp.stack([end(x, axis=1) for x in of_rows], axis=1)[..., None] for end in (jnp.min, jnp.max))
         padded = jnp.pad(of_keys, [(0, 0), (0, -self.seq_len_k % self.block_keys)], mode="edge")
@@ -343,14 +345,14 @@ class Blocks:
         return self._ends((blocks.min(axis=-1) <= largest) & (blocks.max(axis=-1) >= least))
 
     def _ends(self, seen: Array) -> tuple[Array, Array]:
-        """The first of the blocks that are seen, (…, blocks), and the one after the last."""
+        """Return the first visible block of (…, blocks), and the one after the last."""
         number = jnp.arange(seen.shape[-1], dtype=jnp.int32).reshape((1,) * (seen.ndim - 1) + (-1,))
         return jnp.where(seen, number, self.seq_len_k).min(axis=-1), jnp.where(seen, number + 1, 0).max(axis=-1)
 
     def mark_nonfinite(self, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
-        """Return the inputs if they are finite; else with 0 for non-finite queries and values, and NaN as their keys.
+        """Return inputs with 0 for non-finite queries and values, and NaN for their keys; finite inputs are unchanged.
 
-        So whoever sees a key that is not finite, or a value, has a score of NaN, and nobody else has.
+        Rows that attend to a non-finite key or value then have a score of NaN; others are unaffected.
         """
         if not self.hides:
             return q, k, v
@@ -358,14 +360,14 @@ class Blocks:
         return zero_where(q, nonfinite_tokens(q)), jnp.where(wrong, jnp.nan, k), zero_where(v, wrong)
 
     def empty_rows(self, gave_nothing: Array) -> Array:
-        """Those of the rows to which no key gave anything that may see none, (B or 1, K or 1, G or 1, T or 1, 1)."""
+        """Return the fully masked rows among those without weights, (B or 1, K or 1, G or 1, T or 1, 1)."""
         mask, lengths = self.hidden.mask, self.hidden.lengths
         lengths = None if lengths is None else lengths.reshape(-1, 1, 1, 1, 1)
         if mask is None and self.segments is None:
             return jnp.zeros((1,) * 5, bool) if lengths is None else lengths == 0
 
         def are_hidden(begin: Array | int, size: int) -> Array:
-            """Return whether all of these keys are hidden from a row."""
+            """Return whether all of these keys are hidden from each row."""
             positions = (begin + jnp.arange(size, dtype=jnp.int32)).reshape(1, 1, 1, 1, -1)
             parts = []
             if mask is not None:
@@ -382,18 +384,18 @@ class Blocks:
         def look() -> Array:
             if self.segments is None:
                 return gave_nothing & are_hidden(0, self.seq_len_k)
-            size = self.block_keys  # block by block, or all pairs of tokens would be compared at once
+            size = self.block_keys  # block by block, to avoid comparing all pairs of tokens at once
 
             def add(i: Array, found: Array) -> Array:
                 return found & are_hidden(jnp.minimum(i * size, self.seq_len_k - size), size)
 
             return gave_nothing & lax.fori_loop(1, -(-self.seq_len_k // size), add, are_hidden(0, size))
 
-        # Several devices would have to agree on whether to look.
+        # Devices would have to agree on whether to check.
         return look() if self.is_automatic else lax.cond(gave_nothing.any(), look, lambda: gave_nothing)
 
     def with_sinks(self, sums: Sums, tile: Tile, rows: Rows) -> Sums:
-        """What the keys of a block of queries add up to, with the sinks, whose values are 0."""
+        """Return the sums of a block of queries with the sinks, whose values are 0."""
         if self.hidden.sinks is None:
             return sums
         sinks = at_least_float32(tile.of(self.hidden.sinks))  # (P, G, 1, 1)
@@ -401,7 +403,7 @@ class Blocks:
         return sums.with_sinks(sinks)
 
     def may_hide_all(self, keys: Keys) -> bool:
-        """Whether a query may see no key of a block: by a mask, or as causality cuts up what is not clear."""
+        """Return whether a row may be fully masked in a block, by a mask or by causality."""
         others = (self.hidden.mask, self.hidden.lengths, self.hidden.segments, keys.first)
         return any(x is not None for x in others)
 
@@ -410,7 +412,7 @@ class Blocks:
     ) -> tuple[Array, Array | float, Array | None]:
         """Scores of a block, -inf where a key is hidden, (P, G t, s) or (P, s, G t).
 
-        With them their derivative by what they are made of, and where a key is hidden, if anywhere.
+        Also return the derivative of the scores by the products, and the hidden keys, if any.
         """
         axes = "psh,pth->pst" if by_key else "pth,psh->pts"
         q_rows = q_rows * self.scoring.scale
@@ -447,7 +449,7 @@ class Blocks:
         return jnp.where(is_hidden, -jnp.inf, scores), slope, is_hidden
 
     def add_to_bias(self, grad: Array, grad_scores: Array, tile: Tile, rows: Rows, keys: Keys) -> Array:
-        """The gradient of the bias with that of a block of scores, (P, s, G t)."""
+        """Add the gradient of a block of scores, (P, s, G t), to that of the bias."""
         start, sizes = self._place(grad, tile, rows, keys)
         grad_scores = grad_scores.reshape(*tile.shape, keys.size, self.group_size, -1)
         summed = [axis for axis, size in enumerate(sizes) if size == 1]
@@ -458,7 +460,7 @@ class Blocks:
         return lax.dynamic_slice(x, *self._place(x, tile, rows, keys))
 
     def _place(self, x: Array, tile: Tile, rows: Rows, keys: Keys) -> tuple[list[Array], list[int]]:
-        """Where a block lies in (B or 1, K or 1, G or 1, T or 1, S or 1), and its size there."""
+        """Return the start and size of a block in (B or 1, K or 1, G or 1, T or 1, S or 1)."""
         starts = (tile.sequence, tile.head, 0, rows.begin, keys.begin)
         sizes = (*tile.shape, self.group_size, rows.stop - rows.begin, keys.size)
         return (

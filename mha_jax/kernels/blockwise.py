@@ -1,12 +1,12 @@
-"""Attention block by block: the kernel that `fused` takes on a CPU, where JAX brings none.
+"""Attention block by block: the kernel of `fused` on CPUs, for which JAX has none.
 
-For each block of queries it adds up softmax(scores) · value over blocks of keys, and keeps the logarithm of each sum of
-exponentials; the gradient makes the scores again from it. So no N x T x S array is stored. Blocks in which every key is
-masked are skipped, wherever the mask came from.
+For each block of queries it accumulates softmax(scores) · value over blocks of keys and stores the log-sum-exp, from
+which the gradient recomputes the scores. No N x T x S array is stored. Fully masked blocks are skipped, whatever the
+mask comes from.
 
-Non-finite tokens are set aside within a block, and not by `nonfinite.contained`: that would copy all keys and values.
+Non-finite tokens are contained within each block, because `nonfinite.contained` would copy all keys and values.
 
-Axes: as in `blocks`.
+Axes: see `blocks`.
 
 Source: FlashAttention, arXiv:2205.14135 and arXiv:2307.08691.
 """
@@ -35,7 +35,7 @@ from mha_spec.span import Span
 
 
 def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, sizes: BlockSizes) -> Array:
-    """Return the context block by block, of shapes that are checked; what is non-finite is kept apart in each block."""
+    """Return the context block by block, with containment of non-finite tokens. Shapes are checked."""
     scores = with_relative_bias(mask, scores, query, key)
     if not mask.has_only(*MASK_FIELDS):
         mask = Mask(mask.to_bool(query.shape[2], key.shape[2]), q_offset=mask.q_offset)
@@ -43,7 +43,7 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
 
 
 def with_relative_bias(mask: Mask, scores: Scores, query: Array, key: Array) -> Scores:
-    """Return the scores with the relative bias of a layer, if it has one, in their bias."""
+    """Return the scores with the relative bias of the layer, if any, folded into their bias."""
     if scores.relative_bias is None or scores.spec is None or scores.buckets is None:
         return scores
     lengths, dtype = (query.shape[2], key.shape[2]), at_least_float32(query).dtype
@@ -64,7 +64,7 @@ def attend_by_block(
 ) -> Float[Array, "B N T Hv"]:
     """Return the context, in the dtype of query, under a mask without a span and scores without a relative bias.
 
-    It has a derivative in reverse mode only; the plain path has one in forward mode too.
+    It has a derivative in reverse mode only; the plain path also has one in forward mode.
     """
     num_kv_heads = key.shape[1]
 
@@ -83,7 +83,7 @@ def attend_by_block(
 
 
 def _vmap_sequences(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> Array:
-    """All sequences at a time, and all heads of each: XLA divides products along these, and no loop over them."""
+    """Process all sequences and heads at once: XLA partitions products along these axes, but not loops over them."""
     batch_size = query.shape[0]
     axes = jax.tree.map(lambda x: 0 if x.shape[0] == batch_size else None, hidden)
     query, key, value, hidden = jax.tree.map(
@@ -98,13 +98,13 @@ def _attend(options: Options, query: Array, key: Array, value: Array, hidden: Hi
 
 
 class PartSums(NamedTuple):
-    """What some keys give to queries, in at least float32.
+    """Partial attention of queries over some keys, in at least float32.
 
     Attributes:
         context: softmax(scores) · value over these keys, (B, K, G, T, Hv).
-        lse: the logarithms of the sums of exponentials, infinity where no key gave anything, (B, K, G, T, 1).
-        gave_nothing: where no key gave anything, (B, K, G, T, 1).
-        is_empty: where every key is hidden, (B or 1, K or 1, G or 1, T or 1, 1).
+        lse: log-sum-exp, infinity if all scores are -inf, (B, K, G, T, 1).
+        gave_nothing: True if all scores are -inf, (B, K, G, T, 1).
+        is_empty: True if all keys are hidden, (B or 1, K or 1, G or 1, T or 1, 1).
     """
 
     context: Array
@@ -115,8 +115,8 @@ class PartSums(NamedTuple):
 
 def _forward(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> tuple[Array, tuple[Any, ...]]:
     context, lse, gave_nothing, is_empty = sums_of_part(options, query, key, value, hidden)
-    # A row to which no key gave anything may see some: if all of its scores are -inf.
-    if hidden.sinks is None:  # which have all the weight of such a row
+    # A row without weights may have visible keys, if their scores are all -inf.
+    if hidden.sinks is None:  # sinks have the whole weight of such a row
         context, lse = (nan_where(x, gave_nothing & ~is_empty) for x in (context, lse))
     residuals = (query, key, value, hidden, context, lse)
     if options.hides(hidden):
@@ -125,7 +125,7 @@ def _forward(options: Options, query: Array, key: Array, value: Array, hidden: H
 
 
 def sums_of_part(options: Options, query: Array, key: Array, value: Array, hidden: Hidden) -> PartSums:
-    """What some keys, (B, K, S, H), give to queries, (B, K, G, T, H), with their sinks, if any."""
+    """Return the attention of queries, (B, K, G, T, H), over some keys, (B, K, S, H), with sinks, if any."""
     blocks = Blocks(query.shape, key.shape, hidden, options)
 
     def attend_in_tile(tile: Tile, carry: None) -> tuple[Any, None]:
@@ -152,12 +152,12 @@ def sums_of_part(options: Options, query: Array, key: Array, value: Array, hidde
 
 
 def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
-    """Gradients of the queries, and of some keys, values and what hides these.
+    """Return gradients of the queries, and of some keys, values, masks and biases.
 
     Args:
-        options: of the part.
-        residuals: queries, keys, values, what hides, and of all keys the context and `lse`.
-        cotangent: of the context, (B, K, G, T, Hv).
+        options: settings of the part.
+        residuals: queries, keys, values, masks and biases, and the context and `lse` over all keys.
+        cotangent: cotangent of the context, (B, K, G, T, Hv).
     """
     query, key, value, hidden, context, lse = residuals
     blocks = Blocks(query.shape, key.shape, hidden, options)
@@ -180,12 +180,12 @@ def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: A
             ) -> tuple[Any, ...]:
                 q_rows, given, logs, given_sums = parts
                 grad_rows, grad_k, grad_v, grad_bias = grads
-                # Keys before queries: of the products that follow, one instead of two has to be of a transposed array.
+                # Keys before queries: then one instead of two of the next products needs a transposed array.
                 scores, slope, is_hidden = blocks.scores(q_rows, keys.of(k), tile, rows, keys, by_key=True)
                 attn_weights = jnp.exp(scores - logs)
                 grad_scores = attn_weights * (jnp.einsum("psh,pth->pst", keys.of(v), given) - given_sums)
                 grad_products = grad_scores * slope
-                if is_hidden is not None:  # a masked value may be beyond multiplying, as a row that is NaN is
+                if is_hidden is not None:  # masked values and NaN rows may be non-finite
                     attn_weights, grad_scores, grad_products = (
                         jnp.where(is_hidden, 0.0, x) for x in (attn_weights, grad_scores, grad_products)
                     )
@@ -213,7 +213,7 @@ def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: A
 
 
 def gradient_of_sinks(sinks: Array | None, lse: Array, context: Array, cotangent: Array) -> Array | None:
-    """The gradient of sinks (1, K, G, 1, 1): each takes weight from the keys, and gives nothing."""
+    """Return the gradient of sinks (1, K, G, 1, 1), which only reduce the weights of keys."""
     if sinks is None:
         return None
     given_sums = (at_least_float32(cotangent) * context).sum(axis=-1, keepdims=True)
@@ -227,9 +227,9 @@ _attend.defvjp(_forward, gradients_of_part)
 def weighted_sum(
     scores: Float[Array, "B N T S"], value: Float[Array, "B K S Hv"], sinks: Float[Array, " N"] | None = None
 ) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T 1"]]:
-    """softmax(scores) · value, divided last, of scores that are -inf where a key is hidden; in at least float32.
+    """Return softmax(scores) · value, normalized last, in at least float32; scores of hidden keys are -inf.
 
-    With it the logarithm of each sum of exponentials; 0 and infinity for a row to which no key gave anything.
+    Also return the log-sum-exp. They are 0 and infinity for rows whose scores are all -inf.
     """
     batch_size, num_kv_heads, seq_len_k, width = value.shape
     scores_by_head = scores.reshape(batch_size * num_kv_heads, -1, seq_len_k)
@@ -252,11 +252,10 @@ def attend_to_cache(
     *,
     sizes: BlockSizes,
 ) -> Float[Array, "B N 1 Hv"]:
-    """Return the context of one token of each sequence over the keys up to its own position, `mask.offsets`.
+    """Return the context of one token of each sequence over the keys up to its position, `mask.q_offset`.
 
-    Keys and values are read where they are filled only; of scores, a row of the whole capacity is held for each query.
-    Heads go side by side, each with a product of its own: XLA copies what it takes from a cache to a product of many,
-    and divides the product of one row among no cores.
+    Only filled keys and values are read; scores are stored for the whole capacity. Heads run in parallel, each with its
+    own product: XLA copies slices of a cache for a batched product, and does not parallelize the product of one row.
     """
     scores = with_relative_bias(mask, scores, query, keys)
     options = (scores.spec, mask.span, sizes)
@@ -290,7 +289,7 @@ def _attend_to_filled_slots(
     queries = at_least_float32(query.reshape(num_heads, group_size, -1)) * scoring.scale  # (B K, G, H)
 
     def block(x: Array, head: Array, begin: Array, size: int) -> Array:
-        # Of the cache as it is: XLA would copy all of a reshaped one.
+        # Slice the cache without reshaping: XLA would copy all of a reshaped one.
         place = (head // num_kv_heads, head % num_kv_heads, begin, 0)
         x = lax.dynamic_slice(x, [jnp.asarray(i, jnp.int32) for i in place], (1, 1, size, x.shape[3]))
         return at_least_float32(x[0, 0])
@@ -299,7 +298,7 @@ def _attend_to_filled_slots(
         last_of_heads = last_positions[heads // num_kv_heads]
         first_of_heads = jnp.zeros_like(last_of_heads) if span is None else span.first(last_of_heads)
         first_seen, last_seen = first_of_heads[:, None], last_of_heads[:, None]
-        seen, filled = jnp.maximum(first_of_heads.min(), 0), last_of_heads.max() + 1  # from, and up to
+        seen, filled = jnp.maximum(first_of_heads.min(), 0), last_of_heads.max() + 1  # range of slots
         num_large = filled // sizes.keys
         filled_large = num_large * sizes.keys
         num_small = -((filled_large - filled) // last_keys)
@@ -309,7 +308,7 @@ def _attend_to_filled_slots(
         def over_blocks(add: Callable[[Array, Array, Array, int], Array], carry: Array) -> Array:
             def step(i: Array, carry: Array, *, after: Array | int, size: int) -> Array:
                 first = after + i * size
-                return add(carry, first, jnp.minimum(first, capacity - size), size)  # the last may lie over another
+                return add(carry, first, jnp.minimum(first, capacity - size), size)  # the last may overlap another
 
             carry = lax.fori_loop(first_large, num_large, partial(step, after=0, size=sizes.keys), carry)
             return lax.fori_loop(first_small, num_small, partial(step, after=filled_large, size=last_keys), carry)
@@ -352,7 +351,7 @@ def _attend_to_every_slot(
     sinks: Array | None,
     bias: Array | None,
 ) -> Array:
-    """Products of all sequences, heads and slots, which XLA divides among devices as the cache is."""
+    """Attend with products over all sequences, heads and slots, which XLA partitions like the cache."""
     spec, span, _ = options
     scoring = Scoring.of_layer(query, spec)
     batch_size, num_kv_heads, capacity, _ = keys.shape
@@ -373,8 +372,8 @@ def _attend_to_every_slot(
 
 
 def _softmax_of_seen(scores: Array, is_seen: Array, sinks: Array | None) -> Array:
-    """Attention weights of slots, (heads, G, S), 0 for a sequence without a key; those of sinks follow."""
-    if sinks is not None:  # one more slot, which is always seen
+    """Return attention weights of slots, (heads, G, S), 0 for sequences without a key; those of sinks come last."""
+    if sinks is not None:  # one more slot, which is never masked
         scores = jnp.concatenate([scores, sinks.astype(scores.dtype)], axis=2)
         is_seen = jnp.pad(is_seen, [(0, 0), (0, 1)], constant_values=True)
     return jax.nn.softmax(scores, axis=-1, where=is_seen[:, None])

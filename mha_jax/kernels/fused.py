@@ -1,8 +1,8 @@
-"""The fast path: the same function without attention weights.
+"""Fast path: attention without attention weights.
 
-On a CPU it goes block by block, as FlashAttention does, and skips blocks in which every key is masked. On a TPU it is
-JAX's splash attention, if that supports the call. Elsewhere it is JAX's own dot_product_attention behind the masks and
-the empty rows of this package, or the plain path where that cannot do with scores what a layer does.
+On a CPU it works block by block, like FlashAttention, and skips fully masked blocks. On a TPU it is JAX's splash
+attention, if that supports the call. Otherwise it wraps JAX's dot_product_attention with this package's semantics of
+masks and fully masked rows; unsupported scores use the plain path.
 """
 
 import math
@@ -26,7 +26,7 @@ from mha_spec import AttentionSpec, Refusal
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class FusedAttention(BlockSizes):
-    """Default kernel of layers: the fastest one that supports the call, with the block sizes that it has on a CPU."""
+    """Default kernel of layers: the fastest one that supports the call. Block sizes are for CPUs."""
 
     def __call__(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
         """Return the context."""
@@ -36,7 +36,7 @@ class FusedAttention(BlockSizes):
         return with_auto_axes(head_sharding)(self._attend)(query, key, value, mask, scores, platform=platform)
 
     def step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
-        """Return the context of one new token of each sequence; of a cache only the filled part is read."""
+        """Return the context of one new token of each sequence; reads only the filled part of a cache."""
         is_plain = mask.has_only("is_causal", "span", "q_offset") and scores.bias is None and not scores.has_dropout
         if not is_plain or token_axis(query, key, mask) is not None:
             return self(query, key, value, mask, scores)
@@ -81,21 +81,21 @@ def scaled_dot_product_attention(
     kernel: Kernel = FusedAttention(),
     **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Array, "B N T Hv"], None]:
-    """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
+    """Fastest form of `stages.scaled_dot_product_attention`, without attention weights.
 
-    Arguments not listed are those of `stages.scaled_dot_product_attention`.
+    Other arguments are those of `stages.scaled_dot_product_attention`.
 
     Args:
-        need_weights: must be False, the weights are never stored here.
-        dropout_keep: must be absent, a fused kernel draws its own.
-        kernel: computes the context: one with other block sizes, `parallel.ContextParallel`, or your own.
+        need_weights: must be False; weights are never stored here.
+        dropout_keep: must be None; a fused kernel draws its own.
+        kernel: computes the context: `FusedAttention` with other block sizes, `parallel.ContextParallel`, or your own.
 
     Returns:
-        The context (B, N, T, Hv), in the dtype of query, and None.
+        Context (B, N, T, Hv), in the dtype of query, and None.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
-        ValueError: if the shapes do not fit, or the weights or a given dropout are asked for.
+        ValueError: if the shapes do not fit, or need_weights or dropout_keep is set.
     """
     if need_weights or dropout_keep is not None:
         raise Refusal("need_weights and dropout_keep", "be left out on the fused path, which stores no weights")
@@ -106,4 +106,4 @@ def scaled_dot_product_attention(
 
 
 attend = FusedAttention()
-"""Returns the context by the fastest kernel that supports the call: the default kernel of layers."""
+"""Returns the context from the fastest kernel that supports the call: the default kernel of layers."""

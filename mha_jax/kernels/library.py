@@ -1,6 +1,6 @@
-"""JAX's own `dot_product_attention`, with the cheapest form of the mask.
+"""JAX's `dot_product_attention` with the cheapest form of the mask.
 
-Everything here is for finite inputs: `nonfinite.contained` is around it, for kernels disagree about what is not finite.
+All functions expect finite inputs: `nonfinite.contained` wraps them, because kernels disagree about others.
 """
 
 from typing import Any
@@ -17,18 +17,18 @@ from mha_jax.stages import score_scale
 
 
 def supports(query: Array, scores: Scores) -> bool:
-    """Return whether the kernel can do with the scores what a layer asks."""
+    """Return whether the kernel supports these changes to the scores."""
     if scores.soft_cap is not None or scores.has_distances or scores.sinks is not None:
         return False
-    return scores.bias is None or scores.bias.dtype == query.dtype  # a relative bias in it is wider
+    return scores.bias is None or scores.bias.dtype == query.dtype  # a folded relative bias is wider
 
 
 @compiled("platform")
 @contained
 def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:
-    """Return the context on that platform, with the cheapest form of the mask."""
+    """Return the context on a platform, with the cheapest form of the mask."""
     seq_len_q, seq_len_k = query.shape[2], key.shape[2]
-    width, head_dim = value.shape[3], max(query.shape[3], value.shape[3])  # it takes heads of one width
+    width, head_dim = value.shape[3], max(query.shape[3], value.shape[3])  # it requires equal widths
     dtype = query.dtype
     is_half = dtype in (jnp.float16, jnp.bfloat16)
     takes_cudnn = platform == "gpu" and is_half and head_dim % 8 == 0 and head_dim <= 128
@@ -37,23 +37,23 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
     scale = score_scale(query, scores.spec)
     if told is None:
         hidden: Any = mask.with_bias(bias).to_bool(seq_len_q, seq_len_k)
-        # A fully masked row attends to every key instead, and is set to 0 afterwards: kernels disagree about it.
+        # Fully masked rows attend to all keys instead and are set to 0 afterwards, because kernels disagree about them.
         hidden = to_scores_rank(hidden)
         masked_rows = hidden.all(axis=-1, keepdims=True)
-        visible = ~(hidden & ~masked_rows)  # the other polarity: True = attend
-        if takes_cudnn and dtype == jnp.float16:  # in which it hides a key by a score of -45875
+        visible = ~(hidden & ~masked_rows)  # opposite polarity: True = attend
+        if takes_cudnn and dtype == jnp.float16:  # it masks with a score of -45875
             takes_cudnn = False
             query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     elif mask.span is not None or lengths is not None:
         first, stop = (x.clip(0, seq_len_k) for x in mask.key_range(seq_len_q, seq_len_k))
         masked_rows = (first >= stop)[:, None, :, None]
-    if told is not None and lengths is not None:  # what a kernel writes as the gradient of padding is not read
+    if told is not None and lengths is not None:  # ignores the kernel's gradient of padding
         is_padding = jnp.arange(seq_len_k, dtype=jnp.int32)[None] >= jnp.asarray(lengths)[:, None]
         key, value = (zero_where(x, is_padding[:, None, :, None]) for x in (key, value))
     if bias is not None:
         bias = to_scores_rank(jnp.where(jnp.isneginf(bias), 0.0, bias))  # the mask hides these
     query, key, value = (jnp.pad(x, [(0, 0)] * 3 + [(0, head_dim - x.shape[3])]) for x in (query, key, value))
-    with jax.numpy_dtype_promotion("standard"):  # which it needs, where the caller may be strict
+    with jax.numpy_dtype_promotion("standard"):  # it needs this, while the caller may be strict
         context = jax.nn.dot_product_attention(
             query.swapaxes(1, 2),
             key.swapaxes(1, 2),
@@ -71,18 +71,18 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
 def _native_mask(
     mask: Mask, scores: Scores, seq_len_q: int, seq_len_k: int, *, takes_cudnn: bool
 ) -> dict[str, Any] | None:
-    """Return the arguments that hide the same keys without a mask array; None if the library has none."""
+    """Return arguments of the library that replace the mask array, or None if they cannot express the mask."""
     span, lengths = mask.span, mask.key_padding_lengths
     if scores.bias is not None or not mask.has_only("is_causal", "key_padding_lengths", "span"):
         return None
     told: dict[str, Any] = {"is_causal": mask.is_causal}
     if span is not None:
-        # cuDNN takes a window with causality alone, and not more queries than keys.
+        # cuDNN supports windows only with causality, and not more queries than keys.
         is_refused = takes_cudnn and (not mask.is_causal or lengths is not None or seq_len_q > seq_len_k)
         if span.window_size is None or is_refused:
             return None
         before = span.window_size - 1
         told["local_window_size"] = (before, 0 if mask.is_causal else before)
-    if lengths is not None:  # a kernel without a key may give anything
+    if lengths is not None:  # kernels may return anything for a row without keys
         told["key_value_seq_lengths"] = jnp.maximum(jnp.asarray(lengths), 1)
     return told

@@ -1,7 +1,7 @@
 """Containment of NaN and infinity: rows that mask a non-finite token stay finite, rows that attend to it become NaN.
 
-0 * NaN is NaN. So non-finite tokens are set to 0 before each product, forward and backward, and what depends on them to
-NaN afterwards. If everything is finite, nothing changes.
+0 * NaN is NaN. Non-finite tokens are therefore set to 0 before each product, forward and backward, and dependent
+outputs to NaN afterwards. Finite inputs are unaffected.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.sharding import is_automatic
 from mha_jax.scores import Scores
 
-_RANGES = ("is_causal", "key_padding_lengths", "span", "q_offset")  # all that they hide lies outside of `key_range`
+_RANGES = ("is_causal", "key_padding_lengths", "span", "q_offset")  # these hide only keys outside `key_range`
 
 
 def nonfinite_tokens(x: Float[Array, "*tokens H"]) -> Bool[Array, "*tokens 1"]:
@@ -26,23 +26,23 @@ def nonfinite_tokens(x: Float[Array, "*tokens H"]) -> Bool[Array, "*tokens 1"]:
 
 
 def zero_where(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, "..."]:
-    """Return x with 0 where asked, which gets no gradient."""
+    """Return x with 0 at `where`, which blocks the gradient."""
     return jnp.where(where, 0.0, x)
 
 
 def nan_where(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array, "..."]:
-    """Return x with NaN where asked; gradients pass, so that they are NaN if the incoming one is, and 0 if it is 0."""
+    """Return x with NaN at `where`; the gradient is that of the identity, NaN only if the incoming one is NaN."""
     return x + jnp.where(where, jnp.nan, 0.0)
 
 
 def attends_to_any(marked: Bool[Array, "B N S"], seq_len_q: int, mask: Mask) -> Bool[Array, "B N T 1"]:
-    """Return whether a query attends to any of the marked keys; T and S are not 0."""
+    """Return whether each query attends to any of the marked keys; T and S are not 0."""
     has_chunks = mask.span is not None and mask.span.chunk_size is not None
     if (
         mask.has_only(*_RANGES) and not has_chunks
-    ):  # of chunks a kernel makes a boolean mask anyway; with it XLA holds less
+    ):  # kernels build a boolean mask for chunks anyway, and XLA needs less memory with it
         first, stop = (x.clip(0, marked.shape[2]) for x in mask.key_range(seq_len_q, marked.shape[2]))
-        counts = jnp.pad(lax.cumsum(marked.astype(jnp.int32), axis=2), [(0, 0), (0, 0), (1, 0)])  # before each key
+        counts = jnp.pad(lax.cumsum(marked.astype(jnp.int32), axis=2), [(0, 0), (0, 0), (1, 0)])  # up to each key
         before, within = (jnp.take_along_axis(counts, places[:, None], axis=2) for places in (first, stop))
         return (within > before)[..., None]
     hidden: Any = mask.to_bool(seq_len_q, marked.shape[2])
@@ -52,14 +52,14 @@ def attends_to_any(marked: Bool[Array, "B N S"], seq_len_q: int, mask: Mask) -> 
         seen = marked[:, :, None, keys] & ~to_scores_rank(hidden)[..., keys]
         return jnp.broadcast_to(seen.any(axis=-1, keepdims=True), shape)
 
-    if is_automatic(marked):  # devices would have to agree on whether to look
+    if is_automatic(marked):  # devices would have to agree on whether to check
         return among(slice(None))
-    # Scores are looked through only if needed. No keys give False, of the type that a `shard_map` expects of it.
+    # Scores are checked only if needed. Without keys the result is False, of the type that `shard_map` expects.
     return lax.cond(marked.any(), lambda: among(slice(None)), lambda: among(slice(0)))
 
 
 def contained_projection(project: Callable[[str, Array], Array]) -> Callable[[str, Array], Array]:
-    """Wrap projections, so that a non-finite token gives NaN, and no NaN in a gradient if nobody attends to it."""
+    """Wrap projections: non-finite tokens yield NaN, but none in weight gradients if no query attends to them."""
 
     def project_finite(name: str, x: Array) -> Array:
         x, wrong = _set_aside(x)
@@ -81,7 +81,7 @@ _nan_where = compiled()(nan_where)
 
 
 def contained(kernel: Callable[..., Array]) -> Callable[..., Array]:
-    """Wrap a kernel for finite inputs, so that it keeps the rules for non-finite ones.
+    """Wrap a kernel for finite inputs so that it follows the rules for non-finite ones.
 
     Non-finite tokens are 0 to the kernel, and rows that attend to one are NaN afterwards.
     """
@@ -96,12 +96,12 @@ def contained(kernel: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def contained_with_weights(attend: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
-    """Wrap `stages.attend` for finite inputs as `contained` wraps a kernel; hidden keys weigh 0 in rows of NaN, too."""
+    """Wrap `stages.attend` as `contained` wraps a kernel; hidden keys have weight 0 even in rows of NaN."""
 
     @wraps(attend)
     def contained(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> tuple[Array, Array]:
         hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2])
-        if hidden is None:  # every row attends to everything: NaN spreads by itself
+        if hidden is None:  # all rows attend to all keys: NaN spreads by itself
             return attend(query, key, value, mask, scores)
         query, key, value, nonfinite_rows = _contained(query, key, value, Mask(hidden))
         context, attn_weights = attend(query, key, value, mask, scores)
@@ -111,7 +111,7 @@ def contained_with_weights(attend: Callable[..., tuple[Array, Array]]) -> Callab
 
 
 def _contained(query: Array, key: Array, value: Array, hidden: Mask) -> tuple[Array, Array, Array, Array]:
-    """Return the inputs, 0 where a token is non-finite, and the rows that become NaN: fully masked ones do not."""
+    """Return the inputs with non-finite tokens as 0, and the rows that become NaN, which excludes fully masked ones."""
     nonfinite_rows, nonfinite_keys = nonfinite_tokens(query), nonfinite_tokens(key) | nonfinite_tokens(value)
     query, key, value = (
         zero_where(query, nonfinite_rows),

@@ -1,6 +1,6 @@
-"""JAX's splash attention, its fused kernel for TPUs, which skips blocks that causality, a window or chunks hide.
+"""JAX's splash attention, a fused kernel for TPUs that skips blocks hidden by causality, a window or chunks.
 
-Everything here is for finite inputs: `nonfinite.contained` is around it. The kernel has a derivative in reverse mode.
+All functions expect finite inputs: `nonfinite.contained` wraps them. The kernel has a derivative in reverse mode.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ from mha_jax.parallel.sharding import is_on_one_device
 from mha_jax.scores import Scores
 from mha_jax.stages import score_scale
 
-LANES = 128  # of a vector in a TPU: the smallest block of tokens
-NO_SINK = -1e38  # between the scores that the kernel gives hidden keys, -2.4e38, and those of real ones
+LANES = 128  # lanes of a TPU vector: the smallest block of tokens
+NO_SINK = -1e38  # between the scores of hidden keys in the kernel, -2.4e38, and real ones
 
 
 def supports(query: Array, key: Array, mask: Mask, scores: Scores) -> bool:
@@ -31,7 +31,7 @@ def supports(query: Array, key: Array, mask: Mask, scores: Scores) -> bool:
         return False
     if mask.span is not None and mask.span.chunk_size is not None and not mask.is_causal:
         return False
-    # Its indices are of 32 bits, and XLA cannot divide it among devices.
+    # The kernel has 32-bit indices, and XLA cannot partition it.
     return not jax.config.jax_enable_x64 and is_on_one_device(query)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -39,7 +39,7 @@ def supports(query: Array, key: Array, mask: Mask, scores: Scores) -> bool:
 @contained
 def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, interpret: bool = False) -> Array:
     """Return the context. Queries are scaled in their own dtype; `interpret` runs the kernel without a TPU."""
-    # Imported late: it takes a while, and is for TPUs alone.
+    # Imported lazily: it is slow to import, and for TPUs only.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -55,11 +55,11 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
             jnp.pad(x.astype(jnp.int32), [(0, 0), (0, length - x.shape[1])])
             for x, length in zip(ids, (padded_q, padded_k), strict=True)
         )
-        if lengths is not None:  # padding is of another segment than all queries
+        if lengths is not None:  # padding has another segment than all queries
             is_padding = jnp.arange(padded_k, dtype=jnp.int32)[None] >= lengths[:, None]
             of_keys = jnp.where(is_padding, of_queries.min() - 1, of_keys)
         segments, axes = splash.SegmentIds(of_queries, of_keys), splash.SegmentIds(0, 0)  # pyright: ignore[reportArgumentType]
-    # Softmax over no key is 0 / 0. A sink that weighs nothing beside a key gives a fully masked row 0, and no gradient.
+    # Softmax over no key is 0 / 0. A sink with negligible weight makes fully masked rows 0, without a gradient.
     sinks = jnp.full(query.shape[1], NO_SINK, jnp.float32)
     sinks = sinks if scores.sinks is None else jnp.maximum(at_least_float32(scores.sinks), sinks)
     hides = _mask_of(masks, mask, (padded_q, padded_k))
@@ -79,7 +79,7 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
 
 
 def _mask_of(masks: Any, mask: Mask, shape: tuple[int, int]) -> Any:
-    """Return the kernel's own mask of what positions hide."""
+    """Return the kernel's mask for causality and span."""
     if mask.span is not None and mask.span.window_size is not None:
         before = mask.span.window_size - 1
         return masks.LocalMask(shape, (before, 0 if mask.is_causal else before), 0)
@@ -89,7 +89,7 @@ def _mask_of(masks: Any, mask: Mask, shape: tuple[int, int]) -> Any:
 
 
 def _block_of(length: int) -> tuple[int, int]:
-    """Return the tokens of a block, and those of all blocks: the largest ones that need the least padding."""
+    """Return the tokens per block and in total: the largest blocks with the least padding."""
     padded = -(-length // LANES) * LANES
     return next(size for size in (4 * LANES, 2 * LANES, LANES) if padded % size == 0), padded
 

@@ -1,4 +1,4 @@
-"""Attention in parts where a window or a chunk hides most keys: on a CPU, a few queries at a time."""
+"""Windows and chunks on CPUs, a block of queries at a time over the keys of its span."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,22 +20,22 @@ from mha_spec.span import Span
 
 
 def supports(query: Array, mask: Mask) -> bool:
-    """Return whether there is a window or a chunk, and queries enough to share keys of it."""
+    """Return whether there is a span, and there are enough queries to share its keys."""
     is_known = mask.has_only("mask", "is_causal", "key_padding_lengths", "span")
     return is_known and mask.span is not None and query.shape[2] > _num_together(mask.span)
 
 
 @compiled("sizes")
 def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, sizes: BlockSizes) -> Array:
-    """Return the context a few queries at a time over the keys that they reach: the work grows with the length.
+    """Return the context, a block of queries at a time over the keys of its span: work linear in the length.
 
-    Non-finite tokens are found once here, since keys are in the reach of several parts.
+    Non-finite tokens are searched for once here, because spans of blocks overlap.
     """
     (batch_size, num_heads, seq_len_q, _), seq_len_k = query.shape, key.shape[2]
     span: Any = mask.span
     size = _num_together(span)
     num_parts = -(-seq_len_q // size)
-    before = -span.first(0)  # keys that a part sees before its first query, and after its last
+    before = -span.first(0)  # keys of a block before its first query, and after its last
     after = 0 if mask.is_causal else span.stop(size - 1) - size
     more_rows = (0, num_parts * size - seq_len_q)
     more_keys = (before, max(num_parts * size + after - seq_len_k, 0))
@@ -72,7 +72,7 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
         context, lse = blockwise.weighted_sum(logits, values, scores.sinks)
         return context.astype(query.dtype), jnp.isposinf(lse)
 
-    # What a part stores for its gradient it computes again.
+    # Recompute instead of storing residuals of each block.
     begins = jnp.arange(num_parts, dtype=jnp.int32) * size
     contexts, gave_nothing = lax.map(jax.checkpoint(attend_part), begins)
     contexts = nan_where(contexts, _wrong_in_parts(parts, begins, nonfinite_rows, nonfinite_keys, gave_nothing))
@@ -81,19 +81,18 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
 
 
 def _num_together(span: Span) -> int:
-    """Number of queries in a part: those of a chunk, or so many that they share most keys of a window."""
+    """Return the number of queries in a block: a chunk, or few enough that their windows mostly overlap."""
     return span.chunk_size or max(128, (span.window_size or 0) // 4)
 
 
 class _Parts(NamedTuple):
-    """A few queries at a time, and the keys in their reach.
+    """Blocks of queries, and the keys of their spans.
 
     Attributes:
-        size: queries of a part.
-        before: keys of a part before its first query.
-        num_keys: keys of a part.
-        mask, scores: of all queries and keys, padded to whole parts, so that the keys of part i begin where its
-            queries do.
+        size: queries per block.
+        before: keys of a block before its first query.
+        num_keys: keys per block.
+        mask, scores: for all queries and keys, padded to whole blocks, so that keys of block i start with its queries.
     """
 
     size: int
@@ -103,31 +102,31 @@ class _Parts(NamedTuple):
     scores: Scores
 
     def rows_of(self, x: Array, begin: Array) -> Array:
-        """The queries of a part, of (B, N, T, ·)."""
+        """Return the queries of a block, from (B, N, T, ·)."""
         return lax.dynamic_slice_in_dim(x, begin, self.size, 2)
 
     def keys_of(self, x: Array, begin: Array) -> Array:
-        """The keys of a part, of (B, K, S, ·)."""
+        """Return the keys of a block, from (B, K, S, ·)."""
         return lax.dynamic_slice_in_dim(x, begin, self.num_keys, 2)
 
     def mask_of(self, begin: Array) -> Mask:
-        """Return the mask of a part."""
-        whole, first = self.mask, self.before - begin  # the first key that there is
+        """Return the mask of a block."""
+        whole, first = self.mask, self.before - begin  # first existing key
         span, lengths, mask = whole.span, jnp.asarray(whole.key_padding_lengths), self._block_of(whole.mask, begin)
         if self.before:
             is_before = jnp.arange(self.num_keys, dtype=jnp.int32)[None, None, None] < first
             mask = is_before if mask is None else mask | is_before
         part = replace(whole, mask=mask, key_padding_lengths=jnp.maximum(lengths + first, 0), span=None)
-        if span is None or span.chunk_size is not None:  # of its own chunk a query sees all, or all up to itself
+        if span is None or span.chunk_size is not None:  # a query attends to its chunk, up to itself if causal
             return part
         return replace(part, span=span, q_offset=jnp.full((1,), self.before, jnp.int32))
 
     def scores_of(self, begin: Array) -> Scores:
-        """Return the scores of a part."""
+        """Return the scores of a block."""
         return replace(self.scores, bias=self._block_of(self.scores.bias, begin))
 
     def hidden_from(self, begin: Array) -> Any:
-        """Return the boolean mask of a part; there are lengths."""
+        """Return the boolean mask of a block, if there are lengths."""
         hidden = self.mask_of(begin).with_bias(self.scores_of(begin).bias)
         return hidden.to_bool(self.size, self.num_keys)
 
@@ -141,7 +140,7 @@ class _Parts(NamedTuple):
 def _wrong_in_parts(
     parts: _Parts, begins: Array, nonfinite_rows: Array, nonfinite_keys: Array, gave_nothing: Array
 ) -> Bool[Array, "parts B N T 1"]:
-    """The rows of each part that see something, and are not finite, see what is not, or were given nothing by it."""
+    """Return the rows to set to NaN: neither finite nor fully masked, or attending to a non-finite key."""
     marked = jnp.repeat(nonfinite_keys, nonfinite_rows.shape[1] // nonfinite_keys.shape[1], axis=1)
 
     def look_in(part: tuple[Array, Array]) -> Array:
@@ -153,8 +152,8 @@ def _wrong_in_parts(
     def look() -> Array:
         return lax.map(look_in, (begins, gave_nothing))
 
-    if is_automatic(nonfinite_rows):  # devices would have to agree on whether to look
+    if is_automatic(nonfinite_rows):  # devices would have to agree on whether to check
         return look()
     is_any = nonfinite_rows.any() | nonfinite_keys.any() | gave_nothing.any()
-    # All False, but made of the same arrays: in a `shard_map` both branches must vary over the same devices.
+    # All False, but derived from the same arrays: in `shard_map` both branches must vary over the same devices.
     return lax.cond(is_any, look, lambda: gave_nothing & is_any)

@@ -1,4 +1,4 @@
-"""Layers and caches divided over the devices of a mesh, and attention of arrays that lie on several devices."""
+"""Tensor, context and fully sharded data parallelism of layers and caches, based on `jax.sharding`."""
 
 from mha_jax.parallel.heads import shard, shard_cache
 from mha_jax.parallel.tokens import ContextParallel

@@ -1,7 +1,7 @@
-"""A layer, and its cache, divided over the devices of a mesh: where their arrays lie, and nothing else.
+"""Sharding of a layer and its cache over the devices of a mesh.
 
-What is computed stays what it was; XLA divides the work as the arrays are divided, with automatic and with explicit
-axes alike. Each device computes some of the query heads, and the outputs are added up: one all-reduce.
+Only the placement of arrays changes; XLA partitions the work accordingly, for automatic and explicit axes alike. Each
+device computes some of the query heads, and an all-reduce sums the outputs.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ __all__ = ["shard", "shard_cache"]
 
 OF_QUERIES = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "q_norm", "context_norm", "sinks", "relative_bias")
 OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")
-"""What has something for each query head, or each key/value head."""
+"""Weights with a part for each query head, or for each key/value head."""
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
@@ -34,36 +34,35 @@ def shard(
     features: str | None = None,
     tokens: str | None = None,
 ) -> AttentionLayer:
-    """Put a layer on a mesh: its heads divided over a dimension, what is left of its weights over another.
+    """Shard a layer on a mesh: its heads over one dimension, the rest of its weights over another.
 
-    `heads` is tensor parallelism, `features` alone fully sharded data parallelism, `tokens` context parallelism: with
-    it the layer takes inputs whose tokens are divided along that dimension. Without any of them each device has all.
+    `heads` is tensor parallelism, `features` alone fully sharded data parallelism, and `tokens` context parallelism,
+    for inputs whose tokens are divided along that dimension. Without any of them the layer is replicated.
 
-    Columns of q_proj, gate_proj and, with latents, q_b_proj and kv_b_proj are divided by query heads, with their
-    biases; rows of out_proj, sinks and a relative bias, too; k_proj and v_proj by key/value heads, or whole on each
-    device where it does not divide these. Norms are divided where their weights are those of heads, and copied
-    otherwise, as what makes latents is. The other axis of each kernel, and the features of a layer without heads on
-    several devices, are divided by `features`, to keep less on each device: XLA gathers a kernel where it is used.
+    Query heads divide the columns of q_proj, gate_proj and, with latents, q_b_proj and kv_b_proj, with their biases;
+    rows of out_proj; sinks and a relative bias. Key/value heads divide k_proj and v_proj, which are replicated if
+    `heads` does not divide these. Norms are divided if each head has its own weights, and replicated otherwise, as are
+    projections to latents. `features` divides the other axis of each kernel to save memory: XLA gathers a kernel where
+    it is used.
 
-    Each weight has its partition in its metadata, for `nnx.get_partition_spec`. Of an abstract layer, one of
-    `nnx.eval_shape`, the shapes are given their placement.
+    The metadata of each weight contain its partition, for `nnx.get_partition_spec`. In an abstract layer, from
+    `nnx.eval_shape`, the shapes get their sharding.
 
     Args:
-        layer: any attention module of this package; it is changed.
-        mesh: the devices.
-        heads: the name of the dimension that heads are divided over.
-        features: of that for the other axis of each kernel; that of the data, as a rule.
-        tokens: of that for the tokens of the inputs. Where it is explicit, their types say it, and it need not be said;
-            where it is automatic, a `ContextParallel` is put around `layer.kernel`.
+        layer: any attention module of this package; changed in place.
+        mesh: device mesh.
+        heads: name of the mesh dimension that heads are divided over.
+        features: name of the mesh dimension for the other axis of each kernel; usually that of the data.
+        tokens: name of the mesh dimension that tokens are divided over. An explicit dimension follows from the types of
+            arrays and can be omitted; for an automatic one a `ContextParallel` wraps `layer.kernel`.
 
     Returns:
         The layer.
 
     Raises:
         TypeError: if the layer is not one of this package.
-        ValueError: if the mesh has no such dimension, or the layer cannot be divided so: the query heads, or the other
-            axis of a kernel, not evenly, or q, k and v in one projection; or if something else has taken the place of a
-            weight. Then nothing is changed.
+        ValueError: if the mesh has no such dimension, the query heads or the other axis of a kernel do not divide
+            evenly, q, k and v are one projection, or a weight was replaced. The layer is then unchanged.
 
     Source: Megatron-LM, arXiv:1909.08053, section 3; ZeRO, arXiv:1910.02054, section 5.
     """
@@ -85,7 +84,7 @@ def shard(
         count, others = layer.spec.num_kv_heads, 1 if heads is None else mesh.shape[heads]
         own = count if count % others else count // others
         held = layer.kernel if isinstance(layer.kernel, ContextParallel) else ContextParallel(None, layer.kernel)
-        passes_keys = held.passes_keys or own % mesh.shape[tokens] != 0  # too few heads to share
+        passes_keys = held.passes_keys or own % mesh.shape[tokens] != 0  # too few heads for all-to-all
         layer.kernel = replace(held, axis=tokens, passes_keys=passes_keys)
     return layer
 
@@ -93,22 +92,22 @@ def shard(
 def shard_cache(
     cache: CacheT, mesh: Mesh, *, batch: str | None = None, heads: str | None = None, slots: str | None = None
 ) -> CacheT:
-    """Divide the sequences, the heads and the slots of a cache over dimensions of a mesh.
+    """Shard the sequences, heads and slots of a cache over dimensions of a mesh.
 
     Args:
-        cache: of keys and values, whose heads are whole on each device where it does not divide them; or of latents,
-            which have none.
-        mesh: the devices.
-        batch: the name of the dimension that sequences are divided over, evenly.
-        heads: the name of that for heads, as `shard` takes it.
-        slots: the name of that for slots, evenly; as the `tokens` of `shard` where it is automatic. Inputs, and what
-            comes of them, are then whole along it.
+        cache: cache of keys and values, whose heads are replicated if `heads` does not divide them; or of latents,
+            which have no heads.
+        mesh: device mesh.
+        batch: name of the mesh dimension that sequences are divided over, evenly.
+        heads: name of the mesh dimension for heads, as in `shard`.
+        slots: name of the mesh dimension for slots, evenly; if automatic, the `tokens` of `shard`. Inputs and results
+            are then replicated along it.
 
     Returns:
-        A cache of the same tokens.
+        Cache of the same tokens.
 
     Raises:
-        TypeError: if it is not a cache.
+        TypeError: if `cache` is not a cache.
         ValueError: if the mesh has no such dimension, or does not divide the sequences or the slots evenly.
     """
     if not isinstance(cache, Cache):
@@ -138,7 +137,7 @@ def _of_slots(batch: str | None, heads: str | None, slots: str | None) -> Partit
 
 
 def _held(layer: AttentionLayer, name: str) -> nnx.Param[Any]:
-    """The parameter of a canonical name."""
+    """Return the parameter with a canonical name."""
     held: Any = layer
     for part in name.replace("_proj.weight", "_proj.kernel").split("."):
         held = getattr(held, part, None)
@@ -150,7 +149,7 @@ def _held(layer: AttentionLayer, name: str) -> nnx.Param[Any]:
 def _partition(
     name: str, spec: AttentionSpec, mesh: Mesh, heads: str | None, features: str | None = None
 ) -> PartitionSpec:
-    """How a weight of a canonical name is divided, a kernel as it lies, (in, out)."""
+    """Return the partition of a weight with a canonical name; kernels are (in, out)."""
     part, _, leaf = name.partition(".")
     if part == "out_proj":
         return PartitionSpec(heads, features) if leaf == "weight" else PartitionSpec()
@@ -170,7 +169,7 @@ def _placed(x: Any, placement: NamedSharding) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(sharding=placement)
     if isinstance(x, Tracer) and AxisType.Explicit not in placement.mesh.axis_types:
-        return jax.lax.with_sharding_constraint(x, placement)  # XLA need not keep where anything else was put
+        return jax.lax.with_sharding_constraint(x, placement)  # XLA may move arrays without a constraint
     return jax.device_put(x, placement)
 
 
@@ -178,7 +177,7 @@ def _placed(x: Any, placement: NamedSharding) -> Any:
 
 
 def check_axis(name: str, axis: object, mesh: Mesh) -> None:
-    """Refuse what is not the name of a dimension of a mesh."""
+    """Refuse anything but the name of a mesh dimension."""
     if axis not in mesh.axis_names:
         raise Refusal(name, "name a dimension of the mesh", {name: axis, "mesh.axis_names": mesh.axis_names})
 
@@ -186,7 +185,7 @@ def check_axis(name: str, axis: object, mesh: Mesh) -> None:
 def check_features(
     name: str, shape: tuple[int, ...], partition: PartitionSpec, mesh: Mesh, features: str | None
 ) -> None:
-    """Refuse a kernel of a shape, (in, out), whose axis of features a dimension of a mesh does not divide evenly."""
+    """Refuse a kernel shape, (in, out), whose axis of features does not divide evenly over a mesh dimension."""
     for axis, count in zip(partition, shape, strict=False):
         if axis is not None and axis == features and count % mesh.shape[features]:
             raise Refusal(
@@ -197,7 +196,7 @@ def check_features(
 
 
 def check_divides(spec: AttentionSpec, size: int) -> None:
-    """Refuse a layer whose heads cannot be divided over so many devices."""
+    """Refuse a layer whose heads cannot be divided over `size` devices."""
     if spec.num_heads % size:
         raise Refusal("num_heads", "be a multiple of the devices", num_heads=spec.num_heads, size=size)
     if spec.fused_qkv and size > 1:

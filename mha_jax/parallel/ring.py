@@ -1,13 +1,13 @@
-"""Attention where keys and values go from device to device, and queries stay: a ring.
+"""Ring attention: keys and values circulate among devices, queries stay.
 
-What each part of the keys gives is joined by the logarithms of its sums, forward and backward as `blockwise` makes
-them. Parts that causality, a window or a chunk hides are not visited; under causality alone each device takes one half
-of its queries from the beginning and one from the end, so that all have the same work. The queries of a cache whose
-slots are divided are whole on each device, and what all slots give them is joined at once.
+Partial results are merged by their log-sum-exp, forward and backward as in `blockwise`. Parts hidden by causality, a
+window or chunks are skipped. With causality alone each device works on one half from the start and one from the end, so
+that all have equal work. For a cache with divided slots, queries are replicated and the partial results of all slots
+are merged at once.
 
-Axes: as in `blocks`; t, s of the T and S tokens those of a device.
+Axes: see `blocks`; t and s are the local tokens of T and S.
 
-Source: Ring Attention, arXiv:2310.01889; the two halves as in Llama 3, arXiv:2407.21783, section 3.3.2.
+Source: Ring Attention, arXiv:2310.01889; zigzag order as in Llama 3, arXiv:2407.21783, section 3.3.2.
 """
 
 from collections.abc import Callable
@@ -30,15 +30,15 @@ from mha_spec.span import Span
 
 
 class _Plan(NamedTuple):
-    """What a ring is made for, beside the shapes.
+    """Static settings of a ring, in addition to shapes.
 
     Attributes:
-        axis, size: of the devices.
-        is_causal, reach: what hides keys by their place.
-        is_halved: a device has two halves of its tokens, one from the beginning and one from the end.
-        is_cached: queries are whole on each device, and keys are slots.
-        walks: how often keys and values go on to a neighbour, forward and back.
-        options: of each part.
+        axis, size: mesh dimension and its number of devices.
+        is_causal, reach: masks by position.
+        is_halved: each device works on one half from the start and one from the end.
+        is_cached: queries are replicated, and keys are slots.
+        walks: number of steps of keys and values to a neighbor, forward and back.
+        options: settings of each part.
     """
 
     axis: str
@@ -52,13 +52,13 @@ class _Plan(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What hides keys and is added to scores: rows of the device's own queries, columns of all keys.
+    """Masks and biases: rows of local queries, columns of all keys.
 
     Attributes:
-        mask, bias: (B or 1, K or 1, G or 1, t or 1, S or 1); of a cache the columns are those of its own slots.
-        lengths: of real keys, (B,).
-        sinks: (1, K, G, 1, 1).
-        q_offset: place of the first query of each sequence, of a cache, (B,) or (1,).
+        mask, bias: (B or 1, K or 1, G or 1, t or 1, S or 1); with a cache the columns are local slots.
+        lengths: number of real keys, (B,).
+        sinks: attention sinks, (1, K, G, 1, 1).
+        q_offset: with a cache, position of the first query of each sequence, (B,) or (1,).
     """
 
     mask: Array | None
@@ -69,11 +69,11 @@ class _Given(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Neighbouring tokens.
+    """Consecutive tokens.
 
     Attributes:
-        begin: the place of the first, (1,) or, of queries of a cache, (B,).
-        size: how many.
+        begin: position of the first, (1,) or, for queries over a cache, (B,).
+        size: number of tokens.
     """
 
     begin: Array
@@ -81,21 +81,20 @@ class _Chunk(NamedTuple):
 
     @property
     def places(self) -> Array:
-        """The places, (B or 1, size)."""
+        """Positions, (B or 1, size)."""
         return self.begin[:, None] + jnp.arange(self.size, dtype=jnp.int32)[None]
 
 
 def attend_to_visitors(
     axis: str, size: int, sizes: BlockSizes, query: Array, key: Array, value: Array, mask: Mask, scores: Scores
 ) -> Array:
-    """Attention of a device's own queries (B, N, t, H) over the keys and values (B, K, s, H) of all devices.
+    """Attend from local queries (B, N, t, H) to the keys and values (B, K, s, H) of all devices.
 
     Args:
-        axis, size: of the devices.
-        sizes: how the work of a device is divided.
-        query, key, value: its own; of a cache, whose mask has offsets, all queries and its own slots.
-        mask, scores: with the rows of its own queries and the columns of all keys; of a cache with those of its own
-            slots.
+        axis, size: mesh dimension and its number of devices.
+        sizes: block sizes on a device.
+        query, key, value: local; with a cache, whose mask has offsets, all queries and local slots.
+        mask, scores: rows of local queries and columns of all keys; with a cache, columns of local slots.
     """
     num_kv_heads, span = key.shape[1], mask.span
     is_cached = mask.q_offset is not None
@@ -126,7 +125,7 @@ def attend_to_visitors(
 
 
 def _walks(mask: Mask, seq_len_q: int, seq_len_k: int, size: int) -> tuple[tuple[int, int], ...]:
-    """In which direction keys and values go on, and how often: to all devices, or as far as queries reach."""
+    """Return the number of steps of keys and values in each direction: to all devices, or as far as spans reach."""
     span = mask.span
     if span is None or seq_len_q != seq_len_k:
         return ((1, size - 1),)
@@ -137,16 +136,16 @@ def _walks(mask: Mask, seq_len_q: int, seq_len_k: int, size: int) -> tuple[tuple
     return ((1, size - 1),) if 2 * count >= size - 1 else ((1, count), (-1, count))
 
 
-# ---- One half from the beginning, one from the end -------------------------------------------------------------------
+# ---- Zigzag order ----------------------------------------------------------------------------------------------------
 
 
 def _home(half: int, size: int) -> int:
-    """The device that works on a half."""
+    """Return the device that works on a half."""
     return half if half < size else 2 * size - 1 - half
 
 
 def _to_halves(plan: _Plan, x: Array) -> Array:
-    """Halves 2 i and 2 i + 1 of the tokens, the last axis but one, for halves i and 2 n - 1 - i."""
+    """Exchange halves 2 i and 2 i + 1 of the tokens (second to last axis) for halves i and 2 n - 1 - i."""
     first, second = jnp.split(x, 2, axis=-2)
     homes = [[(i, _home(2 * i + which, plan.size)) for i in range(plan.size)] for which in (0, 1)]
     even, odd = (lax.ppermute(half, plan.axis, to) for half, to in zip((first, second), homes, strict=True))
@@ -155,7 +154,7 @@ def _to_halves(plan: _Plan, x: Array) -> Array:
 
 
 def _from_halves(plan: _Plan, x: Array) -> Array:
-    """The way back."""
+    """Undo `_to_halves`."""
     front, back = jnp.split(x, 2, axis=-2)
     is_even = lax.axis_index(plan.axis) % 2 == 0
     homes = [[(_home(2 * i + which, plan.size), i) for i in range(plan.size)] for which in (0, 1)]
@@ -167,13 +166,13 @@ def _from_halves(plan: _Plan, x: Array) -> Array:
 
 
 class _Pair(NamedTuple):
-    """Neighbouring queries, and keys of which they may see some.
+    """Consecutive queries, and keys that they may attend to.
 
     Attributes:
-        rows, keys: their places.
-        rows_at, keys_at: where they lie among those of the device, and those that visit it, as a slice or its begin.
-        is_diagonal: they have the same places, and causality hides.
-        is_clear: all see all, but for padding.
+        rows, keys: their positions.
+        rows_at, keys_at: their place among the local queries and the visiting keys, as a slice or its start.
+        is_diagonal: both have the same positions, and the mask is causal.
+        is_clear: nothing but padding is hidden.
     """
 
     rows: _Chunk
@@ -185,7 +184,7 @@ class _Pair(NamedTuple):
 
 
 def _pairs(plan: _Plan, given: _Given, source: Array, seq_len_q: int, seq_len_k: int, *, is_own: bool) -> list[_Pair]:
-    """What the queries of a device may see of the keys that came from a device, or are its own."""
+    """Return the pairs of local queries and of keys from a device that are not fully masked."""
     me = lax.axis_index(plan.axis)
     if not plan.is_halved:
         begin = given.q_offset if plan.is_cached else (me * seq_len_q)[None]
@@ -206,7 +205,7 @@ def _pairs(plan: _Plan, given: _Given, source: Array, seq_len_q: int, seq_len_k:
             behind,
             _Pair(back, keys_back, half, half, is_diagonal=True),
         ]
-    is_later = source > me  # then the back sees their back, else the front their front
+    is_later = source > me  # then the back half attends to their back half, else the front to their front
     rows, keys = (
         _Chunk(jnp.where(is_later, b.begin, f.begin), half) for f, b in ((front, back), (keys_front, keys_back))
     )
@@ -215,7 +214,7 @@ def _pairs(plan: _Plan, given: _Given, source: Array, seq_len_q: int, seq_len_k:
 
 
 def _cut(x: Array, begin: Array | int, size: int) -> Array:
-    """Some of the tokens, the last axis but one."""
+    """Return some of the tokens (second to last axis)."""
     return x if size == x.shape[-2] else lax.dynamic_slice_in_dim(x, begin, size, axis=-2)
 
 
@@ -224,7 +223,7 @@ def _put(x: Array, part: Array, begin: Array | int) -> Array:
 
 
 def _hidden_of(plan: _Plan, given: _Given, pair: _Pair) -> Hidden:
-    """What is hidden of a pair, and added to its scores."""
+    """Return the masks and biases of a pair."""
     rows, keys = pair.rows, pair.keys
 
     def columns(x: Array | None) -> Array | None:
@@ -248,7 +247,7 @@ def _hidden_of(plan: _Plan, given: _Given, pair: _Pair) -> Hidden:
 
 
 def _sees(plan: _Plan, pair: _Pair) -> Array | None:
-    """Whether a query of a pair may see a key of it, by their places; None where one surely does."""
+    """Return whether positions allow any query of a pair to attend to a key; None if one surely does."""
     if pair.is_clear or pair.is_diagonal or plan.is_cached:
         return None
     first, last = pair.rows.begin[0], pair.rows.begin[0] + pair.rows.size - 1
@@ -260,7 +259,7 @@ def _sees(plan: _Plan, pair: _Pair) -> Array | None:
 
 
 def _by_sequence(plan: _Plan, function: Callable[..., Any], hidden: Hidden, *arrays: Array) -> Any:
-    """A function of what hides and of arrays, of one sequence at a time where XLA divides these among devices."""
+    """Call a function of masks and arrays, one sequence at a time if XLA partitions sequences."""
     if not plan.options.is_automatic:
         return function(hidden, *arrays)
     batch_size = arrays[0].shape[0]
@@ -270,11 +269,11 @@ def _by_sequence(plan: _Plan, function: Callable[..., Any], hidden: Hidden, *arr
     return jax.tree.map(lambda x: x[:, 0], results)
 
 
-# ---- The sums --------------------------------------------------------------------------------------------------------
+# ---- Partial results -------------------------------------------------------------------------------------------------
 
 
 class _Sums(NamedTuple):
-    """What some keys give to queries: as `PartSums`, with logarithms of -infinity where none gave anything."""
+    """Partial attention of queries over some keys: see `PartSums`, but with an lse of -inf if all scores are -inf."""
 
     context: Array
     lse: Array
@@ -282,14 +281,14 @@ class _Sums(NamedTuple):
 
 
 def _nothing(query: Array, width: int) -> _Sums:
-    """Those of no key; in a form in which others are added."""
+    """Return the identity element of `_joined`."""
     row = at_least_float32(query[..., :1])
     empty = jnp.zeros_like(row, dtype=bool)
     return _Sums(jnp.broadcast_to(row * 0.0, (*row.shape[:-1], width)), jnp.full_like(row, -jnp.inf), ~empty)
 
 
 def _joined(ours: _Sums, theirs: _Sums) -> _Sums:
-    """Those of both, whose logarithms are -infinity where no key gave anything."""
+    """Merge two partial results by their log-sum-exp."""
     largest = jnp.maximum(ours.lse, theirs.lse)
     shift = jnp.where(jnp.isneginf(largest), 0.0, largest)
     weights = [jnp.exp(x.lse - shift) for x in (ours, theirs)]
@@ -301,7 +300,7 @@ def _joined(ours: _Sums, theirs: _Sums) -> _Sums:
 
 
 def _sums_of(plan: _Plan, given: _Given, pair: _Pair, query: Array, key: Array, value: Array) -> _Sums:
-    """What the keys of a pair give to its queries."""
+    """Return the attention of a pair's queries over its keys."""
     rows = _cut(query, pair.rows_at, pair.rows.size)
     keys, values = (_cut(x, pair.keys_at, pair.keys.size) for x in (key, value))
     options = plan.options._replace(is_causal=pair.is_diagonal)
@@ -328,14 +327,14 @@ def _added(plan: _Plan, given: _Given, pairs: list[_Pair], sums: _Sums, *arrays:
 
 
 def _walk(plan: _Plan, visit: Callable[..., Any], carry: Any, held: Any, gathered: Any) -> tuple[Any, Any]:
-    """What a function adds up over the visits of what others hold, and what is gathered on the way, back at home.
+    """Accumulate a function over visiting arrays; return the carry, and what the arrays gathered, back at their device.
 
     Args:
-        plan: how often it goes on, and in which directions.
-        visit: of the carry, what visits, what it has gathered and whose it is: the new carry, and gathered.
-        carry: at first.
-        held: what visits.
-        gathered: of nothing; what comes home is added to it.
+        plan: number of steps in each direction.
+        visit: maps the carry, visiting arrays, gathered values and source device to the new carry and gathered values.
+        carry: initial carry.
+        held: local arrays, which visit other devices.
+        gathered: initial value, to which values from other devices are added.
     """
     me, total = lax.axis_index(plan.axis), gathered
     for direction, steps in plan.walks:
@@ -373,7 +372,7 @@ def _forward(plan: _Plan, query: Array, key: Array, value: Array, given: _Given)
     sums, _ = _walk(plan, visit, sums, (key, value), ())
     if given.sinks is not None:
         sinks = jnp.broadcast_to(at_least_float32(given.sinks), sums.lse.shape)
-        if plan.is_cached:  # one device has them
+        if plan.is_cached:  # one device has the sinks
             sinks = jnp.where(lax.axis_index(plan.axis) == 0, sinks, -jnp.inf)
         sums = _joined(sums, _Sums(jnp.zeros_like(sums.context), sinks, sums.is_empty))
     if plan.is_cached:
@@ -390,7 +389,7 @@ def _forward(plan: _Plan, query: Array, key: Array, value: Array, given: _Given)
 
 
 def _joined_by_all(plan: _Plan, given: _Given, sums: _Sums, wrong: Array) -> _Sums:
-    """Those of all devices, each with its own keys for the same queries; NaN for those that are wrong."""
+    """Merge the results of all devices, each with its own keys for the same queries; wrong rows become NaN."""
     context, lse, is_empty = sums
     largest = lax.pmax(lse, plan.axis)
     weights = jnp.exp(lse - jnp.where(jnp.isneginf(largest), 0.0, largest))
@@ -398,19 +397,19 @@ def _joined_by_all(plan: _Plan, given: _Given, sums: _Sums, wrong: Array) -> _Su
     total = lax.psum(weights, plan.axis)
     context = lax.psum(context * weights, plan.axis) / jnp.where(total == 0.0, 1.0, total)
     lse = jnp.where(total == 0.0, -jnp.inf, largest + jnp.log(jnp.where(total == 0.0, 1.0, total)))
-    if given.mask is None:  # each sees its own slot
+    if given.mask is None:  # each token attends to its own slot
         return _Sums(context, lse, jnp.zeros_like(lse, dtype=bool))
     return _Sums(context, lse, lax.pmin(is_empty.astype(jnp.int32), plan.axis) > 0)
 
 
-# ---- Their gradients -------------------------------------------------------------------------------------------------
+# ---- Gradients -------------------------------------------------------------------------------------------------------
 
 
 def _backward(plan: _Plan, residuals: tuple[Any, ...], cotangent: Array) -> tuple[Any, ...]:
     query, key, value, given, context, lse = residuals
     bias: Any = given.bias
     query, cotangent, context, lse = varying((query, at_least_float32(cotangent), context, lse), plan.axis)
-    if plan.is_cached:  # what is NaN for its query gives no gradient to keys
+    if plan.is_cached:  # rows that are NaN due to their query give no gradient to keys
         wrong = nonfinite_tokens(query)
         context, lse = jnp.where(wrong, 0.0, context), jnp.where(wrong, jnp.inf, lse)
     by_row = (at_least_float32(query), cotangent, context, lse)
@@ -439,7 +438,7 @@ def _backward(plan: _Plan, residuals: tuple[Any, ...], cotangent: Array) -> tupl
     (grad_q, grad_bias), gathered = _walk(plan, visit, grads, (key, value), none)
     grad_k, grad_v = jax.tree.map(jnp.add, own, gathered)
     grad_sinks = gradient_of_sinks(given.sinks, lse, context, cotangent)
-    if grad_sinks is not None and plan.is_cached:  # that of all keys, once
+    if grad_sinks is not None and plan.is_cached:  # that of all keys, only once
         grad_sinks = jnp.where(me == 0, grad_sinks, 0.0).astype(grad_sinks.dtype)
     grad_bias = None if grad_bias is None else grad_bias.astype(bias.dtype)
     grads = (grad.astype(x.dtype) for grad, x in zip((grad_q, grad_k, grad_v), (query, key, value), strict=True))
@@ -449,7 +448,7 @@ def _backward(plan: _Plan, residuals: tuple[Any, ...], cotangent: Array) -> tupl
 def _gradients_of(
     plan: _Plan, given: _Given, pair: _Pair, by_row: tuple[Array, ...], held: tuple[Array, ...]
 ) -> tuple[Any, ...]:
-    """Gradients of the queries, keys, values and, where there is one, the bias of a pair."""
+    """Return gradients of the queries, keys, values and bias (if any) of a pair."""
     rows = tuple(_cut(x, pair.rows_at, pair.rows.size) for x in by_row)
     keys = tuple(_cut(x, pair.keys_at, pair.keys.size) for x in held)
     options = plan.options._replace(is_causal=pair.is_diagonal)
@@ -477,7 +476,7 @@ def _gradients_of(
 
 
 def _add_columns(grad: Array, part: Array, pair: _Pair) -> Array:
-    """The gradient of a bias with that of the columns of a pair."""
+    """Add the gradient of the columns of a pair to that of a bias."""
     if part.shape == grad.shape:
         return grad + part
     begin = pair.keys.begin[0]

@@ -1,7 +1,7 @@
-"""Arrays that lie on several devices, as their types say: no function of this package takes a mesh.
+"""Helpers for sharded arrays. Sharding comes from their types: no function of this package has a mesh argument.
 
-An axis of a mesh is automatic (XLA divides the work among its devices by itself), explicit (types say how arrays are
-divided along it; the default of `jax.make_mesh`) or manual (inside `shard_map`, where arrays are a device's own part).
+A mesh axis is automatic (XLA partitions the work by itself), explicit (types contain the sharding; the default of
+`jax.make_mesh`) or manual (inside `shard_map`, where arrays are local parts).
 """
 
 from collections.abc import Callable
@@ -19,23 +19,23 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def is_automatic(x: Array) -> bool:
-    """Whether XLA divides the work on an array among devices by itself.
+    """Return whether XLA partitions the work on an array by itself.
 
-    It divides products, and what goes number by number; what is cut out of a divided axis, it gathers first.
+    It partitions products and elementwise operations, but gathers an axis before slicing it.
     """
     mesh = jax.typeof(x).sharding.mesh
     return any(mesh.shape[name] > 1 for name in _mesh_axes(mesh, AxisType.Auto))
 
 
 def is_explicit(x: Array) -> bool:
-    """Whether the type of an array says how it is divided."""
+    """Return whether the type of an array contains its sharding."""
     return bool(_mesh_axes(jax.typeof(x).sharding.mesh, AxisType.Explicit))
 
 
 def is_on_one_device(x: Array) -> bool:
-    """Return True if work on an array surely is whole on a device, and nobody checks over which devices it varies."""
+    """Return True if work on an array certainly stays on one device, without checks of varying axes."""
     mesh = jax.typeof(x).sharding.mesh
-    if mesh.empty:  # a traced array may still be divided, by a `jax.jit` that is told how
+    if mesh.empty:  # `jax.jit` may still be given a sharding of a traced array
         return jax.device_count() == 1 or not isinstance(x, Tracer)
     manual = _mesh_axes(mesh, AxisType.Manual)
     return len(manual) == len(mesh.axis_names) and not any(_varying_over(lax.axis_index(name)) for name in manual)
@@ -46,33 +46,33 @@ def _mesh_axes(mesh: AbstractMesh, kind: AxisType) -> tuple[str, ...]:
 
 
 def spec_of(x: Array) -> PartitionSpec:
-    """How the type of an array says that it is divided: an entry for each of its axes."""
+    """Return the partition of an array from its type: an entry for each of its axes."""
     spec = tuple(jax.typeof(x).sharding.spec)
     return PartitionSpec(*spec, *(None,) * (x.ndim - len(spec)))
 
 
 def specs_of(arrays: Any) -> Any:
-    """The same of each array in a container, in the form of that."""
+    """Return the partitions of all arrays in a container."""
     return jax.tree.map(spec_of, arrays)
 
 
 def head_sharding(query: Array) -> PartitionSpec:
-    """How sums over keys are divided, (B, N, T, ·), if their queries are as their type says."""
+    """Return the sharding of sums over keys, (B, N, T, ·), from the type of their queries."""
     return PartitionSpec(*spec_of(query)[:3], None)
 
 
 def placed(like: Array, spec: PartitionSpec) -> NamedSharding:
-    """The placement by a spec on the mesh of an array."""
+    """Return the sharding by a partition on the mesh of an array."""
     return NamedSharding(jax.typeof(like).sharding.mesh, spec)
 
 
 def reshard_like(x: Array, other: Array) -> Array:
-    """x, (B, N, T, ·), divided as another array, to whose last axis it is to be joined."""
+    """Shard x, (B, N, T, ·), like another array, to concatenate both along the last axis."""
     return jax.sharding.reshard(x, placed(other, head_sharding(other))) if is_explicit(other) else x
 
 
 def varying(tree: Any, axis: str) -> Any:
-    """Arrays that may differ from device to device; the gradient of one that is the same on all is summed over them."""
+    """Mark arrays as varying over devices; the gradient of an equal one is then summed over them."""
 
     def vary(x: Array) -> Array:
         if axis in _varying_over(x):
@@ -88,7 +88,7 @@ def _varying_over(x: Array) -> frozenset[str]:
 
 
 def broadcast_like(x: Array, other: Array) -> Array:
-    """x, (B, 1, T, ·), for every head of another array, divided as that; its gradient is summed where it lies."""
+    """Broadcast x, (B, 1, T, ·), to the heads of another array, sharded like it; its gradient is summed locally."""
     shape = (*other.shape[:3], x.shape[3])
     if not is_explicit(other):
         return jnp.broadcast_to(x, shape)
@@ -96,10 +96,10 @@ def broadcast_like(x: Array, other: Array) -> Array:
 
 
 def with_auto_axes(specs: Callable[[Any], Any]) -> Callable[[Function], Function]:
-    """Decorate a function of arrays: where types say how these are divided, XLA divides its work by itself instead.
+    """Decorate a function of arrays to run with automatic instead of explicit axes.
 
     Args:
-        specs: of the first argument, how the results are divided, all alike or each.
+        specs: maps the first argument to the partitions of the results, one for all or one each.
     """
 
     def decorate(function: Function) -> Function:

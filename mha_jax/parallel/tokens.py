@@ -1,8 +1,7 @@
-"""Attention where the tokens of a sequence are divided among devices: context parallelism.
+"""Context parallelism: attention over tokens that are divided among devices.
 
-Where the key/value heads can be shared out, devices exchange tokens for heads, each attends with some heads over all
-tokens, and they exchange them back: four all-to-alls. Elsewhere, and where the caller asks for it, keys and values go
-from device to device: `ring`.
+With enough key/value heads, devices exchange tokens for heads, attend with some heads over all tokens, and exchange
+them back: four all-to-alls. Otherwise, or on request, keys and values circulate: see `ring`.
 
 Source: DeepSpeed Ulysses, arXiv:2309.14509.
 """
@@ -32,12 +31,12 @@ from mha_spec import Refusal
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class ContextParallel:
-    """Kernel for tokens, or slots of a cache, that are divided along a dimension of a mesh.
+    """Kernel for tokens, or cache slots, that are divided along a mesh dimension.
 
     Attributes:
-        axis: the dimension; types say it where it is explicit.
-        kernel: attends with some of the heads over all tokens; a ring takes its block sizes, if it has any.
-        passes_keys: pass keys and values on, also where devices could share the heads instead.
+        axis: mesh dimension; unnecessary if explicit, because types contain it.
+        kernel: attends with some heads over all tokens; a ring uses its block sizes, if any.
+        passes_keys: use a ring even if all-to-all is possible.
     """
 
     axis: str | None
@@ -45,7 +44,7 @@ class ContextParallel:
     passes_keys: bool = False
 
     def __call__(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
-        """Return the context, divided as the queries are."""
+        """Return the context, sharded like the queries."""
         axis = token_axis(query, key, mask, self.axis)
         if axis is None:
             return self.kernel(query, key, value, mask, scores)
@@ -68,11 +67,11 @@ class ContextParallel:
 
 
 def token_axis(query: Array, key: Array, mask: Mask, axis: Any = None) -> str | None:
-    """Return the dimension of a mesh that the tokens, or the slots of a cache, are divided along; None if none is.
+    """Return the mesh dimension that tokens, or cache slots, are divided along, or None.
 
     Raises:
-        ValueError: if it is not one of the mesh that queries lie on, it does not divide the tokens evenly, or there are
-            several.
+        ValueError: if the mesh of the queries has no such dimension, tokens do not divide evenly, or there are several
+            dimensions.
     """
     mesh = jax.typeof(query).sharding.mesh
     if is_explicit(query):
@@ -96,9 +95,9 @@ def token_axis(query: Array, key: Array, mask: Mask, axis: Any = None) -> str | 
 
 
 def _cannot_share(key: Array, axis: str) -> bool:
-    """Return whether other devices have left each too few heads to share.
+    """Return whether other devices have left each too few heads for all-to-all.
 
-    Of an automatic mesh no type says what other devices have: `parallel.shard` does.
+    On an automatic mesh types do not contain the sharding; `parallel.shard` records it.
     """
     if not is_explicit(key):
         return False
@@ -111,13 +110,12 @@ def _cannot_share(key: Array, axis: str) -> bool:
 def _attend_to_tokens(
     query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, how: ContextParallel
 ) -> Array:
-    """Attention of split heads whose tokens are divided, in the dtype of query.
+    """Attend over divided tokens, in the dtype of query.
 
     Args:
-        query, key, value: divided by tokens along an automatic dimension of their mesh; or a device's own, where it is
-            manual.
-        mask, scores: what has rows of queries is divided as they are; there is no table of a relative bias.
-        how: the kernel, which knows the dimension.
+        query, key, value: tokens divided along an automatic mesh dimension; or local, if it is manual.
+        mask, scores: rows are sharded like queries; without a table of a relative bias.
+        how: kernel with the mesh dimension.
     """
     axis: Any = how.axis
     mesh = jax.typeof(query).sharding.mesh
@@ -135,7 +133,7 @@ def _attend_to_tokens(
     tokens, whole = PartitionSpec(None, None, axis), PartitionSpec()
 
     def divided(x: Array) -> PartitionSpec:
-        """By rows of the queries, or by columns, the slots of a cache; what has no such axis is whole."""
+        """Return the partition by query rows, or by columns (cache slots); arrays without this axis are replicated."""
         if x.ndim != 4:
             return whole
         if is_cached:
@@ -149,18 +147,18 @@ def _attend_to_tokens(
 
 
 def _with(mask: Mask, scores: Scores, change: Callable[[Any], Any]) -> tuple[Mask, Scores]:
-    """Return both with a change of the boolean mask and of the bias, which may be None."""
+    """Return mask and scores with functions applied to the boolean mask and the bias, which may be None."""
     return replace(mask, mask=change(mask.mask)), replace(scores, bias=change(scores.bias))
 
 
-# ---- Heads for tokens ------------------------------------------------------------------------------------------------
+# ---- All-to-all ------------------------------------------------------------------------------------------------------
 
 
 class _Heads(NamedTuple):
-    """How key/value heads are shared out: device i has heads i, n + i, … with their queries.
+    """Assignment of key/value heads: device i has heads i, n + i, … with their queries.
 
-    So heads that are divided among other devices, too, stay where they are. Arrays that are exchanged have the axes
-    (B, K / n, n, G, tokens, ·).
+    Heads that are also divided among other devices thus stay in place. Exchanged arrays are (B, K / n, n, G, tokens,
+    ·).
     """
 
     axis: str
@@ -169,32 +167,32 @@ class _Heads(NamedTuple):
     num_kv_heads: int
 
     def split(self, x: Array, at: int = 1) -> Array:
-        """The heads on an axis, on three: those of a device, the devices, and those of a group."""
+        """Split the axis of heads into three: heads of a device, devices, and heads of a group."""
         heads = (self.num_kv_heads // self.size, self.size, -1)
         return x.reshape(*x.shape[:at], *heads, *x.shape[at + 1 :])
 
     def own(self, x: Array | None, at: int = 1) -> Array | None:
-        """Those of a device, of an array that it has all of."""
+        """Return the local heads of a replicated array."""
         if x is None or x.shape[at] != self.num_heads or self.num_heads == 1:
             return x
         mine = lax.dynamic_index_in_dim(self.split(x, at), lax.axis_index(self.axis), at + 1, keepdims=False)
         return mine.reshape(*x.shape[:at], -1, *x.shape[at + 2 :])
 
     def joined(self, x: Array) -> Array:
-        """(B, heads / n, tokens, ·) of what was exchanged."""
+        """Return (B, heads / n, tokens, ·) from an exchanged array."""
         return x.reshape(x.shape[0], -1, *x.shape[4:])
 
     def exchange(self, x: Array) -> Array:
-        """A device's own tokens of all heads for all tokens of its own heads."""
+        """Exchange local tokens of all heads for all tokens of local heads."""
         return self.joined(lax.all_to_all(self.split(x), self.axis, split_axis=2, concat_axis=4, tiled=True))
 
     def exchange_back(self, x: Array) -> Array:
-        """The way back."""
+        """Undo `_to_halves`."""
         x = x.reshape(x.shape[0], self.num_kv_heads // self.size, 1, -1, *x.shape[2:])
         return self.joined(lax.all_to_all(x, self.axis, split_axis=4, concat_axis=2, tiled=True))
 
     def constrained(self, x: Array, *, by_heads: bool) -> Array:
-        """The same where XLA divides the work: it is told where the array is to lie, and makes one of it."""
+        """Exchange by a sharding constraint, if XLA partitions the work."""
         free = PartitionSpec.UNCONSTRAINED
         spec = (free, free, self.axis, free, None, None) if by_heads else (free, free, None, free, self.axis, None)
         return lax.with_sharding_constraint(x, placed(x, PartitionSpec(*spec)))
@@ -203,7 +201,7 @@ class _Heads(NamedTuple):
 def _share_heads(
     heads: _Heads, kernel: Kernel, query: Array, key: Array, value: Array, mask: Mask, scores: Scores
 ) -> Array:
-    """In the user's own `shard_map`, whose dimensions are all manual."""
+    """Exchange tokens for heads in the user's `shard_map`, whose dimensions are all manual."""
     mask, scores = varying((mask, scores), heads.axis)
 
     def of_scores(x: Array | None) -> Array | None:
@@ -221,7 +219,7 @@ def _share_heads(
 def _share_heads_by_constraint(
     heads: _Heads, kernel: Kernel, query: Array, key: Array, value: Array, mask: Mask, scores: Scores
 ) -> Array:
-    """Where XLA divides the work; what is exchanged by hand, it would gather along all other dimensions first."""
+    """Exchange tokens for heads if XLA partitions the work. It would gather manual exchanges along other dimensions."""
     by_heads, whole = PartitionSpec(None, None, heads.axis), PartitionSpec()
 
     def exchanged(x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Attention kernels: each returns the context of queries, keys and values, under a `Mask` and `Scores`."""
+"""Attention kernels. Each returns the context of queries, keys and values under a `Mask` and `Scores`."""
 
 from collections.abc import Callable
 
@@ -8,9 +8,9 @@ from mha_torch.masks import Mask
 from mha_torch.scores import Scores
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Mask, Scores], Tensor]
-"""Returns the context (B, N, T, Hv) of q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv), whose shapes are checked.
+"""Returns the context (B, N, T, Hv) of q (B, N, T, H), k (B, K, S, H) and v (B, K, S, Hv). Shapes are checked.
 
-Query head n uses key/value head n // (N // K). A fully masked row gives 0. A layer calls its `kernel` unless attention
-weights are asked for; yours takes its place. It may have a method `check`, with the same parameters, instead of
+Query head n uses key/value head n // (N // K). The context of a fully masked row is 0. A layer calls its `kernel`
+unless attention weights are requested; set it to replace the kernel. A method `check` with the same parameters replaces
 `stages.check_attention`.
 """

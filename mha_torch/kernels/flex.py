@@ -1,8 +1,8 @@
-"""FlexAttention: on CUDA, large calls that the kernel of scaled_dot_product_attention has no words for.
+"""FlexAttention: on CUDA, for large calls that scaled_dot_product_attention cannot express without a mask.
 
-A soft cap and ALiBi are written into the kernel, and what is hidden goes in as the first key that each query sees and
-the one after the last: no mask and no bias is made, and blocks of keys that no query sees are skipped. Sinks need
-nothing but the sums of the exponentials, which the kernel gives. Segments are compared in the kernel.
+A soft cap and ALiBi are compiled into the kernel. Masks become the first key of each query and the one after its last,
+so that no mask or bias is stored and fully masked blocks are skipped. Sinks need only the log-sum-exp, which the kernel
+returns. Segments are compared in the kernel.
 """
 
 from collections.abc import Callable
@@ -22,19 +22,19 @@ from mha_torch.kernels.nonfinite import contained, nan_where, nonfinite_tokens, 
 from mha_torch.masks import Mask
 from mha_torch.scores import Scores
 
-_CAN_COMPILE = find_spec("triton") is not None and hasattr(library, "AuxRequest")  # which an older PyTorch has not
+_CAN_COMPILE = find_spec("triton") is not None and hasattr(library, "AuxRequest")  # missing in older PyTorch
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WIDTHS = range(16, 257)
 _BLOCK_SIZE = 128
-"""How many queries, and how many keys, are seen or skipped together."""
+"""Number of queries, and of keys, that are computed or skipped together."""
 
 MANY_SCORES = 2**25
-"""Scores (B·N·T·S) from which it is faster than other kernels; below, its dispatch takes longer than their work."""
+"""Number of scores (B·N·T·S) from which it is faster than other kernels; below, its dispatch dominates."""
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> bool:
-    """Return whether attention is for this module: it is large, and another kernel would need a mask or a bias."""
-    if torch.compiler.is_compiling():  # a graph that makes the blocks, too, is wrong: PyTorch 2.11 on an H200
+    """Return whether to use FlexAttention: the call is large, and another kernel would need a mask or a bias."""
+    if torch.compiler.is_compiling():  # a graph that also builds the blocks is wrong: PyTorch 2.11 on an H200
         return False
     if not _runs_here(query, value) or query.shape[:3].numel() * key.shape[2] < MANY_SCORES:
         return False
@@ -46,10 +46,10 @@ def supports(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scor
 
 
 def _runs_here(query: Tensor, value: Tensor) -> bool:
-    """Return whether the kernel supports such heads, on their device and in this kind of call."""
+    """Return whether the kernel supports these heads, their device and this kind of call."""
     if not (_CAN_COMPILE and query.is_cuda and type(query) is Tensor and query.numel() and value.numel()):
         return False
-    if is_transformed():  # it has no rules for vmap and its like
+    if is_transformed():  # it has no batching rules for vmap
         return False
     return query.dtype in _DTYPES and query.shape[3] in _WIDTHS and value.shape[3] in _WIDTHS
 
@@ -61,7 +61,7 @@ def attend(
     mask: Mask,
     scores: Scores,
 ) -> Float[Tensor, "B N T Hv"]:
-    """Return the context of what this module `supports`.
+    """Return the context of a call that this module `supports`.
 
     Source: FlexAttention, arXiv:2412.05496; torch.nn.attention.flex_attention.
     """
@@ -75,7 +75,7 @@ def _attend_finite(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores
 
 
 def _attend_with_rules(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
-    """Return the context with the rules for non-finite tokens, without a mask of all queries and keys."""
+    """Return the context with the rules for non-finite tokens, without a full mask."""
     first, stop = _seen_keys(mask, query.shape[0], query.shape[2], key.shape[2], query.device)
     nonfinite_rows, nonfinite_keys = nonfinite_tokens(query), nonfinite_tokens(key) | nonfinite_tokens(value)
     query = zero_where(query, nonfinite_rows)
@@ -88,7 +88,7 @@ def _attend_with_rules(query: Tensor, key: Tensor, value: Tensor, mask: Mask, sc
     nonfinite_rows = nonfinite_rows | _sees_any_between(marked, begin, end)
     context, lse = _attend_between(query, key, value, first, stop, mask.segments, scores)
     if scores.sinks is None:
-        nonfinite_rows = nonfinite_rows | torch.isneginf(lse)  # every score has overflowed
+        nonfinite_rows = nonfinite_rows | torch.isneginf(lse)  # all scores overflowed
     return zero_where(nan_where(context, nonfinite_rows), (begin == end)[:, None, :, None])
 
 
@@ -104,7 +104,7 @@ def _attend_between(
     segments: tuple[Tensor, Tensor] | None,
     scores: Scores,
 ) -> tuple[Tensor, Tensor]:
-    """Return the context of the keys between two of each query, and the logarithm of the sum of exponentials."""
+    """Return the context over a range of keys for each query, and the log-sum-exp."""
     context, aux = _kernel()(
         query,
         key,
@@ -117,7 +117,7 @@ def _attend_between(
     )
     lse = aux.lse[..., None]
     if scores.sinks is not None:
-        share = torch.sigmoid(lse - at_least_float32(scores.sinks)[:, None, None])  # of the keys, beside the sink
+        share = torch.sigmoid(lse - at_least_float32(scores.sinks)[:, None, None])  # of the keys, next to the sink
         context = (context * share).to(context.dtype)
     return context, lse
 
@@ -128,7 +128,7 @@ def _kernel() -> Callable[..., Any]:
 
 
 def _score_mod(query: Tensor, scores: Scores) -> Callable[..., Tensor] | None:
-    """Return what becomes of a score, of a head, a query and a key, once it is scaled; None if nothing does."""
+    """Return the function that changes scaled scores by head, query and key; None to leave scores unchanged."""
     soft_cap, slopes = scores.soft_cap, None
     if soft_cap is None and scores.slopes is None:
         return None
@@ -143,13 +143,13 @@ def _score_mod(query: Tensor, scores: Scores) -> Callable[..., Tensor] | None:
     return score_mod
 
 
-# ---- What is seen ----------------------------------------------------------------------------------------------------
+# ---- Masks -----------------------------------------------------------------------------------------------------------
 
 
 def _seen_keys(
     mask: Mask, batch_size: int, seq_len_q: int, seq_len_k: int, device: torch.device
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
-    """The first of the keys that each query sees and the one after the last; the same where it sees none."""
+    """Return the first key of each query and the one after its last; they are equal in a fully masked row."""
     first, stop = mask.key_range(seq_len_q, seq_len_k, device)
     first, stop = (x.to(torch.int32).clamp(0, seq_len_k).expand(batch_size, -1) for x in (first, stop))
     return torch.minimum(first, stop), stop
@@ -158,7 +158,7 @@ def _seen_keys(
 def _in_segments(
     segments: tuple[Tensor, Tensor], first: Int[Tensor, "B T"], stop: Int[Tensor, "B T"]
 ) -> tuple[Int[Tensor, "B S"], Int[Tensor, "B T"], Int[Tensor, "B T"]]:
-    """Return the keys segment by segment, and where in this order those begin and end that each query sees."""
+    """Return the keys ordered by segment, and the range of each query in this order."""
     of_queries, of_keys = (ids.long() for ids in segments)
     order, seq_len_k = of_keys.argsort(dim=1, stable=True), of_keys.shape[1]
     places = of_keys.gather(1, order) * seq_len_k + order
@@ -169,8 +169,8 @@ def _in_segments(
 def _sees_any_between(
     marked: Bool[Tensor, "B N S"], first: Int[Tensor, "B T"], stop: Int[Tensor, "B T"]
 ) -> Bool[Tensor, "B N T 1"]:
-    """Whether any of the keys is marked that a query sees, from its first one to before where it stops."""
-    counts = F.pad(marked.cumsum(dim=2), (1, 0))  # before each key
+    """Return whether any key is marked in the range of each query."""
+    counts = F.pad(marked.cumsum(dim=2), (1, 0))  # up to each key
     shape = (*marked.shape[:2], first.shape[1])
     before, within = (counts.gather(2, places.long()[:, None].expand(shape)) for places in (first, stop))
     return (within > before)[..., None]
@@ -184,7 +184,7 @@ def _block_mask(
     *,
     has_gradient: bool,
 ) -> Any:
-    """The same to the kernel: which blocks of keys each block of queries sees, wholly or in part, and which keys."""
+    """Return FlexAttention's mask: full and partial blocks of keys for each block of queries, and the mask function."""
 
     def mask_mod(batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
         is_seen = (place >= first[batch, row]) & (place < stop[batch, row])
@@ -204,9 +204,9 @@ def _block_mask(
 def _seen_blocks(
     first: Int[Tensor, "B T"], stop: Int[Tensor, "B T"], seq_len_k: int, segments: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Bool[Tensor, "B 1 Tb Sb"], Bool[Tensor, "B 1 Tb Sb"]]:
-    """Which blocks of keys each block of queries sees in part, and which wholly; none wholly that is not full."""
+    """Return the partial and the full blocks of keys of each block of queries; incomplete blocks count as partial."""
     is_empty, more = first == stop, (0, -first.shape[1] % _BLOCK_SIZE)
-    # A row without a key, and one that is not there, is one that sees all before the first and from behind the last.
+    # Fully masked and missing rows get the empty range: all keys before the first, or after the last.
     first = F.pad(first.masked_fill(is_empty, seq_len_k), more, value=seq_len_k).unflatten(1, (-1, _BLOCK_SIZE))
     stop = F.pad(stop.masked_fill(is_empty, 0), more).unflatten(1, (-1, _BLOCK_SIZE))
     begins = torch.arange(0, seq_len_k, _BLOCK_SIZE, device=first.device)
@@ -216,19 +216,19 @@ def _seen_blocks(
     if segments is not None:
         (least, largest), (least_key, largest_key) = (_id_ranges(ids) for ids in segments)
         sees = sees & (least[..., None] <= largest_key[:, None]) & (largest[..., None] >= least_key[:, None])
-        # Wholly where both blocks are of one segment, the same.
+        # Full only if both blocks have one and the same segment.
         whole = whole & (least[..., None] == largest_key[:, None]) & (largest[..., None] == least_key[:, None])
     return (sees & ~whole)[:, None], whole[:, None]
 
 
 def _id_ranges(ids: Int[Tensor, "B L"]) -> tuple[Int[Tensor, "B blocks"], Int[Tensor, "B blocks"]]:
-    """Return the least and the largest segment id of each block."""
+    """Return the smallest and the largest segment id of each block."""
     more = ids[:, -1:].expand(-1, -ids.shape[1] % _BLOCK_SIZE)
     blocks = torch.cat([ids, more], dim=1).unflatten(1, (-1, _BLOCK_SIZE))
     return blocks.amin(2), blocks.amax(2)
 
 
 def _listed(blocks: Bool[Tensor, "B 1 Tb Sb"]) -> tuple[Int[Tensor, "B 1 Tb"], Int[Tensor, "B 1 Tb Sb"]]:
-    """How many there are, and which, those first that there are."""
+    """Return the number of set flags, and the indices with those of set flags first."""
     order = blocks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)

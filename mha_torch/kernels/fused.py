@@ -1,8 +1,8 @@
-"""The fast path: the same function without attention weights.
+"""Fast path: attention without attention weights.
 
-It is PyTorch's own scaled_dot_product_attention behind the masks and the fully masked rows of this package. By itself
-that returns 0 for some rows of NaN, and lets a masked NaN through; here neither happens. On CUDA, FlexAttention does
-what that function does not support.
+Wraps PyTorch's scaled_dot_product_attention with this package's semantics of masks, fully masked rows and NaN. (The
+function itself returns 0 for some rows of NaN, and lets a masked NaN through.) On CUDA, FlexAttention serves calls that
+it does not support.
 """
 
 from typing import Unpack
@@ -35,24 +35,24 @@ def scaled_dot_product_attention(
     relative_bias: Float[Tensor, "..."] | None = None,
     **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Tensor, "B N T Hv"], None]:
-    """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
+    """Fastest form of `stages.scaled_dot_product_attention`, without attention weights.
 
-    With a soft cap it is the plain path, because the kernel has none, or in large calls on CUDA FlexAttention. It is
-    the plain path in forward mode (`jvp`, `jacfwd`, `hessian`), in which the kernel on a CPU has no derivative. Nor has
-    it a second one in reverse mode (`create_graph=True`): there the plain path must be called.
+    A soft cap uses the plain path, because the kernel has none, or FlexAttention in large calls on CUDA. Forward mode
+    (`jvp`, `jacfwd`, `hessian`) also uses the plain path: the CPU kernel has no forward derivative. It has no second
+    derivative in reverse mode either (`create_graph=True`); call the plain path for that.
 
-    Arguments not listed are those of `stages.scaled_dot_product_attention`.
+    Other arguments are those of `stages.scaled_dot_product_attention`.
 
     Args:
-        need_weights: must be False, the weights are never stored here.
-        dropout_keep: must be absent, a fused kernel draws its own.
+        need_weights: must be False; weights are never stored here.
+        dropout_keep: must be None; a fused kernel draws its own.
 
     Returns:
-        The context (B, N, T, Hv), in the dtype of query, and None.
+        Context (B, N, T, Hv), in the dtype of query, and None.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ, or the mask is not boolean.
-        ValueError: if the shapes do not fit, or the weights or a given dropout are asked for.
+        ValueError: if the shapes do not fit, or need_weights or dropout_keep is set.
 
     Source: torch.nn.functional.scaled_dot_product_attention.
     """
@@ -71,7 +71,7 @@ def attend(
     mask: Mask,
     scores: Scores,
 ) -> Float[Tensor, "B N T Hv"]:
-    """Return the context by the fastest kernel that supports the call: the default kernel of layers."""
+    """Return the context from the fastest kernel that supports the call: the default kernel of layers."""
     is_forward_mode = _is_forward_mode()
     if not is_forward_mode and flex.supports(query, key, value, mask, scores):
         return flex.attend(query, key, value, mask, scores)
@@ -88,5 +88,5 @@ def _attend_contained(query: Tensor, key: Tensor, value: Tensor, mask: Mask, sco
 
 
 def _is_forward_mode() -> bool:
-    """Whether forward-mode differentiation is under way; tangents may lie below other transforms, out of sight."""
+    """Return whether forward-mode differentiation is active. Tangents may be hidden below other transforms."""
     return not torch.compiler.is_compiling() and forward_ad._current_level >= 0

@@ -1,7 +1,7 @@
 """Containment of NaN and infinity: rows that mask a non-finite token stay finite, rows that attend to it become NaN.
 
-0 * NaN is NaN. So non-finite tokens are set to 0 before each product, forward and backward, and what depends on them to
-NaN afterwards. If everything is finite, nothing changes.
+0 * NaN is NaN. Non-finite tokens are therefore set to 0 before each product, forward and backward, and dependent
+outputs to NaN afterwards. Finite inputs are unaffected.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def nonfinite_tokens(x: Float[Tensor, "*tokens H"]) -> Bool[Tensor, "*tokens 1"]
 
 def _largest_features(x: Float[Tensor, "*tokens H"]) -> Float[Tensor, "*tokens 1"]:
     """Return the size of the largest feature of each token."""
-    return torch.linalg.vector_norm(x.detach(), torch.inf, dim=-1, keepdim=True)  # x is read once, and not copied
+    return torch.linalg.vector_norm(x.detach(), torch.inf, dim=-1, keepdim=True)  # reads x once, without a copy
 
 
 def maybe_any(x: Bool[Tensor, "..."]) -> bool:
@@ -35,23 +35,23 @@ def maybe_any(x: Bool[Tensor, "..."]) -> bool:
 
 
 def zero_where(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return x with 0 where asked, which gets no gradient."""
+    """Return x with 0 at `where`, which blocks the gradient."""
     return x.masked_fill(replicate_like(where, x), 0.0)
 
 
 def nan_where(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return x with NaN where asked; gradients pass, so that they are NaN if the incoming one is, and 0 if it is 0."""
+    """Return x with NaN at `where`; the gradient is that of the identity, NaN only if the incoming one is NaN."""
     return x + replicate_like(torch.where(where, torch.nan, 0.0).to(x.dtype), x)
 
 
 def attends_to_any(marked: Bool[Tensor, "B N S"], seq_len_q: int, mask: Mask) -> Bool[Tensor, "B N #T 1"]:
-    """Return whether a query attends to any of the marked keys; T and S are not 0."""
+    """Return whether each query attends to any of the marked keys; T and S are not 0."""
     seq_len_k, device = marked.shape[2], marked.device
     is_plain = mask.has_only("is_causal", "key_padding_lengths")
     hidden = None if is_plain else mask.to_bool(seq_len_q, seq_len_k, device)
     if hidden is not None:
         hidden = hidden[(None,) * (4 - hidden.ndim)]
-        return torch.einsum("bns,bnts->bnt", marked.float(), (~hidden).float())[..., None] > 0  # no array of N x T x S
+        return torch.einsum("bns,bnts->bnt", marked.float(), (~hidden).float())[..., None] > 0  # no N x T x S array
     if mask.key_padding_lengths is not None:
         lengths = as_lengths(mask.key_padding_lengths, device)
         marked = marked & (torch.arange(seq_len_k, device=device) < lengths[:, None, None])
@@ -64,13 +64,13 @@ def attends_to_any(marked: Bool[Tensor, "B N S"], seq_len_q: int, mask: Mask) ->
 def contained_projection(
     project: Callable[[str, Tensor], Tensor], find: Callable[[str, Tensor], Tensor] | None = None
 ) -> Callable[[str, Tensor], Tensor]:
-    """Wrap projections, so that a non-finite token gives NaN, and no NaN in a gradient if nobody attends to it.
+    """Wrap projections: non-finite tokens yield NaN, but none in weight gradients if no query attends to them.
 
     Args:
         project: applies a projection by its name.
         find: returns the non-finite tokens of its input; default `nonfinite_tokens`.
     """
-    if not torch.is_grad_enabled():  # forward, a token spoils nothing but itself
+    if not torch.is_grad_enabled():  # in the forward pass a token affects only itself
         return project
 
     def project_finite(name: str, x: Tensor) -> Tensor:
@@ -84,23 +84,23 @@ def contained_projection(
 
 
 def contained(kernel: Kernel, with_rules: Kernel | None = None) -> Kernel:
-    """Wrap a kernel for finite inputs, so that it keeps the rules for non-finite ones.
+    """Wrap a kernel for finite inputs so that it follows the rules for non-finite ones.
 
-    Non-finite tokens are 0 to the kernel, and rows that attend to one are NaN afterwards. That is left out if a look at
-    the values shows that nothing calls for it. On a GPU the look waits for the device, which costs a tenth of the
-    thirty small kernels that it saves. A compiled or captured graph has no values to look at.
+    The kernel gets non-finite tokens as 0, and rows that attend to one become NaN afterwards. Both are skipped if the
+    values show that all are finite. On a GPU reading values synchronizes, which costs a tenth of the thirty small
+    kernels that it saves. Compiled or captured graphs have no values to read.
 
     Args:
-        kernel: is called with finite inputs.
-        with_rules: is called with the others; default: `kernel` with the rules around it.
+        kernel: called with finite inputs.
+        with_rules: called with non-finite inputs; default: `kernel` with the rules around it.
     """
     with_rules = partial(_with_rules, kernel) if with_rules is None else with_rules
 
     @wraps(kernel)
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
-        if is_graph() or is_transformed():  # there are no values to look at
+        if is_graph() or is_transformed():  # values are unavailable
             return with_rules(query, key, value, mask, scores)
-        # In a gradient a masked key is multiplied by 0, so that it must be finite beforehand. Dropout draws once.
+        # In the gradient a masked key is multiplied by 0, so it must be finite beforehand. Dropout draws only once.
         if needs_gradient(query, key, value) or scores.dropout:
             attend = kernel if _are_moderate(query, key, value, scores) else with_rules
             return attend(query, key, value, mask, scores)
@@ -131,8 +131,8 @@ def _with_rules(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask:
             dim=-1, keepdim=True
         )
     context = kernel(query, key, value, mask, scores)
-    if scores.sinks is None:  # which have the weight of a row whose scores are all -inf
-        # Where every score of a row overflows to -inf, the kernel gives 0.
+    if scores.sinks is None:  # sinks take the whole weight of a row whose scores are all -inf
+        # If all scores of a row overflow to -inf, the kernel returns 0.
         may_overflow = _may_overflow(of_query, of_key, query.shape[3] * max(scores.scale or 1.0, 1.0))
         nonfinite_rows = nonfinite_rows | (may_overflow & (context == 0).all(dim=-1, keepdim=True))
     return nan_where(context, nonfinite_rows & attends_to_any(torch.ones_like(nonfinite_keys), seq_len_q, hidden))
@@ -141,31 +141,31 @@ def _with_rules(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, mask:
 def _may_overflow(
     of_query: Float[Tensor, "B N T 1"], of_key: Float[Tensor, "B K S 1"], factor: float
 ) -> Bool[Tensor, "B N T 1"]:
-    """Return whether the largest features of a row and of any key, times a factor, lie beyond float32."""
-    # Scaled by 2**-64 each, since the product itself may lie beyond it.
+    """Return whether the largest feature of a row times that of any key times a factor exceeds float32."""
+    # Each is scaled by 2**-64, because the product itself may overflow.
     of_query, of_key = (x.float() * 2.0**-64 for x in (of_query, of_key))
     num_groups = of_query.shape[1] // of_key.shape[1]
     return of_query * of_key.amax(dim=2, keepdim=True).repeat_interleave(num_groups, dim=1) * factor >= 0.99
 
 
 def _is_sound(context: Tensor, key: Tensor) -> bool:
-    """Return whether no row is NaN, infinite or 0, as the kernel makes rows of NaN, and no key; False if unknown.
+    """Return whether all rows and keys are finite and no row is 0, as the kernel returns for NaN; False if unknown.
 
-    An infinite key may have a score of -inf, which leaves no trace in the context.
+    An infinite key may have a score of -inf, which does not show in the context.
     """
     sizes = torch.linalg.vector_norm(context, dim=-1)
-    # NaN if a size is 0, infinite or NaN, or the sum of the keys is: 0 times it is added.
+    # NaN if a size is 0, infinite or NaN, or if the sum of the keys is (added times 0).
     total = values_of(torch.add(sizes.div_(sizes).sum(), key.sum(), alpha=0.0))
     return total is not None and total == total
 
 
 def _are_moderate(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> bool:
     """Return whether all inputs and all scores are finite; False if unknown."""
-    dtype = torch.promote_types(query.dtype, torch.float32)  # float64 would be read 20 times as slowly
+    dtype = torch.promote_types(query.dtype, torch.float32)  # reading float64 is 20 times slower
     sizes = [torch.linalg.vector_norm(x.detach(), dtype=dtype) for x in (query, key, value)]
     if scores.bias is not None and scores.bias.numel():
         sizes.append(scores.bias.detach().amax().to(dtype))  # -inf hides a key
-    # One wait for a device; but a bias may be plain beside tensors that are distributed.
+    # Synchronize once. A bias may be a plain tensor while others are distributed.
     known = [values_of(size) for size in sizes] if is_distributed(query) else values_of(torch.stack(sizes))
     if known is None or None in known:
         return False
@@ -174,11 +174,11 @@ def _are_moderate(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> 
 
 
 def contained_with_weights(attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Wrap `stages.attend` for finite inputs as `contained` wraps a kernel; attention weights follow the same rules."""
+    """Wrap `stages.attend` as `contained` wraps a kernel; attention weights follow the same rules."""
 
     @wraps(attend)
     def contained(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> tuple[Tensor, Tensor]:
-        if mask.is_trivial and scores.bias is None:  # every row attends to everything: NaN spreads by itself
+        if mask.is_trivial and scores.bias is None:  # all rows attend to all keys: NaN spreads by itself
             return attend(query, key, value, mask, scores)
         wrong = [nonfinite_tokens(x) for x in (query, key, value)]
         if not key.numel() or not any(maybe_any(of_one) for of_one in wrong):

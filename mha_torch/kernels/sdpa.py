@@ -1,6 +1,6 @@
-"""PyTorch's scaled_dot_product_attention, with the cheapest form of the mask.
+"""PyTorch's scaled_dot_product_attention with the cheapest form of the mask.
 
-Everything here is for finite inputs: `nonfinite.contained` is around it.
+All functions expect finite inputs: `nonfinite.contained` wraps them.
 """
 
 from collections.abc import Iterator
@@ -25,38 +25,39 @@ from mha_torch.scores import Scores
 _KERNEL = F.scaled_dot_product_attention
 
 _QUERIES_WITH_BIAS = 128
-"""Queries that go together where each score has a bias that is made for the call."""
+"""Queries per block if each score has a bias that is computed for the call."""
 
 _FEW_QUERIES = 32
-"""Queries of a step of decoding, at most."""
+"""Maximum number of queries of a decoding step."""
 
 _OTHERS = {
     SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
     SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
     SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
 }
-"""PyTorch's kernels but cuDNN's, and what says whether the user allows them."""
+"""PyTorch's kernels except cuDNN's, and the functions that return whether the user allows them."""
 
 _SWITCHES = RLock()
-"""Keeps threads from each other's switches, which are the process's."""
+"""Guards the kernel switches, which are global to the process."""
 
 
 def supports(scores: Scores) -> bool:
-    """Return whether the kernel can make these changes to the scores."""
+    """Return whether the kernel supports these changes to the scores."""
     return scores.soft_cap is None and scores.dropout_keep is None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
     """Return the context, with the cheapest form of the mask."""
     rate, scale, sinks = scores.dropout, scores.scale, scores.sinks
-    # Without causality a relative bias is made at once, which is faster; that of a grid depends on more than distances.
+    # Without causality the relative bias is computed at once, which is faster. A grid bias depends on more than
+    # distances.
     in_blocks = scores.slopes is not None or (isinstance(scores.buckets, RelativeBias) and mask.is_causal)
     if in_blocks and query.shape[2] > _QUERIES_WITH_BIAS:
         return _attend_in_query_blocks(query, key, value, mask, scores)
     is_plain = mask.has_only("is_causal", "key_padding_lengths")
     if is_plain and scores.bias is None and not scores.has_distances:
         lengths = mask.key_padding_lengths
-        if lengths is None:  # nothing is hidden, or what the kernel supports
+        if lengths is None:  # no mask, or one that the kernel supports
             return call(query, key, value, sinks, is_causal=mask.is_causal, dropout=rate, scale=scale)
         known = values_of(torch.as_tensor(lengths)) if query.device.type == "cpu" else None
         if known and all(known):  # no row is fully masked
@@ -69,12 +70,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
     masked_rows = None
     attn_mask = bias
     if hidden is not None:
-        # Some kernels return NaN for a fully masked row, or for its gradient. Such a row attends to every key instead,
-        # and is set to 0 afterwards.
+        # Some kernels return NaN for a fully masked row, or for its gradient. Such rows attend to all keys instead and
+        # are set to 0 afterwards.
         hidden = hidden.broadcast_to((*hidden.shape[:-1], seq_len_k))
         masked_rows = hidden.all(dim=-1, keepdim=True)
         hidden = hidden & ~masked_rows
-        # SDPA's polarity is the other one: True = attend.
+        # SDPA has the opposite polarity: True = attend.
         attn_mask = ~hidden if bias is None else torch.where(hidden, -torch.inf, bias.where(~masked_rows, 0.0))
     context = call(query, key, value, sinks, attn_mask=attn_mask, dropout=rate, scale=scale)
     return context if masked_rows is None else context.masked_fill(masked_rows, 0.0)
@@ -91,7 +92,7 @@ def call(
     dropout: float,
     scale: float | None,
 ) -> Tensor:
-    """Return the context by PyTorch's function, with sinks and with values of another width than keys."""
+    """Call PyTorch's function; also with sinks, and with values of another width than keys."""
     dtype = query.dtype
     if sinks is not None:
         factor, head_dim, first = scale or query.shape[-1] ** -0.5, value.shape[-1], int(is_causal)
@@ -100,12 +101,12 @@ def call(
         return context[:, :, first:, :head_dim]
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)].expand(-1, -1, -1, key.shape[2])
-        if query.is_cuda:  # kernels with a mask take as many heads of keys there, and a bias in the dtype of queries
+        if query.is_cuda:  # masked CUDA kernels need N key heads and a bias in the dtype of queries
             key, value = (repeat_kv_heads(x, query.shape[1]) for x in (key, value))
             if attn_mask.is_floating_point():
                 query, key, value = (x.to(attn_mask.dtype) for x in (query, key, value))
     width = value.shape[3]
-    if query.shape[3] != width:  # most kernels take heads of one width, on a CPU the only fast one
+    if query.shape[3] != width:  # most kernels need equal widths, as does the only fast one on a CPU
         scale, most = query.shape[3] ** -0.5 if scale is None else scale, max(query.shape[3], width)
         query, key, value = (F.pad(x, (0, most - x.shape[3])) for x in (query, key, value))
     with _kernels_for(query, attn_mask), nullcontext() if query.dtype == dtype else without_autocast("cuda"):
@@ -114,7 +115,7 @@ def call(
             key,
             value,
             attn_mask=attn_mask,
-            is_causal=is_causal,  # top-left, as ours
+            is_causal=is_causal,  # top-left aligned, like ours
             dropout_p=dropout,
             scale=scale,
             enable_gqa=bool(query.shape[1] != key.shape[1]),
@@ -123,11 +124,11 @@ def call(
 
 
 def _kernels_for(query: Tensor, attn_mask: Tensor | None) -> AbstractContextManager[Any]:
-    """Return a context in which PyTorch's function leaves cuDNN out of a call that is not for it.
+    """Return a context without cuDNN, if the call is one that cuDNN gets wrong or plans too long.
 
-    With a mask cuDNN is wrong: at logits of 1e5 it hides nothing, float32 biases are read as the dtype of queries, and
-    gradients may be NaN (pytorch/pytorch 191612, 196678). For each new number of keys it plans for 60 ms, and a step of
-    decoding has one more than the last. A compiled graph cannot ask which kernels the user allows: all are allowed.
+    With a mask cuDNN is wrong: at logits of 1e5 it masks nothing, it reads float32 biases in the dtype of queries, and
+    gradients may be NaN (pytorch/pytorch 191612, 196678). It plans for 60 ms for each new number of keys, that is, in
+    each decoding step. Compiled graphs cannot query which kernels the user allows, and allow all.
     """
     if not query.is_cuda or (attn_mask is None and query.shape[2] > _FEW_QUERIES):
         return nullcontext()
@@ -152,10 +153,10 @@ def _with_sinks(
     *,
     num_before: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The same with the sinks as a first key, whose value is 0, and so many first queries, for causality to count from.
+    """Return q, k and v with sinks as a first key of value 0, and `num_before` dummy queries for causality.
 
-    That key is 0 but for two features of its own, where each query has the sink of its head: in two parts, so that half
-    precision keeps it.
+    The key is 0 except for two extra features, in which each query has the sink of its head, split in two for half
+    precision.
     """
     wanted = at_least_float32(sinks) / scale
     coarse = wanted.to(query.dtype)
@@ -172,7 +173,7 @@ def _with_sinks(
 
 
 def _distance_bias(query: Tensor, seq_len_k: int, q_offset: Tensor | None, scores: Scores) -> Tensor:
-    """Return ALiBi or the relative bias of the scores of queries (B, N, T, H), in at least float32."""
+    """Return ALiBi or the relative bias for queries (B, N, T, H), in at least float32."""
     dtype, lengths = torch.promote_types(query.dtype, torch.float32), (query.shape[2], seq_len_k)
     if scores.relative_bias is not None and scores.buckets is not None:
         return relative_position_bias(scores.relative_bias, scores.buckets, *lengths, q_offset, scores_dtype=dtype)
@@ -180,11 +181,11 @@ def _distance_bias(query: Tensor, seq_len_k: int, q_offset: Tensor | None, score
 
 
 def _attend_in_query_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
-    """Attend a few queries at a time, with no more than their bias in memory, over the keys up to the last of them."""
+    """Attend a block of queries at a time over the keys up to its last query, with only its bias in memory."""
     seq_len_q, seq_len_k, size = query.shape[2], key.shape[2], _QUERIES_WITH_BIAS
     how = {"dropout": scores.dropout, "scale": scores.scale}
     contexts, shared, last = [], None, (seq_len_q - 1) // size * size
-    if mask.has_only("is_causal") and scores.bias is None:  # the bias of the last block holds that of any other
+    if mask.has_only("is_causal") and scores.bias is None:  # the bias of the last block contains that of all others
         stop = last + (size if mask.is_causal else seq_len_k)
         q_offset = torch.full((1,), last, device=query.device)
         shared = _distance_bias(query[:, :, :size], stop, q_offset, scores)
@@ -205,7 +206,7 @@ def _attend_in_query_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mas
 
 
 def _attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
-    """Attend each sequence over its real keys alone: without a mask, and without the work that padding would be."""
+    """Attend each sequence over its real keys only, without a mask and without work for padding."""
     lengths, how = mask.key_padding_lengths, {"dropout": scores.dropout, "scale": scores.scale}
     contexts = [
         call(q[None], k[None, :, :length], v[None, :, :length], scores.sinks, is_causal=mask.is_causal, **how)
@@ -218,8 +219,8 @@ def _attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, mask: Mask, s
 
 
 def check_context_parallel(mask: Mask, scores: Scores, positions: Tensor | None, *, need_weights: bool) -> None:
-    """Refuse what torch's `context_parallel` would take for that of a process's own tokens, if it is on."""
-    kernel = F.scaled_dot_product_attention  # which it replaces
+    """Refuse arguments that torch's `context_parallel`, if on, would read as those of local tokens."""
+    kernel = F.scaled_dot_product_attention  # which `context_parallel` replaces
     if kernel is _KERNEL or "_context_parallel" not in getattr(kernel, "__module__", ""):
         return
     if positions is None and scores.spec is not None and scores.spec.has_positions:

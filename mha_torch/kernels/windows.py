@@ -1,6 +1,6 @@
-"""Windows and chunks, a few queries at a time over the keys in their span: the work grows with the length.
+"""Windows and chunks, a block of queries at a time over the keys of its span: work linear in the length.
 
-Everything here is for finite inputs: `nonfinite.contained` is around it.
+All functions expect finite inputs: `nonfinite.contained` wraps them.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,23 +18,24 @@ from mha_torch.scores import Scores
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> bool:
-    """Return whether there are more queries than go together; in small calls a GPU is faster with a mask."""
+    """Return whether there is more than one block of queries; for small calls a GPU is faster with a mask."""
     if query.is_cuda and query.shape[:3].numel() * key.shape[2] < MANY_SCORES:
         return False
     return mask.span is not None and mask.q_offset is None and query.shape[2] > _block_size(mask.span, key, value)
 
 
 def _block_size(span: Span, key: Tensor, value: Tensor) -> int:
-    """Return how many queries go together: a chunk, or so many that their windows have most keys in common."""
+    """Return the number of queries in a block: a chunk, or few enough that their windows mostly overlap."""
     if span.chunk_size is not None:
         return span.chunk_size
     return max(64, (span.window_size or 0) // 8) * (2 if needs_gradient(key, value) else 1)  # measured
 
 
 def _slicer(x: Tensor, size: int) -> Callable[[slice], Tensor]:
-    """Return a function that slices x along its third axis, from multiples of size.
+    """Return a function that slices x along its third axis, from multiples of `size`.
 
-    The gradient of a slice is as large as x. So if there is one, slices are joined from pieces that are cut once.
+    The gradient of a slice is as large as x. If x requires one, slices are concatenated from pieces that are split
+    once.
     """
     if not needs_gradient(x):
         return lambda among: x[:, :, among]
@@ -48,12 +49,12 @@ def _slicer(x: Tensor, size: int) -> Callable[[slice], Tensor]:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
-    """Return the context of a mask with a span that this module `supports`."""
+    """Return the context of a call that this module `supports`."""
     span = mask.span or Span()
     seq_len_q, seq_len_k, is_causal = query.shape[2], key.shape[2], mask.is_causal
     size, how = _block_size(span, key, value), {"dropout": scores.dropout, "scale": scores.scale}
     keys_in, values_in = _slicer(key, size), _slicer(value, size)
-    # If only the window hides, every query sees itself, and most blocks have the same mask: added, the fastest form.
+    # With only a window no row is fully masked and most blocks have the same mask, which is fastest as a bias.
     is_alone = mask.has_only("is_causal", "span") and scores.bias is None
     is_alone = is_alone and span.chunk_size is None and not scores.has_distances and seq_len_q <= seq_len_k
     added: dict[tuple[int, int, int], Tensor] = {}
@@ -80,26 +81,26 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
             contexts.append(sdpa.call(*parts, scores.sinks, attn_mask=added[place], **how))
             continue
         inside = mask.block(rows, keys)
-        if span.chunk_size is not None:  # a query attends to all of its own chunk, or to all up to itself
+        if span.chunk_size is not None:  # a query attends to its chunk, up to itself if causal
             inside = replace(inside, span=None, q_offset=None)
         contexts.append(sdpa.attend(*parts, inside, scores.block(rows, keys)))
     return _concat_tokens(contexts)
 
 
 def _concat_tokens(contexts: Sequence[Tensor]) -> Tensor:
-    """Return contexts (B, N, ·, Hv) of queries one after the other; in memory heads lie within tokens, as in SDPA."""
+    """Concatenate contexts (B, N, ·, Hv) along queries; in memory heads are inside tokens, as in SDPA."""
     return torch.cat([x.transpose(1, 2) for x in contexts], dim=1).transpose(1, 2)
 
 
 def _window_bias(query: Tensor, mask: Mask, rows: slice, keys: slice) -> Tensor:
-    """Return -inf for each of these keys that a window hides from one of these queries, (T, S), else 0."""
+    """Return a bias (T, S): -inf for keys outside the window of a query, else 0."""
     sizes = (rows.stop - rows.start, keys.stop - keys.start)
     hidden = mask.block(rows, keys).implicit_bool(*sizes, query.device)[0, 0]
     return query.new_zeros(sizes).masked_fill_(hidden, -torch.inf)
 
 
 def _interior_blocks(span: Span, is_causal: bool, seq_len_q: int, seq_len_k: int, size: int) -> range:
-    """Return where so many queries begin for which all keys of their window exist."""
+    """Return the starts of the blocks whose windows lie entirely within the sequence."""
     before, after = -span.first(0), 0 if is_causal else span.stop(0) - 1
     return range(-(-before // size) * size, min(seq_len_q, seq_len_k - after) - size + 1, size)
 
@@ -107,13 +108,13 @@ def _interior_blocks(span: Span, is_causal: bool, seq_len_q: int, seq_len_k: int
 def _attend_interior(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask, span: Span, begins: range, scores: Scores
 ) -> Tensor:
-    """Attend blocks of a sequence as the sequences of one call: keys are read in place, though blocks share them."""
+    """Attend the interior blocks as one batch; keys are overlapping strided views."""
     size, num_parts, num_kv_heads = begins.step, len(begins), key.shape[1]
     first, last = begins[0], begins[-1]
     start, stop = span.first(first) // size * size, last + size if mask.is_causal else span.stop(last + size - 1)
     num_keys = stop - start - last + first  # of a block
     added = _window_bias(query, mask, slice(first, first + size), slice(start, start + num_keys))
-    # Queries of a group go side by side, since the kernel would copy the keys for each: (B, blocks, K, G size, H).
+    # Queries of a group are concatenated, because the kernel would copy the keys for each: (B, blocks, K, G size, H).
     rows = query[:, :, first : last + size].unflatten(1, (num_kv_heads, -1)).unflatten(3, (num_parts, size))
     rows = rows.permute(0, 3, 1, 2, 4, 5).flatten(3, 4)
     keys, values = (x[:, :, start:stop].unfold(2, num_keys, size).permute(0, 2, 1, 4, 3) for x in (key, value))

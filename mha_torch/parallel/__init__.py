@@ -1,4 +1,4 @@
-"""Layers whose heads or tokens are divided over processes, in the words of `torch.distributed.tensor.parallel`."""
+"""Tensor and context parallelism of layers, based on `torch.distributed.tensor.parallel`."""
 
 from mha_torch.parallel.heads import plan, shard
 from mha_torch.parallel.ring import ring_attention

@@ -1,9 +1,8 @@
-"""A layer whose heads or tokens are divided over processes, in the words of `torch.distributed.tensor.parallel`.
+"""Tensor and context parallelism of a layer, based on `torch.distributed.tensor.parallel`.
 
-Each process computes some of the query heads, and the outputs are added up: one all-reduce, and before it one of a
-number for each token where a norm is over the width of all heads. Inside the layer the gradient of what processes
-share, the input and what heads have in common, is a part of a sum: one all-reduce for the input; of such a weight it is
-a DTensor still to be added up.
+Each rank computes some of the query heads, and an all-reduce sums the outputs. A norm over the width of all heads needs
+an all-reduce of one number per token before. Gradients of replicated tensors are partial: that of the input is
+all-reduced, and that of a weight stays a `Partial` DTensor.
 """
 
 from dataclasses import KW_ONLY, dataclass, fields, replace
@@ -34,29 +33,28 @@ def shard(
 ) -> AttentionLayer:
     """Divide the heads of a layer over a dimension of a mesh, or the tokens of its sequences, or both.
 
-    `heads` is tensor parallelism: each process calls the layer with the whole input, and gets the whole output.
-    Attention weights, masks and biases with an axis of heads, and the cache that `init_cache` gives, are those of the
-    process's own heads.
+    `heads` is tensor parallelism: each rank calls the layer with the whole input and gets the whole output. Attention
+    weights, masks and biases with an axis of heads, and the cache of `init_cache` are local: those of the rank's heads.
 
-    `tokens` is context parallelism, by `ring_attention`: each process calls the layer with its own tokens, (B, T / n,
-    d_in), parts of one length and in order, and gets their output. Positions are those in the whole sequence, when
-    absent, and `key_padding_lengths` those of whole sequences. The gradient of the input is that of the process's own
-    tokens, all other processes' outputs considered; those of weights are to be added up over the processes.
+    `tokens` is context parallelism by `ring_attention`: each rank calls the layer with its own tokens, (B, T / n,
+    d_in), parts of equal length and in order, and gets their output. Default positions are those in the whole sequence,
+    and `key_padding_lengths` are those of whole sequences. The gradient of the input is that of the rank's tokens and
+    includes the outputs of all ranks. Gradients of weights must be summed over ranks.
 
     Args:
-        layer: any attention module of this package, with `tokens` one without a cache; it is changed.
-        mesh: the processes.
-        heads: the name of the dimension that heads are divided over.
-        tokens: of that for the tokens of the inputs.
+        layer: any attention module of this package, without a cache if `tokens` is set; changed in place.
+        mesh: device mesh.
+        heads: name of the mesh dimension that heads are divided over.
+        tokens: name of the mesh dimension that tokens are divided over.
 
     Returns:
         The layer.
 
     Raises:
         TypeError: if the layer is not one of this package.
-        ValueError: if the mesh has no such dimension, or the layer cannot be divided so: by heads as `plan`; by tokens
-            if it has a cache, or RoPE whose frequencies depend on the last position of a call. When it is called with
-            divided tokens: with a mask or a bias, for attention weights, or to drop some.
+        ValueError: if the mesh has no such dimension, or the layer cannot be divided: by heads as for `plan`; by tokens
+            if it has a cache, or RoPE whose frequencies depend on the last position of a call. Calls with divided
+            tokens raise it for masks, biases, attention weights and dropout.
 
     Source: Megatron-LM, arXiv:1909.08053, section 3; Ring Attention, arXiv:2310.01889.
     """
@@ -78,7 +76,7 @@ def shard(
 
 
 def _divide_tokens(layer: AttentionLayer, kernel: RingAttention) -> None:
-    """Let a layer attend in a ring, from the positions of its own tokens."""
+    """Set ring attention as the kernel of a layer, and default positions to those of local tokens."""
 
     def enter(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x = inputs[0] if inputs else named.get("query", named.get("x"))
@@ -96,25 +94,25 @@ def _divide_tokens(layer: AttentionLayer, kernel: RingAttention) -> None:
 
 
 def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:
-    """What `parallelize_module` takes to divide the heads of a layer, for whoever composes a plan of more.
+    """Return a plan for `parallelize_module` that divides the heads of a layer, to compose with other plans.
 
-    Of N query heads each of R processes has N / R neighbours: their rows of q_proj, gate_proj and, with latents,
-    q_b_proj and kv_b_proj, their columns of out_proj and of a relative bias, their sinks and slopes; of key/value heads
-    those that they see. Where R does not divide these, k_proj and v_proj are whole on each process, as what makes
-    latents is, and norms whose weights the heads share. Norms over the width of all heads have the weights of the
-    process's own, and add up the squares of all: one all-reduce of a number for each token, forward and backward.
+    Each of R ranks has N / R consecutive query heads: their rows of q_proj, gate_proj and, with latents, q_b_proj and
+    kv_b_proj; their columns of out_proj and of a relative bias; their sinks and slopes; and their key/value heads. If R
+    does not divide the key/value heads, k_proj and v_proj are replicated, as are projections to latents and norms whose
+    weights the heads share. Norms over the width of all heads have local weights and sum the squares of all ranks: one
+    all-reduce of a number per token, forward and backward.
 
     Args:
-        layer: any attention module of this package. It must be the module that the plan is applied to.
+        layer: any attention module of this package; apply the plan to this module.
 
     Returns:
-        A style for each module, by name; that of the layer itself, "", is needed with any of the others.
+        Style of each module by name. The others require that of the layer itself, "".
 
     Raises:
         TypeError: if the layer is not one of this package.
-        ValueError: when it is applied, if the layer cannot be divided so: the query heads not evenly; q, k and v in one
-            projection; norms with weights for each key/value head where R does not divide these; outputs that are
-            dropped after they are added up. When the layer is called, if a norm over the width was left out.
+        ValueError: when applied, if R does not divide the query heads, q, k and v are one projection, norms have
+            weights per key/value head and R does not divide these, or outputs have dropout. When called, if a norm over
+            the width was left out of the plan.
     """
     if not isinstance(layer, AttentionLayer):
         raise WrongType("layer", "be an attention module of mha_torch", type(layer).__name__)
@@ -130,12 +128,12 @@ def plan(layer: AttentionLayer) -> dict[str, ParallelStyle]:
     return found | ({"out_proj": RowwiseParallel()} if spec.out_proj else {})
 
 
-# ---- What a process computes -----------------------------------------------------------------------------------------
+# ---- Local layers ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, repr=False)
 class _OwnSpec(AttentionSpec):
-    """What a process computes of a layer with ALiBi, whose slopes follow from the number of all heads."""
+    """Local specification of a layer with ALiBi, whose slopes depend on the number of all heads."""
 
     _: KW_ONLY
     own_slopes: tuple[float, ...] = ()
@@ -146,7 +144,7 @@ class _OwnSpec(AttentionSpec):
 
 
 def _spec_of(spec: AttentionSpec, size: int, rank: int) -> AttentionSpec:
-    """What one of so many processes computes."""
+    """Return the specification of one of `size` ranks."""
     queries, keys = local_heads(spec, size, rank)
     own: dict[str, Any] = {"num_heads": len(queries), "num_kv_heads": len(keys)}
     if spec.alibi_slopes is None:
@@ -160,7 +158,7 @@ def _heads_of_norm(spec: AttentionSpec, name: str) -> int:
 
 
 def _width_of(spec: AttentionSpec, name: str, mesh: DeviceMesh) -> WidthShard:
-    """What a process has of the width of a norm."""
+    """Return a rank's part of the width of a norm."""
     held = [local_heads(spec, mesh.size(), rank) for rank in range(mesh.get_local_rank() + 1)]
     *others, own = [list(each.queries) if name in OF_QUERIES else each.keys for each in held]
     before = {head for heads in others for head in heads}
@@ -169,28 +167,28 @@ def _width_of(spec: AttentionSpec, name: str, mesh: DeviceMesh) -> WidthShard:
 
 
 class _Sharded(AttentionLayer):
-    """Layer with some of the heads, whose parameters are distributed.
+    """Layer with the heads of one rank, whose parameters are distributed.
 
     Attributes:
-        mesh: the processes that have the others.
+        mesh: ranks of all heads.
     """
 
     mesh: DeviceMesh
     kv_b_proj: nn.Linear
 
     def scores(self, bias: Tensor | None) -> Scores:
-        """Return the scores of a call, with the sinks and the relative bias of the process's heads."""
+        """Return the scores of a call, with the sinks and the relative bias of local heads."""
         sinks, table = (None if held is None else local_weight(held) for held in (self.sinks, self.relative_bias))
         return replace(super().scores(bias), sinks=sinks, relative_bias=table)
 
     def find_nonfinite(self, name: str, x: Tensor) -> Tensor:
-        """Return the tokens whose features are non-finite on any process, if what is made of them depends on all."""
+        """Return the non-finite tokens, of any rank if the result depends on the features of all ranks."""
         found = super().find_nonfinite(name, x)
         is_over_heads = name == "out_proj" or getattr(getattr(self, name), "width", None) is not None
         return any_over_ranks(found, self.mesh) if is_over_heads else found
 
     def _kv_b(self) -> Tensor | None:
-        """Return the process's part of the weight of kv_b_proj; None if it has to be called."""
+        """Return the local part of the weight of kv_b_proj; None if kv_b_proj must be called."""
         held = self.kv_b_proj
         hooks = hooks_of(held)
         is_plain = type(held) is nn.Linear and held.bias is None and "forward" not in vars(held)
@@ -199,7 +197,7 @@ class _Sharded(AttentionLayer):
 
 
 def _as_sharded_norm(module: nn.Module) -> ShardedNorm:
-    """Make a norm of its layer one of the process's heads."""
+    """Turn a norm of the layer into one of local heads."""
     if not isinstance(module, NormLayer) or type(module).forward not in (NormLayer.forward, ShardedNorm.forward):
         raise WrongType("a norm", "be that of its layer to be divided", type(module).__name__)
     module.__class__ = ShardedNorm
@@ -208,7 +206,7 @@ def _as_sharded_norm(module: nn.Module) -> ShardedNorm:
 
 @cache
 def _sharded(kind: type[AttentionLayer]) -> type[AttentionLayer]:
-    """Return the class of a layer with some of the heads, as FSDP2 makes its own."""
+    """Return a subclass of a layer's class for some of the heads, like the classes of FSDP2."""
     return type(f"Sharded{kind.__name__}", (_Sharded, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
@@ -216,7 +214,7 @@ def _sharded(kind: type[AttentionLayer]) -> type[AttentionLayer]:
 
 
 class _Layer(ParallelStyle):
-    """The layer itself: its input, what it has learned of scores, and what the process computes."""
+    """Style of the layer itself: its inputs, its parameters of scores, and its local specification."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, AttentionLayer):
@@ -238,7 +236,7 @@ class _Layer(ParallelStyle):
         vars(module)["mesh"] = device_mesh
 
         def enter(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
-            entered: dict[int, Any] = {}  # one tensor in several places stays one
+            entered: dict[int, Any] = {}  # one tensor in several arguments stays one
 
             def once(x: Any) -> Any:
                 if isinstance(x, Tensor) and id(x) not in entered:
@@ -258,7 +256,7 @@ class _Layer(ParallelStyle):
 
 
 class _Linear(ParallelStyle):
-    """A projection whose input and output are the process's own, and whose input's gradient is a part of a sum."""
+    """Style of a projection with local input and output; the gradient of its input is partial."""
 
     placement: Placement = Replicate()
 
@@ -281,22 +279,22 @@ class _Linear(ParallelStyle):
         return module
 
     def own(self, output: Tensor, mesh: DeviceMesh) -> Tensor:
-        """What the process needs of the output."""
+        """Return the local part of the output."""
         return output
 
 
 class _OfQueries(_Linear):
-    """The rows of the process's query heads."""
+    """Rows of local query heads."""
 
     placement = Shard(0)
 
 
 class _Shared(_Linear):
-    """All rows."""
+    """All rows (replicated)."""
 
 
 class _OfKeys(_Linear):
-    """The rows of the process's key/value heads; or all, and of the output these heads."""
+    """Rows of local key/value heads; or all rows, with these heads selected from the output."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
@@ -314,8 +312,7 @@ class _OfKeys(_Linear):
 
 
 class _OfNorm(ParallelStyle):
-    """The weights of the process's heads, where each has its own; or those that heads share, or that are whole with
-    key/value heads that processes share."""
+    """Weights of local heads if each has its own; replicated if heads share them, or ranks share key/value heads."""
 
     def __init__(self, spec: AttentionSpec, name: str) -> None:
         super().__init__()
@@ -331,7 +328,7 @@ class _OfNorm(ParallelStyle):
 
 
 def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None) -> None:
-    """Make a parameter one of which each process has its part."""
+    """Distribute a parameter over the mesh."""
     held = getattr(module, name)
     if held is not None:
         placed = distribute_tensor(held, mesh, [placement], src_data_rank=source)
@@ -339,7 +336,7 @@ def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Place
 
 
 def _entered(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """An input that all processes have, each of which gives it the gradient of its own heads."""
+    """Return a replicated input whose gradient is partial."""
     whole = x.redistribute(mesh, [Replicate()]) if isinstance(x, DTensor) else None
     if whole is None:
         if not x.requires_grad:
@@ -349,7 +346,7 @@ def _entered(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _given(name: str, x: Any, mesh: DeviceMesh, spec: AttentionSpec) -> Any:
-    """What comes beside the tokens: of a distributed mask or bias of all heads those of the process."""
+    """Return an argument other than tokens: the local heads of a distributed mask or bias."""
     if not isinstance(x, DTensor):
         return x
     is_by_heads = name in ("mask", "bias") and x.ndim > 2 and x.shape[-3] == spec.num_heads
@@ -361,7 +358,7 @@ def _given(name: str, x: Any, mesh: DeviceMesh, spec: AttentionSpec) -> Any:
 
 
 def check_divides(spec: AttentionSpec, size: int) -> None:
-    """Refuse a layer whose heads so many processes cannot divide."""
+    """Refuse a layer whose heads cannot be divided over `size` ranks."""
     if size == 1:
         return
     if spec.num_heads % size:

@@ -1,4 +1,4 @@
-"""Parts that a process has of a layer whose heads are divided over several."""
+"""Local parts of a layer whose heads are divided over ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mha_torch.arrays import is_distributed
 from mha_torch.norms import NormLayer, apply_norm, apply_norm_by_mean
 
 PLACES = "_places"
-"""Marks a hook that only brings tensors to where a weight is: to multiply by that part of the weight is the same."""
+"""Marks a hook that only moves tensors to a weight: multiplying by the local weight directly is equivalent."""
 
 
 def local_weight(weight: Tensor) -> Tensor:
-    """Return the process's part of a distributed weight; any other weight as it is.
+    """Return the local part of a distributed weight; other weights are returned unchanged.
 
-    If all processes have the whole weight, each uses it for its own heads, and its gradient is the sum of theirs.
+    A replicated weight gets a `Partial` gradient: each rank contributes the share of its heads.
     """
     if not is_distributed(weight):
         return weight
@@ -32,25 +32,25 @@ def local_weight(weight: Tensor) -> Tensor:
 
 
 def copy_from_full(x: Tensor, full: Tensor) -> None:
-    """Give each process its part of a distributed tensor, as the first process has the whole of it."""
+    """Distribute the first rank's copy of a whole tensor."""
     mesh = x.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
     x.copy_(DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=not full.is_meta))
 
 
 def any_over_ranks(flags: Bool[Tensor, ...], mesh: DeviceMesh) -> Bool[Tensor, ...]:
-    """Return flags that are raised if any process raises them."""
+    """Return the flags that are set on any rank."""
     return DTensor.from_local(flags.to(torch.uint8), mesh, [Partial("max")]).full_tensor() > 0
 
 
 @dataclass(frozen=True)
 class WidthShard:
-    """Part of the width of all heads that a norm is over.
+    """Local part of the width of all heads, for a norm.
 
     Attributes:
-        mesh: the processes.
-        heads: heads of this process, by their numbers in the whole layer; one may be there twice.
-        counted: places among these of the heads that no process before this one has, each once.
-        num_heads: number of heads in the whole layer.
+        mesh: device mesh.
+        heads: local heads, by their indices in the whole layer; may repeat.
+        counted: positions among these of the heads that no earlier rank has, each once.
+        num_heads: number of heads of the whole layer.
     """
 
     mesh: DeviceMesh
@@ -59,7 +59,7 @@ class WidthShard:
     num_heads: int
 
     def local(self, weight: Float[Tensor, " width"]) -> Float[Tensor, " width"]:
-        """Return the features of the process's heads of a distributed weight."""
+        """Return the features of local heads of a distributed weight."""
         if not is_distributed(weight):
             raise Refusal("a norm over the width", "be divided with its layer by mha_torch.parallel.plan", "not")
         own = local_weight(weight)
@@ -68,7 +68,7 @@ class WidthShard:
         return own.unflatten(0, (self.num_heads, -1))[self.heads].flatten()  # whole, so that it can be trained
 
     def mean(self, x: Float[Tensor, "*tokens width"]) -> Float[Tensor, "*tokens 1"]:
-        """Return the mean of features over the width of all heads."""
+        """Return the mean over the width of all heads."""
         features = x.shape[-1] // len(self.heads)
         if len(self.counted) < len(self.heads):
             x = x.unflatten(-1, (len(self.heads), features))[..., self.counted, :].flatten(-2)
@@ -76,7 +76,7 @@ class WidthShard:
 
 
 class _Sum(torch.autograd.Function):
-    """Sum of what processes have, on each of them; its gradient is the sum of theirs."""
+    """All-reduce whose gradient is also all-reduced."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -89,10 +89,10 @@ class _Sum(torch.autograd.Function):
 
 
 class ShardedNorm(NormLayer):
-    """Norm of the process's heads.
+    """Norm of local heads.
 
     Attributes:
-        width: part of the width that it is over; None of a norm over each head.
+        width: local part of the width, or None for a norm over each head.
     """
 
     width: WidthShard | None = None

@@ -1,10 +1,10 @@
-"""Attention of sequences whose tokens are divided over processes: keys and values go round, queries stay (ring).
+"""Ring attention: tokens are divided over ranks, keys and values circulate, queries stay.
 
-Each process joins what it finds for its own queries by the logarithms of their sums of exponentials. With causality
-the halves of the parts are exchanged first, so that of n processes the i-th works on halves i and 2 n - 1 - i, and all
-have as much to do (zigzag). What nobody sees is neither multiplied nor, behind a window, passed on.
+Each rank merges the partial results for its queries by their log-sum-exp. With causality, ranks first exchange halves,
+so that rank i of n works on halves i and 2 n - 1 - i and all have equal work (zigzag). Fully masked blocks are skipped,
+and a window ends the ring early.
 
-Source: Ring Attention, arXiv:2310.01889; the order of zigzag as in Llama 3, arXiv:2407.21783, section 3.3.2.
+Source: Ring Attention, arXiv:2310.01889; zigzag order as in Llama 3, arXiv:2407.21783, section 3.3.2.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from mha_torch.scores import Scores
 from mha_torch.stages import attention_context, attention_scores, check_attention
 
 _SCORES = 2**24
-"""How many scores a process holds at a time, about."""
+"""Approximate number of scores in memory at a time."""
 
 
 @dataclass(frozen=True)
 class RingAttention:
-    """Kernel of layers whose tokens are divided over the processes of a group: each has as many, in order.
+    """Kernel of layers whose tokens are divided over the ranks of a group, in equal parts and in order.
 
     Attributes:
-        group: the processes.
-        num_parts: their number.
-        rank: which of them this is.
+        group: process group.
+        num_parts: number of ranks.
+        rank: rank of this process in the group.
     """
 
     group: dist.ProcessGroup
@@ -48,15 +48,15 @@ class RingAttention:
 
     @classmethod
     def over(cls, group: dist.ProcessGroup) -> RingAttention:
-        """Return the kernel of this process of a group."""
+        """Return the kernel of this rank of a group."""
         return cls(group, dist.get_world_size(group), dist.get_rank(group))
 
     def positions(self, seq_len: int, device: torch.device) -> Int[Tensor, "1 T"]:
-        """Return the positions of this process's tokens in the whole sequence."""
+        """Return the positions of local tokens in the whole sequence."""
         return self.rank * seq_len + torch.arange(seq_len, device=device)[None]
 
     def check(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> None:
-        """Refuse what does not fit; lengths are those of whole sequences."""
+        """Refuse arguments that do not fit; lengths are those of whole sequences."""
         check_known_to_ring(mask, scores)
         check_attention(query, key, value, replace(mask, key_padding_lengths=None), scores)
         check_parts(query, key, self)
@@ -65,7 +65,7 @@ class RingAttention:
             check_lengths("key_padding_lengths", mask.key_padding_lengths, query.shape[0], seq_len_k)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
-        """Return the context of this process's own tokens."""
+        """Return the context of local tokens."""
         lengths = mask.key_padding_lengths
         mask = replace(mask, key_padding_lengths=None if lengths is None else as_lengths(lengths).cpu())
         ring = _Ring(self, mask, scores.spec, query.shape[2], key.shape[2])
@@ -84,29 +84,28 @@ def ring_attention(
     sinks: Float[Tensor, " N"] | None = None,
     relative_bias: Float[Tensor, "buckets N"] | None = None,
 ) -> Float[Tensor, "B N T Hv"]:
-    """Attention of split heads over the tokens of all processes, each of which has a part of them.
+    """Attention of split heads over the tokens of all ranks.
 
-    The parts are in order, and of one length: process r of n has queries r T to (r + 1) T. All processes of the group
-    must call it, backward too. Its gradient has no second one.
+    Parts are in order and of equal length: rank r of n has queries r T to (r + 1) T. All ranks of the group must call
+    it, also in the backward pass. Second derivatives are not supported.
 
     Args:
-        query: of the process's own tokens, (B, N, T, H).
+        query: queries of local tokens, (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
-        group: the processes.
-        spec: the layer that these are the heads of: its scale, windows and chunks, soft cap, ALiBi; 1 / sqrt(H) when
-            absent.
-        is_causal: hide every key after the query's own position in the whole sequence.
-        key_padding_lengths: number of real keys of each whole sequence, (B,), the same on all processes.
-        sinks: the logit of each head that takes part in the softmax and has no value, (N,), where the layer has them.
-        relative_bias: what scores gain for the distance of their keys, (num_buckets, N), where the layer has that.
+        group: process group.
+        spec: layer of these heads: its scale, window or chunks, soft cap and ALiBi; default: the scale 1 / sqrt(H).
+        is_causal: hide keys after the query's own position in the whole sequence.
+        key_padding_lengths: number of real keys of each whole sequence, (B,), equal on all ranks.
+        sinks: attention sinks, (N,); required iff `spec.sinks`.
+        relative_bias: table of the relative bias, (num_buckets, N); required iff the spec has one.
 
     Returns:
-        The context of the process's own tokens, (B, N, T, Hv), in the dtype of query. The gradients of `sinks` and
-        `relative_bias` are of them, too: the sum over the processes is that of the whole sequence.
+        Context of local tokens, (B, N, T, Hv), in the dtype of query. The gradients of `sinks` and `relative_bias` are
+        also of local tokens: their sum over ranks is that of the whole sequence.
 
     Raises:
         TypeError: if an input is not floating point, or the dtypes differ.
-        ValueError: if the shapes do not fit, a length lies outside of the whole sequence, or parts on CPUs have not one
+        ValueError: if the shapes do not fit, a length lies outside the whole sequence, or parts on CPUs differ in
             length.
 
     Source: Ring Attention, arXiv:2310.01889.
@@ -117,18 +116,18 @@ def ring_attention(
     return kernel(query, key, value, mask, scores)
 
 
-# ---- Who sees what ---------------------------------------------------------------------------------------------------
+# ---- Division and masks ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """The parts of whole sequences, and which keys are seen from where; all places are those in the whole sequence.
+    """Division of whole sequences and masks between their parts. All positions are those in the whole sequence.
 
     Attributes:
-        tokens: how they are divided.
-        hidden: causality, lengths and span.
-        spec: the layer, or None.
-        seq_len_q, seq_len_k: queries and keys of a process.
+        tokens: division of the tokens.
+        hidden: mask of causality, lengths and span.
+        spec: layer, or None.
+        seq_len_q, seq_len_k: local numbers of queries and keys.
     """
 
     tokens: RingAttention
@@ -139,19 +138,19 @@ class _Ring:
 
     @cached_property
     def is_zigzag(self) -> bool:
-        """Whether halves are exchanged: where causality alone makes the work of the parts unequal."""
+        """True if ranks exchange halves: if only causality makes the work of the parts unequal."""
         is_even = self.seq_len_q == self.seq_len_k and self.seq_len_q % 2 == 0
         return self.tokens.num_parts > 1 and self.hidden.is_causal and self.hidden.span is None and is_even
 
     def pieces(self, rank: int, seq_len: int) -> list[range]:
-        """The places of what a process works on, piece by piece."""
+        """Return the positions that a rank works on, as ranges."""
         if not self.is_zigzag:
             return [range(rank * seq_len, (rank + 1) * seq_len)]
         half, last = seq_len // 2, 2 * self.tokens.num_parts - 1
         return [range(place * half, (place + 1) * half) for place in (rank, last - rank)]
 
     def steps(self) -> int:
-        """How often parts are passed on: until nobody needs another one."""
+        """Return the number of times that parts are passed on: until no rank needs another one."""
         if self.hidden.span is None:
             return self.tokens.num_parts - 1
         size = self.tokens.num_parts
@@ -168,24 +167,24 @@ class _Ring:
         return max(far, default=0)
 
     def source(self, step: int) -> int:
-        """Whose keys are here after so many steps."""
+        """Return the rank whose keys are local after this many steps."""
         return (self.tokens.rank - step) % self.tokens.num_parts
 
     def seen(self, rows: range) -> tuple[Tensor, Tensor]:
-        """The first key that each row sees, and the one after the last, (B or 1, rows)."""
+        """Return the first key of each row and the one after its last, (B or 1, rows)."""
         hidden = replace(self.hidden, q_offset=torch.tensor([rows.start]))
         return hidden.key_range(len(rows), self.tokens.num_parts * self.seq_len_k)
 
     def sees(self, rows: range, keys: range) -> bool:
-        """Whether any of some rows sees any of some keys."""
+        """Return whether any of some rows attends to any of some keys."""
         ends = [self.seen(range(row, row + 1)) for row in (rows[0], rows[-1])] if len(rows) and len(keys) else []
         if not ends:
             return False
-        (first, _), (_, stop) = ends  # both grow from row to row
+        (first, _), (_, stop) = ends  # both are monotonic
         return bool(((first < keys.stop) & (stop > keys.start)).any())
 
     def mask(self, rows: range, keys: range, device: torch.device) -> Tensor | None:
-        """True where a row does not see a key, (B or 1, 1, rows, keys); None if all see all."""
+        """Return the mask of some rows and keys, (B or 1, 1, rows, keys); None if nothing is hidden."""
         first, stop = (x.to(device) for x in self.seen(rows))
         if bool(((first <= keys.start) & (stop >= keys.stop)).all()):
             return None
@@ -193,17 +192,17 @@ class _Ring:
         return ((places >= stop[..., None]) | (places < first[..., None]))[:, None]
 
 
-# ---- What moves ------------------------------------------------------------------------------------------------------
+# ---- Transfers -------------------------------------------------------------------------------------------------------
 
 
 class _Transfer:
-    """Tensors that are on their way from another process, as others are to one."""
+    """Tensors in transit between ranks."""
 
     def __init__(
         self, tokens: RingAttention, sent: Sequence[tuple[Tensor, int]], received: Iterable[tuple[Tensor, int]]
     ):
         operations, self.tensors = [], []
-        self.sent = [x.contiguous() for x, _ in sent]  # kept until they are gone
+        self.sent = [x.contiguous() for x, _ in sent]  # kept until they are sent
         for x, (_, rank) in zip(self.sent, sent, strict=True):
             operations.append(self._operation(dist.isend, x, tokens, rank))
         for like, rank in received:
@@ -216,21 +215,21 @@ class _Transfer:
         return dist.P2POp(which, x, dist.get_global_rank(tokens.group, rank), tokens.group)
 
     def wait(self) -> list[Tensor]:
-        """What has come."""
+        """Wait for and return the received tensors."""
         for work in self.works:
             work.wait()
         return self.tensors
 
 
 def _send_next(ring: _Ring, tensors: Sequence[Tensor], by: int = 1) -> _Transfer:
-    """To the process so many places ahead, from the one as far behind."""
+    """Send to the rank this many positions ahead, and receive from the one as far behind."""
     rank, size = ring.tokens.rank, ring.tokens.num_parts
     ahead, behind = (rank + by) % size, (rank - by) % size
     return _Transfer(ring.tokens, [(x, ahead) for x in tensors], [(x, behind) for x in tensors])
 
 
 def _to_zigzag(ring: _Ring, tensors: Sequence[Tensor], *, back: bool = False) -> list[Tensor]:
-    """Halves (…, T, ·) of sequences from their order to that of zigzag, or back."""
+    """Move halves of (…, T, ·) from sequence order to zigzag order, or back."""
     rank, size = ring.tokens.rank, ring.tokens.num_parts
 
     def home(place: int) -> int:
@@ -247,11 +246,11 @@ def _to_zigzag(ring: _Ring, tensors: Sequence[Tensor], *, back: bool = False) ->
     return [torch.cat(pair, dim=-2) for pair in zip(*found, strict=True)]
 
 
-# ---- The ring --------------------------------------------------------------------------------------------------------
+# ---- Ring ------------------------------------------------------------------------------------------------------------
 
 
 class _Attention(torch.autograd.Function):
-    """Forward: context and logarithm of the sum of exponentials of each row. Backward: with both of the whole row."""
+    """Forward returns the context and log-sum-exp of each row; backward uses those of the whole row."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -293,7 +292,7 @@ class _Attention(torch.autograd.Function):
         if ring.is_zigzag:
             (cotangent,) = _to_zigzag(ring, [cotangent])
         cotangent = at_least_float32(cotangent)
-        # Of rows whose output nobody asked for nothing comes back, whatever they hold.
+        # Rows whose output was not used get no gradient, even if they are not finite.
         reduced = torch.where(cotangent == 0, 0.0, cotangent * context).sum(dim=-1, keepdim=True)
         grads = [torch.zeros_like(at_least_float32(x)) for x in (query, key, value)]
         grad_table = None if table is None else torch.zeros_like(at_least_float32(table))
@@ -311,7 +310,7 @@ class _Attention(torch.autograd.Function):
             if moved is not None:
                 held = moved.wait()
                 grads[1:] = _send_next(ring, grads[1:]).wait()
-        if steps:  # what came here is of keys that are so many places behind
+        if steps:  # the received gradient is of keys this many positions behind
             grads[1:] = _send_next(ring, grads[1:], -steps).wait()
         if ring.is_zigzag:
             grads = _to_zigzag(ring, grads, back=True)
@@ -324,13 +323,13 @@ class _Attention(torch.autograd.Function):
 
 
 class _Part(NamedTuple):
-    """Some rows of this process, and the keys of a visiting part that they see something of.
+    """Some local rows, and the keys of a visiting part that they attend to.
 
     Attributes:
-        rows, keys: which they are, of those that the process, and the part, have.
-        query, key, value: they themselves.
-        mask: True where a row does not see a key; None if all see all.
-        offset: the place of the first row among the keys.
+        rows, keys: slices of the local rows and of the keys of the part.
+        query, key, value: features of these rows and keys.
+        mask: True = masked; None if nothing is hidden.
+        offset: position of the first row among the keys.
     """
 
     rows: slice
@@ -343,7 +342,7 @@ class _Part(NamedTuple):
 
 
 def _parts(ring: _Ring, query: Tensor, held: Sequence[Tensor], source: int) -> Iterator[_Part]:
-    """What is to be multiplied of the keys and values of a visiting part, a limited number of scores at a time."""
+    """Yield the blocks of a visiting part that are not fully masked, with a limited number of scores each."""
     key, value = held
     first_row = 0
     for rows in ring.pieces(ring.tokens.rank, query.shape[2]):
@@ -370,14 +369,14 @@ def _scores(part: _Part, query: Tensor, key: Tensor, table: Tensor | None, spec:
 
 
 def _finite(part: _Part) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return queries, keys and values in at least float32, non-finite keys and values as 0, and which these are."""
+    """Return q, k, v in at least float32, with non-finite keys and values as 0, and flags of these."""
     wrong = nonfinite_tokens(part.key) | nonfinite_tokens(part.value)
     key, value = (zero_where(at_least_float32(x), wrong) for x in (part.key, part.value))
     return at_least_float32(part.query), key, value, wrong
 
 
 def _attended(part: _Part, table: Tensor | None, spec: AttentionSpec | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The context of the keys of a part, the logarithm of their sum, and which rows see what is not finite."""
+    """Return the context over the keys of a part, its log-sum-exp, and flags of rows that attend to non-finite keys."""
     query, key, value, wrong = _finite(part)
     scores = _scores(part, query, key, table, spec)
     lse = scores.logsumexp(dim=-1, keepdim=True)
@@ -394,10 +393,9 @@ def _block_backward(
     cotangent: Tensor,
     reduced: Tensor,
 ) -> list[Any]:
-    """Gradients of query, key, value and the table of a relative bias, from the logarithms and contexts of whole rows.
+    """Return gradients of query, key, value and relative bias from the log-sum-exp and context of whole rows.
 
-    The weights are exp(score - log) of the whole row; what they are pulled towards is weighed by themselves:
-    dS = P * (dP - sum(dO * O)).
+    Softmax backward with P = exp(score - log) of the whole row: dS = P * (dP - sum(dO * O)).
     """
     query, key, value, _ = _finite(part)
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
@@ -411,12 +409,12 @@ def _block_backward(
 
 
 def _known(lse: Tensor) -> Tensor:
-    """Logarithms, and 0 for rows without a key, whose weights are exp(-inf) then."""
+    """Return the log-sum-exp, with 0 for fully masked rows, whose weights are then exp(-inf)."""
     return lse.masked_fill(torch.isneginf(lse), 0.0)
 
 
 def _joined(context: Tensor, lse: Tensor, own: Tensor, own_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two contexts of the same rows as one, each weighed by its sum."""
+    """Merge two contexts of the same rows by their log-sum-exp."""
     total = torch.logaddexp(lse, own_lse)
     known = _known(total)
     return context * (lse - known).exp() + own * (own_lse - known).exp(), total
@@ -426,7 +424,7 @@ def _joined(context: Tensor, lse: Tensor, own: Tensor, own_lse: Tensor) -> tuple
 
 
 def check_parts(query: Tensor, key: Tensor, tokens: RingAttention) -> None:
-    """Refuse parts that are not of one length: on a CPU, where to ask the other processes takes no time."""
+    """Refuse parts of unequal length; only on CPUs, where querying the other ranks is cheap."""
     if query.device.type != "cpu":
         return
     own = torch.tensor([query.shape[0], query.shape[2], key.shape[2]])
@@ -444,7 +442,7 @@ def check_parts(query: Tensor, key: Tensor, tokens: RingAttention) -> None:
 
 
 def check_known_to_ring(mask: Mask, scores: Scores) -> None:
-    """Refuse masks and biases, whose columns would have to go round with the keys, and dropout."""
+    """Refuse dropout, and masks and biases, whose columns would have to circulate with the keys."""
     unknown = mask.fields_beyond("is_causal", "key_padding_lengths", "span")
     named = {name: getattr(mask, name) for name in unknown} | {"bias": scores.bias}
     for name, given in named.items():

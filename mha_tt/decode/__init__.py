@@ -1,1 +1,1 @@
-"""Decoding on the device: a step of all sequences, the places that are counted there, slots and pages of a cache."""
+"""Decoding on the device: steps of all sequences, positions counted there, slots and pages of caches."""

@@ -1,4 +1,4 @@
-"""A cache of keys and values in pages that a table finds: a sequence's slots lie anywhere, and move by its row of it.
+"""Paged key/value cache: a page table maps the slots of each sequence to pages.
 
 Axes: B batch, P pages of a sequence, K key/value heads, H head_dim, Hv value_head_dim.
 """
@@ -23,13 +23,13 @@ from mha_tt.layout import TILE, round_up
 
 @dataclass(frozen=True, eq=False)
 class PagedKVCache(KVCache):
-    """Keys and values of the tokens seen so far, in pages of which each sequence has filled the first few of its own.
+    """Keys and values of all tokens so far, in pages that each sequence fills in order.
 
     Attributes:
-        keys, values: (pages, K, slots of a page, H) and (pages, K, slots of a page, Hv); else as those of `KVCache`.
-        lengths, capacity: as those of `KVCache`.
-        pages: which pages each sequence has, in order, (B, P), on the host; no page is in it twice.
-        page_table: the same on the device, int32.
+        keys, values: (pages, K, slots per page, H) and (pages, K, slots per page, Hv); otherwise see `KVCache`.
+        lengths, capacity: see `KVCache`.
+        pages: pages of each sequence, in order, (B, P), on the host; without duplicates.
+        page_table: `pages` on the device, int32.
     """
 
     keys: Float[Tensor, "pages K slots H"]
@@ -40,22 +40,22 @@ class PagedKVCache(KVCache):
     page_table: Int[Tensor, "B P"]
 
     def with_slots(self, slots: Iterable[Tensor], lengths: Int[np.ndarray, " B"]) -> Self:
-        """A cache with the same pages that holds something else."""
+        """Return a cache with the same pages and other contents."""
         keys, values = slots
         return replace(self, keys=keys, values=values, lengths=lengths)
 
     def reorder(self, indices: Int[np.ndarray, " B"] | Sequence[int]) -> Self:
-        """A cache of the sequences with these indices, in this order. No slot is copied, only the table.
+        """Return a cache of the sequences with these indices, in this order. Only the table is copied, no slots.
 
         Args:
-            indices: which sequences, each of 0..B - 1 once, (B,).
+            indices: sequences, a permutation of 0..B - 1, (B,).
 
         Returns:
-            A cache of B sequences. Do not use this one afterwards; its storage is that of the other.
+            Cache of B sequences. Do not use this one afterwards: they share storage.
 
         Raises:
             TypeError: if the indices are not integers.
-            ValueError: if an index is missing or there twice: two sequences would write into one page.
+            ValueError: if an index is missing or occurs twice: two sequences would write to one page.
         """
         check_lengths("indices", indices, None, len(self.lengths) - 1)
         indices = np.asarray(indices, int)
@@ -68,7 +68,7 @@ class PagedKVCache(KVCache):
         return self._with_pages(self.pages[indices], lengths=self.lengths[indices])
 
     def grow(self, capacity: int) -> Self:
-        """A cache of the same tokens with more slots, in pages behind those that there are; else as `KVCache.grow`."""
+        """Return a cache of the same tokens with more slots, in additional pages; otherwise see `KVCache.grow`."""
         check_count("capacity", capacity, minimum=self.capacity)
         (count, _, page_size, _), (batch_size, held) = self.keys.shape, self.pages.shape
         added = in_order(batch_size, round_up(capacity, page_size) // page_size - held)
@@ -83,7 +83,7 @@ class PagedKVCache(KVCache):
         return replace(grown._with_pages(np.concatenate([self.pages, count + added], axis=1)), capacity=capacity)
 
     def is_within(self, lengths: Int[np.ndarray, " B"]) -> np.ndarray:
-        """Which slots hold the first tokens of each sequence, (pages, slots of a page)."""
+        """Return which slots contain the first tokens of each sequence, (pages, slots per page)."""
         page_size = self.keys.shape[2]
         found = np.zeros((self.keys.shape[0], page_size), bool)
         slots = np.arange(self.pages.shape[1] * page_size).reshape(-1, page_size)
@@ -95,10 +95,10 @@ class PagedKVCache(KVCache):
 
 
 def paged(cache: KVCache, page_size: int) -> PagedKVCache:
-    """An empty cache in pages of so many slots, each sequence's side by side, for what an empty cache is for.
+    """Return an empty paged cache like an empty `KVCache`, with the pages of each sequence in a row.
 
     Raises:
-        TypeError: if the size is not an integer, or the cache is float32, which the kernels of pages do not take.
+        TypeError: if the size is not an integer, or the cache is float32, which paged kernels do not support.
         ValueError: if the size is not whole tiles, or there are no sequences.
     """
     check_count("page_size", page_size)
@@ -116,5 +116,5 @@ def paged(cache: KVCache, page_size: int) -> PagedKVCache:
 
 
 def in_order(batch_size: int, count: int) -> Int[np.ndarray, "B P"]:
-    """So many pages for each sequence, those of each side by side."""
+    """Return `num_pages` consecutive pages for each sequence."""
     return np.arange(batch_size * count).reshape(batch_size, count)

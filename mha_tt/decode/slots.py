@@ -1,6 +1,6 @@
-"""Copies of the slots of a cache, (B, K, S, H): of some sequences, with more slots, with new tokens after them.
+"""Operations on the slots of a cache, (B, K, S, H): select, extend, append, write.
 
-And where new tokens of many sequences lie before they are written. Slots in pages are (pages, K, slots of a page, H).
+Also the layout of new tokens before they are written. Slots in pages are (pages, K, slots per page, H).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from mha_tt.layout import TILE, round_up
 
 
 def sequences(slots: Tensor, indices: list[int]) -> Tensor:
-    """A copy of the slots (B, K, S, H) of the sequences with these indices."""
+    """Return a copy of the slots (B, K, S, H) of the sequences with these indices."""
     if not indices:
         return zeros((0, *tuple(slots.shape)[1:]), slots.dtype, slots.device())
-    if len(indices) == 1:  # a slice of everything, as a concatenation of one, may be the tensor itself
+    if len(indices) == 1:  # a full slice, or a concatenation of one tensor, may return the tensor itself
         return ttnn.clone(slots[indices[0] : indices[0] + 1])
-    # Slice by slice: no operation of ttnn picks along an axis by index and takes bfloat8_b.
+    # Slice by slice: no operation of ttnn selects by index along an axis and supports bfloat8_b.
     return as_dtype(ttnn.concat([slots[index : index + 1] for index in indices], dim=0), slots.dtype)
 
 
 def extended(slots: Tensor, count: int) -> Tensor:
-    """A copy of slots (B, K, S, H) with zeros after them."""
+    """Return a copy of slots (B, K, S, H), padded with zeros."""
     batch_size, num_kv_heads, held, head_dim = slots.shape
     if count == held:
         return ttnn.clone(slots)
@@ -34,23 +34,23 @@ def extended(slots: Tensor, count: int) -> Tensor:
 
 
 def joined(cached: Tensor, new: Tensor) -> Tensor:
-    """Cached tokens and new ones, in the dtype of the cache, which concatenation may widen."""
+    """Concatenate cached and new tokens, in the dtype of the cache, which concatenation may widen."""
     shape = (*tuple(cached.shape)[:2], cached.shape[2] + new.shape[2], cached.shape[3])
     if not shape[0] or not shape[2]:
         return zeros(shape, cached.dtype, cached.device())
-    if not cached.shape[2] or not new.shape[2]:  # concatenation does not take nothing
+    if not cached.shape[2] or not new.shape[2]:  # concatenation rejects empty tensors
         return cached if cached.shape[2] else as_dtype(new, cached.dtype)
     return as_dtype(ttnn.concat([cached, new], dim=2), cached.dtype)
 
 
 def as_cached(x: Tensor, slots: Tensor) -> Tensor:
-    """Tokens as `fill_cache` copies them: in the dtype of the cache, zeros after the last token of the last tile."""
+    """Return tokens for `fill_cache`: in the dtype of the cache, with zeros after the last token of the last tile."""
     x = as_dtype(x, slots.dtype)
     return ttnn.fill_implicit_tile_padding(x, 0.0) if x.shape[2] % TILE else x
 
 
 def write_tokens(slots: Tensor, x: Tensor, sequence: int, first: int, pages: Int[np.ndarray, "B P"] | None) -> None:
-    """Write tokens (1, K, T, H) of a sequence, the first where a tile begins, or a page where there are some."""
+    """Write tokens (1, K, T, H) of a sequence, from the start of a tile or page."""
     x = as_cached(x, slots)
     if pages is None:
         ttnn.fill_cache(slots, x, sequence, update_idx=first)
@@ -60,7 +60,7 @@ def write_tokens(slots: Tensor, x: Tensor, sequence: int, first: int, pages: Int
 
 
 def first_slots(slots: Tensor, count: int, pages: Int[np.ndarray, "B P"] | None) -> Tensor:
-    """The first slots of each sequence, (B, K, count, H); of a cache in pages a copy, put together page by page."""
+    """Return the first slots of each sequence, (B, K, count, H); for a paged cache a copy, page by page."""
     if pages is not None:
         page_size = slots.shape[2]
         rows = [row[: round_up(count, page_size) // page_size].tolist() for row in pages]
@@ -70,7 +70,7 @@ def first_slots(slots: Tensor, count: int, pages: Int[np.ndarray, "B P"] | None)
 
 
 def one_core_each(count: int, rows: int, width: int, device: ttnn.MeshDevice) -> ttnn.MemoryConfig:
-    """Where a tensor lies of which each of so many sequences has its rows on a core of its own."""
+    """Return the memory layout that puts the rows of each sequence on its own core."""
     return ttnn.create_sharded_memory_config(
         (rows, width),
         core_grid=ttnn.num_cores_to_corerangeset(count, device.compute_with_storage_grid_size(), row_wise=True),

@@ -1,6 +1,6 @@
-"""A step whose places the device knows by itself: one token of each sequence, nothing uploaded, nothing read back.
+"""Decode step with positions on the device: one token per sequence, without upload or read-back.
 
-Axes: B batch, N query heads, K key/value heads, P features that a head has on the device, E d_model.
+Axes: B batch, N query heads, K key/value heads, P features of a head on the device, E d_model.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from mha_tt.scores import Scores
 from mha_tt.weights import Project
 
 FEW = 4
-"""Up to so many sequences leave a step in tiles of their own, as they came: an operation less, for tiles that are empty
-but for one row. More of them share tiles up to the end."""
+"""Up to this many sequences keep their own tiles until the end of a step, which saves an operation but computes tiles
+with a single row. More sequences share tiles."""
 
 
 def decode_step(
@@ -37,11 +37,10 @@ def decode_step(
     scores: Scores,
     kv_b: HeadWeights | None,
 ) -> tuple[Float[Tensor, "B 1 E"], CacheT]:
-    """Append one token of each sequence to a cache, and attend to everything up to it.
+    """Append one token per sequence to a cache; each attends to all tokens up to itself.
 
-    It is called after all checks, for calls that the kernel's form for steps supports. Only the first step behind
-    tokens that came in another way uploads their places. What the layer keeps for steps serves it, else what the last
-    step left beside the cache.
+    Called after all checks, if the step form of the kernel supports the call. Only the first step after tokens from
+    another path uploads positions. Constant tensors come from the layer, or from the last step by way of the cache.
     """
     spec, (batch_size, _, width) = layer.spec, x.shape
     kept = layer.kept or (PreparedWeights() if cache.places is None else cache.places.kept)
@@ -81,7 +80,7 @@ def decode_step(
         output = project_output(layer.project, context, tokens, spec)
     places.decode_step()
     cache = cache.with_slots(slots, cache.lengths + 1)
-    object.__setattr__(cache, "places", places)  # no part of its value
+    object.__setattr__(cache, "places", places)  # not part of its value
     if tuple(output.shape)[:2] != (batch_size, 1):
         output = ttnn.reshape(output, (batch_size, 1, output.shape[-1]))
     return output, cache
@@ -94,7 +93,7 @@ def project_new_tokens(
     spec: AttentionSpec,
     positions: Any,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The queries of new tokens, and what the cache keeps of them."""
+    """Return the queries of new tokens and their cache entries."""
     if isinstance(cache, LatentCache):
         q, latents = project_latents(project, x, spec, positions)
         return q, (latents,)
@@ -103,7 +102,7 @@ def project_new_tokens(
 
 
 def _places(cache: Cache, spec: AttentionSpec, kept: PreparedWeights, is_packed: bool) -> DecodePositions:
-    """Those that the last step left, if they are still those of the cache, or new ones."""
+    """Return the positions from the last step, if they still match the cache, or new ones."""
     device = next(iter(cache.slots.values())).device()
     table = None
     if spec.rope is not None:
@@ -115,14 +114,14 @@ def _places(cache: Cache, spec: AttentionSpec, kept: PreparedWeights, is_packed:
     return DecodePositions(cache.lengths, table, kept, is_row_each=is_packed, device=device)
 
 
-# ---- Queries, keys and values at once --------------------------------------------------------------------------------
+# ---- Packed projections ----------------------------------------------------------------------------------------------
 
 
 def _is_packed(x: Tensor, spec: AttentionSpec) -> bool:
-    """Whether the framework's operation may split queries, keys and values at once.
+    """Return whether the framework's operation may split queries, keys and values at once.
 
-    It takes up to a tile of sequences, in bfloat16, and heads that are alike. A norm or a gate wants heads before
-    tokens; beyond a tile of heads the operation is not known to be right.
+    It supports up to a tile of sequences, in bfloat16, and heads of one width. Norms and gates need heads before
+    tokens. Beyond a tile of heads the operation is not known to be correct.
     """
     are_alike = spec.latent is None and padded_features("q_proj", spec) == padded_features("v_proj", spec)
     is_small = max(x.shape[0], spec.num_heads) <= TILE and x.dtype == ttnn.bfloat16
@@ -132,9 +131,9 @@ def _is_packed(x: Tensor, spec: AttentionSpec) -> bool:
 def _packed(
     layer: AttentionLayer | FunctionalLayer, x: Float[Tensor, "1 1 B d_in"], kept: PreparedWeights
 ) -> tuple[Float[Tensor, "1 1 B (N+2K)P"], bool]:
-    """Queries, keys and values side by side; and whether each core has a part of a head, or one.
+    """Return concatenated queries, keys and values, and whether each core has at most one head.
 
-    If so, keys can be put on cores of their own, and are written together with values.
+    If so, keys can be moved to separate cores and written together with values.
     """
     spec, weights = layer.spec, layer.plain_weights
     if weights is None:
@@ -160,7 +159,7 @@ def _packed(
 
 
 def _divided(x: Tensor, width: int, of_a_core: int) -> dict[str, Any]:
-    """What makes a product leave so many tiles of its width on each core."""
+    """Return the configuration of a product that leaves this many tiles of its width on each core."""
     grid = x.device().compute_with_storage_grid_size()
     return {
         "memory_config": ttnn.create_sharded_memory_config(
@@ -186,7 +185,7 @@ def _divided(x: Tensor, width: int, of_a_core: int) -> dict[str, Any]:
 def _heads(
     packed: Float[Tensor, "1 1 B (N+2K)P"], spec: AttentionSpec, rotation: Rotation | None, are_apart: bool
 ) -> tuple[Float[Tensor, "1 B N P"], tuple[Float[Tensor, "1 B K P"], Float[Tensor, "1 B K P"]]]:
-    """Queries, and keys and values, each sequence's on a core of its own; rotated."""
+    """Return rotated queries, keys and values, with one core per sequence."""
     packed = packed if spec.clip_qkv is None else ttnn.clamp(packed, -spec.clip_qkv, spec.clip_qkv)
     q, k, v = ttnn.experimental.nlp_create_qkv_heads_decode(
         packed, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, overlap_qk_coregrid=not are_apart
@@ -195,7 +194,7 @@ def _heads(
 
 
 def _write(cache: Cache, new: tuple[Tensor, Tensor], places: DecodePositions, are_apart: bool) -> None:
-    """Write the keys and values of new tokens into their slots; at once where each lie on cores of their own."""
+    """Write keys and values of new tokens into their slots; both at once if they are on separate cores."""
     if not (are_apart and all(x.is_sharded() for x in new)):
         write_rows(cache, new, places.slots)
         return

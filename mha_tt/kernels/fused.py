@@ -1,6 +1,6 @@
-"""The fast path: the same function without attention weights.
+"""Fast path: attention without attention weights.
 
-It is ttnn's own flash attention behind the masks and the empty rows of this package, in bfloat16 and bfloat8_b.
+Wraps ttnn's flash attention with this package's semantics of masks and fully masked rows, in bfloat16 and bfloat8_b.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from mha_tt.scores import Scores, bias_on_device
 from mha_tt.stages import check_attention, score_scale
 
 LARGEST_CHUNK = 128
-"""Queries and keys that the kernel takes at a time: what fits a core in every arithmetic, up to `WIDE` features."""
+"""Queries and keys per chunk of the kernel: fits a core in every arithmetic, up to `WIDE` features."""
 
 WIDE = 256
-"""Heads of more features, as latents are, fit a core with half as many queries and keys, and in a step 32 at a time."""
+"""Wider heads, such as latents, fit a core with half as many queries and keys, and in a step 32 at a time."""
 
 HALF_TILE = TILE // 2
-"""Up to so many heads are half a tile to the kernel of a step, for which it has approximate exponentials only: measured
-on a simulator, 4 heads are 2.1 to 2.5 % off, 16 heads 2.0 to 2.1 %, 18 heads 0.6 %."""
+"""Up to this many heads are half a tile to the step kernel, which then only has approximate exponentials. Errors on a
+simulator: 2.1 to 2.5% with 4 heads, 2.0 to 2.1% with 16 heads, 0.6% with 18 heads."""
 
 STEP_FEATURES = 128
-"""Features of a head up to which the kernel of a step is right, and with multiples of which; else it gives garbage."""
+"""The step kernel is correct for heads up to this many features, and for multiples of it; else it returns garbage."""
 
 
 def scaled_dot_product_attention(
@@ -56,28 +56,27 @@ def scaled_dot_product_attention(
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
     **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Tensor, "B N T Hv"], None]:
-    """Attention of split heads without the attention weights: the function of `stages`, in the fastest form there is.
+    """Fastest form of `stages.scaled_dot_product_attention`, without attention weights.
 
-    With a soft cap, or values that have more tiles than keys, or fewer, it is the plain path, for the kernel has
-    neither. The scores of masked keys must be far below 1e9 in size: to the kernel a mask is -1e9 added to a score. A
-    masked key or value may hold NaN or infinity, a bias at a masked key may not. What is seen is never swallowed in
-    IEEE arithmetic; a card's matrix unit has another, in which NaN is a number (docs/ttnn.md).
+    A soft cap, or values with more or fewer tiles than keys, use the plain path, because the kernel does not support
+    them. Scores of masked keys must be far below 1e9 in size: the kernel masks by adding -1e9. A masked key or value
+    may be NaN or infinite, but a bias at a masked key may not. Visible NaN always propagates in IEEE arithmetic, but
+    not on a card's matrix unit, where NaN is a number (docs/ttnn.md).
 
-    Arguments not listed are those of `stages.scaled_dot_product_attention`.
+    Other arguments are those of `stages.scaled_dot_product_attention`.
 
     Args:
         query: (B, N, T, H), bfloat16 or bfloat8_b, H whole tiles.
-        mask: the causal mask of as many queries as keys costs nothing, nor does that of a sliding window: they are
-            never uploaded.
-        need_weights: must be False, the weights are never stored here.
-        dropout, dropout_keep: must be 0 and absent, the kernel has no dropout.
+        mask: causal and sliding-window masks with T = S are free: they are never uploaded.
+        need_weights: must be False; weights are never stored here.
+        dropout, dropout_keep: must be 0 and None; the kernel has no dropout.
 
     Returns:
-        The context (B, N, T, Hv), in the dtype of query, and None.
+        Context (B, N, T, Hv), in the dtype of query, and None.
 
     Raises:
         TypeError: if an input is not floating point, the dtypes differ or are float32, or the mask is not boolean.
-        ValueError: if the shapes do not fit, or the weights or dropout are asked for.
+        ValueError: if the shapes do not fit, or need_weights or dropout is set.
 
     Source: ttnn.transformer.scaled_dot_product_attention.
     """
@@ -94,7 +93,7 @@ def scaled_dot_product_attention(
 
 @dataclass(frozen=True, eq=False)
 class FusedAttention:
-    """Kernel of layers in an arithmetic of the device; for steps there is `attend_to_cache`.
+    """Kernel of layers with an arithmetic of the device. Decoding steps use `attend_to_cache`.
 
     Attributes:
         compute_kernel_config: arithmetic of the device; default: `accurate_config`.
@@ -110,7 +109,7 @@ class FusedAttention:
         mask: Mask,
         scores: Scores,
     ) -> Float[Tensor, "B N T Hv"]:
-        """Return the context by the framework's kernel of prompts, or by the plain path for unsupported calls."""
+        """Return the context from the framework's prompt kernel, or from the plain path for unsupported calls."""
         if not supports(query, scores) or query.shape[3] % TILE or value.shape[3] != key.shape[3]:
             return stages.attend(query, key, value, mask, scores, self.compute_kernel_config)[0]
         device, (batch_size, _, seq_len_q, _), seq_len_k = query.device(), query.shape, key.shape[2]
@@ -119,15 +118,15 @@ class FusedAttention:
         hidden, bias = mask.with_bias(scores.bias).to_bool(seq_len_q, seq_len_k, device), scores.bias
         is_causal = hidden is not None and hidden.is_causal and hidden.shape[2] == seq_len_q == seq_len_k
         only_causal = is_causal and bias is None
-        # Recorded programs upload it before they look for non-finite values.
+        # Recorded programs upload it before they check for non-finite values.
         attn_mask = None if only_causal else _attn_mask(hidden, bias, seq_len_q, seq_len_k, device)
         kernel = contained(partial(self._attend, attn_mask=attn_mask))
-        return kernel(query, key, value, Mask(hidden), replace(scores, bias=None))  # which both masks have in them
+        return kernel(query, key, value, Mask(hidden), replace(scores, bias=None))  # the masks include the bias
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores, attn_mask: Tensor | None
     ) -> Tensor:
-        """Call the framework's kernel for finite keys and values; without `attn_mask` a mask is one that it makes."""
+        """Call the framework's kernel for finite keys and values; without `attn_mask` it builds the mask itself."""
         device, seq_len_q, seq_len_k = query.device(), query.shape[2], key.shape[2]
         causal = None if attn_mask is not None else mask.to_bool(seq_len_q, seq_len_k, device)
         config, scale = self.compute_kernel_config or accurate_config(device), scores.scale or query.shape[3] ** -0.5
@@ -151,7 +150,7 @@ class FusedAttention:
 
 
 attend = FusedAttention()
-"""Default kernel: returns the context by the fastest kernel that supports the call."""
+"""Default kernel: returns the context from the fastest kernel that supports the call."""
 
 
 def attend_to_cache(
@@ -165,24 +164,23 @@ def attend_to_cache(
     sinks: Float[Tensor, "1 N 1 1"] | list[Tensor] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "1 B N H"]:
-    """Attention of one new token of each sequence over its cached tokens; reads the filled part of the cache only.
+    """Attend from one new token of each sequence to its cached tokens; reads only the filled part of the cache.
 
-    So slots beyond the last positions may hold anything, NaN too.
+    Slots beyond the last positions may contain anything, even NaN.
 
     Args:
-        query: (1, B, N, H), bfloat16 or bfloat8_b, H whole tiles, that `step_supports`.
-        keys, values: the cache, (B, K, S, H), bfloat16 or bfloat8_b; S whole tiles. With a page table they are pages,
-            (pages, K, slots of a page, H).
-        last_positions: the last slot that each sequence sees, (B,), on the host; or, unread, on the device, int32.
-        spec: layer of these heads, whose scale and other changes of scores apply; default: the scale 1 / sqrt(H).
-        page_table: which pages each sequence has, in order, (B, P), int32, on the device.
-        sinks: the logit of each head that takes part in the softmax and has no value, (1, N, 1, 1); or what
-            `sinks_of_step` makes of them, once for many steps.
-        compute_kernel_config: arithmetic of the device; default `accurate_config`.
+        query: (1, B, N, H), bfloat16 or bfloat8_b, H whole tiles and accepted by `step_supports`.
+        keys, values: cache, (B, K, S, H), bfloat16 or bfloat8_b, S whole tiles; or with a page table (pages, K, slots
+            per page, H).
+        last_positions: last slot that each sequence attends to, (B,), on the host; or on the device, int32, unchecked.
+        spec: layer of these heads: scale, soft cap, ALiBi; default: the scale 1 / sqrt(H).
+        page_table: pages of each sequence, in order, (B, P), int32, on the device.
+        sinks: attention sinks, (1, N, 1, 1); or the result of `sinks_of_step`, for many steps.
+        compute_kernel_config: arithmetic of the device; default: `accurate_config`.
 
     Raises:
         TypeError: if a tensor is float32 or not in tiles on the device, or positions are not integers.
-        ValueError: if the shapes do not fit, or a position lies outside of the cache.
+        ValueError: if the shapes do not fit, or a position lies outside the cache.
 
     Source: ttnn.transformer.scaled_dot_product_attention_decode, paged_scaled_dot_product_attention_decode.
     """
@@ -201,12 +199,12 @@ def attend_to_cache(
     if not isinstance(sinks, list):
         check_sinks(sinks, query.shape[2])
         sinks = [None] * len(parts) if sinks is None else _sinks_of(parts, sinks, scale)
-    # 0 lets the operation choose its chunks. Without a configuration it divides the keys among more cores than its tree
-    # of sums has room for, on Blackhole with few heads.
+    # 0 lets the operation choose its chunks. Without a configuration it divides keys among more cores than its
+    # reduction tree supports, on Blackhole with few heads.
     chunk = math.gcd(_largest_chunk(query), keys.shape[2]) if query.shape[3] > WIDE else 0
     is_there, device = isinstance(last_positions, Tensor), query.device()
     positions = last_positions if is_there else upload_integers(last_positions, device=device)
-    heads = as_dtype(query, ttnn.bfloat16)  # it takes no other with groups
+    heads = as_dtype(query, ttnn.bfloat16)  # the only supported dtype with groups
     operation, in_pages, contexts = ttnn.transformer.scaled_dot_product_attention_decode, {}, []
     if page_table is not None:
         operation = ttnn.transformer.paged_scaled_dot_product_attention_decode
@@ -235,7 +233,7 @@ def sinks_of_step(
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> list[Tensor]:
-    """Sinks as `attend_to_cache` takes them for such queries and keys, made once for many steps."""
+    """Prepare sinks for `attend_to_cache`, once for many steps with such queries and keys."""
     check_sinks(sinks, query.shape[2])
     config = compute_kernel_config or accurate_config(query.device())
     return _sinks_of(_parts(query.shape[2], query.shape[3], keys.shape[1], config), sinks, score_scale(query, spec))
@@ -244,11 +242,10 @@ def sinks_of_step(
 def _parts(
     num_heads: int, num_features: int, num_kv_heads: int, config: ttnn.DeviceComputeKernelConfig
 ) -> list[tuple[slice, int]]:
-    """Which heads the kernel of a step takes at once, and how many times each of them is there.
+    """Return the heads per call of the step kernel, and the number of copies of each.
 
-    Up to half a tile of heads gets approximate exponentials, whatever is chosen, and is 2 % off. So each of a few heads
-    is there several times, beside the others of its group, and the first of them counts. Where approximations are
-    chosen, once is as good.
+    Up to half a tile of heads always gets approximate exponentials, with errors of 2%. A few heads are therefore
+    repeated within their group, and the first copy is used. If approximations are chosen, one copy suffices.
     """
     at_once = TILE if num_features > WIDE and num_kv_heads == 1 else num_heads
     parts = [slice(first, min(first + at_once, num_heads)) for first in range(0, num_heads, at_once)]
@@ -258,31 +255,31 @@ def _parts(
 
 
 def _sinks_of(parts: list[tuple[slice, int]], sinks: Tensor, scale: float) -> list[Tensor]:
-    """The sinks of these heads as the kernel of a step takes them."""
+    """Return the sinks of these heads for the step kernel."""
     column = ttnn.reshape(_unscaled(sinks, scale), (sinks.shape[1], 1))
     return [_some_heads(column, part, times, axis=0) for part, times in parts]
 
 
 def supports(x: Tensor, scores: Scores) -> bool:
-    """Return whether the framework's kernels support the dtype of x, and what the scores ask for."""
+    """Return whether the framework's kernels support the dtype of x and these changes to the scores."""
     has_dropout = scores.dropout or scores.dropout_keep is not None
     return x.dtype != ttnn.float32 and scores.soft_cap is None and not scores.has_distances and not has_dropout
 
 
 def step_supports(num_features: int) -> bool:
-    """Return whether the framework's kernel of a step is right for heads of so many features (docs/ttnn.md)."""
+    """Return whether the framework's step kernel is correct for heads of this width (docs/ttnn.md)."""
     return num_features <= STEP_FEATURES or num_features % STEP_FEATURES == 0
 
 
 def may_zero_rows(config: ttnn.DeviceComputeKernelConfig) -> bool:
-    """Whether the kernel of prompts may give 0 for a row whose largest score is 11 264 or more.
+    """Return whether the prompt kernel may return 0 for a row whose largest score is at least 11,264.
 
-    With float32 sums it subtracts the first 8 bits of that score. Where the others come to more than 88, the largest
-    exponential is infinite, and the row 0. With bfloat16 sums a score has no others, and exponentials that are
-    approximated lose no row either: measured on a simulator (docs/upstream-ttnn.md).
+    With float32 sums it subtracts the first 8 bits of that score. If the others exceed 88, the largest exponential is
+    infinite and the row 0. With bfloat16 sums a score has no others, and approximate exponentials lose no rows either:
+    measured on a simulator (docs/upstream-ttnn.md).
 
-    A second run of the kernel stays: to skip it by a bound on the scores, the host would have to read that bound back
-    in every call, which stops the queue and which no trace can hold.
+    A second run of the kernel is necessary: to skip it by a bound on the scores, the host would have to read the bound
+    back in every call, which stalls the queue and is impossible in a trace.
     """
     return config.fp32_dest_acc_en and not config.math_approx_mode
 
@@ -297,11 +294,11 @@ def _check_supported(query: Tensor) -> None:
 def _attn_mask(
     mask: DeviceMask | None, bias: np.ndarray | Tensor | None, seq_len_q: int, seq_len_k: int, device: ttnn.MeshDevice
 ) -> Tensor | None:
-    """What the kernel adds to the scores, (B or 1, N or 1, T, S), with `MASKED` beyond the last key."""
+    """Return the mask that the kernel adds to the scores, (B or 1, N or 1, T, S), with `MASKED` beyond the last key."""
     if bias is None:
         return None if mask is None else mask.additive(seq_len_q, seq_len_k)
     attn_mask = bias_on_device(bias, device, ttnn.bfloat16)
-    if mask is None and tuple(attn_mask.shape)[2:] != (seq_len_q, seq_len_k):  # spread over queries and keys
+    if mask is None and tuple(attn_mask.shape)[2:] != (seq_len_q, seq_len_k):  # broadcast to queries and keys
         mask = DeviceMask(np.zeros((1, 1, seq_len_q, seq_len_k), bool), device=device)
     if mask is not None:
         attn_mask = ttnn.add(attn_mask, mask.additive(seq_len_q, seq_len_k))
@@ -309,12 +306,12 @@ def _attn_mask(
 
 
 def _unscaled(sinks: Tensor, scale: float) -> Tensor:
-    """Sinks as the kernels take them, which multiply them by the scale, too."""
+    """Return sinks divided by the scale, because the kernels multiply them by it."""
     return as_dtype(ttnn.multiply(at_least_float32(sinks), 1.0 / scale), ttnn.bfloat16)
 
 
 def _some_heads(x: Tensor, part: slice, times: int, *, axis: int) -> Tensor:
-    """Some of the heads of x, each so many times in a row."""
+    """Return some heads of x, each `copies` times in a row."""
     some = x if part.stop - part.start == x.shape[axis] else x[(slice(None),) * axis + (part,)]
     return some if times == 1 else ttnn.repeat_interleave(some, times, dim=axis)
 

@@ -1,7 +1,8 @@
 """Containment of NaN and infinity: rows that mask a non-finite token stay finite, rows that attend to it become NaN.
 
-0 * NaN is NaN, so a value of weight 0 has to be finite. The device does not tell whether it is. So values that may be
-non-finite are set to 0 before, and rows that attend to them to NaN afterwards. Finite values do not change.
+0 * NaN is NaN, so values with weight 0 must be finite, which the host cannot check without a read-back. Values that may
+be non-finite are therefore set to 0 before, and rows that attend to them to NaN afterwards. Finite values are
+unaffected.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from mha_tt.scores import Scores
 def hide_nonfinite(
     mask: DeviceMask, seq_len_q: int, *held: Float[Tensor, "B K S H"]
 ) -> tuple[list[Float[Tensor, "B K S H"]], Float[Tensor, "B heads T 1"] | None]:
-    """Return keys or values with 0 instead of what may not spread, and the rows that become NaN for it, marked by > 0.
+    """Return keys or values with 0 for non-finite ones, and the rows that become NaN, marked by > 0.
 
-    If all rows attend to the same keys, the others are 0, and the rest spreads by itself.
+    If all rows attend to the same keys, hidden keys are 0, and NaN in the others spreads by itself.
     """
     if mask.real_keys is not None:
         return [ttnn.where(as_dtype(mask.real_keys, x.dtype), x, 0.0) for x in held], None
@@ -38,7 +39,7 @@ def hide_nonfinite(
 
 
 def _rows_that_see(marked: Float[Tensor, "B K S 1"], mask: DeviceMask, seq_len_q: int) -> Float[Tensor, "B heads T 1"]:
-    """How many of the marked keys a row sees: for each key/value head, or each head of the mask where it has more."""
+    """Count the marked keys that each row attends to, per key/value head, or per head of the mask if it has more."""
     batch_size, num_heads, seq_len_k, _ = marked.shape
     if mask.is_causal and mask.shape[2] == seq_len_q == seq_len_k:  # needs no mask in memory
         return ttnn.cumsum(_entering_less_leaving(marked, mask.window_size), dim=2)
@@ -48,7 +49,7 @@ def _rows_that_see(marked: Float[Tensor, "B K S 1"], mask: DeviceMask, seq_len_q
         num_heads = shown.shape[1]
         if shown.shape[0] < batch_size:
             shown = ttnn.repeat(shown, (batch_size, 1, 1, 1))
-    # What shares a mask is a row of one product: (b, n, rows, S) (b, n, T, S)^T.
+    # Heads that share a mask are rows of one product: (b, n, rows, S) (b, n, T, S)^T.
     rows = batch_size * num_heads // (shown.shape[0] * shown.shape[1])
     marked = ttnn.reshape(marked, (shown.shape[0], shown.shape[1], rows, seq_len_k))
     seen = ttnn.matmul(as_dtype(marked, ttnn.bfloat16), shown, transpose_b=True)
@@ -56,10 +57,10 @@ def _rows_that_see(marked: Float[Tensor, "B K S 1"], mask: DeviceMask, seq_len_q
 
 
 def _entering_less_leaving(marked: Float[Tensor, "B K S 1"], window_size: int | None) -> Float[Tensor, "B K S 1"]:
-    """What each row sees of the marked keys that the row before did not, less what it has lost sight of."""
+    """Count, per row, the marked keys that enter its window minus those that leave it."""
     if window_size is None:
         return marked
-    marked = as_dtype(marked, ttnn.float32)  # a sum that went back to 0 in bfloat16 might not be 0
+    marked = as_dtype(marked, ttnn.float32)  # in bfloat16 a sum may not return to exactly 0
     batch_size, num_heads, seq_len, _ = marked.shape
     none = zeros((batch_size, num_heads, window_size, 1), marked.dtype, marked.device())
     return ttnn.subtract(marked, ttnn.concat([none, marked[:, :, : seq_len - window_size]], dim=2))
@@ -85,10 +86,10 @@ def zero_masked_rows(x: Float[Tensor, "B N T ..."], mask: DeviceMask | None) -> 
 
 
 def contained(kernel: Kernel) -> Kernel:
-    """Wrap a kernel for finite keys and values, so that it keeps the rules for non-finite ones.
+    """Wrap a kernel for finite keys and values so that it follows the rules for non-finite ones.
 
-    Keys and values that are masked are finite to the kernel. Rows that attend to a non-finite one are NaN afterwards,
-    and fully masked rows are 0.
+    The kernel gets masked keys and values as finite ones. Rows that attend to a non-finite one become NaN afterwards,
+    and fully masked rows 0.
     """
 
     @wraps(kernel)
@@ -103,9 +104,9 @@ def contained(kernel: Kernel) -> Kernel:
 
 
 def contained_with_weights(attend: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Wrap `stages.attend` for finite values as `contained` wraps a kernel.
+    """Wrap `stages.attend` as `contained` wraps a kernel.
 
-    Attention weights need no change: a masked key weighs 0 whatever it holds. Empty tensors do not reach `attend`.
+    Attention weights need no change: a masked key always has weight 0. Empty tensors do not reach `attend`.
     """
 
     @wraps(attend)

@@ -1,4 +1,4 @@
-"""TTNN without hardware: boards that do not exist, and the values that they would compute."""
+"""TTNN without hardware: mock boards, and the values that they would compute."""
 
 from mha_tt.mock.boards import BOARDS, board, use
 from mha_tt.mock.goldens import golden

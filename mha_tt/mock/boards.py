@@ -1,8 +1,8 @@
-"""Boards that do not exist, for any TTNN code.
+"""Mock boards, for any TTNN code.
 
 ttnn can open a *mock* board: every operation checks its arguments and builds its program for the real grid of cores,
-and computes nothing. `board` opens one on any machine, without a toolchain, and `shadow` adds the values. Together ttnn
-says that a program is valid, and ttnn says what it computes:
+but computes nothing. `board` opens one on any machine, without a toolchain, and `shadow` adds the values. Together they
+validate a program and compute its results:
 
     with mha_tt.mock.board("n150") as device:
         x = ttnn.from_torch(torch.randn(2, 40, 64), dtype=ttnn.bfloat16, layout=ttnn.TILE_LAYOUT, device=device)
@@ -25,7 +25,7 @@ import ttnn
 from mha_spec import Refusal
 from mha_tt.mock.shadows import shadow
 
-# ---- Their descriptions, in tt-umd's format --------------------------------------------------------------------------
+# ---- Descriptions in tt-umd's format ---------------------------------------------------------------------------------
 
 _BLACKHOLE = """\
 arch: {0: blackhole}
@@ -40,7 +40,7 @@ boards: [[board_id: 4476187513037, board_type: %s, chips: [0]]]
 
 
 def _t3000() -> str:
-    """Four n300 side by side: chips 0..3 are seen by the host, 4..7 by them; two links between neighbours."""
+    """Return four n300: chips 0..3 are connected to the host, 4..7 to these; two links between neighbors."""
     columns = range(4)
     pairs = [(f"chip: {c}, chan: {8 + link}", f"chip: {c + 4}, chan: {link}") for c in columns for link in (0, 1)]
     for row in (0, 4):
@@ -83,16 +83,16 @@ boards: [[board_id: 72058994491072686, board_type: n300, chips: [0, 1]]]
     "p100": _BLACKHOLE % (3, "p100"),
     "p150": _BLACKHOLE % (0, "p150"),
 }
-"""n150 is one Wormhole, n300 a mesh of 1 x 2 of them, t3000 has four n300, a mesh of 2 x 4
-or 1 x 8; p100 and p150 are Blackholes."""
+"""n150 is one Wormhole, n300 a 1 x 2 mesh of them, t3000 four n300 (a 2 x 4 or 1 x 8 mesh); p100 and p150 are
+Blackholes."""
 
 MESHES = {"n300": (1, 2), "t3000": (1, 8)}
-"""The shapes in which `mha_tt.mock.board` opens those of several chips."""
+"""Mesh shapes in which `mha_tt.mock.board` opens boards of several chips."""
 
-# ---- Their use -------------------------------------------------------------------------------------------------------
+# ---- Opening ---------------------------------------------------------------------------------------------------------
 
-# What ttnn calls as a compiler. Its version text is part of the key under which ttnn caches kernels, so that nothing
-# compiled here is ever taken for a real kernel. The shell itself writes the file: a process less than `cp`.
+# Compiler that ttnn calls. Its version text is part of the cache key of kernels, so that nothing compiled here can pass
+# for a real kernel. The shell writes the file itself, which saves the process of `cp`.
 _COMPILER = """\
 #!/bin/sh
 case "$*" in *--version*) echo "riscv-tt-elf-g++ (mha_tt mock)"; exit;; esac
@@ -104,16 +104,16 @@ _used: str | None = None
 
 
 def use(board: str) -> None:
-    """Let this process see a board that does not exist, from the first device that it opens to its end.
+    """Select a mock board for this process, until its end.
 
-    Writes to `$XDG_CACHE_HOME/mha_tt` (`~/.cache/mha_tt`) only: ttnn's own cache of kernels is left alone.
+    Writes only to `$XDG_CACHE_HOME/mha_tt` (`~/.cache/mha_tt`), not to ttnn's cache of kernels.
 
     Args:
         board: `n150`, `n300`, `t3000`, `p100` or `p150`.
 
     Raises:
-        ValueError: if there is no such board, or the cache folder's path has blanks in it.
-        RuntimeError: if this process uses another board already; ttnn reads its environment once.
+        ValueError: if there is no such board, or the cache folder's path contains blanks.
+        RuntimeError: if this process already uses another board; ttnn reads its environment once.
     """
     global _used
     if board not in BOARDS:
@@ -127,19 +127,19 @@ def use(board: str) -> None:
         raise Refusal("the cache folder", "have no blanks in its path, which ttnn's build cannot take", str(root))
     binaries = root / "runtime" / "sfpi" / "compiler" / "bin"
     binaries.mkdir(parents=True, exist_ok=True)
-    for name in ("tt_metal", "ttnn", "runtime/hw"):  # without the last ttnn links every kernel again in every process
-        with suppress(FileExistsError):  # from before, or from another process at this moment
+    for name in ("tt_metal", "ttnn", "runtime/hw"):  # without the last, each process links all kernels again
+        with suppress(FileExistsError):  # by an earlier process, or another one right now
             (root / name).symlink_to(package / name)
     kernel = "".join(f"\\{byte:03o}" for byte in _kernel_elf())
     _write(binaries / "riscv-tt-elf-g++", _COMPILER.replace("KERNEL", kernel).encode(), mode=0o755)
     _write(root / f"{board}.yaml", BOARDS[board].encode())
     os.environ["TT_METAL_RUNTIME_ROOT"] = str(root)
-    os.environ["TT_METAL_CACHE"] = f"{root}/cache/"  # without the slash ttnn glues its key to the name
+    os.environ["TT_METAL_CACHE"] = f"{root}/cache/"  # without the slash ttnn appends its key to the name
     os.environ["TT_METAL_MOCK_CLUSTER_DESC_PATH"] = str(root / f"{board}.yaml")
-    os.environ.setdefault("TT_METAL_LOGS_PATH", str(root))  # else "generated" appears in the working directory
+    os.environ.setdefault("TT_METAL_LOGS_PATH", str(root))  # otherwise "generated" appears in the working directory
     os.environ.setdefault("TT_METAL_LOGGER_LEVEL", "fatal")
     os.environ.setdefault("TT_METAL_DISABLE_BACKTRACE", "1")
-    ttnn.begin_trace_capture = _refuse_traces  # which would end the process
+    ttnn.begin_trace_capture = _refuse_traces  # a trace would end the process
     _used = board
 
 
@@ -149,26 +149,26 @@ def _refuse_traces(*_: Any, **__: Any) -> None:
 
 @contextmanager
 def board(name: str = "n150", *, values: bool = True) -> Iterator[ttnn.MeshDevice]:
-    """Open a board that does not exist, for the time of a `with` block.
+    """Open a mock board for a `with` block.
 
     Args:
         name: `n150`, `n300` (a mesh of 1 x 2), `t3000` (1 x 8), `p100` or `p150`.
-        values: also compute values, by golden functions, which needs torch. Without them a program is validated in any
-            size, and reading a tensor back is an error. Each chip of a mesh has its own.
+        values: also compute values, by golden functions, which requires torch; each chip of a mesh has its own. Without
+            values programs of any size are validated, and reading back a tensor is an error.
 
     Yields:
-        The device.
+        Device.
 
     Raises:
-        ModuleNotFoundError: if values are wanted and torch is not installed.
-        RuntimeError: if the board does not open, or the process uses another already.
+        ModuleNotFoundError: if values=True and torch is not installed.
+        RuntimeError: if the board does not open, or the process already uses another.
     """
     use(name)
     with ExitStack() as stack:
         if name in MESHES:
-            ttnn.set_fabric_config(ttnn.FabricConfig.FABRIC_1D)  # before a mesh is opened, and not after
+            ttnn.set_fabric_config(ttnn.FabricConfig.FABRIC_1D)  # only before a mesh is opened
             stack.callback(ttnn.set_fabric_config, ttnn.FabricConfig.DISABLED)
-            workers = ttnn.DispatchCoreConfig(ttnn.DispatchCoreType.WORKER)  # the default place is not validated
+            workers = ttnn.DispatchCoreConfig(ttnn.DispatchCoreType.WORKER)  # the default cores are not validated
             device = ttnn.open_mesh_device(ttnn.MeshShape(*MESHES[name]), dispatch_core_config=workers)
             stack.callback(ttnn.close_mesh_device, device)
         else:
@@ -180,7 +180,7 @@ def board(name: str = "n150", *, values: bool = True) -> Iterator[ttnn.MeshDevic
 
 
 def _write(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Write a file whole: another process may be reading it, or executing it."""
+    """Write a file atomically: another process may be reading or executing it."""
     if path.exists() and path.read_bytes() == content:
         return
     handle, temporary = tempfile.mkstemp(dir=path.parent)
@@ -191,9 +191,9 @@ def _write(path: Path, content: bytes, mode: int = 0o644) -> None:
 
 
 def _kernel_elf(address: int = 0x10000) -> bytes:
-    """The least that tt-metal's loader takes for a kernel: one text segment, a symbol table, a relocation section.
+    """Return the smallest kernel that tt-metal's loader accepts: a text segment, a symbol table, a relocation section.
 
-    One file serves every processor of Wormhole and Blackhole; the loader looks neither at the address nor at the code.
+    One file serves all processors of Wormhole and Blackhole; the loader checks neither the address nor the code.
     """
     names = b"\0.text\0.rela.text\0.symtab\0.strtab\0.shstrtab\0"
     text, symbols, strings = struct.pack("<I", 0x00008067), bytes(16), bytes(4)  # ret

@@ -1,7 +1,7 @@
-"""What operations compute where ttnn has no golden function, or one that fails where the operation does not.
+"""Golden functions of operations for which ttnn has none, or a wrong one.
 
-They take the operations' arguments, with torch tensors in the place of ttnn's, and spring the traps that the operations
-leave open. `mha_tt.mock` calls them.
+They accept the operations' arguments, with torch tensors instead of ttnn's, and raise errors for invalid arguments that
+the operations accept silently. `mha_tt.mock` calls them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ GOLDENS: dict[str, Golden] = {}
 
 
 def golden(operation: str) -> Callable[[Golden], Golden]:
-    """Say what an operation computes, where ttnn has no golden function or a wrong one.
+    """Register a golden function for an operation for which ttnn has none or a wrong one.
 
     Args:
-        operation: its full name, such as `ttnn.experimental.dropout`.
+        operation: full name, such as `ttnn.experimental.dropout`.
 
     Returns:
-        A decorator for a function that takes the operation's arguments, with torch tensors in the place of ttnn's, and
-        gives what it returns.
+        Decorator for a function that accepts the operation's arguments, with torch tensors instead of ttnn's, and
+        returns its results.
     """
 
     def register(function: Golden) -> Golden:
@@ -43,7 +43,7 @@ def golden(operation: str) -> Callable[[Golden], Golden]:
 
 @golden("ttnn.linear")
 def _linear(a: torch.Tensor, b: torch.Tensor, *, bias: torch.Tensor | None = None, **keywords: Any) -> torch.Tensor:
-    """ttnn's takes a bias of two elements for a matrix, and raises."""
+    """ttnn's raises for a bias of two elements, which it treats as a matrix."""
     bias = None if bias is None else bias.reshape(1, -1)
     return ttnn.get_golden_function(ttnn.linear)(a, b, bias=bias, **keywords)
 
@@ -52,12 +52,12 @@ def _linear(a: torch.Tensor, b: torch.Tensor, *, bias: torch.Tensor | None = Non
 def _scaled_dot_product_attention(
     query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor, **keywords: Any
 ) -> torch.Tensor:
-    """ttnn's is PyTorch's own, whose kernels for a CPU give 0 for a query that is not finite.
+    """ttnn's is PyTorch's, whose CPU kernels return 0 for a non-finite query.
 
-    With float32 sums and exact exponentials the operation loses rows, which are then 0: see `_lost_rows`.
+    With float32 sums and exact exponentials the operation returns 0 for some rows: see `_lost_rows`.
     """
     if keywords.get("sliding_window_size") and not keywords.get("is_causal", True) and key.shape[2] % TILE:
-        raise AssertionError(  # taken by the operation, which then sees what fills the last tiles
+        raise AssertionError(  # accepted by the operation, which then attends to the padding of the last tiles
             f"keys must be whole tiles with a window that is not causal, got key.shape={tuple(key.shape)}"
         )
     context = _attend_unswallowed(ttnn.transformer.scaled_dot_product_attention, query, key, *others, **keywords)
@@ -78,10 +78,10 @@ def _lost_rows(
     sliding_window_size: int | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Rows (B, N, T, 1) that the operation gives as 0, as measured on a simulator: docs/upstream-ttnn.md.
+    """Return the rows (B, N, T, 1) that the operation sets to 0, as measured on a simulator: docs/upstream-ttnn.md.
 
-    Of the largest score of a row it keeps the first 8 bits. Where more than the largest exponent of float32 is cut off,
-    the largest exponential of the row is infinite.
+    It truncates the largest score of a row to 8 bits. If it cuts off more than the largest exponent of float32, the
+    largest exponential of the row is infinite.
     """
     import torch
 
@@ -100,10 +100,10 @@ def _lost_rows(
 
 @golden("ttnn.transformer.scaled_dot_product_attention_decode")
 def _scaled_dot_product_attention_decode(query: torch.Tensor, *others: torch.Tensor, **keywords: Any) -> torch.Tensor:
-    """The same for one token."""
+    """Golden function for one token."""
     config = keywords.get("compute_kernel_config")
     most = 128 if config is not None and config.fp32_dest_acc_en else 256
-    if query.shape[3] > most and query.shape[3] % most:  # taken by the operation, which then gives garbage
+    if query.shape[3] > most and query.shape[3] % most:  # accepted by the operation, which then returns garbage
         raise AssertionError(
             f"heads must have at most {most} features in a step, or a multiple of that, got {tuple(query.shape)}"
         )
@@ -121,12 +121,12 @@ def _paged_scaled_dot_product_attention_decode(
     cache_position_modulo: int | None = None,
     **keywords: Any,
 ) -> torch.Tensor:
-    """The same over the pages (pages, K, slots of a page, H) that a table (B, P) names."""
+    """Golden function over pages (pages, K, slots per page, H) of a table (B, P)."""
     geometry = {"paged_cache_geometry": paged_cache_geometry, "cache_position_modulo": cache_position_modulo}
     _refuse_views("paged_scaled_dot_product_attention_decode", geometry)
     table = page_table_tensor.long()
-    if table.max() >= keys.shape[0]:  # taken by the operation, which then reads outside of the cache
-        raise AssertionError(f"a page table must name pages below {keys.shape[0]}, got {int(table.max())}")
+    if table.max() >= keys.shape[0]:  # accepted by the operation, which then reads outside the cache
+        raise AssertionError(f"a page table must contain pages below {keys.shape[0]}, got {int(table.max())}")
     in_order = (pages[table.clamp(min=0)].transpose(1, 2).flatten(2, 3) for pages in (keys, values))
     return _scaled_dot_product_attention_decode(query, *in_order, **keywords)
 
@@ -135,7 +135,7 @@ def _attend_unswallowed(operation: Any, query: torch.Tensor, *others: torch.Tens
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    with sdpa_kernel(SDPBackend.MATH):  # whose softmax still gives 0 for a row of nothing but -inf
+    with sdpa_kernel(SDPBackend.MATH):  # its softmax still returns 0 for a row that is all -inf
         context = ttnn.get_golden_function(operation)(query, *others, **keywords)
     return context.masked_fill(~torch.isfinite(query).all(-1, keepdim=True), torch.nan)
 
@@ -147,7 +147,7 @@ def _nlp_create_qkv_heads(
     """(B, 1, S, (N + 2 K) H) -> (B, N, S, H) and twice (B, K, S, H)."""
     batch_size, seq_len = packed.shape[0], packed.shape[2]
     head_dim = packed.shape[3] // (num_heads + 2 * num_kv_heads)
-    if head_dim % TILE:  # taken by the operation, which then gives heads of another width
+    if head_dim % TILE:  # accepted by the operation, which then returns heads of another width
         raise AssertionError(f"head_dim must be a multiple of {TILE} for nlp_create_qkv_heads, got {head_dim}")
     heads = packed.reshape(batch_size, seq_len, -1, head_dim).transpose(1, 2)
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
@@ -166,14 +166,14 @@ def _nlp_create_qkv_heads_decode(
 @golden("ttnn.experimental.nlp_concat_heads")
 def _nlp_concat_heads(x: torch.Tensor, **_: Any) -> torch.Tensor:
     """(B, N, T, H) -> (B, 1, T, N * H)."""
-    if x.shape[3] % TILE:  # taken by the operation, which puts whole tiles side by side
+    if x.shape[3] % TILE:  # accepted by the operation, which concatenates whole tiles
         raise AssertionError(f"head_dim must be a multiple of {TILE} for nlp_concat_heads, got {x.shape[3]}")
     return x.transpose(1, 2).flatten(2)[:, None]
 
 
 @golden("ttnn.experimental.nlp_concat_heads_decode")
 def _nlp_concat_heads_decode(x: torch.Tensor, *, num_heads: int, **_: Any) -> torch.Tensor:
-    """(1, B, N, H) -> (1, 1, 32, N * H); what is beyond the last sequence nobody writes."""
+    """(1, B, N, H) -> (1, 1, 32, N * H); rows beyond the last sequence are not written."""
     combined = x.new_full((1, 1, TILE, num_heads * x.shape[3]), float("nan"))
     combined[0, 0, : x.shape[1]] = x[0, :, :num_heads].flatten(1)
     return combined
@@ -184,7 +184,7 @@ def _nlp_concat_heads_decode(x: torch.Tensor, *, num_heads: int, **_: Any) -> to
 
 @golden("ttnn.experimental.rotary_embedding_hf")
 def _rotary_embedding_hf(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **_: Any) -> torch.Tensor:
-    """x * cos + (-second half, first half) * sin; of longer tables the first rows."""
+    """x * cos + (-second half, first half) * sin; uses the first rows of longer tables."""
     return _rotated(x, _half_a_head_away(x), cos[:, :, : x.shape[2]], sin[:, :, : x.shape[2]])
 
 
@@ -192,7 +192,7 @@ def _rotary_embedding_hf(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, 
 def _rotary_embedding(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, token_idx: int | None = None, **_: Any
 ) -> torch.Tensor:
-    """The same, of one row for all with `token_idx`; the result has whole tiles of rows."""
+    """Like `_rotary_embedding_hf`; with `token_idx` one row for all; the result has whole tiles of rows."""
     first, count = (0, x.shape[2]) if token_idx is None else (token_idx, 1)
     rows = slice(first, first + count)
     rotated = _rotated(x, _half_a_head_away(x), cos[:, :, rows], sin[:, :, rows])
@@ -204,7 +204,7 @@ def _rotary_embedding(
 def _rotary_embedding_llama(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, trans_mat: torch.Tensor, **_: Any
 ) -> torch.Tensor:
-    """x * cos + (x @ trans_mat, tile by tile) * sin; of longer tables the first rows."""
+    """x * cos + (x @ trans_mat, tile by tile) * sin; uses the first rows of longer tables."""
     width = x.shape[3]
     padded = _torch().nn.functional.pad(x, (0, -width % TILE)).unflatten(3, (-1, TILE))
     swapped = (padded @ trans_mat[0, 0, :TILE, :TILE]).flatten(3)[..., :width]
@@ -212,7 +212,7 @@ def _rotary_embedding_llama(
 
 
 def _half_a_head_away(x: torch.Tensor) -> torch.Tensor:
-    if x.shape[3] % TILE:  # taken by the operations, which find the halves of what tiles hold
+    if x.shape[3] % TILE:  # accepted by the operations, which split whole tiles in halves
         raise AssertionError(f"heads must have whole tiles of {TILE} features to be rotated, got {tuple(x.shape)}")
     first, second = x.chunk(2, dim=-1)
     return _torch().cat([-second, first], dim=-1)
@@ -236,7 +236,7 @@ def _torch() -> Any:
 def _fill_cache(
     cache: torch.Tensor, tokens: torch.Tensor, batch_idx: int, *, update_idx: int = 0, **_: Any
 ) -> torch.Tensor:
-    """Tokens (1, K, T, H) into the slots of one sequence of (B, K, S, H)."""
+    """Write tokens (1, K, T, H) into the slots of one sequence of (B, K, S, H)."""
     if update_idx + tokens.shape[2] > cache.shape[2]:
         raise AssertionError(
             f"fill_cache must stay within {cache.shape[2]} slots, got {tokens.shape[2]} at {update_idx}"
@@ -250,8 +250,8 @@ def _fill_cache(
 def _update_cache(
     cache: torch.Tensor, tokens: torch.Tensor, update_idx: int, *, batch_offset: int = 0, **_: Any
 ) -> torch.Tensor:
-    """One token of each sequence, (1, K, B, H), into one slot of (B, K, S, H). ttnn's wants all sequences."""
-    if update_idx >= cache.shape[2]:  # taken by the operation, which then writes outside of the cache
+    """Write one token of each sequence, (1, K, B, H), into one slot of (B, K, S, H). ttnn's requires all sequences."""
+    if update_idx >= cache.shape[2]:  # accepted by the operation, which then writes outside the cache
         raise AssertionError(f"update_cache must stay within {cache.shape[2]} slots, got {update_idx}")
     cache = cache.clone()
     for sequence in range(min(cache.shape[0], tokens.shape[2])):
@@ -269,12 +269,12 @@ def _paged_update_cache(
     page_table: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """One token of each sequence, (1, B, K, H), into a slot of its own of (B, K, S, H); -1 skips a sequence.
+    """Write one token of each sequence, (1, B, K, H), into its slot of (B, K, S, H); -1 skips a sequence.
 
-    With a page table (B, pages) the cache is (pages, K, slots of a page, H).
+    With a page table (B, pages) the cache is (pages, K, slots per page, H).
     """
     _refuse_views("paged_update_cache", others)
-    if cache.shape[1] > TILE:  # taken by the operation, which reads one row of tiles for each sequence
+    if cache.shape[1] > TILE:  # accepted by the operation, which reads one row of tiles per sequence
         raise AssertionError(f"paged_update_cache must have at most {TILE} heads, got {cache.shape[1]}")
     cache = cache.clone()
     slots = update_idxs if update_idxs_tensor is None else update_idxs_tensor.tolist()
@@ -290,7 +290,7 @@ def _paged_update_cache(
 def _paged_fused_update_cache(
     keys: torch.Tensor, new_keys: torch.Tensor, values: torch.Tensor, new_values: torch.Tensor, **keywords: Any
 ) -> list[torch.Tensor]:
-    """The same of two caches at once."""
+    """Update two caches at once."""
     return [_paged_update_cache(keys, new_keys, **keywords), _paged_update_cache(values, new_values, **keywords)]
 
 
@@ -304,7 +304,7 @@ def _paged_fill_cache(
     batch_idx_tensor: torch.Tensor | None = None,
     **others: Any,
 ) -> torch.Tensor:
-    """Tokens (B, K, T, H) into the first slots of sequences, in pages (pages, K, slots of a page, H)."""
+    """Write tokens (B, K, T, H) into the first slots of sequences, in pages (pages, K, slots per page, H)."""
     _refuse_views("paged_fill_cache", others)
     sequences = [batch_idx] if batch_idx_tensor is None else batch_idx_tensor.flatten().tolist()
     cache, page_size = cache.clone(), cache.shape[2]
@@ -320,7 +320,7 @@ def _paged_fill_cache(
 def _place(
     name: str, cache: torch.Tensor, page_table: torch.Tensor | None, sequence: int, slot: int
 ) -> tuple[int, int]:
-    """The page and the slot in it where a sequence has a slot. The operations write outside of a cache unasked."""
+    """Return the page, and the slot in it, of a sequence's slot. (The operations silently write outside a cache.)"""
     page_size = cache.shape[2]
     num_slots = page_size if page_table is None else page_table.shape[1] * page_size
     if slot >= num_slots:
@@ -334,7 +334,7 @@ def _place(
 
 
 def _refuse_views(name: str, others: dict[str, Any]) -> None:
-    """Refuse options that change what a cache looks like, of which nothing is known here."""
+    """Refuse options that change the layout of a cache, which are not modeled here."""
     views = (
         "block_size",
         "num_kv_heads",
@@ -353,13 +353,13 @@ def _refuse_views(name: str, others: dict[str, Any]) -> None:
 
 @golden("ttnn.experimental.dropout")
 def _dropout(x: torch.Tensor, *, probability: float, scale: float, seed: int, **_: Any) -> torch.Tensor:
-    """As many elements are dropped as on the device, though others."""
+    """Drop as many elements as the device, though different ones."""
     torch = _torch()
     kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed)) >= probability
     return x * kept * scale
 
 
-# ---- Collectives: what all chips have, and not each by itself --------------------------------------------------------
+# ---- Collectives -----------------------------------------------------------------------------------------------------
 
 
 def collective(
@@ -370,14 +370,14 @@ def collective(
     cluster_axis: int | None = None,
     **keywords: Any,
 ) -> list[torch.Tensor]:
-    """What each chip of a mesh has after a collective, along one axis of the mesh or among all chips.
+    """Return the result of a collective on each chip of a mesh, along one axis or among all chips.
 
     Args:
-        name: of the operation, one of `COLLECTIVES`.
-        parts: what each chip had, in the order of the mesh's rows.
-        mesh: its shape.
-        arguments, keywords: of the operation, without the tensor.
-        cluster_axis: the axis; all chips when absent.
+        name: name of the operation, one of `COLLECTIVES`.
+        parts: input of each chip, in row-major order.
+        mesh: shape of the mesh.
+        arguments, keywords: arguments of the operation, without the tensor.
+        cluster_axis: axis of the mesh; default: all chips.
     """
     found = list(parts)
     for line in lines_of(mesh, cluster_axis):
@@ -389,33 +389,33 @@ def collective(
 
 
 def lines_of(mesh: tuple[int, ...], axis: int | None) -> list[list[int]]:
-    """The chips that share what they have: those along an axis, for each place on the others; or all."""
+    """Return the groups of chips of a collective: those along an axis, for each index of the others; or all."""
     chips = np.arange(math.prod(mesh)).reshape(mesh)
     return [chips.ravel().tolist()] if axis is None else np.moveaxis(chips, axis, -1).reshape(-1, mesh[axis]).tolist()
 
 
 def is_collective(name: str, golden_function: Golden) -> bool:
-    """Whether chips share what they have in an operation, of which a function of what one has knows nothing."""
+    """Return whether an operation is a collective, which a golden function of one chip cannot compute."""
     return getattr(golden_function, "__module__", "") == "ttnn.operations.ccl" or "ring_" in name.rpartition(".")[2]
 
 
 def _all_reduce(parts: list[torch.Tensor], **_: Any) -> list[torch.Tensor]:
-    """The sum, on all; in float32, though kernels round what they pass on."""
+    """Return the sum, on all chips; in float32, although kernels round in transit."""
     return [_torch().stack(parts).sum(0)] * len(parts)
 
 
 def _all_gather(parts: list[torch.Tensor], dim: int, **_: Any) -> list[torch.Tensor]:
-    """All parts side by side, on all."""
+    """Return all parts concatenated, on all chips."""
     return [_torch().cat(parts, dim)] * len(parts)
 
 
 def _reduce_scatter(parts: list[torch.Tensor], dim: int, **_: Any) -> list[torch.Tensor]:
-    """Each a part of the sum."""
+    """Return a part of the sum on each chip."""
     return list(_torch().stack(parts).sum(0).chunk(len(parts), dim))
 
 
 def _mesh_partition(parts: list[torch.Tensor], dim: int, **_: Any) -> list[torch.Tensor]:
-    """Each a part of what it has."""
+    """Return a part of its input on each chip."""
     return [part.chunk(len(parts), dim)[chip] for chip, part in enumerate(parts)]
 
 

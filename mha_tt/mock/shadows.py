@@ -1,10 +1,10 @@
-"""The values that a mock board would compute, as ttnn's own golden functions say.
+"""Values that a mock board would compute, according to golden functions.
 
-`shadow` keeps next to each tensor what ttnn's golden (torch) function says that the tensor holds. Nothing here knows
-attention; it serves any TTNN code.
+`shadow` stores the values of each tensor, computed by ttnn's golden (torch) functions. It is independent of attention
+and serves any TTNN code.
 
-What golden functions do not see: the filling of tiles, the rounding inside kernels, writes outside of a tensor. The
-worst of these traps are checked here (`Shadow._check_filling`) and in the golden functions of `mha_tt.mock.goldens`.
+Golden functions do not model the padding of tiles, rounding inside kernels, and writes outside a tensor. The worst of
+these pitfalls are checked here (`Shadow._check_filling`) and in `mha_tt.mock.goldens`.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ if TYPE_CHECKING:
 
 Observer = Callable[[ttnn.Tensor, np.ndarray | list[np.ndarray], float], None]
 
-observers: list[Observer] = []  # told of every upload, of one array or of one for each chip
-readers: list[Callable[[ttnn.Tensor], np.ndarray]] = []  # asked for values that a device does not have
+observers: list[Observer] = []  # notified of every upload, of one array or one per chip
+readers: list[Callable[[ttnn.Tensor], np.ndarray]] = []  # return values that a device does not have
 
 
 class Shadow:
-    """The values of tensors, as golden functions compute them, and the operations that ran.
+    """Values of tensors, computed by golden functions, and the operations that ran.
 
-    Each chip of a mesh has its own. A golden function computes what one chip does with what it has; only collectives,
-    such as `ttnn.all_reduce`, know of the others.
+    Each chip of a mesh has its own values. Golden functions compute one chip at a time, except collectives such as
+    `ttnn.all_reduce`.
 
-    Values are kept by `tensor_id`, which is never given twice, and is the same for a cache and for the result of its
-    update in place. They stay until the block ends or `ttnn.deallocate` is called: a long loop wants blocks of its own.
+    Values are stored by `tensor_id`, which is never reused, and is the same for a cache and the result of its in-place
+    update. They are kept until the block ends or `ttnn.deallocate` is called; use a block per iteration in long loops.
 
     Attributes:
-        operations: full names of the operations, in the order in which they ran.
+        operations: full names of the operations, in execution order.
     """
 
     def __init__(self) -> None:
         self.operations: list[str] = []
-        self._values: dict[int, list[torch.Tensor]] = {}  # of each chip, in the order of the mesh's rows
-        self._filling: dict[int, float] = {}  # what lies beyond a tensor in its last tiles, where that is known
+        self._values: dict[int, list[torch.Tensor]] = {}  # of each chip, in row-major order
+        self._filling: dict[int, float] = {}  # padding of a tensor's last tiles, if known
 
     def __getitem__(self, tensor: ttnn.Tensor) -> torch.Tensor:
-        """The value of a tensor, in float32.
+        """Return the value of a tensor, in float32.
 
         Raises:
-            KeyError: if the tensor was made outside of the shadow.
-            ValueError: if the chips of a mesh have several values.
+            KeyError: if the tensor was created outside the shadow.
+            ValueError: if the chips of a mesh have different values.
         """
         first, *others = self.parts(tensor)
         for chip, other in enumerate(others, 1):
@@ -67,21 +67,21 @@ class Shadow:
         return first
 
     def parts(self, tensor: ttnn.Tensor) -> list[torch.Tensor]:
-        """What each chip has of a tensor, in float32, in the order of the mesh's rows.
+        """Return the value of a tensor on each chip, in float32, in row-major order.
 
         Raises:
-            KeyError: if the tensor was made outside of the shadow.
+            KeyError: if the tensor was created outside the shadow.
         """
         if tensor.tensor_id not in self._values:
             raise KeyError(f"tensor must have been made while the shadow is on, got one of shape {tuple(tensor.shape)}")
         return self._values[tensor.tensor_id]
 
     def _set(self, tensor: ttnn.Tensor, values: Sequence[torch.Tensor]) -> None:
-        rounded = {id(value): _rounded(value, tensor) for value in values}  # one that several chips have, once
+        rounded = {id(value): _rounded(value, tensor) for value in values}  # replicated values once
         self._values[tensor.tensor_id] = [rounded[id(value)] for value in values]
 
     def uploaded(self, tensor: ttnn.Tensor, array: np.ndarray | list[np.ndarray], pad_value: float) -> None:
-        """Take note of an array that went to the device, or of one for each chip."""
+        """Record an uploaded array, or one per chip."""
         import torch
 
         arrays = array if isinstance(array, list) else [array]
@@ -90,16 +90,16 @@ class Shadow:
         self._filling[tensor.tensor_id] = pad_value
 
     def download(self, tensor: ttnn.Tensor) -> np.ndarray:
-        """The value of a tensor as an array of its own."""
+        """Return the value of a tensor as a new array."""
         return self[tensor].numpy().copy()
 
     def taken_apart(self, tensor: ttnn.Tensor, parts: list[ttnn.Tensor]) -> None:
-        """Take note of tensors that are what each chip has of another."""
+        """Record tensors that are the per-chip parts of another."""
         for part, value in zip(parts, self._values.get(tensor.tensor_id, []), strict=False):
             self._values[part.tensor_id] = [value]
 
     def __call__(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
-        """What ttnn calls after every operation."""
+        """Compute the results of an operation; ttnn calls this hook after each."""
         name = operation.python_fully_qualified_name
         self.operations.append(name)
         if name == "ttnn.deallocate":
@@ -129,7 +129,7 @@ class Shadow:
     def _computed(
         self, name: str, golden_function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], num_chips: int
     ) -> list[list[torch.Tensor]]:
-        """What an operation gives: for each of its results what each chip has."""
+        """Return the results of an operation, each with its value on each chip."""
         if num_chips > 1 and name in COLLECTIVES:
             first, *others = arguments
             mesh, parts = tuple(first.device().shape), self.parts(first)
@@ -138,7 +138,7 @@ class Shadow:
         if function is None or (num_chips > 1 and is_collective(name, function)):
             among = " among chips" if function is not None else ""
             raise NotImplementedError(f"{name} has no golden function{among}; mha_tt.mock.golden({name!r}) takes one")
-        known: dict[tuple[int, ...], Sequence[torch.Tensor]] = {}  # what chips that have the same compute, too
+        known: dict[tuple[int, ...], Sequence[torch.Tensor]] = {}  # chips with equal inputs share results
         each = []
         for chip in range(num_chips):
             given, named = (self._values_of(x, chip) for x in (arguments, keywords))
@@ -160,7 +160,7 @@ class Shadow:
         return parts[chip if len(parts) > 1 else 0]
 
     def _check_filling(self, *, attn_mask: ttnn.Tensor | None = None, **_: Any) -> None:
-        """The kernel reads what fills the last tiles of a mask, which no golden function sees (tt-metal#54833)."""
+        """Refuse a mask with wrong padding: kernels read it, unlike golden functions (tt-metal#54833)."""
         if attn_mask is not None and attn_mask.shape[3] % TILE:
             filling = self._filling.get(attn_mask.tensor_id, 0.0)
             if filling > -1e4:
@@ -171,7 +171,7 @@ class Shadow:
 
 
 def _tensors_in(argument: Any) -> Iterator[torch.Tensor]:
-    """The tensors of torch among arguments."""
+    """Return the torch tensors among arguments."""
     if isinstance(argument, dict | list | tuple):
         for each in argument.values() if isinstance(argument, dict) else argument:
             yield from _tensors_in(each)
@@ -180,13 +180,13 @@ def _tensors_in(argument: Any) -> Iterator[torch.Tensor]:
 
 
 def _num_chips(tensor: Any) -> int:
-    """On how many chips a tensor lies."""
+    """Return the number of chips of a tensor."""
     is_on_device = isinstance(tensor, ttnn.Tensor) and ttnn.is_tensor_storage_on_device(tensor)
     return tensor.device().get_num_devices() if is_on_device else 1
 
 
 def _divided(value: torch.Tensor, tensor: ttnn.Tensor) -> list[torch.Tensor]:
-    """What each chip has of a value that a mapper has put on a mesh, as the tensor itself tells."""
+    """Return each chip's part of a value that a mapper distributed over a mesh, according to the tensor."""
     parts = [value]
     if _num_chips(tensor) > 1:
         topology = tensor.tensor_topology()
@@ -199,7 +199,7 @@ def _divided(value: torch.Tensor, tensor: ttnn.Tensor) -> list[torch.Tensor]:
 
 
 def _joined(parts: list[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
-    """What a composer makes of the parts of all chips, which its result tells by its shape."""
+    """Return the composition of the parts of all chips, inferred from the shape of the result."""
     import torch
 
     for axis in range(result.ndim):
@@ -214,7 +214,7 @@ def _joined(parts: list[torch.Tensor], result: torch.Tensor) -> torch.Tensor:
 
 
 def value_of(tensor: ttnn.Tensor) -> np.ndarray | None:
-    """The value of a tensor, wherever it lies, if a shadow is on and knows it."""
+    """Return the value of a tensor, on host or device, if an active shadow has it."""
     known = bool(_active) and tensor.tensor_id in _active[-1]._values
     return _active[-1].download(tensor) if known else None
 
@@ -225,16 +225,16 @@ _active: list[Shadow] = []
 
 @contextmanager
 def shadow() -> Iterator[Shadow]:
-    """Compute the values that a mock board does not, for the time of a `with` block.
+    """Compute the values that a mock board does not, for a `with` block.
 
-    `mha_tt.download` and `ttnn.to_torch` then give these values, so that the same code runs with and without hardware.
-    A block inside another shares its values.
+    `mha_tt.download` and `ttnn.to_torch` then return these values, so that the same code runs with and without
+    hardware. Nested blocks share values.
 
     Yields:
-        The values, by tensor.
+        Values, by tensor.
 
     Raises:
-        ModuleNotFoundError: if torch, in which golden functions are written, is not installed.
+        ModuleNotFoundError: if torch, which golden functions use, is not installed.
     """
     if _active:
         yield _active[-1]
@@ -252,7 +252,7 @@ def shadow() -> Iterator[Shadow]:
 
 @contextmanager
 def _taking_apart(state: Shadow) -> Iterator[None]:
-    """Tell a state of tensors that are taken apart, which is no operation of which ttnn would tell."""
+    """Notify a shadow of tensors that are split by chip, for which ttnn calls no hook."""
     get_device_tensors = ttnn.get_device_tensors
 
     def get_and_tell(tensor: ttnn.Tensor) -> list[ttnn.Tensor]:
@@ -266,9 +266,9 @@ def _taking_apart(state: Shadow) -> Iterator[None]:
 
 @contextmanager
 def observed(state: Any) -> Iterator[None]:
-    """Tell a state of every upload (`uploaded`) and operation (`__call__`), and ask it for arrays (`download`)."""
+    """Notify a state of uploads (`uploaded`) and operations (`__call__`), and read arrays from it (`download`)."""
     fast = ttnn.CONFIG.enable_fast_runtime_mode
-    ttnn.CONFIG.enable_fast_runtime_mode = False  # ttnn calls hooks outside of the fast mode only
+    ttnn.CONFIG.enable_fast_runtime_mode = False  # ttnn calls hooks only outside the fast mode
     observers.append(state.uploaded)
     readers.append(state.download)
     try:
@@ -282,7 +282,7 @@ def observed(state: Any) -> Iterator[None]:
 
 @contextmanager
 def _without_graphs() -> Iterator[None]:
-    """Outside of its fast mode ttnn captures a graph of each operation, for reports: half of the time that it takes."""
+    """Disable the graphs that ttnn captures for reports outside its fast mode, which take half of the time."""
     begin, end = ttnn.graph.begin_graph_capture, ttnn.graph.end_graph_capture
     captured: list[bool] = []
 
@@ -299,15 +299,15 @@ def _without_graphs() -> Iterator[None]:
 
 
 def _rounded(value: torch.Tensor, tensor: ttnn.Tensor) -> torch.Tensor:
-    """A value as a tensor of that dtype holds it, in float32."""
+    """Return a value rounded to the dtype of a tensor, in float32."""
     import torch
 
-    if not value.is_floating_point():  # that of a comparison is in the dtype of what was compared
+    if not value.is_floating_point():  # results of comparisons have the dtype of their operands
         return value if tensor.dtype in _INTEGERS else value.float()
     if tensor.dtype == ttnn.bfloat16:
         return value.to(torch.bfloat16).float()
-    if tensor.dtype in (ttnn.bfloat8_b, ttnn.bfloat4_b):  # the host's own conversion knows the block formats
+    if tensor.dtype in (ttnn.bfloat8_b, ttnn.bfloat4_b):  # the host's conversion supports block formats
         host = ttnn.Tensor(np.array(value.float().numpy(), order="C"), tensor.dtype, None, ttnn.TILE_LAYOUT)
-        rounded = ttnn._ttnn.operations.core.to_dtype(host, ttnn.float32).to_numpy()  # under the hooks
+        rounded = ttnn._ttnn.operations.core.to_dtype(host, ttnn.float32).to_numpy()  # below the hooks
         return torch.from_numpy(np.array(rounded))
     return value.float()

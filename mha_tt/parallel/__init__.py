@@ -1,4 +1,4 @@
-"""Layers whose heads are divided over the chips of a mesh, in the words of `ttnn`."""
+"""Tensor parallelism of layers over the chips of a mesh."""
 
 from mha_tt.parallel.heads import shard
 

@@ -1,6 +1,6 @@
-"""A layer whose heads are divided over the chips of a mesh, in the words of `ttnn`.
+"""Tensor parallelism of a layer over the chips of a mesh.
 
-Each chip computes some of the query heads, and the outputs are added up: one all-reduce.
+Each chip computes some of the query heads, and an all-reduce sums the outputs.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ __all__ = ["shard"]
 
 
 def shard(layer: AttentionLayer, mesh: ttnn.MeshDevice, *, heads: int) -> AttentionLayer:
-    """Divide the heads of a layer over a dimension of a mesh: tensor parallelism.
+    """Divide the heads of a layer over a mesh dimension: tensor parallelism.
 
-    Afterwards each chip is given the whole input, which `mha_tt.upload` puts on all of them, and has the whole output.
-    Attention weights, masks and biases with an axis of heads, and the cache that `init_cache` gives, are those of a
-    chip's own heads; without `out_proj` the output is, too: `mha_tt.download_parts` reads what each chip has.
+    Each chip then needs the whole input, which `mha_tt.upload` replicates, and has the whole output. Attention weights,
+    masks and biases with an axis of heads, and the cache of `init_cache` are local: those of a chip's heads. Without
+    `out_proj` the output is also local: `mha_tt.download_parts` reads the part of each chip.
 
     Args:
         layer: any attention module of this package; it is changed.
-        mesh: the chips, on which it lies: see `mha_tt.open_mesh`.
-        heads: the number of the dimension, 0 for its rows or 1 for its columns, which have no names here.
+        mesh: mesh of the layer: see `mha_tt.open_mesh`.
+        heads: mesh dimension that heads are divided over, 0 (rows) or 1 (columns).
 
     Returns:
         The layer.
 
     Raises:
         TypeError: if the layer is not one of this package, or heads is not an integer.
-        ValueError: if the mesh has no such dimension or the layer does not lie on it, or the layer cannot be divided
-            so: the query heads not evenly; a norm over the width of all heads; ALiBi. Then nothing is changed.
+        ValueError: if the mesh has no such dimension, the layer is not on it, the query heads do not divide evenly, or
+            the layer has a norm over the width of all heads or ALiBi. The layer is then unchanged.
 
     Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
-    # Both import `local` of this package, and with it this module.
+    # These modules import `local` of this package, and thereby this module.
     from mha_tt.mha import AttentionLayer
     from mha_tt.weights import download_weights, upload_weights
 
@@ -59,7 +59,7 @@ def shard(layer: AttentionLayer, mesh: ttnn.MeshDevice, *, heads: int) -> Attent
     if layer.heads is not None:
         raise Refusal("layer", "be divided by heads once", f"one that is, along dimension {layer.heads}")
     check_divides(layer.full_spec, shape[heads])
-    if target() == "mock" and not readers:  # which holds no values that could be divided
+    if target() == "mock" and not readers:  # it has no values to divide
         weights = {name: np.zeros(size, np.float32) for name, size in layer.full_spec.weight_shapes.items()}
     else:
         weights = download_weights(layer.weights, layer.full_spec)

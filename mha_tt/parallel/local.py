@@ -1,4 +1,4 @@
-"""What one chip of a mesh has of a layer whose heads are divided over several."""
+"""Local part of a layer whose heads are divided over the chips of a mesh."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mha_spec.shares import OF_KEYS, OUT_BIAS, axis_of_heads, local_heads
 
 
 def local_spec(spec: AttentionSpec, size: int) -> AttentionSpec:
-    """What each of so many chips computes: as many query heads, and the key/value heads that these see.
+    """Return the specification of each of `size` chips: its query heads, and their key/value heads.
 
-    Where there are fewer key/value heads than chips, several chips have the same one.
+    With fewer key/value heads than chips, several chips share one.
     """
     queries, keys = local_heads(spec, size, 0)
     return replace(spec, num_heads=len(queries), num_kv_heads=len(keys))
@@ -25,7 +25,7 @@ def local_spec(spec: AttentionSpec, size: int) -> AttentionSpec:
 def local_weights(
     weights: Mapping[str, np.ndarray], spec: AttentionSpec, size: int, chip: int
 ) -> dict[str, np.ndarray]:
-    """The canonical weights of a chip. The bias of out_proj is on the first one, and zeros on others: added once."""
+    """Return the canonical weights of a chip. The bias of out_proj is zero on all but the first: it is added once."""
     found = {}
     for name, weight in weights.items():
         axis, count, heads = _place_of(name, spec, size, chip)
@@ -41,7 +41,7 @@ def local_weights(
 
 
 def whole_weights(parts: Sequence[Mapping[str, np.ndarray]], spec: AttentionSpec) -> dict[str, np.ndarray]:
-    """The canonical weights of a layer from those of all chips: the inverse of `local_weights`."""
+    """Return the canonical weights of a layer from those of all chips: the inverse of `local_weights`."""
     whole = {}
     for name, shape in spec.weight_shapes.items():
         held = [part[name] for part in parts]
@@ -59,14 +59,14 @@ def whole_weights(parts: Sequence[Mapping[str, np.ndarray]], spec: AttentionSpec
 
 
 def all_reduce(x: Tensor, axis: int | None) -> Tensor:
-    """The sum over the chips along an axis of a mesh, on each of them; x itself without an axis."""
+    """Return the sum over chips along an axis of a mesh, on each of them; x itself without an axis."""
     if axis is None or x.device().shape[axis] == 1 or 0 in tuple(x.shape):
         return x
     return ttnn.all_reduce(x, cluster_axis=axis)
 
 
 def _place_of(name: str, spec: AttentionSpec, size: int, chip: int) -> tuple[int | None, int, list[int]]:
-    """The axis of a canonical weight on which its heads lie, how many there are, and which of them a chip has."""
+    """Return the axis of heads in a canonical weight, their number, and the local heads of a chip."""
     (queries, keys), axis = local_heads(spec, size, chip), axis_of_heads(name, spec)
     is_of_keys = name.partition(".")[0] in OF_KEYS
     return (axis, spec.num_kv_heads, keys) if is_of_keys else (axis, spec.num_heads, list(queries))
@@ -76,7 +76,7 @@ def _place_of(name: str, spec: AttentionSpec, size: int, chip: int) -> tuple[int
 
 
 def check_divides(spec: AttentionSpec, size: int) -> None:
-    """Refuse a layer whose heads so many chips cannot divide."""
+    """Refuse a layer whose heads cannot be divided over `size` chips."""
     if size == 1:
         return
     if spec.num_heads % size:
