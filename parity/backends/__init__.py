@@ -1,7 +1,8 @@
-"""The backends: how canonical weights get into a sibling's modules, and how a case runs there, stage by stage.
+"""Backends: loading of canonical weights into modules of mha_jax, mha_torch and mha_tt, and running cases stage by
+stage.
 
-Each is a record in `BACKENDS` and a module of plain functions, a `Port`, which `driver` takes through the stages of a
-case. None is imported before it is asked for.
+Each is a record in `BACKENDS` and a module of plain functions, a `Port`, with which `driver` runs the stages of a case.
+Backends are imported on demand.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ if TYPE_CHECKING:
     from parity.backends.port import Divided, Port
 
 
-class Backend(NamedTuple):  # a dataclass would cost every --help a tenth of its time
-    """What is known of a backend before it is imported.
+class Backend(NamedTuple):  # a dataclass would take a tenth of the time of --help
+    """Facts about a backend that need no import.
 
     Attributes:
-        name: what the command line and the reports call it.
-        sibling: the package that it runs.
-        needs: the other packages that it needs.
-        arrays: the module of functions on its arrays; where tensors lie on a device, on those of masks.
-        paths: which of a module's paths it has, of those in `parity.core.stages`.
-        has_all_mistakes: whether every known mistake can be planted in it, and not only those in masks.
-        wheels: of packages that it needs, where there are any, if not everywhere.
-        divided: the module that runs cases on a mesh of several devices, of this package; empty where none does.
-        why_no_cache_files: why its caches cannot be kept in files, or nothing.
-        has_own_device: whether it holds a device that no other process can use meanwhile.
-        has_own_arithmetic: whether its hardware may compute in other ways than IEEE 754 says.
+        name: name in the command line and reports.
+        sibling: package with the implementation.
+        needs: other required packages.
+        arrays: module of functions on its arrays; for tensors on a device, on those of masks.
+        paths: supported paths of a module, from `parity.core.stages`.
+        has_all_mistakes: all known bugs can be injected, not only those in masks.
+        wheels: platforms with wheels of its packages, if not all.
+        divided: module of this package that runs cases on a mesh of devices; empty without one.
+        why_no_cache_files: reason why its caches cannot be saved; empty if they can.
+        has_own_device: it blocks a device for other processes.
+        has_own_arithmetic: its hardware may deviate from IEEE 754.
     """
 
     name: str
@@ -63,17 +64,17 @@ _BACKENDS = (
 )
 
 BACKENDS = {backend.name: backend for backend in _BACKENDS}
-"""The backends by name."""
+"""Backends by name."""
 
 FRAMEWORKS = {"torch": "torch", "jax": "jax", "ttnn": "tt"}
-"""The backend that takes a framework's arrays."""
+"""Backend of each framework's arrays."""
 
 
 def why_missing(name: str) -> str | None:
-    """Why a backend cannot run here, or None if it can.
+    """Return why a backend cannot run here, or None if it can.
 
     Raises:
-        ValueError: if there is no backend of that name.
+        ValueError: if no backend has this name.
     """
     if name not in BACKENDS:
         from mha_spec import Refusal
@@ -93,7 +94,7 @@ def load_backend(name: str) -> Port:
     """Import a backend.
 
     Raises:
-        ValueError: if there is no backend of that name.
+        ValueError: if no backend has this name.
         ModuleNotFoundError: if it needs a package that is not installed.
     """
     if reason := why_missing(name):
@@ -102,10 +103,10 @@ def load_backend(name: str) -> Port:
 
 
 def load_divided(name: str) -> Divided:
-    """Import what runs cases of a backend on a mesh of several devices.
+    """Import the module that runs cases of a backend on a mesh of devices.
 
     Raises:
-        ValueError: if there is no backend of that name, or it runs on one device only.
+        ValueError: if no backend has this name, or it supports only one device.
         ModuleNotFoundError: if it needs a package that is not installed.
     """
     if reason := why_missing(name):
@@ -118,6 +119,6 @@ def load_divided(name: str) -> Divided:
 
 
 def backend_of(value: object) -> str | None:
-    """The name of the backend whose sibling has the class of a value, or a class that it extends; None if none has."""
+    """Return the backend whose package defines the class of a value, or a base class; None if there is none."""
     packages = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
     return next((name for name, backend in BACKENDS.items() if backend.sibling in packages), None)

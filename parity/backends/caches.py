@@ -1,4 +1,4 @@
-"""A cache of keys and values as a file: any sibling's in, any sibling's out."""
+"""Files of key/value caches, exchangeable between mha_jax and mha_torch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from parity.backends import BACKENDS, backend_of, load_backend
 from parity.core.weights import FORMAT, is_floating, load_tensors, save_tensors
 
 FRAMEWORKS = [name for name, backend in BACKENDS.items() if not backend.why_no_cache_files]
-"""The backends whose caches have the shapes of the contract."""
+"""Backends whose caches have the standard shapes."""
 
 PARTS = ("keys", "values", "lengths")
 
 
 def save_cache(path: str | os.PathLike[str], cache: Any) -> None:
-    """Write a cache to a safetensors file, whole or not at all.
+    """Write a cache to a safetensors file, atomically.
 
     Args:
         path: file to write.
-        cache: a `KVCache` of mha_jax or mha_torch. Every slot is kept bit for bit, those that hold nothing among them.
+        cache: a `KVCache` of mha_jax or mha_torch. All slots are stored bit for bit, including empty ones.
 
     Raises:
         OSError: if the file cannot be written.
-        TypeError: if it is no such cache.
+        TypeError: if it is not such a cache.
         ValueError: if keys, values and lengths do not fit together.
     """
     framework = backend_of(cache)
@@ -43,16 +43,16 @@ def save_cache(path: str | os.PathLike[str], cache: Any) -> None:
 
 
 def load_cache(path: str | os.PathLike[str], framework: str) -> Any:
-    """Read a cache that `save_cache` wrote, whichever sibling's it was.
+    """Read a cache that `save_cache` wrote, for either framework.
 
     Args:
-        path: the file.
-        framework: whose `KVCache` to make: `jax` or `torch`.
+        path: file to read.
+        framework: framework of the `KVCache`: `jax` or `torch`.
 
     Raises:
         ModuleNotFoundError: if the framework is not installed.
         OSError: if the file cannot be read.
-        ValueError: if there is no such framework, the file is no cache, or JAX would narrow its float64.
+        ValueError: if the framework is unknown, the file is not a cache, or JAX would narrow its float64.
     """
     _check_framework(framework)
     backend = load_backend(framework)
@@ -74,7 +74,7 @@ def _check_framework(framework: str) -> None:
 
 
 def _check(name: str, tensors: dict[str, np.ndarray]) -> None:
-    """Refuse keys, values and lengths that make no cache."""
+    """Refuse keys, values and lengths that do not form a cache."""
     keys, values, lengths = (tensors[part] for part in PARTS)
     if keys.ndim != 4 or values.ndim != 4 or values.shape[:3] != keys.shape[:3] or lengths.shape != keys.shape[:1]:
         shapes = {part: tensor.shape for part, tensor in tensors.items()}

@@ -1,6 +1,6 @@
-"""The stages of a case in a sibling: each is the sibling's own function, on NumPy's arrays.
+"""Stages of a case in an implementation: each calls the implementation's function on NumPy arrays.
 
-How these get in and out is its port's. The order of the stages is that of `parity.core.stages`.
+The port converts arrays. The order of stages is that of `parity.core.stages`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from parity.core.weights import dtype_named
 
 
 def steps(port: Port, problem: Problem) -> Sequence[Step]:
-    """The stages of a problem as functions, in the order of the data flow: see `parity.core.stages`."""
+    """Return the stages of a problem as functions, in the order of the data flow: see `parity.core.stages`."""
     return steps_of(_Layer(port, problem), problem.case)
 
 
 def gradients(port: Port, problem: Problem) -> dict[str, np.ndarray]:
-    """Gradients of sum(output * cotangent) on the plain path, `grad.…`, and on the others, `fused.grad.…`, …"""
+    """Return gradients of sum(output * cotangent) on the plain path, `grad.…`, and the others, `fused.grad.…`, …"""
     layer = _Layer(port, problem)
     inputs = {name: layer.inputs[name] for name in ("query", "key", "bias") if name in layer.inputs}
     hidden = {"mask": layer.own_mask(), "positions": layer.positions(), "cotangent": layer.inputs["cotangent"]}
@@ -37,21 +37,21 @@ def gradients(port: Port, problem: Problem) -> dict[str, np.ndarray]:
 
 
 def values_to_weigh(problem: Problem, values: Values) -> np.ndarray:
-    """The values of a problem for its stage `context`, (B, K, S, Hv), without NaN.
+    """Return the values for the stage `context`, (B, K, S, Hv), without NaN.
 
-    A sibling's `attention_context` knows no mask: it is the formula, for which 0 * NaN is NaN. What hides such values
-    are the functions made of the stages, and `module.output` and `fused.output` ask it of them. A row that sees a NaN
-    is NaN here, too: its attention weights are.
+    `attention_context` has no mask: it is the formula, in which 0 * NaN is NaN. Containment is the task of functions
+    that combine the stages, and `module.output` and `fused.output` test it. Rows that attend to a NaN are NaN here as
+    well, because their attention weights are.
     """
     v = values["v"]
     return v if problem.case.not_finite is None else np.where(np.isfinite(v), v, np.zeros_like(v))
 
 
-# ---- A sibling's functions: what differs from layer to layer is an argument, so that all share what is compiled ------
+# ---- Functions of an implementation: differences between layers are arguments, so that compiled code is shared -------
 
 
 def _project(sibling: Any, spec: AttentionSpec, weights: Any, query: Any, key: Any, positions: Any) -> Any:
-    key = query if key is None else key  # the same array, of which one product gives all three
+    key = query if key is None else key  # the same array, so that one product returns all three
     return sibling.project_qkv(sibling.project_with(weights, spec), query, key, key, spec, positions)
 
 
@@ -98,7 +98,7 @@ def _append_latents(sibling: Any, cache: Any, latents: Any, new_lengths: Any) ->
 
 
 class _Layer:
-    """A problem's arrays in a sibling, and each stage of it: from NumPy's arrays, to NumPy's arrays, by name."""
+    """Arrays of a problem in an implementation, and its stages: from NumPy arrays to NumPy arrays, by name."""
 
     def __init__(self, port: Port, problem: Problem) -> None:
         self.port, self.problem, self.case, self.spec = port, problem, problem.case, problem.spec
@@ -110,14 +110,14 @@ class _Layer:
         }
         self.sibling = port.SIBLING
 
-    # ---- One stage each ----------------------------------------------------------------------------------------------
+    # ---- Stages ------------------------------------------------------------------------------------------------------
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         shape = (self.case.batch, self.spec.num_heads, self.case.seq_len, self.case.key_len)
         return {"mask": np.broadcast_to(self.hidden(self.spec), shape)}
 
     def hidden(self, spec: AttentionSpec | None = None) -> np.ndarray:
-        """What the sibling's functions hide, joined; with a spec also what a layer of it hides by itself."""
+        """Return the combined mask of the implementation; with a spec including the layer's own span."""
         case = self.case
         mask = to_numpy(
             self.sibling.create_attention_mask(
@@ -134,22 +134,22 @@ class _Layer:
         return mask | self.problem.inputs["mask"] if "mask" in self.problem.inputs else mask
 
     def own_mask(self) -> Any:
-        """The mask as the module is given it, or None."""
+        """Mask argument of the module, or None."""
         return self.port.beside(self.hidden()) if self.case.has_mask else None
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
         return self.entering(self.inputs["query"], self.inputs.get("key"), self.positions())
 
     def positions(self, step: int | None = None) -> Any:
-        """The positions as the module is given them, or None where it counts them by itself."""
+        """Return the positions argument of the module, or None for the default."""
         return self.told_positions(step) if self.case.has_positions else None
 
     def told_positions(self, step: int | None) -> Any:
-        """The positions, also where a module counts them by itself."""
+        """Return the positions, also if a module uses the default."""
         return self.port.beside(self.case.positions(step).astype(np.int32))
 
     def entering(self, query: Any, key: Any, positions: Any) -> dict[str, np.ndarray]:
-        """The heads that enter attention, and the gate of what comes out."""
+        """Return the heads that enter attention, and the gate of its output."""
         of_layer, found = (self.spec, self.filled.weights), {}
         if self.spec.latent is None:
             q, k, v = self.port.call(_project, *of_layer, query, key, positions)
@@ -160,7 +160,7 @@ class _Layer:
         read = {name: self.shapes.to_numpy(name, x) for name, x in found.items()}
         if self.spec.gate is None:
             return read
-        # Last, because recordings of devices have this order.
+        # Last, because recordings have this order.
         return {**read, "gate": self.shapes.to_numpy("gate", self.port.call(_open, *of_layer, query))}
 
     def scores(self, values: Values, offsets: Any = None) -> dict[str, np.ndarray]:
@@ -186,7 +186,7 @@ class _Layer:
         return {"output": self.shapes.to_numpy("output", output)}
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
-        """The module as users call it, by each of its paths."""
+        """Run the module on each of its paths."""
         inputs = {name: self.inputs.get(name) for name in ("query", "key", "bias")}
         attn_weights, outputs = self.filled.outputs(**inputs, mask=self.own_mask(), positions=self.positions())
         return {"module.attn_weights": self.port.to_numpy(attn_weights), **self.outputs(outputs)}

@@ -1,4 +1,4 @@
-"""The JAX backend: canonical weights into `mha_jax` modules, and cases through them."""
+"""JAX backend: loading of canonical weights into `mha_jax` modules, and running cases."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from parity.core.problem import Problem
 from parity.core.weights import Weights, check_held, check_weights, pack_qkv, unpack_qkv, weight_shapes
 from parity.files.tensor_file import flatten
 
-Params = dict[str, Any]  # arrays, and dicts of them
+Params = dict[str, Any]  # nested dicts of arrays
 
 SMALL_BLOCKS = FusedAttention(few_scores=0, queries=8, keys=8, last_keys=4, most_blocks=2)
-"""The fused kernel in blocks of which most cases have several; with its default sizes they take the plain path."""
+"""Fused kernel with blocks so small that most cases have several; with default sizes they use the plain path."""
 
 
 def from_numpy(x: np.ndarray) -> Array:
-    """The JAX array of the same values and dtype (64-bit ones only where x64 is enabled)."""
-    return jax.device_put(x, may_alias=False)  # jnp.asarray compiles a program for every shape
+    """Return a JAX array of the same values and dtype (64-bit dtypes only with x64 enabled)."""
+    return jax.device_put(x, may_alias=False)  # jnp.asarray compiles a program per shape
 
 
 def to_numpy(x: Array) -> np.ndarray:
-    """The NumPy array of the same values and dtype."""
+    """Return a NumPy array of the same values and dtype."""
     return np.asarray(x)
 
 
@@ -46,11 +46,11 @@ def to_numpy(x: Array) -> np.ndarray:
 
 
 def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
-    """Fill a module of `mha_jax` from canonical weights, bit for bit, or leave it as it was."""
+    """Fill a module of `mha_jax` from canonical weights, bit for bit; unchanged on errors."""
     spec = spec_of(module)
     weights = check_weights(weights, spec)
     _check_held(nnx.to_pure_dict(nnx.state(module, nnx.Param)), spec)
-    (dtype,) = {weight.dtype for weight in weights.values()}  # one, as checked; before JAX can narrow it
+    (dtype,) = {weight.dtype for weight in weights.values()}  # checked to be one; before JAX can narrow it
     held = getattr(module, next(iter(spec.projections))).kernel.dtype
     if dtype != held:
         raise WrongType("weights", "have the dtype of the module", f"{dtype} and {held}")
@@ -60,19 +60,19 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
 
 
 def _placed_as(x: Array, held: Any) -> Array:
-    """x where another array lies, if that lies on a mesh."""
+    """Return x with the sharding of another array, if that is on a mesh."""
     placement = getattr(held, "sharding", None)
-    is_placed = isinstance(placement, NamedSharding) and isinstance(placement.mesh, Mesh)  # not an abstract one
+    is_placed = isinstance(placement, NamedSharding) and isinstance(placement.mesh, Mesh)  # not an abstract mesh
     return jax.device_put(x, placement) if is_placed else x
 
 
 def spec_of(module: Any) -> AttentionSpec:
-    """The specification of a module of `mha_jax`."""
+    """Return the specification of a module of `mha_jax`."""
     return module.spec
 
 
 def weights_of(module: Any) -> Weights:
-    """The canonical weights of a module of `mha_jax`, bit for bit."""
+    """Return the canonical weights of a module of `mha_jax`, bit for bit."""
     spec, params = spec_of(module), nnx.to_pure_dict(nnx.state(module, nnx.Param))
     _check_held(params, spec)
     return from_params(params, spec)
@@ -84,7 +84,7 @@ def _check_held(params: Mapping[str, Any], spec: AttentionSpec) -> None:
 
 
 def to_params(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> Params:
-    """Canonical weights as the parameter tree that a layer of that specification holds."""
+    """Return canonical weights as the parameter tree of a layer with this specification."""
     params: Params = {}
     for name, weight in (pack_qkv(weights) if spec.fused_qkv else weights).items():
         projection, _, leaf = name.partition(".")
@@ -98,7 +98,7 @@ def to_params(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> Params:
 
 
 def from_params(params: Mapping[str, Any], spec: AttentionSpec) -> Weights:
-    """Canonical weights from the parameter tree that a layer of that specification holds."""
+    """Return canonical weights from the parameter tree of a layer with this specification."""
     held: Weights = {}
     for name, array in flatten(params).items():
         weight = to_numpy(array)
@@ -123,33 +123,33 @@ QUICKLY: dict[str, Any] = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-"""How XLA compiles small layers on a CPU: in a fifth of the time. Sums then go from first to last term."""
+"""Compiler options for small layers on a CPU: five times faster compilation. Sums then run in order."""
 
 LONGEST_AXIS = 1024
-"""The longest axis of a small layer: a larger one runs longer than it compiles, and the order of its sums shows."""
+"""Longest axis of a small layer: larger ones run longer than they compile, and their order of sums matters."""
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function compiled, and called: a compilation costs more here than the computation."""
+    """Call the compiled function: compilation takes longer than the computation."""
     return compiled(function, *arguments)(*arguments)
 
 
 def compiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function as it is compiled for such arguments."""
+    """Return the function compiled for such arguments."""
     longest = max((size for x in jax.tree.leaves(arguments) for size in np.shape(x)), default=0)
-    # Whoever sets XLA's flags, to nothing even, has everything compiled by them.
+    # If XLA's flags are set, even to nothing, they apply to everything.
     quickly = longest <= LONGEST_AXIS and jax.default_backend() == "cpu" and "XLA_FLAGS" not in os.environ
     return _compiled(function, quickly, _replaceable())
 
 
 @lru_cache(maxsize=16)
 def _compiled(function: Callable[..., Any], quickly: bool, _: tuple[Any, ...]) -> Callable[..., Any]:
-    """A function compiled for all layers, until something of the sibling is replaced, such as by a mistake."""
+    """Return a function compiled for all layers, until part of the implementation is replaced, such as by a bug."""
     return jax.jit(partial(function, SIBLING), compiler_options=QUICKLY if quickly else None)
 
 
 def _replaceable() -> tuple[Any, ...]:
-    """What compiled functions are made of: the functions, classes and methods that the sibling's modules hold now."""
+    """Return the current functions, classes and methods of the implementation, on which compiled functions depend."""
     modules = [SIBLING, *(x for x in vars(SIBLING).values() if isinstance(x, ModuleType))]
     held = [x for module in modules for x in vars(module).values() if callable(x)]
     own = [x for x in held if isinstance(x, type) and x.__module__.split(".")[0] == SIBLING.__name__]
@@ -157,7 +157,7 @@ def _replaceable() -> tuple[Any, ...]:
 
 
 class JaxModule:
-    """A module with the weights of a problem, in evaluation: as users get it, and one that works in small blocks."""
+    """Module with the weights of a problem, in evaluation mode: the default one, and one with small blocks."""
 
     call = staticmethod(call)
 
@@ -181,9 +181,9 @@ class JaxModule:
 
 @lru_cache(maxsize=64)
 def _unfilled(kind: Callable[..., Any], spec: AttentionSpec, dtype: str) -> tuple[Any, Any]:
-    """A module in evaluation, taken apart, whose weights are still to be loaded: they need not be drawn.
+    """Return a split module in evaluation mode without weights, to avoid their initialization.
 
-    What is put together of the same parts is compiled once: the initializers that a module holds are its own.
+    Modules merged from the same parts are compiled once, while each new module has its own initializers.
     """
     module = nnx.eval_shape(lambda: kind(spec, param_dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
     module.eval()
@@ -204,14 +204,14 @@ filled = JaxModule
 def call_cached(
     _: Any, module: Any, x: Array, cache: Any, new_lengths: Array | None, positions: Array | None
 ) -> tuple[Array, Any]:
-    """A cached module, called: the output, and the grown cache."""
+    """Call a cached module: return the output and the cache."""
     return module(x, cache, new_lengths=new_lengths, positions=positions)
 
 
 def pull_back(
     path: str, filled: JaxModule, spec: AttentionSpec, inputs: dict[str, Array], hidden: dict[str, Any]
 ) -> tuple[dict[str, np.ndarray], Weights]:
-    """Gradients of the inputs and of the canonical weights on a path."""
+    """Return gradients of the inputs and canonical weights on a path."""
     module = filled.in_blocks if path == "blocks" else filled.module
     hidden = hidden | {"kernel": module.kernel}
     of_inputs, of_weights = filled.call(_GRADIENTS[path], spec, inputs, filled.weights, hidden)
@@ -240,12 +240,12 @@ def _gradients(
 _GRADIENTS = {path: partial(_gradients, path) for path in GRADIENT_PATHS}
 
 
-# ---- Surroundings ----------------------------------------------------------------------------------------------------
+# ---- Environment -----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def lock(dtype: str) -> Iterator[dict[str, Any]]:
-    """Hold still what changes JAX's numbers, report what is set, and put everything back afterwards."""
+    """Fix and report the settings that affect JAX's results, and restore them afterwards."""
     with jax.default_matmul_precision("highest"), _enable_x64(dtype == "float64"):
         yield {"matmul_precision": "highest", "x64": dtype == "float64", "platform": jax.default_backend()}
 
@@ -259,6 +259,6 @@ def _enable_x64(enabled: bool) -> AbstractContextManager[Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and devices."""
+    """Return versions and devices."""
     devices = [device.device_kind for device in jax.devices()]
     return {"jax": jax.__version__, "flax": flax.__version__, "device": jax.default_backend(), "devices": devices}

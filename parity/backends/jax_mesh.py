@@ -1,4 +1,4 @@
-"""The JAX backend on a mesh of devices: the same modules, divided by `mha_jax.parallel`, and what devices send."""
+"""JAX backend on a mesh: the same modules, divided by `mha_jax.parallel`, and counts of their collectives."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def make_devices(count: int) -> None:
-    """Have JAX make so many virtual devices of the CPU; before it has made any.
+    """Create virtual CPU devices, before JAX has created any.
 
     Raises:
-        RuntimeError: if it has, and not so many.
+        RuntimeError: if JAX already has another number of devices.
     """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
@@ -48,17 +48,17 @@ def check_devices(plan: MeshPlan) -> None:
 
 
 def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
-    """Why a case cannot run on a mesh, or None."""
+    """Return why a case cannot run on a mesh, or None."""
     return why_not_divided(case, plan)
 
 
 def record(reference: Reference, plan: MeshPlan) -> Trace:
-    """A problem run on a mesh, each stage gathered."""
+    """Run a problem on a mesh, with all stages gathered."""
     return trace_on_mesh("jax", _JaxOnMesh(plan), reference)
 
 
 class _JaxOnMesh(OnMesh):
-    """The port of JAX, whose arrays lie on a mesh."""
+    """Port of JAX with arrays on a mesh."""
 
     def __init__(self, plan: MeshPlan) -> None:
         super().__init__(port, plan)
@@ -73,7 +73,7 @@ class _JaxOnMesh(OnMesh):
             yield numerics | {"axes": self.plan.axes}
 
     def placed(self, x: Any, *axes: str | None) -> Array:
-        """An array, divided along dimensions of the mesh that it has, and that divide its axes evenly."""
+        """Shard an array along existing mesh dimensions that divide its axes evenly."""
         fits = [
             axis if axis in self.mesh.shape and size % self.mesh.shape[axis] == 0 else None
             for axis, size in zip(axes, np.shape(x), strict=False)
@@ -81,7 +81,7 @@ class _JaxOnMesh(OnMesh):
         return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec(*fits)))
 
     def from_numpy(self, x: np.ndarray) -> Array:
-        """Lengths (B,) by sequences, what is (B, T, ·) by tokens, too, and what is (B, N, T, ·) by heads."""
+        """Shard lengths (B,) by sequences, (B, T, ·) also by tokens, and (B, N, T, ·) by heads."""
         axes = {1: ("data",), 3: ("data", "sequence"), 4: ("data", "tensor")}.get(np.ndim(x), ())
         return self.placed(np.asarray(x), *axes)
 
@@ -100,7 +100,7 @@ class _JaxOnMesh(OnMesh):
 
 
 class _JaxModuleOnMesh(port.JaxModule):
-    """A module with the weights of a problem, divided by heads; each of its programs is counted."""
+    """Module with the weights of a problem, divided by heads; collectives of each program are counted."""
 
     def __init__(self, problem: Problem, on_mesh: _JaxOnMesh) -> None:
         super().__init__(problem)

@@ -1,4 +1,4 @@
-"""The numerics lock: what changes numbers is set, recorded, and put back."""
+"""Numerics lock: settings that affect results are fixed, recorded and restored."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from parity.core.packages import installed
 
 @contextmanager
 def numerics_lock(backends: Iterable[str], dtype: str = "float32") -> Iterator[dict[str, dict[str, Any]]]:
-    """Hold still what changes numbers: matmul precision, TF32, x64, fast paths; and put it back afterwards.
+    """Fix the settings that affect results: matmul precision, TF32, x64, fast paths; and restore them afterwards.
 
     Args:
-        backends: names of the backends to hold.
-        dtype: of what is computed; float64 switches JAX's x64 on.
+        backends: names of the backends to lock.
+        dtype: dtype of the computation; float64 enables JAX's x64.
 
     Yields:
-        The settings in force, by backend.
+        Active settings, by backend.
     """
     with ExitStack() as stack:
         yield {name: stack.enter_context(load_backend(name).lock(dtype)) for name in backends}
 
 
 def on_device(device: str) -> AbstractContextManager[None]:
-    """Return a context in which torch's arrays lie on a device, `cpu` or a GPU; JAX has a default device of its own.
+    """Return a context in which torch's arrays are on a device, `cpu` or a GPU; JAX has its own default device.
 
     Raises:
-        ModuleNotFoundError: if it is a GPU, and torch is not installed.
-        ValueError: if there is no such device here.
+        ModuleNotFoundError: if it is a GPU and torch is not installed.
+        ValueError: if the device does not exist.
     """
     if device == "cpu":
         return nullcontext()
@@ -44,7 +44,7 @@ def on_device(device: str) -> AbstractContextManager[None]:
 
     try:
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
         raise Refusal("device", "be one that torch has here", f"{device}: {str(error).splitlines()[0]}") from None
     from parity.backends import torch as port
 
@@ -52,7 +52,7 @@ def on_device(device: str) -> AbstractContextManager[None]:
 
 
 def environment(backends: Iterable[str]) -> dict[str, Any]:
-    """What a report says of where it was made: Python, packages, machine, and each backend's devices and settings."""
+    """Return the environment for reports: Python, packages, machine, and devices and settings of each backend."""
     names = list(backends)
     with numerics_lock(names) as settings:
         return {

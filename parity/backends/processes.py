@@ -1,4 +1,4 @@
-"""Processes of torch's gloo that this one starts, each of which runs the same problems with its part of them."""
+"""Child processes with torch's gloo, each of which runs its part of the same problems."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from parity.core.trace import Trace
 from parity.sharding.mesh import MeshPlan
 
 PATIENCE = 600
-"""Seconds that a problem may take: what waits longer waits for a process that waits for it."""
+"""Timeout of a problem in seconds: longer waits are deadlocks."""
 
 
 class Given(NamedTuple):
-    """The part of a `Reference` that a process needs: it computes none."""
+    """Part of a `Reference` that a process needs, without computation."""
 
     problem: Problem
     with_gradients: bool
     given: dict[str, Any]
 
 
-# Forks of one process that has imported everything and started no thread: imports take longest, several seconds each.
+# Forks of a process that has imported everything and started no thread: imports take several seconds each.
 START = "forkserver" if sys.platform == "linux" else "spawn"
 
 Work = Callable[[Given, MeshPlan], Trace]
-"""What each process makes of a problem, with the others: a function of a module, which each of them imports."""
+"""Function that each process calls with a problem, together with the others; importable from a module."""
 
 
 class Processes:
@@ -47,7 +47,7 @@ class Processes:
         self.size, context = size, torch.multiprocessing.get_context(START)
         context.set_forkserver_preload(["__main__", work.__module__])
         self._folder = tempfile.TemporaryDirectory()
-        # What forks are made of imports before it is told where this process does.
+        # The fork server imports before it knows this process's path.
         with safe_path(PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
             self._problems = [context.SimpleQueue() for _ in range(size)]
             self._found: Any = context.Queue()
@@ -58,10 +58,10 @@ class Processes:
         atexit.register(self.stop)
 
     def record(self, given: Given, plan: MeshPlan) -> Trace:
-        """A problem run by all of them, as a mesh: the trace of the first, whose stages are gathered.
+        """Run a problem on all processes, as a mesh; return the trace of the first, with gathered stages.
 
         Raises:
-            RuntimeError: if one of them raises an error, which ends all of them, for the others may wait for it.
+            RuntimeError: if one of them raises an error; all are then stopped, because others may wait for it.
         """
         for problems in self._problems:
             problems.put((given, plan))
@@ -85,11 +85,11 @@ class Processes:
 
     @property
     def is_running(self) -> bool:
-        """Whether all of them are there."""
+        """Return whether all processes are running."""
         return all(process.is_alive() for process in self._running)
 
     def stop(self) -> None:
-        """End them."""
+        """Stop all processes."""
         for process in self._running:
             process.terminate()
         for process in self._running:
@@ -99,7 +99,7 @@ class Processes:
 
 
 def _run(rank: int, size: int, work: Work, folder: str, problems: Any, found: Any) -> None:
-    """What one process does: every problem that it is given."""
+    """Run all received problems in one process."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

@@ -1,4 +1,4 @@
-"""A problem through a backend, recorded as a trace."""
+"""Running of problems on backends, recorded as traces."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from parity.sharding.mesh import Counts, MeshPlan
 
 
 def record(backend: str, reference: Reference, given: Problem | None = None) -> Trace:
-    """Run a problem on a backend, every stage twice: on its own values, and on the reference's.
+    """Run a problem on a backend, each stage twice: from its own values, and from the reference's.
 
     Args:
-        backend: its name.
-        reference: of the problem.
-        given: what the backend is given, if it is not the reference's problem: one with a mistake in it.
+        backend: name of the backend.
+        reference: reference of the problem.
+        given: problem for the backend, if not the reference's: one with a bug in it.
 
     Raises:
         ModuleNotFoundError: if the backend needs a package that is not installed.
@@ -40,11 +40,11 @@ def record(backend: str, reference: Reference, given: Problem | None = None) -> 
 
 
 class OnMesh:
-    """A backend's port on a mesh: what it does not do itself, the port to one device does.
+    """Port of a backend on a mesh; falls back to the port to one device.
 
     Attributes:
-        plan: the mesh.
-        sent: what devices sent each other, by program.
+        plan: mesh.
+        sent: collectives by program.
     """
 
     def __init__(self, port: Any, plan: MeshPlan) -> None:
@@ -55,18 +55,18 @@ class OnMesh:
 
     @contextmanager
     def lock(self, dtype: str) -> Iterator[dict[str, Any]]:
-        """Hold still what changes numbers, and name the mesh among it."""
+        """Fix and report the settings that affect results, including the mesh."""
         with self._port.lock(dtype) as numerics:
             yield numerics | {"mesh": str(self.plan)}
 
 
 def trace_on_mesh(backend: str, on_mesh: OnMesh, reference: Reference) -> Trace:
-    """Run a problem on a mesh, each stage gathered."""
+    """Run a problem on a mesh, with all stages gathered."""
     return replace(trace_of(backend, cast(Port, on_mesh), reference), collectives=on_mesh.sent)
 
 
 def trace_of(backend: str, module: Port, reference: Reference, given: Problem | None = None) -> Trace:
-    """Run a problem by a backend's module, as `record` says."""
+    """Run a problem with a backend's module, see `record`."""
     problem = reference.problem
     with_gradients = reference.with_gradients and bool(module.GRADIENT_PATHS)
     with module.lock(problem.dtype) as numerics:

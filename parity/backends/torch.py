@@ -1,4 +1,4 @@
-"""The torch backend: canonical weights into `mha_torch` modules, and cases through them."""
+"""torch backend: loading of canonical weights into `mha_torch` modules, and running cases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _device = torch.device("cpu")
 
 @contextmanager
 def on_device(device: str) -> Iterator[None]:
-    """Place tensors and modules on a device until the context ends."""
+    """Create tensors and modules on a device within the context."""
     global _device
     before, _device = _device, torch.device(device)
     try:
@@ -41,7 +41,7 @@ def from_numpy(x: Any) -> Tensor:
 
 
 def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
-    """Fill a module of `mha_torch` from canonical weights, bit for bit, or leave it as it was."""
+    """Fill a module of `mha_torch` from canonical weights, bit for bit; unchanged on errors."""
     spec = spec_of(module)
     tensors = to_state_dict(check_weights(weights, spec), spec)
     parameters = dict(module.named_parameters())
@@ -54,7 +54,7 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
     with torch.no_grad():
         for name, tensor in tensors.items():
             if is_distributed(parameters[name]):
-                from mha_torch.parallel.local import copy_from_full  # imports what sharding needs
+                from mha_torch.parallel.local import copy_from_full  # imports the dependencies of sharding
 
                 copy_from_full(parameters[name], tensor.to(parameters[name].device))
             else:
@@ -63,12 +63,12 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
 
 
 def spec_of(module: Any) -> AttentionSpec:
-    """The specification of a module of `mha_torch`."""
+    """Return the specification of a module of `mha_torch`."""
     return module.full_spec
 
 
 def weights_of(module: Any) -> Weights:
-    """The canonical weights of a module of `mha_torch`, bit for bit; whole, where processes have parts of them."""
+    """Return the canonical weights of a module of `mha_torch`, bit for bit; gathered if distributed."""
     spec, parameters = spec_of(module), dict(module.named_parameters())
     check_held(parameters, spec)
     whole = {name: held.full_tensor() if is_distributed(held) else held for name, held in parameters.items()}
@@ -76,13 +76,13 @@ def weights_of(module: Any) -> Weights:
 
 
 def to_state_dict(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[str, Tensor]:
-    """Canonical weights as the tensors that a layer of that specification holds."""
+    """Return canonical weights as the state dict of a layer with this specification."""
     held = pack_qkv(weights) if spec.fused_qkv else weights
     return {name: from_numpy(weight) for name, weight in held.items()}
 
 
 def from_state_dict(tensors: Mapping[str, Tensor], spec: AttentionSpec) -> Weights:
-    """Canonical weights from the tensors that a layer of that specification holds."""
+    """Return canonical weights from the state dict of a layer with this specification."""
     held = {name: to_numpy(tensor).copy() for name, tensor in tensors.items()}
     return unpack_qkv(held, spec) if spec.fused_qkv else {name: held[name] for name in weight_shapes(spec)}
 
@@ -98,12 +98,12 @@ why_skipped, replayed = never_skipped, nothing_replayed
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function called as it is."""
+    """Call the function without compilation."""
     return function(SIBLING, *arguments)
 
 
 class TorchModule(FilledModule):
-    """A module with the weights of a problem, in evaluation."""
+    """Module with the weights of a problem, in evaluation mode."""
 
     def __init__(self, problem: Problem) -> None:
         kind = kind_of(mha_torch, problem.case)
@@ -120,7 +120,7 @@ filled = TorchModule
 def pull_back(
     path: str, filled: TorchModule, spec: AttentionSpec, inputs: dict[str, Tensor], hidden: dict[str, Any]
 ) -> tuple[dict[str, np.ndarray], Weights]:
-    """Gradients of the inputs and of the canonical weights on a path."""
+    """Return gradients of the inputs and canonical weights on a path."""
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
     weights = {name: weight.clone().requires_grad_() for name, weight in filled.weights.items()}
     output, _ = mha_torch.multi_head_attention(
@@ -138,12 +138,12 @@ def pull_back(
     return of_inputs, from_state_dict(dict(zip(weights, grads[len(leaves) :], strict=True)), spec)
 
 
-# ---- Surroundings ----------------------------------------------------------------------------------------------------
+# ---- Environment -----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def lock(dtype: str) -> Iterator[dict[str, Any]]:
-    """Hold still what changes torch's numbers, report what is set, and put everything back afterwards."""
+    """Fix and report the settings that affect torch's results, and restore them afterwards."""
     matmul, cudnn, mha = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mha
     precision, fastpath = torch.get_float32_matmul_precision(), mha.get_fastpath_enabled()
     settings: list[tuple[Any, str, bool]] = [
@@ -153,7 +153,7 @@ def lock(dtype: str) -> Iterator[dict[str, Any]]:
     ]
     before = [(holder, name, getattr(holder, name)) for holder, name, _ in settings]
     try:
-        torch.set_float32_matmul_precision("highest")  # no TF32, no bfloat16 inside float32 products
+        torch.set_float32_matmul_precision("highest")  # no TF32 or bfloat16 inside float32 products
         mha.set_fastpath_enabled(False)
         for holder, name, value in settings:
             setattr(holder, name, value)
@@ -183,6 +183,6 @@ def lock(dtype: str) -> Iterator[dict[str, Any]]:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and devices."""
+    """Return versions and devices."""
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {"torch": torch.__version__, "device": str(_device), "cuda_devices": devices}

@@ -1,6 +1,6 @@
-"""The torch backend on a mesh of processes: the same modules, divided by `mha_torch.parallel`, and what is sent.
+"""torch backend on a mesh: the same modules, divided by `mha_torch.parallel`, and counts of their collectives.
 
-Every process runs every stage with its sequences and heads, and gathers it, so that all of them go on with the whole.
+Each process runs each stage with its sequences and heads and gathers it, so that all continue with the whole.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from parity.sharding.mesh import MeshPlan, why_not_divided
 from parity.sharding.shard import ShardPlan, local_heads, shard
 
 WORDS = {"all_reduce": "all-reduce", "all_gather_into_tensor": "all-gather", "reduce_scatter_tensor": "reduce-scatter"}
-"""What torch calls collectives, as reports have it."""
+"""Names of torch's collectives in reports."""
 
 _started: list[Processes] = []
 _allowed = 1
 
 
 def make_devices(count: int) -> None:
-    """Allow so many processes, which are started when they are needed."""
+    """Allow that many processes, which are started on demand."""
     global _allowed
     _allowed = count
 
 
 def check_devices(plan: MeshPlan) -> None:
-    """Refuse a mesh of more devices than there may be processes."""
+    """Refuse a mesh of more devices than allowed processes."""
     if plan.size > _allowed:
         raise Refusal(
             "mesh",
@@ -62,7 +62,7 @@ def check_devices(plan: MeshPlan) -> None:
 
 
 def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
-    """Why a case cannot run on a mesh, or None."""
+    """Return why a case cannot run on a mesh, or None."""
     if reason := why_not_divided(case, plan):
         return reason
     try:
@@ -83,7 +83,7 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
 
 
 def record(reference: Reference, plan: MeshPlan) -> Trace:
-    """A problem run on a mesh, each stage gathered."""
+    """Run a problem on a mesh, with all stages gathered."""
     if not _started or _started[-1].size != plan.size or not _started[-1].is_running:
         end()
         _started.append(Processes(plan.size, record_own))
@@ -92,17 +92,17 @@ def record(reference: Reference, plan: MeshPlan) -> Trace:
 
 
 def end() -> None:
-    """End the processes that were started."""
+    """Stop the processes that were started."""
     while _started:
         _started.pop().stop()
 
 
 def record_own(given: Given, plan: MeshPlan) -> Trace:
-    """The same, in one of the processes."""
+    """Run a problem in one of the processes."""
     return trace_on_mesh("torch", _TorchOnMesh(plan), cast(Reference, given))
 
 
-# ---- Where this process is -------------------------------------------------------------------------------------------
+# ---- Mesh position ---------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -112,7 +112,7 @@ def _mesh_of(shape: tuple[tuple[str, int], ...]) -> Any:
 
 
 class _Dimension:
-    """One dimension of the mesh, and the place of this process in it."""
+    """Dimension of the mesh, and the rank of this process in it."""
 
     def __init__(self, mesh: Any, name: str) -> None:
         is_there = name in mesh.mesh_dim_names
@@ -120,11 +120,11 @@ class _Dimension:
         self.size, self.rank = (mesh[name].size(), mesh[name].get_local_rank()) if is_there else (1, 0)
 
     def part(self, x: Tensor, axis: int) -> Tensor:
-        """Return the part of an axis that this process has."""
+        """Return the local part of an axis."""
         return x.chunk(self.size, axis)[self.rank]
 
     def parts(self, x: Tensor) -> list[Tensor]:
-        """Return the part of each process."""
+        """Return the parts of all processes."""
         if self.size == 1:
             return [x]
         found = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
@@ -132,11 +132,11 @@ class _Dimension:
         return found
 
     def whole(self, x: Tensor, axis: int) -> Tensor:
-        """Return the parts of all processes, joined."""
+        """Return the concatenated parts of all processes."""
         return torch.cat(self.parts(x), axis)
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum of what all have."""
+        """Return the sum over all processes."""
         if self.size > 1:
             x = x.clone()
             dist.all_reduce(x, group=self.group)
@@ -144,7 +144,7 @@ class _Dimension:
 
 
 class _TorchParts(Shapes):
-    """Stages and caches of the process's own sequences and heads."""
+    """Local stages and caches, of some sequences and heads."""
 
     port: Any
 
@@ -167,7 +167,7 @@ class _TorchParts(Shapes):
         return to_numpy(self.port.data.whole(x, 0))
 
     def _all_keys(self, x: Tensor) -> Tensor:
-        """The key/value heads of all processes; those that several have must be alike."""
+        """Gather the key/value heads of all processes; replicated ones must be equal."""
         whole = torch.empty((x.shape[0], self.spec.num_kv_heads, *x.shape[2:]), dtype=x.dtype)
         held = list(zip(self._keys, self.port.tensor.parts(x), strict=True))
         for heads, part in held:
@@ -179,13 +179,13 @@ class _TorchParts(Shapes):
 
     @property
     def _keys(self) -> Sequence[list[int]]:
-        """The key/value heads of each process."""
+        """Return the key/value heads of each process."""
         size = self.port.tensor.size
         return [local_heads(self.spec, ShardPlan(size), rank).keys for rank in range(size)]
 
 
 class _TorchOnMesh(OnMesh):
-    """The port of torch, whose tensors are parts."""
+    """Port of torch with local tensors."""
 
     SHAPES = _TorchParts
 
@@ -209,7 +209,7 @@ class _TorchOnMesh(OnMesh):
         return filled
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """A stage of the process's own heads; the outputs of heads are added up."""
+        """Run a stage for local heads; outputs are summed over processes."""
         spec = self.case.spec
         own = (self.own if argument is spec else argument for argument in arguments)
         with torch.no_grad():
@@ -218,16 +218,16 @@ class _TorchOnMesh(OnMesh):
         return self.tensor.summed(found) if is_part else found
 
     def from_numpy(self, x: np.ndarray) -> Tensor:
-        """Tokens (B, T, ·) by sequences, scores (B, N, T, S) by heads, too."""
+        """Return local parts: tokens (B, T, ·) by sequences, scores (B, N, T, S) also by heads."""
         found = self.data.part(port.from_numpy(x), 0)
         return self.tensor.part(found, 1) if x.ndim == 4 else found
 
     def to_numpy(self, x: Tensor) -> np.ndarray:
-        """Scores and weights of all."""
+        """Gather scores and weights."""
         return to_numpy(self.data.whole(self.tensor.whole(x, 1), 0))
 
     def beside(self, x: np.ndarray) -> Tensor:
-        """Masks and biases (…, T, S), positions (…, B or 1, T) and lengths (B,), by sequences and heads."""
+        """Return local masks and biases (…, T, S), positions (…, B or 1, T) and lengths (B,)."""
         found = port.beside(x)
         batch, heads = self.case.batch, self.case.spec.num_heads
         axis = 1 if x.ndim == 3 else 0  # positions with sections
@@ -244,7 +244,7 @@ class _TorchOnMesh(OnMesh):
         inputs: dict[str, Tensor],
         hidden: dict[str, Any],
     ) -> tuple[dict[str, np.ndarray], Weights]:
-        """Gradients of the inputs, gathered, and of the weights, added up over sequences and tokens."""
+        """Return gathered gradients of inputs, and gradients of weights summed over sequences and tokens."""
         leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
         module = filled.module if path else filled.module_of_heads
         divided = self.sequence if path else _Dimension(self.mesh, "")
@@ -259,7 +259,7 @@ class _TorchOnMesh(OnMesh):
         of_inputs = {}
         for name, leaf in leaves.items():
             grad = cast(Tensor, leaf.grad)
-            # Of tokens each process has the gradient of its part, and 0 elsewhere.
+            # Each process has the gradient of its tokens, and 0 elsewhere.
             grad = self.tensor.whole(grad, 1) if name == "bias" else divided.summed(grad)
             of_inputs[name] = to_numpy(self.data.whole(grad, 0))
         of_weights = {}
@@ -271,7 +271,7 @@ class _TorchOnMesh(OnMesh):
 
     @contextmanager
     def counting(self, program: str) -> Iterator[None]:
-        """Take note of what is sent: collectives, and what goes from one process to another."""
+        """Count collectives, and messages between two processes."""
         passed: list[Any] = []
 
         def send(operations: list[Any], original: Any = dist.batch_isend_irecv) -> Any:
@@ -287,8 +287,7 @@ class _TorchOnMesh(OnMesh):
 
 
 class _Joining:
-    """The functions of `mha_torch`, where what is made of more than a process's own heads is that of a divided module:
-    norms over the width of all, and key/value heads that processes share, which each makes of all."""
+    """Functions of `mha_torch`, or of a divided module for norms over the width and for shared key/value heads."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -309,7 +308,7 @@ class _Joining:
 
 
 class _TorchModuleOnMesh(port.TorchModule):
-    """A module with the weights of a problem, divided by heads, and one also by tokens; each call is counted."""
+    """Module with the weights of a problem, divided by heads, and one also by tokens; collectives are counted."""
 
     def __init__(self, problem: Problem, on_mesh: _TorchOnMesh) -> None:
         super().__init__(problem)
@@ -331,7 +330,7 @@ class _TorchModuleOnMesh(port.TorchModule):
             self.module.init_cache = lambda batch, capacity: init_cache(batch // on_mesh.data.size, capacity)
 
     def attend(self, module: Any, inputs: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor | None]:
-        """The module called with what it has of the inputs."""
+        """Call the module with its local inputs."""
         if not isinstance(module.kernel, RingAttention):
             return module(**inputs, **options)
         lengths, positions = self.case.key_padding_lengths, inputs["positions"]

@@ -1,8 +1,8 @@
-"""The tt backend: canonical weights into `mha_tt` modules, and cases through them.
+"""tt backend: loading of canonical weights into `mha_tt` modules, and running cases.
 
-Without a card or a simulator the cases run on a mock board, `MHA_TT_MOCK` (p150 by default), which validates every
-program. The values are then those that a device of that kind gave the same program, where that is recorded
-(`mha_tt.recording`), else those of ttnn's golden functions (`mha_tt.mock`).
+Without a card or a simulator, cases run on a mock board, `MHA_TT_MOCK` (p150 by default), which validates all programs.
+Values are then those recorded from such a device for the same program (`mha_tt.recording`), or else those of ttnn's
+golden functions (`mha_tt.mock`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from mha_spec import Refusal, WrongType
 
-os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn logs its whole configuration when it is imported
+os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn logs its whole configuration on import
 import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
 
 import mha_tt
@@ -34,22 +34,22 @@ from parity.core.problem import Problem
 from parity.core.weights import Weights, check_weights
 
 RECORDINGS = Path(__file__).parents[2] / "parity_lab" / "recorded"
-"""Where a clone of the repository has what devices gave, a folder for each kind: see `tools/record-tt`."""
+"""Recordings in a clone of the repository, one folder per kind of device: see `tools/record-tt`."""
 
 DTYPES = {"float32": ttnn.float32, "bfloat16": ttnn.bfloat16}
 
 
 def from_numpy(x: np.ndarray) -> ttnn.Tensor:
-    """The tensor of the same values and dtype."""
+    """Return a tensor of the same values and dtype."""
     return mha_tt.upload(x, device=open_device(), dtype=DTYPES[x.dtype.name])
 
 
 def to_numpy(x: ttnn.Tensor) -> np.ndarray:
-    """Return the values of a tensor wherever it lies; those of bfloat16 and of blocks of 8 or 4 bits as bfloat16."""
+    """Return the values of a tensor on host or device; bfloat16 and block formats (8 or 4 bits) as bfloat16."""
     kind = str(x.dtype).rpartition(".")[2].lower()
     is_on_device = x.storage_type() == ttnn.StorageType.DEVICE
     values = mha_tt.download(x) if is_on_device else mha_tt.mock.value_of(x)
-    if values is None:  # it lies on the host, whose conversion of bfloat16 gives none of NumPy's dtypes
+    if values is None:  # on the host, where bfloat16 converts to no NumPy dtype
         values = x.to_numpy() if "int" in kind else ttnn._ttnn.operations.core.to_dtype(x, ttnn.float32).to_numpy()
     if "int" in kind:
         return values.astype(kind)
@@ -61,10 +61,10 @@ _devices: list[ttnn.MeshDevice] = []
 
 
 def open_device(shape: tuple[int, int] | None = None) -> ttnn.MeshDevice:
-    """The device that cases run on, opened once and kept open until the process ends or another shape is asked for.
+    """Return the device of cases, kept open until the process ends or another shape is requested.
 
     Args:
-        shape: of a mesh of chips; when absent whatever is open, or one chip.
+        shape: shape of a mesh of chips; default: the open device, or one chip.
     """
     if not _devices or shape not in (None, tuple(_devices[-1].shape)):
         _choose_target()
@@ -75,13 +75,13 @@ def open_device(shape: tuple[int, int] | None = None) -> ttnn.MeshDevice:
 
 
 def num_chips() -> int:
-    """The chips of the board, or of all that are here."""
+    """Return the number of chips of the board, or of all available ones."""
     _choose_target()
     return ttnn.get_num_devices()
 
 
 def _choose_target() -> None:
-    """Use a mock board where there is nothing else."""
+    """Use a mock board if there is nothing else."""
     if mha_tt.target() is None:
         mha_tt.mock.use(os.environ.get("MHA_TT_MOCK", "p150"))
 
@@ -93,7 +93,7 @@ def _close() -> None:
 
 
 def why_skipped(case: Case, dtype: str) -> str | None:
-    """Why a case cannot run in a dtype, or None if it can."""
+    """Return why a case cannot run in a dtype, or None if it can."""
     return None if dtype in DTYPES else f"ttnn has no {dtype}"
 
 
@@ -101,9 +101,9 @@ def why_skipped(case: Case, dtype: str) -> str | None:
 
 
 def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
-    """Fill a module of `mha_tt` from canonical weights, bit for bit, or leave it as it was.
+    """Fill a module of `mha_tt` from canonical weights, bit for bit; unchanged on errors.
 
-    A module with bfloat8_b weights takes those of bfloat16 and rounds them.
+    A module with bfloat8_b weights accepts bfloat16 weights and rounds them.
     """
     weights = check_weights(weights, spec_of(module))
     expected = np.dtype(np.float32 if module.weight_dtype == ttnn.float32 else ml_dtypes.bfloat16)
@@ -115,12 +115,12 @@ def load_into(module: Any, weights: Mapping[str, np.ndarray]) -> Any:
 
 
 def spec_of(module: Any) -> AttentionSpec:
-    """The specification of a module of `mha_tt`."""
+    """Return the specification of a module of `mha_tt`."""
     return module.full_spec
 
 
 def weights_of(module: Any) -> Weights:
-    """The canonical weights of a module of `mha_tt`, bit for bit; those of bfloat8_b as bfloat16."""
+    """Return the canonical weights of a module of `mha_tt`, bit for bit; bfloat8_b as bfloat16."""
     held = mha_tt.download_weights(module.weights, module.full_spec, heads=module.heads)
     if module.weight_dtype != ttnn.float32:
         held = {name: weight.astype(ml_dtypes.bfloat16) for name, weight in held.items()}
@@ -135,7 +135,7 @@ GRADIENT_PATHS = ()  # ttnn has no automatic differentiation
 
 
 def beside(x: np.ndarray) -> np.ndarray:
-    """What stays on the host."""
+    """Return the argument unchanged: it stays on the host."""
     return x
 
 
@@ -143,7 +143,7 @@ whole = beside
 
 
 class Padded(Shapes):
-    """The features of a head and the slots of a cache are padded to whole tiles on the device."""
+    """Shapes on the device, where features of heads and slots of caches are padded to whole tiles."""
 
     def from_numpy(self, name: str, x: np.ndarray) -> ttnn.Tensor:
         if name == "gate" and x.shape[2] != self.spec.num_heads:
@@ -163,7 +163,7 @@ class Padded(Shapes):
         return self.real(self.port.to_numpy(x), self.like(name))
 
     def like(self, name: str) -> str:
-        """Name a projection whose heads are padded as those of a stage are."""
+        """Return a projection with the same padding of heads as a stage."""
         if name in ("v", "values", "context"):
             return "v_proj"
         if self.spec.latent is None:
@@ -171,27 +171,27 @@ class Padded(Shapes):
         return "q_proj" if self.spec.latent.q_rank is None else "q_b_proj"
 
     def padded(self, x: np.ndarray, part: str) -> np.ndarray:
-        """Heads with the features that pad them."""
+        """Return heads with padded features."""
         padded = np.zeros((*x.shape[:-1], padded_features(part, self.spec)), x.dtype)
         padded[..., slots_of(part, self.spec)] = x
         return padded
 
     def real(self, padded: np.ndarray, part: str) -> np.ndarray:
-        """Heads without the features that pad them, which must be 0."""
+        """Return heads without padded features, which must be 0."""
         slots = slots_of(part, self.spec)
         heads = padded[..., slots]
-        is_lost = ~np.isfinite(heads).any(axis=-1)  # of a token that is NaN, which kernels may make infinite
+        is_lost = ~np.isfinite(heads).any(axis=-1)  # of a NaN token, which kernels may make infinite
         if np.delete(padded, slots, axis=-1)[~is_lost].any():
             raise Refusal("features that pad a head", "be 0", f"others in {padded.shape}")
         return heads
 
     @property
     def own_heads(self) -> int:
-        """How many query heads the device has."""
+        """Number of query heads on the device."""
         return self.spec.num_heads
 
     def _of_heads(self, x: ttnn.Tensor) -> np.ndarray:
-        """Features of heads, side by side, without those that pad them."""
+        """Return concatenated features of heads without padding."""
         heads = self.to_numpy("context", mha_tt.split_heads(x, self.own_heads))
         return heads.swapaxes(1, 2).reshape(x.shape[0], x.shape[1], -1)
 
@@ -215,16 +215,16 @@ SHAPES = Padded
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function called as it is."""
+    """Call the function without compilation."""
     return function(SIBLING, *arguments)
 
 
 class TtModule(FilledModule):
-    """A module with the weights of a problem, in evaluation."""
+    """Module with the weights of a problem, in evaluation mode."""
 
     def __init__(self, problem: Problem) -> None:
         kind = kind_of(mha_tt, problem.case)
-        rng = np.random.default_rng(0)  # what is drawn is replaced, but uploaded before
+        rng = np.random.default_rng(0)  # random weights are uploaded, then replaced
         module = kind(problem.spec, device=open_device(), dtype=DTYPES[problem.dtype], rng=rng).eval()
         self.module: Any = load_into(module, problem.weights)
         self.weights = self.module.weights
@@ -233,22 +233,22 @@ class TtModule(FilledModule):
 filled = TtModule
 
 
-# ---- Surroundings ----------------------------------------------------------------------------------------------------
+# ---- Environment -----------------------------------------------------------------------------------------------------
 
 
 def arithmetic() -> str:
-    """Name the arithmetic of the device: that of golden functions on a mock board, or where there is none."""
+    """Return the arithmetic of the device; without one, or on a mock board, that of golden functions."""
     return "ieee" if mha_tt.target() in (None, "mock") else "tensix"
 
 
 def golden_function(operation: Any) -> Callable[..., Any] | None:
-    """Return the golden function of an operation of ttnn: ours where its own is wrong or missing."""
+    """Return the golden function of a ttnn operation: ours if ttnn's is wrong or missing."""
     return GOLDENS.get(operation.python_fully_qualified_name, operation.golden_function)
 
 
 @contextmanager
 def lock(dtype: str) -> Iterator[dict[str, Any]]:
-    """Report what sets the numbers of a device, which is fixed by each module; on a mock board, compute the values."""
+    """Report the settings that affect a device's results, which modules fix; on a mock board, compute values."""
     device = open_device()
     is_mock = mha_tt.target() == "mock"
     with ExitStack() as stack:
@@ -263,7 +263,7 @@ def lock(dtype: str) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def replayed(problem: Problem) -> Iterator[Replay | None]:
-    """Give on a mock board what was recorded of a problem on a device of the same architecture and grid."""
+    """Replay, on a mock board, the recording of a problem on a device of the same architecture and grid."""
     path = recording_path(problem.case.name, problem.dtype)
     if mha_tt.target() != "mock" or not path.exists():
         yield None
@@ -273,13 +273,13 @@ def replayed(problem: Problem) -> Iterator[Replay | None]:
 
 
 def recording_path(case: str, dtype: str) -> Path:
-    """Where what a device as the one here gave for a case is kept."""
+    """Return the path of a case's recording for this kind of device."""
     architecture, grid = _architecture()
     return RECORDINGS / f"{architecture}-{grid.x}x{grid.y}" / f"{case}-{dtype}.npz"
 
 
 def environment() -> dict[str, Any]:
-    """Versions and devices."""
+    """Return versions and devices."""
     architecture, grid = _architecture()
     return {
         "ttnn": metadata.version("ttnn"),
@@ -289,6 +289,6 @@ def environment() -> dict[str, Any]:
 
 
 def _architecture() -> tuple[str, Any]:
-    """That of the device, and its grid of cores."""
+    """Return the architecture of the device, and its grid of cores."""
     device = open_device()
     return str(device.arch()).rpartition(".")[2].lower(), device.compute_with_storage_grid_size()

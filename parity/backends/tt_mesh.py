@@ -1,7 +1,7 @@
-"""The tt backend on a mesh of chips: the same modules, divided by `mha_tt.parallel`, and what chips send each other.
+"""tt backend on a mesh: the same modules, divided by `mha_tt.parallel`, and counts of their collectives.
 
-Every row of the mesh has the whole layer, its heads on the chips of the row. ttnn runs one program on all chips, so a
-mask is one for all of them, and their sequences are, too.
+Each row of the mesh has the whole layer, with heads divided over its chips. ttnn runs one program on all chips, so
+masks and sequences are equal on all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from mha_spec import Refusal
 
-os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn logs its whole configuration when it is imported
+os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # ttnn logs its whole configuration on import
 import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
 
 import mha_tt
@@ -37,18 +37,18 @@ from parity.core.trace import Reference, Trace
 from parity.sharding.mesh import MeshPlan, why_not_divided
 
 HEADS = 1
-"""The dimension of the mesh that heads are divided over: its columns."""
+"""Mesh dimension that heads are divided over: columns."""
 
 WORDS = {"ttnn.all_reduce": "all-reduce", "ttnn.all_gather": "all-gather", "ttnn.reduce_scatter": "reduce-scatter"}
-"""What ttnn calls collectives, as reports have it."""
+"""Names of ttnn's collectives in reports."""
 
 
 def make_devices(count: int) -> None:
-    """Nothing: a board has the chips that it has, and `MHA_TT_MOCK` names it."""
+    """Do nothing: the number of chips follows from the board, `MHA_TT_MOCK`."""
 
 
 def check_devices(plan: MeshPlan) -> None:
-    """Refuse a mesh that is not of heads alone, or is no part of the board; else open it."""
+    """Open the mesh; refuse one that divides more than heads, or does not fit the board."""
     if plan.size > plan.tensor:
         raise Refusal("mesh", "be of tensor alone with tt, whose chips share heads and nothing else", str(plan))
     if (count := port.num_chips()) % plan.tensor:
@@ -59,8 +59,8 @@ def check_devices(plan: MeshPlan) -> None:
 
 
 def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
-    """Why a case cannot run on a mesh, or None."""
-    unfused = replace(case, spec=replace(case.spec, fused_qkv=False))  # q, k and v are put together chip by chip
+    """Return why a case cannot run on a mesh, or None."""
+    unfused = replace(case, spec=replace(case.spec, fused_qkv=False))  # q, k and v are packed on each chip
     if reason := why_not_divided(unfused, plan):
         return reason
     try:
@@ -73,12 +73,12 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
 
 
 def record(reference: Reference, plan: MeshPlan) -> Trace:
-    """A problem run on a mesh, each stage gathered."""
+    """Run a problem on a mesh, with all stages gathered."""
     return trace_on_mesh("tt", _TtOnMesh(plan), reference)
 
 
 class _TtParts(port.Padded):
-    """Stages and caches of each chip's own heads."""
+    """Stages and caches of each chip's heads."""
 
     port: Any
 
@@ -102,7 +102,7 @@ class _TtParts(port.Padded):
 
 
 class _TtOnMesh(OnMesh):
-    """The port of ttnn, whose chips have heads of their own."""
+    """Port of ttnn with heads divided over chips."""
 
     SHAPES = _TtParts
 
@@ -125,33 +125,33 @@ class _TtOnMesh(OnMesh):
         return filled
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """A stage of each chip's own heads; the outputs of heads are added up."""
+        """Run a stage for the heads of each chip; outputs are summed over chips."""
         spec = self.case.spec
         found = port.call(function, *(self.own if argument is spec else argument for argument in arguments))
         is_part = spec.out_proj and function.__name__ == "_combine"
         return all_reduce(found, HEADS) if is_part else found
 
     def from_numpy(self, x: np.ndarray) -> ttnn.Tensor:
-        """Tokens (B, T, ·) whole on each chip, what is (B, N, T, ·) by heads."""
+        """Replicate tokens (B, T, ·), and divide (B, N, T, ·) by heads."""
         return self.divided(x, self.queries, 1) if x.ndim == 4 else port.from_numpy(x)
 
     def to_numpy(self, x: ttnn.Tensor) -> np.ndarray:
-        """What is (B, N, T, ·), of all heads."""
+        """Return (B, N, T, ·) of all heads."""
         return self.joined(x, self.queries, 1)
 
     def beside(self, x: np.ndarray) -> Any:
-        """Masks (…, T, S) of all heads, which are alike; biases (B, N, T, S) by heads; what else there is, whole."""
+        """Return masks (…, T, S), equal for all heads, biases (B, N, T, S) divided by heads, and others whole."""
         if x.ndim != 4:
             return x
         return x[:, :1] if x.dtype == bool else self.divided(x.astype(np.float32), self.queries, 1)
 
     def divided(self, x: np.ndarray, heads: Sequence[list[int]], axis: int) -> ttnn.Tensor:
-        """An array with its heads on an axis, each on its chips."""
+        """Upload an array with its heads divided over chips."""
         parts = [x.take(own, axis) for own in heads]
         return upload_parts(parts, axis=HEADS, device=self.mesh, dtype=port.DTYPES[x.dtype.name])
 
     def joined(self, x: ttnn.Tensor, heads: Sequence[list[int]], axis: int) -> np.ndarray:
-        """What chips have of heads, side by side on an axis; those that several have must be the same on all."""
+        """Concatenate the heads of all chips on an axis; replicated ones must be equal."""
         parts = [port.to_numpy(part) for part in ttnn.get_device_tensors(x)]
         held = [(own, chip) for row in self.rows for own, chip in zip(heads, row, strict=True)]
         shape, before = list(parts[0].shape), (slice(None),) * axis
@@ -166,7 +166,7 @@ class _TtOnMesh(OnMesh):
 
     @contextmanager
     def counting(self, program: str) -> Iterator[None]:
-        """Take note of what is sent."""
+        """Count collectives."""
         counts: Counter[str] = Counter()
 
         def note(operation: Any, *_: Any) -> None:
@@ -175,7 +175,7 @@ class _TtOnMesh(OnMesh):
                 counts[WORDS.get(name, name)] += 1
 
         fast = ttnn.CONFIG.enable_fast_runtime_mode
-        ttnn.CONFIG.enable_fast_runtime_mode = False  # ttnn calls hooks outside of the fast mode only
+        ttnn.CONFIG.enable_fast_runtime_mode = False  # ttnn calls hooks only outside the fast mode
         try:
             with ttnn.register_pre_operation_hook(note):
                 yield
@@ -185,7 +185,7 @@ class _TtOnMesh(OnMesh):
 
 
 class _TtModuleOnMesh(port.TtModule):
-    """A module with the weights of a problem, divided by heads; each call is counted."""
+    """Module with the weights of a problem, divided by heads; collectives of calls are counted."""
 
     def __init__(self, problem: Problem, on_mesh: _TtOnMesh) -> None:
         super().__init__(problem)

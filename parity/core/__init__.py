@@ -1,1 +1,1 @@
-"""What a run is made of: cases and stages, weights, the reference, comparing, traces."""
+"""Core of a run: cases and stages, weights, the reference, comparison, traces."""

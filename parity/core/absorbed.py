@@ -1,7 +1,7 @@
-"""Keys and values that are not made: a few rows of queries attend to the inputs that they would be made of.
+"""Attention of a few query rows without computing keys and values, directly over their inputs.
 
-Each query goes back through the projection of the keys instead, and what it takes of the inputs goes on through that of
-the values: for R rows R / S of the work.
+Queries are multiplied by the key projection instead, and weighted sums of inputs by the value projection. For R rows
+that is R / S of the work.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from parity.core.stages import Values
 from parity.core.work import PER_FACTOR, PER_MULTIPLICATION, ask, begin
 
 KEPT = frozenset({"linear", "tables", "parameter", "has_bias", "scale", "attn_weights"})
-"""Overrides of a layer whose keys and values need not be made."""
+"""Overrides of a layer that do not require keys and values."""
 
 BEGINNING = 16
-"""Numbers at the beginning of a row of a weight, by which it is found."""
+"""Leading numbers of a weight's row, by which the row is found."""
 
 
 @dataclass(frozen=True, eq=False)
 class Unmade:
-    """Keys, or values, as their inputs and the projection of each head."""
+    """Keys or values, as their inputs and the projection of each head."""
 
     x: np.ndarray  # (B, S, d_kv)
     weight: np.ndarray  # (K, H, d_kv)
@@ -35,37 +35,37 @@ class Unmade:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
+        """Bytes of the arrays."""
         return self.x.nbytes + self.weight.nbytes + self.bias.nbytes
 
 
 def rows_of_query(rows: np.ndarray) -> str:
-    """Return the name of the input of a sample that has some rows of the query, (B, rows, d_in)."""
+    """Return the name of a sample's input that has some rows of the query, (B, rows, d_in)."""
     return f"query.{','.join(map(str, rows))}"
 
 
 def has_rows_of_query(problem: Any) -> bool:
-    """Return whether a problem is a sample that has the rows of the query that it needs."""
+    """Return whether a problem is a sample with the query rows that it needs."""
     return problem.sample is not None and rows_of_query(problem.sample.rows) in problem.inputs
 
 
 def is_plain(layer: Any) -> bool:
-    """Return whether q, k and v are made as usual, perhaps of other weights; False with latents."""
+    """Return whether q, k and v are computed as usual, possibly from other weights; False with latents."""
     linear = layer.overrides.get("linear")
-    is_right = layer.overrides.keys() <= KEPT and (linear is None or ismethod(linear.func))  # a method only remembers
+    is_right = layer.overrides.keys() <= KEPT and (linear is None or ismethod(linear.func))  # a method only caches
     return is_right and layer.problem.spec.latent is None
 
 
 @contextmanager
 def making_weights_once(layer: Any) -> Iterator[None]:
-    """Let a layer make each of its wrong weights once inside, and not whenever it is asked for one."""
+    """Let a layer compute each of its wrong weights only once within the block."""
     made = layer.overrides.get("parameter")
     with nullcontext() if made is None else layer.overriding(parameter=cache(made)):
         yield
 
 
 def queries(layer: Any, rows: np.ndarray) -> np.ndarray | None:
-    """Return the queries of some rows alone, (B, N, rows, H); None where they take all tokens, or nobody asks for q."""
+    """Return the queries of some rows only, (B, N, rows, H); None if they need all tokens, or q is not needed."""
     spec, some = layer.problem.spec, layer.problem.inputs.get(rows_of_query(rows))
     is_by_length = spec.rope is not None and spec.rope.depends_on_length
     if some is None or "q" not in layer.asked or is_by_length or not is_plain(layer):
@@ -74,14 +74,14 @@ def queries(layer: Any, rows: np.ndarray) -> np.ndarray | None:
 
 
 def wrong_weights(layer: Any) -> dict[str, np.ndarray]:
-    """Return the weights of those of k and v that are projections alone, by a weight of which nothing is known.
+    """Return the unknown weights of k and v, if these are plain projections.
 
-    Of the layer's own weights, and of their rows in another order, `parity.core.reference.Remembered` has products.
+    For the layer's own weights, or their rows in another order, `parity.core.reference.Remembered` has the products.
     """
     spec, held = layer.problem.spec, layer.problem.weights
     if not is_plain(layer) or spec.clip_qkv is not None:
         return {}
-    turned = "qk" if spec.rope is not None else "q"  # queries are of some rows in any case
+    turned = "qk" if spec.rope is not None else "q"  # queries have only some rows anyway
     names = (name for name in layer.asked if name not in turned and spec.norms.get(f"{name}_norm") is None)
     found = {name: layer.parameter(f"{name}_proj.weight") for name in names}
     known = [x for name, x in held.items() if name.endswith("_proj.weight")]
@@ -89,7 +89,7 @@ def wrong_weights(layer: Any) -> dict[str, np.ndarray]:
 
 
 def _is_row_of(row: np.ndarray, weight: np.ndarray) -> bool:
-    """Return whether a weight has a row, by its first numbers."""
+    """Return whether a weight contains a row, by its first numbers."""
     return len(row) == weight.shape[1] and bool((weight[:, :BEGINNING] == row[:BEGINNING]).all(axis=1).any())
 
 
@@ -99,9 +99,9 @@ def without(layer: Any, names: Collection[str]) -> Any:
 
 
 def unmade(layer: Any, name: str, weight: np.ndarray, x: np.ndarray, rows: int) -> Unmade:
-    """Return keys "k" or values "v" of a layer, by a weight (K * H, d_kv), that are not made of their inputs x.
+    """Return keys "k" or values "v" of a layer as inputs x and a weight (K * H, d_kv), without multiplying them.
 
-    They are for some rows of queries; where their products will take too much work nothing is done.
+    They are for some query rows. If their products would take too much work, nothing is done.
     """
     projection, heads, a = f"{name}_proj", layer.num_heads(name), layer.arithmetic
     ask(PER_MULTIPLICATION * rows * layer.num_heads("q") * x.size)
@@ -112,7 +112,7 @@ def unmade(layer: Any, name: str, weight: np.ndarray, x: np.ndarray, rows: int) 
 
 
 def products(layer: Any, values: Values, k: Unmade) -> np.ndarray:
-    """Return the products of queries and keys, scaled, (B, N, T, S)."""
+    """Return the scaled products of queries and keys, (B, N, T, S)."""
     a = layer.arithmetic
     q = _by_kv_head(a.widen(values["q"]), len(k.weight))
     back = a.matmul(q, k.weight)
@@ -123,7 +123,7 @@ def products(layer: Any, values: Values, k: Unmade) -> np.ndarray:
 
 
 def context(layer: Any, values: Values, v: Unmade) -> np.ndarray:
-    """Return the weighed values, (B, N, T, H)."""
+    """Return the weighted sums of values, (B, N, T, H)."""
     a = layer.arithmetic
     attn_weights = _by_kv_head(a.widen(values["attn_weights"]), len(v.weight))
     taken = a.matmul(attn_weights.reshape(len(attn_weights), -1, attn_weights.shape[-1]), v.x)
@@ -133,5 +133,5 @@ def context(layer: Any, values: Values, v: Unmade) -> np.ndarray:
 
 
 def _by_kv_head(x: np.ndarray, heads: int) -> np.ndarray:
-    """What query heads have, (B, N, T, …), as (B, K, N / K * T, …)."""
+    """Return (B, N, T, …) of query heads as (B, K, N / K * T, …)."""
     return x.reshape(len(x), heads, -1, x.shape[-1])

@@ -1,6 +1,6 @@
-"""Arrays of NumPy, torch, JAX and TTNN as NumPy's, and back: the same values, dtype and shape, bit for bit.
+"""Conversion between NumPy, torch, JAX and TTNN arrays: same values, dtype and shape, bit for bit.
 
-No framework is imported for an array of another one.
+Frameworks are imported only for their own arrays.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     import torch
 
 FOREIGN = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-"""Dtypes that torch has and NumPy has not; ml_dtypes has them under the same names."""
+"""Dtypes of torch that NumPy lacks; ml_dtypes has them under the same names."""
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """The NumPy array of the same values and dtype, bfloat16 being that of ml_dtypes.
+    """Return a NumPy array of the same values and dtype; bfloat16 is that of ml_dtypes.
 
     Args:
         x: an array of NumPy, torch (on any device, with or without a gradient), JAX or TTNN, a Flax or Keras variable,
-            or whatever else NumPy takes for an array.
+            or anything else that NumPy converts to an array.
 
     Returns:
-        `x` itself if it is NumPy's; else an array that shares no memory with a torch tensor.
+        `x` itself if it is a NumPy array; otherwise an array that does not share memory with a torch tensor.
 
     Raises:
-        TypeError: if it is no array, or one without values: a tracer, a tensor on torch's meta device.
+        TypeError: if it is not an array, or has no values: a tracer, or a tensor on torch's meta device.
     """
     if isinstance(x, np.ndarray):
         return x
@@ -48,29 +48,29 @@ def to_numpy(x: Any) -> np.ndarray:
 
 
 def to_torch(x: Any) -> torch.Tensor:
-    """The torch tensor of the same values, dtype and shape, on the CPU; `x` itself if it is one.
+    """Return a torch tensor of the same values, dtype and shape, on the CPU; `x` itself if it is one.
 
     Raises:
-        TypeError: if it is no array, or torch does not know its dtype.
+        TypeError: if it is not an array, or torch lacks its dtype.
     """
     import torch
 
     if isinstance(x, torch.Tensor):
         return x
     array = to_numpy(x)
-    if array.dtype.name in FOREIGN:  # torch does not know NumPy's dtype of this name; the bits are the same
+    if array.dtype.name in FOREIGN:  # torch cannot read NumPy's dtype of this name; the bits are equal
         bits = np.array(array).view(f"u{array.itemsize}")
         return torch.from_numpy(bits).view(getattr(torch, array.dtype.name))
     return torch.from_numpy(np.array(array))
 
 
 def to_jax(x: Any) -> jax.Array:
-    """The JAX array of the same values, dtype and shape; `x` itself if it is one.
+    """Return a JAX array of the same values, dtype and shape; `x` itself if it is one.
 
-    JAX has 64-bit dtypes only where `jax_enable_x64` is set; else they become 32-bit ones.
+    JAX has 64-bit dtypes only if `jax_enable_x64` is set; otherwise they become 32-bit.
 
     Raises:
-        TypeError: if it is no array, or JAX does not know its dtype.
+        TypeError: if it is not an array, or JAX lacks its dtype.
     """
     import jax
 
@@ -78,11 +78,11 @@ def to_jax(x: Any) -> jax.Array:
 
 
 def to_numpy_by_name(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Arrays by name as NumPy's, those of nested mappings, such as Flax's, under their names joined with dots.
+    """Return arrays by name as NumPy arrays; names of nested mappings, such as Flax's, are joined with dots.
 
     Raises:
-        TypeError: if there is something else in it, or `arrays` is no mapping.
-        ValueError: if two of them have one name then.
+        TypeError: if an entry is not an array, or `arrays` is not a mapping.
+        ValueError: if two of them get the same name.
     """
     if not isinstance(arrays, Mapping):
         raise WrongType("weights", "be a mapping of arrays by name", type(arrays).__name__)
@@ -105,19 +105,19 @@ def to_numpy_by_name(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def arithmetic_of(*values: Any) -> str:
-    """Name the arithmetic of the device that holds arrays, or mappings of them: `ieee`, or that of their library."""
+    """Return the arithmetic of the device of arrays, or mappings of them: `ieee`, or that of their library."""
     arrays = [array for value in values for array in (value.values() if isinstance(value, Mapping) else [value])]
     found = {package for array in arrays for package in _packages_of(array) & LIBRARIES.keys()}
     return LIBRARIES[found.pop()]().arithmetic() if found else "ieee"
 
 
 def _packages_of(x: Any) -> set[str]:
-    """Name the packages of the classes of an array."""
+    """Return the packages of an array's classes."""
     return {kind.__module__.partition(".")[0] for kind in type(x).__mro__}
 
 
 def stages_of(role: str, value: Any, stage: str) -> dict[str, np.ndarray]:
-    """The arrays by stage, as NumPy's."""
+    """Return the arrays by stage, as NumPy arrays."""
     if isinstance(value, Mapping):
         return {str(name): _array(f"{role}[{name!r}]", array) for name, array in value.items()}
     return {stage: _array(role, value)}
@@ -135,7 +135,7 @@ def _from_torch(x: torch.Tensor) -> np.ndarray:
 
     if x.is_meta or x.layout != torch.strided or x.is_quantized:
         raise WrongType("a tensor", "be dense and have values", f"one of {x.dtype} on {x.device} in {x.layout}")
-    x = x.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()  # the tensor may be written to in place
+    x = x.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()  # the tensor may be modified in place
     name = str(x.dtype).removeprefix("torch.")
     if name in FOREIGN:
         bits = {1: torch.uint8, 2: torch.uint16}[x.element_size()]

@@ -1,4 +1,4 @@
-"""How many threads matrix products take."""
+"""Number of threads of matrix products."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import numpy as np
 
 
 def share_of_cores(num_processes: int) -> dict[str, str]:
-    """Return variables of an environment that let a process take its share of the cores, if nothing else is set.
+    """Return environment variables that limit a process to its share of the cores, unless they are set already.
 
     Args:
-        num_processes: how many processes compute at once. If each took all cores, their threads would wait for each
-            other: small cases take three times as long.
+        num_processes: number of processes that compute at once. If each used all cores, their threads would wait for
+            each other and small cases take three times as long.
     """
     share = str(max((os.cpu_count() or 1) // num_processes, 1))
     return {name: os.environ.get(name, share) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
@@ -27,9 +27,9 @@ def share_of_cores(num_processes: int) -> dict[str, str]:
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Let NumPy's own OpenBLAS take one thread: on a busy machine several wait for each other longer than they compute.
+    """Limit NumPy's OpenBLAS to one thread: on a busy machine, several wait for each other longer than they compute.
 
-    Where NumPy was built with another library, its threads stay as they are.
+    If NumPy uses another library, its threads are unchanged.
     """
     if (found := _threads()) is None:
         yield
@@ -45,7 +45,7 @@ def single_threaded() -> Iterator[None]:
 
 @cache
 def _threads() -> tuple[Any, Any] | None:
-    """Functions of the library that NumPy's wheel brings along: how many threads there are, and to set that."""
+    """Return functions of the OpenBLAS in NumPy's wheel that get and set the number of threads."""
     folder = Path(np.__file__).parent
     for path in sorted(
         [*(folder.parent / "numpy.libs").glob("lib*openblas*"), *(folder / ".dylibs").glob("*openblas*")]

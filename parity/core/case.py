@@ -1,4 +1,4 @@
-"""A case: a layer, and what it is applied to."""
+"""Cases: a layer and its inputs."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import numpy as np
 from mha_spec import AttentionSpec, Refusal
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""The dtypes that cases run in."""
+"""Dtypes of cases."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One situation in which implementations must agree: a layer and what it is applied to.
+    """A situation in which implementations must agree: a layer and its inputs.
 
-    The arrays are drawn from the name (see `parity.core.problem`), so that every environment makes the same ones.
+    Arrays are drawn from the name (see `parity.core.problem`), so that all environments get the same ones.
 
     Attributes:
-        name: what the command line and the reports call it.
-        spec: the layer.
-        about: what goes wrong when this case fails.
+        name: name in the command line and reports.
+        spec: layer.
+        about: bug that a failure of this case indicates.
         batch: number of sequences, B.
-        seq_len: number of query tokens, T; of all steps together where there is a cache.
+        seq_len: number of query tokens, T; with a cache, of all steps together.
         seq_len_k: number of key tokens, S; None for self-attention.
-        is_causal: hide every key after the query's own position.
+        is_causal: hide keys after the query's own position.
         key_padding_lengths: number of real keys of each sequence.
-        segment_ids: segment of each token of each sequence, which hides the others; positions begin anew in each.
-        window_size: hide all but this many last keys.
-        random_mask: hide keys at random, other ones for each head, and one row of each sequence entirely.
+        segment_ids: segment of each token of each sequence; hides other segments. Positions restart in each.
+        window_size: hide all but the last `window_size` keys.
+        random_mask: hide random keys, different for each head, and one whole row of each sequence.
         bias: add a random bias to the scores.
-        gain: factor on the query and key projections; large ones make large logits.
-        strided: inputs that are not contiguous in memory.
-        not_finite: tokens that are NaN: `visible`, one in the middle of the last sequence, which every row that may see
-            it must show; or `hidden`, all padding, which no other row may show.
-        chunks: with a cache: how many tokens each call appends.
-        new_lengths: with a cache: how many of them are real, for each call and sequence.
-        capacity: with a cache: its number of slots.
-        first_position: the position of the first token, for RoPE and a temperature.
-        trained: name of the trained layer that gives weights and inputs.
-        dtype: the only dtype that the case runs in, where it is about one.
+        gain: factor of the query and key projections; large ones lead to large logits.
+        strided: inputs are not contiguous in memory.
+        not_finite: NaN tokens: `visible`, one in the middle of the last sequence, must reach all rows that attend to
+            it; `hidden`, all padding, must reach no other row.
+        chunks: with a cache: number of tokens that each call appends.
+        new_lengths: with a cache: number of real tokens for each call and sequence.
+        capacity: with a cache: number of slots.
+        first_position: position of the first token, for RoPE and a temperature.
+        trained: name of the trained layer whose weights and inputs are used.
+        dtype: only dtype of the case, if it is specific to one.
 
     Raises:
         ValueError: if lengths do not fit each other.
@@ -95,12 +95,12 @@ class Case:
 
     @property
     def is_cached(self) -> bool:
-        """Return whether tokens come in steps, with a cache."""
+        """Return whether tokens arrive in steps, with a cache."""
         return bool(self.chunks)
 
     @property
     def hides(self) -> dict[str, Any]:
-        """Keywords of the siblings' `create_attention_mask`."""
+        """Keywords of `create_attention_mask` of mha_torch, mha_jax and mha_tt."""
         ids = None if self.segment_ids is None else np.array(self.segment_ids, np.int32)
         return {"is_causal": self.is_causal, "key_padding_lengths": self.key_padding_lengths, "segment_ids": ids}
 
@@ -112,7 +112,7 @@ class Case:
 
     @property
     def has_gradients(self) -> bool:
-        """Return whether gradients are compared: without a cache and without NaN in queries, which reaches all."""
+        """Return whether gradients are compared: without a cache, and without NaN in queries, which spreads to all."""
         return not self.is_cached and (self.not_finite is None or self.seq_len_k is not None)
 
     @property
@@ -122,20 +122,20 @@ class Case:
 
     @property
     def has_positions(self) -> bool:
-        """Whether layers are told positions: where they are not 0, 1, … or the number of cached tokens and so on."""
+        """Return whether layers need explicit positions, other than 0, 1, … or those after the cached tokens."""
         if self.spec.rope is not None and self.spec.rope.sections:
             return True
         return self.spec.has_positions and (bool(self.first_position) or self.segment_ids is not None)
 
     def positions(self, step: int | None = None) -> np.ndarray:
-        """The positions of all tokens, or of those of the call of that index: (B or 1, T).
+        """Return the positions of all tokens, or of those of one call: (B or 1, T).
 
-        With sections they are (axes, B or 1, T): of three, time, row and column of frames of 2 x 3 patches; of two, row
-        and column of a picture three patches wide. Padding in a call has
-        the position of the first token, so that it makes no sequence longer.
+        With sections they are (axes, B or 1, T): three axes are time, row and column of frames of 2 x 3 patches; two
+        are row and column of a picture three patches wide. Padding in a call has the position of the first token, so
+        that it does not lengthen a sequence.
         """
         tokens = np.arange(self.seq_len if step is None else self.chunks[step])[None]
-        if self.segment_ids is not None:  # how many of the same segment lie before each
+        if self.segment_ids is not None:  # number of earlier tokens of the same segment
             ids = np.array(self.segment_ids)
             tokens = np.tril(ids[:, :, None] == ids[:, None, :], -1).sum(axis=2)
         if step is not None:
@@ -149,7 +149,7 @@ class Case:
         return self.first_position + np.stack([frame, frame + row, frame + column])
 
     def first_tokens(self, count: int) -> Case:
-        """Return the case without a cache that has only so many of the first tokens."""
+        """Return the case without a cache for only the first tokens."""
         lengths = self.key_padding_lengths
         if lengths is not None:
             lengths = None if min(lengths) >= count else tuple(min(length, count) for length in lengths)
@@ -159,9 +159,9 @@ class Case:
         return replace(self, seq_len=count, key_padding_lengths=lengths, segment_ids=ids)
 
     def lengths_before(self, step: int) -> tuple[int, ...]:
-        """Number of tokens each sequence has cached before the call of that index."""
+        """Return the number of cached tokens of each sequence before a call."""
         return tuple(sum(self.added(i)[b] for i in range(step)) for b in range(self.batch))
 
     def added(self, step: int) -> tuple[int, ...]:
-        """Number of real tokens that the call of that index appends to each sequence."""
+        """Return the number of real tokens that a call appends to each sequence."""
         return self.new_lengths[step] if self.new_lengths else (self.chunks[step],) * self.batch

@@ -1,22 +1,22 @@
-"""The verdict: how far an implementation is from float64, how far it may be, and where it is worst.
+"""Comparison: the distance of an implementation from float64, its tolerance, and where it is worst.
 
-Two correct implementations differ by their rounding, and how much that is depends on the case: 1e-7 with small random
-weights, 1e-2 with trained ones whose logits are large. So no fixed tolerance decides, but the case's own noise: a stage
-passes if its error against the float64 reference is at most `FACTOR` times the error of the same-precision reference,
-plus one unit of rounding. The idea is that of FlashAttention's tests, which allow a kernel twice the error of a plain
-implementation of the same precision (Dao-AILab/flash-attention#446).
+Two correct implementations differ by their rounding, which depends on the case: 1e-7 with small random weights, 1e-2
+with trained ones and large logits. The tolerance therefore follows from the noise of the case: a stage passes if its
+error against the float64 reference is at most `FACTOR` times the error of the same-precision reference, plus one unit
+of rounding. FlashAttention's tests have the same idea: they allow a kernel twice the error of a plain implementation of
+the same precision (Dao-AILab/flash-attention#446).
 
-Where the reference is NaN, because the case has a NaN that the row may see, so must the implementation be; everywhere
-else it must be finite. The error is that of the elements where both are.
+If the reference is NaN, because a row attends to a NaN of the case, the implementation must be NaN; everywhere else it
+must be finite. The error is computed from elements that are finite in both.
 
-The error is measured in three norms, and the worst ratio decides: the root mean square sees a small error everywhere,
-which the largest element would hide; the maximum sees one wrong element, which the mean would hide; the slope sees what
-is wrong in the same way everywhere, as a gain is, which the noise of single elements would hide. Where these pass, the
-zeros of attention weights are compared, too: a hidden key weighs exactly 0 in every dtype, and no other does.
+The error is measured in three norms, and the worst ratio decides. The root mean square detects a small error
+everywhere, which the maximum would miss. The maximum detects one wrong element, which the mean would miss. The slope
+detects a consistent error, such as a gain, which the noise of single elements would hide. If these pass, the zeros of
+attention weights are also compared: the weight of a hidden key is exactly 0 in every dtype, and no other weight is.
 
-Tenstorrent's hardware does not compute as IEEE 754 says ("tensix" in `reference.ARITHMETICS`). What it is allowed
-follows from documented facts: float32 enters the matrix engine as TF32, cut off and not rounded, sums are in float32,
-exponentials and reciprocals are approximations; and from what the real kernels give in a simulator. It has not been
+Tenstorrent's hardware does not follow IEEE 754 ("tensix" in `reference.ARITHMETICS`). Its tolerance follows from
+documented facts and from results of the real kernels in a simulator: float32 enters the matrix engine as TF32,
+truncated instead of rounded; sums are float32; exponentials and reciprocals are approximations. It has not been
 measured on a card yet.
 """
 
@@ -37,35 +37,33 @@ from parity.core.weights import dtype_named
 from parity.core.zeros import WRONG_ZEROS, largest_zero, with_wrong_zeros, zero_on_one_side
 
 FACTOR = 4.0
-"""How many times the error of the same-precision reference is allowed (for a stage of few elements, see `factor`).
+"""Tolerance as a multiple of the same-precision reference's error (for stages with few elements see `factor`).
 
-Two correct implementations are not equally lucky. Over the case list and 60 random layers torch and JAX on a CPU need
-the part of it that `docs/parity.md` shows; `tests/test_compare.py` shows what it still sees.
+Rounding errors of correct implementations vary by chance. For all cases and 60 random layers, `docs/parity.md` reports
+the part of it that torch and JAX on a CPU need; `tests/test_compare.py` tests the errors that it still detects.
 """
 
 TENSIX_FLOOR = {"float32": 2.0**-9, "bfloat16": 2.0**-8}
-"""What one value may lose on Tenstorrent's hardware: bfloat16 rounds by up to 2^-8; a product of float32 values loses
-what TF32 cuts off both of them, 2^-10 each.
+"""Relative error of one value on Tenstorrent's hardware: bfloat16 rounds by up to 2^-8; a product of float32 values
+loses up to 2^-10 for each factor, truncated to TF32.
 
-Measured on a simulator: with 2^-10, k of `trained-anarcii-cross` is 1.07 times its budget, with 2^-9 it takes 0.56 of
-it.
+Measured on a simulator: with 2^-10, k of `trained-anarcii-cross` uses 1.07 of its budget, with 2^-9 0.56.
 """
 
 DEVIATIONS = 2.0
-"""How many standard deviations are added to the slope of the same-precision reference, which may be small by luck."""
+"""Standard deviations added to the slope of the same-precision reference, which may be small by chance."""
 
 SAME_PRECISION = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "float64": "float32"}
-"""The dtype of the same-precision reference. For float64 that is float32, its error scaled by the units of rounding."""
+"""Dtype of the same-precision reference. For float64 it is float32, with its error scaled by the units of rounding."""
 
 NOTHING = {"rms": 0.0, "max": 0.0}
-"""What masks and lengths may be off by."""
+"""Tolerance of masks and lengths."""
 
 MOST_OVER = 4.0
-"""How far a stage may be over its budget for its noise to be measured again: a poor estimate of it is seldom further
-off."""
+"""Maximum excess over the budget for the noise to be measured again: a poor estimate is rarely further off."""
 
 POSITIONS = 64
-"""How many places along the tokens a comparison tells apart."""
+"""Number of bins along the tokens in a comparison."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +71,10 @@ class Judgement:
     """Distance of an array from the expected one, and its tolerance.
 
     Attributes:
-        error: root mean square of the error, of masks and lengths its mean; infinite where one side alone is finite.
-        ratio: error / budget in the norm that decides; at most 1 passes.
-        norm: that norm.
-        measured, allowed: the error and its budget by norm.
+        error: root mean square of the error (for masks and lengths, the mean); infinite if only one side is finite.
+        ratio: error / budget in the deciding norm; at most 1 passes.
+        norm: the deciding norm.
+        measured, allowed: error and budget by norm.
     """
 
     error: float
@@ -87,12 +85,12 @@ class Judgement:
 
     @property
     def has_wrong_zeros(self) -> bool:
-        """Return whether attention weights are 0 where a key is seen, or not 0 where it is hidden."""
+        """Return whether attention weights are 0 for visible keys, or not 0 for hidden ones."""
         return share(self.measured.get("zeros", 0.0), self.allowed.get("zeros", 1.0)) > 1.0
 
 
 class Label(NamedTuple):
-    """Name and dtype of what is compared; the dtype is that of the inputs."""
+    """Names of a comparison, and the dtype of the inputs."""
 
     case: str
     backend: str
@@ -105,31 +103,30 @@ NOT_MEASURED = Judgement(math.inf, math.inf)
 
 @dataclass(frozen=True)
 class Comparison(JsonRecord):
-    """One stage of one case, as an implementation computed it, against the float64 reference.
+    """Comparison of one stage of a case, computed by an implementation, with the float64 reference.
 
     Attributes:
-        case, backend, dtype, stage: what was compared.
+        case, backend, dtype, stage: names of the compared stage.
         status: `passed` or `failed`.
-        error: distance from float64, in the norm that decides.
-        budget: what that distance may be.
-        ratio: error / budget; at most 1 passes. Infinite where nothing is allowed or nothing can be measured.
-        norm: the norm that decides, `rms`, `max` or `slope`.
+        error: distance from float64, in the deciding norm.
+        budget: tolerance of this distance.
+        ratio: error / budget; at most 1 passes. Infinite if the budget is 0 or nothing can be measured.
+        norm: deciding norm, `rms`, `max` or `slope`.
         max_abs: largest absolute error.
         max_ulp: largest error in units in the last place of the expected value, in the stage's dtype.
-        pcc: Pearson correlation. Shown because it is customary; it cannot see a wrong scale and decides nothing.
-        worst_index: place of the largest error, by axis letter.
-        worst_values: actual and expected value there.
-        mismatched, size: number of elements beyond the budget, and of all.
-        shape: of the expected array.
-        local_ratio: error / budget of the stage computed from the reference's own values of the stages before it: the
-            first stage where this exceeds 1 is the culprit. None where there is nothing before it.
-        reason: why it failed, in words.
-        by_position: largest error at each place along the tokens, as a share of what the maximum norm allows: of query
-            tokens where the stage has them, else of key tokens or slots; no more than `POSITIONS` runs of neighbours.
-            For pictures.
-        library: name of the backend, without the folder of traces that `backend` may tell; empty if none computed it.
-        by_reference: whether it was compared with the reference, and not with what somebody expected.
-        test: class and name of the test that compared, as JUnit has them; None outside of tests.
+        pcc: Pearson correlation, for information only: it cannot detect a wrong scale.
+        worst_index: index of the largest error, by axis letter.
+        worst_values: actual and expected value at this index.
+        mismatched, size: number of elements beyond the budget, and in total.
+        shape: shape of the expected array.
+        local_ratio: error / budget of the stage computed from the reference's values of earlier stages; the first stage
+            above 1 is the culprit. None without earlier stages.
+        reason: reason of a failure, as text.
+        by_position: largest error at each token as a fraction of the maximum norm's budget, for plots: of query tokens
+            if the stage has them, otherwise of key tokens or slots; at most `POSITIONS` bins.
+        library: name of the backend, without the trace folder that `backend` may include; empty without a backend.
+        by_reference: the expected values are those of the reference, not of a caller.
+        test: class and name of the test in JUnit's form; None outside tests.
     """
 
     case: str
@@ -160,30 +157,30 @@ class Comparison(JsonRecord):
 
     @property
     def against(self) -> str:
-        """What it was compared with, in words."""
+        """Description of the expected values."""
         return "the reference" if self.by_reference else "expected"
 
     @property
     def passed(self) -> bool:
-        """Whether the stage is within its budget, and its own step is too."""
+        """Return whether the stage and its own step are within their budgets."""
         return self.status == "passed"
 
     @property
     def is_culprit(self) -> bool:
-        """Whether this stage's own computation is wrong, whatever came before it."""
+        """Return whether this stage's own computation is wrong, regardless of earlier stages."""
         return not self.passed and (self.local_ratio is None or self.local_ratio > 1.0)
 
     @property
     def worse_ratio(self) -> float:
-        """The larger of error / budget as it really ran and of its own step alone."""
+        """Larger error / budget of the actual run and of the stage's own step."""
         return max(self.ratio, self.local_ratio or 0.0)
 
     def with_step(self, ratio: float, reason: str) -> Comparison:
-        """The same stage, its own step judged, too.
+        """Return the comparison with the ratio of its own step.
 
         Args:
-            ratio: error / budget of that step alone.
-            reason: why it failed if that exceeds 1 and nothing else is to be said, in words.
+            ratio: error / budget of this step alone.
+            reason: reason if it exceeds 1 and the comparison has no other, as text.
         """
         failed = not self.passed or ratio > 1.0
         reason = self.reason or (reason if ratio > 1.0 else "")
@@ -218,15 +215,15 @@ def compare(
     terms: np.ndarray | None = None,
     arithmetic: str = "ieee",
 ) -> Comparison:
-    """Judge one stage.
+    """Compare one stage.
 
     Args:
-        actual: what the implementation gives.
-        expected: the float64 reference.
-        same_precision: the reference in the dtype that `SAME_PRECISION` names, and in the arithmetic.
-        label: of the comparison.
-        terms: size of the terms that the stage is a sum of, where they may cancel; the expected value when absent.
-        arithmetic: of the hardware, one of `reference.ARITHMETICS`.
+        actual: values of the implementation.
+        expected: float64 reference.
+        same_precision: reference in the dtype of `SAME_PRECISION` and in the arithmetic.
+        label: label of the comparison.
+        terms: magnitude of the terms of the stage's sums, if they may cancel; default: the expected value.
+        arithmetic: arithmetic of the hardware, one of `reference.ARITHMETICS`.
     """
     kept, stage = kept_dtype(label.stage, label.dtype), stage_named(label.stage)
     if reason := why_incomparable(actual, expected, kept):
@@ -234,7 +231,7 @@ def compare(
     expected = expected.astype(np.float64)
     if stage.is_exact:
         return measure(actual, expected, NOTHING, label, ulps_of="float32")
-    if arithmetic.startswith("tensix"):  # to its matrix engine NaN is a number: what it gives is unknown
+    if arithmetic.startswith("tensix"):  # its matrix engine treats NaN as a number, with unknown results
         actual = np.where(np.isnan(expected), np.asarray(np.nan, actual.dtype), actual)
     has_slope = terms is None and not stage.is_gradient
     allowed = budget(expected, same_precision, label.dtype, terms, arithmetic, has_slope=has_slope, stage=label.stage)
@@ -242,8 +239,8 @@ def compare(
 
 
 def why_incomparable(actual: np.ndarray, expected: np.ndarray, dtype: np.dtype | None = None) -> str:
-    """Say why an array cannot be judged by another: the shape, no elements, or not the dtype that is asked for."""
-    if actual.shape != expected.shape:  # NumPy would broadcast, and compare nonsense
+    """Return why an array cannot be compared with another: its shape, size or dtype."""
+    if actual.shape != expected.shape:  # NumPy would broadcast
         return f"shape {actual.shape}, expected {expected.shape}"
     if actual.size == 0:
         return "there are no elements to compare"
@@ -251,14 +248,14 @@ def why_incomparable(actual: np.ndarray, expected: np.ndarray, dtype: np.dtype |
 
 
 def judged(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str) -> Judgement:
-    """Judge an array by the expected one, of the same shape, and by what is allowed in each norm."""
+    """Compare an array with the expected one, of the same shape, by the tolerance in each norm."""
     return _judged(whole_rows(actual, stage), whole_rows(expected, stage), allowed, stage)[0]
 
 
 def _judged(
     actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float], stage: str
 ) -> tuple[Judgement, np.ndarray]:
-    """Judge whole rows, and return the absolute errors, too."""
+    """Compare whole rows, and also return the absolute errors."""
     errors = errors_of(actual, expected)
     measured = norms_of(errors, ~np.isnan(expected) | np.isinf(errors))
     if "slope" in allowed:
@@ -282,12 +279,12 @@ def measure(
     *,
     ulps_of: str,
 ) -> Comparison:
-    """Judge an array by another of its shape, and say where it is worst.
+    """Compare an array with another of its shape, and return where it is worst.
 
     Args:
-        actual, expected: at least one element. Where one is NaN and the other is not, the error is infinite.
-        allowed: by norm, `rms`, `max` and, where it is to be judged, `slope`.
-        label: of the comparison.
+        actual, expected: at least one element. If only one of two values is NaN, the error is infinite.
+        allowed: tolerance by norm: `rms`, `max` and, if it is to be compared, `slope`.
+        label: label of the comparison.
         ulps_of: name of the dtype whose units in the last place are counted.
     """
     stage = label.stage
@@ -295,7 +292,7 @@ def measure(
     found, errors = _judged(actual, expected, allowed, stage)
     errors = with_wrong_zeros(errors, actual, expected, allowed) if found.norm == "zeros" else errors
     worst = np.unravel_index(int(errors.argmax()), errors.shape)
-    with np.errstate(over="ignore"):  # an error beside an expected 0 may be beyond counting
+    with np.errstate(over="ignore"):  # the error of an expected 0 may overflow
         ulps = errors / _spacing(np.nan_to_num(expected), ulps_of)
     return Comparison(
         *label,
@@ -318,10 +315,10 @@ def measure(
 
 
 def slope(actual: np.ndarray, expected: np.ndarray, counted: np.ndarray) -> float:
-    """How much of an error is a gain: the slope of the line through 0 of errors on expected values, times their size.
+    """Return the gain in an error: the slope of errors on expected values (through 0), times the size of these.
 
-    Least squares, over the elements that count. Of n of them that err each in its own way it is sqrt(n) times smaller
-    than the root mean square of their errors.
+    Least squares over the finite elements. For n independent errors it is sqrt(n) times smaller than their root mean
+    square.
     """
     x = expected[counted].astype(np.float64)
     size = math.sqrt(_mean(x**2)) if x.size else 0.0
@@ -329,12 +326,12 @@ def slope(actual: np.ndarray, expected: np.ndarray, counted: np.ndarray) -> floa
 
 
 def _mean(x: np.ndarray) -> float:
-    """That of some numbers, in a row: `x.mean()` in a third of its time, which is most of what little arrays take."""
+    """Return the mean of contiguous numbers in a third of the time of `x.mean()`, which dominates for small arrays."""
     return float(np.add.reduce(x)) / x.size
 
 
 def errors_of(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Absolute errors in float64: 0 where both are NaN, infinity where one is NaN or infinite and the other is not."""
+    """Return absolute errors in float64: 0 if both are NaN, infinity if only one is NaN or infinite."""
     actual, expected = actual.astype(np.float64, copy=False), expected.astype(np.float64, copy=False)
     with np.errstate(invalid="ignore"):
         errors = np.abs(actual - expected)
@@ -344,20 +341,20 @@ def errors_of(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
 
 
 def whole_rows(x: np.ndarray, stage: str) -> np.ndarray:
-    """Attention weights with NaN in all of a row that has one: beside it a masked key may weigh 0 or NaN."""
+    """Return attention weights with rows of NaN if any element is: in such rows a masked key may be 0 or NaN."""
     if not stage_named(stage).is_attn_weights or x.ndim == 0:
         return x
     return np.where((x == 0) & np.isnan(x).any(axis=-1, keepdims=True), np.full_like(x, np.nan), x)
 
 
 def norms_of(x: np.ndarray, counted: np.ndarray) -> dict[str, float]:
-    """Root mean square and largest absolute value of the elements that count; 0 of none."""
+    """Return root mean square and largest absolute value of the selected elements; 0 without any."""
     values = np.abs(x[counted], dtype=np.float64)
     return {"rms": math.sqrt(_mean(values**2)) if values.size else 0.0, "max": float(values.max(initial=0.0))}
 
 
 def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
-    """What is NaN or infinite where it should not be, or finite where it should be NaN, in words; nothing if all is."""
+    """Describe values that are wrongly NaN or infinite, or finite instead of NaN; empty if there are none."""
     lost = np.isnan(expected)
     swallowed, leaked = np.count_nonzero(lost & ~np.isnan(actual)), np.count_nonzero(~lost & ~np.isfinite(actual))
     reasons = [f"{swallowed} elements are not NaN where the reference is"] if swallowed else []
@@ -368,7 +365,7 @@ def _what_is_not_finite(actual: np.ndarray, expected: np.ndarray) -> str:
 
 @lru_cache(maxsize=4096)
 def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
-    """The letters of a stage's axes; `axis0`, `axis1`, … of a stage that is not known here or has other axes."""
+    """Return the letters of a stage's axes; `axis0`, `axis1`, … for unknown stages or other axes."""
     known = stage_named(stage)
     letters = known.axes if known.is_known else ()
     return letters if len(letters) == ndim else tuple(f"axis{axis}" for axis in range(ndim))
@@ -376,7 +373,7 @@ def axis_names(stage: str, ndim: int) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def kept_dtype(stage: str, dtype: str) -> np.dtype:
-    """The dtype in which implementations keep a stage: that of the inputs, but scores in at least float32."""
+    """Return the dtype in which implementations store a stage: that of the inputs; scores in at least float32."""
     known = stage_named(stage)
     if known.is_exact:
         return np.dtype(bool if known.kind == "mask" else np.int32)
@@ -394,15 +391,15 @@ def budget(
     has_slope: bool = True,
     stage: str = "",
 ) -> dict[str, float]:
-    """How far a stage may be from float64, by norm: some multiple of the same-precision reference's error, and a floor.
+    """Return the tolerance of a stage by norm: a multiple of the same-precision reference's error, plus a floor.
 
-    The floor is one unit of rounding of the stage's scale, for a reference that happens to be exact. `same_dtype` is
-    what the same-precision reference was computed in; what `SAME_PRECISION` names when absent. The slope is judged if
-    `has_slope` says so, and the arithmetic does not cut numbers off, which is a slope by itself. For attention weights,
-    which `stage` names, `zeros` is the largest one that may be 0 on one side alone: noise may make it so.
+    The floor is one unit of rounding at the stage's scale, in case the reference happens to be exact. `same_dtype` is
+    the dtype of the same-precision reference; default: that of `SAME_PRECISION`. The slope is included if `has_slope`
+    is set and the arithmetic does not truncate, which is itself a slope. If `stage` is attention weights, `zeros` is
+    the largest weight that noise may turn into 0 on one side.
     """
     shrink = unit_of_rounding(dtype) / unit_of_rounding(same_dtype or SAME_PRECISION[dtype])
-    known = ~np.isnan(expected)  # what must be NaN has no budget
+    known = ~np.isnan(expected)  # values that must be NaN have no budget
     terms = expected if terms is None else terms
     scale, noise = norms_of(terms, known), norms_of(same_precision.astype(np.float64) - expected, known)
     if has_slope and arithmetic == "ieee":
@@ -415,9 +412,9 @@ def budget(
 
 
 def _slope_noise(expected: np.ndarray, same_precision: np.ndarray, noise: float) -> float:
-    """The slope of the same-precision reference's own error, and `DEVIATIONS` of what it would be by chance.
+    """Return the slope of the same-precision reference's error, plus `DEVIATIONS` standard deviations of a random one.
 
-    Errors in proportion to their values weigh as those do: then the fourth moment of the values counts.
+    Errors proportional to their values are weighted like these, so the fourth moment of the values matters.
     """
     known = np.isfinite(expected) & np.isfinite(same_precision.astype(np.float64))
     squares = expected[known].astype(np.float64) ** 2
@@ -428,15 +425,15 @@ def _slope_noise(expected: np.ndarray, same_precision: np.ndarray, noise: float)
 
 
 def factor(size: int) -> float:
-    """How many times the noise is allowed: `FACTOR`, and more where few elements make a poor estimate of the noise."""
+    """Return the multiple of the noise that is allowed: `FACTOR`, or more if few elements estimate the noise poorly."""
     return FACTOR * (1.0 + 4.0 / size)
 
 
 def floor(dtype: str, arithmetic: str = "ieee") -> float:
-    """The part of a budget that does not depend on the noise, relative to the stage's scale.
+    """Return the part of a budget that is independent of the noise, relative to the stage's scale.
 
-    Of Tenstorrent's hardware it is the most that one value loses on its way. The softmax needs it too: its reciprocal
-    is an approximation, whose bfloat16 rows are said to sum to 0.994 (tenstorrent/tt-metal#52045).
+    For Tenstorrent's hardware it is the maximum error of one value. The softmax also needs it: its reciprocal is an
+    approximation, and bfloat16 rows reportedly sum to 0.994 (tenstorrent/tt-metal#52045).
     """
     if arithmetic.startswith("tensix"):
         return TENSIX_FLOOR[dtype]
@@ -445,36 +442,36 @@ def floor(dtype: str, arithmetic: str = "ieee") -> float:
 
 @cache
 def unit_of_rounding(dtype: str) -> float:
-    """Distance from 1 to the next number of a dtype."""
+    """Return the distance from 1 to the next number of a dtype."""
     return float(ml_dtypes.finfo(dtype_named(dtype)).eps)
 
 
 def first_difference(comparisons: Iterable[Comparison]) -> Comparison | None:
-    """The place to start looking: the first stage whose own computation is wrong, else the first that differs."""
+    """Return the stage to inspect first: the first whose own computation is wrong, else the first that differs."""
     failed = [comparison for comparison in comparisons if not comparison.passed]
     return next((comparison for comparison in failed if comparison.is_culprit), failed[0] if failed else None)
 
 
 def failure(expected: np.ndarray, reason: str, label: Label) -> Comparison:
-    """A stage that cannot be measured, and so fails."""
+    """Return a failed comparison of a stage that cannot be measured."""
     size = expected.size
     return Comparison(*label, mismatched=size, size=size, shape=expected.shape, reason=reason)
 
 
 def is_close(ratio: float) -> bool:
-    """Return whether an error is over its budget by so little that the noise is worth measuring again."""
+    """Return whether an error exceeds its budget so slightly that the noise is worth measuring again."""
     return 1.0 < ratio <= MOST_OVER
 
 
 def share(error: float, allowed: float) -> float:
-    """The part of what is allowed that an error takes: 0 for none, infinity where nothing is allowed."""
+    """Return the fraction of the budget that an error uses: 0 for no error, infinity for a budget of 0."""
     if error == 0.0:
         return 0.0
     return error / allowed if allowed > 0.0 and math.isfinite(allowed) else math.inf
 
 
 def _by_position(errors: np.ndarray, allowed: float, stage: str) -> tuple[float, ...]:
-    """The largest error at each token, or in each run of neighbouring tokens, as a share of what is allowed."""
+    """Return the largest error at each token, or in each bin of tokens, as a fraction of the budget."""
     axes = axis_names(stage, errors.ndim)
     along = next((axes.index(letter) for letter in "TS" if letter in axes), None)
     if along is None:
@@ -487,7 +484,7 @@ def _by_position(errors: np.ndarray, allowed: float, stage: str) -> tuple[float,
 
 
 def _spacing(expected: np.ndarray, dtype: str) -> np.ndarray:
-    """Distance between neighbouring numbers of a dtype at the expected values."""
+    """Return the distance between neighboring numbers of a dtype at the expected values."""
     info = ml_dtypes.finfo(dtype_named(dtype))
     exponents = np.floor(np.log2(np.maximum(np.abs(expected), float(info.smallest_normal))))
     return np.exp2(exponents) * float(info.eps)

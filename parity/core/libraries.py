@@ -1,4 +1,4 @@
-"""Libraries whose arrays a backend reads: `parity.core` knows no backend."""
+"""Registry of libraries whose arrays a backend reads: `parity.core` imports no backend."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from collections.abc import Callable
 from typing import Any
 
 LIBRARIES: dict[str, Callable[[], Any]] = {}
-"""Loaders by package. Each imports a module with `to_numpy(x)`, and `arithmetic()` of the device that holds arrays."""
+"""Loaders by package. Each imports a module with `to_numpy(x)`, and `arithmetic()` of the arrays' device."""

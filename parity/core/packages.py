@@ -1,4 +1,4 @@
-"""The packages that make more possible: whether they are installed, what is refused without them, how to get them."""
+"""Optional packages: detection, versions, and errors with installation commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import metadata
 from importlib.util import find_spec
 
 PACKAGES = ("numpy", "ml_dtypes", "safetensors", "jax", "jaxlib", "flax", "torch", "ttnn")
-"""Those that may change numbers: every report has their versions."""
+"""Packages that may affect results; all reports contain their versions."""
 
 OPTIONAL = {
     "jax": ("jax", "the backend jax; JAX arrays in assert_parity"),
@@ -23,12 +23,12 @@ OPTIONAL = {
     "equinox": ("equinox", "equinox in `conformance --peers`"),
     "pytest": ("pytest", "the fixture assert_parity; the function needs no pytest"),
 }
-"""By the name to install: the module, and what it is needed for."""
+"""Module and purpose of each package, by the name to install."""
 
 
-@cache  # reading it takes longer than to run a small case
+@cache  # reading it takes longer than running a small case
 def version_of(package: str) -> str | None:
-    """The version that is installed, None where there is none."""
+    """Return the installed version, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -36,26 +36,26 @@ def version_of(package: str) -> str | None:
 
 
 def installed() -> dict[str, str]:
-    """Versions of the packages that may change numbers, those that are installed."""
+    """Return the versions of installed packages that may affect results."""
     return {package: version for package in PACKAGES if (version := version_of(package)) is not None}
 
 
 def is_installed(package: str) -> bool:
-    """Whether an optional package is there; it is looked for, not imported."""
+    """Return whether an optional package is installed, without importing it."""
     module = OPTIONAL[package][0]
     parent = module.partition(".")[0]
     return find_spec(parent) is not None and (parent == module or find_spec(module) is not None)
 
 
 def check_installed(what: str, *packages: str) -> None:
-    """Refuse to begin what could not be finished.
+    """Refuse to start without required packages.
 
     Args:
-        what: that needs the packages.
-        packages: names of `OPTIONAL`.
+        what: feature that needs the packages.
+        packages: names in `OPTIONAL`.
 
     Raises:
-        ModuleNotFoundError: if one is not installed.
+        ModuleNotFoundError: if a package is not installed.
     """
     missing = [package for package in packages if not is_installed(package)]
     if missing:

@@ -1,4 +1,4 @@
-"""A case made concrete: its weights and inputs, rounded to a dtype, the same arrays in every environment."""
+"""Concrete weights and inputs of a case, rounded to a dtype: the same arrays in all environments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parity.core.case import DTYPES, Case
 from parity.core.sample import Sample
 from parity.core.weights import Weights, dtype_named, load_tensors, random_weights, weight_shapes
 
-# torch.manual_seed(123), then nn.Linear(3, 4, bias=False) three times: the weights of query, key and value.
+# torch.manual_seed(123), then nn.Linear(3, 4, bias=False) three times: weights of query, key and value.
 TEXTBOOK_WEIGHTS = {
     "q_proj.weight": [
         [-0.23542964458465576, 0.019124476239085197, -0.28674593567848206],
@@ -51,16 +51,16 @@ TEXTBOOK_INPUT = [
 
 @dataclass(frozen=True)
 class Problem:
-    """A case, a dtype, and the arrays: what every implementation is given.
+    """Case, dtype and arrays: the input of every implementation.
 
     Attributes:
-        case: where it comes from.
-        dtype: of weights and inputs, by name.
+        case: source of the problem.
+        dtype: dtype of weights and inputs, by name.
         weights: canonical weights.
-        inputs: `query` (B, T, d_in); `key` (B, S, d_kv) for cross-attention; `value` (B, S, d_kv) if values are made of
-            another input than keys; `bias` (B, N, T, S) and `mask` (B, N, T, S) where the case has them; `cotangent`,
-            in the shape of the output.
-        sample: the part of it that the reference computes; all of it when absent.
+        inputs: `query` (B, T, d_in); `key` (B, S, d_kv) for cross-attention; `value` (B, S, d_kv) if values have
+            another input than keys; `bias` (B, N, T, S) and `mask` (B, N, T, S) if the case has them; `cotangent`, in
+            the shape of the output.
+        sample: part that the reference computes; default: all.
     """
 
     case: Case
@@ -71,12 +71,12 @@ class Problem:
 
     @cached_property
     def spec(self) -> AttentionSpec:
-        """The layer."""
+        """Layer."""
         return self.case.spec
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of all arrays: two environments that agree on it were given the same."""
+        """sha256 of all arrays, equal in environments with equal arrays."""
         sha256 = hashlib.sha256()
         for name, array in sorted({**self.weights, **self.inputs}.items()):
             sha256.update(f"{name} {array.dtype} {array.shape}".encode())
@@ -85,19 +85,19 @@ class Problem:
 
     @property
     def sides(self) -> dict[str, str]:
-        """The name of the input that each of q, k and v is made of."""
+        """Names of the inputs of q, k and v."""
         key = "key" if "key" in self.inputs else "query"
         return {"q": "query", "k": key, "v": "value" if "value" in self.inputs else key}
 
     @property
     def bias(self) -> np.ndarray | None:
-        """The bias of the scores of all rows that are computed, if there is one."""
+        """Bias of the scores of all computed rows, or None."""
         bias = self.inputs.get("bias")
         return bias if bias is None or self.sample is None else bias[:, :, self.sample.rows, : self.sample.keys]
 
     @property
     def residual(self) -> np.ndarray:
-        """The query (B, T, d_in), of the rows and features that are computed of the output."""
+        """Query (B, T, d_in), restricted to computed rows and features of the output."""
         query = self.inputs["query"]
         if self.sample is None:
             return query
@@ -105,25 +105,25 @@ class Problem:
         return query[:, rows][..., self.sample.features]
 
     def step_input(self, step: int) -> np.ndarray:
-        """The tokens that the call of that index appends, (B, chunk, d_in)."""
+        """Return the tokens that a call appends, (B, chunk, d_in)."""
         start = sum(self.case.chunks[:step])
         return self.inputs["query"][:, start : start + self.case.chunks[step]]
 
 
 def make_problem(case: Case | str, dtype: str, weights: Mapping[str, Any] | None = None) -> Problem:
-    """The weights and inputs of a case, drawn from its name or read from its trained layer, and rounded to a dtype.
+    """Return weights and inputs of a case, drawn from its name or read from its trained layer, in a dtype.
 
     Args:
-        case: the case, or the name of one: of `CASES`, or `random-N`.
+        case: case, or its name: one of `CASES`, or `random-N`.
         dtype: name of a floating-point dtype, one of `DTYPES`.
-        weights: canonical weights, as arrays of any framework, to take instead of the case's own.
+        weights: canonical weights, as arrays of any framework, instead of the case's own.
 
     Raises:
-        TypeError: if the case is neither a case nor a name.
-        ValueError: if there is no case or dtype of that name.
+        TypeError: if `case` is neither a case nor a name.
+        ValueError: if no case or dtype has this name.
     """
     if isinstance(case, str):
-        from parity.core.cases import case_named  # whoever brings a case of his own need not wait for all of ours
+        from parity.core.cases import case_named  # imported lazily: custom cases do not need all of ours
 
         case = case_named(case)
     if not isinstance(case, Case):
@@ -140,7 +140,7 @@ def make_problem(case: Case | str, dtype: str, weights: Mapping[str, Any] | None
         inputs["bias"] = _draw(rng, (case.batch, spec.num_heads, case.seq_len, case.key_len))
     if case.random_mask:
         mask = rng.random((case.batch, spec.num_heads, case.seq_len, case.key_len)) < 0.4
-        mask[np.arange(case.batch), :, rng.integers(0, case.seq_len, case.batch)] = True  # one empty row each
+        mask[np.arange(case.batch), :, rng.integers(0, case.seq_len, case.batch)] = True  # one fully masked row each
         inputs["mask"] = mask
     inputs["cotangent"] = _draw(rng, (case.batch, case.seq_len, spec.output_width))
     if weights is None:
@@ -167,7 +167,7 @@ def make_problem(case: Case | str, dtype: str, weights: Mapping[str, Any] | None
 
 
 def nan_tokens(case: Case) -> np.ndarray:
-    """Which tokens of a case are NaN, (B, S)."""
+    """Return which tokens of a case are NaN, (B, S)."""
     is_nan = np.zeros((case.batch, case.key_len), bool)
     if case.not_finite == "visible":
         is_nan[-1, case.key_len // 2] = True
@@ -185,5 +185,5 @@ def _draw(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _strided(x: np.ndarray) -> np.ndarray:
-    """The same values, with the first and the last axis exchanged in memory."""
+    """Return the same values with the first and last axis exchanged in memory."""
     return np.ascontiguousarray(x.swapaxes(0, -1)).swapaxes(0, -1)

@@ -1,4 +1,4 @@
-"""Records of results, for JSON and for notebooks."""
+"""Records of results, for JSON and notebooks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from parity.text import printable
 
 
 class JsonRecord:
-    """A dataclass that becomes JSON: the attributes that `IN_JSON` names; `*` are the fields that `repr` shows."""
+    """Dataclass that converts to JSON: the attributes in `IN_JSON`; `*` stands for the fields in `repr`."""
 
     IN_JSON: ClassVar[tuple[str, ...]] = ("*",)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the attributes as values of JSON: an infinity or NaN becomes null."""
+        """Return the attributes as JSON values; infinity and NaN become null."""
         return _attributes(self, self.IN_JSON)
 
     def _repr_html_(self) -> str:
@@ -31,7 +31,7 @@ def as_html(value: object) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """The value as JSON takes it, and all that is in it: an infinity or NaN becomes null, a tuple a list."""
+    """Return a value for JSON, recursively: infinity and NaN become null, tuples lists."""
     if hasattr(value, "to_dict"):
         return value.to_dict()
     if is_dataclass(value):

@@ -1,4 +1,4 @@
-"""Processes of Python that import no files of the current folder, which may be anyone's."""
+"""Python processes that do not import files from the current folder, which may be untrusted."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}
-"""Of an environment: `python -c` and `python -m` do not look into the current folder first."""
+"""Environment variable that keeps the current folder out of the path of `python -c` and `python -m`."""
 
 
 @contextmanager
 def safe_path(**more: str) -> Iterator[None]:
-    """Start processes inside with `SAFE_PATH` and more variables; multiprocessing starts them with `python -c`."""
+    """Set `SAFE_PATH` and more variables for processes started within; multiprocessing uses `python -c`."""
     variables = SAFE_PATH | more
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

@@ -1,4 +1,4 @@
-"""A part of a problem that stands for all of it: some rows of queries, attending to all keys, and some features."""
+"""Sample of a problem that represents all of it: some query rows, attending to all keys, and some features."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from parity.core.stages import PATHS, Step, Values
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """The part of a problem that is computed, where all of it takes too long.
+    """Part of a problem to compute, if all of it takes too long.
 
     Attributes:
-        rows: the query tokens that attend, in their order.
-        features: the features of the output, in their order.
-        keys: how many of the first keys they attend to; all when absent.
-        kept: how many of the first rows go on after the softmax; all when absent. The others are there for a softmax
-            that takes them, too.
-        others: all other query tokens as one more row of scores, (B, N, 1, S): the logarithms of the sums of their
-            exponentials, so that a softmax over the queries has its sums. It does not go on after the softmax.
-        absorbs: whether keys and values of a wrong weight need not be made, see `parity.core.absorbed`; nobody asks for
-            them then.
-        rows_out: the rows of the output, of a context that has its place among all tokens. Heads that are combined
-            wrongly take what they need from there; when absent the context has the rows alone.
+        rows: query tokens, in order.
+        features: features of the output, in order.
+        keys: number of leading keys they attend to; default: all.
+        kept: number of leading rows that continue after the softmax; default: all. The others are only for a softmax
+            that includes them.
+        others: all other query tokens as one more row of scores, (B, N, 1, S): their log-sum-exp, so that a softmax
+            over queries has its sums. It does not continue after the softmax.
+        absorbs: keys and values of a wrong weight are not computed, see `parity.core.absorbed`.
+        rows_out: rows of the output, if the context is placed among all tokens, which wrongly combined heads need;
+            default: the context has only the rows.
     """
 
     rows: np.ndarray
@@ -40,14 +39,14 @@ class Sample:
     absorbs: bool = False
 
     def rows_of(self, quantity: str) -> np.ndarray:
-        """The query tokens of a stage."""
+        """Return the query tokens of a stage."""
         if quantity == "output" and self.rows_out is not None:
             return self.rows_out
         return self.rows[: self.kept] if quantity in ("attn_weights", "context", "output", "gate") else self.rows
 
 
 def steps_of_sample(layer: Any, sample: Sample, case: Case) -> Sequence[Step]:
-    """The stages of a `reference.Layer` without a cache as functions, of the rows and features of a sample."""
+    """Return the stages of a `reference.Layer` without a cache as functions, for the rows and features of a sample."""
     width, seq_len = case.spec.output_width, case.seq_len
     rows, keys = sample.rows, slice(sample.keys)
 
@@ -77,7 +76,7 @@ def steps_of_sample(layer: Any, sample: Sample, case: Case) -> Sequence[Step]:
         products = absorbed.products(layer, values, k) if isinstance(k, absorbed.Unmade) else None
         found = layer.scores(values, rows[None], products)["scores"]
         if sample.others is not None:
-            others = np.where(np.isneginf(sample.others), 0.0, sample.others)  # which the mask hides
+            others = np.where(np.isneginf(sample.others), 0.0, sample.others)  # the mask hides these
             found = np.concatenate([found, others.astype(found.dtype)], axis=2)
         return {"scores": found}
 
@@ -108,7 +107,7 @@ def steps_of_sample(layer: Any, sample: Sample, case: Case) -> Sequence[Step]:
 
 
 def _in_place(values: Values, rows: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:
-    """A context, and a gate, in their places among all query tokens; 0 elsewhere."""
+    """Return context and gate in their places among all query tokens; 0 elsewhere."""
     found = {}
     for name, axis in (("context", 2), ("gate", 1)):
         if name in values:
@@ -119,6 +118,6 @@ def _in_place(values: Values, rows: np.ndarray, seq_len: int) -> dict[str, np.nd
 
 
 def of_paths(values: Values) -> dict[str, np.ndarray]:
-    """What a module gives on each of its paths, from what its stages are: the same."""
+    """Return the stages of each path of a module, which equal those of the stage functions."""
     outputs = {f"{path}.output": values["output"] for path in PATHS}
     return {"module.attn_weights": values["attn_weights"], **outputs} if "attn_weights" in values else outputs

@@ -1,4 +1,4 @@
-"""The stages of the data flow: their names and axes, their order, and the loop over the calls of a cache."""
+"""Stages of the data flow: names, axes, order, and the loop over the calls of a cache."""
 
 from __future__ import annotations
 
@@ -39,37 +39,37 @@ STAGES: dict[str, tuple[str, ...]] = {
     "grad.key": ("B", "S", "d_kv"),
     "grad.bias": ("B", "N", "T", "S"),
 }
-"""The stages in the order of the data flow, with the axes of each.
+"""Stages in the order of the data flow, with their axes.
 
-`mask` … `output` are computed by the stage functions, one from the other (`gate`, where there is one, is what gate_proj
-gives; `latents`, where there are some, is what a cache keeps of tokens, and `cache.keys` and `cache.values` what it
-stands for); `module.*` by the module as users call it, with its attention weights; `fused.output` by the module without
-them, as users get it; `blocks.output` by the same where even small cases go block by block. `grad.*` are gradients for
-a fixed cotangent of the output: of the inputs, and of each weight by its name; `fused.grad.*` and `blocks.grad.*` the
-same on those paths. With a cache a stage's name begins with its step, `step3.scores`.
+`mask` … `output` are computed by the stage functions, each from earlier ones. (`gate`, if any, is the output of
+gate_proj; `latents`, if any, are the cached vectors, and `cache.keys` and `cache.values` their expansions.) `module.*`
+is computed by the module, with attention weights; `fused.output` by the module without them; `blocks.output` likewise,
+with even small cases block by block. `grad.*` are gradients for a fixed cotangent of the output, of the inputs and of
+each weight by name; `fused.grad.*` and `blocks.grad.*` are those of these paths. With a cache, names start with the
+step: `step3.scores`.
 """
 
 FUSED_PATHS = ("fused", "blocks")
-"""The paths of a module that give no attention weights."""
+"""Paths of a module without attention weights."""
 
 PATHS = ("module", *FUSED_PATHS)
-"""The paths of a module. What the stage functions compute is on none."""
+"""Paths of a module. Stages of the stage functions have none."""
 
 EXACT = ("mask", "cache.lengths")
-"""What is no floating-point number."""
+"""Stages that are not floating point."""
 
 _NAME = re.compile(rf"(?:step(\d+)\.)?(?:({'|'.join(PATHS)})\.)?(grad\.)?(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage by the parts of its name; of a name that is not known here all of it is the quantity.
+    """Parts of a stage's name; for an unknown name, all of it is the quantity.
 
     Attributes:
-        quantity: what it is, on whatever path: `scores`, `cache.keys`; of a gradient what it is of, `q_proj.weight`.
-        path: one of `PATHS`; empty where the stage functions compute it.
-        is_gradient: whether it is the gradient of that quantity.
-        step: the call that it is of, with a cache.
+        quantity: quantity on any path: `scores`, `cache.keys`; for a gradient its variable, `q_proj.weight`.
+        path: one of `PATHS`; empty for the stage functions.
+        is_gradient: True for the gradient of the quantity.
+        step: call of a cache, or None.
     """
 
     quantity: str
@@ -79,7 +79,7 @@ class Stage:
 
     @cached_property
     def kind(self) -> str:
-        """Its name without the step: `module.cache.keys`."""
+        """Name without the step: `module.cache.keys`."""
         return ".".join(filter(None, [self.path, "grad" if self.is_gradient else "", self.quantity]))
 
     def __str__(self) -> str:
@@ -87,49 +87,49 @@ class Stage:
 
     @cached_property
     def is_known(self) -> bool:
-        """Whether it is one of ours, a gradient or a weight, whose axes have letters."""
+        """Return whether it is one of ours, a gradient or a weight, whose axes have letters."""
         return self.kind in STAGES or self.is_gradient or self.quantity.endswith(("weight", "bias"))
 
     @cached_property
     def is_exact(self) -> bool:
-        """Whether it holds booleans or integers, which rounding does not touch."""
+        """Return whether it contains booleans or integers, which are never rounded."""
         return self.kind in STAGES and self.quantity in EXACT
 
     @cached_property
     def is_end(self) -> bool:
-        """Whether no other stage is made of it: an output, or what a module gives beside it."""
+        """Return whether no other stage depends on it: an output, or another result of a module."""
         return self.quantity == "output" or (self.path != "" and not self.quantity.startswith("cache."))
 
     @cached_property
     def is_attn_weights(self) -> bool:
-        """Whether it holds attention weights, of any layer."""
+        """Return whether it contains attention weights, of any layer."""
         return self.quantity.endswith("attn_weights")
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The letters of its axes."""
+        """Letters of its axes."""
         anywhere = f"grad.{self.quantity}" if self.is_gradient else self.kind
         return STAGES.get(anywhere) or (("out", "in") if self.quantity.endswith("weight") else ("out",))
 
 
 @lru_cache(maxsize=4096)
 def stage_named(name: str) -> Stage:
-    """The stage of that name."""
-    step, path, gradient, quantity = cast(re.Match[str], _NAME.fullmatch(name)).groups()  # it matches any text
+    """Return the stage of a name."""
+    step, path, gradient, quantity = cast(re.Match[str], _NAME.fullmatch(name)).groups()  # matches any text
     return Stage(quantity, path or "", bool(gradient), None if step is None else int(step))
 
 
-# ---- Their order -----------------------------------------------------------------------------------------------------
+# ---- Order -----------------------------------------------------------------------------------------------------------
 
 Values = Mapping[str, np.ndarray]
 Step = Callable[[Values], dict[str, np.ndarray]]
-"""Computes one or more stages from the stages before them, all by name."""
+"""Computes one or more stages from earlier stages, all by name."""
 
 
 class LayerStages(Protocol):
-    """A layer that computes the stages, each from the values of those before it, in NumPy's arrays.
+    """Layer that computes the stages, each from the values of earlier ones, as NumPy arrays.
 
-    `whole` is the module as users call it. A call with a cache has a mask, qkv, cache, scores and whole of its own.
+    `whole` is the module itself. Each call with a cache has its own mask, qkv, cache, scores and whole.
     """
 
     def mask(self, values: Values, /) -> dict[str, np.ndarray]: ...
@@ -144,14 +144,14 @@ class LayerStages(Protocol):
 
 STEPS = ("mask", "qkv", "scores", "attn_weights", "context", "output", "whole")
 STEPS_OF_A_CALL = ("mask", "qkv", "cache", "scores", "attn_weights", "context", "output", "whole")
-"""The methods of a layer, or of a call with a cache, that are its steps, in their order."""
+"""Methods of a layer, or of a call with a cache, that are its steps, in order."""
 
 
 def steps_of(layer: LayerStages, case: Case) -> Sequence[Step]:
-    """The stages of a case as functions, in the order of the data flow, with a cache call by call.
+    """Return the stages of a case as functions, in the order of the data flow, with a cache call by call.
 
-    Each takes the values of the stages before it by name, so that it can run on its own implementation's values
-    (accumulated) or on somebody else's (local).
+    Each accepts the values of earlier stages by name, so that it can run on its own implementation's values
+    (accumulated) or on those of another (local).
     """
     if not case.is_cached:
         return [getattr(layer, name) for name in STEPS]
@@ -160,13 +160,13 @@ def steps_of(layer: LayerStages, case: Case) -> Sequence[Step]:
 
 
 CACHED = {"k": "cache.keys", "v": "cache.values"}
-"""What a step that takes all keys and values that are cached takes for those of its tokens."""
+"""Stage that replaces the keys or values of the tokens in steps over all cached ones."""
 
 
 def _step_of_call(layer: LayerStages, call: Callable[[int], Any], index: int, name: str) -> Step:
-    """A step of one call with a cache, among the values of all calls: new tokens in, all up to each attended to.
+    """Return a step of one call with a cache, among the values of all calls.
 
-    The call is made when the first of its steps runs: a mistake that is tried runs few.
+    The call is created when its first step runs, because a candidate bug runs only a few.
     """
     taken = CACHED if name in ("scores", "context") else {}
 
@@ -178,10 +178,10 @@ def _step_of_call(layer: LayerStages, call: Callable[[int], Any], index: int, na
 
 
 class _ValuesOfCall(Values):
-    """The values of all calls, as a step of one of them takes them.
+    """Values of all calls, as seen from one of them.
 
-    Its own call's values go by their plain names, `scores`, and those of the call before by `previous.scores`; outside
-    by `step3.scores` and `step2.scores`.
+    Values of its own call have plain names, `scores`, and those of the previous call `previous.scores`; outside they
+    are `step3.scores` and `step2.scores`.
     """
 
     def __init__(self, values: Values, index: int, taken: Mapping[str, str]) -> None:
@@ -201,7 +201,7 @@ class _ValuesOfCall(Values):
 
 
 def run_steps(steps: Iterable[Step], given: Values | None = None) -> dict[str, np.ndarray]:
-    """The values of all stages: each step from the values before it, or all from the values given."""
+    """Return the values of all stages, each step from earlier values, or all from the given values."""
     values: dict[str, np.ndarray] = {}
     for step in steps:
         values |= step(values if given is None else given)

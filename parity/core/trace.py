@@ -1,4 +1,4 @@
-"""What a backend computed for a problem, stage by stage, and the verdict on it by what the reference computes."""
+"""Traces: the stages that a backend computed for a problem, and their comparison with the reference."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from parity.core.work import uncounted
 
 @dataclass(frozen=True)
 class Trace:
-    """What one backend computed for one problem.
+    """Stages that a backend computed for a problem.
 
     Attributes:
-        problem: what it was given.
-        backend: its name.
-        accumulated: every stage by name, computed from the backend's own stages before it.
-        local: every stage by name, computed from the reference's stages before it.
-        paths: the paths of a module that the backend has.
-        environment: where it was computed, with the numerics lock.
-        with_gradients: whether it has gradients, for which there are no local ones.
-        skipped: why the backend cannot run this case in this dtype; it then has no stages.
-        error: what the backend raised; it then has no stages either.
-        folder: where it was read from; empty if it was made here.
-        collectives: of each program that ran on several devices, how many operations had them wait for each other.
-        is_named_by_folder: whether reports name the backend with the folder: where another trace of it has the name.
+        problem: input of the backend.
+        backend: name of the backend.
+        accumulated: all stages by name, computed from the backend's own earlier stages.
+        local: all stages by name, computed from the reference's earlier stages.
+        paths: paths of the module that the backend supports.
+        environment: environment of the computation, including the numerics lock.
+        with_gradients: includes gradients, which have no local values.
+        skipped: reason why the backend cannot run this case in this dtype; the trace then has no stages.
+        error: error of the backend; the trace then has no stages either.
+        folder: source folder; empty if computed here.
+        collectives: number of collective operations of each program that ran on several devices.
+        is_named_by_folder: reports add the folder to the backend's name, because another trace has the same name.
     """
 
     problem: Problem
@@ -62,28 +62,28 @@ class Trace:
 
     @property
     def title(self) -> str:
-        """What reports call the backend: `torch`, or `torch (folder)`."""
+        """Name of the backend in reports: `torch`, or `torch (folder)`."""
         return f"{self.backend} ({self.folder})" if self.is_named_by_folder else self.backend
 
     @property
     def numerics(self) -> dict[str, Any]:
-        """The numerics lock that it was computed under."""
+        """Numerics lock of the computation."""
         return self.environment.get("backends", {}).get(self.backend, {}).get("numerics", {})
 
     @property
     def arithmetic(self) -> str:
-        """How the hardware computes, one of `reference.ARITHMETICS`."""
+        """Arithmetic of the hardware, one of `reference.ARITHMETICS`."""
         return self.numerics.get("arithmetic", "ieee")
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference's own stages for a problem, in float64 and in the same precision, each computed once.
+    """Stages of the reference for a problem, in float64 and in the same precision, each computed once.
 
     Attributes:
-        problem: the problem.
-        with_gradients: whether gradients are computed, too.
-        stages: names of the stages that are asked for; all when absent. Of others those are left out that take long.
+        problem: problem.
+        with_gradients: also compute gradients.
+        stages: names of the required stages; default: all. Slow ones among the others are omitted.
     """
 
     problem: Problem
@@ -92,29 +92,29 @@ class Reference:
 
     @cached_property
     def remembered(self) -> reference.Remembered:
-        """Projections of the inputs, for other layers of the problem, too."""
+        """Projections of the inputs, also for other layers of the problem."""
         return reference.Remembered()
 
     @cached_property
     def accumulated(self) -> dict[str, np.ndarray]:
-        """Every stage in float64."""
+        """All stages in float64."""
         return self._stages("float64")
 
     @cached_property
     def given(self) -> dict[str, np.ndarray]:
-        """The float64 stages, rounded as a backend keeps them: what its local stages start from."""
+        """The float64 stages, rounded as in the backend: inputs of its local stages."""
         return {name: value.astype(kept_dtype(name, self.problem.dtype)) for name, value in self.accumulated.items()}
 
     def expected(self, *, local: bool) -> dict[str, np.ndarray]:
-        """Every stage in float64, from its own stages before or from the given ones."""
+        """All stages in float64, from their own earlier stages or from the given ones."""
         return self._stages("float64", local=local)
 
     def same_precision(self, *, local: bool, arithmetic: str = "ieee") -> dict[str, np.ndarray]:
-        """Every stage in the same precision and arithmetic, from its own stages before or from the given ones."""
+        """All stages in the same precision and arithmetic, from their own earlier stages or from the given ones."""
         return self._stages(SAME_PRECISION[self.problem.dtype], local=local, arithmetic=arithmetic)
 
     def compare(self, actual: np.ndarray, label: Label, arithmetic: str, *, local: bool = False) -> Comparison:
-        """Judge a stage that was computed from its own stages before or from the given ones."""
+        """Compare a stage that was computed from its own earlier stages or from the given ones."""
         expected = self.expected(local=local)[label.stage]
         same = self.same_precision(local=local, arithmetic=arithmetic)[label.stage]
         return compare(actual, expected, same, label, terms=self.magnitudes.get(label.stage), arithmetic=arithmetic)
@@ -122,7 +122,7 @@ class Reference:
     def compare_noise(
         self, found: Comparison, actual: np.ndarray, label: Label, arithmetic: str, *, local: bool = False
     ) -> Comparison:
-        """Judge a stage again that is just over its budget, by the noise of inputs and weights that are nudged."""
+        """Compare a stage that is just over its budget again, with the noise of perturbed inputs and weights."""
         if not is_close(found.ratio):
             return found
         expected, again = self.expected(local=local)[label.stage], self.recounted(arithmetic)
@@ -130,9 +130,9 @@ class Reference:
         return min((found, *noisy), key=lambda each: each.ratio)
 
     def recounted(self, arithmetic: str = "ieee") -> list[dict[str, np.ndarray]]:
-        """Every stage in the same precision, of inputs and weights that are off by a unit of rounding, at random.
+        """All stages in the same precision, with inputs and weights randomly perturbed by a unit of rounding.
 
-        One run is one sample of the noise. Where softmax is all but saturated a few elements decide how large it is.
+        One run is one sample of the noise. If the softmax is almost saturated, a few elements determine its size.
         """
         if arithmetic not in self._again:
             rng = np.random.default_rng(int(self.problem.digest[:8], 16))
@@ -145,7 +145,7 @@ class Reference:
 
     @cached_property
     def magnitudes(self) -> dict[str, np.ndarray]:
-        """Of each gradient, the size of the terms it is a sum of."""
+        """Magnitude of the terms of each gradient."""
         if not self.with_gradients:
             return {}
         magnitudes = reference.gradient_magnitudes(self.problem)
@@ -160,7 +160,7 @@ class Reference:
         return {}
 
     def _stages(self, dtype: str, *, local: bool = False, arithmetic: str = "ieee") -> dict[str, np.ndarray]:
-        """Every stage in a dtype and an arithmetic, computed when it is first asked for."""
+        """All stages in a dtype and an arithmetic, computed on demand."""
         if (dtype, local, arithmetic) not in self._known:
             self._known[dtype, local, arithmetic] = self._computed(dtype, self.given if local else None, arithmetic)
         return self._known[dtype, local, arithmetic]
@@ -168,7 +168,7 @@ class Reference:
     def _computed(self, dtype: str, given: Mapping[str, np.ndarray] | None, arithmetic: str) -> dict[str, np.ndarray]:
         arithmetic_in = reference.Arithmetic(dtype_named(dtype), arithmetic)
         layer = self.remembered.serve(reference.Layer(self.problem, arithmetic_in))
-        # float16 may overflow; that is then part of the verdict
+        # float16 may overflow, which the comparison then reports
         with uncounted(), np.errstate(over="ignore", invalid="ignore"):
             if given is not None or self.problem.case.is_cached or self.problem.sample is not None:
                 values = run_steps(layer.steps(), given)
@@ -182,7 +182,7 @@ class Reference:
         return values
 
     def by_step(self, dtype: str, arithmetic: str = "ieee") -> list[dict[str, np.ndarray]]:
-        """What each step gave, in float64 or in the same precision; nothing where some stages are not kept."""
+        """Return the results of each step, in float64 or in the same precision; empty if some stages are not stored."""
         if not self._has_scores or self.problem.sample is not None:
             return []
         values = self.accumulated if dtype == "float64" else self.same_precision(local=False, arithmetic=arithmetic)
@@ -191,7 +191,7 @@ class Reference:
 
     @property
     def _has_scores(self) -> bool:
-        """Whether scores or attention weights are asked for, or take no time."""
+        """Return whether scores or attention weights are required, or fast."""
         case, of_scores = self.problem.case, ("scores", "attn_weights")
         is_small = case.batch * case.spec.num_heads * case.seq_len * case.key_len <= reference.BLOCK
         return is_small or self.stages is None or any(stage_named(name).quantity in of_scores for name in self.stages)
@@ -200,28 +200,28 @@ class Reference:
 OF_A_STEP = {"q": "qkv", "latents": "qkv", "k": "qkv", "v": "qkv", "gate": "qkv"} | {
     f"cache.{name}": "cache" for name in ("latents", "keys", "values", "lengths")
 }
-"""The stages that one step gives with others."""
+"""Stages that a step returns together with others."""
 
 
 def _step_of(name: str) -> tuple[int | None, str]:
-    """The step that gives a stage: the call that it is of, and what the step is."""
+    """Return the call and the step that compute a stage."""
     stage = stage_named(name)
     return stage.step, "whole" if stage.path else OF_A_STEP.get(stage.quantity, stage.quantity)
 
 
 RECOUNTS = 4
-"""How often the noise is measured again where a stage is over its budget."""
+"""Number of further measurements of the noise if a stage is over its budget."""
 
 
 def nudged(problem: Problem, rng: np.random.Generator, arithmetic: str = "ieee") -> Problem:
-    """A problem whose weights and inputs are each a unit of rounding more or less, or what they were."""
+    """Return a problem whose weights and inputs are randomly perturbed by at most a unit of rounding."""
     unit = max(unit_of_rounding(SAME_PRECISION[problem.dtype]), 2.0 ** -reference.MANTISSA[arithmetic])
     weights = nudged_values(problem.weights, unit, rng)
     return replace(problem, weights=weights, inputs=nudged_values(problem.inputs, unit, rng))
 
 
 def nudged_values(values: Mapping[str, np.ndarray], unit: float, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Arrays whose numbers are each a unit more or less, or what they were; others as they are."""
+    """Return floating-point arrays randomly perturbed by at most one unit; others unchanged."""
     return {
         name: (value * (1.0 + unit * rng.integers(-1, 2, value.shape))).astype(value.dtype)
         if is_floating(value.dtype)
@@ -231,7 +231,7 @@ def nudged_values(values: Mapping[str, np.ndarray], unit: float, rng: np.random.
 
 
 def judge(trace: Trace, reference: Reference) -> list[Comparison]:
-    """Compare every stage of a trace with the reference; a stage that only one of them has is a failure."""
+    """Compare all stages of a trace with the reference; a stage that only one of them has is a failure."""
     run, arithmetic = Label(trace.problem.case.name, trace.title, trace.problem.dtype, "run"), trace.arithmetic
     if trace.error:
         return [replace(failure(np.empty(0), trace.error, run), library=trace.backend)]
@@ -242,7 +242,7 @@ def judge(trace: Trace, reference: Reference) -> list[Comparison]:
             return failure(reference.expected(local=local)[stage], "the trace lacks this stage", label)
         actual = values[stage]
         found = reference.compare(actual, label, arithmetic, local=local)
-        is_whole = not local or stage_named(stage).path  # a path is computed from the inputs in both
+        is_whole = not local or stage_named(stage).path  # paths start from the inputs in both
         if is_whole and stage not in reference.magnitudes:
             return reference.compare_noise(found, actual, label, arithmetic, local=local)
         return found

@@ -1,4 +1,4 @@
-"""Canonical weights: their names and shapes, random ones, and safetensors files that are written whole or not at all.
+"""Canonical weights: names and shapes, random weights, and atomically written safetensors files.
 
 Canonical weights are a dict of NumPy arrays by name: `q_proj.weight` (N*H, d_in), `q_proj.bias` (N*H,), `k_proj.weight`
 (K*H, d_kv) … `out_proj.weight` (E, N*H): torch's (out, in), heads outermost in `out`.
@@ -24,26 +24,26 @@ from parity.files.target import refuse_other_file, write_whole
 
 Weights = dict[str, np.ndarray]
 
-FORMAT = "1"  # of the files; raised when a reader of the old one could misread the new one
+FORMAT = "1"  # of files; increased if old readers could misread new files
 
-QKV = ("q_proj", "k_proj", "v_proj")  # which a fused module holds as one
+QKV = ("q_proj", "k_proj", "v_proj")  # stored as one by fused modules
 
-CHUNK = 1 << 16  # numbers that are looked at at once, which a cache holds
+CHUNK = 1 << 16  # numbers checked at once, which fit a CPU cache
 
 
 @cache
 def dtype_named(name: str) -> np.dtype:
-    """The NumPy dtype of that name, bfloat16 among them."""
+    """Return the NumPy dtype of a name, including bfloat16."""
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def is_floating(dtype: np.dtype) -> bool:
-    """Whether a dtype holds floating-point numbers, bfloat16 among them."""
+    """Return whether a dtype is floating point, including bfloat16."""
     return np.issubdtype(dtype, np.floating) or dtype == ml_dtypes.bfloat16
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Whether there is neither NaN nor infinity. It needs no memory to speak of."""
+    """Return whether an array has neither NaN nor infinity, with little extra memory."""
     flat = np.ascontiguousarray(array).reshape(-1)
     infinity = {"bfloat16": 0x7F80, "float16": 0x7C00}.get(array.dtype.name)
     if infinity is None:
@@ -53,24 +53,24 @@ def is_finite(array: np.ndarray) -> bool:
 
 
 def weight_shapes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
-    """The canonical names of a layer's weights and their shapes, in order."""
+    """Return the canonical names and shapes of a layer's weights, in order."""
     return spec.weight_shapes
 
 
 def unheld(spec: AttentionSpec) -> AttentionSpec:
-    """The layer without what its weights do not tell and its results in evaluation do not depend on."""
+    """Return the layer without fields that affect neither its weights nor its results in evaluation mode."""
     return replace(spec, fused_qkv=False, dropout=0.0, output_dropout=0.0)
 
 
 def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
-    """Xavier-uniform weights and, so that a lost bias shows, biases between -1/2 and 1/2; float32.
+    """Return Xavier-uniform weights, with biases in [-1/2, 1/2] so that a missing bias shows; float32.
 
-    What is normalised is multiplied by 0.5 to 0.8 or by 1.2 to 1.5, so that a lost weight of a norm shows, too. Sinks
-    and relative biases lie between 0.5 and 1.5 in size.
+    Factors of norms are 0.5 to 0.8 or 1.2 to 1.5, so that a missing weight of a norm also shows. Sinks and relative
+    biases are between 0.5 and 1.5 in size.
 
     Args:
-        spec: the layer.
-        seed: the same seed gives the same weights on every machine.
+        spec: layer.
+        seed: equal seeds result in equal weights on all machines.
     """
     rng = np.random.default_rng(seed)
     weights = {}
@@ -93,14 +93,14 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> Weights:
 
     Args:
         weights: canonical weights, as arrays of any framework: see `parity.to_numpy`.
-        spec: the layer.
+        spec: layer.
 
     Returns:
-        The weights as NumPy arrays.
+        Weights as NumPy arrays.
 
     Raises:
         TypeError: if an entry is not a floating-point array, or the dtypes differ.
-        ValueError: if names are missing or unexpected, a shape is another one, or a value is not finite.
+        ValueError: if names are missing or unexpected, a shape differs, or a value is not finite.
     """
     weights, shapes = to_numpy_by_name(weights), weight_shapes(spec)
     missing, unexpected = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
@@ -124,7 +124,7 @@ def check_weights(weights: Mapping[str, Any], spec: AttentionSpec) -> Weights:
 
 
 def check_held(names: Iterable[str], spec: AttentionSpec) -> None:
-    """Refuse a module that holds other weights than those of its specification, by their canonical names.
+    """Refuse a module whose weights, by canonical name, are not those of its specification.
 
     Raises:
         ValueError: if names are missing or unexpected.
@@ -138,21 +138,21 @@ def check_held(names: Iterable[str], spec: AttentionSpec) -> None:
 
 
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Write arrays to a safetensors file: whole and verified, or not at all.
+    """Write arrays to a safetensors file, atomically and verified.
 
-    The bytes depend on nothing but the arguments. They are written to a temporary file beside `path`, read back,
-    compared, and only then moved into place; a file that was there before stays until that moment. A safetensors file
-    is replaced, a file of another format is not.
+    The bytes depend only on the arguments. They are written to a temporary file next to `path`, read back, compared,
+    and then moved into place; an existing file stays until then. Existing safetensors files are replaced, files of
+    other formats are not.
 
     Args:
         path: file to write; its suffix must not be that of another format.
         tensors: arrays by name, of any framework and memory order.
-        metadata: text by name, kept in the file's header.
+        metadata: text by name, for the file's header.
 
     Raises:
-        OSError: if the file cannot be written, or what is read back is not what was written.
+        OSError: if the file cannot be written, or its contents differ when read back.
         TypeError: if an entry is not an array.
-        ValueError: if the suffix, or the file that is there, is of another format.
+        ValueError: if the suffix or the existing file has another format.
     """
     tensors = to_numpy_by_name(tensors)
     kind = SUFFIXES.get(Path(path).suffix.lower(), "safetensors")
@@ -171,24 +171,24 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Any], metad
 
 
 def load_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Read a safetensors file: its arrays, bfloat16 among them, and its metadata.
+    """Read a safetensors file: its arrays, including bfloat16, and its metadata.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it is no safetensors file, is cut off, or holds a dtype that no NumPy array has.
+        ValueError: if it is not a safetensors file, is truncated, or contains a dtype that NumPy cannot represent.
     """
     with open_file(Path(path), "safetensors") as file:
         return {name: file.read(name) for name in file.infos}, file.metadata
 
 
 def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Any], spec: AttentionSpec) -> None:
-    """Write canonical weights and their specification to a safetensors file, whole or not at all.
+    """Write canonical weights and their specification to a safetensors file, atomically.
 
-    `parity.save` writes other formats, too.
+    `parity.save` also writes other formats.
 
     Raises:
         OSError: if the file cannot be written.
-        TypeError, ValueError: if the weights are not those of the spec, or the path is one that `save_tensors` refuses.
+        TypeError, ValueError: if the weights are not those of the spec, or `save_tensors` rejects the path.
     """
     save_tensors(path, check_weights(weights, spec), {"format": FORMAT, "spec": spec.to_json()})
 
@@ -198,8 +198,8 @@ def load_weights(path: str | os.PathLike[str]) -> tuple[Weights, AttentionSpec]:
 
     Raises:
         OSError: if the file cannot be read.
-        TypeError, ValueError: if it is not a whole file of canonical weights that fit their specification, or its
-            metadata name keys about attention that no specification has.
+        TypeError, ValueError: if it is not a complete file of canonical weights that fit their specification, or its
+            metadata list attention keys that no specification has.
     """
     tensors, metadata = load_tensors(path)
     spec = read_spec(path, metadata)
@@ -211,10 +211,10 @@ def load_weights(path: str | os.PathLike[str]) -> tuple[Weights, AttentionSpec]:
 
 
 def read_spec(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> AttentionSpec:
-    """The specification in a file's metadata.
+    """Return the specification in a file's metadata.
 
     Raises:
-        ValueError: if there is none, or the file is of another format.
+        ValueError: if there is none, or the file has another format.
     """
     if metadata.get("format") != FORMAT or "spec" not in metadata:
         raise Refusal(
@@ -231,7 +231,7 @@ def read_spec(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> Atte
 
 
 def pack_qkv(weights: Mapping[str, np.ndarray]) -> Weights:
-    """Canonical weights with q_proj, k_proj and v_proj stacked into one qkv_proj, as a fused module holds them."""
+    """Return canonical weights with q_proj, k_proj and v_proj stacked into one qkv_proj, as in a fused module."""
     packed = {}
     for leaf in ("weight", "bias"):
         if f"q_proj.{leaf}" in weights:
@@ -240,7 +240,7 @@ def pack_qkv(weights: Mapping[str, np.ndarray]) -> Weights:
 
 
 def unpack_qkv(packed: Mapping[str, np.ndarray], spec: AttentionSpec) -> Weights:
-    """Canonical weights from those of a fused module: the inverse of `pack_qkv`."""
+    """Return canonical weights from those of a fused module: the inverse of `pack_qkv`."""
     weights = {}
     for name in weight_shapes(spec):
         projection, _, leaf = name.partition(".")

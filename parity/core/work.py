@@ -1,7 +1,7 @@
-"""Work that is counted instead of timed: a search that a clock ends finds other things on a busy machine.
+"""Work counted instead of timed: a search limited by a clock has other results on a busy machine.
 
-Each product, step and comparison adds the seconds that it takes on one core of a usual machine, by the sizes of its
-arrays alone.
+Each product, step and comparison adds the seconds that it takes on one core of a typical machine, estimated from the
+sizes of its arrays.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _current: ContextVar[Work | None] = ContextVar("_current", default=None)
 
 
 class Work:
-    """Work that a search may do, and has done.
+    """Work limit of a search, and the work done.
 
     Attributes:
-        seconds: how much it may do, in seconds of one core of a usual machine.
-        spent: how much it has done.
+        seconds: limit, in seconds of one core of a typical machine.
+        spent: work done.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -34,16 +34,16 @@ class Work:
 
     @property
     def untried(self) -> str:
-        """Names of the parts of the search that were cut short, with commas; empty if none was."""
+        """Comma-separated names of the parts of the search that were cut short; empty if none was."""
         return ", ".join(self._untried)
 
     @property
     def left(self) -> float:
-        """How much it may still do."""
+        """Remaining work."""
         return max(self.seconds - self.spent, 0.0)
 
     def is_over(self, what: str, share: float = 1.0) -> bool:
-        """Return whether a part of the search may do no more, by its share of the seconds; remember that it was cut."""
+        """Return whether a part of the search has used up its share of the seconds; record it as cut short."""
         if self.spent < share * self.seconds:
             return False
         self._untried[what] = None
@@ -51,7 +51,7 @@ class Work:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count what is computed inside, also for the work that is counting outside, whose limits hold, too."""
+        """Count the computations within the block, also for an enclosing count, whose limits also apply."""
         if (outer := _current.get()) is self:
             yield
             return
@@ -64,12 +64,12 @@ class Work:
 
     @contextmanager
     def inside(self, what: str, share: float = 1.0, most: float = math.inf) -> Iterator[None]:
-        """Raise a TimeoutError where a part of the search is over, and before each product that would go beyond it.
+        """Raise a TimeoutError if a part of the search is over, and before each product that would exceed it.
 
         Args:
-            what: the part.
-            share: its share of the seconds, together with what was done before.
-            most: seconds that it may do by itself; whoever sets it can come back to the part.
+            what: name of the part.
+            share: its share of the seconds, including earlier work.
+            most: limit of this part alone, in seconds; the part can be resumed later.
         """
         if self.is_over(what, share):
             raise TimeoutError
@@ -80,7 +80,7 @@ class Work:
             del self._limits[-2:]
 
     def ask(self, seconds: float, *, of_part: bool = False) -> None:
-        """Raise a TimeoutError if so many seconds more go beyond a limit, or beyond what a part may do by itself."""
+        """Raise a TimeoutError if this many more seconds exceed a limit, or the limit of a part alone."""
         for what, limit in self._limits:
             if self.spent + seconds > limit and not (of_part and what):
                 self._untried |= {what: None} if what else {}
@@ -89,36 +89,36 @@ class Work:
             self._outer.ask(seconds, of_part=of_part)
 
     def add(self, seconds: float) -> None:
-        """Count seconds that are spent."""
+        """Count spent seconds."""
         self.spent += seconds
         if self._outer is not None:
             self._outer.add(seconds)
 
 
 def ask(seconds: float, *, of_part: bool = False) -> None:
-    """Raise a TimeoutError if so many seconds more go beyond a limit of the work that is counting, if there is one.
+    """Raise a TimeoutError if this many more seconds exceed a limit of the active count, if any.
 
-    For work that is not counted, `of_part` looks at what the part that is running may do by itself alone.
+    For uncounted work, `of_part` checks only the limit of the running part alone.
     """
     if (work := _current.get()) is not None:
         work.ask(seconds, of_part=of_part)
 
 
 def begin(seconds: float) -> None:
-    """Ask for seconds, and add them before they are spent to the work that is counting, if there is one."""
+    """Request seconds and add them in advance to the active count, if any."""
     ask(seconds)
     spend(seconds)
 
 
 def spend(seconds: float) -> None:
-    """Add seconds that are spent to the work that is counting, if there is one."""
+    """Add spent seconds to the active count, if any."""
     if (work := _current.get()) is not None:
         work.add(seconds)
 
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Count nothing inside: what the reference computes for itself takes its own time."""
+    """Disable counting within the block: the reference's own computations are not limited."""
     token = _current.set(None)
     try:
         yield
@@ -126,26 +126,26 @@ def uncounted() -> Iterator[None]:
         _current.reset(token)
 
 
-# ---- Seconds, measured on one core of a server of 2023, OpenBLAS with AVX-512 --------------------------------------
+# ---- Seconds, measured on one core of a server of 2023, OpenBLAS with AVX-512 ----------------------------------------
 
 PER_MULTIPLICATION = 5e-11
-"""Of a float64 product by BLAS; a float32 one takes half of it."""
+"""Seconds per multiplication of a float64 product by BLAS; float32 takes half."""
 
 PER_FACTOR = 6e-10
-"""For each number of the factors of a product, which are read from memory."""
+"""Seconds per number of a product's factors, which are read from memory."""
 
 PER_TERM, PER_SUM = 4e-10, 2e-6
-"""Of a float32 product in the plainest order: for each multiplication, and for each term of a sum."""
+"""Seconds per multiplication, and per term of a sum, of a float32 product in the simplest order."""
 
 PER_NOISE = 1.2e-8
-"""For each number of a product to which noise is added."""
+"""Seconds per number of a product to which noise is added."""
 
 PER_STEP, PER_NUMBER = 5e-5, 5e-9
-"""Of a step of a layer, or a comparison: for each, and for each number in it."""
+"""Seconds per step of a layer or comparison, and per number in it."""
 
 
 PER_ROUNDED = 2e-8
-"""For each number that is rounded to a narrower dtype."""
+"""Seconds per number that is rounded to a narrower dtype."""
 
 
 def spend_on(*arrays: np.ndarray) -> None:
@@ -154,7 +154,7 @@ def spend_on(*arrays: np.ndarray) -> None:
 
 
 def run(step: Step, values: Values) -> dict[str, np.ndarray]:
-    """Run a step of a layer, and add its work to that of the products in it."""
+    """Run a step of a layer, and add its work to that of its products."""
     found = step(values)
-    spend_on(*[x for x in found.values() if isinstance(x, np.ndarray) and x.flags.writeable])  # others were remembered
+    spend_on(*[x for x in found.values() if isinstance(x, np.ndarray) and x.flags.writeable])  # others are cached
     return found

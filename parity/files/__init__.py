@@ -1,4 +1,4 @@
-"""Files of named tensors: read one tensor at a time, and written whole, verified and in bounded memory, or not at all.
+"""Files of named tensors: read tensor by tensor; written atomically, verified and in bounded memory.
 
 | format | files | read | written |
 |---|---|---|---|
@@ -9,8 +9,8 @@
 | orbax | a folder | tensor by tensor | yes, but all tensors are in memory |
 | gguf | `.gguf`; quantised tensors as float32, with the package `gguf` | by seeking | no |
 
-No file is trusted: what is not whole and sound is refused with a `ValueError` or `OSError` of one line, and nothing
-that a file says is ever executed. bfloat16 and float16 stay as they are, bit for bit.
+No file is trusted: incomplete or damaged ones raise a `ValueError` or `OSError` of one line, and no content is ever
+executed. bfloat16 and float16 are preserved bit for bit.
 """
 
 from parity.files.reading import open_tensors

@@ -1,7 +1,7 @@
-"""GGUF, as llama.cpp reads it: values by key, then what is known of each tensor, then their bytes.
+"""GGUF, the format of llama.cpp: values by key, then tensor descriptions, then tensor data.
 
-Read here and not by the `gguf` package: that one walks through every token of a vocabulary, and on for ever where a
-damaged file says so. What quantised blocks stand for is asked of it, some of them at a time; nothing here quantises.
+Parsed here because the `gguf` package reads every token of a vocabulary, and never ends for some damaged files. The
+package only dequantizes blocks, some at a time; nothing here quantizes.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -18,7 +18,7 @@ from mha_spec import Refusal
 from parity.files.tensor_file import DTYPES, Cursor, FileOffset, Shape, TensorFile, TensorInfo, library
 
 # fmt: off
-TYPES = [  # by number; None: taken out of the format
+TYPES = [  # by number; None: removed from the format
     "F32", "F16", "Q4_0", "Q4_1", None, None, "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
     "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64",
     "F64", "IQ1_M", "BF16", None, None, None, "TQ1_0", "TQ2_0", None, None, None, "MXFP4", "NVFP4",
@@ -46,10 +46,10 @@ BLOCKS = {
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
 }
-"""The quantised types that are read, as float32: how many values a block stands for, and its bytes."""
+"""Supported quantized types, read as float32: values per block, and bytes per block."""
 
-MAX_DIMS = 4  # as ggml has it
-VALUES_AT_ONCE = 1 << 16  # that blocks are turned into: they and what is computed on the way stay near the processor
+MAX_DIMS = 4  # as in ggml
+VALUES_AT_ONCE = 1 << 16  # values dequantized at a time, so that intermediate results fit the CPU cache
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _LIST = 8, 9
@@ -60,7 +60,7 @@ def _text(cursor: Cursor) -> str:
 
 
 def _value(cursor: Cursor, kind: int) -> str:
-    """A value as text; of a list, which is passed over, that it is one."""
+    """Return a value as text; lists are skipped and only reported as such."""
     if kind == _STRING:
         return _text(cursor)
     if kind in _SCALARS:
@@ -71,7 +71,7 @@ def _value(cursor: Cursor, kind: int) -> str:
     if kind in _SCALARS:
         cursor.skip(count * struct.calcsize(_SCALARS[kind]))
     else:
-        for _ in range(count):  # each takes bytes of the file, so that no count goes on for ever
+        for _ in range(count):  # each consumes bytes of the file, which bounds any count
             if kind == _STRING:
                 cursor.skip(cursor.unpack("<Q"))
             else:
@@ -80,14 +80,14 @@ def _value(cursor: Cursor, kind: int) -> str:
 
 
 class _Entry(NamedTuple):
-    """A tensor in a file: its shape as NumPy has it, the name of its type, and where it begins."""
+    """Tensor in a file: its shape in NumPy's order, the name of its type, and its offset."""
 
     shape: Shape
     kind: str
     offset: int
 
     def measure(self, name: str, room: int) -> tuple[TensorInfo, int]:
-        """The tensor as it is read, and its bytes in the file; one of an unknown type may fill all the room."""
+        """Return facts of the tensor as read, and its bytes in the file; an unknown type may use all of `room`."""
         if self.kind in PLAIN:
             info = TensorInfo.of(self.shape, DTYPES[PLAIN[self.kind]])
             return info, info.nbytes
@@ -102,7 +102,7 @@ class _Entry(NamedTuple):
 
 
 def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
-    """Open a file. Shapes are NumPy's: GGUF has them the other way round."""
+    """Open a file. Shapes are in NumPy's order: GGUF's is the reverse."""
     cursor = Cursor(file)
     cursor.skip(4)  # GGUF
     version = cursor.unpack("<I")
@@ -132,7 +132,7 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
     end = cursor.size
     for name, entry in sorted(entries.items(), key=lambda item: item[1].offset, reverse=True):
         infos[name], nbytes = entry.measure(name, end - entry.offset)
-        if entry.offset + nbytes > end:  # it ends before the next one begins
+        if entry.offset + nbytes > end:  # it must end before the next one begins
             raise Refusal("tensors", "lie in the file, one after the other", tensor=name)
         end = entry.offset
 
@@ -145,7 +145,7 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
 
 
 def _dequantised(path: Path, file: BinaryIO, name: str, entry: _Entry) -> np.ndarray:
-    """What a quantised tensor stands for, in float32: the bits that the `gguf` package gives."""
+    """Dequantize a tensor to float32, bit for bit like the `gguf` package."""
     if entry.kind not in BLOCKS:
         raise Refusal(name, f"be of one of {sorted([*PLAIN, *BLOCKS])} to be read", {name: entry.kind})
     gguf = library(path, "gguf")
@@ -156,6 +156,6 @@ def _dequantised(path: Path, file: BinaryIO, name: str, entry: _Entry) -> np.nda
         part = flat[start : start + VALUES_AT_ONCE]
         file.seek(entry.offset + start // values * length)
         blocks = np.frombuffer(file.read(part.size // values * length), np.uint8)
-        with np.errstate(all="ignore"):  # damaged scales may be NaN; whoever wants finite values refuses them
+        with np.errstate(all="ignore"):  # damaged scales may be NaN; callers check finiteness
             part[...] = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[entry.kind])
     return array

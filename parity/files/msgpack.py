@@ -1,7 +1,7 @@
-"""Flax's msgpack files: nested dicts whose leaves are arrays.
+"""Flax's msgpack files: nested dicts of arrays.
 
-The package `msgpack` writes and reads all but the heads of arrays: it would take the bytes of each into memory to pass
-over them. The metadata lie beside the arrays, as a dict of the name `__metadata__`.
+The package `msgpack` writes and reads everything except the headers of arrays: it would load their bytes to skip them.
+Metadata are stored next to the arrays, as a dict named `__metadata__`.
 
 Source: https://github.com/msgpack/msgpack/blob/master/spec.md and flax/serialization.py
 """
@@ -36,12 +36,12 @@ from parity.files.tensor_file import (
 
 METADATA = "__metadata__"
 CHUNKED = "__msgpack_chunked_array__"
-MAX_CHUNK = 1 << 30  # bytes of an array, as Flax has it; a larger one is divided
+MAX_CHUNK = 1 << 30  # bytes of an array, as in Flax; larger ones are chunked
 
-_ARRAY, _SCALAR = 1, 3  # Flax's types: an array, and one that was a NumPy scalar
+_ARRAY, _SCALAR = 1, 3  # Flax's types: an array, and a NumPy scalar
 _BYTES = {0xC4: ">B", 0xC5: ">H", 0xC6: ">I"}
 _EXTENSIONS = {0xC7: ">B", 0xC8: ">H", 0xC9: ">I"}
-"""Formats of a length, by the byte before it. (Extensions of 1 to 16 bytes have 0xD4 to 0xD8 and no length.)"""
+"""Formats of lengths by the preceding byte. (Extensions of 1 to 16 bytes have 0xD4 to 0xD8 and no length.)"""
 
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def _entries(packer: Any, tree: Mapping[str, Any], tensors: Tensors) -> Iterator
 
 
 def _tensor(packer: Any, array: np.ndarray) -> Iterator[bytes | memoryview]:
-    """An array, or a dict of its chunks if it is large."""
+    """Yield an array, or a dict of its chunks if it is large."""
     if array.nbytes <= MAX_CHUNK:
         yield from _array(packer, array)
         return
@@ -93,14 +93,14 @@ def _array(packer: Any, array: np.ndarray) -> Iterator[bytes | memoryview]:
 
 @dataclass(frozen=True)
 class _Array:
-    """An array in the file: where its bytes begin, and how many of them lie there; in several places if it is large."""
+    """Array in the file: offsets and sizes of its bytes; several if it is chunked."""
 
     info: TensorInfo
     pieces: list[tuple[FileOffset, int]]
 
 
 def open_msgpack(path: Path, file: BinaryIO) -> TensorFile:
-    """Open a file. What is not an array in it is ignored."""
+    """Open a file. Anything but arrays is ignored."""
     cursor = Cursor(file)
     tree = _Walker(cursor, library(path, "msgpack").Unpacker).node()
     if not isinstance(tree, dict) or cursor.tell() != cursor.size:
@@ -124,7 +124,7 @@ def open_msgpack(path: Path, file: BinaryIO) -> TensorFile:
 
 
 class _Walker:
-    """Reads nested dicts, and of the arrays in them only their heads."""
+    """Reader of nested dicts, and only the headers of their arrays."""
 
     def __init__(self, cursor: Cursor, unpacker: Callable[..., Any]) -> None:
         self.cursor = cursor
@@ -132,7 +132,7 @@ class _Walker:
         self.count = itertools.count(1)
 
     def next(self, method: str) -> Any:
-        """Read what a method of the library's reads here, and go behind it."""
+        """Read the next item with a method of the library, and advance."""
         begin = self.cursor.tell()
         unpacker = self.unpacker(self.cursor.file, read_size=256)
         value = getattr(unpacker, method)()
@@ -140,7 +140,7 @@ class _Walker:
         return value
 
     def node(self, depth: int = 0) -> Any:
-        """Read the next value; None for one of a type that is not Flax's array."""
+        """Read the next value; None unless its type is Flax's array."""
         if depth > MAX_DEPTH or next(self.count) > MAX_ENTRIES:
             raise Refusal("dicts", f"have at most {MAX_DEPTH} levels and {MAX_ENTRIES} entries", "more")
         (first,) = self.cursor.take(1)
@@ -183,7 +183,7 @@ class _Walker:
 
 
 def _joined(entries: dict[Any, Any]) -> _Array:
-    """Join the chunks into which Flax has divided an array."""
+    """Join the chunks of an array."""
     shape, chunks = ([part[str(i)] for i in range(len(part))] for part in (entries["shape"], entries["chunks"]))
     info = TensorInfo.of(shape, chunks[0].info.dtype)
     if {chunk.info.dtype for chunk in chunks} != {info.dtype} or sum(

@@ -1,4 +1,4 @@
-"""Orbax checkpoints: folders, which the library reads and writes."""
+"""Orbax checkpoints: folders that the library reads and writes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from parity.files.zipped import check_inflation
 from parity.text import in_line
 
 MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")
-"""Files of which a folder with a checkpoint has one."""
+"""Files that identify a folder as a checkpoint; one is enough."""
 
 
 def write_orbax(path: Path, tensors: Tensors) -> None:
-    """Write a folder. The library wants all tensors at once: this is no way for what does not fit into memory twice."""
+    """Write a folder. The library needs all tensors at once, in twice their memory."""
     ocp = library(path, "orbax.checkpoint")
     empty = [name for name, info in tensors.infos.items() if not info.nbytes]
     if empty:
@@ -47,7 +47,7 @@ def _filled(tree: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
 
 
 def open_orbax(path: Path) -> TensorFile:
-    """Open a folder, or the one in it that holds the arrays, as a checkpoint manager's step does."""
+    """Open a folder, or its subfolder of arrays, as in a step of a checkpoint manager."""
     ocp = library(path, "orbax.checkpoint")
     import jax
 
@@ -59,8 +59,8 @@ def open_orbax(path: Path) -> TensorFile:
     infos = {}
     for name, leaf in leaves.items():
         if type(leaf) is not ocp.metadata.ArrayMetadata:
-            continue  # text, or a Python number
-        if ".." in name.split("/"):  # some checkpoints have a folder for each array
+            continue  # text or a Python number
+        if ".." in name.split("/"):  # some checkpoints have one folder per array
             raise Refusal("names", "not lead out of the folder", names=name)
         if np.dtype(leaf.dtype).name not in DTYPES:
             raise Refusal(name, f"hold one of {sorted(DTYPES)}", {name: leaf.dtype})
@@ -80,7 +80,7 @@ def open_orbax(path: Path) -> TensorFile:
 
 
 def _arrays_in(path: Path) -> Path:
-    path = path.absolute()  # which the library insists on
+    path = path.absolute()  # required by the library
     if (path / "_METADATA").exists():
         return path
     inside = sorted(folder for folder in path.iterdir() if (folder / "_METADATA").exists())

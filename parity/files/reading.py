@@ -1,4 +1,4 @@
-"""Files of named tensors are opened here, whatever their format."""
+"""Opening of tensor files of all formats."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ SUFFIXES = {
 }
 INDEX = ".index.json"
 SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.\w+)")
-MAX_INDEX = 100_000_000  # bytes, which safetensors allows a header
+MAX_INDEX = 100_000_000  # bytes, the limit of safetensors headers
 
 
 def open_tensors(path: str | os.PathLike[str]) -> TensorFile:
-    """Open a file of named tensors: its content decides the format, or its suffix where that does not.
+    """Open a file of named tensors. The format follows from its content, or else its suffix.
 
     Args:
-        path: a file; an index of shards (`*.index.json`), which may be named without that ending; a folder that holds
-            shards or an orbax checkpoint.
+        path: a file; an index of shards (`*.index.json`), with or without this suffix; a folder of shards; or an orbax
+            checkpoint.
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if it is of no known format, cut off, or damaged.
-        ImportError: if a library is missing that its format needs.
+        ValueError: if its format is unknown, or it is truncated or damaged.
+        ImportError: if its format needs a library that is not installed.
 
     Example:
         with open_tensors("model.safetensors") as file:
@@ -60,7 +60,7 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile:
     """
     path = Path(path)
     index = path.with_name(f"{path.name}{INDEX}")
-    if not path.exists() and index.exists():  # the name that its shards were made of
+    if not path.exists() and index.exists():  # the base name of its shards
         path = index
     if stat.S_ISDIR(path.stat().st_mode):
         with in_one_line(path, "folder"):
@@ -71,9 +71,9 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile:
 
 
 def open_file(path: Path, kind: str | None = None) -> TensorFile:
-    """Open a single file, of a format that is known or seen."""
+    """Open a single file of a given or detected format."""
     mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):  # one would wait for a pipe, and never come to the end of a device
+    if not stat.S_ISREG(mode):  # reading a pipe blocks, and a device has no end
         raise Refusal(path, "be a file", f"a {('folder' if stat.S_ISDIR(mode) else 'device or a pipe')}")
     with path.open("rb") as file, in_one_line(path, kind or "tensor"):
         kind = kind or _kind(path, file.read(16))
@@ -85,13 +85,13 @@ def open_file(path: Path, kind: str | None = None) -> TensorFile:
 
 
 def _kind(path: Path, begin: bytes) -> str:
-    """The format of a file, by its first bytes, or else its suffix."""
+    """Return the format of a file, by its first bytes, or else its suffix."""
     suffix = SUFFIXES.get(path.suffix.lower(), "")
     if begin[:4] == b"GGUF":
         return "gguf"
     if begin[:4] in (b"PK\3\4", b"PK\5\6"):
         if suffix in ("npz", "torch") and not zipfile.is_zipfile(path):
-            return suffix  # which says what is wrong
+            return suffix  # its reader reports the problem
         with zipfile.ZipFile(path) as archive:
             return "torch" if any(name.endswith("/data.pkl") for name in archive.namelist()) else "npz"
     if begin[8:9] == b"{" and int.from_bytes(begin[:8], "little") <= path.stat().st_size:
@@ -124,11 +124,11 @@ def _open_folder(path: Path) -> TensorFile:
 
 
 def shards_in(path: Path) -> list[str]:
-    """The names of the shards that an index names.
+    """Return the names of shards in an index.
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if it is no index, or names files of other folders.
+        ValueError: if it is not an index, or refers to other folders.
     """
     with in_one_line(path, "index"):
         return sorted(set(_read_index(path)["weight_map"].values()))
@@ -157,7 +157,7 @@ def _open_index(path: Path) -> TensorFile:
 
 
 def _open_shards(path: Path, folder: Path, names: list[str], index: Mapping[str, Any] | None = None) -> TensorFile:
-    """Several files as one; of their metadata, what they agree on, and that of their index."""
+    """Open several files as one. Metadata are those that all files share, and those of the index."""
     for name in names:
         match = SHARD.fullmatch(name)
         numbers = range(1, int(match[3]) + 1) if match else ()
@@ -185,7 +185,7 @@ def _open_shards(path: Path, folder: Path, names: list[str], index: Mapping[str,
             if unknown := sorted(infos.keys() ^ index["weight_map"].keys()):
                 raise Refusal(path, "list just the tensors of its shards", tensor=unknown[0])
             entries = index["metadata"] if isinstance(index.get("metadata"), dict) else {}
-            entries = {key: entry for key, entry in entries.items() if key != "total_size"}  # which `infos` tell
+            entries = {key: entry for key, entry in entries.items() if key != "total_size"}  # `infos` determine it
             metadata |= {key: x if isinstance(x, str) else json.dumps(x) for key, x in entries.items()}
         kind = "+".join(sorted({shard.format for shard in shards}))
         fetch = lambda name: shard_of[name].read(name)  # noqa: E731

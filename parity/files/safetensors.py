@@ -1,4 +1,4 @@
-"""safetensors: a header in JSON that says where each array lies, then their bytes."""
+"""safetensors: a JSON header with the offsets of arrays, then their bytes."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ CODES = {name: code for code, name in NAMES.items()}
 
 
 def header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
-    """The beginning of a file, which depends on nothing but the arguments, and the order in which the arrays follow.
+    """Return the header of a file, which depends only on the arguments, and the order of the arrays.
 
-    That is their order here, but the wider dtypes come first: so each array is aligned to its dtype.
+    It is the given order, but wider dtypes come first, so that each array is aligned to its dtype.
 
     Raises:
-        ValueError: if the format has no such dtype.
+        ValueError: if the format does not support a dtype.
     """
     order = sorted(infos, key=lambda name: -infos[name].dtype.itemsize)
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -60,10 +60,10 @@ def header(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> tupl
 
 
 def safetensors_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file that depends on nothing but its content, whatever the arrays' order in memory.
+    """Return the bytes of a safetensors file, which depend only on its content, not on memory order.
 
-    (The library writes wrong values for arrays that are not contiguous, huggingface/safetensors#825, and its header in
-    an order that varies from run to run.)
+    (The library writes wrong values for non-contiguous arrays, huggingface/safetensors#825, and its header in varying
+    order.)
     """
     infos = {name: TensorInfo.of(tensor.shape, tensor.dtype) for name, tensor in sorted(tensors.items())}
     head, order = header(infos, metadata)
@@ -71,7 +71,7 @@ def safetensors_bytes(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, 
 
 
 def write_safetensors(path: Path, tensors: Tensors) -> None:
-    """Write a file. The hash in its header is known, and written, last."""
+    """Write a file. The hash in its header is written last."""
     head, order = header(tensors.infos, tensors.metadata)
     with path.open("wb") as file:
         file.write(head)
@@ -82,9 +82,9 @@ def write_safetensors(path: Path, tensors: Tensors) -> None:
 
 
 def open_safetensors(path: Path, file: BinaryIO) -> TensorFile:
-    """Open a file: the library judges it, and the arrays are read from where its header says.
+    """Open a file: the library validates it, and arrays are read at the offsets in its header.
 
-    The library reads no bfloat16 in some versions, and is silent on a name that is there twice.
+    Some versions of the library cannot read bfloat16, and it silently accepts duplicate names.
     """
     try:
         with safe_open(path, "numpy"):

@@ -1,7 +1,7 @@
-"""Where files are written: what may be replaced, a scratch folder beside it, and the move into place.
+"""Targets of writes: checks before replacing, scratch folders, and atomic moves.
 
-No write removes what it would not have written itself. A file is replaced by one of its own format, a folder by a
-checkpoint of its own format if nothing else lies in it, shards and their index by those that the index names.
+A write removes only what it could have written itself. It replaces a file of the same format, a folder that contains
+only a checkpoint of the same format, or an index together with its shards.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from parity.files.reading import INDEX, shards_in
 
 try:
     import fcntl
-except ImportError:  # not on Windows, where writers do not wait for each other
+except ImportError:  # not on Windows, where writers do not lock
     fcntl = None
 
 SCRATCH = ".mha-parity"
-"""How the names of scratch folders end."""
+"""Suffix of scratch folders."""
 
 BEFORE = ".before"
-"""The part of a scratch folder that keeps what is being replaced, until it is."""
+"""Subfolder of a scratch folder that keeps files until they are replaced."""
 
 _ORBAX = re.compile(
     r"_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|commit_success\.txt|d|array_metadatas(/process_\d+)?|"
     r"ocdbt\.process_\d+|(ocdbt\.process_\d+/)?(manifest\.ocdbt|d|d/[0-9a-f]{32})"
 )
-"""What lies in an orbax checkpoint, by its path there."""
+"""Paths of files in an orbax checkpoint."""
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Validation ------------------------------------------------------------------------------------------------------
 
 
 def check_target(
@@ -55,20 +55,20 @@ def check_target(
     """Refuse a target that must not be written.
 
     Args:
-        path: the target, as the user named it.
-        kind: its format.
-        names: the files or the folder to be written; of shards, the index last.
-        folder: where they will lie.
-        overwrite: whether what is there may be replaced, if it is of the same kind.
-        source: what is read meanwhile.
+        path: target, as given by the user.
+        kind: format.
+        names: files or folder to write; an index of shards comes last.
+        folder: destination folder.
+        overwrite: allow replacing existing files of the same format.
+        source: path that is read meanwhile.
 
     Returns:
-        Names of what must be removed with what is replaced: the shards of an old index that will not be written.
+        Names to remove as well: shards of the old index that will not be written.
 
     Raises:
-        FileExistsError: if something is there and `overwrite` is False.
-        OSError: if what is there cannot be looked at, such as a loop of links.
-        ValueError: if the target is the source, or what is there is of another kind.
+        FileExistsError: if the target exists and `overwrite` is False.
+        OSError: if the target cannot be inspected, such as a loop of links.
+        ValueError: if the target is the source, or exists in another format.
     """
     if source is not None:
         _refuse_source(path, [folder / name for name in names], folder, Path(source))
@@ -92,7 +92,7 @@ def check_target(
 
 
 def _exists(path: Path) -> bool:
-    """Whether anything has that name; a link that leads nowhere, too."""
+    """Return whether a path exists, including dangling links."""
     try:
         path.stat()
     except FileNotFoundError:
@@ -101,7 +101,7 @@ def _exists(path: Path) -> bool:
 
 
 def _refuse_source(path: Path, targets: Iterable[Path], folder: Path, source: Path) -> None:
-    """Refuse to write onto what is read, under whatever name, or into the folder that is read."""
+    """Refuse to write onto the source, under any name, or into it if it is a folder."""
     if source.is_dir():
         if any(place.exists() and place.samefile(source) for place in (*targets, folder, *folder.absolute().parents)):
             raise Refusal("the target", "lie outside the folder that is read", path=path, source=source)
@@ -114,10 +114,10 @@ def _refuse_source(path: Path, targets: Iterable[Path], folder: Path, source: Pa
 
 
 def _refuse_others(path: Path, place: Path, kind: str) -> None:
-    """Refuse to replace what is something else than a file, or a folder, of that format; what is empty is nothing."""
+    """Refuse to replace anything but a file or folder of the format; empty ones are allowed."""
     try:
         mode = place.stat().st_mode
-    except FileNotFoundError:  # a link to where nothing is yet
+    except FileNotFoundError:  # a link to a missing file
         return
     if kind == "orbax":
         if not stat.S_ISDIR(mode):
@@ -138,24 +138,24 @@ def refuse_other_file(path: str | os.PathLike[str], kind: str) -> None:
     """Refuse to replace a file of another format.
 
     Raises:
-        ValueError: if what is there does not begin as a file of that format does.
+        ValueError: if the existing file does not start like one of the format.
     """
     if os.path.isfile(path):
         _refuse_others(Path(path), Path(path), kind)
 
 
 def _begins(kind: str, begin: bytes) -> bool:
-    """Whether a file of that format may begin so."""
+    """Return whether a file of the format may start with these bytes."""
     return {
         "safetensors": begin[8:9] == b"{",
         "npz": begin[:2] == b"PK",
-        "torch": begin[:2] == b"PK" or begin[:1] == b"\x80",  # a pickle, before 1.6
+        "torch": begin[:2] == b"PK" or begin[:1] == b"\x80",  # a pickle, before torch 1.6
         "msgpack": 0x80 <= begin[0] <= 0x8F or begin[0] in (0xDE, 0xDF),  # a dict
     }[kind]
 
 
 def _others_in(folder: Path, most: int = 5) -> list[str]:
-    """What lies in a folder and is not part of an orbax checkpoint; all of it if there is no checkpoint."""
+    """Return the contents of a folder that are not part of an orbax checkpoint; all without a checkpoint."""
     found = [place.relative_to(folder).as_posix() for place in sorted(folder.rglob("*"))]
     if "_METADATA" in found:
         found = [name for name in found if not _ORBAX.fullmatch(name) or (folder / name).is_symlink()]
@@ -163,15 +163,15 @@ def _others_in(folder: Path, most: int = 5) -> list[str]:
 
 
 def check_writable(path: str | os.PathLike[str], name: str, shown: str = "") -> None:
-    """Refuse a file that cannot be written, before the work whose result it shall hold. Nothing is left behind.
+    """Refuse an unwritable file before the work whose result it will contain. Nothing is left behind.
 
     Args:
-        path: of the file.
-        name: what the user calls it, such as a flag.
-        shown: what the user gave, if that is another path.
+        path: path of the file.
+        name: name of the argument, such as a flag.
+        shown: path as given by the user, if different.
 
     Raises:
-        ValueError: if it is a folder, or its folder is not there or takes no file.
+        ValueError: if it is a folder, or its folder is missing or not writable.
     """
     try:
         try:
@@ -194,10 +194,10 @@ def check_writable(path: str | os.PathLike[str], name: str, shown: str = "") -> 
 
 @contextmanager
 def scratch_beside(target: Path) -> Iterator[Path]:
-    """A folder beside the target, on the same disk, which is gone afterwards.
+    """Create a temporary folder next to the target, on the same disk.
 
-    Where a process was killed before it could clean up, the next write of the same target does: a lock, which ends
-    with its process, tells whether the folder is still in use.
+    If a process was killed before it could clean up, the next write of the same target does. A lock, which ends with
+    its process, shows whether the folder is still in use.
     """
     begin = f".{target.name[:40]}."
     scratch = target.parent / f"{begin}{secrets.token_hex(4)}{SCRATCH}"
@@ -208,7 +208,7 @@ def scratch_beside(target: Path) -> Iterator[Path]:
                 _remove_left(left)
             try:
                 scratch.mkdir()
-            except OSError as error:  # which would name the scratch folder
+            except OSError as error:  # its message would contain the scratch folder
                 raise OSError(error.errno, error.strerror, str(target)) from None
             lock = _lock(scratch)
         yield scratch
@@ -221,7 +221,7 @@ def scratch_beside(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Alone among writers into a folder, where its file system has locks."""
+    """Exclude other writers from a folder, if its file system supports locks."""
     lock = _lock(folder, wait=True)
     try:
         yield
@@ -231,7 +231,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(folder: Path, *, wait: bool = False) -> int | None:
-    """A lock on a folder, held until it is closed; None if there is none to be had."""
+    """Lock a folder until the result is closed; None if locks are unavailable."""
     if fcntl is None:
         return None
     descriptor = None
@@ -245,7 +245,7 @@ def _lock(folder: Path, *, wait: bool = False) -> int | None:
 
 
 def _remove_left(scratch: Path) -> None:
-    """Remove what a killed process left; what it was about to replace goes back to its place."""
+    """Clean up after a killed process, and restore files that it was about to replace."""
     lock = None if scratch.is_symlink() else _lock(scratch)
     if lock is None:
         return
@@ -257,7 +257,7 @@ def _remove_left(scratch: Path) -> None:
 
 
 def _put_back(scratch: Path) -> bool:
-    """Put back what was set aside and not replaced; False where something else is there by now, so that it stays."""
+    """Restore files that were moved aside but not replaced; False if other files exist there by now."""
     before = scratch / BEFORE
     if not before.is_dir():
         return True
@@ -274,7 +274,7 @@ def _remove_tree(folder: Path) -> None:
             return
         shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():
-            time.sleep(0.05)  # a thread of a library's may still be writing
+            time.sleep(0.05)  # a library's thread may still be writing
     shutil.rmtree(folder)
 
 
@@ -282,13 +282,13 @@ def _remove_tree(folder: Path) -> None:
 
 
 def move(names: Sequence[str], scratch: Path, folder: Path, stale: Sequence[str] = ()) -> None:
-    """Move what was written into place: a file at once; several, and folders, so that what was there can come back.
+    """Move written files into place: one file atomically; several files or folders with rollback.
 
     Args:
         names: files or folders in `scratch`, an index last.
-        scratch: where they are.
-        folder: where they shall be.
-        stale: names in `folder` that go when those come.
+        scratch: their current folder.
+        folder: destination folder.
+        stale: names in `folder` to remove at the same time.
     """
     if len(names) == 1 and not (scratch / names[0]).is_dir():
         (scratch / names[0]).replace(folder / names[0])
@@ -296,13 +296,13 @@ def move(names: Sequence[str], scratch: Path, folder: Path, stale: Sequence[str]
     before = scratch / BEFORE
     before.mkdir()
     try:
-        for name in (*reversed(names), *stale):  # the index first, so that it never names files that are others now
+        for name in (*reversed(names), *stale):  # the index first, so that it never refers to wrong files
             if os.path.lexists(folder / name):
                 (folder / name).replace(before / name)
         for name in names:
             (scratch / name).replace(folder / name)
-        before.replace(scratch / ".replaced")  # from here on, nothing comes back
-    except BaseException:  # an interrupt, too, after any of these lines: the disk knows how far it came
+        before.replace(scratch / ".replaced")  # no rollback from here on
+    except BaseException:  # also an interrupt after any of these lines; the disk shows the progress
         if before.is_dir():
             for name in reversed(names):
                 if not os.path.lexists(scratch / name):
@@ -312,7 +312,7 @@ def move(names: Sequence[str], scratch: Path, folder: Path, stale: Sequence[str]
 
 
 def flush(folder: Path) -> None:
-    """Wait until all that is in a folder is on the disk."""
+    """Wait until the contents of a folder are on disk."""
     for path in (folder, *folder.rglob("*")):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -324,20 +324,20 @@ def flush(folder: Path) -> None:
 def write_whole(
     path: str | os.PathLike[str], data: bytes, verify: Callable[[Path], None] = lambda written: None
 ) -> None:
-    """Write a file whole or not at all: under another name beside it, and moved into place once it is on the disk.
+    """Write a file atomically: under a temporary name next to it, moved into place once it is on disk.
 
     Args:
-        path: file to write; one that was there before stays until the last moment.
-        data: its content.
-        verify: called with the written file before it is moved; an error it raises leaves all as it was.
+        path: file to write; an existing one is kept until the move.
+        data: contents.
+        verify: called with the written file before the move; an error leaves everything unchanged.
 
     Raises:
         OSError: if the file cannot be written.
     """
-    if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe, which nothing can be moved onto
+    if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe cannot be replaced
         Path(path).write_bytes(data)
         return
-    path = Path(os.path.realpath(path))  # the file that a link leads to, not the link
+    path = Path(os.path.realpath(path))  # the target of a link, not the link
     with scratch_beside(path) as scratch:
         written = scratch / path.name
         written.write_bytes(data)

@@ -1,4 +1,4 @@
-"""What files of all formats have in common: named tensors, their hash, trees of names, errors in one line."""
+"""Common parts of all formats: named tensors, hashes, trees of names, one-line errors."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from parity.text import in_line
 
 Shape = tuple[int, ...]
 
-MAX_ENTRIES = 1_000_000  # of a tree; a file of a few bytes may stand for far more, by naming a part of it many times
+MAX_ENTRIES = 1_000_000  # of a tree; a small file may reference one part many times
 MAX_DEPTH = 64
-MAX_NAME = 1000  # characters, of a tensor
+MAX_NAME = 1000  # characters of a tensor's name
 
 
 class TensorInfo(NamedTuple):
-    """Facts of a tensor before it is read: its shape, its dtype, and the bytes of its values."""
+    """Facts of a tensor that need no read: shape, dtype and size in bytes."""
 
     shape: Shape
     dtype: np.dtype
@@ -38,20 +38,20 @@ class TensorInfo(NamedTuple):
 
     @classmethod
     def of(cls, shape: Any, dtype: np.dtype) -> TensorInfo:
-        """Describe an array, if its shape is one."""
+        """Describe an array; its shape is validated."""
         if not isinstance(shape, (tuple, list)) or not all(type(size) is int and size >= 0 for size in shape):
             raise Refusal("a shape", "be of integers >= 0", str(shape))
         return cls(tuple(shape), dtype, math.prod(shape) * dtype.itemsize)
 
 
 class FileOffset(NamedTuple):
-    """The place in an open file where some bytes begin."""
+    """Offset in an open file."""
 
     file: BinaryIO
     offset: int
 
     def read_into(self, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes that begin here."""
+        """Fill a buffer with the bytes from here on."""
         self.file.seek(self.offset)
         count = self.file.readinto(buffer)  # pyright: ignore[reportAttributeAccessIssue]
         if count != len(buffer):
@@ -64,18 +64,18 @@ def _closed(name: str) -> NoReturn:
 
 @dataclass
 class TensorFile:
-    """An open file of named tensors. It is a context manager; what was read stays valid once it is closed.
+    """Open file of named tensors, and context manager. Tensors remain valid after it is closed.
 
     Attributes:
-        path: the file, or the folder, or the index of the shards.
+        path: file, folder or index of shards.
         format: `safetensors`, `npz`, `torch`, `msgpack`, `orbax` or `gguf`.
-        infos: what is known of each tensor, in the order of the file.
+        infos: facts of each tensor, in the order of the file.
         metadata: text by name.
-        places: of tensors whose bytes lie in a file as they are: where each begins.
-        fetch: how the others are read.
-        release: how the file is given back.
-        ignored: names of what is not a tensor.
-        quantised: the types of those that are quantised, by name: what is read is what they stand for.
+        places: offsets of tensors that are stored as plain bytes.
+        fetch: reads the other tensors.
+        release: closes the file.
+        ignored: names of entries that are not tensors.
+        quantised: types of quantized tensors by name; `read` dequantizes them.
     """
 
     path: Path
@@ -98,7 +98,7 @@ class TensorFile:
         self.close()
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         self.places, self.fetch = {}, _closed
         self.release()
 
@@ -107,8 +107,8 @@ class TensorFile:
 
         Raises:
             OSError: if the file cannot be read.
-            ValueError: if there is no such tensor, it is of a type that is not read, or the file is damaged there.
-            ImportError: if a library is missing that a quantised tensor needs.
+            ValueError: if the tensor does not exist, its type is unsupported, or the file is damaged.
+            ImportError: if a quantized tensor needs a library that is not installed.
         """
         info = self._info(name)
         with in_one_line(self.path, self.format):
@@ -122,7 +122,7 @@ class TensorFile:
         return array
 
     def read_entry(self, name: str, index: int) -> np.ndarray:
-        """Read one entry of the first axis of a tensor, as `read` does; no more of it where the format allows that."""
+        """Read one entry of the first axis of a tensor, see `read`; only this part if the format allows it."""
         info = self._info(name)
         if name not in self.places:
             return self.read(name)[index].copy()
@@ -138,14 +138,14 @@ class TensorFile:
         return self.infos[name]
 
     def sha256(self) -> str:
-        """Hash all tensors: their names, dtypes, shapes and bytes, but neither their order nor the format."""
+        """Hash all tensors: names, dtypes, shapes and bytes, independent of order and format."""
         return hash_of(self.infos, {name: digest(self.read(name)) for name in self.infos})
 
     def verify(self) -> None:
-        """Read all tensors and compare their hash with the one in the metadata, where `write_tensors` leaves it.
+        """Read all tensors and compare their hash with that in the metadata, written by `write_tensors`.
 
         Raises:
-            ValueError: if they differ, or there is none.
+            ValueError: if they differ, or the metadata have none.
         """
         expected = self.metadata.get("sha256")
         if expected is None:
@@ -159,30 +159,30 @@ class TensorFile:
 
 
 def raw(array: np.ndarray) -> memoryview:
-    """An array's bytes, in C order; no copy if it is in C order."""
+    """Return an array's bytes in C order; without a copy if it is in C order."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def digest(array: np.ndarray) -> str:
-    """sha256 of an array's bytes, in C order."""
+    """Return the sha256 of an array's bytes in C order."""
     return hashlib.sha256(raw(array)).hexdigest()
 
 
 def hash_of(infos: Mapping[str, TensorInfo], digests: Mapping[str, str]) -> str:
-    """One sha256 for tensors, of whatever order, from those of each."""
+    """Return one sha256 for tensors, independent of order, from the hash of each."""
     lines = (json.dumps([name, infos[name].dtype.name, infos[name].shape, digests[name]]) for name in sorted(infos))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 @dataclass
 class Tensors:
-    """Tensors on their way into a file: each is read once, checked, and hashed while it is written.
+    """Tensors to write: each is read once, checked, and hashed while it is written.
 
     Attributes:
-        infos: of those that the file shall hold.
-        source: reads one of them.
+        infos: facts of the tensors of the file.
+        source: reads a tensor.
         given: metadata without the hash.
-        pool: where tensors are hashed.
+        pool: thread pool for hashing.
     """
 
     infos: Mapping[str, TensorInfo]
@@ -196,10 +196,10 @@ class Tensors:
         """Read a tensor, in C order.
 
         Raises:
-            TypeError, ValueError: if it is not what was announced.
+            TypeError, ValueError: if it does not match its facts.
         """
         if self._last is not None:
-            self._last.result()  # else memory would hold two of them
+            self._last.result()  # otherwise two tensors would be in memory
         array, info = np.asarray(self.source(name)), self.infos[name]
         if array.shape != info.shape or array.dtype != info.dtype:
             raise Refusal(name, f"be read as it was announced, {info.dtype}{info.shape}", f"{array.dtype}{array.shape}")
@@ -214,13 +214,13 @@ class Tensors:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Metadata with the hash of all tensors; as long as some are missing, zeros as many stand for it."""
+        """Metadata with the hash of all tensors; zeros of the same length until all are read."""
         complete = self._digests.keys() == self.infos.keys()
         return {**self.given, "sha256": hash_of(self.infos, self.digests) if complete else "0" * 64}
 
 
 class Cursor:
-    """A place in a file, which never comes to lie beyond its end."""
+    """Position in a file, never beyond its end."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -228,7 +228,7 @@ class Cursor:
         file.seek(0)
 
     def tell(self) -> int:
-        """Tell where it is."""
+        """Return the position."""
         return self.file.tell()
 
     def take(self, count: int) -> bytes:
@@ -236,11 +236,11 @@ class Cursor:
         return self.file.read(self._within(count))
 
     def skip(self, count: int) -> None:
-        """Pass over the next bytes."""
+        """Skip the next bytes."""
         self.file.seek(self._within(count), 1)
 
     def unpack(self, code: str) -> Any:
-        """Read the next number, in the words of `struct`."""
+        """Read the next number, in a format of `struct`."""
         return struct.unpack(code, self.take(struct.calcsize(code)))[0]
 
     def _within(self, count: int) -> int:
@@ -254,12 +254,12 @@ class Cursor:
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """The leaves of nested dicts and lists, by their names joined with dots, in order.
+    """Return the leaves of nested dicts and lists in order, with names joined by dots.
 
-    A level that holds nothing but `value` is left out: nnx puts it around each array.
+    Levels that contain only `value`, which nnx adds around each array, are omitted.
 
     Raises:
-        ValueError: if two leaves have one name then, or the tree is too deep or too large.
+        ValueError: if two leaves get the same name, or the tree is too deep or too large.
     """
     leaves: dict[str, Any] = {}
     visits = itertools.count(1)
@@ -288,7 +288,7 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def nest(names: Iterable[str]) -> dict[str, Any]:
-    """Make the nested dicts that `flatten` gives the same names; each leaf is its name.
+    """Return the nested dicts that `flatten` maps to these names; each leaf is its name.
 
     Raises:
         ValueError: if there are none.
@@ -312,7 +312,7 @@ def nest(names: Iterable[str]) -> dict[str, Any]:
 
 
 def library(path: Path, module: str) -> Any:
-    """Import a library, without which there is no such file."""
+    """Import the library of a format."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -322,9 +322,9 @@ def library(path: Path, module: str) -> Any:
 
 @contextmanager
 def in_one_line(path: Path, kind: str) -> Iterator[None]:
-    """Whatever readers raise becomes an OSError or a refusal of one line that names the file.
+    """Convert all errors of readers to an OSError or refusal of one line with the name of the file.
 
-    A damaged file can make them raise nearly anything. What is missing on the machine is reported as it is.
+    Damaged files can cause almost any error. Missing libraries are reported unchanged.
     """
     try:
         yield
@@ -340,10 +340,10 @@ def in_one_line(path: Path, kind: str) -> Iterator[None]:
 
 
 def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:
-    """Refuse text that cannot be shown or written: JSON can spell it, and others may put anything into a file.
+    """Refuse text that cannot be printed or written: JSON can represent it, and files may contain anything.
 
     Raises:
-        ValueError: if a name is too long or has a control character, or there is half a character anywhere.
+        ValueError: if a name is too long or has a control character, or any text has a lone surrogate.
     """
     for name in names:
         if not name.isprintable():
@@ -355,16 +355,16 @@ def check_names(names: Iterable[str], metadata: Mapping[str, str]) -> None:
 
 
 def check_unique(names: Iterable[str]) -> None:
-    """Refuse a name that is there twice."""
+    """Refuse duplicate names."""
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise Refusal("names", "differ", f"{twice[0]} twice")
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse JSON that says each thing once.
+    """Parse JSON without duplicate names.
 
     Raises:
-        ValueError: if it is no JSON, or an object has a name twice.
+        ValueError: if it is not JSON, or an object has duplicate names.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -375,7 +375,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def text_by_name(entries: Any) -> dict[str, str]:
-    """Metadata, if it is text by name; none if it is something else, which others may leave there."""
+    """Return metadata if they are text by name; otherwise none, because other programs may store anything."""
     if isinstance(entries, dict) and all(isinstance(text, str) for pair in entries.items() for text in pair):
         return entries
     return {}
@@ -397,4 +397,4 @@ DTYPES = {
     "bfloat16": BFLOAT16,
     **{name: np.dtype(getattr(ml_dtypes, name)) for name in FLOAT8 if hasattr(ml_dtypes, name)},
 }
-"""The dtypes that tensors may have, by name."""
+"""Supported dtypes of tensors by name."""

@@ -1,4 +1,4 @@
-"""Files of named tensors are written here, whatever their format: whole and verified, or not at all."""
+"""Writing of tensor files of all formats, atomically and verified."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ WRITERS = {
     "msgpack": (write_msgpack, DTYPES),
     "orbax": (write_orbax, DTYPES),
 }
-"""Writers by format, and the names of the dtypes that it holds."""
+"""Writers by format, and the names of supported dtypes."""
 
 LIBRARIES = {"torch": "torch", "msgpack": "msgpack", "orbax": "orbax.checkpoint"}
-"""Libraries by format, without which it is not written."""
+"""Libraries that writing a format requires."""
 
 SHARDED = ("safetensors", "torch")
-COMPUTED = ("sha256", "total_size")  # metadata that a file has of its own
+COMPUTED = ("sha256", "total_size")  # metadata that are computed for each file
 
 
 def write_tensors(
@@ -59,34 +59,34 @@ def write_tensors(
     source: str | os.PathLike[str] | None = None,
     dry_run: bool = False,
 ) -> Path:
-    """Write tensors to a file, whole and verified, or not at all; memory holds one of them at a time.
+    """Write tensors to a file, atomically and verified, with one tensor in memory at a time.
 
-    All is written beside the target, read back and compared, and then moved into place. What was there before stays
-    until that moment, and if anything fails. It is replaced only if it is of the same format: a file that begins as
-    such a file does; an orbax checkpoint in whose folder nothing else lies; an index with those shards of its own
-    that it names. What a killed process left beside a target is removed when that is written again.
+    Everything is written next to the target, read back, compared, and then moved into place. An existing target is kept
+    until then, and if anything fails. It is replaced only if it has the same format: a file that starts like one; a
+    folder that contains only an orbax checkpoint; an index with its own shards. Remains of a killed process are removed
+    by the next write of the same target.
 
     Args:
         path: file to write; its suffix decides the format.
-        infos: shape and dtype of each tensor by name, in the order that the file shall have as far as its format allows
-            (safetensors: wider dtypes first; nested formats: what has a level in common stays together).
-        read: gives a tensor; called once for each.
-        metadata: text by name, kept in the file with `sha256`, the hash of all tensors: see `TensorFile.verify`.
-        max_shard_bytes: write files of at most about that size and an index, as Hugging Face does; a larger tensor gets
-            a file of its own.
-        overwrite: replace what is there, if it is of the same format; False refuses it.
-        source: the file or folder that `read` reads from, which must not be the target nor hold it.
-        dry_run: refuse what would be refused, before anything is read or written, and write nothing.
+        infos: shape and dtype of each tensor by name, in the order of the file as far as its format allows
+            (safetensors: wider dtypes first; nested formats: levels stay together).
+        read: returns a tensor; called once for each.
+        metadata: text by name, stored in the file with `sha256`, the hash of all tensors: see `TensorFile.verify`.
+        max_shard_bytes: write files of approximately at most this size and an index, like Hugging Face; larger tensors
+            get their own file.
+        overwrite: replace an existing target of the same format; False raises an error instead.
+        source: file or folder that `read` reads from, which must neither be the target nor contain it.
+        dry_run: only run the checks, without reading or writing.
 
     Returns:
-        What to open: the file, or the index of the shards.
+        Path to open: the file, or the index of the shards.
 
     Raises:
-        OSError: if a file cannot be written, or what is read back is not what was written.
+        OSError: if a file cannot be written, or its contents differ when read back.
         FileExistsError: if the target exists and `overwrite` is False.
-        TypeError, ValueError: if the format cannot hold the tensors, `read` gives another one, or what is there is
-            something else. Nothing is written.
-        ImportError: if a library is missing that the format needs.
+        TypeError, ValueError: if the format does not support the tensors, `read` returns others, or the target exists
+            in another format. Nothing is then written.
+        ImportError: if the format needs a library that is not installed.
 
     Example:
         with open_tensors("model.safetensors") as file:
@@ -102,7 +102,7 @@ def write_tensors(
     checked = _checked_infos(path, kind, infos)
     parts = _shards(checked, max_shard_bytes, path, kind)
     if len(parts) == 1:
-        written, place = path, Path(os.path.realpath(path))  # the file that a link leads to, not the link
+        written, place = path, Path(os.path.realpath(path))  # the target of a link, not the link
         shards = {place.name: parts[0]}
         names = [*shards]
     else:
@@ -113,11 +113,11 @@ def write_tensors(
     if kind in LIBRARIES:
         library(path, LIBRARIES[kind])
     if kind in ("msgpack", "orbax"):
-        nest(checked)  # refuses names that cannot be levels
+        nest(checked)  # raises for names that cannot be nested
 
     with (
         scratch_beside(place) as scratch,
-        ThreadPoolExecutor(1) as pool,  # for what can be done beside: a tensor is hashed while it is written
+        ThreadPoolExecutor(1) as pool,  # hashes tensors while they are written
     ):
         if dry_run:
             return written
@@ -132,16 +132,16 @@ def write_tensors(
             shard_of = {tensor: shard for shard, part in shards.items() for tensor in part}
             index = {"metadata": {**metadata, "total_size": total}, "weight_map": shard_of}
             (scratch / place.name).write_bytes(f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode())
-        flushed = pool.submit(flush, scratch)  # the disk works while we compare
+        flushed = pool.submit(flush, scratch)  # flush while comparing
         _verify(path, scratch / place.name, checked, metadata)
         flushed.result()
-        with locked(place.parent):  # and look again, because others may have written there meanwhile
+        with locked(place.parent):  # check again, because others may have written there meanwhile
             stale = check_target(path, kind, names, place.parent, overwrite=overwrite, source=source)
             move(names, scratch, place.parent, stale)
     return written
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Validation ------------------------------------------------------------------------------------------------------
 
 
 def _kind(path: Path) -> str:
@@ -167,7 +167,7 @@ def _checked_infos(path: Path, kind: str, infos: Mapping[str, TensorInfo | tuple
 
 
 def _shards(infos: dict[str, TensorInfo], max_bytes: int | None, path: Path, kind: str) -> list[dict[str, TensorInfo]]:
-    """The tensors of each file, in order."""
+    """Return the tensors of each file, in order."""
     if max_bytes is None:
         return [infos]
     if kind not in SHARDED:
@@ -186,7 +186,7 @@ def _shards(infos: dict[str, TensorInfo], max_bytes: int | None, path: Path, kin
 
 
 def _verify(path: Path, written: Path, infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> None:
-    """Read back what was written, as anyone would open it, and compare the hash in its metadata."""
+    """Open the written files like any user, and compare the hash in the metadata."""
     try:
         with open_tensors(written) as file:
             if dict(file.infos) != infos or not metadata.items() <= file.metadata.items():

@@ -1,9 +1,9 @@
 """npz and torch files: zip archives of arrays.
 
-Both are written with the metadata as JSON in the archive's comment, which other readers pass over. NumPy and torch read
-them; Python's `zipfile` is silent on overlaps, names that are there twice and bombs, which are refused here. torch's
-archives are written here: `torch.save` wants all tensors at once, and with `torch.serialization.skip_data`, by which
-they could follow one by one, the archive has no checksum of any.
+Both are written with metadata as JSON in the archive's comment, which other readers ignore. NumPy and torch read them.
+Overlaps, duplicate names and zip bombs, which Python's `zipfile` silently accepts, are rejected here. torch's archives
+are written here because `torch.save` needs all tensors at once, and with `torch.serialization.skip_data` (tensor by
+tensor) the archive has no checksums.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ if TYPE_CHECKING:
     import torch
 
 
-MAX_HEADER = 1_000  # bytes, of which 64 axes need some 300: far from what overwhelms Python's parser, which NumPy asks
-ALIGNMENT = 64  # of what torch maps
+MAX_HEADER = 1_000  # bytes; 64 axes need about 300. Far below the limits of Python's parser, which NumPy uses
+ALIGNMENT = 64  # of torch's memory-mapped data
 
 
 # ---- Archives --------------------------------------------------------------------------------------------------------
 
 
 def open_zip(file: BinaryIO) -> zipfile.ZipFile:
-    """Open the archive in a file, if it has each name once and is no bomb.
+    """Open the archive in a file, if it has no duplicate names and is not a zip bomb.
 
     Raises:
-        ValueError: if not. (The library's own errors are of many kinds.)
+        ValueError: if it has. (The library raises many other errors.)
     """
     archive = zipfile.ZipFile(file)
     file.seek(-22 - len(archive.comment), 2)
     end = file.read(22)
     if end[:4] != b"PK\5\6" or int.from_bytes(end[20:], "little") != len(archive.comment):
-        raise Refusal("an archive", "end where it says, but it does not")  # the library is silent
+        raise Refusal("an archive", "end where it says, but it does not")  # zipfile accepts it silently
     members = archive.infolist()
     check_unique(member.filename for member in members)
     size = file.seek(0, 2)
@@ -77,12 +77,12 @@ def open_zip(file: BinaryIO) -> zipfile.ZipFile:
 
 
 def check_inflation(inflated: int, size: int) -> None:
-    """Refuse what is a few bytes on the disk and fills the memory.
+    """Refuse a small file that would fill the memory.
 
-    Weights hardly shrink when they are compressed; zeros may, if they are not all there is.
+    Weights hardly compress; zeros do, but are allowed as a part of a file.
 
     Raises:
-        ValueError: if it is more than 100 times as large, and larger than 64 MiB.
+        ValueError: if it expands more than 100-fold, to more than 64 MiB.
     """
     if inflated > max(100 * size, 1 << 26):
         raise Refusal("it", "not be more than 100 times as large as it is on the disk", f"{inflated} and {size} bytes")
@@ -90,7 +90,7 @@ def check_inflation(inflated: int, size: int) -> None:
 
 @contextmanager
 def new_zip(path: Path, tensors: Tensors) -> Iterator[zipfile.ZipFile]:
-    """An archive to write, with the metadata, as they are at the end, in its comment."""
+    """Open an archive for writing, with the final metadata in its comment."""
     if len(_comment(tensors.metadata)) > zipfile.ZIP_MAX_COMMENT:
         raise Refusal("metadata", f"have at most {zipfile.ZIP_MAX_COMMENT} bytes in a zip archive", "more")
     with zipfile.ZipFile(path, "w") as archive:
@@ -99,9 +99,9 @@ def new_zip(path: Path, tensors: Tensors) -> Iterator[zipfile.ZipFile]:
 
 
 def new_member(archive: zipfile.ZipFile, name: str, alignment: int = 1) -> IO[bytes]:
-    """A member to write, not compressed; its date is that of no day, so that the same content gives the same file."""
+    """Open an uncompressed member for writing, with a fixed date so that equal contents result in equal files."""
     member = zipfile.ZipInfo(name)
-    begin = archive.start_dir + 30 + len(name.encode()) + 20 + 4  # the sizes in 64 bits take 20
+    begin = archive.start_dir + 30 + len(name.encode()) + 20 + 4  # 64-bit sizes take 20
     padding = -begin % alignment
     member.extra = struct.pack("<HH", 0x4246, padding) + bytes(padding) if alignment > 1 else b""
     return archive.open(member, "w", force_zip64=True)
@@ -123,7 +123,7 @@ def _metadata(archive: zipfile.ZipFile) -> dict[str, str]:
 
 
 def write_npz(path: Path, tensors: Tensors) -> None:
-    """Write an archive of .npy files, as `np.savez` does."""
+    """Write an archive of .npy files, like `np.savez`."""
     with new_zip(path, tensors) as archive:
         for name in tensors.infos:
             with new_member(archive, f"{name}.npy") as member:
@@ -131,7 +131,7 @@ def write_npz(path: Path, tensors: Tensors) -> None:
 
 
 def open_npz(path: Path, file: BinaryIO) -> TensorFile:
-    """Open an archive of .npy files. Names are only names, and no path on a disk; `a/b` of others is read as `a.b`."""
+    """Open an archive of .npy files. Names are not paths on disk; `a/b` of other programs is read as `a.b`."""
     archive = open_zip(file)
     infos: dict[str, TensorInfo] = {}
     ignored = []
@@ -153,7 +153,7 @@ def open_npz(path: Path, file: BinaryIO) -> TensorFile:
     def fetch(name: str) -> np.ndarray:
         with archive.open(f"{members[name]}.npy") as stream, warnings.catch_warnings(action="ignore"):
             array = npy.read_array(stream, max_header_size=MAX_HEADER)
-            if stream.read(1):  # at the end the checksum is compared
+            if stream.read(1):  # reading to the end compares the checksum
                 raise Refusal(name, f"have {array.nbytes} bytes", "more")
         dtype = infos[name].dtype
         return np.asarray(array.view(dtype) if dtype == BFLOAT16 else array.astype(dtype, copy=False), order="C")
@@ -162,18 +162,18 @@ def open_npz(path: Path, file: BinaryIO) -> TensorFile:
 
 
 def _dotted(name: str) -> str:
-    """A name of levels, which others join with slashes, joined with dots; what looks like a path stays as it is."""
+    """Return a name with levels joined by dots instead of slashes; names that look like paths are unchanged."""
     levels = name.split("/")
     return name if "." in name or not all(levels) else ".".join(levels)
 
 
 def _read_header(stream: IO[bytes]) -> TensorInfo:
-    """Read what a .npy file says of its array."""
+    """Read the header of a .npy file."""
     version = npy.read_magic(stream)
     read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}.get(version)
     if read is None:
         raise Refusal("an array", "be of version 1 or 2 of .npy", str(version))
-    with warnings.catch_warnings(action="ignore"):  # of strange text, which is refused
+    with warnings.catch_warnings(action="ignore"):  # about unusual text, which is rejected
         shape, _, stored = read(stream, max_header_size=MAX_HEADER)
     dtype = BFLOAT16 if stored == np.dtype("V2") else stored.newbyteorder("=")  # NumPy has no name for bfloat16
     if dtype not in (*NATIVE.values(), BFLOAT16):
@@ -185,11 +185,11 @@ def _read_header(stream: IO[bytes]) -> TensorInfo:
 
 
 class _Storage(tuple[Any, ...]):
-    """The name of a storage in torch's pickles."""
+    """Name of a storage in torch's pickles."""
 
 
 class _Tensor(NamedTuple):
-    """A tensor that is not there yet: the function of torch's that makes it, and its arguments."""
+    """Deferred tensor: torch's function that rebuilds it, and its arguments."""
 
     make: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -211,7 +211,7 @@ def write_torch(path: Path, tensors: Tensors) -> None:
     entries: dict[str, _Tensor] = {}
     for i, (name, info) in enumerate(tensors.infos.items()):
         dtype = getattr(torch, info.dtype.name)
-        kind = torch.storage._dtype_to_storage_type_map().get(dtype)  # of dtypes that torch had first
+        kind = torch.storage._dtype_to_storage_type_map().get(dtype)  # of torch's oldest dtypes
         size = info.nbytes // info.dtype.itemsize if kind else info.nbytes
         storage = _Storage(("storage", getattr(torch, kind or "UntypedStorage"), str(i), "cpu", size))
         strides = tuple(math.prod(info.shape[axis + 1 :]) for axis in range(len(info.shape)))
@@ -230,11 +230,11 @@ def write_torch(path: Path, tensors: Tensors) -> None:
 
 
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""What files begin with that torch.save wrote before 1.6: one pickle after the other, and the bytes of all tensors."""
+"""First bytes of files of torch.save before 1.6: a sequence of pickles, then the bytes of all tensors."""
 
 
 def open_torch(path: Path, file: BinaryIO) -> TensorFile:
-    """Open what `torch.save` wrote, with `weights_only`: nothing in it is executed. It is mapped, but for old ones."""
+    """Open a file of `torch.save` with `weights_only`, which executes nothing; memory-mapped, except old formats."""
     if zipfile.is_zipfile(file):
         archive = open_zip(file)
         members = archive.infolist()
@@ -254,7 +254,7 @@ def open_torch(path: Path, file: BinaryIO) -> TensorFile:
     checksums: dict[int, set[int]] = {0: set()}
     for member in members or ():
         checksums.setdefault(member.file_size, set()).add(member.CRC)
-    # A storage that is said to be longer than it is goes on in the next one.
+    # A storage with a wrong, larger size would extend into the next one.
     if members is not None and any(tensor.untyped_storage().nbytes() not in checksums for tensor in found.values()):
         raise Refusal("each storage", "be as long as the member that holds it, but one is not")
     unread = {tensor.untyped_storage().data_ptr() for tensor in found.values()} if _has_checksums(members) else set()
@@ -262,13 +262,13 @@ def open_torch(path: Path, file: BinaryIO) -> TensorFile:
     def fetch(name: str) -> np.ndarray:
         tensor, dtype = found[name], infos[name].dtype
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in unread:  # only torch knows its member; damaged bytes hardly have another's checksum
+        if storage.data_ptr() in unread:  # only torch knows its member; damaged bytes match no other checksum
             content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
             if content.nbytes and zlib.crc32(raw(content)) not in checksums[content.nbytes]:
                 raise Refusal(name, "have the CRC-32 that its archive says", "damaged bytes")
             unread.discard(storage.data_ptr())
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
-        if dtype.name not in NATIVE:  # torch knows none of these NumPy dtypes; the bits are the same
+        if dtype.name not in NATIVE:  # torch cannot convert these to NumPy dtypes; the bits are equal
             tensor = tensor.view(getattr(torch, f"int{8 * dtype.itemsize}"))
         return tensor.numpy().copy().view(dtype)
 
@@ -277,28 +277,28 @@ def open_torch(path: Path, file: BinaryIO) -> TensorFile:
 
 
 def _check_members(archive: zipfile.ZipFile, members: Iterable[zipfile.ZipInfo]) -> None:
-    """Refuse an archive that torch would not map as it is, and damage in what tells of the tensors."""
+    """Refuse an archive that torch cannot memory-map, and damage in members that describe tensors."""
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
         raise Refusal("members of an archive of torch's", "not be compressed, but they are")
     for member in members if _has_checksums(members) else ():
-        if "/data/" not in member.filename:  # torch compares no checksum; the archive does
+        if "/data/" not in member.filename:  # torch compares no checksums; zipfile does
             content = archive.read(member)
             if member.filename.endswith("/byteorder") and content != sys.byteorder.encode():
-                # torch swaps the bytes, whose checksums then are others
+                # torch swaps the bytes, which changes checksums
                 raise Refusal("numbers", f"be {sys.byteorder}-endian", byteorder=content.decode())
 
 
 def _has_checksums(members: Iterable[zipfile.ZipInfo] | None) -> bool:
-    """Tell whether members have a CRC-32; torch can save without."""
+    """Return whether members have a CRC-32; torch can save without."""
     return any(member.CRC for member in members or ())
 
 
 def _load(path: Path, *, mmap: bool) -> Any:
-    """Load the tree of tensors from a file of torch's."""
+    """Load the tree of tensors from a torch file."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of kinds of tensors that are refused
+        with warnings.catch_warnings(action="ignore"):  # about kinds of tensors that are rejected
             return library(path, "torch").load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except pickle.UnpicklingError as error:  # its text tells how to load it nevertheless
+    except pickle.UnpicklingError as error:  # its message explains how to load it anyway
         reason = re.search(r"WeightsUnpickler error: (.*)", str(error))
         what = reason[1] if reason else "what is in it cannot be determined"
         raise Refusal(path, f"hold tensors and nothing that is executed: {what}") from None

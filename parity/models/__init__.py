@@ -1,1 +1,1 @@
-"""What the configuration of a released model says of its attention layers."""
+"""Specifications of attention layers from the configurations of released models."""

@@ -1,4 +1,4 @@
-"""A configuration that is read key by key, so that what was not read is known."""
+"""Configurations that record which keys were read."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ ABOUT_ATTENTION = re.compile(
     r"temperature|layer_types|position|causal|query|softmax|(^|_)(q|k|v|kv|qk|qkv|n?heads?|headdim|sinks?|bias|scale)(_|$)",
     re.IGNORECASE,
 )
-"""Keys that could speak of attention: one that is neither read nor known to say nothing of it is refused."""
+"""Keys that may concern attention; one that is neither read nor known to be irrelevant is rejected."""
 
 SAYS_NOTHING = re.compile(
     r"(output|router?|routed|mlp|lm_head|residual|embedding|embd|expert|moe|mtp|logit|final|linear|first_k|tie)_.*|"
     r"_?attn_implementation.*|max_position_embeddings|chunk_size_feed_forward|cross_attention_hidden_size|"
     r"scale_emb|scale_depth|max_window_layers|temperature|top_k"
 )
-"""Those of all families that say nothing of what an attention layer computes."""
+"""Such keys that are irrelevant in all families."""
 
 SAYS_NOTHING_IF_EMPTY = {"add_cross_attention", "pruned_heads", "use_bidirectional_attention"}
-"""Those that say something where they are neither false nor empty."""
+"""Keys that are irrelevant only if false or empty."""
 
 
 LARGEST = 1 << 24  # bytes of a config.json
 
 
 def read_config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The values of a config.json, or of that in a folder.
+    """Return the values of a config.json, or of the one in a folder.
 
     Raises:
         OSError: if it cannot be read.
@@ -56,11 +56,11 @@ def read_config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
 
 def values_of(config: Any) -> Mapping[str, Any]:
-    """The values of a configuration, whoever holds them: a mapping, transformers, or a file or folder by its path.
+    """Return the values of a configuration: a mapping, a transformers object, or the path of a file or folder.
 
     Raises:
         OSError: if the file cannot be read.
-        TypeError: if it is nothing of the kind.
+        TypeError: if it is anything else.
         ValueError: if the file is not a configuration.
     """
     if isinstance(config, Mapping):
@@ -74,21 +74,21 @@ def values_of(config: Any) -> Mapping[str, Any]:
 
 
 class MissingKey(Refusal):
-    """A key that must be there is not."""
+    """A required key is missing."""
 
 
 class Value(NamedTuple):
-    """A value, and where it comes from, in words."""
+    """Value and its origin, as text."""
 
     value: Any
     origin: str
 
 
 class Config:
-    """The values of a configuration; what is None is not there, but for `asked`.
+    """Values of a configuration; None counts as missing, except in `asked`.
 
     Attributes:
-        where: what the names of its keys begin with in messages: nothing, or `rope_parameters.`.
+        where: prefix of key names in messages: empty, or `rope_parameters.`.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str = "", defaults: Mapping[str, Any] | None = None) -> None:
@@ -102,17 +102,17 @@ class Config:
         return self._values.get(name) is not None
 
     def asked(self, *names: str) -> Value | None:
-        """The value of the first of these keys that is there; None where one is there and says so.
+        """Return the value of the first key that is present, which may be None.
 
         Raises:
-            MissingKey: if none of them is there.
+            MissingKey: if all keys are missing.
         """
         if self._values.keys().isdisjoint(names) and self._defaults.keys().isdisjoint(names):
             self.read(*names)
         return self.find(*names)
 
     def find(self, *names: str) -> Value | None:
-        """The value of the first of these keys that is there, or None; all of them count as read."""
+        """Return the value of the first key that is present, or None; all of them count as read."""
         self._read.update(names)
         for name in names:
             if name in self:
@@ -120,10 +120,10 @@ class Config:
         return next((_default(name, self._defaults[name]) for name in names if name in self._defaults), None)
 
     def read(self, *names: str, default: Any = None) -> Value:
-        """The value of the first of these keys that is there, or what this family's models have without it.
+        """Return the value of the first key that is present, or this family's default.
 
         Raises:
-            MissingKey: if none is there, and there is no default.
+            MissingKey: if all keys are missing and there is no default.
         """
         found = self.find(*names)
         if found is not None:
@@ -133,17 +133,17 @@ class Config:
         return _default(names[0], default)
 
     def pass_over(self, kind: type) -> bool:
-        """Count as read what is of a kind, of layers that are not there; whether anything is."""
+        """Count keys whose values have a type as read; return whether there are any."""
         names = [name for name, value in self._values.items() if isinstance(value, kind)]
         self._read.update(names)
         return bool(names)
 
     def section(self, name: str) -> Config:
-        """A part of it, the same one each time.
+        """Return a section, the same object each time.
 
         Raises:
-            MissingKey: if it is not there.
-            ValueError: if it holds no values by name.
+            MissingKey: if it is missing.
+            ValueError: if it is not a mapping.
         """
         if name not in self._sections:
             held = self.read(name).value
@@ -153,7 +153,7 @@ class Config:
         return self._sections[name]
 
     def unread(self, says_nothing: Collection[str]) -> Iterator[tuple[str, Any]]:
-        """The keys that could speak of attention and were not read, with their values; of a section all unread ones."""
+        """Return unread keys that may concern attention, with their values; in sections, all unread keys."""
         for name, value in self._values.items():
             if (
                 value is None

@@ -1,4 +1,4 @@
-"""RoPE as configurations say it: `rope_parameters`, or, before transformers 5, `rope_theta` and `rope_scaling`."""
+"""RoPE from configurations: `rope_parameters`, or, before transformers 5, `rope_theta` and `rope_scaling`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mha_spec import (
 from parity.models.config import Config, Value
 
 KINDS = {"su": "longrope", "mrope": "default"}
-"""Older words for a kind of scaling."""
+"""Older names of scalings."""
 
 
 def read_rope(
@@ -32,21 +32,20 @@ def read_rope(
     names: tuple[str, str] = ("rope_theta", "rope_local_base_freq"),
     **fields: Any,
 ) -> Value:
-    """How a layer rotates.
+    """Return the RoPE of a layer.
 
     Args:
-        config: of the model.
-        head_dim: features of a head that RoPE is about.
-        layer_type: by which `rope_parameters` may be told apart.
-        theta: this family's base where the configuration has none; None where it must have one.
-        fraction: the share of features that are rotated where the configuration does not say; None in families that
-            rotate them all, whatever it says.
-        local_theta: the base of layers with a window, in families where they have one of their own and no scaling.
-        names: the keys of both bases, before there were `rope_parameters`.
-        fields: of `Rope`, what the family has besides; `sections` are those where the configuration has none.
+        config: configuration of the model.
+        head_dim: features of a head for RoPE.
+        layer_type: type of layer, for `rope_parameters` by type.
+        theta: default base of this family; None if the configuration must have one.
+        fraction: default fraction of rotated features; None in families that always rotate all.
+        local_theta: separate base of layers with a window, which then have no scaling.
+        names: keys of both bases, before `rope_parameters` existed.
+        fields: other fields of `Rope` in this family; `sections` are defaults.
 
     Raises:
-        ValueError: if a key is missing, the kind of scaling unknown, or a share said in a family that has none.
+        ValueError: if a key is missing, the scaling is unknown, or a fraction is set in a family without one.
     """
     values, is_local = _parameters(config, layer_type, local_theta)
     base = _base(config, values, theta, local_theta if is_local else None, names)
@@ -62,7 +61,7 @@ def read_rope(
     if share is not None and part != 1.0 and fraction is None:
         said = share.origin
         raise Refusal(said, "be 1 in models of this family, which rotate whole heads", {said: part})
-    if part != 1.0 and "rotary_dim" in fields:  # said twice
+    if part != 1.0 and "rotary_dim" in fields:  # redundant
         whole = config.read("head_dim").value
         if int(whole * part) != fields["rotary_dim"]:
             raise Refusal(f"{fields['rotary_dim']} features", f"be {part} of head_dim", head_dim=whole)
@@ -86,7 +85,7 @@ def read_rope(
 
 
 def _parameters(config: Config, layer_type: str, local_theta: float | None) -> tuple[Config, bool]:
-    """What is said of the RoPE of a layer, and whether it is that of a window's layer in a family's older words."""
+    """Return the RoPE parameters of a layer, and whether they are a family's older keys for layers with a window."""
     if "rope_parameters" in config:
         values = config.section("rope_parameters")
         is_by_type = values.pass_over(Mapping)
@@ -110,10 +109,10 @@ def _base(
 
 
 def _once(own: Value | None, of_model: Value | None) -> Value | None:
-    """What is said among the parameters of RoPE, or else of the model.
+    """Return a value from the parameters of RoPE, or else from the model.
 
     Raises:
-        ValueError: if both are there, and differ.
+        ValueError: if both exist and differ.
     """
     if own is not None and of_model is not None and own.value != of_model.value:
         both = f"{own.origin}={own.value} and {of_model.origin}={of_model.value}"
@@ -130,7 +129,7 @@ def _original_length(values: Config, config: Config) -> int:
 
 
 def _factor(values: Config, config: Config, original: int) -> float:
-    """How many times longer contexts are: models that do not say it have it from both lengths."""
+    """Return the extension of the context; default: the ratio of both lengths."""
     found = values.find("factor")
     return found.value if found is not None else config.read("max_position_embeddings").value / original
 
@@ -145,7 +144,7 @@ def _linear(values: Config, config: Config) -> LinearScaling:
 
 
 def _dynamic(values: Config, config: Config) -> DynamicScaling:
-    values.find("original_max_position_embeddings")  # transformers takes the other length
+    values.find("original_max_position_embeddings")  # transformers uses the other length
     return DynamicScaling(values.read("factor").value, config.read("max_position_embeddings").value)
 
 
@@ -158,7 +157,7 @@ def _yarn(values: Config, config: Config) -> YarnScaling:
     original = _original_length(values, config)
     told = _given(values, "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
     both = told.get("mscale") and told.get("mscale_all_dim")
-    if "attention_factor" in told or not both:  # one alone says nothing to transformers
+    if "attention_factor" in told or not both:  # transformers ignores one alone
         told = {name: value for name, value in told.items() if not name.startswith("mscale")}
     return YarnScaling(_factor(values, config, original), original, **told)
 
@@ -167,7 +166,7 @@ def _longrope(values: Config, config: Config) -> LongRopeScaling:
     original = _original_length(values, config)
     short, long = (tuple(values.read(name).value) for name in ("short_factor", "long_factor"))
     told = _given(values, "attention_factor")
-    short_scale, long_scale = (values.find(name) for name in ("short_mscale", "long_mscale"))  # PhiMoE's words
+    short_scale, long_scale = (values.find(name) for name in ("short_mscale", "long_mscale"))  # PhiMoE's names
     if short_scale is not None and long_scale is not None:
         if short_scale.value != long_scale.value:
             both = f"{short_scale.origin}={short_scale.value} and {long_scale.origin}={long_scale.value}"

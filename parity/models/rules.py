@@ -1,4 +1,4 @@
-"""What reads a field of a specification from a configuration: a rule for each way that fields are said."""
+"""Rules that read fields of specifications from configurations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NOTHING = Value(None, "")
 
 
 class ConfigLayer(NamedTuple):
-    """A layer of a model.
+    """Layer of a model.
 
     Attributes:
-        config: of the model.
-        layer: which of its layers it is, from 0.
+        config: configuration of the model.
+        layer: index of the layer, from 0.
         kind: `full_attention`, `sliding_attention`, …
     """
 
@@ -34,19 +34,19 @@ Rule = Callable[[ConfigLayer], Value]
 
 @dataclass(frozen=True)
 class Stack:
-    """Attention layers of a model that follow each other: all of a decoder, or those of one part of a model.
+    """Consecutive attention layers of a model: those of a decoder, or of one part of a model.
 
     Attributes:
-        fields: the fields of `AttentionSpec`, each a value or a rule.
-        kind: of each layer, where `layer_types` does not say it.
-        part: what it is a part of, in models with several stacks: `encoder`, `decoder`.
-        count: the key that has how many layers there are, or a word for each; the first that is there.
-        path: what the names of a layer's weights begin with in checkpoints, after what comes before all layers.
-        layout: of these weights.
-        is_causal: whether no token sees a later one, or what reads it.
-        shared: names of weights after a layer's own path, and the path of the one that all of them take.
-        ignored: names after a layer's own path that released checkpoints have, and that say nothing.
-        keys_are_values: whether a layer makes values as it makes keys, and has no projection for them.
+        fields: fields of `AttentionSpec`, each a value or a rule.
+        kind: kind of each layer, if `layer_types` is missing.
+        part: part of the model, if it has several stacks: `encoder`, `decoder`.
+        count: keys of the number of layers, or of a list with one entry per layer; the first that is present.
+        path: prefix of a layer's weights in checkpoints, after the prefix of all layers.
+        layout: layout of these weights.
+        is_causal: attention is causal, or a rule for it.
+        shared: names of weights after a layer's path, and the path of the one that all layers share.
+        ignored: names after a layer's path that are irrelevant entries of released checkpoints.
+        keys_are_values: values use the projection of keys.
     """
 
     fields: Mapping[str, Any]
@@ -63,13 +63,13 @@ class Stack:
 
 @dataclass(frozen=True)
 class Family:
-    """What the configurations of a family mean.
+    """Meaning of the configurations of a family.
 
     Attributes:
-        stacks: of its layers.
-        says_nothing: keys of this family that say nothing of what an attention layer computes.
-        defaults: what keys are when they are not there.
-        fixed: keys that may be there with one value only: with another, layers would be others.
+        stacks: stacks of layers.
+        says_nothing: keys of this family that are irrelevant for attention layers.
+        defaults: defaults of keys.
+        fixed: keys with one supported value; other values would change the layers.
     """
 
     stacks: tuple[Stack, ...]
@@ -79,7 +79,7 @@ class Family:
 
 
 def key(*names: str, default: Any = None, power: float = 1.0) -> Rule:
-    """The value of a key, or a power of it; the family's default, where there is one."""
+    """Return a rule for the value of a key, or a power of it; default: the family's, if any."""
 
     def rule(place: ConfigLayer) -> Value:
         found = place.config.read(*names, default=default)
@@ -89,20 +89,20 @@ def key(*names: str, default: Any = None, power: float = 1.0) -> Rule:
 
 
 def optional(*names: str) -> Rule:
-    """The value of a key, if it is there."""
+    """Return a rule for the value of a key, if present."""
     return lambda place: place.config.find(*names) or NOTHING
 
 
 def asked(*names: str) -> Rule:
-    """The value of a key that must be there, if only to say None: without it transformers has a number of its own."""
+    """Return a rule for a required key, which may be None: without it transformers has its own default."""
     return lambda place: place.config.asked(*names) or NOTHING
 
 
 def rope(*, theta: float | None = None, of: str | None = None, count: str | None = None, **options: Any) -> Rule:
-    """RoPE; `of` is the key that has how many features it is about, where they are not those of a head.
+    """Return a rule for RoPE; `of` is the key of the number of features, if not those of a head.
 
-    `count` is a key that may have how many of them are rotated, where no key has their share. With a `fraction` some of
-    the features may be rotated, and so many are where no key says it; without one all are.
+    `count` is an optional key of the number of rotated features, if no key has their fraction. With `fraction` some
+    features may be rotated, by default this fraction; without it all are.
     """
 
     def rule(place: ConfigLayer) -> Value:
@@ -120,23 +120,23 @@ def rope(*, theta: float | None = None, of: str | None = None, count: str | None
 
 
 def head_dim(place: ConfigLayer) -> int:
-    """Features of a head."""
+    """Return the features of a head."""
     found = place.config.find("head_dim")
     return found.value if found else place.config.read("hidden_size").value // heads(place)
 
 
 def heads(place: ConfigLayer) -> int:
-    """The number of query heads."""
+    """Return the number of query heads."""
     return place.config.read("num_attention_heads").value
 
 
 def only(kind: str, rule: Rule) -> Rule:
-    """What layers of a kind have; its keys count as read in the others, too."""
+    """Return a rule for layers of one kind; its keys also count as read in the others."""
 
     def in_kind(place: ConfigLayer) -> Value:
         if place.kind == kind:
             return rule(place)
-        with suppress(MissingKey):  # it is not asked for here
+        with suppress(MissingKey):  # not required here
             rule(place)
         return NOTHING
 
@@ -144,7 +144,7 @@ def only(kind: str, rule: Rule) -> Rule:
 
 
 def where(name: str, rule: Rule, *, default: bool | None = None) -> Rule:
-    """What layers have if a key is true."""
+    """Return a rule that applies if a key is true."""
 
     def if_true(place: ConfigLayer) -> Value:
         found, then = place.config.read(name, default=default), rule(place)
@@ -154,10 +154,10 @@ def where(name: str, rule: Rule, *, default: bool | None = None) -> Rule:
 
 
 def positioned(word: str, rule: Rule, *, others: tuple[str, ...]) -> Rule:
-    """RoPE in models that ask for it by a word; its keys count as read in the others, too.
+    """Return a rule for RoPE in models that select it by a word; its keys also count as read in the others.
 
     Raises:
-        ValueError: if there is another word.
+        ValueError: if the word is unknown.
     """
 
     def if_asked(place: ConfigLayer) -> Value:
@@ -175,7 +175,7 @@ def positioned(word: str, rule: Rule, *, others: tuple[str, ...]) -> Rule:
 
 
 def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> Rule:
-    """A norm with the model's own eps."""
+    """Return a rule for a norm with the model's eps."""
 
     def rule(place: ConfigLayer) -> Value:
         found = place.config.read(eps)
@@ -185,22 +185,22 @@ def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> Rule:
 
 
 def of_kind(kind: str) -> Callable[[Config, int], str]:
-    """All layers of a stack are of one kind."""
+    """Return a rule for stacks with layers of one kind."""
     return lambda config, index: kind
 
 
 def told_kind(config: Config, index: int) -> str:
-    """Of layers that only `layer_types` can say.
+    """Return the default kind, for families that require `layer_types`.
 
     Raises:
-        MissingKey: if it is asked for: there is no `layer_types`.
+        MissingKey: if `layer_types` is missing.
     """
     config.read("layer_types")
     return "full_attention"
 
 
 def first_of(period: int, *names: str) -> Callable[[Config, int], str]:
-    """All layers but the first of each period have a window; keys may say another period."""
+    """Return a rule for windows in all layers but the first of each period; keys may change the period."""
 
     def kind(config: Config, index: int) -> str:
         told = config.find(*names)
@@ -214,7 +214,7 @@ SLIDING = only("sliding_attention", asked("sliding_window"))
 
 
 def every(period: int, *names: str) -> Callable[[Config, int], str]:
-    """All layers but the last of each period have a window; keys may say another period."""
+    """Return a rule for windows in all layers but the last of each period; keys may change the period."""
 
     def kind(config: Config, index: int) -> str:
         last = is_last(index, config.find(*names), period)
@@ -224,14 +224,14 @@ def every(period: int, *names: str) -> Callable[[Config, int], str]:
 
 
 def is_last(index: int, told: Value | None, period: int) -> bool:
-    """Whether a layer is the last of its period, which the configuration may tell."""
+    """Return whether a layer is the last of its period, which the configuration may contain."""
     return (index + 1) % (period if told is None else as_count(told.origin, told.value)) == 0
 
 
 def tempered_by_rope(place: ConfigLayer) -> Value:
-    """The temperature that Mistral keeps among the parameters of RoPE."""
+    """Return the temperature, which Mistral stores among the parameters of RoPE."""
     values = place.config.section("rope_parameters")
-    values.find("max_position_embeddings")  # said of the model, too
+    values.find("max_position_embeddings")  # also a key of the model
     scale = values.find("llama_4_scaling_beta")
     if scale is None:
         return NOTHING

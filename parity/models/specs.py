@@ -1,4 +1,4 @@
-"""What each attention layer of a model computes, by its configuration."""
+"""Specifications of all attention layers of a model from its configuration."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ KINDS = {
     "chunked_attention": "chunk_size",
     "cross_attention": None,
 }
-"""Layers of attention, as `layer_types` names them, and the field that they must have."""
+"""Kinds of attention layers in `layer_types`, and the field that each requires."""
 
 OLDER_KINDS = {"attention": "full_attention"}
-"""What `layer_types` called some of them once."""
+"""Older names of kinds in `layer_types`."""
 
 NOT_ATTENTION = ("linear_attention", "conv", "mamba", "recurrent", "moe", "mlp")
-"""Layers that `layer_types` names and that are not attention over keys."""
+"""Kinds in `layer_types` that are not attention over keys."""
 
 
 @dataclass(frozen=True)
 class ModelLayer:
-    """A layer of a model.
+    """Layer of a model.
 
     Attributes:
-        index: which of its layers, from 0.
-        kind: what the configuration calls it: `full_attention`, `sliding_attention`, `linear_attention`, …
-        spec: what it computes; None where it is not attention over keys.
-        origins: where the fields of the spec come from, by name: keys, or this family. What is not there is what
-            `AttentionSpec` has without it.
-        part: what it is a layer of, in models with several stacks of them: `encoder`, `decoder`.
-        is_causal: whether no token sees a later one.
-        path: what the names of its weights begin with in checkpoints, after what comes before all layers.
-        layout: of these weights, a name of `parity.LAYOUTS`.
-        shared: names of weights that it takes from elsewhere where it has none of its own, each with its path.
-        ignored: names that released checkpoints have beside its weights, and that say nothing.
-        keys_are_values: it makes values as it makes keys, before the norms of both, and has no projection for them.
+        index: index of the layer, from 0.
+        kind: name in the configuration: `full_attention`, `sliding_attention`, `linear_attention`, …
+        spec: specification; None if it is not attention over keys.
+        origins: sources of the spec's fields by name: keys, or this family. Other fields have the defaults of
+            `AttentionSpec`.
+        part: part of the model, if it has several stacks: `encoder`, `decoder`.
+        is_causal: attention is causal.
+        path: prefix of its weights in checkpoints, after the prefix of all layers.
+        layout: layout of these weights, a name in `parity.LAYOUTS`.
+        shared: names of weights that it shares with another layer unless it has its own, each with its path.
+        ignored: names of irrelevant entries in released checkpoints.
+        keys_are_values: values use the projection of keys, before the norms of both.
     """
 
     index: int
@@ -64,35 +64,35 @@ class ModelLayer:
     keys_are_values: bool = False
 
     def is_at(self, name: str) -> bool:
-        """Whether the name of a module ends with the layer's path."""
+        """Return whether the name of a module ends with the layer's path."""
         return bool(self.path) and f".{name}".endswith(f".{self.path}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as JSON can have it."""
+        """Return the layer as JSON values."""
         spec = None if self.spec is None else json.loads(self.spec.to_json())
         return {**vars(self), "spec": spec, "origins": dict(self.origins), "shared": dict(self.shared)}
 
 
 def specs_of(config: Any, *, part: str | None = None) -> list[ModelLayer]:
-    """The specification of each layer of a model of Hugging Face, by its configuration alone.
+    """Return the specification of each layer of a Hugging Face model from its configuration.
 
-    Both dialects are read: `rope_parameters`, and `rope_theta` with `rope_scaling`, as it was before transformers 5.
+    Both dialects are supported: `rope_parameters`, and `rope_theta` with `rope_scaling` from before transformers 5.
 
     Args:
-        config: the configuration of a live model, `model.config`; or its values by name; or the path of a config.json,
-            or of the folder that it lies in.
-        part: of a model with several, the key of the configuration of one: `text_config`; of a part that has parts of
-            its own, the keys on the way to one: `thinker_config.text_config`.
+        config: the configuration of a live model, `model.config`; its values by name; or the path of a config.json or
+            its folder.
+        part: for a model with several parts, the key of one part's configuration: `text_config`; for nested parts the
+            path of keys: `thinker_config.text_config`.
 
     Returns:
-        Every layer, in order, of models with several parts one part after the other; `spec` is None for those that are
-        not attention.
+        All layers in order, for models with several parts one part after the other; `spec` is None for layers without
+        attention.
 
     Raises:
         OSError: if the file cannot be read.
-        TypeError: if it is no configuration, or the number of layers is not an integer.
-        ValueError: if the family is not known, a key is missing, one that could speak of attention is not understood or
-            makes layers that no specification has, or there are several parts, and none is named.
+        TypeError: if it is not a configuration, or the number of layers is not an integer.
+        ValueError: if the family is unknown, a key is missing, one that may concern attention is unknown or leads to
+            unsupported layers, or there are several parts and `part` is None.
     """
     layers, unread = read_layers(values_of(config), part)
     if unread:
@@ -103,10 +103,10 @@ def specs_of(config: Any, *, part: str | None = None) -> list[ModelLayer]:
 
 
 def read_layers(config: Mapping[str, Any], part: str | None = None) -> tuple[list[ModelLayer], dict[str, Any]]:
-    """The layers as `specs_of` returns them, and the keys about attention that were not read, with their values.
+    """Return the layers like `specs_of`, and unread keys about attention with their values.
 
     Raises:
-        As `specs_of`, except for keys that were not read.
+        see `specs_of`, except for unread keys.
     """
     values = part_of(config, part)
     family = _family(values, f"{part}." if part else "")
@@ -114,16 +114,16 @@ def read_layers(config: Mapping[str, Any], part: str | None = None) -> tuple[lis
     _check_fixed(family, read)
     try:
         layers = [layer for stack in family.stacks for layer in _layers(stack, read)]
-    except (ArithmeticError, LookupError) as error:  # heads of no features, numbers that no float holds
+    except (ArithmeticError, LookupError) as error:  # heads without features, numbers beyond floats
         raise Refusal("a configuration", "be that of a model", f"values that are not: {error!r}") from error
     return layers, dict(read.unread(family.says_nothing))
 
 
 def part_of(config: Mapping[str, Any], part: str | None) -> Mapping[str, Any]:
-    """The configuration of a part, by the keys on the way to it; None for the whole.
+    """Return the configuration of a part, by its path of keys; None for the whole.
 
     Raises:
-        ValueError: if there is no such part.
+        ValueError: if the part does not exist.
     """
     where = ""
     for name in () if part is None else part.split("."):
@@ -132,7 +132,7 @@ def part_of(config: Mapping[str, Any], part: str | None) -> Mapping[str, Any]:
 
 
 def known_parts(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The configurations of the parts of a model whose families are known, by their keys; under no name its own."""
+    """Return the configurations of parts with known families, by their keys; the model's own under the empty key."""
     if _is_known(config) and "text_config" not in config:
         return {"": config}
     parts = {name: _part(config, name) for name in sections_of(config)}
@@ -140,10 +140,10 @@ def known_parts(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def layers_of_parts(config: Mapping[str, Any]) -> list[ModelLayer]:
-    """The layers of all parts of a model whose families are known; each says its part, by its own name or its key's.
+    """Return the layers of all parts with known families; each has its part, by its own name or its key.
 
     Raises:
-        As `specs_of`.
+        see `specs_of`.
     """
     return [
         replace(layer, part=layer.part or name.removesuffix("_config"))
@@ -153,7 +153,7 @@ def layers_of_parts(config: Mapping[str, Any]) -> list[ModelLayer]:
 
 
 def sections_of(config: Mapping[str, Any]) -> list[str]:
-    """The keys under which a configuration has those of the parts of its model, of families known or not."""
+    """Return the keys of the configurations of parts, with known and unknown families."""
     return [
         name
         for name, part in config.items()
@@ -162,7 +162,7 @@ def sections_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def unknown_parts(config: Mapping[str, Any]) -> dict[str, str]:
-    """Why the other parts of a model are not read, by their keys; under no name its own layers, beside the parts."""
+    """Return why other parts are not read, by their keys; the model's own layers under the empty key."""
     known = known_parts(config)
     others = {name: _part(config, name) for name in sections_of(config) if name not in known}
     beside = {"": config} if str(config.get("model_type")) in NOT_COVERED else {}
@@ -170,15 +170,15 @@ def unknown_parts(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def sections_named(label: str, sections: Iterable[str]) -> set[str]:
-    """Those parts of a model whose names are in the name of a layer: that of `text_config` in `text_model.layers.0`."""
+    """Return the parts of a model that occur in the name of a layer: `text_config` in `text_model.layers.0`."""
     words = label.split(".")
     return {name for name in sections if any(word.startswith(name.removesuffix("_config")) for word in words)}
 
 
 def _part(config: Mapping[str, Any], name: str, where: str = "") -> Mapping[str, Any]:
-    """The configuration of a part; older ones have no family of its own, but none or that of the whole.
+    """Return the configuration of a part; older ones have no family, or that of the whole model.
 
-    `where` are the keys on the way to `config`, of a part of a part.
+    `where` is the path of keys to `config`, for nested parts.
     """
     if name not in sections_of(config):
         parts = _in_words(config, where) or f"none, for {where.removesuffix('.') or 'the model'} is one"
@@ -198,14 +198,14 @@ def _is_known(config: Mapping[str, Any]) -> bool:
 
 
 MOST_LAYERS = 10_000
-"""No model has more; a few bytes shall not ask for more memory than there is."""
+"""No model has more; prevents small files from using up memory."""
 
 PART_ALONE = re.compile("Encoder|Decoder|CausalLM|Audio|TokenClassification")
-"""In the class of a model that has only some of the stacks of its family."""
+"""Matches class names of models with only some stacks of their family."""
 
 
 def _check_fixed(family: Family, read: Config) -> None:
-    """Refuse keys with a value that makes other layers, and models of which only a part is there."""
+    """Refuse keys with values that would change layers, and incomplete models."""
     for name, value in family.fixed.items():
         section, _, leaf = name.rpartition(".")
         if section and section not in read:
@@ -221,7 +221,7 @@ def _check_fixed(family: Family, read: Config) -> None:
 
 
 def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
-    """The layers of a stack, in order."""
+    """Return the layers of a stack, in order."""
     found = read.read(*stack.count)
     count = as_count(found.origin, len(found.value) if isinstance(found.value, list | tuple) else found.value)
     if count > MOST_LAYERS:
@@ -236,10 +236,10 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
         else:
             kind = str(told.value[index])
             kind = OLDER_KINDS.get(kind, kind)
-            with suppress(TypeError, ValueError):  # other keys that say it, too, count as read
+            with suppress(TypeError, ValueError):  # other keys with the same meaning count as read
                 stack.kind(read, index)
         layers.append(_layer(stack, ConfigLayer(read, index, kind)))
-    if all(layer.spec is None for layer in layers):  # what the others would have counts as read
+    if all(layer.spec is None for layer in layers):  # keys of other kinds count as read
         for rule in stack.fields.values():
             with suppress(TypeError, ValueError):
                 _ruled(rule, ConfigLayer(read, 0, "full_attention"))
@@ -260,7 +260,7 @@ def _family(values: Mapping[str, Any], where: str) -> Family:
 
 
 def why_unknown(values: Mapping[str, Any]) -> str:
-    """Why a configuration without a known family is not read."""
+    """Return why a configuration without a known family is not read."""
     name = values.get("model_type")
     if isinstance(name, str) and name in NOT_COVERED:
         return f"model_type {name!r} is not covered: {NOT_COVERED[name]}"

@@ -1,8 +1,7 @@
-"""Small real trained attention layers with real inputs, one safetensors file each.
+"""Small trained attention layers with real inputs, one safetensors file each.
 
-Random weights are kind to attention: their logits stay small and their softmax stays smooth. Trained weights are not,
-so a parity check needs some. PROVENANCE.md says where each file comes from, and `tools/cut-pretrained` makes them
-again, byte for byte.
+With random weights, logits are small and the softmax is smooth. Trained weights are harder, so parity checks need some.
+PROVENANCE.md has the source of each file, and `tools/cut-pretrained` regenerates them byte for byte.
 """
 
 from collections.abc import Mapping
@@ -16,13 +15,13 @@ NAMES: tuple[str, ...] = ("anarcii-self", "anarcii-causal", "anarcii-cross", "rx
 
 
 def path(name: str) -> Path:
-    """The safetensors file of a trained attention layer.
+    """Return the path of a trained attention layer's safetensors file.
 
     Args:
         name: one of `NAMES`.
 
     Raises:
-        ValueError: if there is no such layer.
+        ValueError: if the layer does not exist.
     """
     if name not in NAMES:
         raise Refusal("name", f"be one of {list(NAMES)}", name=name)
@@ -30,20 +29,20 @@ def path(name: str) -> Path:
 
 
 PACKED = ".q4_1"
-"""Ends the names of weights that their publisher quantized to 4 bits. Kept so, they take a sixth of the room."""
+"""Suffix of weights that their publisher quantized to 4 bits, and stored as such at a sixth of the size."""
 
 
 def unpacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Give the tensors of a file in float32, bit for bit as `gguf.dequantize` gives those in Q4_1.
+    """Return the tensors of a file in float32; Q4_1 bit for bit like `gguf.dequantize`.
 
     Args:
-        tensors: by name; of those in Q4_1 a row (bytes,) has blocks of 32 weights in 20 bytes.
+        tensors: tensors by name; rows of Q4_1 (bytes,) are blocks of 32 weights in 20 bytes.
     """
     return {name.removesuffix(PACKED): _dequantized(x) if name.endswith(PACKED) else x for name, x in tensors.items()}
 
 
 def _dequantized(rows: np.ndarray) -> np.ndarray:
-    """Multiply out blocks: a scale and a least value in float16, then 32 levels of 4 bits, the low halves first."""
+    """Dequantize blocks: scale and minimum in float16, then 32 levels of 4 bits, low halves first."""
     blocks = rows.reshape(len(rows), -1, 20)
     scale, least = np.split(blocks[..., :4].copy().view("<f2").astype(np.float32), 2, axis=-1)
     levels = np.concatenate([blocks[..., 4:] & 15, blocks[..., 4:] >> 4], axis=-1)

@@ -1,1 +1,1 @@
-"""What each of several devices, the ranks, must hold of a layer."""
+"""Division of a layer over ranks (devices)."""

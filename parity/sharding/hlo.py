@@ -1,4 +1,4 @@
-"""What the devices of a compiled program send each other: XLA's text of it, read."""
+"""Collectives of a compiled program, parsed from XLA's text."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 
 
 class Collective(NamedTuple):
-    """An operation that has devices wait for each other.
+    """Collective operation.
 
     Attributes:
         kind: one of `KINDS`.
-        is_of_flags: whether it is of booleans alone.
-        nbytes: of its result on a device.
-        times: how often it runs; in a loop of unknown length once.
+        is_of_flags: operands are booleans.
+        nbytes: bytes of its result on a device.
+        times: number of executions; a loop of unknown length counts once.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class Collective(NamedTuple):
 
 
 def collectives_in(program: str) -> list[Collective]:
-    """The collectives of a compiled program, as `jax.stages.Compiled.as_text` gives it."""
+    """Return the collectives of a compiled program, from `jax.stages.Compiled.as_text`."""
     computations: dict[str, list[str]] = {}
     entry, current = "", ""
     for line in program.splitlines():
@@ -74,7 +74,7 @@ def collectives_in(program: str) -> list[Collective]:
 
 
 def counts_of(collectives: Iterable[Collective]) -> Counts:
-    """How many there are, by kind; those of booleans by themselves."""
+    """Return the number of collectives by kind; those of booleans are counted separately."""
     found: Counter[str] = Counter()
     for each in collectives:
         found[FLAGS if each.is_of_flags else each.kind] += each.times
@@ -82,7 +82,7 @@ def counts_of(collectives: Iterable[Collective]) -> Counts:
 
 
 def nbytes_of(collectives: Iterable[Collective]) -> int:
-    """The bytes of their results on a device, all together."""
+    """Return the total bytes of their results on a device."""
     return sum(each.nbytes * each.times for each in collectives)
 
 

@@ -1,4 +1,4 @@
-"""A mesh of devices that cases are divided over: its dimensions, what divides, and what devices should have to send."""
+"""Device meshes that cases are divided over: dimensions, divisibility, and necessary collectives."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from parity.core.records import JsonRecord
 from parity.core.trace import Trace
 
 AxisKind = Literal["automatic", "explicit"]
-"""How JAX divides work along a dimension: by itself, or by the types of arrays."""
+"""JAX's axis types of a mesh."""
 
 NUMBERS, FLAGS = "all-reduce", "all-reduce of flags"
-"""Sums of numbers, and of booleans: of each token, whether it is finite."""
+"""Reductions of numbers, and of booleans, which flag the non-finite tokens."""
 
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """The dimensions of a mesh.
+    """Dimensions of a mesh.
 
     Attributes:
-        data: number of devices that share the sequences of a batch.
-        tensor: of those that share the heads of a layer.
-        sequence: of those that share the tokens of a sequence.
-        axes: how JAX divides work along them.
+        data: number of devices that sequences are divided over.
+        tensor: number of devices that heads are divided over.
+        sequence: number of devices that tokens are divided over.
+        axes: JAX's axis type of all dimensions.
 
     Raises:
         TypeError: if a size is not an integer.
-        ValueError: if one is below 1, or there is no such kind of axes.
+        ValueError: if a size is below 1, or the axis type is unknown.
     """
 
     data: int = 1
@@ -47,12 +47,12 @@ class MeshPlan:
 
     @property
     def shape(self) -> dict[str, int]:
-        """The sizes of the dimensions that it has, by name; of one device, those of all."""
+        """Sizes above 1 by name; all dimensions for a single device."""
         return {name: size for name in DIMENSIONS if (size := getattr(self, name)) > 1} or dict.fromkeys(DIMENSIONS, 1)
 
     @property
     def size(self) -> int:
-        """The number of devices."""
+        """Number of devices."""
         return math.prod(self.shape.values())
 
     def __str__(self) -> str:
@@ -63,10 +63,10 @@ DIMENSIONS = tuple(field.name for field in fields(MeshPlan) if field.name != "ax
 
 
 def parse_mesh(text: str, axes: AxisKind = "automatic") -> MeshPlan:
-    """A mesh as one types it: `data=2,tensor=4`.
+    """Return the mesh of a text such as `data=2,tensor=4`.
 
     Raises:
-        ValueError: if it is not that.
+        ValueError: if the text has another form.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -79,7 +79,7 @@ def parse_mesh(text: str, axes: AxisKind = "automatic") -> MeshPlan:
 
 
 def why_not_divided(case: Case, plan: MeshPlan) -> str | None:
-    """Why a mesh does not divide a case evenly, or None if it does."""
+    """Return why a mesh does not divide a case evenly, or None if it does."""
     sizes = {"data": ("sequences", case.batch), "tensor": ("query heads", case.spec.num_heads)}
     for name, (what, count) in sizes.items():
         if count % (devices := getattr(plan, name)):
@@ -95,27 +95,27 @@ def why_not_divided(case: Case, plan: MeshPlan) -> str | None:
     return None
 
 
-# ---- What devices send -----------------------------------------------------------------------------------------------
+# ---- Collectives -----------------------------------------------------------------------------------------------------
 
 Counts = dict[str, int]
-"""How many operations of a compiled program have devices wait for each other, by what they do."""
+"""Number of collective operations of a compiled program, by kind."""
 
 
 def words_of(counts: Counts) -> str:
-    """`1 all-reduce, 2 all-gather`, or `nothing`."""
+    """Return `1 all-reduce, 2 all-gather`, or `nothing`."""
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing"
 
 
 @dataclass(frozen=True)
 class Collectives(JsonRecord):
-    """What the devices of a mesh send each other in a program of a case.
+    """Collectives of a program of a case on a mesh.
 
     Attributes:
-        case, dtype, backend: as a `Comparison` has them.
-        program: `forward`, `gradient`, `prompt` or `step`, after the path that it is of: `fused.forward`.
-        counted: of the compiled program, or of what ran.
-        ideal: how many are needed.
-        excuse: why there may be more; empty where there may not.
+        case, dtype, backend: see `Comparison`.
+        program: `forward`, `gradient`, `prompt` or `step`, prefixed by its path: `fused.forward`.
+        counted: collectives of the compiled program, or of the run.
+        ideal: necessary collectives.
+        excuse: reason for additional ones; empty if there must be none.
     """
 
     case: str
@@ -130,17 +130,17 @@ class Collectives(JsonRecord):
 
     @property
     def passed(self) -> bool:
-        """Whether there is none that need not be, or there is an excuse."""
+        """Return whether all collectives are necessary or excused."""
         return bool(self.excuse) or self.is_ideal
 
     @property
     def is_ideal(self) -> bool:
-        """Whether there is none that need not be."""
+        """Return whether all collectives are necessary."""
         return all(count <= self.ideal.get(name, 0) for name, count in self.counted.items())
 
 
 def collectives_of(trace: Trace) -> list[Collectives]:
-    """What was counted when a trace was made on a mesh, beside what is needed."""
+    """Return the counted and the necessary collectives of a trace on a mesh."""
     if not trace.collectives:
         return []
     plan, case = parse_mesh(trace.numerics["mesh"]), trace.problem.case
@@ -153,22 +153,21 @@ def collectives_of(trace: Trace) -> list[Collectives]:
 
 
 def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "jax") -> Counts:
-    """How many collectives a program of a case needs on a mesh.
+    """Return the collectives that a program of a case needs on a mesh.
 
-    Forward, a layer whose heads are divided adds its outputs up. A gradient adds up that of its input over the heads,
-    those of weights over the sequences and over their tokens, those of weights that are whole on each device over the
-    heads, too, and that of sinks over the tokens by itself: once each. In JAX, whether a token is finite is a flag for
-    each, which is the same for all heads.
+    The forward pass of a layer with divided heads sums its outputs. The gradient sums that of its input over heads;
+    those of weights over sequences and tokens, and for replicated weights also over heads; and that of sinks over
+    tokens separately: once each. JAX also reduces a finite flag per token, which is equal for all heads.
 
-    A norm over the width of all heads adds up the squares of each token, a layer norm the features before them, and
-    the gradient adds up theirs; in JAX a gradient's program has both. There, it takes one flag of its own. XLA may send
-    the mask of some heads in the form of flags.
+    A norm over the width of all heads sums the squares of each token, a layer norm also the features before them, and
+    the gradient does the same; in JAX a gradient's program has both, and one more flag. XLA may send the mask of some
+    heads as flags.
 
     Args:
-        case: the layer, and what it is applied to.
-        plan: the mesh.
-        program: as a `Collectives` names it.
-        backend: whose tokens, where it is not JAX, always go round in a ring, and which then sends no flags.
+        case: layer and inputs.
+        plan: mesh.
+        program: see `Collectives`.
+        backend: except in JAX, tokens always use a ring, without flags.
     """
     has_heads, spec = plan.tensor > 1, case.spec
     path, _, kind = program.rpartition(".")
@@ -193,7 +192,7 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
 
 
 def _of_tokens(case: Case, plan: MeshPlan, path: str, backend: str, *, is_gradient: bool) -> Counts:
-    """What is exchanged where tokens are divided: tokens for heads and back, or keys and values as they go round."""
+    """Return the exchanges for divided tokens: all-to-all of tokens and heads, or keys and values in a ring."""
     size, spec = plan.sequence, case.spec
     if size == 1 or not path:
         return {}
@@ -207,19 +206,19 @@ def _of_tokens(case: Case, plan: MeshPlan, path: str, backend: str, *, is_gradie
     reach = spec.window_size or spec.chunk_size
     if reach is not None and case.key_len == case.seq_len:
         far = 0 if spec.chunk_size and tokens % spec.chunk_size == 0 else -(-(reach - 1) // tokens)
-        if backend == "jax":  # causality is in a mask here, so that keys go both ways
+        if backend == "jax":  # causality is part of a mask here, so keys travel both ways
             passes = min(2 * far, passes)
-        elif case.is_causal:  # torch's parts go round in one direction
+        elif case.is_causal:  # torch's parts travel in one direction
             passes = min(far, passes)
     halves = 0
     if backend == "torch" and case.is_causal and reach is None and tokens % 2 == 0 and case.key_len == case.seq_len:
-        halves = 8  # to the order in which all have as much to do, and back
+        halves = 8  # to zigzag order and back
     return {"collective-permute": (6 if is_gradient else 2) * passes + 2 * (is_gradient and passes > 0) + halves}
 
 
 def excuse_of(case: Case, plan: MeshPlan, program: str, backend: str = "jax") -> str:
-    """Why a program may have more than it needs; empty where it may not."""
-    if backend != "jax":  # whose compiler alone joins anything
+    """Return why a program may have additional collectives; empty if it may not."""
+    if backend != "jax":  # only XLA merges collectives
         is_cross = program.endswith("gradient") and case.seq_len_k is not None
         return "the gradients of queries' and keys' inputs are added up one by one" if is_cross else ""
     if plan.sequence > 1 and case.spec.relative_bias and program.endswith("gradient"):

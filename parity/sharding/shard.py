@@ -1,7 +1,7 @@
-"""A layer whose heads are divided over ranks: the weights and the specification of each, and the way back.
+"""Layers with heads divided over ranks: weights and specification of each rank, and the inverse.
 
-What is divided follows from the specification alone. The rows of projections into attention lie head by head, the
-columns of out_proj, too; what has no heads is copied to every rank.
+The division follows from the specification. Rows of input projections and columns of out_proj are ordered by head;
+weights without heads are replicated.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from parity.core.weights import Weights, check_weights
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """How a layer is divided over ranks.
+    """Division of a layer over ranks.
 
     Attributes:
-        tensor: number of ranks that share the query heads, as many on each: tensor parallelism.
-        context: number of parts, in order, that tokens are divided into: context parallelism. Each has `tensor` ranks,
-            neighbours, which hold what those of any other part hold.
+        tensor: number of ranks that query heads are divided over, evenly: tensor parallelism.
+        context: number of consecutive parts that tokens are divided into: context parallelism. Each part has `tensor`
+            consecutive ranks, with the same weights as those of other parts.
 
     Raises:
-        TypeError: if one is not an integer.
+        TypeError: if a number is not an integer.
         ValueError: if one is below 1.
 
     Source: Megatron-LM, arXiv:1909.08053, section 3; Ring Attention, arXiv:2310.01889.
@@ -47,23 +47,23 @@ class ShardPlan:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.tensor * self.context
 
 
 def local_heads(spec: AttentionSpec, plan: ShardPlan, rank: int) -> Held:
-    """The heads of a rank, as `mha_spec.shares` has them.
+    """Return the heads of a rank, see `mha_spec.shares`.
 
     Raises:
-        TypeError: if something is not of its kind.
-        ValueError: if there is no such rank, or the ranks do not divide the query heads evenly.
+        TypeError: if an argument has the wrong type.
+        ValueError: if the rank does not exist, or the ranks do not divide the query heads evenly.
     """
     _check(spec, plan, rank)
     return shares.local_heads(spec, plan.tensor, rank % plan.tensor)
 
 
 def shard_spec(spec: AttentionSpec, plan: ShardPlan, rank: int, *, alone: bool = True) -> AttentionSpec:
-    """The specification of what a rank computes, or holds: `shard` says what, and what it raises."""
+    """Return the specification of a rank; see `shard`, also for errors."""
     held = local_heads(spec, plan, rank)
     if alone and plan.tensor > 1:
         _check_alone(spec)
@@ -74,39 +74,38 @@ def shard_spec(spec: AttentionSpec, plan: ShardPlan, rank: int, *, alone: bool =
 def shard(
     weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank: int, *, alone: bool = True
 ) -> tuple[Weights, AttentionSpec]:
-    """What a rank must hold of a layer, bit for bit, and what it computes with it.
+    """Return the exact weights of a rank, and the specification of its layer.
 
-    The outputs of all ranks that share the heads, each for the whole input or for its part of the tokens, add up to
-    that of the layer; without out_proj they are its parts, side by side. A mask or a bias with an axis of heads is
-    divided as query heads are.
+    The outputs of all ranks that divide the heads, each for the whole input or its part of the tokens, sum to that of
+    the layer; without out_proj they concatenate to it. Masks and biases with an axis of heads are divided like query
+    heads.
 
-    Of N query heads each of R ranks has N / R neighbours, with their rows of q_proj, gate_proj and, of a layer with
-    latents, q_b_proj and kv_b_proj, their columns of out_proj and of a relative bias, their sinks; of key/value heads
-    those that they see, with the rows of k_proj and v_proj: K / R of them, or one that other ranks have, too. Norms
-    with weights for each head, or over the width of all heads, are divided with them. Other norms, and what makes
-    latents, are copied.
+    Each of R ranks has N / R consecutive query heads, with their rows of q_proj, gate_proj and, with latents, q_b_proj
+    and kv_b_proj; their columns of out_proj and of a relative bias; and their sinks. It also has their key/value heads,
+    with the rows of k_proj and v_proj: K / R of them, or one that it shares with other ranks. Norms with weights per
+    head, or over the width of all heads, are divided likewise. Other norms and projections to latents are replicated.
 
-    The bias of out_proj is on the first of them alone, so that it is added once, bit for bit; the specification of the
-    others has none, so that none of them trains a copy of it.
+    Only the first rank has the bias of out_proj, so that it is added once, bit for bit. The specification of the others
+    has none, so that they do not train a copy.
 
     Args:
         weights: canonical weights of the whole layer, as arrays of any framework.
-        spec: the whole layer.
-        plan: how it is divided.
-        rank: which part, from 0.
-        alone: whether the rank's layer is to be computed by itself. False is for ranks that join more than outputs:
-            the mean squares of norms over the width, the slopes of ALiBi, which outputs are dropped. The specification
-            then says what the rank holds, and not all that it computes.
+        spec: whole layer.
+        plan: division of the layer.
+        rank: index of the rank, from 0.
+        alone: the rank's layer can be computed independently. False is for ranks that exchange more than outputs: mean
+            squares of norms over the width, slopes of ALiBi, or output dropout. The specification then describes the
+            weights of the rank, not its whole computation.
 
     Returns:
         Canonical weights of the rank, NumPy arrays of the same dtype, and their specification.
 
     Raises:
-        TypeError: if something is not of its kind, or the weights are not floating-point arrays of one dtype.
-        ValueError: if the weights are not those of the spec, there is no such rank, or it does not divide the query
-            heads evenly; and with `alone`, if no specification says what the rank computes: of a norm over the width of
-            all heads, which needs a sum over ranks; of ALiBi, whose slopes follow from the number of all heads; of
-            outputs that are dropped after they are added up.
+        TypeError: if an argument has the wrong type, or the weights are not floating-point arrays of one dtype.
+        ValueError: if the weights are not those of the spec, the rank does not exist, or the query heads do not divide
+            evenly. With `alone`, also if no specification describes the rank's computation: norms over the width of all
+            heads, which need a sum over ranks; ALiBi, whose slopes depend on the number of all heads; and dropout of
+            summed outputs.
 
     Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
@@ -119,19 +118,19 @@ def shard(
 
 
 def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: ShardPlan) -> Weights:
-    """The weights of a layer from those of all ranks: the inverse of `shard`, bit for bit, with `alone` or without.
+    """Return the weights of a layer from those of all ranks: the exact inverse of `shard`, with or without `alone`.
 
     Args:
         shards: canonical weights of each rank, in order, as arrays of any framework.
-        spec: the whole layer.
-        plan: how it is divided.
+        spec: whole layer.
+        plan: division of the layer.
 
     Returns:
         Canonical weights of the whole layer, as NumPy arrays.
 
     Raises:
-        TypeError, ValueError: as `shard` without `alone`, or if a rank is missing, or two ranks hold something else
-            where they should hold the same.
+        TypeError, ValueError: see `shard` without `alone`; also if a rank is missing, or replicated weights differ
+            between ranks.
     """
     _check(spec, plan, 0)
     if len(shards) != plan.num_ranks:
@@ -156,11 +155,11 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
     return whole
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Validation ------------------------------------------------------------------------------------------------------
 
 
 def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
-    """Refuse a rank that there is not, and heads that cannot be divided."""
+    """Refuse a rank that does not exist, and heads that cannot be divided."""
     check_spec(spec)
     if not isinstance(plan, ShardPlan):
         raise WrongType("plan", "be a ShardPlan", plan=plan)
@@ -173,7 +172,7 @@ def _check(spec: AttentionSpec, plan: ShardPlan, rank: int) -> None:
 
 
 def _check_alone(spec: AttentionSpec) -> None:
-    """Refuse a layer of whose parts no specification says what they compute."""
+    """Refuse a layer whose parts no specification describes."""
     for name in NORMS:
         norm = getattr(spec, name)
         if norm is not None and norm.over == "width":
@@ -202,7 +201,7 @@ def _check_alone(spec: AttentionSpec) -> None:
 def _checked(
     weights: Mapping[str, Any], spec: AttentionSpec, plan: ShardPlan, rank: int
 ) -> tuple[Weights, AttentionSpec]:
-    """The weights of a rank, as NumPy arrays, and its specification."""
+    """Return the weights of a rank, as NumPy arrays, and its specification."""
     own = shard_spec(spec, plan, rank, alone=False)
     try:
         return check_weights(weights, own), own
@@ -214,7 +213,7 @@ def _checked(
 
 
 def _by_heads(name: str, weight: np.ndarray, spec: AttentionSpec) -> np.ndarray:
-    """A view of a weight with its heads on the first axis; one that has none is as of one head."""
+    """Return a view of a weight with its heads on the first axis; weights without heads count as one head."""
     axis = axis_of_heads(name, spec)
     if axis is None:
         return weight[None]
@@ -224,7 +223,7 @@ def _by_heads(name: str, weight: np.ndarray, spec: AttentionSpec) -> np.ndarray:
 
 
 def _heads_in(name: str, spec: AttentionSpec, held: Held) -> list[int]:
-    """Which heads of a weight a rank has."""
+    """Return the heads of a weight that a rank has."""
     if axis_of_heads(name, spec) is None:
         return [0]
     return held.keys if name.partition(".")[0] in OF_KEYS else list(held.queries)

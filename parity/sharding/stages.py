@@ -1,4 +1,4 @@
-"""The stages of a layer, divided over ranks as their heads or tokens are, and joined again."""
+"""Stages of a layer: division over ranks by heads or tokens, and the inverse."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from parity.sharding.shard import ShardPlan, local_heads
 
 QUERIES = ("mask", "q", "scores", "attn_weights", "context")
 KEYS = ("k", "v", "cache.keys", "cache.values")
-"""Stages with an axis of query heads, or of key/value heads, the second one."""
+"""Stages whose second axis is that of query heads, or of key/value heads."""
 
 
 def unshard_stages(
     shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: ShardPlan, *, summed: bool = False
 ) -> dict[str, np.ndarray]:
-    """The stages of a layer from those of all ranks, so that runs elsewhere can be judged.
+    """Return the stages of a layer from those of all ranks, to compare runs of any framework.
 
     Args:
-        shards: of each rank, in order, what it computed, by the names of `STAGES`, in arrays of any framework: of its
-            own heads, and its own queries, keys and values if tokens are divided, too (then without a cache); of
-            `output` its part of the sum, or the sum.
-        spec: the whole layer.
-        plan: how it is divided.
-        summed: whether outputs are those after the ranks' were added up.
+        shards: stages of each rank, in order, by the names in `STAGES`, as arrays of any framework: those of local
+            heads and, if tokens are also divided (only without a cache), of local queries, keys and values; `output` is
+            its part of the sum, or the sum.
+        spec: whole layer.
+        plan: division of the layer.
+        summed: outputs are already summed over ranks.
 
     Returns:
-        The stages that every rank has, as `parity.diagnose` and `assert_parity` take them.
+        Stages that all ranks have, for `parity.diagnose` and `assert_parity`.
 
     Raises:
-        ValueError: if a rank is missing, ranks that should hold the same hold something else, a stage is a gradient,
-            or its shape is not that of the rank's heads.
+        ValueError: if a rank is missing, replicated stages differ between ranks, a stage is a gradient, or its shape
+            does not fit the rank's heads.
     """
     if len(shards) != plan.num_ranks:
         raise Refusal("shards", "be one of each rank", f"{len(shards)} of them and {plan}")
@@ -55,18 +55,18 @@ def unshard_stages(
 
 
 def part_of(name: str, stage: np.ndarray, spec: AttentionSpec, held: Held) -> np.ndarray:
-    """What a rank has of a stage of the whole layer: of its heads; of other stages all."""
+    """Return a rank's part of a stage of the whole layer: its heads; all of stages without heads."""
     axis, heads, count = _place(name, spec, held)
     if axis is None:
         return stage
-    if axis == stage.ndim - 1:  # features of heads, side by side
+    if axis == stage.ndim - 1:  # concatenated features of heads
         by_heads = stage.reshape(*stage.shape[:-1], count, -1)
         return by_heads[..., heads, :].reshape(*stage.shape[:-1], -1)
     return stage[:, heads]
 
 
 def _place(name: str, spec: AttentionSpec, held: Held) -> tuple[int | None, list[int], int]:
-    """The axis of a stage that its heads lie on, which of them a rank has, and how many there are."""
+    """Return the axis of heads in a stage, the heads of a rank, and their number."""
     stage = stage_named(name)
     if stage.is_gradient or stage.kind not in STAGES:
         raise Refusal("stages", "be those of a forward pass, by the names of parity.STAGES", stages=name)
@@ -101,7 +101,7 @@ def _joined(name: str, parts: list[np.ndarray], spec: AttentionSpec, held: list[
 
 
 def _by_heads(name: str, part: np.ndarray, axis: int, count: int) -> np.ndarray:
-    """A part with an axis of its heads alone."""
+    """Return a part with an axis of only its heads."""
     if axis == 2 and part.ndim == 3 and part.shape[2] % count == 0:
         return part.reshape(*part.shape[:2], count, -1)
     if axis == 2 or part.ndim != 4 or part.shape[1] != count:

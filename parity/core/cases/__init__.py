@@ -1,4 +1,4 @@
-"""The cases: situations in which implementations must agree, written once."""
+"""Cases: situations in which implementations must agree."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["CASES", "DTYPES", "QUICK", "Case", "case_named", "find_case", "rando
 _TABLES = (MASKS, LAYERS, ROPES, SIZES, VALUES, CACHED, [random_case(seed) for seed in range(6)], TRAINED)
 
 CASES: dict[str, Case] = {case.name: case for table in _TABLES for case in table}
-"""The cases by name, simple ones first, trained layers last."""
+"""Cases by name, simple ones first, trained layers last."""
 
 QUICK = {name: case for name, case in CASES.items() if name not in MORE}
-"""Those that `mha-parity run` takes where none are named: every feature, though not in every form."""
+"""Default cases of `mha-parity run`: all features, though not in all forms."""
 
 
 def find_case(name: str) -> Case | None:
-    """The case of that name: one of `CASES`, or `random-N` for any N."""
+    """Return the case of a name: one of `CASES`, or `random-N` for any N."""
     drawn = re.fullmatch(r"random-(\d{1,6})", name)
     return CASES.get(name) or (random_case(int(drawn[1])) if drawn else None)
 
 
 def case_named(name: str) -> Case:
-    """The case of that name: one of `CASES`, or `random-N` for any N.
+    """Return the case of a name: one of `CASES`, or `random-N` for any N.
 
     Raises:
         ValueError: if there is none.

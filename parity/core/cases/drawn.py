@@ -27,13 +27,13 @@ from mha_spec import (
 from parity.core.case import Case
 
 NUM_PLAIN = 6
-"""How many of the first cases, those in `CASES`, are of layers without the features of today's models."""
+"""Number of the first random cases (those in `CASES`) without features of recent models."""
 
 
 def random_case(seed: int) -> Case:
-    """A case whose layer, sizes and mask are drawn at random: `random-0`, `random-1`, …
+    """Return a case with a random layer, sizes and mask: `random-0`, `random-1`, …
 
-    From random-6 on the layers have features of today's models, too; all else is drawn before them.
+    From random-6 on, layers also have features of recent models, which are drawn last.
     """
     rng = np.random.default_rng([0x9A817, seed])
 
@@ -74,7 +74,7 @@ def random_case(seed: int) -> Case:
     if seed < NUM_PLAIN:
         return case
     features = _features(case, choose)
-    # A temperature beside it would make logits that only trained layers have.
+    # Together with a temperature, logits would be larger than in any untrained layer.
     position = choose(0, 0, 4090) if features.rope is not None and features.temperature is None else 0
     relative_bias = choose(None, None, RelativeBias(8, 8), RelativeBias(7, 12, bidirectional=False))
     if features.alibi is None:
@@ -90,12 +90,12 @@ def random_case(seed: int) -> Case:
 
 
 def _features(case: Case, choose: Callable[..., Any]) -> AttentionSpec:
-    """The layer of a case with a few of the features that layers may have."""
+    """Return the layer of a case with a few optional features."""
     spec = case.spec
     window, chunk = choose((None, None), (None, None), (None, None), (4, None), (None, 4))
     rope = None if spec.rope is None else choose(spec.rope, *_ropes(spec.rope, spec.head_dim))
     temperature = choose(None, None, None, Temperature(4, 0.5), Temperature(3, 0.5, first_position=1))
-    # Of two features or four, what a norm enlarges is too few numbers to measure their noise by.
+    # With two or four features, a norm enlarges too few numbers to measure their noise.
     is_normed, with_rope = spec.head_dim >= 8, rope is not None
     norms = [Norm(eps=0.01), Norm("layer", weight="1+w", bias=True, eps=0.01), Norm(over="width", eps=0.01)]
     norms += [Norm(per_head=True, eps=0.01)] + [Norm(weight=None, eps=0.01, after_rope=True)] * with_rope
@@ -119,7 +119,7 @@ def _features(case: Case, choose: Callable[..., Any]) -> AttentionSpec:
 
 
 def _perhaps_latent(spec: AttentionSpec, choose: Callable[..., Any]) -> AttentionSpec:
-    """One layer in six with latents in the place of what excludes them."""
+    """Return one layer in six with latents instead of the fields that exclude them."""
     latent = choose(*[None] * 5, Latent(20, spec.head_dim // 2, choose(None, 12), eps=0.01))
     if latent is None or spec.head_dim < 8 or spec.d_kv != spec.d_in:
         return spec
@@ -131,10 +131,10 @@ def _perhaps_latent(spec: AttentionSpec, choose: Callable[..., Any]) -> Attentio
 
 
 def _ropes(rope: Rope, head_dim: int) -> list[Rope]:
-    """Rotations of other kinds that heads of so many features can have."""
+    """Return other kinds of RoPE for heads of this width."""
     scalings = [
         LinearScaling(8.0),
-        DynamicScaling(4.0, 6) if head_dim >= 4 else LinearScaling(4.0),  # it has no base for one pair
+        DynamicScaling(4.0, 6) if head_dim >= 4 else LinearScaling(4.0),  # undefined for a single pair
         Llama3Scaling(8.0, 64),
         YarnScaling(4.0, 64),
         ProportionalScaling(0.5),

@@ -1,4 +1,4 @@
-"""The cases by what they are about, simple ones first."""
+"""Cases by topic, simple ones first."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ _ANARCII = AttentionSpec(128, 4)
 _SMOLLM2 = AttentionSpec(576, 9, num_kv_heads=3, qkv_bias=False, out_bias=False, rope=Rope(100000.0))
 _LONGROPE = LongRopeScaling(4.0, 4096, (1.0, 1.1, 1.3, 1.6), (1.0, 2.0, 8.0, 30.0))
 _DYNAMIC = DynamicScaling(4.0, 6)
-_FRAMES = Rope(100.0, sections=(2, 1, 1))  # of time, rows and columns
+_FRAMES = Rope(100.0, sections=(2, 1, 1))  # time, rows, columns
 _PACKED = ((0, 0, 0, 1, 1, 1, 1, 2, 2), (0, 0, 0, 0, 0, 1, 1, 1, 1))
 _RAGGED = ((4, 2, 0), (1, 1, 1), (0, 3, 2), (1, 1, 1))
 
@@ -108,7 +108,7 @@ def _rotating(rope: Rope, head_dim: int = 8) -> AttentionSpec:
 
 
 def _calls(*chunks: int, capacity: int, new_lengths: tuple[tuple[int, ...], ...] = ()) -> dict[str, Any]:
-    """Keywords of a case whose tokens come in calls of so many each, of which the new lengths are real."""
+    """Return keywords of a case whose tokens arrive in calls of these sizes, with new_lengths real tokens each."""
     return {"seq_len": sum(chunks), "chunks": chunks, "new_lengths": new_lengths, "capacity": capacity}
 
 
@@ -130,7 +130,7 @@ MASKS = [
     Case("bias", _MHA, "an additive term on the scores", bias=True),
     Case("bias-causal", _MHA, "an additive term beside a mask", bias=True, is_causal=True),
 ]
-"""What is hidden, and what is added to the scores."""
+"""Masks and biases."""
 
 LAYERS = [
     Case("cross", _CROSS, "keys of another width and length", seq_len=4, seq_len_k=7),
@@ -314,7 +314,7 @@ ROPES = [
         seq_len=9,
     ),
 ]
-"""RoPE as today's models have it: scaled, of a part of a head, of neighbours, on several axes."""
+"""RoPE of recent models: scaled, partial, interleaved, on several axes."""
 
 SIZES = [
     Case("one-query", _CROSS, "a single query", seq_len=1, seq_len_k=6),
@@ -471,7 +471,7 @@ CACHED = [
         **_calls(4, 1, 1, capacity=6, new_lengths=((2, 3), (1, 1), (1, 1))),
     ),
 ]
-"""Tokens that come in steps."""
+"""Tokens that arrive in steps."""
 
 TRAINED = [
     Case(
@@ -527,7 +527,7 @@ TRAINED = [
         trained="smollm2-causal",
     ),
 ]
-"""Layers that were trained, with inputs that they met."""
+"""Trained layers, with real inputs."""
 
 MORE = frozenset(
     {
@@ -544,4 +544,4 @@ MORE = frozenset(
         *("decode-alibi", "relative-bias-padded", "decode-relative-bias", "decode-grid-bias", "decode-norm-context"),
     }
 )
-"""More of what other cases show: a run takes these where all cases are asked for, or they by name."""
+"""Variations of other cases, which run only if all cases, or they by name, are selected."""

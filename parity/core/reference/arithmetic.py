@@ -1,4 +1,4 @@
-"""How numbers are kept and summed: in float64, in the dtypes that are judged, and as the hardware of a backend does."""
+"""Storage and summation of numbers: in float64, in the compared dtypes, and in the arithmetic of the hardware."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mha_spec import Refusal
 from parity.core.work import PER_FACTOR, PER_MULTIPLICATION, PER_NOISE, PER_SUM, PER_TERM, begin, spend
 
 UNFUSED = ("unfused", "unfused-scores")
-"""IEEE 754, where each operation of a norm, of RoPE and of a gate gives numbers of the dtype of the inputs, as those of
-transformers' modules do; and where those on scores do, too, as in its eager attention."""
+"""IEEE 754 with each operation of norms, RoPE and gates rounded to the dtype of the inputs, as in modules of
+transformers; and also with each operation on scores rounded, as in its eager attention."""
 
 TENSIX = ("tensix", "tensix-hifi2", "tensix-bfloat8_b", "tensix-hifi2-bfloat8_b")
-"""Tenstorrent's arithmetic: at HiFi4 or HiFi3; at HiFi2; with weights and a cache in bfloat8_b; and with both."""
+"""Tenstorrent's arithmetic: HiFi4 or HiFi3; HiFi2; weights and cache in bfloat8_b; and both."""
 
 MANTISSA = {
     "ieee": 23,
@@ -27,10 +27,10 @@ MANTISSA = {
     "bfloat16": 7,
     "lofi": 4,
 }
-"""How many explicit bits of a float32 mantissa enter a matrix product, by kind of hardware and its settings."""
+"""Explicit bits of a float32 mantissa that enter a matrix product, by hardware and settings."""
 
 OPERANDS = {"hifi2": (6, 9), "lofi": (6, 4)}
-"""At a low math fidelity of Tenstorrent's: the explicit bits of the first operand of a product, and of the second.
+"""Explicit bits of the first and second operand of a product, at a low math fidelity of Tenstorrent.
 
 Measured on the real kernels in a simulator (ttsim, Blackhole, float32 sums), relative L2 of products of 64 and 512
 normal terms: bfloat16 HiFi2 4.1e-3 and 4.0e-3, LoFi 2.7e-2 and 2.7e-2; float32 7.2e-3 and 7.2e-3, 3.1e-2 and 3.1e-2.
@@ -38,29 +38,29 @@ Computed here: 4.2e-3 and 4.3e-3, 2.7e-2 and 2.6e-2; 7.4e-3 and 7.5e-3, 3.2e-2 a
 """
 
 SHARED = 16
-"""Numbers of bfloat8_b that share an exponent: neighbours in a row of what lies on the device. Each has 7 bits beside
-the largest of them. Products with such weights are off by 7.7e-3 and 7.6e-3 in ttsim, 64 and 512 terms, at HiFi2 by
-8.6e-3 and 8.7e-3; here by 7.9e-3 and 7.7e-3, 8.4e-3 and 8.6e-3."""
+"""Numbers of bfloat8_b that share an exponent: neighbors in a row on the device. Each has 7 bits relative to the
+largest. Products with such weights are off by 7.7e-3 and 7.6e-3 in ttsim, 64 and 512 terms, at HiFi2 by 8.6e-3 and
+8.7e-3; here by 7.9e-3 and 7.7e-3, 8.4e-3 and 8.6e-3."""
 
 PRODUCT_MANTISSA: dict[str, int] = dict.fromkeys((*TENSIX, "tensix-lofi"), 10)
-"""How many explicit bits of each product enter the sum, where not all do: Tenstorrent's matrix engine cuts off
-products, too, where it aligns them.
+"""Explicit bits of each product that enter the sum, if not all do: Tenstorrent's matrix engine also truncates products
+to align them.
 
 Measured on the real kernels in a simulator (ttsim, Blackhole, HiFi4, float32 sums), relative L2 of products of 64 and
 512 normal terms: float32 1.19e-3 and 1.15e-3, bfloat16 3.1e-4 and 3.1e-4. Computed here: 1.12e-3 and 3.8e-4; with whole
-products 7.9e-4 and 1e-7. HiFi3, which is used on Wormhole, gives 1.30e-3 and 1.26e-3, 3.2e-4 and 3.1e-4.
+products 7.9e-4 and 1e-7. HiFi3, which is used on Wormhole, results in 1.30e-3 and 1.26e-3, 3.2e-4 and 3.1e-4.
 """
 
 ARITHMETICS = ("ieee", *TENSIX)
-"""How the hardware of a backend computes: as IEEE 754 says, or as Tenstorrent's matrix engine does, where float32
-enters as TF32, also in the softmax. LoFi is none that anything is judged by; it and the others of `MANTISSA` are
-products that somebody let lose more than they should.
+"""Arithmetic of a backend's hardware: IEEE 754, or that of Tenstorrent's matrix engine, where float32 enters as TF32,
+also in the softmax. LoFi and the others of `MANTISSA` are never used as references; they model products of insufficient
+precision.
 """
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How numbers are kept and how they are summed: `dtype` in memory, `wide` inside a stage, `kind` of hardware."""
+    """Storage and summation of numbers: `dtype` in memory, `wide` inside a stage, `kind` of hardware."""
 
     dtype: np.dtype
     kind: str = "ieee"
@@ -71,35 +71,35 @@ class Arithmetic:
 
     @cached_property
     def wide(self) -> np.dtype:
-        """float64 for float64, float32 for everything narrower."""
+        """float64 for float64, otherwise float32."""
         return np.promote_types(np.float32, self.dtype) if self.dtype.kind == "f" else np.dtype(np.float32)
 
     def widen(self, x: np.ndarray) -> np.ndarray:
-        """x for a sum, after it was kept in memory."""
+        """Return x, stored in memory, in the dtype of sums."""
         return x.astype(self.dtype, copy=False).astype(self.wide, copy=False)
 
     def keep(self, x: np.ndarray) -> np.ndarray:
-        """x, rounded as it is kept in memory."""
+        """Return x, rounded for storage in memory."""
         return x.astype(self.dtype, copy=False)
 
     def between(self, x: np.ndarray) -> np.ndarray:
-        """x as one operation on heads leaves it to the next: wide, or rounded to what is kept in memory."""
+        """Return x between two operations on heads: wide, or rounded for storage."""
         return self.keep(x).astype(self.wide) if self.kind in UNFUSED else x
 
     def between_scores(self, x: np.ndarray) -> np.ndarray:
-        """The same of scores."""
+        """Return scores between two operations: wide, or rounded for storage."""
         return self.between(x) if self.kind == "unfused-scores" else x
 
     def enter(self, x: np.ndarray) -> np.ndarray:
-        """x, wide, as it enters a matrix product: whole, or with some of its mantissa bits, the rest cut off."""
+        """Return wide x as it enters a matrix product: whole, or with a truncated mantissa."""
         return _cut(x, MANTISSA[self.kind])
 
     def weight(self, weight: np.ndarray) -> np.ndarray:
-        """A weight (out, in) as it is kept."""
+        """Return a weight (out, in) as stored."""
         return _sharing(weight, 0) if self._is_shared else weight
 
     def cached(self, x: np.ndarray) -> np.ndarray:
-        """Keys or values (…, H) as a cache keeps them."""
+        """Return keys or values (…, H) as stored in a cache."""
         return self.keep(_sharing(self.widen(x), -1)) if self._is_shared else x
 
     @property
@@ -109,12 +109,12 @@ class Arithmetic:
     def matmul(
         self, a: np.ndarray, b: np.ndarray, start: np.ndarray | float = 0.0, exact: np.ndarray | None = None
     ) -> np.ndarray:
-        """The product of wide matrices, (…, m, k) and (…, k, n), added to `start` one term after the other.
+        """Return the product of wide matrices, (…, m, k) and (…, k, n), added to `start` term by term.
 
-        An implementation may sum in any order. This is the plainest, and of the common ones the one with the largest
-        error (matrix libraries begin with the bias, too): a cleverer order here would ask every implementation to be as
-        clever. float64 may take any. Of large products BLAS's order is taken, and what it loses less is added; or the
-        product in float64 is, if it is known and all bits of the numbers enter the product.
+        An implementation may sum in any order. This is the simplest, with the largest error of the common ones (matrix
+        libraries also start with the bias). A better order here would require the same of every implementation. float64
+        may use any order. Large products use BLAS's order plus the noise that it saves; or the float64 product, if it
+        is known and all bits enter the product.
         """
         if self.wide == np.float64:
             return _by_blas(a, b) + start
@@ -131,27 +131,27 @@ class Arithmetic:
 
 
 LARGE = 2**25
-"""Multiplications in a float32 product above which the plainest order takes too long, and is only sampled."""
+"""Multiplications in a float32 product above which the simplest order is too slow and only sampled."""
 
 SAMPLED = 32
-"""Rows and columns of a large product that are summed in the plainest order, to measure what that loses."""
+"""Rows and columns of a large product that are summed in the simplest order, to measure its error."""
 
 
 def multiplications(a: np.ndarray, b: np.ndarray) -> int:
-    """Multiplications in the product of matrices (…, m, k) and (…, k, n)."""
+    """Return the number of multiplications in the product of matrices (…, m, k) and (…, k, n)."""
     return math.prod(np.broadcast_shapes(a.shape[:-2], b.shape[:-2])) * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
 def _by_blas(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The product in whatever order BLAS takes."""
+    """Return the product in BLAS's order."""
     begin(PER_MULTIPLICATION * multiplications(a, b) * a.itemsize / 8 + PER_FACTOR * (a.size + b.size))
     return a @ b
 
 
 def _plainly(a: np.ndarray, b: np.ndarray, start: np.ndarray | float, mantissa: int) -> np.ndarray:
-    """The float32 product, one term after the other; of each term `mantissa` bits enter the sum."""
+    """Return the float32 product, summed term by term; `mantissa` bits of each term enter the sum."""
     begin(PER_TERM * multiplications(a, b) + PER_SUM * a.shape[-1])
-    b = np.ascontiguousarray(b)  # its rows are read one by one
+    b = np.ascontiguousarray(b)  # rows are read one by one
     total = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), a.dtype)
     total += start
     term = np.empty_like(total)
@@ -162,10 +162,10 @@ def _plainly(a: np.ndarray, b: np.ndarray, start: np.ndarray | float, mantissa: 
 
 
 def _more_noise(a: np.ndarray, b: np.ndarray, fast: np.ndarray) -> np.ndarray:
-    """The rounding errors of the plainest order beyond those of a fast one, drawn at random: too many to compute.
+    """Return random rounding errors of the simplest order in excess of a fast one: too many to compute.
 
-    The error of an element grows with its terms: with the root of the sum of their squares, and with that of their
-    number. A sample of elements, summed in both orders, says how fast.
+    The error of an element grows with the root of the sum of squares of its terms, and with the root of their number. A
+    sample of elements, summed in both orders, determines the factor.
     """
     spend(PER_NOISE * fast.size + PER_FACTOR * (a.size + b.size))
     rows, columns = (np.unique(np.linspace(0, n - 1, SAMPLED, dtype=int)) for n in (a.shape[-2], b.shape[-1]))
@@ -182,15 +182,15 @@ def _more_noise(a: np.ndarray, b: np.ndarray, fast: np.ndarray) -> np.ndarray:
 
 
 def _size_of_errors(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The errors that each element of a float32 product makes, up to a factor."""
+    """Return the error of each element of a float32 product, up to a factor."""
     number = np.sqrt(np.count_nonzero(a, axis=-1, keepdims=True), dtype=np.float32)
-    if b.ndim == 2:  # a weight, whose terms are all of one size
+    if b.ndim == 2:  # a weight, whose terms have similar sizes
         return number * np.linalg.norm(a, axis=-1, keepdims=True) * np.linalg.norm(b, axis=-2, keepdims=True)
     return number * np.sqrt(np.square(a) @ np.square(b))
 
 
 def _sharing(x: np.ndarray, axis: int) -> np.ndarray:
-    """x in bfloat8_b: with the exponent of the largest of each 16 along an axis."""
+    """Return x in bfloat8_b: with the exponent of the largest of each 16 along an axis."""
     x = np.moveaxis(x, axis, -1)
     size = x.shape[-1]
     blocks = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -size % SHARED)]).reshape(*x.shape[:-1], -1, SHARED)

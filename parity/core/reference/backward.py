@@ -1,4 +1,4 @@
-"""The gradients of the reference, by the chain rule, from the output back to the inputs and weights."""
+"""Gradients of the reference by the chain rule, from the output to the inputs and weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from parity.core.stages import Values
 
 @dataclass(frozen=True)
 class Backward:
-    """The gradients of sum(output * cotangent) of a layer.
+    """Gradients of sum(output * cotangent) of a layer.
 
     Attributes:
-        layer: what is differentiated.
-        fused: recompute the scores, as fused kernels do.
-        magnitude: take every term of every sum and difference as positive.
+        layer: layer to differentiate.
+        fused: recompute the scores, like fused kernels.
+        magnitude: make all terms of all sums and differences positive.
     """
 
     layer: Layer
@@ -28,11 +28,11 @@ class Backward:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """That of the layer."""
+        """Arithmetic of the layer."""
         return self.layer.arithmetic
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """Those of the inputs and of the weights: `grad.query`, `grad.q_proj.weight`, …"""
+        """Return gradients of the inputs and weights: `grad.query`, `grad.q_proj.weight`, …"""
         problem, a = self.layer.problem, self.arithmetic
         inputs, values = problem.inputs, self.layer.forward()
         slope = self.slope_of_cap(values)
@@ -59,12 +59,12 @@ class Backward:
             d_inputs[side] += a.widen(self.of_linear(f"{name}_proj", entered[side], d_projected, grads))
         return grads | {f"grad.{side}": a.keep(d_input) for side, d_input in reversed(d_inputs.items())}
 
-    # ---- One part each: what comes from behind in, what goes on to the front out -------------------------------------
+    # ---- Parts: gradient of the output in, gradient of the input out -------------------------------------------------
 
     def of_context(
         self, values: Values, query: np.ndarray, d_output: np.ndarray, grads: dict[str, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The gradient of the context (B, N, T, H), and what the gate adds to that of the query."""
+        """Return the gradient of the context (B, N, T, H), and the gate's contribution to that of the query."""
         layer, a = self.layer, self.arithmetic
         if layer.problem.spec.out_proj:
             d_output = self.of_linear("out_proj", layer.combined(values), d_output, grads)
@@ -82,7 +82,7 @@ class Backward:
     def of_entering(
         self, name: str, d_heads: np.ndarray, positions: np.ndarray, grads: dict[str, np.ndarray]
     ) -> np.ndarray:
-        """The gradient of what was projected, (B, T, width), from that of the heads that enter attention."""
+        """Return the gradient of projected features, (B, T, width), from that of the heads that enter attention."""
         layer, norm, a = self.layer, self.layer.norm(name), self.arithmetic
         x = _without_bad_tokens(layer.problem.inputs[layer.problem.sides[name]])
         limit = layer.problem.spec.clip_qkv
@@ -107,7 +107,7 @@ class Backward:
     def of_latent_queries(
         self, x: np.ndarray, d_q: np.ndarray, positions: np.ndarray, grads: dict[str, np.ndarray]
     ) -> np.ndarray:
-        """The gradient of the input of a layer with latents, from that of its queries."""
+        """Return the gradient of the input of a layer with latents, from that of its queries."""
         layer, a = self.layer, self.arithmetic
         if layer.problem.spec.temperature is not None:
             d_q = d_q * layer.factors(positions)
@@ -127,7 +127,7 @@ class Backward:
         positions: np.ndarray,
         grads: dict[str, np.ndarray],
     ) -> np.ndarray:
-        """The gradient of the input of a layer with latents, from those of its keys and values."""
+        """Return the gradient of the input of a layer with latents, from those of its keys and values."""
         layer, a, rank = self.layer, self.arithmetic, self.layer.latent().kv_rank
         entered = _without_bad_tokens(layer.problem.inputs["query"])
         latents, compressed = layer.latents(entered, positions)[:, 0], layer.linear("kv_a_proj", entered)
@@ -141,22 +141,22 @@ class Backward:
         return a.widen(self.of_linear("kv_a_proj", x, d_compressed, grads))
 
     def sized(self, x: np.ndarray) -> np.ndarray:
-        """x, or its sizes where every term is taken as positive."""
+        """Return x, or its absolute values if all terms are made positive."""
         return np.abs(x) if self.magnitude else x
 
     def turned_back(self, d_heads: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The gradient of what is rotated, from that of what it became."""
+        """Return the gradient of features before rotation, from that after it."""
         if self.layer.problem.spec.rope is None or self.magnitude:
             return d_heads
         return self.layer.rotate(d_heads, positions, direction=-1)
 
     def of_latent_norm(self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray]) -> np.ndarray:
-        """The gradient of what enters the norm of a latent, which is then multiplied by its factor."""
+        """Return the gradient of the input of a latent's norm, whose output is multiplied by its factor."""
         d_normed = self.arithmetic.keep(self.arithmetic.widen(d_y) * self.layer.latent_factor(name))
         return self.of_norm(name, x, d_normed, grads)
 
     def of_norm(self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray]) -> np.ndarray:
-        """The gradient of what enters a norm; those of its weight and bias are put with the others."""
+        """Return the gradient of the input of a norm; those of its weight and bias are added to `grads`."""
         layer, norm, a = self.layer, self.layer.norm(name), self.arithmetic
         if norm is None:
             return d_y
@@ -174,7 +174,7 @@ class Backward:
     def of_heads(
         self, values: Values, d_context: np.ndarray, slope: np.ndarray | float, grads: dict[str, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The gradients of q (B, N, T, H), k and v (B, K, S, H)."""
+        """Return the gradients of q (B, N, T, H), k and v (B, K, S, H)."""
         layer, a = self.layer, self.arithmetic
         q, k, v = (_without_bad_tokens(a.widen(values[name])) for name in "qkv")
         d_attn_weights = a.matmul(d_context, layer.per_query_head(v).swapaxes(2, 3))
@@ -186,7 +186,7 @@ class Backward:
             weighed = (attn_weights * d_attn_weights).sum(axis=-1, keepdims=True)
         d_v = self.per_kv_head(a.matmul(attn_weights.swapaxes(2, 3), d_context))
         difference = d_attn_weights + weighed if self.magnitude else d_attn_weights - weighed
-        d_scores = attn_weights * difference  # a masked weight is 0, and so is what it passes on
+        d_scores = attn_weights * difference  # a masked weight is 0, and so is its gradient
         if "bias" in layer.problem.inputs:
             grads["grad.bias"] = a.keep(d_scores)
         if layer.problem.spec.sinks:  # of the sink's weight, whose value is 0
@@ -199,24 +199,24 @@ class Backward:
         return d_q, self.per_kv_head(a.matmul(d_scores.swapaxes(2, 3), q) / scale), d_v
 
     def of_relative_bias(self, d_scores: np.ndarray) -> np.ndarray:
-        """The gradient of the table, (num_buckets, N): what the scores pass on, summed where they share a bucket."""
+        """Return the gradient of the table, (num_buckets, N): that of the scores, summed within buckets."""
         layer = self.layer
         (buckets,) = layer.buckets(np.arange(d_scores.shape[2])[None], d_scores.shape[3])
         by_place = np.moveaxis(d_scores.sum(axis=0), 0, -1)  # (T, S, N)
         return np.stack([by_place[buckets == i].sum(axis=0) for i in range(len(layer.relative_table()))])
 
     def slope_of_cap(self, values: Values) -> np.ndarray | float:
-        """The derivative of the capped scores by the scores, (B, N, T, S): 1 - tanh(s / cap) ** 2."""
+        """Return the derivative of the capped scores by the scores, (B, N, T, S): 1 - tanh(s / cap) ** 2."""
         cap = self.layer.soft_cap()
         return 1.0 if cap is None else 1.0 - np.square(self.layer.capped(self.layer.products(values)) / cap)
 
     def per_kv_head(self, x: np.ndarray) -> np.ndarray:
-        """Gradients of `Layer.per_query_head`: those of a group's query heads, summed."""
+        """Return the gradient of `Layer.per_query_head`: the sum over the query heads of a group."""
         batch, _, seq_len, head_dim = x.shape
         return x.reshape(batch, self.layer.problem.spec.num_kv_heads, -1, seq_len, head_dim).sum(axis=2)
 
     def log_sum_exp(self, values: Values) -> np.ndarray:
-        """The logarithm of what exp(score) is divided by, (B, N, T, 1); 0 for a row without a key."""
+        """Return the log-sum-exp of scores, (B, N, T, 1); 0 for a fully masked row."""
         shown, sinks = np.where(values["mask"], -np.inf, values["scores"]), self.layer.sinks()
         highest = np.maximum(shown.max(axis=-1, keepdims=True, initial=-np.inf), -np.inf if sinks is None else sinks)
         highest = np.where(np.isfinite(highest), highest, 0.0).astype(shown.dtype)
@@ -225,11 +225,11 @@ class Backward:
         return highest + np.log(np.where(total == 0.0, 1.0, total)).astype(shown.dtype)
 
     def sink_weights(self, values: Values) -> np.ndarray:
-        """What of a row's weight its sink has, (B, N, T, 1)."""
+        """Return the weight of the sink in each row, (B, N, T, 1)."""
         return np.exp(self.layer.sinks() - self.log_sum_exp(values))
 
     def recomputed_attn_weights(self, values: Values) -> np.ndarray:
-        """exp(score - log sum exp), of scores in another order: queries scaled first, summed from the last feature."""
+        """Return exp(score - log sum exp) of recomputed scores: scaled queries, summed from the last feature."""
         a, log_sum_exp = self.arithmetic, self.log_sum_exp(values)
         q, k = a.widen(values["q"]) / a.wide.type(self.layer.scale()), self.layer.per_query_head(a.widen(values["k"]))
         products = a.matmul(q[..., ::-1], k[..., ::-1].swapaxes(2, 3))
@@ -237,7 +237,7 @@ class Backward:
         return np.exp(np.where(values["mask"], -np.inf, again) - log_sum_exp)
 
     def of_linear(self, name: str, x: np.ndarray, d_y: np.ndarray, grads: dict[str, np.ndarray]) -> np.ndarray:
-        """The gradient of what enters a projection; those of its weight and bias are put with the others."""
+        """Return the gradient of the input of a projection; those of its weight and bias are added to `grads`."""
         a, weights = self.arithmetic, self.layer.problem.weights
         flat_x, flat_d_y = (a.widen(array).reshape(-1, array.shape[-1]) for array in (x, d_y))
         grads[f"grad.{name}.weight"] = a.keep(a.matmul(flat_d_y.T, flat_x))
@@ -248,6 +248,5 @@ class Backward:
 
 
 def _without_bad_tokens(x: np.ndarray) -> np.ndarray:
-    """x, and 0 for a token that is not finite: hidden, it passes nothing on. Visible, it has made rows of the
-    attention weights NaN, and through them all gradients."""
+    """Return x with 0 for non-finite tokens: visible ones have already made all gradients NaN."""
     return np.where(np.isfinite(x).all(axis=-1, keepdims=True), x, np.zeros_like(x))

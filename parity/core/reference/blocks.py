@@ -1,4 +1,4 @@
-"""The stages of a layer where no scores are kept: block by block of rows."""
+"""Stages of a layer without stored scores: a block of rows at a time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from parity.core.reference.layer import Layer
 from parity.core.sample import Sample
 
 BLOCK = 2**21
-"""Scores that are computed at once where none are kept."""
+"""Number of scores that are computed at once if none are stored."""
 
 
 def without_scores(layer: Layer) -> dict[str, np.ndarray]:
-    """All stages but scores and attention weights, which are computed for a block of rows at a time and dropped."""
+    """Return all stages except scores and attention weights, which are computed for a block of rows and discarded."""
     values: dict[str, np.ndarray] = layer.mask({})
     values |= layer.qkv(values)
     found: list[np.ndarray] = []
@@ -32,7 +32,7 @@ def without_scores(layer: Layer) -> dict[str, np.ndarray]:
 
 
 def _blocks(problem: Problem) -> Iterator[np.ndarray]:
-    """The query tokens in blocks of about one size."""
+    """Return the query tokens in blocks of similar size."""
     case = problem.case
     count = -(-case.batch * case.spec.num_heads * case.seq_len * case.key_len // BLOCK)
     yield from np.array_split(np.arange(case.seq_len), min(count, case.seq_len))

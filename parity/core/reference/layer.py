@@ -1,4 +1,4 @@
-"""Attention stage by stage, straight from the formulas: each method is a step that a known mistake may replace."""
+"""Attention stage by stage, directly from the formulas: each method is a step that a known bug may replace."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from parity.core.stages import Step, Values, steps_of
 
 @dataclass(frozen=True)
 class Layer:
-    """The layer of a problem, computed in some arithmetic; each known mistake overrides a part.
+    """Layer of a problem in some arithmetic; known bugs override parts of it.
 
     Attributes:
-        problem: what is computed.
-        arithmetic: how.
-        asked: which of q, k and v are made: who asks for one need not wait for the others.
-        overrides: functions that stand in for methods, by their names; the methods that stay cost nothing more.
+        problem: problem to compute.
+        arithmetic: arithmetic of the computation.
+        asked: which of q, k and v to compute.
+        overrides: functions that replace methods, by name; other methods have no overhead.
     """
 
     problem: Problem
@@ -35,13 +35,13 @@ class Layer:
     overrides: dict[str, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def override(self, **methods: Callable[..., Any]) -> None:
-        """Let functions stand in for methods of this one layer."""
+        """Replace methods of this layer by functions."""
         self.overrides.update(methods)
-        self.__dict__.update(methods)  # attributes hide the methods of the class
+        self.__dict__.update(methods)  # instance attributes hide methods of the class
 
     @contextmanager
     def overriding(self, **methods: Callable[..., Any]) -> Iterator[None]:
-        """Let functions stand in for methods of this one layer inside."""
+        """Replace methods of this layer by functions within the block."""
         before = {name: self.overrides[name] for name in methods if name in self.overrides}
         self.override(**methods)
         try:
@@ -52,17 +52,17 @@ class Layer:
             self.override(**before)
 
     def asking(self, names: str) -> Layer:
-        """Return the same layer, of which only some of q, k and v are made."""
+        """Return a layer that computes only some of q, k and v."""
         other = replace(self, asked=names)
         other.override(**self.overrides)
         return other
 
     def steps(self) -> Sequence[Step]:
-        """The stages as functions: see `parity.core.stages`."""
+        """Return the stages as functions: see `parity.core.stages`."""
         case, sample = self.problem.case, self.problem.sample
         return steps_of(self, case) if sample is None else steps_of_sample(self, sample, case)
 
-    # ---- One stage each ----------------------------------------------------------------------------------------------
+    # ---- Stages ------------------------------------------------------------------------------------------------------
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
         case = self.problem.case
@@ -89,7 +89,7 @@ class Layer:
     def scores(
         self, values: Values, places: np.ndarray | None = None, products: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        """Those of queries at some places among the keys, (B or 1, T), 0, 1, … when absent; of products, if given."""
+        """Return the scores of queries at positions (B or 1, T), default 0, 1, …; from their products, if given."""
         scores = self.capped(self.products(values) if products is None else products)
         bias, keep = self.score_bias(), self.arithmetic.between_scores
         places = np.arange(scores.shape[2])[None] if places is None else places
@@ -100,13 +100,13 @@ class Layer:
         return {"scores": scores if bias is None else keep(scores + self.arithmetic.widen(bias))}
 
     def products(self, values: Values) -> np.ndarray:
-        """Those of queries and keys, scaled."""
+        """Return the scaled products of queries and keys."""
         q, k = self.arithmetic.widen(values["q"]), self.per_query_head(self.arithmetic.widen(values["k"]))
         keep = self.arithmetic.between_scores
         return keep(keep(self.arithmetic.matmul(q, k.swapaxes(2, 3))) / self.arithmetic.wide.type(self.scale()))
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:
-        # ttnn's softmax takes scores and exponentials through the matrix engine.
+        # ttnn's softmax passes scores and exponentials through the matrix engine.
         enter = self.arithmetic.enter if self.arithmetic.kind.startswith("tensix") else lambda x: x
         scores, mask = enter(values["scores"].astype(self.arithmetic.wide)), values["mask"]
         shown, sinks = np.where(mask, -np.inf, scores), self.sinks()
@@ -115,7 +115,7 @@ class Layer:
         exponentials = enter(np.exp(shown - highest))
         bias = self.score_bias()
         is_hidden = mask if bias is None or not np.isneginf(bias).any() else mask | np.isneginf(bias)
-        # A row is empty because every key is hidden, never because its scores are not finite: 0 / 0 is NaN there.
+        # Only rows whose keys are all hidden are fully masked. Non-finite scores remain 0 / 0 = NaN.
         total = exponentials.sum(axis=-1, keepdims=True)
         is_empty = np.logical_and(is_hidden.all(axis=-1, keepdims=True), sinks is None)
         total = np.where(is_empty, 1.0, total) if sinks is None else total + enter(np.exp(enter(sinks) - highest))
@@ -123,7 +123,7 @@ class Layer:
         return {"attn_weights": self.of_empty_rows(attn_weights, scores, is_empty)}
 
     def context(self, values: Values) -> dict[str, np.ndarray]:
-        """The weighed values of the keys that a row may see: of others nothing, whatever they hold."""
+        """Return the weighted sums of visible values; hidden values have no effect, whatever they contain."""
         is_bad = ~np.isfinite(values["v"])
         if not is_bad.any():
             return self.weighed(values)
@@ -134,7 +134,7 @@ class Layer:
         return {"context": np.where(sees_bad, np.full_like(context, np.nan), context)}
 
     def weighed(self, values: Values) -> dict[str, np.ndarray]:
-        """The formula, for which 0 * NaN is NaN."""
+        """Return the formula, in which 0 * NaN is NaN."""
         attn_weights, v = self.arithmetic.widen(values["attn_weights"]), self.arithmetic.widen(values["v"])
         return {"context": self.arithmetic.keep(self.arithmetic.matmul(attn_weights, self.per_query_head(v)))}
 
@@ -143,7 +143,7 @@ class Layer:
         return {"output": self.linear("out_proj", combined) if self.problem.spec.out_proj else combined}
 
     def combined(self, values: Values) -> np.ndarray:
-        """The context of all heads side by side, (B, T, N * H), gated or normalized where the layer does that."""
+        """Return the concatenated context of all heads, (B, T, N * H), gated or normalized as the layer requires."""
         context, norm = self.combine_heads(self.gated(values)), self.norm("context")
         return context if norm is None else self.normed("context", context, norm)
 
@@ -159,7 +159,7 @@ class Layer:
     # ---- With a cache ------------------------------------------------------------------------------------------------
 
     def call(self, index: int) -> CachedCall:
-        """One call: new tokens in, cache grown."""
+        """Run one call, which appends new tokens to the cache."""
         case = self.problem.case
         before, added = np.array(case.lengths_before(index)), np.array(case.added(index))
         return CachedCall(self, index, self.problem.step_input(index), before, added)
@@ -167,7 +167,7 @@ class Layer:
     def appended(
         self, cache: str, values: Values, new: dict[str, np.ndarray], before: np.ndarray, added: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """The cache after the real tokens of what is new were put into the slots from `before` on."""
+        """Return the cache with the real new tokens in the slots from `before` on."""
         case, grown = self.problem.case, {}
         for name, x in new.items():
             shape = (case.batch, x.shape[1], case.capacity, x.shape[3])
@@ -181,14 +181,14 @@ class Layer:
     # ---- Parts -------------------------------------------------------------------------------------------------------
 
     def is_later(self, t: np.ndarray, s: np.ndarray) -> np.ndarray:
-        """Whether a key at position s lies after a query at position t."""
+        """Return whether a key at position s is after a query at position t."""
         return s > t
 
     def is_before_window(self, t: np.ndarray, s: np.ndarray, size: int) -> np.ndarray:
         return s <= t - size
 
     def is_out_of_reach(self, t: np.ndarray, s: np.ndarray) -> np.ndarray:
-        """Whether a key at position s lies outside of the window, or the chunk, of a query at position t."""
+        """Return whether a key at position s is outside the window or chunk of a query at position t."""
         spec = self.problem.spec
         if spec.window_size is not None:
             return self.is_before_window(t, s, spec.window_size) | self.is_after_window(t, s, spec.window_size)
@@ -207,11 +207,11 @@ class Layer:
         return ids[..., :, None] != ids[..., None, :]
 
     def hidden(self, masked: np.ndarray) -> np.ndarray:
-        """The mask as it is used: True where a key is hidden."""
+        """Return the mask, True for hidden keys."""
         return masked
 
     def of_empty_rows(self, attn_weights: np.ndarray, scores: np.ndarray, is_empty: np.ndarray) -> np.ndarray:
-        """The attention weights, those of rows without a key as they are: 0."""
+        """Return the attention weights; those of fully masked rows are 0."""
         return attn_weights
 
     def score_bias(self) -> np.ndarray | None:
@@ -219,7 +219,7 @@ class Layer:
         return self.problem.bias
 
     def distances(self, places: np.ndarray, key_len: int) -> np.ndarray:
-        """Between queries and keys, (B or 1, 1, T, S)."""
+        """Return the distances between queries and keys, (B or 1, 1, T, S)."""
         return np.abs(places[:, None, :, None] - np.arange(key_len))
 
     def lost_by_distance(self, distances: np.ndarray) -> np.ndarray:
@@ -227,9 +227,9 @@ class Layer:
         return (self.slopes()[:, None, None].astype(wide := self.arithmetic.wide)) * distances.astype(wide)
 
     def slopes(self) -> np.ndarray:
-        """What each head takes for a token of distance, (N,)."""
+        """Return ALiBi's slope of each head, (N,)."""
         spec = self.problem.spec
-        alibi = cast(Alibi, spec.alibi)  # asked for where there is one
+        alibi = cast(Alibi, spec.alibi)  # only called if the layer has one
         n = np.arange(1, spec.num_heads + 1)
         largest = 2 ** int(np.log2(spec.num_heads))
         of_rest = (2 * (n - largest) - 1) / (2 * largest)
@@ -237,22 +237,22 @@ class Layer:
         return slopes / self.scale() if alibi.scaled else slopes
 
     def gained_by_distance(self, buckets: np.ndarray) -> np.ndarray:
-        """What a relative bias adds to the scores, (B or 1, N, T, S), by the buckets of distances (B or 1, T, S)."""
+        """Return the relative bias of the scores, (B or 1, N, T, S), by the buckets of distances (B or 1, T, S)."""
         return np.moveaxis(self.arithmetic.widen(self.relative_table())[buckets], -1, 1)
 
     def relative_table(self) -> np.ndarray:
-        """The numbers of buckets and heads, (num_buckets, N)."""
+        """Return the table of the relative bias, (num_buckets, N)."""
         return self.parameter("relative_bias")
 
     def buckets(self, places: np.ndarray, key_len: int) -> np.ndarray:
-        """Buckets of the distances from queries to keys, or of their places on a grid, (B or 1, T, S)."""
+        """Return the buckets of distances from queries to keys, or of their grid offsets, (B or 1, T, S)."""
         grid = self.problem.spec.relative_bias
         if isinstance(grid, GridBias):
             return self.bucket_on(grid, places[:, :, None], np.arange(key_len))
         return self.bucket(np.arange(key_len) - places[:, :, None])
 
     def bucket_on(self, grid: GridBias, query: np.ndarray, key: np.ndarray) -> np.ndarray:
-        """Bucket of the places of a query and a key on a grid."""
+        """Return the bucket of a query and a key on a grid."""
         first = int(grid.class_token)
         (row, column), (key_row, key_column) = (np.divmod(place - first, grid.width) for place in (query, key))
         rows, columns = row - key_row + grid.height - 1, column - key_column + grid.width - 1
@@ -261,7 +261,7 @@ class Layer:
         return np.where(grid.class_token & ((query == 0) | (key == 0)), of_class, of_difference)
 
     def bucket(self, distance: np.ndarray) -> np.ndarray:
-        """Of the distance from a query to a key, below 0 for a key before it."""
+        """Return the bucket of the distance from a query to a key, negative for an earlier key."""
         relative = self.relative_bias()
         if not relative.bidirectional:
             return self.bucket_of_direction(np.where(distance < 0, -distance, 0), relative.num_buckets)
@@ -269,53 +269,53 @@ class Layer:
         return self.bucket_of_direction(np.abs(distance), half) + np.where(distance > 0, half, 0)
 
     def bucket_of_direction(self, away: np.ndarray, count: int) -> np.ndarray:
-        """Of `count`, the first half of one distance each, the others of more and more of them."""
+        """Return one of `count` buckets: the first half have one distance each, the others widen."""
         exact = count // 2
         steps = self.share_of_logarithm(np.maximum(away, exact), exact) * np.float32(count - exact)
         return np.where(away < exact, away, np.minimum(exact + np.floor(steps).astype(np.int64), count - 1))
 
     def share_of_logarithm(self, away: np.ndarray, exact: int) -> np.ndarray:
-        """Where a distance lies between the first inexact one, 0, and the largest, 1: in float32, as in T5."""
+        """Return the logarithmic position of a distance from the first inexact one (0) to the largest (1); float32."""
         largest = np.log(self.relative_bias().max_distance / exact)
         ratio = away.astype(np.float32) / np.float32(exact)
         return np.log(ratio.astype(np.float64)).astype(np.float32) / np.float32(largest)
 
     def relative_bias(self) -> RelativeBias:
-        """Which distances share a bucket."""
-        return cast(RelativeBias, self.problem.spec.relative_bias)  # asked for where there is one
+        """Relative bias of the layer."""
+        return cast(RelativeBias, self.problem.spec.relative_bias)  # only called if the layer has one
 
     def scale(self) -> float:
-        """What products of queries and keys are divided by."""
+        """Divisor of the products of queries and keys."""
         spec = self.problem.spec
         return np.sqrt(spec.head_dim) / self.mscale() ** 2 if spec.scale is None else 1.0 / spec.scale
 
     def mscale(self) -> float:
-        """What queries and keys are multiplied by, each, in a layer with latents whose RoPE is stretched by YaRN."""
+        """Factor of queries and of keys in a layer with latents and YaRN."""
         scaling = None if self.problem.spec.rope is None else self.problem.spec.rope.scaling
         if self.problem.spec.latent is None or not isinstance(scaling, YarnScaling) or scaling.mscale_all_dim is None:
             return 1.0
         return 1.0 + 0.1 * scaling.mscale_all_dim * np.log(max(scaling.factor, 1.0))
 
     def capped(self, scores: np.ndarray) -> np.ndarray:
-        """The scores, capped softly if there is a cap."""
+        """Return the scores with the soft cap, if any."""
         cap, keep = self.soft_cap(), self.arithmetic.between_scores
         return scores if cap is None else keep(cap * keep(np.tanh(keep(scores / cap))))
 
     def soft_cap(self) -> np.floating | None:
-        """What scores stay below in size, or None."""
+        """Bound of the scores, or None."""
         return None if (cap := self.problem.spec.soft_cap) is None else self.arithmetic.wide.type(cap)
 
     def sinks(self) -> np.ndarray | None:
-        """The logit of each query head beside those of its keys, (1, N, 1, 1), or None."""
+        """Attention sinks, (1, N, 1, 1), or None."""
         held = self.arithmetic.widen(self.parameter("sinks")) if self.problem.spec.sinks else None
         return None if held is None else held.reshape(1, -1, 1, 1)
 
     def has_bias(self, name: str) -> bool:
-        """Whether a projection has one."""
+        """Return whether a projection has a bias."""
         return f"{name}.bias" in self.problem.weights
 
     def parameter(self, name: str) -> np.ndarray:
-        """A weight by its canonical name."""
+        """Return a weight by its canonical name."""
         return self.problem.weights[name]
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
@@ -335,21 +335,21 @@ class Layer:
         return heads if self.problem.spec.gate is None else {**heads, "gate": self.linear("gate_proj", query)}
 
     def gated(self, values: Values) -> np.ndarray:
-        """The context, each feature times the sigmoid of its gate."""
+        """Return the context times the sigmoid of the gate."""
         context = values["context"]
         if self.problem.spec.gate is None:
             return context
         return self.arithmetic.keep(self.arithmetic.widen(context) * self.arithmetic.between(self.openness(values)))
 
     def openness(self, values: Values) -> np.ndarray:
-        """What the context is multiplied by, (B, N, T, H or 1): between 0 and 1."""
+        """Return the factor of the context, (B, N, T, H or 1), between 0 and 1."""
         gate = self.arithmetic.widen(values["gate"])
         gate = gate.reshape(*gate.shape[:2], self.problem.spec.num_heads, -1).swapaxes(1, 2)
         with np.errstate(over="ignore"):
             return 1.0 / (1.0 + np.exp(-gate))
 
     def entering(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """What was projected as the heads that enter attention: clipped, split, normalised and turned."""
+        """Return projected features as heads that enter attention: clipped, split, normalized and rotated."""
         norm, x = self.norm(name), self.clipped(name, x)
         if norm is not None and norm.over == "width":
             x = self.normed(name, x, norm)
@@ -361,22 +361,22 @@ class Layer:
         return self.tempered(name, x, positions)
 
     def latent_queries(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The queries of a layer with latents."""
+        """Return the queries of a layer with latents."""
         q = self.linear("q_b_proj", self.query_latents(x)) if self.latent().q_rank else self.linear("q_proj", x)
         return self.tempered("q", self.turned("q", self.split_heads(q, self.num_heads("q")), positions), positions)
 
     def query_latents(self, x: np.ndarray) -> np.ndarray:
-        """What queries are made of, (B, T, q_rank)."""
+        """Return the query latents, (B, T, q_rank)."""
         return self.normed_latent("q_a", self.linear("q_a_proj", x))
 
     def latents(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """What a cache keeps of a token: the latent and what heads share of their keys, (B, 1, T, W)."""
+        """Return the cached vector of each token: latent and shared features of keys, (B, 1, T, W)."""
         latent, shared = np.split(self.linear("kv_a_proj", x), [self.latent().kv_rank], axis=-1)
         latents = np.concatenate([self.normed_latent("kv_a", latent), shared], axis=-1)
         return self.turned("k", latents[:, None], positions)
 
     def expanded(self, latents: np.ndarray) -> dict[str, np.ndarray]:
-        """The keys and values of all heads that latents (B, 1, S, W) stand for."""
+        """Return the keys and values of all heads, expanded from latents (B, 1, S, W)."""
         latent, shared = np.split(latents, [self.latent().kv_rank], axis=-1)
         own_features = self.problem.spec.head_dim - shared.shape[-1]
         kv = self.split_heads(self.linear("kv_b_proj", latent[:, 0]), self.num_heads("k"))
@@ -384,45 +384,45 @@ class Layer:
         return {"k": np.concatenate([kv[..., :own_features], shared], axis=-1), "v": kv[..., own_features:]}
 
     def latent(self) -> Latent:
-        """What keys and values are made of."""
-        return cast(Latent, self.problem.spec.latent)  # asked for where there is one
+        """Latents of keys and values."""
+        return cast(Latent, self.problem.spec.latent)  # only called if the layer has one
 
     def normed_latent(self, name: str, x: np.ndarray) -> np.ndarray:
-        """A latent after its norm, times its factor."""
+        """Return a latent after its norm, times its factor."""
         normed = self.normed(name, x, cast(Norm, self.norm(name)))
         return self.arithmetic.keep(self.arithmetic.widen(normed) * self.latent_factor(name))
 
     def latent_factor(self, name: str) -> np.floating:
-        """What a latent is multiplied by after its norm."""
+        """Return the factor of a latent after its norm."""
         return self.arithmetic.wide.type(self.latent().factors[f"{name}_norm"])
 
     def tempered(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """q, times what its positions say if there is a temperature; k and v as they are."""
+        """Return q times its temperature, if any; k and v unchanged."""
         if self.problem.spec.temperature is None or name != "q":
             return x
         return self.arithmetic.keep(self.arithmetic.widen(x) * self.factors(positions))
 
     def factors(self, positions: np.ndarray) -> np.ndarray:
-        """What queries are multiplied by for their positions, (B or 1, 1, T, 1)."""
+        """Return the temperature of queries by position, (B or 1, 1, T, 1)."""
         temperature, wide = cast(Temperature, self.problem.spec.temperature), self.arithmetic.wide
         lengths = self.lengths_passed(positions + temperature.first_position, temperature.length).astype(wide)
         return (wide.type(1.0) + wide.type(temperature.scale) * np.log(wide.type(1.0) + lengths))[:, None, :, None]
 
     def lengths_passed(self, positions: np.ndarray, length: int) -> np.ndarray:
-        """How many whole lengths lie before a position."""
+        """Return the number of whole lengths before a position."""
         return np.floor(positions / length)
 
     def clipped(self, name: str, x: np.ndarray) -> np.ndarray:
-        """q, k or v within its limits."""
+        """Return q, k or v, clipped."""
         limit = self.problem.spec.clip_qkv
         return x if limit is None else self.arithmetic.keep(np.clip(self.arithmetic.widen(x), -limit, limit))
 
     def norm(self, name: str) -> Norm | None:
-        """The norm of q, k, v or the context."""
+        """Return the norm of q, k, v or the context."""
         return self.problem.spec.norms.get(f"{name}_norm")
 
     def normed(self, name: str, x: np.ndarray, norm: Norm) -> np.ndarray:
-        """q, k, v or the context, normalized over its last axis."""
+        """Return q, k, v or the context, normalized over its last axis."""
         widen = self.arithmetic.widen
         y = self.arithmetic.between(self.standardised(name, widen(x), norm))
         if norm.weight is not None:
@@ -433,49 +433,49 @@ class Layer:
         return self.arithmetic.keep(y)
 
     def standardised(self, name: str, x: np.ndarray, norm: Norm) -> np.ndarray:
-        """q, k, v or the context over the root of its mean square."""
+        """Return q, k, v or the context, divided by the root of its mean square."""
         return norms.standardised(x, norm)[0]
 
     def num_heads(self, name: str) -> int:
-        """How many heads q, k or v has."""
+        """Return the number of heads of q, k or v."""
         return self.problem.spec.num_heads if name == "q" else self.problem.spec.num_kv_heads
 
     def split_heads(self, x: np.ndarray, num_heads: int) -> np.ndarray:
-        """(B, T, N * H) as (B, N, T, H)."""
+        """Return (B, T, N * H) as (B, N, T, H)."""
         return x.reshape(*x.shape[:2], num_heads, -1).swapaxes(1, 2)
 
     def combine_heads(self, x: np.ndarray) -> np.ndarray:
-        """(B, N, T, H) as (B, T, N * H)."""
+        """Return (B, N, T, H) as (B, T, N * H)."""
         return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
 
     def turned(self, name: str, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """q or k, turned by its positions if there is RoPE; v as it is."""
+        """Return q or k, rotated by position if the layer has RoPE; v unchanged."""
         return x if self.problem.spec.rope is None or name == "v" else self.rotate(x, positions)
 
     def rotate(self, x: np.ndarray, positions: np.ndarray, direction: int = 1) -> np.ndarray:
-        """Turn the pairs of x by their positions; direction -1 is the transpose, which turns them back."""
+        """Rotate the pairs of x by position; direction -1 is the inverse rotation."""
         first, second = pair_slices(self.rope(), x.shape[-1])
         (cos, sin), keep, x = self.tables(positions), self.arithmetic.between, self.arithmetic.widen(x)
-        rotated, sin = x.copy(), direction * sin  # what is in no pair passes through
+        rotated, sin = x.copy(), direction * sin  # features outside pairs are unchanged
         rotated[..., first] = keep(x[..., first] * cos) - keep(x[..., second] * sin)
         rotated[..., second] = keep(x[..., second] * cos) + keep(x[..., first] * sin)
         return self.arithmetic.keep(rotated)
 
     def tables(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The cosines and sines that pairs are rotated by, (B or 1, 1, T, pairs) each."""
+        """Return the cosines and sines of the rotations, (B or 1, 1, T, pairs) each."""
         angles, factor = self.angles(positions), self.arithmetic.wide.type(self.attention_factor())
         return self.arithmetic.between(factor * np.cos(angles)), self.arithmetic.between(factor * np.sin(angles))
 
     def rope(self) -> Rope:
-        """How queries and keys are rotated."""
-        return cast(Rope, self.problem.spec.rope)  # asked for where there is one
+        """RoPE of the layer."""
+        return cast(Rope, self.problem.spec.rope)  # only called if the layer has one
 
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Factor of cosines and sines."""
         return amplitude(self.rope())
 
     def angles(self, positions: np.ndarray) -> np.ndarray:
-        """By which each pair of each token is rotated, (B or 1, 1, T, pairs)."""
+        """Return the angle of each pair and token, (B or 1, 1, T, pairs)."""
         wide = self.arithmetic.wide
         of_axes = positions if positions.ndim == 3 else positions[None]
         lengths, head_dim = self.lengths(of_axes.max(axis=0)), self.problem.spec.head_dim
@@ -487,18 +487,18 @@ class Layer:
         return angles[:, None]
 
     def lengths(self, positions: np.ndarray) -> np.ndarray:
-        """The length that frequencies may depend on, for each position (B or 1, T): the last of its sequence + 1."""
+        """Return the length that frequencies depend on, by position (B or 1, T): its sequence's last position + 1."""
         return np.broadcast_to(positions.max(axis=-1, keepdims=True, initial=0) + 1, positions.shape)
 
     def per_query_head(self, x: np.ndarray) -> np.ndarray:
-        """Key/value heads (B, K, S, H), each repeated for its query heads: head n // (N // K) for head n."""
+        """Return key/value heads (B, K, S, H) repeated for query heads: head n // (N // K) for head n."""
         group = self.problem.spec.num_heads // self.problem.spec.num_kv_heads
         return x if group == 1 else x.repeat(group, axis=1)
 
 
 @dataclass(frozen=True)
 class CachedCall:
-    """One call with a cache: of new tokens `x`, of which `added` are real, after the `before` ones of each sequence."""
+    """One call with a cache: new tokens `x`, `added` of them real, after `before` tokens of each sequence."""
 
     layer: Layer
     index: int
@@ -508,7 +508,7 @@ class CachedCall:
 
     @property
     def slots(self) -> np.ndarray:
-        """Of the new tokens, (B, T)."""
+        """Return the slots of new tokens, (B, T)."""
         return self.before[:, None] + np.arange(self.x.shape[1])
 
     def mask(self, _: Values) -> dict[str, np.ndarray]:
@@ -529,7 +529,7 @@ class CachedCall:
         return {**grown, "cache.keys": kv["k"], "cache.values": kv["v"]}
 
     def grown(self, cache: str, values: Values, own: Values) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """The cache with what is new of a call's own values, and the keys and values that are seen then."""
+        """Return the cache with the call's new tokens, and the keys and values to attend to."""
         is_latent = self.layer.problem.spec.latent is not None
         new = {"latents": own["latents"]} if is_latent else {"keys": own["k"], "values": own["v"]}
         grown = self.layer.appended(cache, values, new, self.before, self.added)

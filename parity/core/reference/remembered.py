@@ -1,4 +1,4 @@
-"""Projections of the inputs and tables of RoPE, computed once: most mistakes and numbers tried leave them alone."""
+"""Cache of input projections and RoPE tables: most candidate bugs do not change them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from parity.core.reference.layer import Layer
 from parity.core.work import PER_FACTOR, PER_MULTIPLICATION, PER_NUMBER, ask, begin, spend, uncounted
 
 MADE_OF = frozenset({"angles", "lengths"})
-"""The methods, beside its own, that a table depends on."""
+"""Other methods that a table depends on."""
 
 
 class Remembered:
-    """Results of layers of one set of weights and inputs, each computed once for each arithmetic.
+    """Results of layers with one set of weights and inputs, computed once per arithmetic.
 
     Args:
         longer: results for longer inputs.
-        tokens: how many of the first tokens of those are the inputs of this.
+        tokens: number of leading tokens of the longer inputs that are these inputs.
     """
 
     def __init__(self, longer: Remembered | None = None, tokens: int = 0) -> None:
@@ -33,14 +33,14 @@ class Remembered:
         self._rows: dict[bytes, tuple[str, int]] = {}
 
     def serve(self, layer: Layer) -> Layer:
-        """A layer that takes its projections and tables from here."""
+        """Return a layer that reads its projections and tables from this cache."""
         layer.override(
             linear=partial(self.linear, layer, layer.linear), tables=partial(self.tables, layer, layer.tables)
         )
         return layer
 
     def linear(self, layer: Layer, original: Any, name: str, x: np.ndarray) -> np.ndarray:
-        """A projection of an input of the problem by one of its weights, or by rows of them; nobody may write to it."""
+        """Return a read-only projection of an input of the problem by one of its weights, or by rows of them."""
         given = next((key for key, array in layer.problem.inputs.items() if array is x), None)
         if given is None:
             return original(name, x)
@@ -65,7 +65,7 @@ class Remembered:
     def _made(
         self, source: str | None, given: str, layer: Layer, x: np.ndarray, weight: np.ndarray
     ) -> np.ndarray | None:
-        """An input times a weight, from products that are known or can be; None if its rows are no weight's."""
+        """Return an input times a weight, from known products; None if the rows are not of the problem's weights."""
         if source is not None:
             return self._product(source, given, layer, x)
         if (made_of := self._made_of(layer, weight)) is None:
@@ -79,12 +79,12 @@ class Remembered:
         return product
 
     def _product(self, source: str, given: str, layer: Layer, x: np.ndarray) -> np.ndarray:
-        """An input times a weight, without a bias. Right layers need it, too: its work is not counted.
+        """Return an input times a weight, without bias. Correct layers also need it, so its work is not counted.
 
-        The product of all queries is put off in a sample that has the rows that it needs.
+        A sample with the query rows that it needs defers the product of all queries.
         """
         a = layer.arithmetic
-        of_float64 = (source, given, None)  # the same on any hardware
+        of_float64 = (source, given, None)  # independent of the hardware
         key = of_float64 if a.wide == np.float64 else (source, given, a)
         if key not in self._products:
             longer = None if self._longer is None else self._longer._products.get(key)
@@ -100,9 +100,9 @@ class Remembered:
         return self._products[key]
 
     def _made_of(self, layer: Layer, weight: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]] | None:
-        """The projections of inputs whose rows a weight has: of each which rows, and their places; None if of others.
+        """Return the projections that a weight's rows come from, each with its rows and places; None if one is unknown.
 
-        Packed weights that were read in another order have them.
+        Packed weights that were read in another order consist of such rows.
         """
         if not self._rows:
             known = [(name, x) for name, x in layer.problem.weights.items() if name.endswith("_proj.weight")]
@@ -124,7 +124,7 @@ class Remembered:
         return made_of if all(is_made) else None
 
     def tables(self, layer: Layer, original: Any, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The cosines and sines of some positions."""
+        """Return the cosines and sines of some positions."""
         if not layer.overrides.keys().isdisjoint(MADE_OF):
             return original(positions)
         key = (layer.rope(), layer.problem.spec.head_dim, layer.arithmetic, layer.attention_factor())
@@ -136,12 +136,12 @@ class Remembered:
 
 
 def _in_a_row(rows: np.ndarray, places: np.ndarray) -> Iterator[tuple[slice, slice]]:
-    """Those rows and their places that follow each other, heads most often: slices need not be copied."""
+    """Return runs of consecutive rows and places, usually heads, so that slices need no copy."""
     breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(places) != 1)) + 1
     for some, where in zip(np.split(rows, breaks), np.split(places, breaks), strict=True):
         yield slice(some[0], some[-1] + 1), slice(where[0], where[-1] + 1)
 
 
 def _name_of(layer: Layer, array: np.ndarray) -> str | None:
-    """The name of a weight of the problem; None of what is none."""
+    """Return the name of a weight of the problem, or None."""
     return next((name for name, weight in layer.problem.weights.items() if weight is array), None)

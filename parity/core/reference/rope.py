@@ -1,7 +1,7 @@
-"""RoPE in the reference: pairs, frequencies and factors straight from the formulas, pair by pair.
+"""RoPE of the reference: pairs, frequencies and factors directly from the formulas, pair by pair.
 
-`mha_spec` makes the tables of the siblings; of it only the numbers of a `Rope` are read here. Frequencies are float32,
-each step rounded, in the order of Hugging Face's transformers: these are the tables of the models as released.
+`mha_spec` computes the tables of the implementations; here only the numbers of a `Rope` are used. Frequencies are
+float32 and round each step, in the order of Hugging Face's transformers: these are the tables of the released models.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ ONE = np.float32(1)
 
 
 def count_rotated(rope: Rope, head_dim: int) -> int:
-    """Features of a head that are rotated, R."""
+    """Return the number of rotated features of a head, R."""
     return rope.rotary_dim or head_dim
 
 
 def pairs(rope: Rope, head_dim: int) -> tuple[list[int], list[int]]:
-    """The first and the second feature of each pair."""
+    """Return the first and the second feature of each pair."""
     first, second = pair_slices(rope, head_dim)
     return list(range(head_dim)[first]), list(range(head_dim)[second])
 
 
 def pair_slices(rope: Rope, head_dim: int) -> tuple[slice, slice]:
-    """The first and the second features of all pairs."""
+    """Return the first and the second features of all pairs, as slices."""
     count = count_rotated(rope, head_dim)
     start = head_dim - count if rope.rotated == "last" else 0
     if rope.pairs == "interleaved":
@@ -45,7 +45,7 @@ def pair_slices(rope: Rope, head_dim: int) -> tuple[slice, slice]:
 
 
 def axes(rope: Rope, head_dim: int) -> list[int]:
-    """The axis of the positions that each pair is rotated by."""
+    """Return the position axis of each pair."""
     count = count_rotated(rope, head_dim) // 2
     if rope.sections is None:
         return [0] * count
@@ -59,7 +59,7 @@ def axes(rope: Rope, head_dim: int) -> list[int]:
 
 
 def amplitude(rope: Rope) -> float:
-    """What cosines and sines are multiplied by."""
+    """Factor of cosines and sines."""
     scaling = rope.scaling
     if not isinstance(scaling, (YarnScaling, LongRopeScaling)):
         return 1.0
@@ -74,9 +74,9 @@ def amplitude(rope: Rope) -> float:
 
 
 def frequencies(rope: Rope, head_dim: int, length: int, wide: type[np.floating] = np.float64) -> list[float]:
-    """The angle per token of each pair in a call whose last position is length - 1.
+    """Return the angle per token of each pair in a call whose last position is length - 1.
 
-    Those that siblings compute in the call itself are in `wide`, the others float32.
+    Frequencies that implementations compute during the call are in `wide`, the others float32.
     """
     count = count_rotated(rope, head_dim)
     divisors = [_power(rope.theta, *place) for place in _places_in_series(rope, head_dim)]
@@ -116,7 +116,7 @@ def _places_in_series(rope: Rope, head_dim: int) -> list[tuple[int, int]]:
 
 
 def _power(theta: float, pair: int, count: int) -> np.float32:
-    """theta ** (2 pair / count), of the exponent that float32 has."""
+    """Return theta ** (2 pair / count) with the exponent rounded to float32."""
     return np.float32(float(np.float32(theta)) ** float(_exponent(pair, count)))
 
 
@@ -147,7 +147,7 @@ def _yarn(theta: float, scaling: YarnScaling, divisors: list[np.float32]) -> lis
     count = 2 * len(divisors)
 
     def pair_with(turns: float) -> float:
-        """The pair that turns so often in the original length, 2 pi turns theta ** (2 pair / count)."""
+        """Return the pair with this many turns in the original length, 2 pi turns theta ** (2 pair / count)."""
         return count * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     begin, end = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)

@@ -1,8 +1,8 @@
-"""The families of models: what each of their layers is, and which keys of the configuration say the rest.
+"""Model families: their layers, and the configuration keys that determine them.
 
-A family has a rule for each field of `AttentionSpec`: a value, which every layer has, or what reads it.
+A family has a rule for each field of `AttentionSpec`: a constant, or a function that reads it.
 
-Source: the modules of transformers 5.23, with which layers of these specifications agree in the tests.
+Source: the modules of transformers 5.23; tests compare layers of these specifications with them.
 """
 
 from __future__ import annotations
@@ -16,4 +16,4 @@ from parity.models.families.latents import WITH_LATENTS
 from parity.models.rules import Family
 
 FAMILIES: dict[str, Family] = {**DECODERS, **GPT_LIKE, **HYBRIDS, **WITH_LATENTS, **ENCODERS, **ENCODER_DECODERS}
-"""Every family by its `model_type`."""
+"""All families by `model_type`."""

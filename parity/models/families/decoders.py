@@ -36,7 +36,7 @@ def _qwen(config: Config, index: int) -> str:
 
 
 def _rotates(config: Config, index: int) -> Value:
-    """Whether a layer rotates anything: the last of each period does not."""
+    """Return whether a layer has RoPE: the last of each period has none."""
     told, period = config.find("no_rope_layers"), config.find("no_rope_layer_interval")
     if told is None or not told.value:
         return Value(not is_last(index, period, 4), period.origin if period else "every fourth: this family's default")
@@ -46,7 +46,7 @@ def _rotates(config: Config, index: int) -> Value:
 
 
 def _where_rotated(rule: Rule, *, rotated: bool = True) -> Rule:
-    """What layers have that rotate, or those that do not; its keys count as read in the others, too."""
+    """Return a rule for layers with RoPE, or those without; its keys also count as read in the others."""
 
     def in_some(place: ConfigLayer) -> Value:
         rotates, found = _rotates(place.config, place.layer), rule(place)
@@ -61,14 +61,14 @@ def _kind_of_smollm3(config: Config, index: int) -> str:
 
 
 def _exaone4(place: ConfigLayer) -> Value:
-    """With windows in some layers, only these rotate anything."""
+    """If some layers have windows, only these have RoPE."""
     window, turned = place.config.find("sliding_window"), rope()(place)
     rotates = window is None or place.kind == "sliding_attention"
     return Value(turned.value if rotates else None, turned.origin + (f", {window.origin}" if window else ""))
 
 
 def _kind_of_exaone4(config: Config, index: int) -> str:
-    """As `every`, in models with windows."""
+    """Return the kind of a layer like `every`, in models with windows."""
     if config.asked("sliding_window") is None:
         return "full_attention"
     return every(4, "sliding_window_pattern")(config, index)
@@ -84,7 +84,7 @@ def _temperature_of_llama4(place: ConfigLayer) -> Value:
 
 
 def _kind_of_minimax_m2(config: Config, index: int) -> str:
-    """Numbers for kinds of attention: 1 is that over all keys."""
+    """Return the kind of a layer from numbers: 1 is full attention."""
     told = config.find("attn_type_list")
     if told is None:
         return "full_attention"
@@ -94,7 +94,7 @@ def _kind_of_minimax_m2(config: Config, index: int) -> str:
 
 
 def _of_gemma4(name: str, of_full: str) -> Rule:
-    """A size that layers without a window have of their own, said of all of them or of each."""
+    """Return a size specific to layers without a window, from one value for all or one per layer."""
 
     def rule(place: ConfigLayer) -> Value:
         usual, shared = place.config.read(name), place.config.find("attention_k_eq_v")
@@ -112,19 +112,19 @@ def _of_gemma4(name: str, of_full: str) -> Rule:
 
 
 def _has_one_projection(place: ConfigLayer) -> bool:
-    """Whether a layer of Gemma 4 has one for keys and values."""
+    """Return whether a layer of Gemma 4 has one projection for keys and values."""
     told = place.config.find("attention_k_eq_v")
     return place.kind == "full_attention" and told is not None and bool(told.value)
 
 
 def _kind_of_gemma4(config: Config, index: int) -> str:
-    """As `every`, and the last layer of all has no window."""
+    """Return the kind of a layer like `every`, except that the very last layer has no window."""
     is_end = index + 1 == config.read("num_hidden_layers").value
     return "full_attention" if is_end else every(6)(config, index)
 
 
 def _rope_of_each_layer(place: ConfigLayer) -> Value:
-    """A base for each layer, 0 where nothing is rotated; without them that of all."""
+    """Return the RoPE of a layer from a base for each, 0 for no RoPE; by default one base for all."""
     bases, turned = place.config.find("layer_rope_theta"), rope()(place)
     if bases is None:
         return turned
@@ -137,13 +137,13 @@ def _rope_of_each_layer(place: ConfigLayer) -> Value:
 
 def _width_of_hunyuan(place: ConfigLayer) -> Value:
     older = place.config.find("attention_head_dim")
-    if older is not None and older.value != head_dim(place):  # transformers reads the other
+    if older is not None and older.value != head_dim(place):  # transformers reads the other key
         raise Refusal("attention_head_dim", f"be head_dim={head_dim(place)}", {older.origin: older.value})
     return place.config.find("head_dim") or NOTHING
 
 
 def _rope_of_hunyuan(place: ConfigLayer) -> Value:
-    """With an `alpha` what is called dynamic is plain RoPE with another base, whatever the length."""
+    """Return the RoPE of HunYuan: with an `alpha`, "dynamic" is plain RoPE with another base, for any length."""
     own = [name for name in ("rope_parameters", "rope_scaling") if name in place.config]
     alpha = place.config.section(own[0]).find("alpha") if own else None
     if alpha is None:
@@ -152,7 +152,7 @@ def _rope_of_hunyuan(place: ConfigLayer) -> Value:
     kind = values.find("rope_type", "type")
     if kind is None or kind.value != "dynamic":
         raise Refusal("alpha", "be that of rope_type dynamic", repr(kind and kind.value))
-    values.find("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which transformers does not read then
+    values.find("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which transformers then ignores
     base = values.find("rope_theta") or place.config.read("rope_theta")
     theta = base.value * alpha.value ** (size / (size - 2))
     return Value(Rope(theta), f"{base.origin} * {alpha.origin} ** (H / (H - 2))")
@@ -167,7 +167,7 @@ def _window_of_modernbert_decoder(place: ConfigLayer) -> Value:
     whole, half = place.config.read("local_attention", default=128), place.config.find("sliding_window")
     if (
         half is not None and half.value != whole.value // 2
-    ):  # transformers makes one of the other, unless both are there
+    ):  # transformers derives one from the other unless both are present
         raise Refusal(
             "sliding_window",
             "be local_attention // 2",
@@ -177,7 +177,7 @@ def _window_of_modernbert_decoder(place: ConfigLayer) -> Value:
 
 
 def _rotated_of_cohere2_moe(place: ConfigLayer) -> Value:
-    """RoPE in layers with a window, and in those of the dense prefix where all of it sees everything."""
+    """Return RoPE for layers with a window, and for those of the dense prefix if all of it has full attention."""
     found, period = (
         rope(pairs="interleaved")(place),
         place.config.read("prefix_dense_sliding_window_pattern", default=1),
@@ -190,7 +190,7 @@ def _rotated_of_cohere2_moe(place: ConfigLayer) -> Value:
 
 
 def _kind_of_cohere2_moe(config: Config, index: int) -> str:
-    """As `every`, of the dense prefix and of the other layers each by itself."""
+    """Return the kind of a layer like `every`, separately for the dense prefix and the other layers."""
     prefix = config.read("first_k_dense_replace", default=0).value
     if index < prefix:
         return every(1, "prefix_dense_sliding_window_pattern")(config, index)
@@ -198,14 +198,14 @@ def _kind_of_cohere2_moe(config: Config, index: int) -> str:
 
 
 def _heads_of_mimo(place: ConfigLayer) -> Value:
-    """Twice as many key/value heads in layers with a window."""
+    """Return the key/value heads: twice as many in layers with a window."""
     found = place.config.read("num_key_value_heads")
     is_local = place.kind == "sliding_attention"
     return Value(2 * found.value, f"2 * {found.origin}, with a window") if is_local else found
 
 
 def _kind_of_mimo(config: Config, index: int) -> str:
-    """As `every`, and the first layer of all has no window."""
+    """Return the kind of a layer like `every`, except that the very first layer has no window."""
     return every(6)(config, index) if index else "full_attention"
 
 
@@ -215,13 +215,13 @@ OF_GEMMA = {"hidden_size": 3072, "num_attention_heads": 16, "num_hidden_layers":
 OF_GEMMA |= {"head_dim": 256}
 OF_GEMMA3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256}
 OF_GEMMA3 |= {"rms_norm_eps": 1e-6, "sliding_window": 4096, "hidden_size": 2304, "num_hidden_layers": 26}
-"""What their configurations leave out as parts of models for text and images, which say only what is not usual."""
+"""Defaults of the text part of multimodal models, whose configurations contain only deviations."""
 
 OF_IMAGES = {"rope": rope(pairs="interleaved", sections=(8, 12, 12), fraction=1.0)}
-"""What GLM's models for images rotate by, of whole heads where nothing else is said."""
+"""RoPE of GLM's multimodal models; by default of whole heads."""
 
 IN_HALVES = {"rope_interleaved": False}
-"""What SmolLM2's configurations say, and no layer reads."""
+"""A key of SmolLM2's configurations that no layer reads."""
 
 
 DECODERS: dict[str, Family] = {
@@ -243,7 +243,7 @@ DECODERS: dict[str, Family] = {
         BIASES,
         qk_norm=norm(),
         rope=rope(sections=(24, 20, 20), section_order="interleaved"),
-        fixed={"sliding_window": None},  # transformers reads it in no layer
+        fixed={"sliding_window": None},  # transformers never reads it
     ),
     "eurobert": family(BIASES, is_causal=False),
     "mistral": family(HEADS, window_size=asked("sliding_window"), rope=rope(theta=1e4), defaults=OF_MISTRAL),
@@ -302,7 +302,7 @@ DECODERS: dict[str, Family] = {
         rope=rope(theta=1e6, local_theta=1e4),
         kind=every(6, "sliding_window_pattern", "_sliding_window_pattern"),
         defaults=OF_GEMMA3,
-        fixed={"attn_logit_softcapping": None},  # transformers reads it in no layer
+        fixed={"attn_logit_softcapping": None},  # transformers never reads it
     ),
     "gpt_oss": family(
         HEADS, WIDTH, qkv_bias=MOST_BIAS, out_bias=MOST_BIAS, sinks=True, window_size=SLIDING, kind=every(2)

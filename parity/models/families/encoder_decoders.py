@@ -1,4 +1,4 @@
-"""Encoders with decoders: the layers of the encoder, those of the decoder, and those between them."""
+"""Encoder-decoders: layers of encoder and decoder, and cross-attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAYS_NOTHING |= {"static_position_embeddings", "add_bias_logits", "n_positions"}
 
 
 def family_of(*stacks: Stack, fixed: Mapping[str, Any] | None = None) -> Family:
-    """A family of several stacks, of which a configuration must have all: it is not that of an encoder alone."""
+    """Return a family of several stacks, all of which a configuration must have: it is not an encoder alone."""
     whole = {"is_encoder_decoder": True, "is_decoder": False, "add_cross_attention": False}
     return Family(stacks, frozenset(SAYS_NOTHING), fixed={**whole, **(fixed or {})})
 
@@ -26,7 +26,7 @@ def family_of(*stacks: Stack, fixed: Mapping[str, Any] | None = None) -> Family:
 
 
 def _bart(dropout: float = 0.0, cross: str = "encoder_attn", **fields: Any) -> tuple[Stack, Stack, Stack]:
-    """Heads and layers of encoder and decoder; each has the width of the model."""
+    """Return the stacks of BART: encoder, decoder and cross-attention, each as wide as the model."""
 
     def part(name: str, **others: Any) -> Stack:
         own: dict[str, Any] = {
@@ -50,7 +50,7 @@ def _bart(dropout: float = 0.0, cross: str = "encoder_attn", **fields: Any) -> t
 
 
 def _relative_bias(bidirectional: bool) -> Rule:
-    """In all layers of a stack: where only the first one has weights for it, the others take its."""
+    """Return the relative bias, used in all layers of a stack, even if only the first layer has its weights."""
 
     def rule(place: ConfigLayer) -> Value:
         buckets = place.config.read("relative_attention_num_buckets", default=32)
@@ -112,7 +112,7 @@ def _t5(count: tuple[str, ...] = ("num_decoder_layers", "num_layers")) -> tuple[
 
 
 def _moonshine() -> tuple[Stack, Stack, Stack]:
-    """Heads and layers of encoder and decoder; both rotate, and what lies between them does not."""
+    """Return the stacks of Moonshine: encoder and decoder have RoPE, cross-attention has none."""
 
     def part(name: str, **others: Any) -> Stack:
         own: dict[str, Any] = {
@@ -138,7 +138,7 @@ def _moonshine() -> tuple[Stack, Stack, Stack]:
 
 
 def _rope_of_moonshine(part: str) -> Rule:
-    """Neighbours are pairs, in nine tenths of a head."""
+    """Return interleaved RoPE in nine tenths of a head."""
 
     def rule(place: ConfigLayer) -> Value:
         size = place.config.read("hidden_size").value // place.config.read(f"{part}_num_attention_heads").value
@@ -156,6 +156,6 @@ ENCODER_DECODERS: dict[str, Family] = {
     "whisper": family_of(*_bart(qkv_bias=(True, False, True))),
     "moonshine": replace(family_of(*_moonshine()), says_nothing=frozenset({"pad_head_dim_to_multiple_of"})),
     **dict.fromkeys(("t5", "mt5"), family_of(*_t5())),
-    "umt5": family_of(*(replace(stack, shared={}) for stack in _t5())),  # each layer has a bias of its own
+    "umt5": family_of(*(replace(stack, shared={}) for stack in _t5())),  # each layer has its own bias
     "switch_transformers": family_of(*_t5(("num_decoder_layers",))),
 }

@@ -27,7 +27,7 @@ UNDROPPED_SCORES: dict[str, Any] = {"dropout": UNDROPPED["dropout"]}
 
 
 def is_decoder(config: Config) -> bool:
-    """Whether a model that may be either is a decoder."""
+    """Return whether a model that may be either is a decoder."""
     found: bool = config.read("is_decoder", default=False).value
     return found
 
@@ -40,11 +40,11 @@ BERT: dict[str, Any] = {
     "is_causal": is_decoder,
 }
 ABSOLUTE = {"position_embedding_type": "absolute"}
-"""Distances were something that scores depend on in models with another one."""
+"""Models with another value have scores that depend on distance."""
 
 
 def _window_of_modernbert(place: ConfigLayer) -> Value:
-    """Half of it lies before a token and half behind, beside its own place."""
+    """Return the window: half before and half after a token, plus its own position."""
     whole = place.config.read("local_attention", default=128)
     if place.kind != "sliding_attention":
         return Value(None, "")
@@ -68,7 +68,7 @@ OF_MODERNBERT: dict[str, Any] = {
     "rope": rope(theta=160_000.0, local_theta=10_000.0, names=("global_rope_theta", "local_rope_theta")),
     "output_dropout": key("attention_dropout", default=0.0),
 }
-"""What its encoder and its decoder have in common."""
+"""Fields shared by encoder and decoder."""
 
 TEXT: dict[str, Family] = {
     **dict.fromkeys(
@@ -139,7 +139,7 @@ TEXT: dict[str, Family] = {
         shared={"relative_attention_bias.weight": "encoder.relative_attention_bias.weight"},
         is_causal=False,
         relative_bias=RelativeBias(),
-        fixed={"relative_attention_num_buckets": 32},  # its module takes no other
+        fixed={"relative_attention_num_buckets": 32},  # its module supports no other
     ),
     "modernbert": family(
         OF_MODERNBERT,
@@ -166,7 +166,7 @@ OF_GRID = "attention.relative_position_bias.relative_position_bias_table"
 
 
 def _grid_of_beit(place: ConfigLayer) -> Value:
-    """Of each layer, or of all layers: one with both would add two tables."""
+    """Return the grid bias of each layer, or of all; with both, two tables would be added."""
     own, common = (f"use_{which}relative_position_bias" for which in ("", "shared_"))
     has_own, has_common = (place.config.read(name, default=False) for name in (own, common))
     if not has_own.value and not has_common.value:
@@ -190,7 +190,7 @@ LIKE_VIT = ("vit", "deit", "dinov2", "dinov2_with_registers", "vit_msn", "ijepa"
 LIKE_VIT += ("audio-spectrogram-transformer", "flava_image_model", "flava_text_model", "flava_multimodal_model")
 LIKE_VIT += ("pixio",)
 SIZES_OF_VIT = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12}
-"""What configurations leave out as parts of a model."""
+"""Defaults of configurations that are parts of a model."""
 LIKE_CLIP = ("chinese_clip_vision_model",)
 LIKE_CLIP += ("siglip2_text_model", "siglip2_vision_model", "altclip_vision_model", "clipseg_vision_model")
 LIKE_CLIP += ("git_vision_model", "idefics2_vision", "idefics3_vision", "smolvlm_vision", "kosmos_2_vision_model")
@@ -255,6 +255,6 @@ SPEECH: dict[str, Family] = {
         ),
     ),
 }
-"""Of audio: Wav2Vec2 and what followed it, and Whisper's encoder by itself."""
+"""Speech: Wav2Vec2 and its successors, and Whisper's encoder alone."""
 
 ENCODERS: dict[str, Family] = {**TEXT, **IMAGES, **SPEECH}

@@ -1,4 +1,4 @@
-"""Decoders with names or packed weights of their own: GPT-2 and what followed it."""
+"""Decoders with their own names or packed weights: GPT-2 and its successors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parity.models.rules import NOTHING, ConfigLayer, Family, Rule, key, norm, o
 
 
 def _scale_of_gpt2(place: ConfigLayer) -> Value:
-    """1 / sqrt(H), divided by the number of the layer or not, or nothing."""
+    """Return 1 / sqrt(H), optionally divided by the layer number, or 1."""
     config, factor = place.config, 1.0
     by_root, by_layer = (
         config.read(name, default=default)
@@ -27,19 +27,19 @@ def _scale_of_gpt2(place: ConfigLayer) -> Value:
 
 
 def _scale_of_bigcode(place: ConfigLayer) -> Value:
-    """1 / sqrt(H) or nothing."""
+    """Return 1 / sqrt(H), or 1."""
     scaled = place.config.read("scale_attn_weights", default=True)
     return NOTHING if scaled.value else Value(1.0, scaled.origin)
 
 
 def _one_head(place: ConfigLayer) -> Value:
-    """One head of keys and values in models with multi-query attention."""
+    """Return one key/value head in models with multi-query attention."""
     found = place.config.read("multi_query", default=True)
     return Value(1, found.origin) if found.value else NOTHING
 
 
 def _heads_of_falcon(place: ConfigLayer) -> Value:
-    """Groups in the newer architecture; otherwise one head for all, or one for each."""
+    """Return the key/value heads: groups in the newer architecture; otherwise one for all, or one for each."""
     config = place.config
     newer, told = config.read("new_decoder_architecture", default=False), config.find("num_kv_heads")
     if not newer.value:
@@ -49,7 +49,7 @@ def _heads_of_falcon(place: ConfigLayer) -> Value:
 
 
 def _with_alibi(rule: Rule, *, is_with: bool = True) -> Rule:
-    """What models with ALiBi have, or those with RoPE; its keys count as read in the others, too."""
+    """Return a rule for models with ALiBi, or those with RoPE; its keys also count as read in the others."""
 
     def if_so(place: ConfigLayer) -> Value:
         has_alibi = place.config.read("alibi", default=False)
@@ -62,7 +62,7 @@ def _with_alibi(rule: Rule, *, is_with: bool = True) -> Rule:
 
 
 def _some_of_a_head(place: ConfigLayer) -> Value:
-    """GPT-J's RoPE: neighbours in the first features of a head."""
+    """Return GPT-J's RoPE: interleaved, in the first features of a head."""
     count = place.config.read("rotary_dim", default=64)
     return Value(
         Rope(rotary_dim=count.value, pairs="interleaved"), f"{count.origin}; else as every layer of this family"
@@ -70,13 +70,13 @@ def _some_of_a_head(place: ConfigLayer) -> Value:
 
 
 def _in_the_last_layer(place: ConfigLayer) -> Value:
-    """The only one with a bias."""
+    """Return True for the last layer."""
     is_last = place.layer + 1 == place.config.read("num_hidden_layers").value
     return Value(is_last, "num_hidden_layers: the last layer alone has one")
 
 
 def _kind_of_gpt_neo(config: Config, index: int) -> str:
-    """`global` or `local`, said layer by layer or as a pattern and how often it comes."""
+    """Return the kind of a layer, `global` or `local`, from a list of layers or a repeated pattern."""
     told, pattern = config.find("attention_layers"), config.read("attention_types", default=[[["global", "local"], 12]])
     each = told.value if told else [kind for kinds, count in pattern.value for _ in range(count) for kind in kinds]
     if index >= len(each):
@@ -90,12 +90,12 @@ KINDS_OF_GPT_NEO = {"global": "full_attention", "local": "sliding_attention"}
 
 
 def _in_section(name: str, rule: Rule) -> Rule:
-    """A rule for a part of the configuration."""
+    """Return a rule for a section of the configuration."""
     return lambda place: rule(place._replace(config=place.config.section(name)))
 
 
 def _rope_of_dbrx(place: ConfigLayer) -> Value:
-    """Its released files say the base among the keys of attention, transformers for the model."""
+    """Return the RoPE of DBRX: released files have the base among the attention keys, transformers in the model."""
     own = place.config.section("attn_config").find("rope_theta")
     if own is None or "rope_theta" in place.config or "rope_parameters" in place.config:
         size = place.config.read("d_model", "hidden_size").value // place.config.read("n_heads").value
@@ -108,14 +108,14 @@ def _rope_of_dbrx(place: ConfigLayer) -> Value:
 
 OF_MPT = {"attn_type": "multihead_attention", "alibi": True, "alibi_bias_max": 8, "prefix_lm": False, "qk_ln": False}
 OF_MPT |= {"attn_uses_sequence_id": False}
-"""Its released code reads these keys, that of transformers none of them."""
+"""The released code reads these keys, transformers none of them."""
 
 OF_SECTIONS = {
     *("architectures", "chunk_size_feed_forward", "dtype", "id2label", "label2id", "is_encoder_decoder", "model_type"),
     *("output_attentions", "output_hidden_states", "problem_type", "return_dict", "_name_or_path", "attn_impl"),
     "transformers_version",
 }
-"""What every part of a configuration has."""
+"""Keys of all sections of a configuration."""
 
 NAMES: dict[str, Any] = {
     "d_model": key("n_embd", "hidden_size"),
@@ -257,7 +257,7 @@ GPT_LIKE: dict[str, Family] = {
         out_bias=key("bias", default=False),
         rope=_with_alibi(rope(theta=1e4), is_with=False),
         alibi=_with_alibi(lambda place: Value(Alibi(scaled=True), "every layer of this family")),
-        dropout=_with_alibi(key("attention_dropout", default=0.0)),  # it drops nothing with RoPE
+        dropout=_with_alibi(key("attention_dropout", default=0.0)),  # no dropout with RoPE
         says_nothing={"parallel_attn", "num_ln_in_parallel_attn"},
     ),
     "mpt": family(

@@ -1,4 +1,4 @@
-"""Decoders of which some layers are not attention over keys."""
+"""Hybrid decoders, in which some layers are not attention over keys."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def _qwen3_next(config: Config, index: int) -> str:
 
 
 def _gate_with_bias(place: ConfigLayer) -> Value:
-    """A gate that is packed with the queries, and has a bias where they have."""
+    """Return a gate that is packed with the queries, with a bias iff they have one."""
     bias = SOME_BIAS(place)
     return Value(Gate(bias=bias.value), f"every layer of this family; {bias.origin}")
 
 
 def _kind_of_lfm2(config: Config, index: int) -> str:
-    """Numbers of the layers with attention; without them, all."""
+    """Return the kind of a layer from the numbers of attention layers; default: all."""
     told = config.find("full_attn_idxs")
     return FULL if told is None or index in told.value else "conv"
 
 
 def _rope_of_lfm2(place: ConfigLayer) -> Value:
-    """Released models say their base twice."""
+    """Return the RoPE of LFM2: released models contain the base twice."""
     found, again = rope()(place), place.config.find("theta")
     if again is not None and again.value != found.value.theta:
         raise Refusal("theta", "be rope_theta", f"theta={again.value} and {found.origin} {found.value.theta}")
@@ -61,7 +61,7 @@ def _kind_of_bamba(config: Config, index: int) -> str:
 
 
 def _kind_of_nemotron_h(config: Config, index: int) -> str:
-    """A word for each layer, or a letter."""
+    """Return the kind of a layer from a word or letter for each."""
     words, letters = config.find("layers_block_type"), config.find("hybrid_override_pattern")
     each = words or letters or config.read("layers_block_type")
     if index >= len(each.value):
@@ -74,19 +74,19 @@ KINDS_OF_NEMOTRON_H = {"M": "mamba", "E": "moe", "-": "mlp", "*": FULL, "attenti
 
 
 def _kind_of_recurrent_gemma(config: Config, index: int) -> str:
-    """A pattern that is repeated."""
+    """Return the kind of a layer from a repeated pattern."""
     pattern = config.read("block_types", default=("recurrent", "recurrent", "attention")).value
     return "sliding_attention" if pattern[index % as_count("block_types", len(pattern))] == "attention" else "recurrent"
 
 
 def _multiplied_scale(place: ConfigLayer) -> Value:
-    """Keys are multiplied before they are rotated: as if the scores were."""
+    """Return the scale, including the factor of keys before RoPE."""
     factor = place.config.read("key_multiplier", default=1.0)
     return Value(factor.value * head_dim(place) ** -0.5, f"{factor.origin} / sqrt(H)") if factor.value != 1 else NOTHING
 
 
 def _mamba(kind: Callable[[Config, int], str] | None = None, *others: Any, **fields: Any) -> Family:
-    """With state spaces in the layers without attention, of whose keys attention reads none."""
+    """Return a family with state-space layers, whose keys are irrelevant for attention."""
     return family(*others, says_nothing=OF_MAMBA, **({} if kind is None else {"kind": kind}), **fields)
 
 
@@ -140,7 +140,7 @@ HYBRIDS: dict[str, Family] = {
         path="layers.{i}.mixer",
         count=("layers_block_type", "num_hidden_layers"),
         rope=None,
-        fixed={"attention_bias": False},  # transformers reads it in no layer
+        fixed={"attention_bias": False},  # transformers never reads it
     ),
     "falcon_h1": _mamba(None, HEADS, BIASES, scale=_multiplied_scale),
     "recurrent_gemma": family(

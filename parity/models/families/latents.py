@@ -1,4 +1,4 @@
-"""Decoders whose keys and values are made of latents (MLA)."""
+"""Decoders with latents of keys and values (MLA)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from parity.models.rules import NOTHING, ConfigLayer, Family, Rule, heads, key, 
 
 def _latent(place: ConfigLayer) -> Value:
     kv_rank, rope_dim = (place.config.read(name) for name in ("kv_lora_rank", "qk_rope_head_dim"))
-    q_rank = place.config.asked("q_lora_rank") or NOTHING  # without one queries are projected at once
+    q_rank = place.config.asked("q_lora_rank") or NOTHING  # without it there is one query projection
     origins = [each.origin for each in (kv_rank, rope_dim, q_rank) if each.value is not None]
     return Value(Latent(kv_rank.value, rope_dim.value, q_rank.value), ", ".join(origins))
 
 
 def _scaled_latent(place: ConfigLayer) -> Value:
-    """Latents times the square root of how much wider than they the layer is."""
+    """Return latents with the factors sqrt(d_model / rank)."""
     found, width = _latent(place), place.config.read("hidden_size").value
     if found.value.q_rank is None:
         raise Refusal("the configuration", "have q_lora_rank: there is no layer without it", q_lora_rank=None)
@@ -40,16 +40,16 @@ def _pairs_of_latents(place: ConfigLayer) -> Value:
 
 
 def _biases(place: ConfigLayer) -> Value:
-    """Of what makes latents: queries that are projected at once have none."""
+    """Return the biases of projections to latents; q_proj has none."""
     found: Value = SOME_BIAS(place)
     at_once = place.config.asked("q_lora_rank") is None
     return found._replace(value=(False, True, True)) if at_once and found.value else found
 
 
 def _scale(place: ConfigLayer) -> Value:
-    """The square of YaRN's factor is in the scale wherever there is a mscale_all_dim, also one that RoPE does not read.
+    """Return the scale, with the square of YaRN's factor if there is a mscale_all_dim, even if RoPE ignores it.
 
-    RoPE reads it beside mscale alone, and only where there is no attention_factor: then the rest follows from RoPE.
+    RoPE reads it only together with mscale and without attention_factor; the scale then follows from RoPE.
     """
     own = [name for name in ("rope_parameters", "rope_scaling") if name in place.config]
     told = place.config.section(own[0]).find("mscale_all_dim") if own else None
@@ -62,13 +62,13 @@ def _scale(place: ConfigLayer) -> Value:
 
 
 def _width_of_values(place: ConfigLayer) -> Value:
-    """As MiniCPM3 has it, whose released configurations leave it out."""
+    """Return the value width of MiniCPM3, whose released configurations omit it."""
     told, width = place.config.find("v_head_dim"), place.config.read("hidden_size")
     return told or Value(width.value // heads(place), "v_head_dim is not there: hidden_size // num_attention_heads")
 
 
 def _kind_of_kimi_linear(config: Config, index: int) -> str:
-    """Numbers of the layers of both kinds, from 1; without them, every fourth but the first."""
+    """Return the kind of a layer from the numbers of both kinds, from 1; default: every fourth."""
     if "linear_attn_config" not in config:
         return "full_attention" if index and index % 4 == 0 else "linear_attention"
     full, linear = (config.section("linear_attn_config").find(f"{name}_layers") for name in ("full_attn", "kda"))
@@ -92,14 +92,14 @@ LATENTS: dict[str, Any] = {
     "out_bias": SOME_BIAS,
 }
 OF_LATENTS = {"head_dim", "qk_head_dim", "num_key_value_heads"}
-"""Keys that configurations of latents have and their layers do not read."""
+"""Keys of configurations with latents that layers do not read."""
 
 
 PARTS_OF_LONGCAT = {
     part: {"path": f"layers.{{i}}.self_attn.{number}", "rope": rope(of="qk_rope_head_dim", pairs="interleaved")}
     for number, part in enumerate(("first", "second"))
 }
-"""Each of its layers has two attention layers."""
+"""Each layer has two attention layers."""
 
 WITH_LATENTS: dict[str, Family] = {
     "deepseek_v2": family(LATENTS, rope=rope(of="qk_rope_head_dim", pairs="interleaved"), says_nothing=OF_LATENTS),

@@ -1,9 +1,9 @@
-"""Families of transformers 5.23 whose attention is not read, and what stands in the way."""
+"""Unsupported families of transformers 5.23, and the reasons."""
 
 from __future__ import annotations
 
 SENSES: dict[str, str] = {
-    # ---- What no specification says ----------------------------------------------------------------------------------
+    # ---- Beyond AttentionSpec ----------------------------------------------------------------------------------------
     "rotates the other way than RoPE does elsewhere, as if positions counted down": "nanochat",
     "subtracts one softmax from another (lambda_q1)": "diffllama",
     "hides keys by their values (dt_proj, keep_window_size)": "doge",
@@ -72,7 +72,7 @@ SENSES: dict[str, str] = {
     "has other queries for words over entities (use_entity_aware_attention)": "luke",
     "predicts several tokens at once, in streams of n-grams": "prophetnet",
     "adds biases that pairs of residues make (pair_bias_proj)": "esmfold2",
-    # ---- What no family says yet -------------------------------------------------------------------------------------
+    # ---- Not yet defined as a family ---------------------------------------------------------------------------------
     "takes keys from another part of the model, in some layers, and no family says which": (
         "EvollaModel blip_2_qformer blip_text_model bridgetower edgetam_mask_decoder edgetam_video_mask_decoder "
         "evolla groupvit_vision_model idefics idefics2_perceiver idefics_perciever instructblip_qformer "
@@ -111,12 +111,12 @@ SENSES: dict[str, str] = {
         "vitpose_backbone vivit voxtral_realtime_encoder voxtral_realtime_text xlm"
     ),
 }
-"""What the attention of families does, after "its attention", and their names."""
+"""Properties of attention, phrased to follow "its attention", and the families that have them."""
 
 NOT_COVERED: dict[str, str] = {
     name: f"its attention {sense}" for sense, names in SENSES.items() for name in names.split()
 }
-"""What stands in the way of each family that is known not to be read."""
+"""Reason for each family that is known to be unsupported."""
 
 _NONE = (
     "align_vision_model edgetam_prompt_encoder edgetam_video_prompt_encoder fastspeech2_conformer_hifigan "
@@ -127,4 +127,4 @@ _NONE = (
 )
 
 WITHOUT_ATTENTION = frozenset(_NONE.split())
-"""Parts of models that have none, whatever else their modules hold."""
+"""Parts of models without attention."""

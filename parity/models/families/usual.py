@@ -1,4 +1,4 @@
-"""What layers are in most families, and how a family says in what its own differ."""
+"""Defaults of most families, and helpers to define a family by its differences."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLAIN: dict[str, Any] = {
     "out_bias": True,
     "rope": None,
 }
-"""As many key/value heads as query heads, which together are as wide as the model; biases; no positions."""
+"""Multi-head attention as wide as the model, with biases and without positions."""
 
 
 def family(
@@ -47,12 +47,12 @@ def family(
     fixed: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Family:
-    """A family of one stack, as `stack` has it."""
+    """Return a family of one stack, see `stack`."""
     return Family((stack(*others, **fields),), frozenset(says_nothing), defaults or {}, fixed or {})
 
 
 def stack(*others: Mapping[str, Any], **fields: Any) -> Stack:
-    """Layers whose fields are the usual ones but for these; fields of `Stack` are its own."""
+    """Return a stack of layers with the default fields except for these; also accepts fields of `Stack`."""
     held = dict(USUAL)
     for each in (*others, fields):
         held |= each
