@@ -302,7 +302,7 @@ def _share(call: VerifyingCall, found: Fit) -> float:
         verdict = judge_tap(*judged, is_causal=found.is_causal, diagnoses=False).layers[0]
         difference = verdict.difference
         if verdict.not_judged:
-            raise Refusal("the layer", f"be judged on {what}", verdict.not_judged)
+            raise Refusal("the layer", f"be comparable on {what}", verdict.not_judged)
         if difference is not None:
             ratio = f"{difference.worse_ratio:.2g} times that"
             raise Refusal(difference.stage, f"be within its budget on {what}", ratio)
