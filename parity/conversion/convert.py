@@ -72,7 +72,7 @@ def load(
         keywords: num_heads, num_kv_heads, head_dim, rope, spec, as in `convert`; default: those of the file's metadata,
             of the GGUF file, or of the `config.json` next to the file.
 
-        Returns:
+    Returns:
         Canonical weights, and the specification of the layer.
 
     Raises:

@@ -149,8 +149,7 @@ class Plan:
         """Add all tensors, in the order of the source; return the names of tensors that belong to no layer.
 
         A layer is added with the first of its tensors. Every use of a tensor is added at once, so that a stack is read
-        only
-        once.
+        only once.
 
         Raises:
             ValueError: if two tensors have the same name.

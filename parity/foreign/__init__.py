@@ -72,7 +72,7 @@ def load_into(module: Any, weights: Any, spec: AttentionSpec | None = None) -> A
             function, because weights alone show neither the number of heads nor RoPE. Not needed if `weights` is a
             module.
 
-        Returns:
+    Returns:
         The module. Linen and Equinox modules are immutable, so a new one is returned; a linen module is bound to the
         new weights, `.variables["params"]`.
 

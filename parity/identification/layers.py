@@ -77,8 +77,7 @@ def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list
 
     Returns:
         One layer per module, in order. If the module is only part of a layer of the rules, as in BERT, the layer has
-        the
-        name of the whole.
+        the name of the whole.
 
     Raises:
         TypeError: as in `identify`.

@@ -29,8 +29,7 @@ class Held:
 
     Attributes:
         arrays: by `q_proj.weight`, `q_proj.bias` and so on, or `qkv_proj` for a packed projection; kernels with their
-            own
-            order of axes.
+            own order of axes.
         out_first: kernels known to be (out, in).
         in_first: kernels known to be (in, out).
         owners: modules from the one that is called to the one that holds the projections, the latter first.

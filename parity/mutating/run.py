@@ -33,9 +33,8 @@ class Status(Enum):
 
     `NOTICED`: the tests fail, and the callable's result is changed; `REFUSED`: the callable itself raises an error,
     whatever the tests check; `SURVIVED`: the tests pass; `UNCHANGED`: no call returns a different result;
-    `NOT_REACHED`:
-    no call allows it, for example because none has a mask; `TIMED_OUT`. `NOT_PLANTED` is not a gap: the calls show that
-    the callable does not allow it.
+    `NOT_REACHED`: no call allows it, for example because none has a mask; `TIMED_OUT`. `NOT_PLANTED` is not a gap: the
+    calls show that the callable does not allow it.
     """
 
     NOTICED = "noticed"

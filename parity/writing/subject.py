@@ -18,8 +18,7 @@ class CallKeywords(TypedDict, total=False):
         has_bias: whether a call passes a bias that is added to the scores.
         has_positions: whether a call passes the positions of its tokens; default: 0, 1, … after cached tokens.
         cache: `static`, slots for a fixed number of tokens, with equal lengths in all sequences; `ragged`, with a
-            length
-            per sequence; None for no cache, the default.
+            length per sequence; None for no cache, the default.
     """
 
     is_causal: bool

@@ -107,10 +107,8 @@ def _unexplained(exam: Examination, path: Path, inputs: Inputs, hidden: np.ndarr
 
     For split heads, this is the residual of weights @ values. A layer's output is linear in its values: if the value of
     token s changes by u, the output of query t changes by the sum over heads of attn_weights[n, t, s] a_n. Here a_n,
-    the
-    contribution of head n for u, is unknown but the same for all t and s. There are more equations than unknowns, so
-    the
-    residual is informative.
+    the contribution of head n for u, is unknown but the same for all t and s. There are more equations than unknowns,
+    so the residual is informative.
     """
     attn_weights = result.attn_weights
     if attn_weights is None:

@@ -345,7 +345,6 @@ def check_carried(
         but_for: features that may be lost. Default: plain RoPE, which some programs apply outside the layer.
         unread: attention keys that no specification contains, with their values. Only a layout that carries every
             feature accepts them.
-            everything may have them.
 
     Raises:
         ValueError: if neither the weights in this layout nor their module express every feature.
