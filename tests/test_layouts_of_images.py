@@ -33,7 +33,7 @@ def saved(kind, folder):
 
 
 # The window of its pictures is not read: the tests of unread keys see that it is named.
-unread_window = pytest.mark.filterwarnings("ignore:.*says window_size")
+unread_window = pytest.mark.filterwarnings("ignore:.*sets window_size")
 
 
 @unread_window
