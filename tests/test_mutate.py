@@ -158,7 +158,7 @@ def test_a_mask_that_is_not_causal_is_not_shifted():
 
 
 def test_ours_does_not_stand_in_for_what_gives_something_else():
-    with pytest.raises(Unfit, match="something else than yours"):
+    with pytest.raises(Unfit, match="another result than yours"):
         planted("softmax-over-heads", Q, K, V, function=lambda *given: attention(*given) * 2)
 
 
