@@ -247,10 +247,10 @@ def _size(target: Any, names: Sequence[str]) -> int | None:
 
 def _widths(target: Any, library: str) -> list[int]:
     """Return candidates for the width of a module's inputs: its attributes, then every size of its parameters."""
-    told = _size(target, WIDTHS)
+    width = _size(target, WIDTHS)
     tree = [*target.parameters()] if library == "torch" else target.params if isinstance(target, WithParams) else target
     sizes = [size for leaf in arrays_in(tree) if len(leaf.shape) > 1 for size in leaf.shape]
-    return list(dict.fromkeys([*([told] if told else []), *sizes]))
+    return list(dict.fromkeys([*([width] if width else []), *sizes]))
 
 
 def _with_width(subject: Subject, widths: Sequence[int]) -> Subject:

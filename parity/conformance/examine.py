@@ -20,7 +20,7 @@ from parity.conformance.discover import framework_of, made, name_of, subject_of
 from parity.conformance.examination import Examination
 from parity.conformance.peers import PEERS, peer
 from parity.conformance.questions import QUESTIONS
-from parity.conformance.rules import judged, of_error
+from parity.conformance.rules import apply_promises, of_error
 from parity.conformance.subjects import DTYPES, TTNN_DTYPES, Subject
 
 
@@ -93,7 +93,7 @@ def _answers(subject: Subject, questions: Iterable[str], dtypes: Sequence[str]) 
             answer = question.ask(examination)
         except (Refused, Failed) as error:
             answer = examination.only(question, of_error(error))
-        answers.append(judged(answer, subject))
+        answers.append(apply_promises(answer, subject))
     return Conformance(subject.name, subject.framework, subject.version, tuple(answers))
 
 

@@ -269,10 +269,10 @@ def peer(name: str) -> Subject:
     if package == "keras":
         version += f" on {subject.framework} {metadata.version(subject.framework)}"
     # Keras layers keep a random state; others draw from a key or from torch's seed at each call.
-    return replace(subject, version=version, make=_kept(subject.make, keeps_state=package == "keras"))
+    return replace(subject, version=version, make=_cached(subject.make, keeps_state=package == "keras"))
 
 
-def _kept(make: Callable[..., Call], keeps_state: bool) -> Callable[..., Call]:
+def _cached(make: Callable[..., Call], keeps_state: bool) -> Callable[..., Call]:
     """Return a factory that caches the layer for each dtype and mode, unless it gets weights or draws from a state."""
     held: dict[Path, Call] = {}
 

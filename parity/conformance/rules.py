@@ -12,7 +12,7 @@ from parity.conformance.calls import Failed, Refused
 from parity.conformance.subjects import BATCH, NUM_HEADS, SEED, TOKENS, Path, Subject
 
 
-def judged(answer: Answer, subject: Subject) -> Answer:
+def apply_promises(answer: Answer, subject: Subject) -> Answer:
     """Return an answer adjusted for stronger promises of a subject, or for documented exceptions."""
     if answer.kind is Kind.NOTE and answer.question in subject.promises:
         answer = replace(answer, kind=Kind.BROKEN)
@@ -104,7 +104,7 @@ def by_rule(answers: Mapping[Path, Hashable]) -> str:
     """Describe which path leads to which answer: 'NaN with weights, zeros in train or with grad, NaN else'."""
     for depth in range(5):
         if found := list(_rules(dict(answers), depth)):
-            return _told(min(found, key=lambda rules: len(list(groupby(answer for answer, _ in rules)))))
+            return _format(min(found, key=lambda rules: len(list(groupby(answer for answer, _ in rules)))))
     counts = {answer: list(answers.values()).count(answer) for answer in dict.fromkeys(answers.values())}
     return " or ".join(f"{answer} ({count} paths)" for answer, count in counts.items())
 
@@ -123,7 +123,7 @@ def _rules(answers: dict[Path, Hashable], depth: int) -> Iterator[Rules]:
                         yield [(chosen[0], tell(value)), *rules]
 
 
-def _told(rules: Rules) -> str:
+def _format(rules: Rules) -> str:
     parts = []
     for answer, group in groupby(rules, key=lambda rule: rule[0]):
         conditions = [condition for _, condition in group]

@@ -164,9 +164,9 @@ def compare_weights(
     biases = [{*with_all.weight_shapes} - {*each.weight_shapes} for each in (other_spec, spec)]
     spec = check_alike(with_all, other_with_all)
     dtypes = [next(iter(held.values())).dtype for held in (one, two)]
-    told = (dtypes[0].name, dtypes[1].name)
+    dtype_names = (dtypes[0].name, dtypes[1].name)
     if same_bits(one, two) and not any(biases):
-        return WeightsComparison("bits", told, 0.0, (), "weights the same, bit for bit")
+        return WeightsComparison("bits", dtype_names, 0.0, (), "weights the same, bit for bit")
     held = roles(spec)
     found = [each for name in one if (each := _difference(name, one[name], two[name], held.get(name), spec))]
     max_ulp = max((each.max_ulp for each in found), default=0.0)
@@ -180,7 +180,7 @@ def compare_weights(
         for index, each in enumerate(found):
             pair = Pair(each.name, one[each.name], two[each.name], held.get(each.name))
             found[index] = replace(each, law=_bias_of_one(each.name, *biases) or law_of(pair, each.heads, layers))
-    return WeightsComparison(kind, told, max_ulp, tuple(found), how)
+    return WeightsComparison(kind, dtype_names, max_ulp, tuple(found), how)
 
 
 def _bias_of_one(name: str, of_first: Collection[str], of_second: Collection[str]) -> TensorLaw | None:

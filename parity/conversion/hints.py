@@ -123,8 +123,8 @@ def merge(label: str, sources: Iterable[HintSource]) -> LayerHints:
 def _with_hints(spec: AttentionSpec, hints: LayerHints, label: str, *, may_rotate: bool) -> AttentionSpec:
     """Return a layer with the RoPE of hints, if any; reject it if its heads or its rotation differ from theirs."""
     if wrong := hints.contradicted_by(spec):
-        got, told = (", ".join(f"{name}={of[name]}" for name in wrong) for of in (hints.counts, spec.values()))
-        raise Refusal(wrong[0], f"match the file's metadata for {label}, {told}", got)
+        got, expected = (", ".join(f"{name}={of[name]}" for name in wrong) for of in (hints.counts, spec.values()))
+        raise Refusal(wrong[0], f"match the file's metadata for {label}, {expected}", got)
     rope = hints.rope
     if rope is None:
         return spec

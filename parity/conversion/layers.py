@@ -210,11 +210,11 @@ class TensorCache:
         self.infos = file.infos
         self.quantised = file.quantised
         self._file = file
-        self._held: dict[tuple[str, int | None], np.ndarray] = {}
+        self._cached: dict[tuple[str, int | None], np.ndarray] = {}
 
     def read(self, name: str) -> np.ndarray:
         """Read a tensor without caching it."""
-        self._held.clear()  # so that memory holds one of them
+        self._cached.clear()  # so that memory holds one of them
         return self._file.read(name)
 
     def read_finite(self, name: str, index: int | None = None, axis: int = 0) -> np.ndarray:
@@ -225,15 +225,15 @@ class TensorCache:
         return np.ascontiguousarray(np.moveaxis(self._hold((name, None), 3), axis, 0)[index])
 
     def _hold(self, key: tuple[str, int | None], most: int) -> np.ndarray:
-        if key not in self._held:
-            while len(self._held) >= most:
-                del self._held[next(iter(self._held))]
+        if key not in self._cached:
+            while len(self._cached) >= most:
+                del self._cached[next(iter(self._cached))]
             name, index = key
             tensor = self._file.read(name) if index is None else self._file.read_entry(name, index)
             if not is_finite(tensor):
                 raise Refusal(name, "be finite", "NaN or infinities")
-            self._held[key] = tensor
-        return self._held[key]
+            self._cached[key] = tensor
+        return self._cached[key]
 
 
 QUANTISED = re.compile(

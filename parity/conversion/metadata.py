@@ -113,7 +113,7 @@ def file_hints(file: TensorFile, caller: LayerHints) -> FileHints:
             return FileHints((lambda label: caller,))
         model = model_hints(file, caller)
         return FileHints((lambda label: caller, model.hints), model=model)
-    dropped, ignored, unread = _held(file, "dropped", list), _held(file, "ignored", list), _held(file, "unread", dict)
+    dropped, ignored, unread = _read(file, "dropped", list), _read(file, "ignored", list), _read(file, "unread", dict)
     dropped, ignored = (tuple(map(str, names)) for names in (dropped, ignored))
     if unknown := sorted({*dropped} - {*DROPPABLE} - {*unread}):
         raise Refusal(file.path, f"list only {', '.join(DROPPABLE)} as dropped", ", ".join(unknown))
@@ -143,11 +143,11 @@ def _own_specs(file: TensorFile) -> dict[str, AttentionSpec]:
         return {}
     if "specs" not in metadata:
         return {"": read_spec(file.path, metadata)}
-    held = _held(file, "specs", dict)
+    held = _read(file, "specs", dict)
     return {label: read_spec(file.path, {**metadata, "spec": json.dumps(each)}) for label, each in held.items()}
 
 
-def _held(file: TensorFile, name: str, kind: type[Held]) -> Held:
+def _read(file: TensorFile, name: str, kind: type[Held]) -> Held:
     """Return a list or dict from our file's metadata; empty if it is missing."""
     held = parse_json(file.metadata[name].encode()) if name in file.metadata else kind()
     if not isinstance(held, kind) or (isinstance(held, list) and not all(isinstance(each, str) for each in held)):
@@ -175,7 +175,7 @@ def sources(
         ValueError: if a layout is unknown, or no layer has it.
     """
     is_ours = _is_ours(file.metadata)
-    told = layout or file.metadata.get("layout") or ("canonical" if "spec" in file.metadata else None)
+    layout_name = layout or file.metadata.get("layout") or ("canonical" if "spec" in file.metadata else None)
     if prefix is None and is_ours and known.specs:
         prefixes = list(dict.fromkeys(numbered(label.partition("[")[0]) for label in known.specs))
     elif prefix is not None or (is_ours and "prefix" in file.metadata):
@@ -184,8 +184,8 @@ def sources(
         return [(each, find_layout(layout, what) if layout else LAYOUTS[name]) for each, name in of_model.items()]
     else:
         prefixes = [""]
-    if told is not None:
-        return [(each, find_layout(told, what)) for each in prefixes]
+    if layout_name is not None:
+        return [(each, find_layout(layout_name, what)) for each in prefixes]
     layouts = [_layout_under(file, known.model, each) for each in prefixes]
     if layouts and all(layouts):
         return [(each, LAYOUTS[layout]) for each, layout in zip(prefixes, layouts, strict=True)]

@@ -79,9 +79,9 @@ def check_alike(spec: AttentionSpec, other_spec: AttentionSpec) -> AttentionSpec
     """Return the specification that two layers share, without fields that weights do not show, or reject them."""
     spec, other_spec = unheld(spec), unheld(other_spec)
     if spec != other_spec:
-        told, others = spec.values(), other_spec.values()
-        differ = [name for name in told if told[name] != others[name]]
-        words = ", ".join(f"{name}={told[name]} and {others[name]}" for name in differ)
+        fields, other_fields = spec.values(), other_spec.values()
+        differ = [name for name in fields if fields[name] != other_fields[name]]
+        words = ", ".join(f"{name}={fields[name]} and {other_fields[name]}" for name in differ)
         rope = spec.rope or other_spec.rope
         if differ == ["rope"] and rope is not None and None in (spec.rope, other_spec.rope):
             theta = f"--rope-theta {rope.theta:g}, or rope=Rope({rope.theta:g}),"

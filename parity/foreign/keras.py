@@ -33,7 +33,7 @@ def import_keras(framework: str | None = None) -> ModuleType:
         import keras
 
         return keras
-    os.environ["KERAS_BACKEND"] = framework or _chosen()
+    os.environ["KERAS_BACKEND"] = framework or _configured_framework()
     try:
         import keras
     finally:
@@ -41,7 +41,7 @@ def import_keras(framework: str | None = None) -> ModuleType:
     return keras
 
 
-def _chosen() -> str:
+def _configured_framework() -> str:
     """Return the framework of the user's settings if it is installed; Keras may write one that is not."""
     settings = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras")) / "keras.json"
     chosen = json.loads(settings.read_text()).get("backend") if settings.exists() else None

@@ -23,7 +23,7 @@ def plant(module: Any) -> None:
     holder, name, is_method = place_of(module, order()["attribute"])
     fit, _ = planted_in(view)
     mistake = order()["mistake"]
-    attend = _watched(fit) if not mistake else _broken(fit[mistake])
+    attend = _record_fitting(fit) if not mistake else _inject(fit[mistake])
     setattr(holder, name, _wrapped(getattr(holder, name), view, is_method, attend))
     atexit.register(_wait)
     note("planted")
@@ -63,7 +63,7 @@ def _wrapped(original: Any, view: View, is_method: bool, attend: Attend) -> Any:
     return wrapper
 
 
-def _watched(fit: dict[str, Planted]) -> Attend:
+def _record_fitting(fit: dict[str, Planted]) -> Attend:
     """Inject nothing, but record which bugs apply."""
     left = dict(fit)
 
@@ -84,7 +84,7 @@ def _watched(fit: dict[str, Planted]) -> Attend:
     return attend
 
 
-def _broken(mistake: Planted) -> Attend:
+def _inject(mistake: Planted) -> Attend:
     is_changed = threading.Event()
 
     def compare(before: list[Any], after: list[Any]) -> None:

@@ -16,7 +16,7 @@ Event = tuple[str, str]
 test)."""
 
 
-_told: set[Event] = set()
+_noted: set[Event] = set()
 
 
 @cache
@@ -27,9 +27,9 @@ def order() -> dict[str, Any]:
 
 def note(event: str, more: str = "") -> None:
     """Record an event, unless it is already recorded."""
-    if (event, more) in _told:
+    if (event, more) in _noted:
         return
-    _told.add((event, more))
+    _noted.add((event, more))
     line = json.dumps([event, more[:300]]) + "\n"
     descriptor = os.open(order()["record"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
@@ -40,7 +40,7 @@ def note(event: str, more: str = "") -> None:
 
 def is_noted(event: str) -> bool:
     """Return whether this process has recorded an event."""
-    return any(kind == event for kind, _ in _told)
+    return any(kind == event for kind, _ in _noted)
 
 
 def events(path: Path) -> list[Event]:

@@ -246,7 +246,7 @@ def mutate(
             found = (Status.NOT_PLANTED, reason, 0.0) if reason else (Status.NOT_REACHED, "no call allows it", 0.0)
         else:
             run = tests.run(name)
-            found = (*_judged(run), run.seconds)
+            found = (*_result_of(run), run.seconds)
         return Outcome(name, about_of(name), page_of(name), *found)
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -260,7 +260,7 @@ def mutate(
             raise
 
 
-def _judged(run: Run) -> tuple[Status, str]:
+def _result_of(run: Run) -> tuple[Status, str]:
     """Return the result of a run with a bug, and the reason."""
     kinds = {event for event, _ in run.told}
     if run.status is None:

@@ -80,7 +80,7 @@ def written(spec: AttentionSpec, framework: str, call: CallForm, loader: str = "
         raise Refusal("has_positions", "be False for a layer without RoPE and temperature", has_positions=True)
     known = {"spec": replace(spec, fused_qkv=False), "call": call, "ABSENT": ABSENT, **_records()}
     template = (TEMPLATES / f"{framework}.py").read_text().replace(NAMES_GO_HERE, _names(), 1)
-    source = specialize(f"{template}\n\n{loader}", known, _unused(call), _kept(call))
+    source = specialize(f"{template}\n\n{loader}", known, _unused(call), _public_names(call))
     return source.replace("TITLE", docstring_of(spec, framework, call), 1).replace("ABOUT", title_of(spec, call), 1)
 
 
@@ -93,7 +93,7 @@ def _records() -> dict[str, Any]:
     return {name: getattr(mha_spec, name) for name in mha_spec.__all__}
 
 
-def _kept(call: CallForm) -> tuple[str, ...]:
+def _public_names(call: CallForm) -> tuple[str, ...]:
     return KEEP if call.cache is None else (*KEEP, "empty_cache")
 
 

@@ -154,7 +154,7 @@ _LAYER = {
 def _one_call(framework: str, call: CallForm, case: Case, with_trace: bool) -> Iterator[str]:
     names = ("query", "key") if call.is_cross else ("query",)
     arguments = [_array(framework, f'inputs["{name}"]') for name in names]
-    arguments += [_beside(framework, f'inputs["{name}"]') for name in ("mask", "bias") if name in _asked(call)]
+    arguments += [_beside(framework, f'inputs["{name}"]') for name in ("mask", "bias") if name in _passed(call)]
     arguments += [_beside(framework, _positions("", with_trace))] * call.has_positions
     params = ["params"] if framework == "jax" else []
     yield f'    outputs = {{"output": layer({", ".join(params + arguments)})}}'
@@ -179,7 +179,7 @@ def _positions(step: str, with_trace: bool) -> str:
     return f"CASE.positions({step})"
 
 
-def _asked(call: CallForm) -> list[str]:
+def _passed(call: CallForm) -> list[str]:
     return ["mask"] * call.has_mask + ["bias"] * call.has_bias
 
 

@@ -84,12 +84,12 @@ def unseen(found: dict) -> list[str]:
     seen = {
         "the request": "http://127.0.0.1:9/x.png" in found["requests"],
         "the error": any("oops" in error for error in found["errors"]),
-        "the faults of the picture and of the colour": {"image-alt", "color-contrast"}
+        "the faults of the picture and of the color": {"image-alt", "color-contrast"}
         <= {fault["id"] for fault in found["violations"]},
         "the width, in each view": bool(found["views"]) and all(view["overflow"] > 0 for view in found["views"]),
         "the exit status": found["status"] == 1,
     }
-    return [f"not seen: {what}" for what, is_seen in seen.items() if not is_seen]
+    return [f"not detected: {what}" for what, is_seen in seen.items() if not is_seen]
 
 
 def make_pages(folder: Path) -> None:
@@ -114,7 +114,7 @@ def main(folder: Path) -> int:
     except NoBrowser as error:
         print(f"check-html: LEFT OUT, {error}")
         return 0
-    print("\n".join(wrong) or "check-html: the pages are as they must be, and the faults of the control are seen")
+    print("\n".join(wrong) or "check-html: the pages have no faults, and those of the control page are detected")
     return bool(wrong)
 
 

@@ -231,14 +231,14 @@ def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: Laye
     of_qkv = sorted({part for each in present if each.kind == "bias" for part in each.parts} - {"out_proj.bias"})
     if len(of_qkv) not in (0, 3):
         raise Refusal("q_proj, k_proj and v_proj", "all have a bias, or none", str(of_qkv))
-    told = {name: shapes[name] for name in names_of(present, shapes)}
-    _check_shapes(told, present, layout)
-    fitting, reasons = _fitting(present, told, layout, hints)
+    used = {name: shapes[name] for name in names_of(present, shapes)}
+    _check_shapes(used, present, layout)
+    fitting, reasons = _fitting(present, used, layout, hints)
     if not fitting:
-        if hints.counts and not reasons and (others := _fitting(present, told, layout, LayerHints(rope=hints.rope))[0]):
+        if hints.counts and not reasons and (others := _fitting(present, used, layout, LayerHints(rope=hints.rope))[0]):
             raise HeadsDoNotFit("the heads", f"be those of {layout.name}: {_options(others)}", hints.counts)
         why = f" ({reasons[0]})" if reasons else ""
-        raise DoesNotFit("shapes", f"be those of a layer in {layout.name}{why}", str(told))
+        raise DoesNotFit("shapes", f"be those of a layer in {layout.name}{why}", str(used))
     first = fitting[0]
     if layout.ranks is not None and hints.head_dim is None and all(spec.q_width != spec.d_model for spec in fitting):
         rule = f"be given for {layout.name} if num_heads * head_dim is not d_model, as in a rank's file"

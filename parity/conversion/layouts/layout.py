@@ -25,7 +25,7 @@ OTHERS = ("inputs.*", "dropout_rngs.*")
 """Names of other tensors in any layout: inputs in our own files, and the state of mha_jax's dropout."""
 
 LOGICAL = {"weight": "n h d", "bias": "n h", "out.weight": "e n h", "out.bias": "e"}
-"""The axes of a projection before it is laid out: n heads, h features of a head, d input width, e output width."""
+"""Logical axes of a projection: n heads, h features of a head, d input width, e output width."""
 
 
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "g": "gate_proj", "out": "out_proj"}

@@ -37,9 +37,9 @@ _MAXTEXT_CARRIES_ALL = (
 
 def _maxtext(name: str, about: str, file: str, *forms: tuple[Tensor, ...], **options: Any) -> Layout:
     """Return a layout of MaxText: needs a specification, and stacks on the second axis."""
-    told = {"prefixes": ("params.decoder.layers_{i}.self_attention",), "needs_spec": True, "stack_axis": 1}
+    defaults = {"prefixes": ("params.decoder.layers_{i}.self_attention",), "needs_spec": True, "stack_axis": 1}
     source = f"AI-Hypercomputer/maxtext, src/maxtext/{file}"
-    return Layout(f"maxtext{name}", about, source, forms, **{**told, **options})
+    return Layout(f"maxtext{name}", about, source, forms, **{**defaults, **options})
 
 
 _MAXTEXT = [

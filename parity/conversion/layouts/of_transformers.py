@@ -12,16 +12,16 @@ Form = tuple[Tensor, ...]
 
 def _layout(name: str, about: str, file: str, *forms: Form, version: str = "", **options: Any) -> Layout:
     """Return a layout of models whose config.json specifies all features, unless `carries` restricts them."""
-    told = {"prefixes": ("model.layers.{i}.self_attn", "layers.{i}.self_attn"), "rules": ("out_proj",)}
+    defaults = {"prefixes": ("model.layers.{i}.self_attn", "layers.{i}.self_attn"), "rules": ("out_proj",)}
     source = f"transformers/models/{file}/modeling_{file}.py{version}"
-    return Layout(f"transformers.{name}", about, source, forms, **{**told, "carries": CARRIED, **options})
+    return Layout(f"transformers.{name}", about, source, forms, **{**defaults, "carries": CARRIED, **options})
 
 
 def _separate(name: str, words: tuple[str, str, str, str], file: str, about: str = "", **options: Any) -> Layout:
     """Return a layout of four projections, by layer name. Older files also contain the frequencies of RoPE."""
     listed = ", ".join(words)
-    told = f"{listed}, and the models' other weights; {about}" if about else listed
-    return _layout(name, told, file, separate(*words), **{"ignored": ("rotary_emb.inv_freq",), **options})
+    about = f"{listed}, and the models' other weights; {about}" if about else listed
+    return _layout(name, about, file, separate(*words), **{"ignored": ("rotary_emb.inv_freq",), **options})
 
 
 def _of_latents(name: str, words: str, file: str, *forms: tuple[str, ...], **options: Any) -> Layout:

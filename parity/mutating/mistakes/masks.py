@@ -67,7 +67,7 @@ def _ignored(call: Call) -> Call | None:
 # ---- The causal mask -------------------------------------------------------------------------------------------------
 
 
-def _tried(call: Call, hidden: np.ndarray) -> Run:
+def _with_own_mask(call: Call, hidden: np.ndarray) -> Run:
     """Make a run with its own mask (T, S), in the first shape that works."""
     if not call.view.mask_true:
         raise Unfit(OTHER_NEEDS["polarity"])
@@ -102,7 +102,7 @@ def _causal(wrong: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[[
         if call.get("is_causal"):
             plain = call.but(is_causal=False)
             if mask is None:
-                return _tried(plain, others)
+                return _with_own_mask(plain, others)
             if not _is_square(call, mask):
                 return None
             changed = _hidden(call, mask) | call.array(others.copy())
@@ -122,7 +122,7 @@ def _other_alignment(call: Call) -> Run | None:
     if not call.get("is_causal") or num_queries == num_keys or call.get("mask") is not None:
         return None
     offset = 0 if call.view.causal == "bottom-right" else num_keys - num_queries
-    return _tried(call.but(is_causal=False), ~np.tri(num_queries, num_keys, offset, dtype=bool))
+    return _with_own_mask(call.but(is_causal=False), ~np.tri(num_queries, num_keys, offset, dtype=bool))
 
 
 def _unasked(call: Call) -> Call | None:

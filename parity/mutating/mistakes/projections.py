@@ -98,9 +98,9 @@ class Weights:
 def _told(call: Call, held: Held, names: tuple[str, ...]) -> int | None:
     """Return a number from attributes of the module, its configuration or the call, by one of some names."""
     holders = [each for owner in held.owners for each in (owner, getattr(owner, "config", None))]
-    told = [getattr(holder, name, None) for holder in holders for name in names]
-    told += [call.named(name) for name in names]
-    return next((number for number in told if isinstance(number, int) and number > 0), None)
+    numbers = [getattr(holder, name, None) for holder in holders for name in names]
+    numbers += [call.named(name) for name in names]
+    return next((number for number in numbers if isinstance(number, int) and number > 0), None)
 
 
 def _with(change: Callable[[Weights], Arrays]) -> Callable[[Call], Run | None]:
