@@ -203,7 +203,7 @@ class FileLayer:
 
 
 class TensorCache:
-    """Tensors of a file; the last one is cached, because q, k and v may be read in turn from one packed tensor."""
+    """Tensors of a file; the last ones are cached, because q, k and v may be read in turn from a packed tensor."""
 
     def __init__(self, file: TensorFile) -> None:
         self.path = file.path

@@ -70,7 +70,8 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
     missing = [[name for name in wanted if not matches(name, names)] for wanted in required]
     found = [form for form, absent in zip(layout.forms, missing, strict=True) if not absent]
     if len(found) > 1:
-        names_in = [{tensor.name for tensor in form} for form in found]  # for a form without out_proj, see below
+        # A form that is part of another, such as the one without out_proj, does not count.
+        names_in = [{tensor.name for tensor in form} for form in found]
         found = [form for form, own in zip(found, names_in, strict=True) if not any(own < other for other in names_in)]
     if len(found) != 1:
         likeliest = max(range(len(missing)), key=lambda i: len(required[i]) - len(missing[i]))
