@@ -273,7 +273,7 @@ def _division(
             axes = [axis for axis, group in enumerate(tensor.groups) if "n" in group]
             axis = OF_QUERIES.get(tensor.holds) if tensor.is_whole else next(iter(axes), None)
             return Division(0 if name in norms else axis)
-    if name == ranks.embeddings:  # whole, its last axis has the model's width, like the output's rows
+    if name == ranks.embeddings:  # if whole, its last axis equals the rows of the output
         out = next(tensor.name for tensor in layout.tensors if (tensor.holds, tensor.kind) == ("out", "weight"))
         widths = {shape[0] for each, shape in shapes.items() if each.endswith(out)}
         return Division(1 if count > 1 and {shapes[name][-1] * count} == widths else 0)

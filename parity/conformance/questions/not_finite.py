@@ -141,7 +141,7 @@ def _poisoned(exam: Examination, path: Path, num_tokens: int, hides: bool) -> di
             poisons += [Poison(letters, 2, np.nan), Poison(letters, last, np.nan)]
         letters = exam.separate_keys[-1][0]
         kinds.append([*poisons, Poison(letters, 2, np.inf), Poison(letters, last, np.inf)])
-    if not kinds or (exam.subject.is_layer and exam.subject.framework == "torch"):  # which detects equal inputs
+    if not kinds or (exam.subject.is_layer and exam.subject.framework == "torch"):  # with a path for equal inputs
         kinds.append([Poison("qkv", 2, np.nan), Poison("qkv", last, np.nan), Poison("qkv", 2, np.inf)])
     found: dict[str, list[Poisoned]] = {}
     refusals: list[Refused] = []
