@@ -1,8 +1,8 @@
-"""Row by row, what two runs of `mha-parity bench --json` say: how much faster or slower is the second?
+"""Compare two runs of `mha-parity bench --json` row by row: how much faster or slower is the second?
 
     python benchmarks/compare.py BEFORE.json AFTER.json [--allow 0.1] [--relative]
 
-Exit status 1 if a row is slower, or one that measures memory larger, than is allowed; 2 if a file is not of the kind.
+Exit status 1 if the time or the memory of a row grew by more than --allow; 2 if a file has another format.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ KEY = ("what", "framework", "shape", "dtype")
 
 
 def read_rows(path: str) -> dict[str, dict[str, Any]]:
-    """The rows in a file, by what they measured.
+    """Return the rows in a file, by the name of their measurement.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is not a file of the benchmark.
+        OSError: if the file cannot be read.
+        ValueError: if it is not a benchmark file.
     """
     content = json.loads(Path(path).read_text("utf-8"))
     if not isinstance(content, dict) or content.get("format") != FORMAT or "rows" not in content:
@@ -36,7 +36,7 @@ def _word(value: Any) -> str:
 
 
 def value_of(row: dict[str, Any], *, relative: bool) -> float | None:
-    """What is compared of a row: our time, or that as a share of the limit; memory where no time was measured."""
+    """Return the compared value of a row: our time, or its share of the limit; memory if no time was measured."""
     if row["ours_ms"] is None:
         return row["peak_bytes"]
     return row["limit_ratio"] if relative else row["ours_ms"]
@@ -45,7 +45,7 @@ def value_of(row: dict[str, Any], *, relative: bool) -> float | None:
 def compare(
     before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]], *, relative: bool = False
 ) -> list[tuple[str, float, float, float]]:
-    """(row, before, after, after / before) of all rows that both have, the worst one first."""
+    """Return (row, before, after, after / before) for all common rows, the worst one first."""
     found = []
     for name in before.keys() & after.keys():
         old, new = (value_of(rows[name], relative=relative) for rows in (before, after))
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare and print.
 
     Args:
-        arguments: as on the command line; those of the process when absent.
+        arguments: command-line arguments; default: those of the process.
 
     Returns:
         The exit status.

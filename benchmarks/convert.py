@@ -1,9 +1,9 @@
-"""How fast whole checkpoints are converted, and in how much memory, against reading and writing them unchanged.
+"""Measure time and memory of whole-checkpoint conversions, compared with reading and writing them unchanged.
 
     python benchmarks/convert.py [--gib 1] [--only-attention] [--json PATH]
 
 A synthetic LLaMA-like checkpoint in bfloat16 is written to a temporary folder (--folder), which needs four times its
-size. Each step runs in a process of its own, several times, in changing order; the median counts.
+size. Each step runs in its own process, several times, in changing order; the median counts.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from mha_spec import Rope
 PREFIX = "model.layers.{i}.self_attn"
 HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 64, "rope": Rope(500000.0)}
 WIDTH, MLP_WIDTH, VOCABULARY = 2048, 8192, 32000
-ALLOWED_BYTES = (1.5, 500 * 10**6)  # times the largest tensor, and more
+ALLOWED_BYTES = (1.5, 500 * 10**6)  # factor of the largest tensor, plus a constant
 
 
 # ---- The checkpoint --------------------------------------------------------------------------------------------------
 
 
 def shapes_of(num_layers: int, *, only_attention: bool) -> Iterator[tuple[str, tuple[int, int]]]:
-    """The tensors of a checkpoint: names and shapes."""
+    """Yield the names and shapes of the tensors of a checkpoint."""
     if not only_attention:
         yield "model.embed_tokens.weight", (VOCABULARY, WIDTH)
     kv_width = HEADS["num_kv_heads"] * HEADS["head_dim"]
@@ -52,7 +52,7 @@ def shapes_of(num_layers: int, *, only_attention: bool) -> Iterator[tuple[str, t
 
 
 def make_checkpoint(path: Path, gib: float, *, only_attention: bool) -> None:
-    """Write a checkpoint of about that size."""
+    """Write a checkpoint of about this size."""
     from parity.files import write_tensors
 
     size = lambda n: sum(2 * rows * columns for _, (rows, columns) in shapes_of(n, only_attention=only_attention))  # noqa: E731
@@ -71,14 +71,14 @@ def make_checkpoint(path: Path, gib: float, *, only_attention: bool) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file is on the disk, as a conversion does before it moves its own into place."""
+    """Flush a file to disk, as a conversion does before it moves the file into place."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 def library(source: Path, target: Path) -> None:
-    """safetensors' own functions."""
+    """Use safetensors' own functions."""
     from safetensors.torch import load_file, save_file
 
     save_file(load_file(source), target)
@@ -86,13 +86,13 @@ def library(source: Path, target: Path) -> None:
 
 
 def byte_copy(source: Path, target: Path) -> None:
-    """What nothing can be faster than."""
+    """Copy bytes, as a lower bound on time."""
     shutil.copyfile(source, target)
     flush(target)
 
 
 def unchanged(source: Path, target: Path) -> None:
-    """Our own reading and writing, with hash and verification."""
+    """Use our own reading and writing, with hash and verification."""
     from parity.files import open_tensors, write_tensors
 
     with open_tensors(source) as file:
@@ -100,7 +100,7 @@ def unchanged(source: Path, target: Path) -> None:
 
 
 def conversion(layout: str, told: str | None = None) -> Callable[[Path, Path], None]:
-    """A conversion; what is not told of the source is in its metadata."""
+    """Return a conversion; without a source layout, the metadata specifies it."""
 
     def convert(source: Path, target: Path) -> None:
         from parity.conversion.convert import convert_file
@@ -119,12 +119,12 @@ STEPS: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
     "to qkv_proj": ("source", conversion("qkv_proj", "transformers.LLaMA")),
     "back from qkv_proj": ("to qkv_proj", conversion("transformers.LLaMA")),
 }
-"""By name: which file it reads, the checkpoint or what another step wrote, and what it does."""
+"""Steps by name: the file that each reads (the checkpoint, or another step's output), and its function."""
 YARDSTICK = "safetensors load_file, save_file"
 
 
 def run_step(name: str, source: Path, target: Path) -> dict[str, float]:
-    """Run a step in this process: seconds (also of processors) without imports, and the most memory that it had."""
+    """Run a step in this process; return its wall and CPU seconds without imports, and its peak memory."""
     import safetensors.torch  # noqa: F401
 
     import parity.conversion.convert  # noqa: F401
@@ -137,7 +137,7 @@ def run_step(name: str, source: Path, target: Path) -> dict[str, float]:
 
 
 def run_apart(name: str, source: Path, target: Path) -> dict[str, float]:
-    """The same, in a process of its own."""
+    """Run a step in its own process."""
     command = [sys.executable, __file__, "--step", name, str(source), str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -146,7 +146,7 @@ def run_apart(name: str, source: Path, target: Path) -> dict[str, float]:
 
 
 def measure(source: Path, folder: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
-    """Every step, `repeats` times, in an order that changes: where a file comes to lie in memory matters."""
+    """Run every step `repeats` times, in changing order, because the memory location of a file affects its speed."""
     files = {"source": source}
     for name in {reads for reads, _ in STEPS.values()} - files.keys():
         files[name] = folder / f"{name}.safetensors"

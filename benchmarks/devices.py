@@ -1,7 +1,7 @@
-"""What a device holds and sends, of a layer of mha_jax on 1, 2, 4 and 8 of them: a table for benchmarks/results.md.
+"""Tabulate memory and communication of an mha_jax layer on 1, 2, 4 and 8 devices, for benchmarks/results.md.
 
-Programs are compiled for virtual devices of a CPU, and not run: XLA says what memory they take, and their text what
-they send. Usage: python benchmarks/devices.py [PATTERN]
+Programs are compiled for virtual CPU devices, but not run: XLA reports their memory, and their text shows what they
+send. Usage: python benchmarks/devices.py [PATTERN]
 """
 
 import re
@@ -25,7 +25,7 @@ DEVICES = (1, 2, 4, 8)
 AXIS = "x"
 
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
-"""What is compiled is not run; neither changes what memory it takes."""
+"""Options for fast compilation; they do not affect memory, and compiled programs are not run."""
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -55,14 +55,14 @@ def gradient_of(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def layers(mesh: Mesh, shape: tuple[int, int, int], placement: tuple[str | None, ...], **how: Any) -> list[Program]:
-    """A layer forward, and its gradient."""
+    """Return a layer's forward pass, and its gradient."""
     graph, state = layer_on(mesh, **how)
     forward, x = forward_of(graph), array(mesh, shape, *placement)
     return [(forward, (state, x)), (gradient_of(forward), (state, x, x))]
 
 
 def rings(mesh: Mesh, shape: tuple[int, int, int], placement: tuple[str | None, ...]) -> list[Program]:
-    """The same where keys and values go from device to device, though heads could be shared out."""
+    """Return the same programs with keys and values passed around a ring, although heads could be divided."""
     graph, state = layer_on(mesh, tokens=AXIS)
 
     def forward(state: Any, x: Any) -> Any:
@@ -75,7 +75,7 @@ def rings(mesh: Mesh, shape: tuple[int, int, int], placement: tuple[str | None, 
 
 
 def cached(mesh: Mesh, tokens: int, *, heads: str | None = None, **how: str) -> list[Program]:
-    """A call with a cache of 8 sequences and 4096 slots, which it may reuse."""
+    """Return a call with a cache of 8 sequences and 4096 slots, which it may reuse."""
     told = {"tokens": AXIS} if "slots" in how else {}
     graph, state = layer_on(mesh, mha_jax.MultiHeadAttentionWithCache, heads=heads, **told)
     cache = jax.eval_shape(lambda: mha_jax.init_cache(8, SPEC.num_kv_heads, 4096, SPEC.head_dim))
@@ -99,7 +99,7 @@ PLANS: dict[str, Callable[[Mesh], list[Program]]] = {
 
 
 def measured(pattern: str) -> Iterator[tuple[str, list[tuple[float, float, float, dict[str, int]]]]]:
-    """Of each plan that a pattern finds: for each number of devices MB held for a while, given and sent, and how."""
+    """Yield each matching plan with, per number of devices, temporary MB, received and sent MB, and the operations."""
     for name, plan in PLANS.items():
         titles = [name] if len(plan(mesh_of(1))) == 1 else [f"{name}, forward", f"{name}, gradient"]
         for index, title in enumerate(titles):

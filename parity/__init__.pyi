@@ -1,4 +1,4 @@
-"""The public names, and where each lies: for type checkers, editors, and `__init__.py`, which reads them here."""
+"""Public names and the modules that define them, for type checkers, editors, and `__init__.py`, which reads them."""
 
 from mha_spec import (
     Alibi as Alibi,

@@ -743,7 +743,7 @@ def test_rope_that_is_not_read_is_named_once_by_every_command(source, tmp_path, 
     for command in commands:
         assert main(command) == 0
         error = capsys.readouterr().err
-        assert error.count(f"warning: config.json says {words}, which is not read into a specification") == 1
+        assert error.count(f"warning: config.json sets {words}, which no specification expresses") == 1
         assert error.count("\n") == 1
         assert main([*command, *(["--force"] if command[0] == "convert" else []), "--rope-theta", "500"]) == 0
         assert capsys.readouterr().err == ""
@@ -753,7 +753,7 @@ def test_rope_that_is_not_read_is_named_once_by_every_command(source, tmp_path, 
 
 def test_rope_that_is_not_read_is_warned_of_in_python_and_can_be_given(source, tmp_path):
     config_beside(tmp_path / "source.safetensors", rope_scaling={"rope_type": "llama3"})
-    with pytest.warns(parity.NotCarriedWarning, match="config.json says rope_scaling="):
+    with pytest.warns(parity.NotCarriedWarning, match="config.json sets rope_scaling="):
         _, spec = parity.load(source, "transformers.LLaMA", prefix=PREFIX.replace("{i}", "0"))
     assert spec.rope is None
     rope = Rope(500.0, scaling=Llama3Scaling(8.0, 64))

@@ -291,7 +291,7 @@ def test_unknown_names_under_the_prefix_are_refused(tmp_path):
         tmp_path, tensors, refuses("tensors", "unknown names ['qk_norm.weight']", where="model.layers.1.self_attn")
     )
     tensors = checkpoint() | {"model.layers.1.self_attn.q_norm.weight": np.ones(6, np.float32)}
-    message = refuses("what ['q_norm.weight'] do in transformers.LLaMA", where="model.layers.1.self_attn")
+    message = refuses("the purpose of ['q_norm.weight'] in transformers.LLaMA", where="model.layers.1.self_attn")
     refused_to_convert(tmp_path, tensors, message)
 
 
@@ -792,7 +792,7 @@ def test_a_trained_layer_of_gguf_equals_the_half_split_one_bit_for_bit(smollm2):
 )
 def test_rope_of_a_gguf_file_that_is_not_read_is_named(tmp_path, change, words):
     spec = gguf_layer(tmp_path / "layer.gguf", "llama", change)
-    with pytest.warns(NotCarriedWarning, match=f"GGUF says {words}"):
+    with pytest.warns(NotCarriedWarning, match=f"GGUF sets {words}"):
         _, found = load(tmp_path / "layer.gguf", "gguf.LLaMA", prefix="blk.0")
     assert found == spec
 
@@ -833,7 +833,7 @@ UNREAD = {
 @pytest.mark.parametrize("said", [{}, {"num_heads": 4}, {"rope": Rope(500.0)}], ids=["", "heads", "RoPE"])
 def test_attention_of_a_gguf_file_that_is_not_read_is_named(words, family, said, tmp_path):
     spec = gguf_layer(tmp_path / "layer.gguf", family, UNREAD[words])
-    with pytest.warns(NotCarriedWarning, match=f"GGUF says {re.escape(words)}, .*takes a whole spec=") as caught:
+    with pytest.warns(NotCarriedWarning, match=f"GGUF sets {re.escape(words)}, .*accepts a complete spec=") as caught:
         _, found = load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0", **said)
     assert "RoPE is left out" not in str(caught[0].message)
     assert found == replace(spec, rope=Rope(500.0))
@@ -866,7 +866,7 @@ def test_a_number_of_a_whole_gguf_model_that_is_none_is_refused(tmp_path):
 
 def test_rope_of_no_feature_in_a_gguf_file_is_not_read(tmp_path):
     gguf_layer(tmp_path / "layer.gguf", "qwen2", lambda writer: writer.add_rope_dimension_count(0))
-    with pytest.warns(NotCarriedWarning, match=r"GGUF says rope\.dimension_count=0, .*: RoPE is left out"):
+    with pytest.warns(NotCarriedWarning, match=r"GGUF sets rope\.dimension_count=0, .*: RoPE is left out"):
         load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0")
 
 
@@ -878,7 +878,7 @@ def test_lists_and_nothings_of_a_gguf_file(tmp_path):
 
     gguf_layer(tmp_path / "layer.gguf", "qwen2vl", change)
     with pytest.warns(
-        NotCarriedWarning, match=r"GGUF says rope\.dimension_sections=a list of 4, .*: RoPE is left out"
+        NotCarriedWarning, match=r"GGUF sets rope\.dimension_sections=a list of 4, .*: RoPE is left out"
     ) as on:
         _, found = load(tmp_path / "layer.gguf", "gguf.Qwen2", prefix="blk.0")
     assert "whole spec" not in str(on[0].message)

@@ -216,7 +216,7 @@ LAWS = {
         "another order within their heads",
     ),
     "columns": ("q_proj.weight", lambda x: x[:, MANY], "permuted", "its columns in another order"),
-    "pairs": ("q_proj.weight", lambda x: interleaved(x, 4), "permuted", "RoPE pairs interleaved and not halves"),
+    "pairs": ("q_proj.weight", lambda x: interleaved(x, 4), "permuted", "RoPE pairs interleaved instead of halves"),
     "pairs-of-wrong-heads": ("q_proj.weight", lambda x: interleaved(x, 2), "permuted", "as if heads had 8 features"),
 }
 """By what they are: the tensor, what is done to it, and the law's name and words."""
@@ -304,9 +304,9 @@ def test_what_gguf_quantised_is_told_by_its_type(kind):
     weights, kinds = random_weights(spec), gguf.GGMLQuantizationType[kind]
     rounded = gguf.quants.dequantize(gguf.quants.quantize(weights["k_proj.weight"], kinds), kinds)
     (difference,) = compared(weights, changed(weights, k_proj__weight=rounded), spec).differences
-    assert difference.law.words == f"the first's, quantised as {kind}"
+    assert difference.law.words == f"the first's, quantized as {kind}"
     (difference,) = compared(changed(weights, k_proj__weight=rounded), weights, spec).differences
-    assert difference.law.words == f"what the first's is quantised as {kind} of"
+    assert difference.law.words == f"the original of the first's, which is quantized as {kind}"
 
 
 def test_float32_kept_as_float64_is_told():
@@ -556,7 +556,7 @@ def test_a_bias_that_only_one_has_is_zeros_or_a_law(files, is_first, capsys):
         assert main([command, *(paths if is_first else paths[::-1])]) == 1
         out = capsys.readouterr().out
         assert "q_proj.bias differs in 16 of 16 elements" in out
-        words = "not there, and no zeros in the first" if is_first else "a bias that the first has not"
+        words = "missing, and nonzero in the first" if is_first else "a bias that the first does not have"
         assert f"law       the second's is {words}" in out
     zeros = changed(weights, q_proj__bias=np.zeros(16, np.float32))
     pair = [(zeros, PLAIN), (without, bare)]

@@ -520,7 +520,7 @@ def test_weights_that_are_quantised_are_refused_as_such(llama, capsys, tmp_path,
     folder = with_tensors(llama, tmp_path / "quantised", more)
     for command in (("convert", folder, tmp_path / "c.npz", "--to", "canonical"), ("run", "--model", folder)):
         assert "quantized" in said(capsys, *command, status=2)
-    assert "quantized, and only GGUF" in " ".join(said(capsys, "inspect", folder).split())
+    assert "quantized weights are read only from GGUF" in " ".join(said(capsys, "inspect", folder).split())
 
 
 def test_why_a_configuration_tells_nothing_is_said_where_flags_are_asked_for(llama, capsys, tmp_path):
@@ -556,7 +556,7 @@ def test_one_from_is_that_of_the_file_that_does_not_say_it(llama, capsys, tmp_pa
     bare.write_bytes((llama / "model.safetensors").read_bytes())
     told = ("--from", "transformers.LLaMA", "--prefix", "layers.{i}.self_attn", "--num-heads", "4")
     out = said(capsys, "verify", bare, tmp_path / "j.safetensors", *told, status=2)
-    assert "rope=None and Rope(theta=10000.0); --rope-theta 10000, or rope=Rope(10000), says it of the other" in out
+    assert "rope=None and Rope(theta=10000.0); --rope-theta 10000, or rope=Rope(10000), sets it for the other" in out
     out = said(capsys, "verify", bare, tmp_path / "j.safetensors", *told, "--rope-theta", "1e4")
     assert "bit for bit" in out
 
@@ -648,7 +648,7 @@ def test_layers_beyond_the_last_are_left_as_they_are(llama, capsys, tmp_path):
     tensors = load_file(llama / "model.safetensors")
     more = {name.replace("layers.1.", "layers.2."): x for name, x in tensors.items() if "layers.1." in name}
     folder = with_tensors(llama, tmp_path / "more", more)
-    with pytest.warns(NotCarriedWarning, match=r"does not tell of them: others of layers\.\{i\}\.self_attn"):
+    with pytest.warns(NotCarriedWarning, match=r"does not describe them: layers\.\{i\}\.self_attn"):
         assert [label for label, *_ in layers_in(folder)] == ["layers.0.self_attn", "layers.1.self_attn"]
     out = said(capsys, "convert", folder, tmp_path / "c.safetensors", "--to", "canonical")
     assert out.startswith("2 attention layers")
@@ -657,7 +657,7 @@ def test_layers_beyond_the_last_are_left_as_they_are(llama, capsys, tmp_path):
     layers = ("--prefix", "layers.{i}.self_attn")
     assert "bit for bit" in said(capsys, "verify", folder, tmp_path / "c.safetensors", *layers)
     out = said(capsys, "run", "--model", folder, "--backends", "torch")
-    assert "others of layers.{i}.self_attn" in out
+    assert "does not describe them: layers.{i}.self_attn" in out
 
 
 def test_layers_that_the_file_lacks_are_named(llama, capsys, tmp_path):
@@ -669,7 +669,7 @@ def test_layers_that_the_file_lacks_are_named(llama, capsys, tmp_path):
     words = "not in the file, which by its config.json should have them: layers.1.self_attn (1)"
     assert words in said(capsys, "convert", tmp_path / "part", tmp_path / "c.npz", "--to", "canonical")
     assert words not in said(capsys, "convert", llama, tmp_path / "d.npz", "--to", "canonical")
-    words = f"not in {tmp_path / 'part'}, which by its config.json should have them: layers.1.self_attn"
+    words = f"not in {tmp_path / 'part'}, although its config.json describes them: layers.1.self_attn"
     assert words in said(capsys, "run", "--backends", "torch", "--model", tmp_path / "part")
     for command in ("verify", "diagnose"):  # which refuse other numbers of layers
         out = said(capsys, command, llama, tmp_path / "part", status=2)

@@ -33,7 +33,7 @@ def saved(kind, folder):
 
 
 # The window of its pictures is not read: the tests of unread keys see that it is named.
-unread_window = pytest.mark.filterwarnings("ignore:.*says window_size")
+unread_window = pytest.mark.filterwarnings("ignore:.*sets window_size")
 
 
 @unread_window
@@ -85,7 +85,8 @@ def test_a_bias_of_relative_positions_is_not_lost_without_a_word(family, tmp_pat
     command += ["--from", "transformers.BERT", "--prefix", BLOCKS, "--head-dim", "8"]
     assert main(command) == 2
     name, remedy = "'self.relative_position_bias_table'", {"--drop": "relative_position_bias"}
-    assert refuses(f"what [{name}] do in transformers.BERT", remedy=remedy).is_printed_in(capsys.readouterr().err)
+    refusal = refuses(f"the purpose of [{name}] in transformers.BERT", remedy=remedy)
+    assert refusal.is_printed_in(capsys.readouterr().err)
     assert not (tmp_path / "c.npz").exists()
     assert main([*command, "--drop", "relative_position_bias"]) == 0
     assert main(["inspect", str(tmp_path / "model")]) == 0
@@ -128,7 +129,7 @@ def under(prefix, tensors):
 @pytest.mark.parametrize(("layout", "made"), [("transformers.ViT", of_beit), ("transformers.ViT-5", of_module)])
 def test_such_a_bias_is_refused_by_name_in_memory(layout, made, tmp_path):
     layer = made(tmp_path / "model")
-    with refuses("what […relative_position_bias_table'] do in transformers.ViT…"):
+    with refuses("the purpose of […relative_position_bias_table'] in transformers.ViT…"):
         convert(layer, source=layout, target="canonical", num_heads=2)
     layer = {name: x for name, x in layer.items() if "relative_position" not in name}
     if layout == "transformers.ViT-5":

@@ -27,7 +27,7 @@ from parity.mutating import plant, record
 from parity.mutating.calls import Call
 from parity.mutating.compare import Unfit, same
 from parity.mutating.mistakes import MISTAKES, names, page_of, planted_in
-from parity.mutating.run import Run, Status, Suite, _judged
+from parity.mutating.run import Run, Status, Suite, _result_of
 from parity.mutating.view import OTHER_NEEDS, View, view_of
 from parity.reporting.bugs import bug_page
 
@@ -158,7 +158,7 @@ def test_a_mask_that_is_not_causal_is_not_shifted():
 
 
 def test_ours_does_not_stand_in_for_what_gives_something_else():
-    with pytest.raises(Unfit, match="something else than yours"):
+    with pytest.raises(Unfit, match="another result than yours"):
         planted("softmax-over-heads", Q, K, V, function=lambda *given: attention(*given) * 2)
 
 
@@ -530,7 +530,7 @@ def planting(tmp_path, monkeypatch):
         made = {"attribute": "attention", "mistake": mistake, "view": asdict(view), "record": str(tmp_path / "record")}
         monkeypatch.setattr(record, "order", lambda: made)
         monkeypatch.setattr(plant, "order", lambda: made)
-        monkeypatch.setattr(record, "_told", set())
+        monkeypatch.setattr(record, "_noted", set())
         plant.plant(module)
         return module.attention, lambda: [event for event, _ in record.events(tmp_path / "record")]
 
@@ -568,7 +568,7 @@ def test_what_cannot_be_copied_is_told(planting):
 def test_with_no_mistake_it_is_told_which_a_call_allows(planting):
     function, _ = planting(attention, "", VIEW)
     torch.testing.assert_close(function(Q, K, V, is_causal=True), attention(Q, K, V, is_causal=True))
-    allowed = {more for event, more in record._told if event == "fits"}
+    allowed = {more for event, more in record._noted if event == "fits"}
     assert {"causal-ignored", "causal-off-by-one", "scale-missing"} <= allowed
     assert not allowed & {"mask-flipped", "causal-unasked", "kv-heads-tiled", "scale-ignored"}
 
@@ -592,7 +592,7 @@ def test_with_no_mistake_it_is_told_which_a_call_allows(planting):
     ],
 )
 def test_only_what_changed_something_is_noticed(status, told, verdict):
-    found, _ = _judged(Run(status, [(event, "") for event in told], "", 0.0))
+    found, _ = _result_of(Run(status, [(event, "") for event in told], "", 0.0))
     assert found is verdict
 
 

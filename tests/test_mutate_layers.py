@@ -126,7 +126,7 @@ def test_a_packed_projection_of_no_customary_order_is_refused():
     apart, x = layer_and_input()
     packed = Packed(apart, "one after the other").double()
     packed.rows = [np.roll(places, 5) for places in np.split(np.random.default_rng(0).permutation(3 * WIDTH), 3)]
-    with pytest.raises(Unfit, match=r"where q, k and v lie in its packed projection \(96, 32\) cannot be found out"):
+    with pytest.raises(Unfit, match=r"the order of q, k and v in its packed projection \(96, 32\) cannot be detected"):
         planted("k-v-swapped", packed, x)
 
 
@@ -209,18 +209,18 @@ def bare(**attributes):
 @pytest.mark.parametrize(
     ("name", "layer", "reason"),
     [
-        ("q_proj-transposed", TwoLayers, "it holds 2 attention layers, one, other: name the class of one"),
+        ("q_proj-transposed", TwoLayers, "it holds 2 attention layers, one, other: select the class of one"),
         ("q_proj-transposed", lambda: nn.Linear(4, 4), "no projections of q and k are known among its weights: weight"),
         ("k_proj-transposed", lambda: Apart(2), r"its k_proj is not square: \(16, 32\)"),
-        ("q-k-swapped", lambda: Apart(2), r"its q_proj and k_proj are of other shapes: \(32, 32\) and \(16, 32\)"),
+        ("q-k-swapped", lambda: Apart(2), r"its q_proj and k_proj differ in shape: \(32, 32\) and \(16, 32\)"),
         ("q_proj-bias-missing", lambda: bare(q_proj=nn.Linear(WIDTH, WIDTH, bias=False)), "its q_proj has no bias"),
-        ("scale-missing", lambda: bare(num_heads=None), "the number of heads is not known"),
+        ("scale-missing", lambda: bare(num_heads=None), "the number of heads is unknown"),
         ("out_proj-transposed", lambda: bare(out_proj=nn.Identity()), "no out_proj is known among its weights"),
         ("kv-heads-tiled", Apart, "it has 4 query heads and 4 key/value heads"),
         ("q-heads-rolled", lambda: bare(num_heads=2), "it has 2 heads, and 3 are needed"),
-        ("q-heads-reversed", Bare, r"whether its kernels are \(in, out\) or \(out, in\) is not to be seen"),
-        ("rope-weights-interleaved", Bare, "nothing in it is known to be RoPE"),
-        ("rope-theta-500000", Bare, "neither its theta, nor its frequencies or cosines and sines are known"),
+        ("q-heads-reversed", Bare, r"its kernels may be \(in, out\) or \(out, in\)"),
+        ("rope-weights-interleaved", Bare, "it has no recognized RoPE"),
+        ("rope-theta-500000", Bare, "its theta, frequencies, cosines and sines are all unknown"),
         ("mask-flipped", Bare, "it has no mask among its parameters, and no causal one among its buffers"),
     ],
 )

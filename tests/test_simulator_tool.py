@@ -111,7 +111,7 @@ def test_a_library_gets_a_place_and_an_environment(capsys, tool, library, python
     root = Path(environment["TT_METAL_RUNTIME_ROOT"])
     assert all((root / link).is_dir() for link in ("tt_metal", "ttnn", "runtime/hw", "runtime/sfpi"))
     assert environment["TT_METAL_CACHE"] == f"{folder}/kernels/{arch}/"
-    assert f"sha256 {sha256}, as said" in printed.err
+    assert f"sha256 {sha256}, as given" in printed.err
 
 
 def test_a_wheel_with_another_sha256_is_refused(tool, tmp_path):

@@ -216,7 +216,7 @@ def test_every_fault_of_a_page_is_told(check_html, browser, tmp_path, capsys, pa
 def test_every_fault_of_the_control_must_be_seen(check_html, browser, tmp_path, capsys, of):
     browser["control.html"] = FAULTS | {of: CLEAN[of]}
     assert check_html.main(tmp_path) == 1
-    assert capsys.readouterr().out.startswith("control.html: not seen: ")
+    assert capsys.readouterr().out.startswith("control.html: not detected: ")
 
 
 @pytest.mark.parametrize(

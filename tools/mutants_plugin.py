@@ -1,7 +1,7 @@
-"""For pytest, of `tools/mutants`: notes which lines each test runs, or runs chosen tests under each mutant.
+"""A pytest plugin of `tools/mutants`: records the lines that each test runs, or runs tests under each mutant.
 
 A server collects all tests once. For each request it forks; the child gives functions the code of the mutant, runs the
-tests, and answers with the first that fails. What runs as a module is imported cannot be changed so: that is refused.
+tests, and answers with the first failure. Code that runs at import cannot be changed in this way, and is rejected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if "MUTANTS_MAP" in os.environ:
         messages=False,
     )
     measured.start()
-    # Python processes that a test starts measure themselves: coverage reads this as they start, before anything else.
+    # Python processes that a test starts measure themselves: coverage reads this first.
     CHILDREN = os.path.join(FOLDER, "children.ini")
     with open(CHILDREN, "w") as file:
         file.write(
@@ -74,7 +74,7 @@ else:
             first_failure = report.nodeid
 
     def pytest_runtestloop(session):
-        """Answer requests, a line of JSON each, until there are no more."""
+        """Answer requests, one line of JSON each, until there are no more."""
         items = {item.nodeid: item for item in session.items}
         requests, answers = (int(number) for number in os.environ["MUTANTS_PIPES"].split())
         with os.fdopen(requests) as lines, os.fdopen(answers, "w") as out:
@@ -84,7 +84,7 @@ else:
         return True
 
     def _answer(session, items, request):
-        """Run the tests of a request in a child: the first that fails, "" if none, "no end", or why it cannot be."""
+        """Run the tests of a request in a child; return the first failure, "" if none, "no end", or the reason."""
         unknown = [test for test in request["tests"] if test not in items]
         if unknown:
             return {"cannot": f"no such tests: {unknown[:3]}"}
@@ -104,7 +104,7 @@ else:
             ended, _, _ = select.select([result], [], [], request["seconds"])
             text = result.read() if ended else '{"failed": "no end"}'
         with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # also what its tests left behind
+            os.killpg(child, signal.SIGKILL)  # including processes that its tests left behind
         os.waitpid(child, 0)
         return json.loads(text or '{"failed": "the process ended"}')
 
@@ -122,7 +122,7 @@ else:
         return {"failed": first_failure}
 
     def _functions(code, found=None):
-        """Code objects of all functions in code, by qualified name, in the order of the source."""
+        """Return the code objects of all functions in code, by qualified name, in source order."""
         found = defaultdict(list) if found is None else found
         for each in code.co_consts:
             if isinstance(each, CodeType):
@@ -131,7 +131,7 @@ else:
         return found
 
     def _change(path, before, after):
-        """Give all functions of a module the code that they have in a changed source."""
+        """Replace the code of all functions of a module by that of a changed source."""
         old, new = (_functions(compile(source, path, "exec")) for source in (before, after))
         if _outside(before) != _outside(after):
             raise ValueError("the change is outside of functions")
@@ -151,12 +151,12 @@ else:
             raise ValueError("no function has this code")
 
     def _shape(code):
-        """Code without its places in the source."""
+        """Return code without its source positions."""
         constants = [_shape(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
         return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
 
     def _outside(source):
-        """What of a source runs as it is imported."""
+        """Return the part of a source that runs at import."""
         tree = ast.parse(source)
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, of any model type, and inputs that fit them: for tools/coverage."""
+"""Tiny transformers models of any type with random weights, and inputs that fit them, for tools/coverage."""
 
 import copy
 import importlib
@@ -18,23 +18,23 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 SEQUENCES, TOKENS, VOCABULARY = 3, 24, 320
 LARGEST = 130_000_000
-"""Parameters of a model."""
+"""Largest number of parameters."""
 
 TRIALS = 60
-"""Calls that are tried of a model."""
+"""Most calls to try for a model."""
 
 PATIENCE = 15
-"""Seconds of the processor after which no other way to make a model is tried."""
+"""CPU seconds after which no further recipe is tried."""
 
 
 class Recipe(NamedTuple):
     """A way to make a configuration small.
 
     Attributes:
-        layers: how many layers it has; None for as many as before.
+        layers: number of layers; None to keep it.
         width: `fixed` to numbers of this file, divided by a `ratio`, or `kept`.
-        derived: leave out fields without a default of their own, which follow from others.
-        images: make images small.
+        derived: whether to omit fields without a default of their own, which follow from others.
+        images: whether to make images small.
     """
 
     layers: int | None
@@ -52,7 +52,7 @@ RECIPES = (
     Recipe(6, "ratio", derived=True),
     Recipe(None, "kept", images=False),
 )
-"""The smallest first. The first one whose model runs is taken."""
+"""Recipes, the smallest first. The first one whose model runs is used."""
 
 # ---- Configurations --------------------------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ LEFT_OUT = re.compile(
 )
 SPECIAL = re.compile(r"_?(\w+)_(token_id|token_index|token_ids)$")
 HIERARCHICAL = re.compile(r"depths|heads|hidden_sizes|embed_dims")
-"""Names of lists of models in stages, whose widths depend on each other and stay."""
+"""Names of lists in models with stages, whose widths depend on each other and stay unchanged."""
 
 AT_MOST = {
     r"vocab(_size)?\w*$": VOCABULARY,
@@ -81,7 +81,7 @@ AT_MOST = {
     r"intermediate_size\w*$|ffn_dim$|ffn_hidden\w*$|mlp_dim$|d_inner$": 64,
     r"num_kv_shared_layers$|max_window_layers$": 1,
 }
-"""Largest values, by names of fields."""
+"""Largest values, by field name."""
 
 LAYERS = re.compile(r"(^|_)(layers?|depth|blocks)$")
 NOT_LAYERS = re.compile(r"feat_extract|cross_attn_every|n_every|upscale|residual_layers|moe_layer|mlp_only")
@@ -105,10 +105,10 @@ ABSENT = {
     "head_dim": 16,
     "moe_intermediate_size": 64,
 }
-"""Values of fields that may have none, and that some models cannot do without."""
+"""Values for fields that may be unset, but that some models require."""
 
 TIMM = ("timm_backbone", "timm_wrapper")
-"""Model types of parts that need another package; a ResNet takes their place."""
+"""Model types of parts that need another package; a ResNet replaces them."""
 
 SERIES = {"prediction_length": 24, "num_time_features": 1}
 HUNYUAN = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2] * 4}}
@@ -126,7 +126,7 @@ EXCEPTIONS = {
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "perceiver": {"d_model": 64, "d_latents": 64, "num_self_attends_per_block": 2, "num_latents": 32},
 }
-"""Values of fields by model type, as far as no rule finds them."""
+"""Values of fields by model type, if no rule finds them."""
 
 
 def tiny_config(model_type, recipe):
@@ -198,7 +198,7 @@ def _first(values, *names, default):
 
 
 def _kept_layers(lists, recipe):
-    """Return which layers are kept: one of each kind that lists with a word for each layer tell apart."""
+    """Return the layers to keep: one of each kind, according to lists with one word per layer."""
     if not lists or recipe.layers is None:
         return None
     kinds = [repr(kind) for kind in zip(*lists, strict=True)]
@@ -234,7 +234,7 @@ def _number(name, x, values, recipe):
 
 
 def _short(name, x, recipe):
-    """Return a list with numbers of layers or their places, made small."""
+    """Return a list of layer numbers or places, made small."""
     count = recipe.layers
     if count is None or not x or not all(type(each) is int for each in x):
         return list(x)
@@ -262,7 +262,7 @@ def _with_sections(values, whole, recipe):
 
 
 def _head_dim(values):
-    """Return the small head_dim of a part: one that the width is not made of stays so."""
+    """Return the small head_dim of a part; one that is independent of the width stays unchanged."""
     if "qk_rope_head_dim" in values:
         return 8
     dim, heads, hidden = (
@@ -272,7 +272,7 @@ def _head_dim(values):
 
 
 def _own_section(model_type):
-    """Return the sections of RoPE that the code of a model type has by itself."""
+    """Return the RoPE sections that a model type has in its code."""
     if model_type not in CONFIG_MAPPING:
         return None
     source = Path(inspect.getfile(CONFIG_MAPPING[model_type]))
@@ -318,7 +318,7 @@ class NoAttention(Exception):
 
 
 def attention_layers(model):
-    """Return names of the innermost modules that are attention and hold projections."""
+    """Return the names of the innermost attention modules with projections."""
     modules = dict(model.named_modules())
     names = [name for name, module in modules.items() if re.search("Attention|Attn", type(module).__name__)]
     inner = [
@@ -330,10 +330,10 @@ def attention_layers(model):
 
 
 def build(cls, config):
-    """Return a model with random weights whose norms and biases show, in evaluation.
+    """Return a model in evaluation mode whose random norms and biases have an effect.
 
     Raises:
-        NoAttention: if it has none.
+        NoAttention: if it has no attention.
         ValueError: if it is too large.
     """
     torch.manual_seed(0)
@@ -364,8 +364,8 @@ class Call(NamedTuple):
     """A call of a model, or of a part of it.
 
     Attributes:
-        part: name of the module that is called; empty if it is the model.
-        inputs, fresh: keywords, and others of the same shapes.
+        part: name of the called module; empty for the model itself.
+        inputs, fresh: keyword arguments, and others of the same shapes.
         ran: names of the modules that ran.
     """
 
@@ -381,7 +381,7 @@ def find(config, *names, default=None):
 
 
 def every_value(config, *names):
-    """Return the values of a configuration and of its parts that have one of some names, each once."""
+    """Return the distinct values of a configuration and its parts under some names."""
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
     own = [getattr(config, name) for name in names if getattr(config, name, None) is not None]
     found = own + [x for part in parts if part is not None for x in every_value(part, *names)]
@@ -389,7 +389,7 @@ def every_value(config, *names):
 
 
 def makers_of(model, generator):
-    """Return functions that make an input, by its name; several where its shape depends on the model."""
+    """Return functions that make an input, by its name; several if its shape depends on the model."""
     config, parameters = model.config, inspect.signature(model.forward).parameters
 
     def normal(*shape):
@@ -409,7 +409,7 @@ def makers_of(model, generator):
     except (AttributeError, NotImplementedError):
         words = whole("vocab_size", default=VOCABULARY)
     tokens = [integers(max(0, min(3, words - 2)), max(min(words, 200), 2), SEQUENCES, TOKENS)]
-    first = [x.shape[-1] for count in (1, 2) for x in [*model.parameters()][:4] if x.ndim == count]  # what it may take
+    first = [x.shape[-1] for count in (1, 2) for x in [*model.parameters()][:4] if x.ndim == count]  # input widths
 
     channels, patch = (
         whole(*each, default=8) for each in (("num_channels", "in_channels", "in_chans"), ("patch_size",))
@@ -487,7 +487,7 @@ MODALITIES = (
 
 
 def inputs_for(model, seed, *, every=False):
-    """Yield functions that make keywords for a model, the likeliest first; with `every`, of all at once."""
+    """Yield functions that make keyword arguments for a model, the likeliest first; with `every`, all at once."""
     makers = makers_of(model, torch.Generator().manual_seed(seed))
     parameters = inspect.signature(model.forward).parameters
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -504,14 +504,14 @@ def inputs_for(model, seed, *, every=False):
         sets = [full, *([*chosen, x] for x in ("encoder_hidden_states", "pixel_values") if x in others)]
     known = [names for names in sets if all(name in makers for name in names)]
     choices = [product(*(makers[name] for name in names)) for names in known]
-    for row in zip_longest(*choices):  # the first of each before the second of any
+    for row in zip_longest(*choices):  # the first choices before any second choice
         for names, choice in zip(known, row, strict=True):
             if choice is not None:
                 yield dict(zip(names, choice, strict=True))
 
 
 def placed(inputs, config, reason):
-    """Return inputs with as many tokens of an image or of sounds as an error asks for, or None."""
+    """Return inputs with the number of image or audio tokens that an error requires, or None."""
     found = re.search(r"(\w+) features and \w+ tokens do not match.*?tokens:? *\d+.*?features:? *(\d+)", reason)
     if found is None or "input_ids" not in inputs:
         return None
@@ -522,10 +522,10 @@ def placed(inputs, config, reason):
 
 
 def call_of(model, part="", *, every=False):
-    """Return a call of a model, or of a part of it, that does not fail.
+    """Return a successful call of a model, or of a part of it.
 
     Raises:
-        ValueError: with the reasons, if all fail.
+        ValueError: if all fail, with the reasons.
     """
     called, reasons = model.get_submodule(part), []
     for index, making in enumerate(islice(inputs_for(called, 1, every=every), TRIALS)):
@@ -562,7 +562,7 @@ def _run(model, called, inputs):
 
 
 def more_calls(model, missing):
-    """Yield calls of parts of a model, and of all its modalities, that run modules which have not run."""
+    """Yield calls of parts of a model, and of all its modalities, that reach modules which have not run."""
     missing = set(missing)
     for name, part in [*model.named_modules(), ("", model)][1:]:
         if isinstance(part, PreTrainedModel) and any(
@@ -570,7 +570,7 @@ def more_calls(model, missing):
         ):
             try:
                 call = call_of(model, name, every=not name)
-            except Exception:  # it is of no use alone
+            except Exception:  # it does not work alone
                 continue
             if missing & call.ran:
                 missing -= call.ran
@@ -578,11 +578,11 @@ def more_calls(model, missing):
 
 
 def tiny_model(model_type):
-    """Return a model of a type, a call of it, and how it was made.
+    """Return a model of a type, a call of it, and the way it was made.
 
     Raises:
-        NoAttention: if it has none.
-        ValueError: with the reasons, if none can be made.
+        NoAttention: if it has no attention.
+        ValueError: if no model can be made, with the reasons.
     """
     reasons, first, lacking, begin = [], None, 0, time.process_time()
     for recipe in RECIPES:

@@ -2,9 +2,9 @@
 
     python benchmarks/field/models.py FOLDER
 
-The width of heads, RoPE and its scaling are those of the released configurations; the rest is small, OLMo's window
-too, so that 128 tokens go beyond it. Weights are larger than at the start of a training (0.1 and not 0.02), so that
-attention is not even.
+The width of heads, RoPE and its scaling are those of the released configurations; everything else is small, including
+OLMo's window, which 128 tokens exceed. Weights are larger than at the start of training (0.1 instead of 0.02), so that
+attention is not uniform.
 """
 
 import json
@@ -35,7 +35,7 @@ YARN = {
 
 
 def main() -> None:
-    """Write the models, and the same Llama with other words in its configuration, or another RoPE."""
+    """Write the models, and the same Llama with old configuration keys, or another RoPE."""
     folder = Path(sys.argv[1])
     llama = {
         **SMALL,
@@ -73,7 +73,7 @@ def save(config: transformers.PreTrainedConfig, folder: Path) -> None:
 
 
 def copy_with_old_keys(folder: Path, rope: dict[str, Any]) -> None:
-    """Copy a model, with its RoPE in the keys that transformers had before version 5."""
+    """Copy a model, with its RoPE in the keys of transformers before version 5."""
     other = folder.with_name(f"{folder.name}-old-keys")
     shutil.copytree(folder, other, dirs_exist_ok=True)
     told = json.loads((folder / "config.json").read_text("utf-8"))

@@ -1,10 +1,10 @@
-"""Run a library's own model on a folder of transformers, by its own loader, and record its attention layers.
+"""Run a library's own model on a transformers folder with its own loader, and record its attention layers.
 
     python benchmarks/field/record.py LIBRARY FOLDER TAP.safetensors
 
 LIBRARY is transformers, tunix, keras-hub or maxtext, which must be installed. The recording is that of `parity.tap`,
-with the queries and keys that the library's own rotary function gives. `mha-parity diagnose TAP.safetensors --weights
-FOLDER` judges it, in any environment. What follows TAP.safetensors are options of MaxText, such as rope_type=default.
+with the queries and keys that the library's own rotary function returns. `mha-parity diagnose TAP.safetensors --weights
+FOLDER` checks it, in any environment. Options of MaxText, such as rope_type=default, follow TAP.safetensors.
 """
 
 import os
@@ -26,7 +26,7 @@ SIZES |= {"hidden_dim": "intermediate_size", "num_heads": "num_attention_heads",
 
 @contextmanager
 def rotated(owner: Any, name: str) -> Iterator[list[np.ndarray]]:
-    """What a rotary function gives, (B, N, T, H), while it stands in `owner` by this name: q and k, layer by layer."""
+    """Wrap the rotary function `name` of `owner`; yield its outputs q and k, (B, N, T, H), layer by layer."""
     original: Callable[..., Any] = getattr(owner, name)
     heads: list[np.ndarray] = []
 
@@ -43,14 +43,14 @@ def rotated(owner: Any, name: str) -> Iterator[list[np.ndarray]]:
 
 
 def with_heads(tapped: parity.Tapped, heads: list[np.ndarray]) -> parity.Tapped:
-    """The recording with the queries and keys of each layer."""
+    """Return the recording with the queries and keys of each layer."""
     for layer, q, k in zip(tapped.layers, heads[::2], heads[1::2], strict=True):
         layer.calls[0].values.update(q=q, k=k)
     return tapped
 
 
 def record_transformers(folder: str) -> parity.Tapped:
-    """By `from_pretrained`."""
+    """Load with `from_pretrained`."""
     import torch
     import transformers
 
@@ -61,7 +61,7 @@ def record_transformers(folder: str) -> parity.Tapped:
 
 
 def record_tunix(folder: str) -> parity.Tapped:
-    """By `create_model_from_safe_tensors`, with the theta that the configuration has."""
+    """Load with `create_model_from_safe_tensors`, with the theta of the configuration."""
     import jax.numpy as jnp
     from tunix.models.llama3 import model as llama3
     from tunix.models.llama3 import params
@@ -83,7 +83,7 @@ def record_tunix(folder: str) -> parity.Tapped:
 
 
 def record_keras_hub(folder: str) -> parity.Tapped:
-    """By `from_preset`, on torch."""
+    """Load with `from_preset`, on torch."""
     os.environ["KERAS_BACKEND"] = "torch"
     import torch
     from keras_hub.models import Llama3Backbone
@@ -97,7 +97,7 @@ def record_keras_hub(folder: str) -> parity.Tapped:
 
 
 def record_maxtext(folder: str) -> parity.Tapped:
-    """By the parameter mapping of its checkpoint converter, and its configuration of OLMo-3 7B with smaller sizes."""
+    """Load with the parameter mapping of its checkpoint converter, and its OLMo-3 7B configuration, made smaller."""
     import jax.numpy as jnp
     import maxtext
     from flax import nnx
@@ -141,7 +141,7 @@ def record_maxtext(folder: str) -> parity.Tapped:
     x = jnp.asarray(tensors["model.embed_tokens.weight"][TOKENS])
     positions = jnp.arange(TOKENS.shape[1])[None]
     with parity.tap(model, "Attention") as tapped, rotated(Attention, "apply_rotary_embedding") as heads:
-        for i in range(config.num_decoder_layers):  # one by one: the model itself calls copies, within jax.checkpoint
+        for i in range(config.num_decoder_layers):  # one by one, because the model calls copies within jax.checkpoint
             x, _ = getattr(model.decoder, f"layers_{i}")(x, None, positions, True, "train")
     return with_heads(tapped, heads)
 

@@ -1,4 +1,4 @@
-"""The port to JAX, right: the draft with its three mistakes mended."""
+"""The correct JAX port: the draft with its three bugs fixed."""
 
 from collections.abc import Mapping
 
@@ -9,14 +9,14 @@ from jax import Array
 
 
 def from_torch(state: Mapping[str, np.ndarray]) -> dict[str, Array]:
-    """The kernels, (in, out), from the weights of the original, (out, in)."""
+    """Convert the weights of the original, (out, in), to kernels, (in, out)."""
     wqkv = state["wqkv.weight"].T
     wo = state["wo.weight"].T
     return {"wqkv": jnp.asarray(wqkv), "wo": jnp.asarray(wo)}
 
 
 def rotary(x: Array, base: float) -> Array:
-    """Turn the pairs of features of x, (batch, heads, tokens, features), by an angle per position."""
+    """Rotate the pairs of features of x, (batch, heads, tokens, features), by an angle per position."""
     seq_len, head_dim = x.shape[-2:]
     inv_freq = base ** (-np.arange(0, head_dim, 2) / head_dim)
     angles = np.arange(seq_len)[:, None] * inv_freq
@@ -26,14 +26,14 @@ def rotary(x: Array, base: float) -> Array:
 
 
 def for_query_heads(x: Array, n_heads: int) -> Array:
-    """The key or value heads, (batch, heads, tokens, features), one for each query head."""
+    """Repeat key or value heads, (batch, heads, tokens, features), for each query head."""
     return jnp.repeat(x, n_heads // x.shape[1], axis=1)
 
 
 def stages(
     params: Mapping[str, Array], x: Array, n_heads: int = 8, n_kv_heads: int = 2, rope_base: float = 10000.0
 ) -> dict[str, Array]:
-    """Everything on the way from x, (batch, tokens, dim), to the output, by name."""
+    """Compute every stage from x, (batch, tokens, dim), to the output, by name."""
     batch, seq_len, dim = x.shape
     heads = (x @ params["wqkv"]).reshape(batch, seq_len, -1, dim // n_heads).swapaxes(1, 2)
     q, k, v = jnp.split(heads, [n_heads, n_heads + n_kv_heads], axis=1)
@@ -55,5 +55,5 @@ def stages(
 
 
 def attention(params: Mapping[str, Array], x: Array) -> Array:
-    """x, (batch, tokens, dim), to the same shape; no token sees a later one."""
+    """Apply causal attention to x, (batch, tokens, dim)."""
     return stages(params, x)["output"]

@@ -1,4 +1,4 @@
-"""The original: causal attention with grouped heads and rotary positions, as a language model in PyTorch has it."""
+"""The original in PyTorch: causal attention with grouped heads and RoPE, as in a language model."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 def rotary(x: Tensor, base: float) -> Tensor:
-    """Turn each pair of features (i, i + half) of x, (batch, heads, tokens, features), by an angle per position."""
+    """Rotate each pair of features (i, i + half) of x, (batch, heads, tokens, features), by an angle per position."""
     seq_len, head_dim = x.shape[-2:]
     inv_freq = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = torch.arange(seq_len)[:, None] * inv_freq
@@ -16,7 +16,7 @@ def rotary(x: Tensor, base: float) -> Tensor:
 
 
 class Attention(nn.Module):
-    """x, (batch, tokens, dim), to the same shape; no token sees a later one."""
+    """Causal attention over x, (batch, tokens, dim)."""
 
     def __init__(self, dim: int = 64, n_heads: int = 8, n_kv_heads: int = 2, rope_base: float = 10000.0) -> None:
         super().__init__()

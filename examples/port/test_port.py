@@ -1,4 +1,4 @@
-"""The port's own tests: what remains when the mistakes are gone, so that they do not come back."""
+"""The tests of the finished port, which keep the bugs from coming back."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""A layer as models for Tenstorrent's cards have it: prompts and steps apart, by fused kernels. A draft."""
+"""A draft of a layer in the style of Tenstorrent models: separate prefill and decode, with fused kernels."""
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ MAX_SEQ_LEN, TILE = 128, 32
 
 
 class Attention:
-    """Grouped heads with RoPE and a cache, in bfloat16; made from a state dict of Hugging Face."""
+    """Grouped heads with RoPE and a cache, in bfloat16; built from a Hugging Face state dict."""
 
     def __init__(self, state, n_heads, n_kv_heads, theta, users, device):
         self.device, self.n_heads, self.n_kv_heads = device, n_heads, n_kv_heads
@@ -26,11 +26,11 @@ class Attention:
         )
 
     def rows(self, weight):
-        """The rows of a projection in the order that the kernel of RoPE wants."""
+        """Return the rows of a projection in the order that the RoPE kernel expects."""
         return weight
 
     def prefill(self, x):
-        """Prompts (B, T, E), of which keys and values go into the cache."""
+        """Process prompts (B, T, E), and cache their keys and values."""
         batch, seq_len, width = x.shape
         packed = self._linear(ttnn.reshape(x, (batch, 1, seq_len, width)), self.wqkv)
         q, k, v = ttnn.experimental.nlp_create_qkv_heads(
@@ -48,7 +48,7 @@ class Attention:
         return ttnn.reshape(output, (batch, seq_len, width))
 
     def decode(self, x, positions):
-        """One token of each user, (B, 1, E), at these positions, over everything cached so far."""
+        """Process one token per user, (B, 1, E), at these positions, over all cached tokens."""
         batch, _, width = x.shape
         packed = self._linear(ttnn.reshape(x, (1, 1, batch, width)), self.wqkv)
         q, k, v = ttnn.experimental.nlp_create_qkv_heads_decode(
@@ -68,7 +68,7 @@ class Attention:
         context = ttnn.to_memory_config(context, ttnn.DRAM_MEMORY_CONFIG)[:, :, :batch]
         return ttnn.reshape(self._linear(context, self.wo), (batch, 1, width))
 
-    # What follows is about where tensors lie, and in what form.
+    # Memory layouts of tensors.
 
     def _linear(self, x, weight):
         return ttnn.linear(x, weight, compute_kernel_config=self.arithmetic)
@@ -81,7 +81,7 @@ class Attention:
         return ttnn.from_torch(tensor, dtype=ttnn.bfloat16, layout=ttnn.TILE_LAYOUT, device=self.device)
 
     def _on_cores(self, array, users):
-        """Rows for so many users, those of each on a core of its own."""
+        """Return the rows of users, each on its own core."""
         rows, width = array.size // users // array.shape[-1], array.shape[-1]
         return ttnn.to_memory_config(self._tiles(array), self._one_core_each(users, rows, width))
 

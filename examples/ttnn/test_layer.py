@@ -1,4 +1,4 @@
-"""The layer's own tests, on a board that does not exist; where there is a card, `mha_tt.open_device()` opens it."""
+"""Tests of the layer on a mock board; with a card, use `mha_tt.open_device()`."""
 
 import attention_tt_fixed
 import pytest

@@ -1,1 +1,1 @@
-"""Questions that an implementation's conventions answer."""
+"""Check the conventions of an attention implementation by calling it."""

@@ -1,4 +1,4 @@
-"""What was found: records, whose words are for people only."""
+"""Records of a conformance examination. Their words are for people, not for programs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from parity.text import counted
 
 
 class Kind(Enum):
-    """What an answer amounts to; of several, the last in this order counts.
+    """Kind of an answer; the last in this order takes precedence.
 
-    `REFUSED`: an error that is meant; `ABSENT`: not offered; `KEPT`; `NOTE`: kept, by a convention that others do not
-    share; `DIFFERS`: by path; `BROKEN`: a promise that it makes, or that everybody expects, is not kept. The last two
-    are broken promises.
+    `REFUSED`: a deliberate error; `ABSENT`: not supported; `KEPT`; `NOTE`: kept, by an uncommon convention; `DIFFERS`:
+    depends on the path; `BROKEN`: breaks a promise of its own or a universal expectation. The last two are broken
+    promises.
     """
 
     REFUSED = "refused"
@@ -29,19 +29,19 @@ class Kind(Enum):
 
 
 def worst(kinds: Iterable[Kind]) -> Kind:
-    """The one that counts."""
+    """Return the kind that takes precedence."""
     return max(kinds, key=list(Kind).index)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one path answered. Two are equal if they say the same, whatever the numbers are.
+    """The answer of one path. Findings with the same words are equal, whatever the numbers.
 
     Attributes:
-        words: for people.
-        kind: what it amounts to.
-        seen: the numbers, or the reason of an error.
-        exception: what the subject raised, where it raised anything.
+        words: text for people.
+        kind: kind of the answer.
+        seen: observed numbers, or the reason of an error.
+        exception: the exception that the subject raised, if any.
     """
 
     words: str
@@ -54,22 +54,22 @@ class Finding:
 
     @property
     def with_reason(self) -> str:
-        """Words, and the reason of a refusal."""
+        """Return the words, with the reason of a rejection."""
         return f"{self.words}: {self.seen}" if self.kind is Kind.REFUSED else self.words
 
 
 @dataclass(frozen=True)
 class Answer(JsonRecord):
-    """What one question found.
+    """The answer to one question.
 
     Attributes:
-        question: which.
-        kind: what it amounts to.
-        words: for the cell of the matrix.
-        example: of a broken promise: shapes, seed, path and the numbers seen.
-        findings: what each path answered.
-        refusal: the first path on which something was refused, and the reason.
-        exception: what the subject raised where it broke the promise, or else where it refused.
+        question: name of the question.
+        kind: kind of the answer.
+        words: text for the cell of the matrix.
+        example: for a broken promise: shapes, seed, path and observed numbers.
+        findings: answer of each path.
+        refusal: first path that raised a deliberate error, and the reason.
+        exception: the exception behind a broken promise, otherwise behind the first rejection.
     """
 
     question: str
@@ -84,22 +84,22 @@ class Answer(JsonRecord):
 
     @property
     def status(self) -> str:
-        """The kind as JSON has it, where what is refused is absent, too."""
+        """Return the kind for JSON, where a rejection counts as absent."""
         return Kind.ABSENT.value if self.kind is Kind.REFUSED else self.kind.value
 
     @property
     def by_path(self) -> dict[str, str]:
-        """What each path answered, in words."""
+        """Return the answer of each path, in words."""
         return {str(path): finding.with_reason for path, finding in self.findings.items()}
 
     @property
     def is_broken(self) -> bool:
-        """Whether it is a broken promise."""
+        """Return whether it is a broken promise."""
         return self.kind in (Kind.DIFFERS, Kind.BROKEN)
 
     @property
     def was_asked(self) -> bool:
-        """Whether there was anything to ask: a refusal is an answer, too."""
+        """Return whether the question applied; a rejection is also an answer."""
         return self.kind is not Kind.ABSENT or bool(self.refusal)
 
 
@@ -108,10 +108,10 @@ class Question:
     """A column of the matrix.
 
     Attributes:
-        name: of the column.
-        asks: what is asked, in words.
-        function: asks it: `(examination, question) -> answer`.
-        is_offered: tells of an examination whether its subject offers anything to ask this of.
+        name: name of the column.
+        asks: text of the question.
+        function: function that answers it: `(examination, question) -> answer`.
+        is_offered: whether it applies to the subject of an examination.
     """
 
     name: str
@@ -120,25 +120,25 @@ class Question:
     is_offered: Callable[[Any], bool]
 
     def ask(self, examination: Any) -> Answer:
-        """Ask the subject that is under examination."""
+        """Answer the question for the subject under examination."""
         return self.function(examination, self) if self.is_offered(examination) else self.not_offered
 
     @property
     def not_offered(self) -> Answer:
-        """Answer of a subject that offers nothing to ask this of."""
+        """Return the answer for a subject without the feature in question."""
         return Answer(self.name, Kind.ABSENT, "—")
 
 
 def asks(
     name: str, words: str, where: Callable[[Any], bool] = lambda examination: True
 ) -> Callable[[Callable[[Any, Question], Answer]], Question]:
-    """Makes a question of the function that asks it, where a subject offers what it is about."""
+    """Decorate the function that answers a question; `where` decides whether it applies."""
     return lambda function: Question(name, words, function, where)
 
 
 @dataclass(frozen=True)
 class Conformance(JsonRecord):
-    """All answers of one subject; of one that could not be examined, the reason and no answers."""
+    """All answers of one subject; if it could not be examined, the reason and no answers."""
 
     name: str
     framework: str
@@ -154,10 +154,10 @@ class Conformance(JsonRecord):
         return "\n".join((f"{self.name}: {self.missing or counts}", *broken))
 
     def __getitem__(self, question: str) -> Answer:
-        """The answer to a question.
+        """Return the answer to a question.
 
         Raises:
-            KeyError: if it was not asked.
+            KeyError: if the question was not asked.
         """
         answers = {answer.question: answer for answer in self.answers}
         if question not in answers:
@@ -166,12 +166,12 @@ class Conformance(JsonRecord):
 
     @property
     def broken(self) -> list[Answer]:
-        """The broken promises."""
+        """Return the broken promises."""
         return [answer for answer in self.answers if answer.is_broken]
 
 
 def exit_status(found: Sequence[Conformance]) -> int:
-    """1 where a promise is broken, 2 where nothing could be asked, else 0."""
+    """Return 1 if a promise is broken, 2 if no question applied, otherwise 0."""
     if any(subject.broken for subject in found):
         return 1
     return 0 if any(answer.was_asked for subject in found for answer in subject.answers) else 2

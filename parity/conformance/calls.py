@@ -1,4 +1,4 @@
-"""How a subject is called: with NumPy arrays on any path, and what its errors mean."""
+"""Call a subject with NumPy arrays on any path, and classify its errors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from parity.core.weights import Weights, dtype_named, is_floating
 
 
 class Refused(Exception):
-    """The subject raised an error that is meant: it does not do what it was asked, and says so."""
+    """The subject deliberately raised an error, because it does not support the call."""
 
 
 class Failed(Exception):
-    """The subject raised an error that nobody means, such as a NameError, or returned what is no output of attention.
+    """The subject failed by accident, for example with a NameError, or returned something other than an output.
 
     Attributes:
-        words: for the cell of the matrix.
+        words: text for the cell of the matrix.
     """
 
     def __init__(self, words: str, seen: str) -> None:
@@ -37,7 +37,7 @@ LIBRARIES = ("torch", "jax", "jaxlib", "flax", "keras", "equinox", "jaxtyping", 
 
 @dataclass(frozen=True)
 class Result:
-    """What a subject gave: output, attention weights where it gave any, and gradients of the distinct inputs."""
+    """Result of a call: output, attention weights if returned, and gradients of the distinct inputs."""
 
     output: np.ndarray
     attn_weights: np.ndarray | None
@@ -56,21 +56,21 @@ def run(
     seed: int = 0,
     **options: Any,
 ) -> Result:
-    """Call a subject on a path, with the framework's default settings and one seed for whatever it draws.
+    """Call a subject on a path, with the framework's default settings and a fixed seed.
 
     Args:
-        subject: what is called.
-        path: how.
-        inputs: split heads (B, N, T, H) or (B, T, E), in any dtype; they are rounded to that of the path.
-        cotangent: of the output, for the gradients of the inputs.
-        spec, weights: of a layer whose weights can be set.
-        strided: give it inputs that are not contiguous in memory.
-        seed: of what torch draws while it runs; JAX draws from keys, which its subjects hold.
-        options: the mask and the like, see `Call`.
+        subject: the subject.
+        path: the path.
+        inputs: split heads (B, N, T, H) or (B, T, E), in any dtype; they are rounded to the path's dtype.
+        cotangent: cotangent of the output, for the gradients of the inputs.
+        spec, weights: of a layer with settable weights.
+        strided: pass inputs that are not contiguous in memory.
+        seed: seed of torch; JAX subjects hold their own keys.
+        options: the mask and other arguments, see `Call`.
 
     Raises:
-        Refused: if the subject raises an error that is meant, see `REFUSALS`, or one of its library's own.
-        Failed: if it raises another, or its output is not an array of floating-point numbers, one row for each query.
+        Refused: if the subject raises a deliberate error, see `REFUSALS`, or one of its library's own errors.
+        Failed: if it raises another error, or does not return floating-point numbers with one row per query.
     """
     dtype, swaps = dtype_named(path.dtype), subject.axes == "BTNH"
 
@@ -109,7 +109,7 @@ def run(
         grads = tuple(to_numpy(grad).astype(np.float64) for grad in grads)
     except Failed:
         raise
-    except Exception as error:  # whatever another library raises
+    except Exception as error:  # other libraries may raise anything
         kind = type(error).__name__
         reason = str(error).strip().split("\n")[0]
         reason = f"{kind}: {reason}" if reason else kind
@@ -119,11 +119,11 @@ def run(
 
 
 def _is_meant(error: Exception, framework: str) -> bool:
-    """Whether an error says that the call is refused, and is no accident in the subject's own code."""
+    """Return whether an error is deliberate, instead of an accident in the subject's own code."""
     if isinstance(error, REFUSALS) or type(error).__module__.split(".")[0] in LIBRARIES:
         return True
     if type(error) is RuntimeError:
-        return framework != "jax"  # what their kernels raise
+        return framework != "jax"  # raised by their kernels
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -133,7 +133,7 @@ def _is_meant(error: Exception, framework: str) -> bool:
 
 def _check_output(subject: Subject, output: np.ndarray, query_shape: Sequence[int]) -> None:
     if not is_floating(output.dtype):
-        raise Failed(f"gives {output.dtype}", f"the output is of dtype {output.dtype}, which is not floating point")
+        raise Failed(f"returns {output.dtype}", f"the output is of dtype {output.dtype}, which is not floating point")
     is_fit = (
         output.ndim == 3 and output.shape[:2] == query_shape[:2] if subject.is_layer else output.shape == query_shape
     )
@@ -146,7 +146,7 @@ Arrays = Sequence[np.ndarray]
 Outputs = tuple[Any, Any, Sequence[Any]]
 Attend = Callable[..., tuple[Any, Any]]
 Prepare = Callable[[Callable[[np.ndarray], Any], Any], Attend]
-"""Makes the subject, from a framework's conversion of arrays and the type of its outputs."""
+"""Prepares the subject, given a framework's conversion of arrays and the type of its outputs."""
 
 
 def _run_torch(path: Path, arrays: Arrays, prepare: Prepare, cotangent: np.ndarray | None, seed: int) -> Outputs:
@@ -167,7 +167,7 @@ def _run_torch(path: Path, arrays: Arrays, prepare: Prepare, cotangent: np.ndarr
 def _seed_torch(seed: int) -> None:
     import torch
 
-    # torch.manual_seed notes a traceback for each kind of accelerator that has not begun: half the time of a call.
+    # torch.manual_seed records a traceback for each uninitialized accelerator, which takes half the time of a call.
     seeded = torch if torch.accelerator.is_available() else torch.default_generator
     seeded.manual_seed(seed)
 
@@ -178,9 +178,9 @@ def _run_jax(path: Path, arrays: Arrays, prepare: Prepare, cotangent: np.ndarray
     from parity.backends.jax import from_numpy
 
     with (
-        jax.numpy_dtype_promotion("standard"),  # as a user has them
+        jax.numpy_dtype_promotion("standard"),  # the default
         jax.numpy_rank_promotion("allow"),
-        jax.default_matmul_precision("highest"),  # but no TF32, whose rounding would look like a difference
+        jax.default_matmul_precision("highest"),  # no TF32, whose rounding would look like a difference
     ):
         attend, leaves = prepare(from_numpy, (jax.Array, np.ndarray)), [from_numpy(x) for x in arrays]
         if not path.grad:
@@ -191,7 +191,7 @@ def _run_jax(path: Path, arrays: Arrays, prepare: Prepare, cotangent: np.ndarray
 
 
 def _run_ttnn(path: Path, arrays: Arrays, prepare: Prepare, *_: Any) -> Outputs:
-    import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
+    import ttnn  # pyright: ignore[reportMissingImports]  (installed in the other environment)
 
     from parity.backends.tt import from_numpy, lock
 
@@ -204,10 +204,10 @@ _RUNNERS = {"torch": _run_torch, "jax": _run_jax, "ttnn": _run_ttnn}
 
 
 def fresh_copies(module: Any, change: Callable[[Any], Any] = lambda leaf: leaf) -> Callable[[], Any]:
-    """A function that copies a module of `flax.nnx` as it was, its random numbers too, for the trace it is called in.
+    """Return a function that copies an `nnx` module in its current state, random numbers included, for another trace.
 
     Args:
-        module: what to copy.
+        module: module to copy.
         change: applied to each of its arrays.
     """
     import jax

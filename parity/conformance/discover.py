@@ -1,4 +1,4 @@
-"""A user's own attention as a subject: what is not declared is found out."""
+"""Make a subject of a user's own attention; properties that are not declared are detected."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from parity.conformance.subjects import (
 )
 
 OF_MASKS = {"torch": "torch", "jax": "jax.numpy", "ttnn": "numpy"}
-"""Modules of the arrays that masks are."""
+"""Modules of the arrays that masks consist of."""
 
 OF_LIBRARY = {**{name: name for name in FRAMEWORKS}, "jaxlib": "jax"}
-"""Frameworks by the top-level package of what they define."""
+"""Frameworks by the top-level package of their definitions."""
 
 
 def load_callable(target: str) -> Any:
-    """The callable that `pkg.module:callable` names, in the current folder or the environment.
+    """Import `pkg.module:callable` from the current folder or the environment.
 
     Raises:
-        ValueError: if it is no such name, or there is nothing callable by it.
+        ValueError: if the name is malformed, or does not refer to a callable.
         ImportError: if the module cannot be imported.
     """
     found = _load(target, "the subject", "callable")
@@ -58,18 +58,18 @@ def load_callable(target: str) -> Any:
 
 
 def load_params(target: str) -> Any:
-    """The weights that `pkg.module:NAME` names: a mapping or another tree of arrays, or what a function returns.
+    """Import the weights `pkg.module:NAME`: a tree of arrays, or a function that returns one.
 
     Raises:
-        ValueError: if it is no such name, or there are no arrays by it.
+        ValueError: if the name is malformed, or does not refer to arrays.
         ImportError: if the module cannot be imported.
     """
     found = _load(target, "params", "NAME")
     if callable(found) and not any(True for _ in arrays_in(found)):
         try:
             found = found()
-        except Exception as error:  # whatever a user's function raises
-            raise Refusal("params", "be made without arguments", f"{type(error).__name__}: {error}") from error
+        except Exception as error:  # a user's function may raise anything
+            raise Refusal("params", "need no arguments", f"{type(error).__name__}: {error}") from error
     if not any(True for _ in arrays_in(found)):
         raise Refusal("params", "be a mapping or another tree of arrays", f"{type(found).__name__} for {target!r}")
     return found
@@ -84,11 +84,11 @@ def _load(target: str, argument: str, kind: str) -> Any:
         sys.path.insert(0, folder)
     try:
         found = importlib.import_module(module_name)
-    except Exception as error:  # whatever runs when it is imported
+    except Exception as error:  # importing may raise anything
         raise ImportError(f"{module_name} must be importable, got {type(error).__name__}: {error}") from error
     for name in attribute.split("."):
         if not hasattr(found, name):
-            raise Refusal(module_name, "have what was named", f"no {name!r} for {target!r}")
+            raise Refusal(module_name, "define the name", f"no {name!r} for {target!r}")
         found = getattr(found, name)
     return found
 
@@ -108,23 +108,23 @@ def subject_of(
     causal_name: str | None = None,
     causal: str | None = None,
 ) -> Subject:
-    """A user's attention as a subject: what is not declared is found out.
+    """Return a user's attention as a subject; properties that are not declared are detected.
 
     Args:
         target: a function, a module, or a class or factory of modules that needs no arguments, in torch, JAX or ttnn.
-        name: what to call it; its own name when absent.
-        framework: `torch`, `jax` or `ttnn`, where the kind of module or the function's own imports do not tell.
-        axes: of its inputs, one of `AXES`.
-        params: weights of a function that takes them, `attention(params, x)`, or of a module of flax.linen or its
-            `apply`: a mapping or another tree of arrays.
+        name: name for reports; default: its own name.
+        framework: `torch`, `jax` or `ttnn`, if neither the module's class nor the function's imports show it.
+        axes: axes of its inputs, one of `AXES`.
+        params: weights of a function `attention(params, x)`, of a flax.linen module, or of its `apply`: a mapping or
+            another tree of arrays.
         d_model: width of a layer's inputs.
-        num_heads: its query heads, for a mask (B * N, T, S).
-        mask_name, causal_name: names of its parameters; `""` says that it has none.
-        mask_true, causal, num_kv_heads: what it claims, see `Subject`.
+        num_heads: its number of query heads, for a mask (B * N, T, S).
+        mask_name, causal_name: names of its parameters; `""` if it has none.
+        mask_true, causal, num_kv_heads: its claims, see `Subject`.
 
     Raises:
-        ValueError: if something is needed that is neither declared nor to be found.
-        TypeError: if the target needs arguments to be made.
+        ValueError: if a required property is neither declared nor detectable.
+        TypeError: if constructing the target requires arguments.
     """
     for what, value, known in (
         ("framework", framework, FRAMEWORKS),
@@ -142,12 +142,12 @@ def subject_of(
     library = library_of(target)
     framework = framework or framework_of(target)
     if framework not in FRAMEWORKS:
-        raise Refusal("framework", "be declared as torch, jax or ttnn where it cannot be seen", framework=name)
+        raise Refusal("framework", "be declared as torch, jax or ttnn if it cannot be detected", framework=name)
     parameters = parameters_of(target)
     roles = roles_of(name, parameters, mask_name=mask_name, causal_name=causal_name)
     if library:
         num_heads = num_heads or _size(target, HEADS)
-        roles.pop("dropout", None)  # the module's own
+        roles.pop("dropout", None)  # handled by the module itself
     call = _AsCall(target, library, framework, roles, parameters is None, num_heads)
     takes = {role for role in ("mask", "is_causal", "need_weights", "dropout") if role in roles}
     takes |= {"train"} if library == "torch" or roles.keys() & {"training", "deterministic"} else set()
@@ -170,7 +170,7 @@ def subject_of(
     )
     if axes is not None or library:
         return subject if d_model or not subject.is_layer else _with_width(subject, _widths(target, library))
-    if isinstance(target, WithParams):  # a layer of a width that its weights show, unless it takes split heads
+    if isinstance(target, WithParams):  # its weights show the width of a layer, unless it accepts split heads
         try:
             return _with_width(subject, [d_model] if d_model else _widths(target, library))
         except Refusal:
@@ -188,12 +188,12 @@ def subject_of(
 
 
 def name_of(target: Any) -> str:
-    """What a user's attention is called."""
+    """Return the name of a user's attention."""
     return str(getattr(target, "__qualname__", type(target).__name__))
 
 
 def made(target: Any, name: str, params: Any = None) -> Any:
-    """The module that a class or factory makes; a function of weights with `params`; anything else as it is."""
+    """Construct a module from a class or factory; bind `params` to a function; return other targets unchanged."""
     if params is not None:
         return with_params(target, params, name)
     if linen_module(target):
@@ -207,13 +207,13 @@ def made(target: Any, name: str, params: Any = None) -> Any:
     if parameters is not None and not parameters and inspect.isroutine(target):
         made = target()
         if not callable(made):
-            raise WrongType("a factory", "make something callable", f"{type(made).__name__} from {name}")
+            raise WrongType("a factory", "return a callable", f"{type(made).__name__} from {name}")
         return made
     return target
 
 
 def framework_of(target: Any) -> str | None:
-    """The framework whose arrays a function or module takes, one of `FRAMEWORKS`; None if it cannot be seen."""
+    """Return the framework of a function's or module's arrays, one of `FRAMEWORKS`; None if unknown."""
     if isinstance(target, WithParams) and (found := _only(map(type, arrays_in(target.params)))):
         return found
     if library := library_of(linen_module(target) or target):
@@ -222,7 +222,7 @@ def framework_of(target: Any) -> str | None:
 
 
 def _imported(target: Any) -> str | None:
-    """The framework that a function's own module uses, or else the modules whose functions it uses."""
+    """Return the framework that a function's own module imports, otherwise that of the modules it uses."""
     function = inspect.unwrap(getattr(target, "func", target))
     if not hasattr(function, "__globals__") and inspect.isfunction(getattr(type(function), "__call__", None)):  # noqa: B004
         function = type(function).__call__
@@ -235,7 +235,7 @@ def _imported(target: Any) -> str | None:
 
 
 def _only(used: Iterable[Any]) -> str | None:
-    """The one framework to which some modules, types or functions belong."""
+    """Return the only framework of some modules, types or functions."""
     names = [each.__name__ if inspect.ismodule(each) else getattr(each, "__module__", None) for each in used]
     found = {OF_LIBRARY.get(name.split(".")[0]) for name in names if isinstance(name, str)} - {None}
     return found.pop() if len(found) == 1 else None
@@ -246,15 +246,15 @@ def _size(target: Any, names: Sequence[str]) -> int | None:
 
 
 def _widths(target: Any, library: str) -> list[int]:
-    """What the width of a module's inputs may be: what it says, then every size of its parameters."""
-    told = _size(target, WIDTHS)
+    """Return candidates for the width of a module's inputs: its attributes, then every size of its parameters."""
+    width = _size(target, WIDTHS)
     tree = [*target.parameters()] if library == "torch" else target.params if isinstance(target, WithParams) else target
     sizes = [size for leaf in arrays_in(tree) if len(leaf.shape) > 1 for size in leaf.shape]
-    return list(dict.fromkeys([*([told] if told else []), *sizes]))
+    return list(dict.fromkeys([*([width] if width else []), *sizes]))
 
 
 def _with_width(subject: Subject, widths: Sequence[int]) -> Subject:
-    """The layer with the first width of inputs that it takes."""
+    """Return the layer with the first input width that it accepts."""
     errors = []
     for width in widths:
         found = replace(subject, width=width)
@@ -262,11 +262,11 @@ def _with_width(subject: Subject, widths: Sequence[int]) -> Subject:
             return found
         errors.append(error)
     got = f"{subject.name}{f' with {widths[0]}: {errors[0]}' if errors else ''}"
-    raise Refusal("d_model", "be declared if no width seen in its parameters is taken", got)
+    raise Refusal("d_model", "be declared if no width of its parameters works", got)
 
 
 def _error_as_layer(subject: Subject) -> Refused | Failed | None:
-    """Error of a plain call with the inputs of a layer; None if it is taken."""
+    """Return the error of a plain call with the inputs of a layer; None if the call succeeds."""
     x = np.random.default_rng(0).standard_normal((BATCH, NUM_HEADS, subject.width))
     try:
         run(subject, Path(subject.dtypes[0]), (x, x, x))
@@ -277,7 +277,7 @@ def _error_as_layer(subject: Subject) -> Refused | Failed | None:
 
 @dataclass
 class _AsCall:
-    """A user's callable as a `Call`: parameters by their names, the mask in the first shape that it takes."""
+    """Wrap a user's callable as a `Call`: parameters by name, and the mask in the first shape that works."""
 
     target: Any
     library: str
@@ -289,16 +289,16 @@ class _AsCall:
     is_batched: bool | None = None
 
     def on_path(self, path: Path) -> Call:
-        """The callable in the dtype and mode of the path."""
+        """Return the callable in the dtype and mode of the path."""
         function = self._prepared(path)
         modes: dict[str, Any] = {"training": path.train, "deterministic": not path.train}
         if path.drops or (path.dropout and modes.keys() & self.roles.keys()):
-            modes["dropout"] = path.dropout  # in evaluation too, where a function is told which it is
+            modes["dropout"] = path.dropout  # in evaluation too, if a flag selects the mode
         if path.drops and self.framework == "jax":
             import jax
 
             modes["rng"] = jax.random.key(0)
-        modes["need_weights"] = False  # unless asked for below: some return them by default
+        modes["need_weights"] = False  # overridden below; some return weights by default
         fixed = {self.roles[role]: value for role, value in modes.items() if role in self.roles}
         broadcast_to = importlib.import_module(OF_MASKS[self.framework]).broadcast_to
 
@@ -313,13 +313,13 @@ class _AsCall:
                 try:
                     given = {**named, self.roles["mask"]: broadcast_to(mask[0, 0], (*axes, *mask.shape[-2:]))}
                     output = self._parsed(self._call(function, query, key, value, given))
-                except Exception as error:  # the next shape may do
+                except Exception as error:  # the next shape may work
                     errors.append(error)
                     continue
                 if tuple(output[0].shape)[:-1] == tuple(query.shape)[:-1]:
                     self.mask_axes = axes
                     return output
-            raise errors[0] if errors else ValueError("the mask is taken in no shape")
+            raise errors[0] if errors else ValueError("the mask is not accepted in any shape")
 
         return call
 
@@ -341,7 +341,7 @@ class _AsCall:
         def direct(query: Any, key: Any, value: Any) -> Any:
             if self.is_opaque:
                 return function(query, key, value, **named)
-            # By name, for not everybody's second argument is the key.
+            # By name, because the second argument is not always the key.
             rest = {self.roles[role]: x for role, x in (("key", key), ("value", value)) if role in self.roles}
             return function(query, **rest, **named)
 
@@ -349,17 +349,17 @@ class _AsCall:
             return direct(query, key, value)
         import jax
 
-        if self.is_batched is None:  # layers of Equinox take one sequence, by custom
+        if self.is_batched is None:  # Equinox layers usually accept one sequence
             try:
                 jax.eval_shape(direct, query, key, value)
                 self.is_batched = True
                 return direct(query, key, value)
-            except Exception:  # whatever the layer raises
+            except Exception:  # the layer may raise anything
                 self.is_batched = False
         return jax.vmap(direct)(query, key, value)
 
     def _mask_axes(self, batch: int) -> list[tuple[int, ...]]:
-        """Sizes that may come before (T, S) in a mask, the usual ones first."""
+        """Return shapes that may precede (T, S) in a mask, the usual ones first."""
         axes = [()] if self.library == "equinox" else [(batch, 1), (), (batch,)]
         return axes if self.num_heads is None else [*axes, (batch * self.num_heads,)]
 
@@ -372,14 +372,14 @@ class _AsCall:
 
 
 def _with_axes(subject: Subject) -> Subject:
-    """The subject with the order of its axes: a change of one entry spreads over tokens, and not over heads."""
+    """Return the subject with detected axes: a change of one entry spreads over tokens, but not over heads."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((BATCH, NUM_HEADS, subject.width))
     heads = (BATCH, NUM_HEADS, NUM_HEADS, subject.head_dim)
     query, key, value = (rng.standard_normal(heads) for _ in range(3))
     as_given, path = replace(subject, axes="BNTH"), Path(subject.dtypes[0])
     try:
-        if "key" not in subject.takes:  # of itself over itself: it must project, or have no heads
+        if "key" not in subject.takes:  # self-attention with one input projects it, or has no heads
             run(subject, path, (x, x, x))
             return subject
         before = run(as_given, path, (query, key, value)).output
@@ -387,11 +387,11 @@ def _with_axes(subject: Subject) -> Subject:
         after = run(as_given, path, (query, key, value)).output
     except (Refused, Failed) as error:
         if _error_as_layer(subject):
-            raise Refusal(subject.name, f"take split heads {heads} or (B, T, E) = {x.shape}", str(error)) from error
+            raise Refusal(subject.name, f"accept split heads {heads} or (B, T, E) = {x.shape}", str(error)) from error
         return subject
     changed = np.abs(after - before).max(axis=-1)[0] > 1e-6
     if changed[1].sum() > 1 and not np.delete(changed, 1, axis=0).any():
         return as_given
     if changed[:, 2].sum() > 1 and not np.delete(changed, 2, axis=1).any():
         return replace(subject, axes="BTNH")
-    raise Refusal("axes", "be declared where they cannot be seen", subject.name)
+    raise Refusal("axes", "be declared if they cannot be detected", subject.name)

@@ -1,4 +1,4 @@
-"""A subject under examination: its inputs, its paths, how its mask is to be given, and what its outputs change with."""
+"""The examination of a subject: its inputs, its paths, the form of its mask, and probes of its outputs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from parity.core.compare import unit_of_rounding
 from parity.core.weights import Weights
 
 LARGE = {"float32": 1e5, "bfloat16": 1e5, "float16": 30.0}
-"""Size of a perturbation: large enough that a key hidden by a finite penalty shows, small enough for the dtype."""
+"""Size of a perturbation: large enough to outweigh a finite penalty on a hidden key, small enough for the dtype."""
 
 
 class Examination:
-    """A subject under examination: its inputs, its paths, and how its mask is to be given.
+    """A subject under examination: its inputs, its paths, and the form of its mask.
 
     Raises:
-        ValueError: if it does not even take a plain call.
+        ValueError: if even a plain call fails.
     """
 
     def __init__(self, subject: Subject, dtypes: Sequence[str] | None = None) -> None:
@@ -41,26 +41,26 @@ class Examination:
         if "need_weights" in subject.takes:
             try:
                 run(subject, replace(self.base, need_weights=True), self.inputs())
-            except Refused as refused:  # weights on every path
+            except Refused as refused:  # the path with weights is not supported
                 self.weights_refusal = refused
                 self.paths = [path for path in self.paths if not path.need_weights]
-            except Failed:  # the questions will find it
+            except Failed:  # the questions will report it
                 pass
-        self.known: dict[Any, Any] = {}  # what questions found that others ask, too
+        self.known: dict[Any, Any] = {}  # results that several questions share
 
     @property
     def steady_paths(self) -> list[Path]:
-        """The paths whose outputs are not random."""
+        """Return the paths whose outputs are not random."""
         return [path for path in self.paths if not path.drops]
 
     @property
     def plain_paths(self) -> list[Path]:
-        """The steady paths in the first dtype, without gradients: for what a dtype has no part in."""
+        """Return the steady paths in the first dtype, without gradients, for questions independent of dtype."""
         return [path for path in self.steady_paths if path.dtype == self.base.dtype and not path.grad]
 
     @cached_property
     def felt(self) -> np.ndarray:
-        """(T, S): which outputs of a plain call change with which token."""
+        """Return which outputs of a plain call change with which token, (T, S)."""
         inputs = self.inputs()
         before = run(self.subject, self.base, inputs).output
         felt = np.zeros((TOKENS, TOKENS), bool)
@@ -71,17 +71,17 @@ class Examination:
 
     @property
     def is_causal_itself(self) -> bool:
-        """Whether it is causal without being asked."""
+        """Return whether it is causal by default."""
         return not np.triu(self.felt, 1).any()
 
     @property
     def takes_mask(self) -> bool:
-        """Whether its mask means something."""
+        """Return whether its mask has an effect."""
         return "mask" in self.subject.takes and self.polarity.words in ("hides", "shows")
 
     @cached_property
     def padding_true_hides(self) -> bool:
-        """Whether True in a padding mask hides: the last key, from all."""
+        """Return whether True in a padding mask hides, tested on the last key."""
         inputs = self.inputs()
         padding = np.zeros((BATCH, TOKENS), bool)
         padding[:, -1] = True
@@ -89,7 +89,7 @@ class Examination:
         return not self.moved(self.base, inputs, others, [0, 1], padding=padding)[0]
 
     def inputs(self, num_keys: int | None = None, num_queries: int = TOKENS, seed: int = SEED) -> Inputs:
-        """Random inputs: of a layer the same array three times, or two where the number of keys is given."""
+        """Return random inputs; a layer gets one array three times, or two arrays if the number of keys is given."""
         rng = np.random.default_rng(seed)
         if self.subject.is_layer:
             query = rng.standard_normal((BATCH, num_queries, self.subject.width))
@@ -102,13 +102,13 @@ class Examination:
 
     @property
     def separate_keys(self) -> tuple[tuple[str, str], ...]:
-        """What may be changed apart from the query, in letters and in words."""
+        """Return the inputs that can differ from the query, as letters and as words."""
         if "key" not in self.subject.takes:
             return ()
         return (("k", "key"), ("v", "value")) if "value" in self.subject.takes else (("kv", "key"),)
 
     def separate_inputs(self, num_tokens: int = TOKENS) -> Inputs:
-        """Random inputs in which no array is another, as far as it takes them apart."""
+        """Return random inputs that are distinct arrays, as far as the subject allows it."""
         if "key" not in self.subject.takes:
             return self.inputs(num_queries=num_tokens)
         query, key, value = self.inputs(num_tokens, num_tokens)
@@ -121,21 +121,21 @@ class Examination:
         return run(self.subject, path, inputs, mask=self.mask(hidden), **options)
 
     def mask(self, hidden: np.ndarray) -> np.ndarray:
-        """The mask that hides, in the values of the subject."""
+        """Convert a mask, True = hidden, to the values of the subject."""
         return (hidden if self.true_hides else ~hidden)[None, None]
 
     @property
     def true_hides(self) -> bool:
-        """Whether True in a mask hides, as found out; as claimed where that fails."""
+        """Return whether True in a mask hides, by observation; by its claim if that fails."""
         return self.polarity.words == "hides" if self.takes_mask else self.subject.mask_true != "shows"
 
     @cached_property
     def polarity(self) -> Finding:
-        """Find out what True does in a mask: it hides, shows, is ignored or hides all."""
+        """Determine the effect of True in a mask: it hides, shows, is ignored or hides all."""
         one_true = np.zeros((1, 1, TOKENS, TOKENS), bool)
-        one_true[..., 2] = True  # only key 2
+        one_true[..., 2] = True  # key 2 alone
         inputs = self.inputs()
-        row = TOKENS - 1  # the last sees every key, also of what is causal by itself
+        row = TOKENS - 1  # the last row attends to every key, even under causal attention
         before = run(self.subject, self.base, inputs, mask=one_true).output
         felt = []
         for token in (2, 3):
@@ -149,12 +149,12 @@ class Examination:
     def moved(
         self, path: Path, inputs: Inputs, others: Inputs, rows: Sequence[int], **options: Any
     ) -> tuple[bool, str]:
-        """Whether the outputs of some queries change from one set of inputs to another, and the numbers."""
+        """Return whether the outputs of some queries differ between two sets of inputs, and the numbers."""
         before, after = (self.run(path, given, **options).output[..., list(rows), :] for given in (inputs, others))
         return change(before, after, path, rows)
 
     def only(self, question: Question, finding: Finding, about: str = "") -> Answer:
-        """Answer of what was seen on the first path alone."""
+        """Return an answer that holds on the first path alone."""
         return merge(self.subject, question, {self.base: finding}, about)
 
     def answer(
@@ -165,7 +165,7 @@ class Examination:
         about: str = "",
         also: Finding | None = None,
     ) -> Answer:
-        """Ask on every path, and put together what they answer; see `rules.merge`."""
+        """Ask on every path, and merge the findings; see `rules.merge`."""
         findings: dict[Path, Finding] = {}
         for path in self.paths if paths is None else paths:
             try:
@@ -176,7 +176,7 @@ class Examination:
 
 
 def perturbed(inputs: Inputs, token: int, path: Path, arrays: str = "qkv", scale: float | None = None) -> Inputs:
-    """The inputs with one token changed, in each array that is the query, key or value: a large change."""
+    """Return the inputs with a large change of one token in each selected array (query, key, value)."""
     rng = np.random.default_rng(SEED + 1)
     scale = LARGE[path.dtype] if scale is None else scale
     changed: dict[int, np.ndarray] = {}
@@ -194,13 +194,13 @@ def mapped(inputs: Inputs, function: Callable[[np.ndarray], np.ndarray]) -> Inpu
 
 
 def tolerance(x: np.ndarray, dtype: str) -> float:
-    """What rounding to a dtype may change between two calls of the same shapes: 16 units of the largest value."""
+    """Return the rounding difference between two calls of the same shapes: 16 units of the largest value."""
     finite = np.abs(x[np.isfinite(x)])
     return 16 * unit_of_rounding(dtype) * (float(finite.max()) if finite.size else 1.0)
 
 
 def change(before: np.ndarray, after: np.ndarray, path: Path, rows: Sequence[int]) -> tuple[bool, str]:
-    """Whether two outputs (…, rows, width) differ, NaN being equal to NaN; and where most."""
+    """Return whether two outputs (…, rows, width) differ, with NaN equal to NaN, and the largest change."""
     same_nan = np.isnan(before) & np.isnan(after)
     with np.errstate(invalid="ignore"):
         difference = np.where(same_nan | (before == after), 0.0, np.abs(after - before))
@@ -213,24 +213,24 @@ def change(before: np.ndarray, after: np.ndarray, path: Path, rows: Sequence[int
 
 
 def changed_rows(before: np.ndarray, after: np.ndarray, path: Path) -> list[bool]:
-    """Tell for each row of two outputs (…, rows, width) whether it differs, see `change`."""
+    """Return for each row of two outputs (…, rows, width) whether it differs, see `change`."""
     return [change(before[..., [t], :], after[..., [t], :], path, [t])[0] for t in range(before.shape[-2])]
 
 
 def numbers(x: np.ndarray) -> str:
-    """The first few of a row."""
+    """Format the first few values of a row."""
     return f"[{', '.join(f'{value:.4g}' for value in x[:3])}, …]"
 
 
 def describe_shapes(inputs: Inputs) -> str:
-    """The shapes of query, key and value."""
+    """Return the shapes of query, key and value as text."""
     if inputs[0] is inputs[1] and inputs[1] is inputs[2]:
         return f"x {inputs[0].shape}"
     return ", ".join(f"{name} {x.shape}" for name, x in zip(("query", "key", "value"), inputs, strict=True))
 
 
 def plain_layer(subject: Subject, num_kv_heads: int = NUM_HEADS) -> dict[str, Any]:
-    """Spec and weights of a layer whose projections change nothing, so that it is the attention in it."""
+    """Return spec and weights of a layer with identity projections, so that only its attention remains."""
     spec = AttentionSpec(NUM_HEADS * subject.head_dim, NUM_HEADS, num_kv_heads=num_kv_heads)
     widths = {"q_proj": spec.q_width, "k_proj": spec.k_width, "v_proj": spec.v_width, "out_proj": spec.d_model}
     weights: Weights = {}

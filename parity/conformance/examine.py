@@ -1,9 +1,9 @@
-"""What an attention does, asked and not read: its conventions, and whether it keeps its promises on every path.
+"""Determine by calls which conventions an attention follows, and whether it keeps its promises on every path.
 
-Each question perturbs something that must not matter (a future token, a masked key, another sequence) or that must, and
-looks at what comes out. So it needs no reference, no weights and no documentation, and works on a function of split
-heads as on a layer. Libraries take other code for the same call when weights are asked for, in training, with
-gradients, in another dtype; so every such path is asked, and paths that answer differently are a finding themselves.
+Each question perturbs something that must not matter (a future token, a masked key, another sequence) or that must,
+and compares the outputs. This needs no reference, no weights and no documentation, and works for functions of split
+heads and for layers. Libraries run different code for the same call if weights are requested, in training, with
+gradients, or in another dtype. So every such path is tested, and paths that disagree are a finding themselves.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from parity.conformance.discover import framework_of, made, name_of, subject_of
 from parity.conformance.examination import Examination
 from parity.conformance.peers import PEERS, peer
 from parity.conformance.questions import QUESTIONS
-from parity.conformance.rules import judged, of_error
+from parity.conformance.rules import apply_promises, of_error
 from parity.conformance.subjects import DTYPES, TTNN_DTYPES, Subject
 
 
 def examine(
     target: Any, questions: Iterable[str] | None = None, dtypes: Sequence[str] | None = None, **declared: Any
 ) -> Conformance:
-    """Ask an attention function or layer every question.
+    """Examine an attention function or layer with every question.
 
     Args:
         target: a `Subject`, or a function, module, class or factory in torch, JAX or ttnn, see `discover.subject_of`.
-        questions: some of `QUESTIONS`; all when absent.
-        dtypes: to ask in, the first of them also with dropout; all when absent, and of ttnn bfloat16.
-        declared: what is claimed or cannot be seen, the keywords of `subject_of`.
+        questions: names from `QUESTIONS`; default: all.
+        dtypes: dtypes to test, the first also with dropout; default: all, or bfloat16 for ttnn.
+        declared: claims, and properties that cannot be detected: the keywords of `subject_of`.
 
     Raises:
-        ValueError: if a question or dtype is unknown, something must be declared, or no plain call is taken.
-        TypeError: if the target needs arguments to be made.
+        ValueError: if a question or dtype is unknown, a declaration is missing, or a plain call fails.
+        TypeError: if constructing the target requires arguments.
     """
     questions = list(QUESTIONS if questions is None else questions)
     for question in questions:
@@ -62,9 +62,9 @@ def examine(
 
 @contextmanager
 def _surroundings(framework: str | None) -> Iterator[None]:
-    """Without torch's threads, which on arrays as small as these only wait for each other.
+    """Disable torch's threads, which only wait for each other on such small arrays.
 
-    On a mock board of ttnn, what a layer keeps on the device from one call to the next has its values throughout.
+    On a mock board of ttnn, values that a layer keeps on the device stay valid between calls.
     """
     if framework == "ttnn":
         from parity.backends import load_backend
@@ -93,7 +93,7 @@ def _answers(subject: Subject, questions: Iterable[str], dtypes: Sequence[str]) 
             answer = question.ask(examination)
         except (Refused, Failed) as error:
             answer = examination.only(question, of_error(error))
-        answers.append(judged(answer, subject))
+        answers.append(apply_promises(answer, subject))
     return Conformance(subject.name, subject.framework, subject.version, tuple(answers))
 
 
@@ -103,16 +103,16 @@ def examine_peers(
     dtypes: Sequence[str] | None = None,
     on_subject: Callable[[str], None] = lambda name: None,
 ) -> list[Conformance]:
-    """Ask the attention of torch, JAX, Flax, Keras, Equinox and ourselves, as far as installed.
+    """Examine the attention of torch, JAX, Flax, Keras, Equinox and mha_*, as far as they are installed.
 
     Args:
-        names: some of `parity.conformance.peers.PEERS`; all when absent.
+        names: names from `parity.conformance.peers.PEERS`; default: all.
         questions, dtypes: as in `examine`.
-        on_subject: called before each, with its name.
+        on_subject: called before each subject, with its name.
 
     Raises:
         ImportError: if none of them is installed.
-        ValueError: as `examine`.
+        ValueError: as in `examine`.
     """
     found = []
     for name in PEERS if names is None else names:
@@ -125,5 +125,5 @@ def examine_peers(
         found.append(examine(subject, questions, dtypes))
     if found and all(subject.missing for subject in found):
         missing = dict.fromkeys(subject.missing for subject in found)
-        raise ImportError(f"at least one peer must be installed, got {'; '.join(missing)}")
+        raise ImportError(f"at least one library must be installed, got {'; '.join(missing)}")
     return found

@@ -1,4 +1,4 @@
-"""Functions of weights and inputs, `attention(params, x)`: detection, and calls with weights of a user."""
+"""Functions of weights and inputs, `attention(params, x)`: detect them, and call them with a user's weights."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from parity.conformance.subjects import BATCH, HEAD_DIM, NUM_HEADS
 
 @dataclass(frozen=True)
 class WithParams:
-    """A function of weights and inputs with its weights: a function of inputs.
+    """A function of weights and inputs, bound to its weights.
 
     Attributes:
-        func: takes the weights and inputs.
+        func: function of the weights and inputs.
         params: the weights, a mapping or another tree of arrays.
-        name: the parameter that takes them.
-        signature: of `func`.
+        name: the parameter that receives them.
+        signature: signature of `func`.
     """
 
     func: Callable[..., Any]
@@ -43,7 +43,7 @@ class WithParams:
         return self.func(*args, **{self.name: self.params}, **named)
 
     def in_dtype(self, dtype: str, framework: str) -> WithParams:
-        """Copy with floating-point weights in a dtype of a framework."""
+        """Return a copy with floating-point weights in a dtype of a framework."""
         params = self.params
         if framework == "jax":
             import jax
@@ -62,7 +62,7 @@ class WithParams:
 
 
 def cast_in_jax(leaf: Any, dtype: str) -> Any:
-    """Leaf of a tree of JAX, in a dtype if it is an array of floating-point numbers."""
+    """Cast a leaf of a JAX tree to a dtype if it is an array of floating-point numbers."""
     import jax.numpy as jnp
 
     is_floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -70,16 +70,16 @@ def cast_in_jax(leaf: Any, dtype: str) -> Any:
 
 
 def with_params(target: Any, params: Any, name: str) -> WithParams:
-    """Function of inputs, made of a function of weights and inputs.
+    """Bind a function of weights and inputs to its weights.
 
     Args:
-        target: the function, or a module of flax.linen or its `apply`.
-        params: its weights; those of flax.linen with or without `{"params": …}`.
-        name: of the function, for messages.
+        target: the function, or a flax.linen module or its `apply`.
+        params: its weights; for flax.linen with or without `{"params": …}`.
+        name: name of the function, for messages.
 
     Raises:
-        ValueError: if there are no arrays in `params`, or no parameter takes them.
-        TypeError: if the target is a module that has its weights, or a class.
+        ValueError: if `params` contains no arrays, or no parameter accepts weights.
+        TypeError: if the target is a module that holds its weights, or a class.
     """
     if not any(True for _ in arrays_in(params)):
         raise Refusal("params", "be a mapping or another tree of arrays", type(params).__name__)
@@ -94,27 +94,27 @@ def with_params(target: Any, params: Any, name: str) -> WithParams:
         signature = inspect.signature(type(module).__call__)
         return WithParams(apply, params if is_whole else {"params": params}, "self", signature)
     if inspect.isclass(target):
-        raise WrongType("params", "come with a function that takes them", f"the class {name}")
+        raise WrongType("params", "belong to a function that accepts them", f"the class {name}")
     parameters = parameters_of(target)
     if parameters is None:
-        raise Refusal("params", "come with a function whose parameters can be seen", name)
+        raise Refusal("params", "belong to a function with inspectable parameters", name)
     if len(required(parameters)) < 2:
-        raise Refusal("params", "come with a function of weights and inputs", f"{name}({', '.join(parameters)})")
+        raise Refusal("params", "belong to a function of weights and inputs", f"{name}({', '.join(parameters)})")
     found = weights_parameter(target, parameters) or next(iter(parameters))
     return WithParams(target, params, found, inspect.Signature(list(parameters.values())))
 
 
 def linen_module(target: Any) -> Any:
-    """The module of flax.linen that a target is, or whose `apply` it is; None if there is none."""
+    """Return the flax.linen module that a target is, or whose `apply` it is; None if there is none."""
     if inspect.ismethod(target) and target.__name__ == "apply":
         target = target.__self__
     return target if library_of(target) == "linen" and not inspect.isclass(target) else None
 
 
 def weights_parameter(function: Any, parameters: Parameters) -> str:
-    """Name of the parameter that takes the weights; empty if there is none.
+    """Return the name of the parameter for the weights; empty if there is none.
 
-    A parameter is known by its name, or because the function looks up a name in it.
+    It is recognized by its name, or because the function looks up a key in it.
     """
     if linen_module(function):
         return next(iter(parameters))
@@ -128,31 +128,31 @@ def weights_parameter(function: Any, parameters: Parameters) -> str:
 
 
 def check_has_weights(target: Any, name: str, why: str = "") -> None:
-    """Refuse a function that must be called with its weights.
+    """Reject a function that must be called with its weights.
 
     Raises:
         ValueError: if the function has a required parameter for its weights.
     """
     parameters = parameters_of(target) or {}
     if (found := weights_parameter(target, parameters)) and found in required(parameters):
-        rule = f"be given: {name} takes its weights as {found}"
+        rule = f"be passed: {name} receives its weights as {found}"
         raise Refusal("params", rule, why, remedy={"params": "pkg.module:NAME"})
 
 
 def _looks_up_a_name(function: Callable[..., Any], names: Sequence[str], name: str) -> bool:
-    """Whether a call with an empty mapping fails because the function misses a key in it."""
+    """Return whether a call with an empty mapping fails because a key is missing in it."""
     x = np.zeros((BATCH, NUM_HEADS, NUM_HEADS * HEAD_DIM), np.float32)
     try:
         function(*({} if each == name else x for each in names))
     except KeyError as error:
         return isinstance(next(iter(error.args), None), str)
-    except Exception:  # whatever such inputs raise
+    except Exception:  # such inputs may raise anything
         return False
     return False
 
 
 def leaves_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Leaves of nested mappings, lists and tuples, each with its path."""
+    """Yield the leaves of nested mappings, lists and tuples, each with its path."""
     if isinstance(tree, Mapping | list | tuple) and not hasattr(tree, "shape"):
         for name, each in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from leaves_in(each, (*path, name))
@@ -161,7 +161,7 @@ def leaves_in(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any
 
 
 def arrays_in(tree: Any) -> Iterator[Any]:
-    """Arrays in nested mappings, lists and tuples or, where JAX is loaded, in any tree of its own."""
+    """Yield the arrays in nested mappings, lists and tuples or, if JAX is loaded, in any JAX tree."""
     for _, leaf in leaves_in(tree):
         if hasattr(leaf, "shape"):
             yield leaf
@@ -170,10 +170,10 @@ def arrays_in(tree: Any) -> Iterator[Any]:
 
 
 def with_leaves(tree: Any, change: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
-    """Copy of nested mappings, lists and tuples with other leaves, `change(path, leaf)`."""
+    """Return a copy of nested mappings, lists and tuples with leaves `change(path, leaf)`."""
     if isinstance(tree, Mapping):
         inner = {name: with_leaves(each, change, (*path, name)) for name, each in tree.items()}
-        with suppress(TypeError):  # an npz file or a defaultdict is made of something else
+        with suppress(TypeError):  # the constructor of an npz file or a defaultdict differs
             return type(tree)(inner)  # type: ignore[call-arg]
         return inner
     if type(tree) in (list, tuple):

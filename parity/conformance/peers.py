@@ -1,4 +1,4 @@
-"""The attention that the frameworks come with, and our own, as subjects of `conformance`: those that are installed."""
+"""Attention of other libraries, and our own, as subjects of `conformance`."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from parity.foreign.adapter import Adapter
 from parity.foreign.keras import import_keras
 
 SPEC = AttentionSpec(NUM_HEADS * HEAD_DIM, NUM_HEADS)
-"""The layer that every peer is, with the same weights."""
+"""The layer that every library computes, with the same weights."""
 
 
 def _filled(path: Path, spec: AttentionSpec | None, weights: Weights | None) -> tuple[AttentionSpec, Weights]:
     spec = SPEC if spec is None else spec
     if weights is None:
         weights = random_weights(spec, 0)
-        weights["out_proj.bias"][:] = 0.0  # so that zeros come out as zeros
+        weights["out_proj.bias"][:] = 0.0  # so that zeros stay zeros
     return spec, {name: weight.astype(dtype_named(path.dtype)) for name, weight in weights.items()}
 
 
 def _decoded(step: Callable[[np.ndarray], Any], x: np.ndarray) -> np.ndarray:
-    """Outputs of a layer that is called with one token after the other."""
+    """Return the outputs of a layer that is called one token at a time."""
     tokens = (np.ascontiguousarray(x[:, [t]].astype(np.float32)) for t in range(x.shape[1]))
     return np.concatenate([to_numpy(step(token)) for token in tokens], axis=1)
 
@@ -70,7 +70,7 @@ def _jax_nn() -> Subject:
 
 
 def _layer(adapter: Adapter, framework: str, takes: frozenset[str] = frozenset(), **known: Any) -> Subject:
-    """A layer of another library, made, filled and called by its adapter, which shows what it can be asked."""
+    """Return a layer of another library, made, filled and called by its adapter, which shows what it supports."""
     options = inspect.signature(adapter.call).parameters.keys() & {"mask", "is_causal", "need_weights"}
 
     def make(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Call:
@@ -152,15 +152,15 @@ OUR_LAYERS = {
     "MultiHeadSelfAttention": {"is_causal"},
     "MultiHeadAttentionWithCache": set(),
 }
-"""Each kind of layer, with what it can be asked beside masks and dropout."""
+"""Each kind of layer, with the arguments that it supports in addition to masks and dropout."""
 
 
 def _our_layer(framework: str, kind: str) -> Subject:
-    """Layer of ours; one with a cache is causal by itself, and its padding are `new_lengths`."""
+    """Return one of our layers; one with a cache is always causal, and `new_lengths` is its padding."""
     backend, is_cached = load_backend(framework), kind == "MultiHeadAttentionWithCache"
 
     def made(path: Path, spec: AttentionSpec | None = None, weights: Weights | None = None) -> Callable[[], Any]:
-        """Make a layer for a path: whenever it is called, with the same random numbers to come."""
+        """Return a factory of the layer for a path; each call starts from the same random state."""
         spec, weights = _filled(path, spec, weights)
         spec = replace(spec, dropout=path.dropout)
         if framework == "torch":
@@ -230,7 +230,7 @@ def _our_function(framework: str) -> Subject:
 
 
 def _ours(framework: str, package: str) -> dict[str, tuple[str, Callable[[], Subject]]]:
-    """Entries of `PEERS` for our layers and our function in a framework, which need a package."""
+    """Return entries of `PEERS` for our layers and our function in a framework, which require a package."""
     makers = {kind: partial(_our_layer, framework, kind) for kind in OUR_LAYERS}
     makers["fused"] = partial(_our_function, framework)
     return {f"{BACKENDS[framework].sibling}.{kind}": (package, make) for kind, make in makers.items()}
@@ -250,15 +250,15 @@ PEERS: dict[str, tuple[str, Callable[[], Subject]]] = {
     **_ours("torch", "torch"),
     **_ours("jax", "flax"),
 }
-"""What each peer needs to be installed, and how its subject is made."""
+"""The package that each library requires, and a function that returns its subject."""
 
 
 def peer(name: str) -> Subject:
-    """The subject of that name, with the version of its library.
+    """Return the subject with that name, and the version of its library.
 
     Raises:
-        ValueError: if there is none of that name.
-        ImportError: if it is not installed.
+        ValueError: if the name is unknown.
+        ImportError: if its library is not installed.
     """
     package, make = PEERS[as_one_of("a peer", name, [*PEERS])]
     if find_spec(package) is None:
@@ -268,12 +268,12 @@ def peer(name: str) -> Subject:
     version = f"{library} {metadata.version(library)}"
     if package == "keras":
         version += f" on {subject.framework} {metadata.version(subject.framework)}"
-    # A layer of Keras keeps the state of its random numbers; others draw from a key or from torch's seed at each call.
-    return replace(subject, version=version, make=_kept(subject.make, keeps_state=package == "keras"))
+    # Keras layers keep a random state; others draw from a key or from torch's seed at each call.
+    return replace(subject, version=version, make=_cached(subject.make, keeps_state=package == "keras"))
 
 
-def _kept(make: Callable[..., Call], keeps_state: bool) -> Callable[..., Call]:
-    """Make a layer once for a dtype and mode, unless it is given weights or draws from a state."""
+def _cached(make: Callable[..., Call], keeps_state: bool) -> Callable[..., Call]:
+    """Return a factory that caches the layer for each dtype and mode, unless it gets weights or draws from a state."""
     held: dict[Path, Call] = {}
 
     def kept(path: Path, **given: Any) -> Call:

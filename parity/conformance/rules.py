@@ -1,4 +1,4 @@
-"""How answers are judged: those of all paths become one, and what a subject promises or documents counts."""
+"""Combine the findings of all paths into one answer, and apply a subject's promises and documentation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from parity.conformance.calls import Failed, Refused
 from parity.conformance.subjects import BATCH, NUM_HEADS, SEED, TOKENS, Path, Subject
 
 
-def judged(answer: Answer, subject: Subject) -> Answer:
-    """The answer of a subject that may have promised more than everybody does, or documented less."""
+def apply_promises(answer: Answer, subject: Subject) -> Answer:
+    """Return an answer adjusted for stronger promises of a subject, or for documented exceptions."""
     if answer.kind is Kind.NOTE and answer.question in subject.promises:
         answer = replace(answer, kind=Kind.BROKEN)
     if answer.is_broken and answer.question in subject.documented:
@@ -22,7 +22,7 @@ def judged(answer: Answer, subject: Subject) -> Answer:
 
 
 def of_error(error: Refused | Failed) -> Finding:
-    """What a path answered that raised."""
+    """Return the finding of a path that raised an error."""
     if isinstance(error, Refused):
         return Finding("refused", Kind.REFUSED, str(error), error.__cause__)
     return Finding(error.words, Kind.BROKEN, str(error), error.__cause__)
@@ -35,14 +35,14 @@ def merge(
     about: str = "",
     also: Finding | None = None,
 ) -> Answer:
-    """One answer from those of the paths: the common one, or a rule that says which path gives which.
+    """Merge the findings of paths: the common one, or rules that describe which path leads to which.
 
     Args:
-        subject: who answered.
-        question: what was asked.
-        findings: by path.
-        about: the inputs, in words, where they are not the usual ones.
-        also: something that was seen beside.
+        subject: the subject.
+        question: the question.
+        findings: findings by path.
+        about: description of the inputs, unless they are the usual ones.
+        also: an additional finding.
     """
     if not findings:
         return question.not_offered
@@ -67,7 +67,7 @@ def merge(
 def _example(
     subject: Subject, question: Question, words: str, findings: Mapping[Path, Finding], path: Path, about: str
 ) -> str:
-    """A failing example: what was asked of what, the numbers on a path, and those of another that differs."""
+    """Describe a failing example: the question, the inputs, the numbers on a path, and those of a differing path."""
     if subject.is_layer:
         given = f"x = numpy.random.default_rng({SEED}).standard_normal(({BATCH}, {TOKENS}, {subject.width}))"
     else:
@@ -84,7 +84,7 @@ def _example(
     )
 
 
-# ---- Which path gives which answer -----------------------------------------------------------------------------------
+# ---- Answers by path ------------------------------------------------------------------------------------------------
 
 ATTRIBUTES: dict[str, Callable[[Any], str]] = {
     "need_weights": lambda value: "with weights" if value else "without weights",
@@ -94,23 +94,23 @@ ATTRIBUTES: dict[str, Callable[[Any], str]] = {
     "grad": lambda value: "with grad" if value else "without grad",
     "dtype": lambda value: f"in {value}",
 }
-"""What tells paths apart, in the order in which it is looked at, and in words."""
+"""Attributes that distinguish paths, in order of preference, with their descriptions."""
 
 Rules = list[tuple[Hashable, str]]
-"""Answers and the conditions for them, the first that holds counts; that of the last is empty."""
+"""Answers with their conditions; the first that holds applies, and the last condition is empty."""
 
 
 def by_rule(answers: Mapping[Path, Hashable]) -> str:
-    """Which path gives which answer, as a list of rules: 'NaN with weights, zeros in train or with grad, NaN else'."""
+    """Describe which path leads to which answer: 'NaN with weights, zeros in train or with grad, NaN else'."""
     for depth in range(5):
         if found := list(_rules(dict(answers), depth)):
-            return _told(min(found, key=lambda rules: len(list(groupby(answer for answer, _ in rules)))))
+            return _format(min(found, key=lambda rules: len(list(groupby(answer for answer, _ in rules)))))
     counts = {answer: list(answers.values()).count(answer) for answer in dict.fromkeys(answers.values())}
     return " or ".join(f"{answer} ({count} paths)" for answer, count in counts.items())
 
 
 def _rules(answers: dict[Path, Hashable], depth: int) -> Iterator[Rules]:
-    """All lists of `depth` conditions that tell which path gives which answer."""
+    """Yield all lists of `depth` conditions that separate the answers."""
     if len(set(answers.values())) == 1:
         yield [(next(iter(answers.values())), "")]
     elif depth:
@@ -123,7 +123,7 @@ def _rules(answers: dict[Path, Hashable], depth: int) -> Iterator[Rules]:
                         yield [(chosen[0], tell(value)), *rules]
 
 
-def _told(rules: Rules) -> str:
+def _format(rules: Rules) -> str:
     parts = []
     for answer, group in groupby(rules, key=lambda rule: rule[0]):
         conditions = [condition for _, condition in group]

@@ -1,4 +1,4 @@
-"""Parameters of attention functions: the names they have, and the roles they play."""
+"""Names and roles of the parameters of attention functions."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ ROLES = {
     "scale": ("scale", "softmax_scale", "sm_scale"),
     "theta": ("theta", "rope_theta"),
 }
-"""Names that a parameter may have, by its role."""
+"""Usual names of a parameter, by its role."""
 
 FIRST_WEIGHTS = ("p", "w")
-"""Names of a mapping of weights if it is the first of several parameters."""
+"""Usual names of a mapping of weights if it is the first of several parameters."""
 
 NO_MASKS = ("enable_gqa", "average_attn_weights", "inference", "rngs", "decode", "new_lengths")
-"""Parameters without a role that are no masks."""
+"""Parameters without a role that are not masks."""
 
 PROJECTIONS = {
     f"{name[0]}_proj": (
@@ -53,7 +53,7 @@ PROJECTIONS = {
         *("output_proj", "linear_out", "out_linear", "dense", "out", "proj", "c_proj", "o"),
     )
 }
-"""Names of a projection in lower case: a parameter, a key of `weights` or an attribute of a module."""
+"""Usual names of a projection in lower case: a parameter, a key of `weights` or an attribute of a module."""
 
 PROJECTION_NAMES = frozenset(name for names in PROJECTIONS.values() for name in names)
 
@@ -61,16 +61,16 @@ PACKED = (
     *("qkv_proj", "qkv", "wqkv", "w_qkv", "qkv_weight", "qkv_kernel", "to_qkv", "c_attn", "in_proj", "in_proj_weight"),
     *("query_key_value", "w_pack", "qkv_linear"),
 )
-"""Names of one projection of queries, keys and values."""
+"""Usual names of a packed projection of queries, keys and values."""
 
 BIASES = {f"{name}_proj": (f"b{name}", f"b_{name}", f"{name}_bias", f"{name}_proj_bias") for name in "qkv"} | {
     "out_proj": ("bo", "b_o", "o_bias", "out_bias", "out_proj_bias", "o_proj_bias"),
     "qkv_proj": ("bqkv", "b_qkv", "qkv_bias", "qkv_proj_bias", "in_proj_bias"),
 }
-"""Names of the bias of a projection as a parameter."""
+"""Usual names of the bias of a projection as a parameter."""
 
 LEAVES = {"weight": "weight", "kernel": "weight", "w": "weight", "bias": "bias", "b": "bias"}
-"""Names of the arrays of a projection."""
+"""Usual names of the arrays of a projection."""
 
 WIDTHS = ("d_model", "embed_dim", "in_features", "query_size", "hidden_size", "dim")
 HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
@@ -81,7 +81,7 @@ Parameters = Mapping[str, inspect.Parameter]
 
 
 def parameters_of(target: Any) -> Parameters | None:
-    """Parameters of a call, or None if a compiled function does not show them."""
+    """Return the parameters of a call, or None if a compiled function does not show them."""
     if not inspect.isclass(target) and hasattr(target, "forward") and not inspect.isroutine(target):
         target = target.forward
     elif not inspect.isclass(target) and not inspect.isroutine(target) and hasattr(type(target), "__call__"):  # noqa: B004
@@ -94,12 +94,12 @@ def parameters_of(target: Any) -> Parameters | None:
 
 
 def _spread(target: Any, parameter: inspect.Parameter) -> list[inspect.Parameter]:
-    """Return a parameter; of `**keywords: Unpack[AsTypedDict]` each of the keywords."""
+    """Expand a parameter `**keywords: Unpack[AsTypedDict]` into its keywords; return others unchanged."""
     kind = parameter.annotation
     if parameter.kind is parameter.VAR_KEYWORD and isinstance(kind, str):
         try:
             kind = inspect.signature(target, eval_str=True).parameters[parameter.name].annotation
-        except Exception:  # names that only a type checker knows
+        except Exception:  # names that only a type checker can resolve
             return [parameter]
     if parameter.kind is not parameter.VAR_KEYWORD or get_origin(kind) is not Unpack:
         return [parameter]
@@ -110,7 +110,7 @@ def _spread(target: Any, parameter: inspect.Parameter) -> list[inspect.Parameter
 
 
 def library_of(module: Any) -> str:
-    """Library of a module or its class: `torch`, `equinox`, `linen` or `nnx`; empty if it is none of theirs."""
+    """Return the library of a module or its class: `torch`, `equinox`, `linen` or `nnx`; empty if it is another."""
     for kind in (module if inspect.isclass(module) else type(module)).__mro__:
         library, _, rest = kind.__module__.partition(".")
         if kind.__name__ == "Module" and library in ("torch", "equinox", "flax"):
@@ -119,13 +119,13 @@ def library_of(module: Any) -> str:
 
 
 def required(parameters: Parameters) -> list[str]:
-    """Names of the parameters that a call must pass."""
+    """Return the names of the required parameters of a call."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [name for name, each in parameters.items() if each.default is each.empty and each.kind not in variable]
 
 
 def role_names(parameters: Parameters) -> dict[str, str]:
-    """Names of the parameters that have a role, by role."""
+    """Return the names of the parameters with a role, by role."""
     found = {role: next((name for name in names if name in parameters), "") for role, names in ROLES.items()}
     first = next(iter(parameters), "")
     if not found["weights"] and first in FIRST_WEIGHTS and len(parameters) > 1:
@@ -140,16 +140,16 @@ def roles_of(
     mask_name: str | None = None,
     causal_name: str | None = None,
 ) -> dict[str, str]:
-    """Names of the parameters of a user's attention, by the keys of `ROLES`.
+    """Return the names of the parameters of a user's attention, by the keys of `ROLES`.
 
     Args:
-        name: of the attention, for messages.
-        parameters: of its call, see `parameters_of`.
+        name: name of the attention, for messages.
+        parameters: parameters of its call, see `parameters_of`.
         mask_name: declared name of the mask; `""` if there is none.
         causal_name: declared name of the causal flag; `""` if there is none.
 
     Raises:
-        ValueError: if a declared name is no parameter, or a parameter of unknown name may be a mask.
+        ValueError: if a declared name is not a parameter, or an unrecognized parameter may be a mask.
     """
     declared = {"mask": mask_name, "is_causal": causal_name}
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in (parameters or {}).values())
@@ -164,12 +164,12 @@ def roles_of(
 
 
 def _check_for_a_mask(name: str, parameters: Parameters | None, roles: Mapping[str, str]) -> None:
-    """Refuse an attention that may take a mask by an unknown name.
+    """Reject an attention whose mask may be an unrecognized parameter.
 
-    Missing required parameters need no refusal: the call fails without them.
+    Missing required parameters need no check: the call fails without them.
     """
     if parameters is None:
-        unknown = ["parameters that cannot be seen"]
+        unknown = ["unknown parameters"]
     else:
         known = {*roles.values(), *NO_MASKS, *(name for names in ROLES.values() for name in names)}
         unknown = [
@@ -180,5 +180,7 @@ def _check_for_a_mask(name: str, parameters: Parameters | None, roles: Mapping[s
         ]
     if unknown:
         raise Refusal(
-            "mask_name", f"say which parameter of {name} is the mask, or '' for none (--mask-name)", ", ".join(unknown)
+            "mask_name",
+            f"be the parameter of {name} for the mask, or '' if there is none (--mask-name)",
+            ", ".join(unknown),
         )

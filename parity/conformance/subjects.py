@@ -1,4 +1,4 @@
-"""What is asked: an attention of any library behind one call, and the paths on which it can be called."""
+"""Subjects: an attention of any library behind a common call, and the paths on which it can be called."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ AXES = ("BNTH", "BTNH", "BTE")
 FRAMEWORKS = ("torch", "jax", "ttnn")
 TTNN_DTYPES = ("bfloat16", "float32")
 DROPOUT = 0.5
-BATCH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 4, 2, 8  # of what is examined, where nothing fixes its sizes
-TTNN_HEAD_DIM = 32  # whose kernels take heads of whole tiles only
+BATCH, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 2, 4, 2, 8  # default sizes of a subject
+TTNN_HEAD_DIM = 32  # its kernels accept only whole tiles
 SEED = 0
 TOKENS, FEW_TOKENS = 5, 3
 
 Call = Callable[..., tuple[Any, Any]]
 """`(query, key, value, *, mask, is_causal, need_weights, padding) -> (output, attention weights or None)`, in the
-framework's arrays. What is None or False was not asked for. The mask is (1, 1, T, S), and means what its values mean to
-the subject: nothing here knows which of them hides. To ttnn, which has no booleans, it is a NumPy array on the host."""
+framework's arrays. Arguments that are None or False are not requested. The mask is (1, 1, T, S), with the subject's own
+polarity, which the caller does not know. For ttnn, which has no booleans, it is a NumPy array on the host."""
 
 Inputs = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""query, key and value; one array given twice is one array to the subject too: self-attention has fast paths."""
+"""query, key and value. Equal inputs are one array for the subject too, because self-attention has fast paths."""
 
 
 @dataclass(frozen=True)
 class Path:
-    """How a subject is called: what ought to change nothing but rounding, and sends libraries down other code."""
+    """A way to call a subject: it should change only rounding, but makes libraries run different code."""
 
     dtype: str = "float32"
     need_weights: bool = False
@@ -44,33 +44,33 @@ class Path:
 
     @property
     def drops(self) -> bool:
-        """Whether attention weights are dropped on it, so that its outputs are random."""
+        """Return whether attention weights are dropped, so that outputs are random."""
         return self.train and self.dropout > 0.0
 
 
 @dataclass(frozen=True)
 class Subject:
-    """An attention function or layer, and what is known or claimed of it.
+    """An attention function or layer, with its known and claimed properties.
 
     Attributes:
-        name: what the reports call it.
-        framework: `torch`, `jax` or `ttnn`, whose arrays it takes.
-        axes: of its inputs: split heads, `BNTH` or `BTNH`, or the width of a layer, `BTE`.
-        make: makes the callable for a path; a layer whose weights can be set also takes a spec and canonical weights.
-        version: of its library.
-        takes: what it can be asked: `mask`, `is_causal`, `need_weights`, `train` (a mode that is not only dropout),
-            `dropout`, `key` (keys that are not the queries), `value` (values that are not the keys).
-        padding: how it takes padding: a boolean `mask` (B, S), or `lengths` (B,).
-        width: of a layer's inputs, E.
-        num_heads: query heads, N; None if unknown.
-        head_dim: of split heads, H.
-        has_settable_weights: whether `make` takes a spec and weights.
-        has_groups: whether a layer takes fewer key/value heads in its spec; of split heads it is tried.
-        decode: `(x, capacity, is_causal) -> output`: one token after the other through its cache.
-        mask_true, causal, num_kv_heads: what it claims: a mask's True `hides` or `shows`; aligned `top-left` or
-            `bottom-right`; that it takes fewer key/value than query heads.
-        documented: by question, the warning in its documentation that covers what it does.
-        promises: questions whose `note` is a broken promise, since it promises more than everybody expects.
+        name: name for reports.
+        framework: `torch`, `jax` or `ttnn`, whose arrays it accepts.
+        axes: axes of its inputs: split heads, `BNTH` or `BTNH`, or inputs of a layer, `BTE`.
+        make: returns the callable for a path; if weights are settable, it also accepts a spec and canonical weights.
+        version: version of its library.
+        takes: supported arguments: `mask`, `is_causal`, `need_weights`, `train` (a mode apart from dropout), `dropout`,
+            `key` (keys that differ from the queries), `value` (values that differ from the keys).
+        padding: form of padding: a boolean `mask` (B, S), or `lengths` (B,).
+        width: width of a layer's inputs, E.
+        num_heads: number of query heads, N; None if unknown.
+        head_dim: features of split heads, H.
+        has_settable_weights: whether `make` accepts a spec and weights.
+        has_groups: whether a layer supports fewer key/value heads in its spec; for split heads this is tested.
+        decode: `(x, capacity, is_causal) -> output`, one token at a time through its cache.
+        mask_true, causal, num_kv_heads: its claims: True in a mask `hides` or `shows`; causal alignment `top-left` or
+            `bottom-right`; support for fewer key/value than query heads.
+        documented: by question, the warning in its documentation that covers its behavior.
+        promises: questions for which a `note` is a broken promise, because it promises more than usual.
     """
 
     name: str
@@ -94,16 +94,16 @@ class Subject:
 
     @property
     def is_layer(self) -> bool:
-        """Whether it projects, so that its inputs have no heads."""
+        """Return whether it projects, so that its inputs have no heads."""
         return self.axes == "BTE"
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """What it is asked in where nobody says: of ttnn the dtype that its fused kernels take."""
+        """Return the default dtypes: for ttnn, the one that its fused kernels support."""
         return TTNN_DTYPES[:1] if self.framework == "ttnn" else DTYPES
 
     def paths(self, dtypes: Sequence[str]) -> Iterator[Path]:
-        """Every way to call it; dropout in the first dtype only, and no gradients of ttnn, which has none."""
+        """Yield every path; dropout only in the first dtype, and no gradients for ttnn, which has none."""
         grads = (False,) if self.framework == "ttnn" else (False, True)
         for dtype in dtypes:
             modes = [(False, 0.0)]

@@ -1,1 +1,1 @@
-"""Checkpoint layouts, and weights from one to another."""
+"""Convert attention weights between checkpoint layouts."""

@@ -1,4 +1,4 @@
-"""From one layout to another: weights in memory, layers in files, whole checkpoints in bounded memory."""
+"""Convert between layouts: weights in memory, layers in files, whole checkpoints in bounded memory."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ def convert(
     *,
     source: str,
     target: str,
-    **said: Unpack[LayerKeywords],
+    **keywords: Unpack[LayerKeywords],
 ) -> Weights:
-    """The weights of an attention layer in another layout, bit for bit.
+    """Convert the weights of an attention layer to another layout, bit for bit.
 
     Args:
         weights: arrays of any framework by name, in the source's layout, without any prefix: a torch state dict, a
             Flax state or nested dict, NumPy arrays.
         source, target: names of layouts: see `parity.LAYOUTS`.
-        said: num_heads, num_kv_heads, head_dim of the layer, where the shapes leave it open; rope, how queries and keys
-            are rotated, by which some layouts pad heads; or spec, the layer, in place of all these: of layers with
-            norms, sinks, a gate or latents, which no shape shows.
+        keywords: num_heads, num_kv_heads and head_dim, if the shapes are ambiguous; rope, the RoPE of queries and keys,
+            which decides how some layouts pad heads. Or spec, the whole layer, instead of these; it is required for
+            layers with norms, sinks, a gate or latents, which shapes do not show.
 
     Returns:
-        NumPy arrays by name. `parity.to_torch` and `parity.to_jax` make those of a framework of them.
+        NumPy arrays by name. `parity.to_torch` and `parity.to_jax` convert them to a framework.
 
     Raises:
-        TypeError: if something is not a floating-point array, or the dtypes differ.
-        ValueError: if a layout is unknown, names or shapes do not fit, the heads could be read in more than one way, a
-            value is not finite, or the target cannot hold such a layer.
+        TypeError: if an entry is not a floating-point array, or the dtypes differ.
+        ValueError: if a layout is unknown, names or shapes do not fit, the heads are ambiguous, a value is not finite,
+            or the target layout cannot represent the layer.
     """
     target_layout = find_layout(target, "target")
-    canonical, spec = to_canonical(weights, find_layout(source, "source"), **said)
+    canonical, spec = to_canonical(weights, find_layout(source, "source"), **keywords)
     return from_canonical(canonical, spec, target_layout)
 
 
@@ -60,27 +60,30 @@ def load(
     layout: str | None = None,
     *,
     prefix: str | None = None,
-    **said: Unpack[LayerKeywords],
+    **keywords: Unpack[LayerKeywords],
 ) -> tuple[Weights, AttentionSpec]:
-    """Canonical weights, and the specification, of one attention layer in a file.
+    """Load one attention layer from a file.
 
     Args:
-        path: of the file, or of a folder of shards.
-        layout: of the layer; from the file's metadata, or the model's family, when absent.
-        prefix: what its names begin with, without the last dot; from the metadata when absent. One layer of a
-            stack, which has a leading axis for its layers, is that of an index: `layers.self_attn[3]`.
-        said: num_heads, num_kv_heads, head_dim, rope, spec, as `convert` takes them; else those of the metadata, or
-            those of a GGUF file, or what the `config.json` beside the file says of the layer.
+        path: a file, or a folder of shards.
+        layout: layout of the layer; default: that of the file's metadata or the model's family.
+        prefix: prefix of the layer's tensor names, without the last dot; default: that of the metadata. A layer of a
+            stack, whose tensors have a leading axis of layers, has an index: `layers.self_attn[3]`.
+        keywords: num_heads, num_kv_heads, head_dim, rope, spec, as in `convert`; default: those of the file's metadata,
+            of the GGUF file, or of the `config.json` next to the file.
+
+    Returns:
+        Canonical weights, and the specification of the layer.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: as `convert`, or if the file holds no such layer.
+        ValueError: as in `convert`, or if the file contains no such layer.
 
     Warns:
-        NotCarriedWarning: if what lies beside the tensors says what is not read from there: RoPE that is scaled or
-            partial, in a GGUF file soft caps, windows, scales.
+        NotCarriedWarning: if the configuration specifies attention features that are not read, such as scaled or
+            partial RoPE, or soft caps, windows and scales in a GGUF file.
     """
-    with open_layers(path, layout, prefix=prefix, **said) as layers:
+    with open_layers(path, layout, prefix=prefix, **keywords) as layers:
         if len(layers) != 1:
             some = " to ".join(layers[index].label for index in (0, -1))
             raise Refusal("prefix", "be that of one layer", f"one of {len(layers)} in {path}: {some}")
@@ -95,11 +98,11 @@ def save(
     *,
     prefix: str = "",
 ) -> None:
-    """Write canonical weights to a file, in a layout: `parity.foreign.save`, which takes modules, too."""
+    """Write canonical weights to a file, in a layout. `parity.foreign.save` also accepts modules."""
     target = find_layout(layout)
     if spec is None:
         raise WrongType(
-            "spec", "be given with weights by name", spec=None, hint="`parity.spec_of` has that of a module"
+            "spec", "be passed with weights by name", spec=None, hint="`parity.spec_of` returns that of a module"
         )
     laid_out = {join(prefix, name): array for name, array in from_canonical(weights, spec, target).items()}
     infos = {name: (array.shape, array.dtype) for name, array in laid_out.items()}
@@ -110,7 +113,7 @@ def save(
 
 
 OPTIMIZER_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
-"""Names that torch's optimizers give what they keep for each weight, in its shape; optax keeps the weights' names."""
+"""Names under which torch's optimizers store one tensor per weight, in its shape; optax uses the weights' names."""
 
 
 def convert_file(
@@ -129,53 +132,52 @@ def convert_file(
     force: bool = False,
     dry_run: bool = False,
     on_tensor: Callable[[str], None] = lambda name: None,
-    **said: Unpack[LayerKeywords],
+    **keywords: Unpack[LayerKeywords],
 ) -> Converted:
-    """Convert every attention layer of a file, tensor by tensor, so that memory holds a few of them at a time.
+    """Convert every attention layer of a file, tensor by tensor, so that only a few tensors are in memory at a time.
 
-    Layers may be stacked on a leading axis, as `scan` and `vmap` keep them: their tensors have one axis more. A stack
-    becomes numbered layers where `to_prefix` has an `{i}` more than `prefix`; numbered layers become a stack where it
-    has none.
+    Layers may be stacked on a leading axis, as `scan` and `vmap` store them. If `to_prefix` has one more `{i}` than
+    `prefix`, a stack becomes numbered layers. If it has none, numbered layers become a stack.
 
     Args:
-        source_path: a file, or a folder of shards, or of the files of ranks.
-        target_path: a file, whose suffix decides the format; or a folder that is there, for a `model.safetensors`;
+        source_path: a file, a folder of shards, or a folder of rank files.
+        target_path: a file, whose suffix selects the format; an existing folder, which gets a `model.safetensors`; or
             with `ranks` a new folder.
-        source: layout of the layers; from the file's metadata, or the model's family, when absent.
+        source: layout of the layers; default: that of the file's metadata or the model's family.
         target: layout to write.
-        prefix: what the names of a layer begin with, without the last dot; `{i}` stands for its number. From the
-            metadata when absent, or those of all attention layers of the model, or else nothing.
-        to_prefix: what they shall begin with; the same when absent.
-        keep_rest: write all other tensors, too, as they are; else leave them out.
-        max_shard_bytes: divide the target into files of about that size.
-        ranks: divide the heads of the target over so many ranks, a file for each, as the programs do that have the
-            layout.
-        drop: what layers compute that may be left out where the target does not carry it: names of
-            `parity.conversion.layouts.layout.DROPPABLE`, such as `rope.scaling`.
-        fill_bias: add biases of zeros where the target must have some.
-        force: replace a target that is there, if it is of the same format; never the source.
-        dry_run: read every tensor, refuse what would be refused, and write nothing; the record has a `plan`.
+        prefix: prefix of a layer's tensor names, without the last dot; `{i}` stands for its number. Default: that of
+            the metadata, otherwise the prefixes of all attention layers of the model, otherwise empty.
+        to_prefix: prefix in the target; default: `prefix`.
+        keep_rest: copy all other tensors unchanged; otherwise leave them out.
+        max_shard_bytes: split the target into files of about this size.
+        ranks: divide the heads of the target over this number of ranks, one file per rank, as the programs that use
+            the layout do.
+        drop: features to leave out if the target cannot represent them, such as `rope.scaling`: names of
+            `parity.conversion.layouts.layout.DROPPABLE`.
+        fill_bias: add zero biases if the target requires biases.
+        force: replace an existing target if it has the same format; never the source.
+        dry_run: read and check every tensor, but write nothing; the record then has a `plan`.
         on_tensor: called with the name of each tensor before it is written.
-        said: num_heads, num_kv_heads, head_dim, rope, spec, as `load` takes them.
+        keywords: num_heads, num_kv_heads, head_dim, rope, spec, as in `load`.
 
     Raises:
         OSError: if a file cannot be read or written.
         FileExistsError: if the target exists, without `force`.
-        ValueError: as `convert`, or if there is no such layer, two tensors would have one name, layers cannot be
-            stacked, the target is the source, what is there is not of the target's format, or the target does not
-            carry what layers compute.
+        ValueError: as in `convert`, or if there is no such layer, two tensors would have the same name, layers cannot
+            be stacked, the target is the source, the existing target has another format, or the target cannot
+            represent the layers.
     """
     target_layout, target_path = find_layout(target, "target"), target_path if ranks else _file_in(target_path)
     with open_checkpoint(source_path) as file:
-        known, cache = file_hints(file, LayerHints.by(CALLER, **said)), TensorCache(file)
+        known, cache = file_hints(file, LayerHints.by(CALLER, **keywords)), TensorCache(file)
         if unknown := sorted(set(drop) - {*DROPPABLE} - known.attention_keys):
-            raise Refusal("drop", f"name some of {', '.join(DROPPABLE)}", drop=", ".join(unknown))
+            raise Refusal("drop", f"consist of names from {', '.join(DROPPABLE)}", drop=", ".join(unknown))
         found = sources(file, known, prefix, source, "source")
         known = known.without_unsaid(file.infos, [layout for _, layout in found]) if UNSAID in drop else known
         if to_prefix is not None and len(found) > 1:
             raise Refusal("prefix", f"be one of {', '.join((of for of, _ in found))} with to_prefix", "none")
         if keep_rest and any(ENTRY.fullmatch(of) for of, _ in found):
-            raise Refusal("prefix", "be that of a whole stack where the rest is kept", prefix=prefix)
+            raise Refusal("prefix", "be that of a whole stack if the rest is kept", prefix=prefix)
         plan, layers, to = Plan(target_path, target_layout), [], ""
         for of, layout in found:
             entry = ENTRY.fullmatch(of)
@@ -207,7 +209,7 @@ def convert_file(
         else:
             planned = target_path, target_layout, ranks, plan.specs, infos
             written_to = write_ranks(*planned, read, metadata, dry_run=dry_run)
-        for name in infos if dry_run else ():  # values that are not finite are refused, and ranks that differ
+        for name in infos if dry_run else ():  # reading rejects non-finite values, and ranks that differ
             read(name)
         specs = {layer.spec for layer in layers}
         of_layers = {file.infos[name].shape for layer in layers for name in layer.sources.values()}
@@ -236,9 +238,9 @@ def convert_file(
 
 
 def _file_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Return the file to write; in a folder that is there, that of its weights, unless others are there already."""
+    """Return the file to write: in an existing folder, its weights file, unless it has other weights already."""
     if not Path(path).suffix and not os.path.exists(path):
-        raise Refusal(path, "end in the suffix of a file, such as .safetensors, or be a folder that is there")
+        raise Refusal(path, "have a suffix such as .safetensors, or be an existing folder")
     if not os.path.isdir(path) or Path(path).suffix in SUFFIXES:
         return path
     name = "model.safetensors"
@@ -248,14 +250,14 @@ def _file_in(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 
 def _ignored(layers: Iterable[FileLayer], known: Iterable[str], target: Layout) -> set[str]:
-    """Return names (with wildcards) under the prefixes of layers that are none of their weights, nor of a target's."""
+    """Return names (with wildcards) under layer prefixes that are weights of neither the layers nor the target."""
     found = {*known} | {name for layer in layers for name in layer.layout.ignored}
     found |= {name for layer in layers if layer.model is not None for name in layer.model.ignored}
     return found - {tensor.name for tensor in (*target.tensors, *target.others)}
 
 
 def _written(layer: FileLayer, target: Layout, drop: Collection[str], *, fill_bias: bool) -> AttentionSpec:
-    """Return what is written of a layer: without what may be left out, with biases that are added; or refuse it."""
+    """Return a layer's spec in the target, without dropped features and with added biases; reject it if impossible."""
     spec = without(layer.spec, [name for name in lost_in(target, layer.spec) if name in drop])
     filled = replace(spec, qkv_bias=True, out_bias=spec.out_proj)
     try:
@@ -275,7 +277,7 @@ def _written(layer: FileLayer, target: Layout, drop: Collection[str], *, fill_bi
 
 
 def _targets(layers: list[FileLayer], prefix: str, to_prefix: str) -> tuple[dict[str, list[FileLayer]], bool]:
-    """Return the layers that go under each prefix of the target, and whether they are stacked there."""
+    """Return the layers under each prefix of the target, and whether they are stacked there."""
     places, to_places = prefix.count("{i}"), to_prefix.count("{i}")
     kinds = {layer.index is not None for layer in layers}
     is_stack = kinds == {True} and not ENTRY.fullmatch(prefix)
@@ -283,7 +285,7 @@ def _targets(layers: list[FileLayer], prefix: str, to_prefix: str) -> tuple[dict
     if len(kinds) > 1 or not (to_places == places or takes_apart or stacks_up):
         raise Refusal(
             "to_prefix",
-            "have as many {i} as the source, or one more to take a stack apart, or none to stack what is numbered",
+            "have as many {i} as the source, one more to split a stack, or none to stack numbered layers",
             to_prefix=to_prefix,
             prefix=prefix,
         )
@@ -301,5 +303,5 @@ def _targets(layers: list[FileLayer], prefix: str, to_prefix: str) -> tuple[dict
         if numbers != list(range(len(group))):
             raise Refusal("layers", "be numbered from 0 without gaps to be stacked", layers=numbers)
         if len({(*layer.to_spec.weight_shapes.items(), layer.dtype) for layer in group}) > 1:
-            raise Refusal("layers", f"be of one shape and dtype to be stacked, those of {prefix} are not")
+            raise Refusal("layers", f"have one shape and dtype to be stacked, but those of {prefix} differ")
     return targets, stacks_up or (is_stack and not takes_apart)

@@ -1,4 +1,4 @@
-"""Two sets of weights, tensor by tensor: which differ, where, by what law, and whether it is the same function."""
+"""Compare two sets of weights tensor by tensor: where they differ, how they are related, and whether it matters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parity.core.weights import Weights, check_weights
 from parity.text import and_listed
 
 MOST_NAMED = 8  # heads, rows or columns
-MOST_COUNTED = 1e6  # units in the last place: more say nothing
+MOST_COUNTED = 1e6  # units in the last place; larger counts are not informative
 
 
 def _heads_in_words(heads: tuple[int, ...], num_heads: int) -> str:
@@ -38,20 +38,20 @@ def _places_in_words(places: tuple[int, ...], size: int, what: str) -> str:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that is not the same in both files.
+    """A tensor that differs between two files.
 
     Attributes:
         name: its canonical name.
         shape: of the canonical tensor, (out, in) or (out,).
-        differing: how many elements differ; none where only the dtypes do.
-        rows, columns: in how many they lie; no columns where there is one axis.
-        heads: those in which they lie, where the tensor has heads.
-        num_heads: how many it has, or 0.
-        worst_index: place of the largest difference.
-        worst_values: those of the first file and of the second there.
-        max_abs: the largest difference,
-        max_ulp: and the largest in units in the last place, of the coarser dtype.
-        law: what was done to the tensor, verified on all of it; None where no law known here explains it.
+        differing: number of elements that differ; 0 if only the dtypes differ.
+        rows, columns: number of rows and columns that differ; columns is None for a tensor of one axis.
+        heads: heads that differ, if the tensor has heads.
+        num_heads: number of its heads; 0 if it has none.
+        worst_index: index of the largest difference.
+        worst_values: values of the first and of the second file at that index.
+        max_abs: largest absolute difference.
+        max_ulp: largest difference in units in the last place of the coarser dtype.
+        law: relation of the two tensors, verified on all elements; None if no known relation explains them.
     """
 
     name: str
@@ -87,16 +87,16 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class WeightsComparison(JsonRecord):
-    """Comparison of two sets of weights by their tensors: do they hold the same attention?
+    """Comparison of two sets of weights by their tensors: do they represent the same attention?
 
     Attributes:
-        kind: `bits`, the same bit for bit; `values`, the same values in other bits: another dtype that holds them, or
+        kind: `bits`, equal bit for bit; `values`, equal values in other bits: another dtype that represents them, or
             zeros of another sign; `copy`, one is the other rounded to its dtype; `rounding`, at most 4 units in the
-            last place of the coarser dtype apart; `function`, other tensors that are the same function; `different`.
-        dtypes: of the first and the second.
-        max_ulp: the largest difference, in units in the last place of the coarser dtype.
-        differences: the tensors that differ, in the order of the canonical names.
-        how: what they have in common, in words; nothing if they differ.
+            last place of the coarser dtype apart; `function`, other tensors of the same function; `different`.
+        dtypes: dtypes of the first and the second set.
+        max_ulp: largest difference, in units in the last place of the coarser dtype.
+        differences: tensors that differ, in the order of the canonical names.
+        how: description of the relation; empty if they are different.
     """
 
     kind: str
@@ -109,12 +109,12 @@ class WeightsComparison(JsonRecord):
 
     @property
     def same(self) -> bool:
-        """Return whether both hold the same attention."""
+        """Return whether both represent the same attention."""
         return self.kind != "different"
 
     @property
     def unexplained(self) -> list[str]:
-        """The tensors that no law explains."""
+        """Return the tensors that no known relation explains."""
         return [each.name for each in self.differences if each.law is None] if not self.same else []
 
     def __str__(self) -> str:
@@ -128,12 +128,12 @@ class WeightsComparison(JsonRecord):
 
 
 def _law_in_words(law: TensorLaw | None, first: TensorDifference, count: int) -> list[str]:
-    """A law as lines beneath the tensors that it explains, the first of them and how many they are."""
+    """Format a relation as lines below the `count` tensors that it explains."""
     if law is None:
         return [
-            "  law       none that is known here explains it"
+            "  law       no known relation explains it"
             if count == 1
-            else "  law       none that is known here explains any of these"
+            else "  law       no known relation explains any of these"
         ]
     inside = f"in {_heads_in_words(law.heads, first.num_heads)} " if law.heads else ""
     for places, size, what in zip((law.rows, law.columns), first.shape, ("row", "column"), strict=False):
@@ -143,30 +143,30 @@ def _law_in_words(law: TensorLaw | None, first: TensorDifference, count: int) ->
     return lines + [f"  see       mha-parity bugs {law.page}"] * bool(law.page)
 
 
-@np.errstate(over="ignore", invalid="ignore")  # values that no narrower dtype holds, or whose difference is infinite
+@np.errstate(over="ignore", invalid="ignore")  # overflow in a narrower dtype, infinite differences
 def compare_weights(
     weights: Mapping[str, Any], spec: AttentionSpec, other: Mapping[str, Any], other_spec: AttentionSpec
 ) -> WeightsComparison:
-    """Say whether two layers hold the same attention by their tensors: which differ, where, and by what law.
+    """Compare two layers tensor by tensor: which tensors differ, where, and how they are related.
 
-    Nothing is computed with them: `verify` does that.
+    No attention is computed: `verify` does that.
 
     Args:
         weights, spec: canonical weights, as arrays of any framework, and the layer.
-        other, other_spec: those that should be the same.
+        other, other_spec: weights and layer to compare.
 
     Raises:
         TypeError: if an entry is not a floating-point array, or the dtypes of one layer differ.
-        ValueError: if the layers differ in more than their weights, or the weights are not those of the layer.
+        ValueError: if the layers differ in more than their weights, or the weights do not match their layer.
     """
     one, with_all = with_biases(check_weights(weights, spec), spec, other_spec)
     two, other_with_all = with_biases(check_weights(other, other_spec), other_spec, spec)
     biases = [{*with_all.weight_shapes} - {*each.weight_shapes} for each in (other_spec, spec)]
     spec = check_alike(with_all, other_with_all)
     dtypes = [next(iter(held.values())).dtype for held in (one, two)]
-    told = (dtypes[0].name, dtypes[1].name)
+    dtype_names = (dtypes[0].name, dtypes[1].name)
     if same_bits(one, two) and not any(biases):
-        return WeightsComparison("bits", told, 0.0, (), "weights the same, bit for bit")
+        return WeightsComparison("bits", dtype_names, 0.0, (), "weights the same, bit for bit")
     held = roles(spec)
     found = [each for name in one if (each := _difference(name, one[name], two[name], held.get(name), spec))]
     max_ulp = max((each.max_ulp for each in found), default=0.0)
@@ -180,25 +180,25 @@ def compare_weights(
         for index, each in enumerate(found):
             pair = Pair(each.name, one[each.name], two[each.name], held.get(each.name))
             found[index] = replace(each, law=_bias_of_one(each.name, *biases) or law_of(pair, each.heads, layers))
-    return WeightsComparison(kind, told, max_ulp, tuple(found), how)
+    return WeightsComparison(kind, dtype_names, max_ulp, tuple(found), how)
 
 
 def _bias_of_one(name: str, of_first: Collection[str], of_second: Collection[str]) -> TensorLaw | None:
-    """The law of a bias that only one of the files has; the other one has zeros here."""
+    """Return the relation of a bias that only one file has; in the other it was filled with zeros."""
     if name in of_first:
-        return TensorLaw("bias", "not there, and no zeros in the first", "missing-bias")
-    return TensorLaw("bias", "a bias that the first has not", "missing-bias") if name in of_second else None
+        return TensorLaw("bias", "missing, and nonzero in the first", "missing-bias")
+    return TensorLaw("bias", "a bias that the first does not have", "missing-bias") if name in of_second else None
 
 
 def _same_values(one: Weights, two: Weights, found: list[TensorDifference], max_ulp: float) -> tuple[str, str]:
-    """The kind of weights with the same values, or the same but for a few roundings, and words for it."""
+    """Return the kind of a comparison of equal or nearly equal weights, and its description."""
     dtypes = [next(iter(held.values())).dtype for held in (one, two)]
     names, coarse = [dtype.name for dtype in dtypes], coarser(*dtypes).name
-    lost = any(bool(one[each.name].any()) != bool(two[each.name].any()) for each in found)  # all that a tensor held
+    lost = any(bool(one[each.name].any()) != bool(two[each.name].any()) for each in found)  # a tensor became all zeros
     if not found:
         in_dtypes = f"in {' and in '.join(names)}"
         if names[0] == names[1]:
-            in_dtypes = "but for signs of zeros, or biases of zeros that one has"
+            in_dtypes = "except for signs of zeros, or zero biases of one"
         return "values", f"weights the same values, {in_dtypes}"
     if lost or max_ulp > MOST_ULPS:
         return "different", ""
@@ -216,7 +216,7 @@ def _same_values(one: Weights, two: Weights, found: list[TensorDifference], max_
 def _difference(
     name: str, one: np.ndarray, two: np.ndarray, role: Role | None, spec: AttentionSpec
 ) -> TensorDifference | None:
-    """The places where the values of a tensor differ, and by how much; None if they do not."""
+    """Return where and by how much a tensor differs; None if its values are equal."""
     if np.array_equal(one, two):
         return None
     wide = [x.astype(np.float64) for x in (one, two)]

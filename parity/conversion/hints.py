@@ -1,4 +1,4 @@
-"""Hints about a layer: who says its heads, its RoPE or all of it, and whose word counts first."""
+"""Hints about a layer: its heads, its RoPE or all of it, with their sources and precedence."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mha_spec import AttentionSpec, Refusal, Rope
 COUNTS = ("num_heads", "num_kv_heads", "head_dim")
 
 CALLER, METADATA, SHAPES = "the caller", "the file's metadata", "the shapes"
-"""Sources of hints, beside `config.json` and `GGUF`."""
+"""Sources of hints, in addition to `config.json` and `GGUF`."""
 
 
 class LayerKeywords(TypedDict, total=False):
-    """Keywords of functions that read layers, where shapes leave it open. `spec` stands for all others."""
+    """Keyword arguments of functions that read layers; `spec` replaces all others."""
 
     num_heads: int | None
     num_kv_heads: int | None
@@ -26,16 +26,16 @@ class LayerKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class LayerHints:
-    """Hints about a layer, from one source or merged.
+    """Hints about a layer, from one source or several.
 
     Attributes:
-        num_heads, num_kv_heads, head_dim: its heads, as far as they are known.
-        rope: how its queries and keys are rotated.
+        num_heads, num_kv_heads, head_dim: its heads; None if unknown.
+        rope: its RoPE.
         spec: the whole layer.
-        origins: the source of each of these, by name.
-        unread: keys about attention that are in none of these, with their values.
-        may_rotate: RoPE may have been unknown when `spec` was written, so that an earlier source may add it.
-        overridden: the theta of RoPE that a later source says, where an earlier one says another.
+        origins: source of each hint, by name.
+        unread: attention keys that no hint covers, with their values.
+        may_rotate: RoPE may have been unknown when `spec` was written, so an earlier source may add it.
+        overridden: RoPE theta of a later source that an earlier one overrides.
     """
 
     num_heads: int | None = None
@@ -51,50 +51,50 @@ class LayerHints:
     @classmethod
     def by(cls, origin: str, **given: Any) -> LayerHints:
         """Return the hints of one source, by the names of `LayerKeywords`."""
-        if unknown := given.keys() - {*SAID}:
-            raise TypeError(f"hints must be of {', '.join(SAID)}, got {', '.join(sorted(unknown))}")
-        return cls(**given, origins=dict.fromkeys((name for name in SAID if given.get(name) is not None), origin))
+        if unknown := given.keys() - {*HINTS}:
+            raise TypeError(f"hints must be some of {', '.join(HINTS)}, got {', '.join(sorted(unknown))}")
+        return cls(**given, origins=dict.fromkeys((name for name in HINTS if given.get(name) is not None), origin))
 
     @property
     def given(self) -> dict[str, Any]:
-        """The hints themselves, by name."""
-        return {name: value for name in SAID if (value := getattr(self, name)) is not None}
+        """Return the hints that are set, by name."""
+        return {name: value for name in HINTS if (value := getattr(self, name)) is not None}
 
     @property
     def counts(self) -> dict[str, int]:
-        """The numbers of heads that are known, by name."""
+        """Return the known numbers of heads, by name."""
         return {name: value for name, value in self.given.items() if name in COUNTS}
 
     @property
     def from_model(self) -> str:
-        """The configuration that some of it comes from: `config.json`, `GGUF` or nothing."""
+        """Return the configuration that some hint comes from: `config.json`, `GGUF` or an empty string."""
         return next((origin for origin in self.origins.values() if origin not in (CALLER, METADATA)), "")
 
     def origin_of(self, name: str) -> str:
-        """Return the source of a hint; a layer without one has its heads from its shapes."""
+        """Return the source of a hint; heads without a source come from the shapes."""
         return self.origins.get(name) or self.origins.get("spec") or SHAPES
 
     def contradicted_by(self, spec: AttentionSpec) -> list[str]:
-        """Return the numbers of heads that a layer has otherwise."""
+        """Return the names of the numbers of heads that differ from a layer's."""
         return [name for name, value in self.counts.items() if value != getattr(spec, name)]
 
 
-SAID = (*COUNTS, "rope", "spec")
-"""Hints of a `LayerHints`, and the keywords of `LayerKeywords`."""
+HINTS = (*COUNTS, "rope", "spec")
+"""Names of hints, in `LayerHints` and `LayerKeywords`."""
 
 HintSource = Callable[[str], LayerHints | None]
-"""A source of hints: what it says of the layer of a label, a prefix or one with an index."""
+"""A source of hints: a function from the label of a layer (a prefix, or one with an index) to its hints."""
 
 
 def merge(label: str, sources: Iterable[HintSource]) -> LayerHints:
-    """Merge the hints about a layer, the first source first.
+    """Merge the hints about a layer; earlier sources take precedence.
 
-    The order is that of `file_hints`: the caller, then the file's own metadata, or else its config.json or GGUF keys.
-    The shapes come last, in `find_spec`. A hint is taken from the first source that has it, by these rules:
+    The order is that of `file_hints`: the caller, then the file's own metadata, otherwise its config.json or GGUF keys.
+    `find_spec` uses the shapes last. A hint comes from the first source that has it, with these rules:
 
-    - Counts are taken from one source, for those of two do not mix.
-    - A later `spec` must have the counts of earlier sources. Its RoPE may have another base, and nothing else.
-    - Nothing is unread about RoPE where an earlier source says it.
+    - All counts come from one source, because counts of two sources do not mix.
+    - A later `spec` must have the counts of earlier sources. It may differ from them only in the base of RoPE.
+    - Keys about RoPE are not unread if an earlier source specifies RoPE.
 
     Raises:
         ValueError: if sources contradict each other.
@@ -121,20 +121,20 @@ def merge(label: str, sources: Iterable[HintSource]) -> LayerHints:
 
 
 def _with_hints(spec: AttentionSpec, hints: LayerHints, label: str, *, may_rotate: bool) -> AttentionSpec:
-    """Return a layer with the RoPE of hints, if any, or refuse one with other heads, or that rotates in another way."""
+    """Return a layer with the RoPE of hints, if any; reject it if its heads or its rotation differ from theirs."""
     if wrong := hints.contradicted_by(spec):
-        got, told = (", ".join(f"{name}={of[name]}" for name in wrong) for of in (hints.counts, spec.values()))
-        raise Refusal(wrong[0], f"be what the file's metadata say of {label}, {told}", got)
+        got, expected = (", ".join(f"{name}={of[name]}" for name in wrong) for of in (hints.counts, spec.values()))
+        raise Refusal(wrong[0], f"match the file's metadata for {label}, {expected}", got)
     rope = hints.rope
     if rope is None:
         return spec
     is_other = not may_rotate if spec.rope is None else replace(spec.rope, theta=rope.theta) != rope
     if is_other:
-        raise Refusal("rope", f"not be said of {label}, which has {spec.rope or 'none'} by what is known", rope=rope)
+        raise Refusal("rope", f"not be given for {label}, which has {spec.rope or 'none'}", rope=rope)
     return replace(spec, rope=rope)
 
 
 def is_of_rope(name: str) -> bool:
-    """Return whether an unread key is about RoPE: a caller who says that has said it all."""
+    """Return whether an unread key is about RoPE; a caller who passes RoPE replaces all such keys."""
     words = ("rope", "rotary", "partial_rotary", "mrope")
     return any(word.startswith(words) for word in name.split("."))

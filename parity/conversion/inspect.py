@@ -1,4 +1,4 @@
-"""Every attention layer in a file, in every layout that fits."""
+"""Find every attention layer in a file, in every layout that fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parity.files import TensorFile
 
 
 def count_tensors(path: str | os.PathLike[str]) -> int:
-    """Count the tensors of a file: about as many as its conversion writes."""
+    """Count the tensors of a file, which is about the number that its conversion writes."""
     with open_checkpoint(path) as file:
         return len(file.infos)
 
@@ -28,14 +28,14 @@ class Found:
     """Attention layers of one kind in a file.
 
     Attributes:
-        prefix: what their names begin with, `{i}` standing for numbers.
-        layers: how many there are.
+        prefix: prefix of their tensor names; `{i}` stands for numbers.
+        layers: number of layers.
         layout: name of a layout that fits.
-        heads: the heads, if the shapes or another file determine them, or why not.
-        dtype: of their tensors.
-        is_stacked: they are one array on a leading axis.
-        packing: the order of heads in packed tensors, which no shape shows.
-        unread: keys about attention beside the file that are in no specification, with their values.
+        heads: their heads, if the shapes or another file determine them; otherwise why they are unknown.
+        dtype: dtype of their tensors.
+        is_stacked: whether they are stacked on a leading axis.
+        packing: order of heads in packed tensors, which shapes do not show.
+        unread: attention keys next to the file that no specification contains, with their values.
     """
 
     prefix: str
@@ -48,17 +48,17 @@ class Found:
     unread: tuple[str, ...] = ()
 
 
-def find_layers(file: TensorFile, **said: Unpack[LayerKeywords]) -> list[Found]:
+def find_layers(file: TensorFile, **keywords: Unpack[LayerKeywords]) -> list[Found]:
     """Find every attention layer in an open file, in every layout that fits its names.
 
-    Where none fits with the heads that are given, those that would with others.
+    If no layout fits with the given heads, return those that fit with other heads.
     """
-    known = file_hints(file, LayerHints.by(CALLER, **said))
+    known = file_hints(file, LayerHints.by(CALLER, **keywords))
     found: list[Found] = []
     of_other_heads: list[Found] = []
     for layout in LAYOUTS.values():
         prefixes = possible_prefixes(file.infos, layout)
-        alike: dict[Any, list[str]] = {}  # layers of one pattern and the same shapes, of which one is looked at
+        alike: dict[Any, list[str]] = {}  # layers with one pattern and equal shapes: one of each is examined
         for concrete, names in names_under(file.infos, prefixes).items():
             of_model = known.model.layer_at(concrete)
             if of_model is None or of_model.layout == layout.name:
@@ -77,10 +77,10 @@ def find_layers(file: TensorFile, **said: Unpack[LayerKeywords]) -> list[Found]:
             except ValueError as error:
                 of_model = known.model.layer_at(first)
                 if type(error) is DoesNotFit and (of_model is None or of_model.spec is None):
-                    continue  # of a layer that a configuration tells of whoever looks shall know why
+                    continue  # report the reason only for layers in the configuration
                 among = of_other_heads if isinstance(error, HeadsDoNotFit) else found
                 words = str(error).removeprefix(f"{first or file.path}: ")
-                with suppress(ValueError):  # what is known of it may be why
+                with suppress(ValueError):  # its configuration may itself be the reason
                     unread = known.without_heads_of_model(first).unread
             dtype, count = file.infos[prefixes[first]].dtype.name, len(members) * size
             keys = tuple(key_in_words(*each) for each in unread.items())

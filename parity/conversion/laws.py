@@ -1,4 +1,4 @@
-"""Laws by which one tensor of weights is made of another: each is tried, and verified on every element."""
+"""Relations between a tensor and its counterpart in another file; each is verified on every element."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import numpy as np
 from mha_spec import AttentionSpec
 from parity.conversion.roles import Role, digests, matched
 from parity.conversion.same_function import listed
-from parity.conversion.ulps import agree, coarser, quantised_as, ways_to_fewer_bits
+from parity.conversion.ulps import agree, coarser, quantized_as, ways_to_fewer_bits
 from parity.core.weights import Weights
 
-FEWEST = 2  # elements that are not 0: one number alone is always a multiple of another
+FEWEST = 2  # nonzero elements: a single number is a multiple of any other
 
 
 @dataclass(frozen=True)
 class TensorLaw:
-    """The relation of a tensor to that of another file.
+    """The relation of a tensor to its counterpart in another file.
 
     Attributes:
-        name: of the law: `zeros`, `one-plus`, `exchanged`, `copied`, `transposed`, `permuted`, `fewer-bits`,
-            `quantised`, `factor`, `factors` or `shift`; `bias`, for a bias that only one file has.
-        words: what the second file has, said of the first one's.
-        page: of parity/bugs that says more, or nothing.
-        heads, rows, columns: where it holds for these alone, and all else is the same; else empty.
+        name: name of the relation: `zeros`, `one-plus`, `exchanged`, `copied`, `transposed`, `permuted`, `fewer-bits`,
+            `quantised`, `factor`, `factors` or `shift`; `bias` for a bias that only one file has.
+        words: description of the second file's tensor in terms of the first.
+        page: page of parity/bugs about it; empty if there is none.
+        heads, rows, columns: the only parts that differ, if not all do; otherwise empty.
     """
 
     name: str
@@ -44,9 +44,9 @@ class Pair:
 
     Attributes:
         name: its canonical name.
-        one, other: as each file has it.
-        role: where its heads are, if it has some and is whole.
-        places: the heads, as (heads, features, the rest), the rows or the columns that the part consists of.
+        one, other: its values in each file.
+        role: place of its heads, if it has heads and is whole.
+        places: indices of the heads, as (heads, features, the rest), of the rows or of the columns in the part.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Pair:
 
 
 class Layers(NamedTuple):
-    """All weights of both files, for a tensor may be in the place of another one, and their specification."""
+    """All weights of both files, because one tensor may have been stored as another, and the specification."""
 
     weights: Weights
     others: Weights
@@ -65,10 +65,10 @@ class Layers(NamedTuple):
 
 
 def law_of(pair: Pair, heads: Collection[int], layers: Layers) -> TensorLaw | None:
-    """Return the law that explains every element of a tensor that differs, if one is known here.
+    """Return a relation that explains every element of a differing tensor; None if no known one does.
 
-    Laws of values are looked for where it differs: in `heads`, if these are not all; then in some rows or columns. One
-    factor for each row explains much, and comes last.
+    Relations of values are tried on the differing `heads`, then on the differing rows or columns. One factor per row
+    can explain almost anything, so it comes last.
     """
     differing = pair
     if pair.role is not None and pair.role.heads != "shared":
@@ -86,7 +86,7 @@ def law_of(pair: Pair, heads: Collection[int], layers: Layers) -> TensorLaw | No
 
 
 def _differing_lines(pair: Pair) -> Iterator[Pair]:
-    """The rows that differ, and the columns, if not all do."""
+    """Yield the rows and the columns that differ, unless all do."""
     differs = pair.one != pair.other
     for axis, what in zip(range(differs.ndim), ("rows", "columns"), strict=False):
         lines = np.flatnonzero(np.moveaxis(differs, axis, 0).reshape(differs.shape[axis], -1).any(axis=1))
@@ -102,21 +102,24 @@ def _zeros(pair: Pair, layers: Layers) -> TensorLaw | None:
     page = "missing-bias" if pair.one.ndim == 1 else ""
     if not pair.other.any():
         return TensorLaw("zeros", "zeros", page)
-    return None if pair.one.any() else TensorLaw("zeros", "no zeros, as all the first's are", page)
+    return None if pair.one.any() else TensorLaw("zeros", "nonzero, while the first's is all zeros", page)
 
 
 def _fewer_bits(pair: Pair, layers: Layers) -> TensorLaw | None:
-    pairs = (pair.one, pair.other, "the first's, {}"), (pair.other, pair.one, "what the first's is {} of")
+    pairs = (
+        (pair.one, pair.other, "the first's, {}"),
+        (pair.other, pair.one, "the original of the first's, which is {}"),
+    )
     for before, after, words in pairs:
         if ways := ways_to_fewer_bits(before, after):
             return TensorLaw("fewer-bits", words.format(" or ".join(ways)), "low-precision")
-        if kind := quantised_as(before, after):
-            return TensorLaw("quantised", words.format(f"quantised as {kind}"))
+        if kind := quantized_as(before, after):
+            return TensorLaw("quantised", words.format(f"quantized as {kind}"))
     return None
 
 
 def _one_plus(pair: Pair, layers: Layers) -> TensorLaw | None:
-    """A norm that multiplies by 1 + w, and one that multiplies by w."""
+    """Relate norms that multiply by w and by 1 + w."""
     if not pair.name.endswith("_norm.weight"):
         return None
     for sign, words in ((1, "1 + w, where the first has w"), (-1, "w, where the first has 1 + w")):
@@ -126,7 +129,7 @@ def _one_plus(pair: Pair, layers: Layers) -> TensorLaw | None:
 
 
 def _is_shifted(one: np.ndarray, other: np.ndarray, by: float) -> bool:
-    """Return whether two arrays differ by a number; where it cancels, only one of two ways gives the bits."""
+    """Return whether arrays differ by a constant; after cancellation only one direction reproduces the bits."""
     before, after, dtype = one.astype(np.float64), other.astype(np.float64), coarser(one.dtype, other.dtype)
     return agree(before + by, after, dtype) or agree(before, after - by, dtype)
 
@@ -139,7 +142,7 @@ def _shift(pair: Pair, layers: Layers) -> TensorLaw | None:
 
 
 def _factor(pair: Pair, layers: Layers) -> TensorLaw | None:
-    """One factor, and its meaning in the layer."""
+    """Find one factor, and explain its meaning in the layer."""
     factors = _times(pair.one, pair.other, None)
     if factors is None:
         return None
@@ -156,7 +159,7 @@ def _factor(pair: Pair, layers: Layers) -> TensorLaw | None:
 
 
 def _factors(pair: Pair, layers: Layers) -> TensorLaw | None:
-    """One factor for each head, row or column."""
+    """Find one factor per head, row or column."""
     one, other = pair.one, pair.other
     parts: list[tuple[str, np.ndarray, np.ndarray, tuple[int, ...]]] = []
     if "heads" in pair.places:
@@ -169,13 +172,13 @@ def _factors(pair: Pair, layers: Layers) -> TensorLaw | None:
         found = _times(before, after, axes)
         if found is not None:
             low, high = float(found.min()), float(found.max())
-            hint = ": a norm before it is folded in, it may be" if part == "column" else ""
+            hint = ": possibly a norm before it, folded in" if part == "column" else ""
             return TensorLaw("factors", f"the first's, each {part} times a number, {low:.3g} to {high:.3g}{hint}")
     return None
 
 
 def _times(one: np.ndarray, other: np.ndarray, axes: tuple[int, ...] | None) -> np.ndarray | None:
-    """The factors that make one the other, along axes; None if there are none, or one number would tell."""
+    """Return the factors between two arrays along axes; None if there are none, or too few numbers to verify them."""
     wide, after = one.astype(np.float64), other.astype(np.float64)
     if (np.count_nonzero(one, axis=axes, keepdims=True) < FEWEST).any():
         return None
@@ -187,7 +190,7 @@ def _times(one: np.ndarray, other: np.ndarray, axes: tuple[int, ...] | None) -> 
 
 
 def _in_place_of(pair: Pair, layers: Layers) -> TensorLaw | None:
-    """Another tensor of the first file."""
+    """Find another tensor of the first file with these values."""
     for name, x in layers.weights.items():
         if name == pair.name or x.shape != pair.other.shape or not x.any() or not agree(x, pair.other):
             continue
@@ -206,9 +209,9 @@ def _transposed(pair: Pair, layers: Layers) -> TensorLaw | None:
 
 
 def _permuted(pair: Pair, layers: Layers) -> TensorLaw | None:
-    """Rows, or columns, in another order, and which order that is."""
+    """Find a permutation of rows or columns, and identify it."""
     one, other = pair.one, pair.other
-    if pair.name.endswith(".bias"):  # many numbers of a bias may be equal: the order of its weight comes first
+    if pair.name.endswith(".bias"):  # a bias may have equal numbers: try the order of its weight first
         weight = f"{pair.name.removesuffix('bias')}weight"
         order = _order(layers.weights[weight], layers.others[weight], 0) if weight in layers.weights else None
         if order is not None and order.shape == one.shape and agree(one[order], other):
@@ -221,7 +224,7 @@ def _permuted(pair: Pair, layers: Layers) -> TensorLaw | None:
 
 
 def _order(one: np.ndarray, other: np.ndarray, axis: int) -> np.ndarray | None:
-    """The order of rows, or columns, that makes one of the other, to be verified; None if there is none."""
+    """Return the permutation of rows or columns between two tensors, unverified; None if there is none."""
     dtype = coarser(one.dtype, other.dtype)
     rows = [np.moveaxis(x.astype(dtype), axis, 0).reshape(x.shape[axis], -1) for x in (one, other)]
     before, after = (list(digests(each)) for each in rows)
@@ -229,7 +232,7 @@ def _order(one: np.ndarray, other: np.ndarray, axis: int) -> np.ndarray | None:
 
 
 def _of_order(order: np.ndarray, axis: int, pair: Pair, spec: AttentionSpec) -> TensorLaw:
-    """An order of rows or columns in words: of heads, of RoPE pairs, or any other."""
+    """Describe a permutation of rows or columns: of heads, of RoPE pairs, or any other."""
     rows, places = ("rows", "columns")[axis], np.arange(len(order))
     if pair.role is not None and pair.role.axis == axis:
         view = pair.role.view(places.reshape(-1, *[1] * axis).swapaxes(0, axis), spec)
@@ -251,7 +254,7 @@ def _of_order(order: np.ndarray, axis: int, pair: Pair, spec: AttentionSpec) -> 
 
 
 def _of_pairs(order: np.ndarray, features: int, spec: AttentionSpec) -> TensorLaw | None:
-    """The rows of RoPE pairs as halves in one, and interleaved in the other; also by heads of another width."""
+    """Recognize RoPE pairs stored as halves in one file and interleaved in the other, for any head width."""
     whole = np.arange(len(order))
     sizes = [features, *(size for size in range(4, len(order) + 1, 2) if len(order) % size == 0 and size != features)]
     for size in sizes:
@@ -264,16 +267,20 @@ def _of_pairs(order: np.ndarray, features: int, spec: AttentionSpec) -> TensorLa
         interleaved = interleaved.reshape(-1)
         as_if = "" if size == features else f", as if heads had {size} features"
         if np.array_equal(order, interleaved):
-            return TensorLaw("permuted", f"the first's, its RoPE pairs interleaved and not halves{as_if}", "rope-pairs")
+            return TensorLaw(
+                "permuted", f"the first's, its RoPE pairs interleaved instead of halves{as_if}", "rope-pairs"
+            )
         if np.array_equal(order, np.argsort(interleaved)):
-            return TensorLaw("permuted", f"the first's, its RoPE pairs halves and not interleaved{as_if}", "rope-pairs")
+            return TensorLaw(
+                "permuted", f"the first's, its RoPE pairs halves instead of interleaved{as_if}", "rope-pairs"
+            )
     return None
 
 
 Relation = Callable[[Pair, Layers], TensorLaw | None]
 
 OF_TENSORS: tuple[Relation, ...] = (_one_plus, _zeros, _in_place_of, _transposed, _permuted)
-"""Laws of whole tensors, in the order in which they are tried."""
+"""Relations of whole tensors, in the order in which they are tried."""
 
 OF_VALUES: tuple[Relation, ...] = (_zeros, _fewer_bits, _factor, _shift)
-"""Laws that change values and not their places, of a tensor or a part of it."""
+"""Relations that change values but not their places, for a tensor or a part of it."""

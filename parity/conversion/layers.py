@@ -1,4 +1,4 @@
-"""The attention layers of a file, read one at a time."""
+"""Read the attention layers of a file one at a time."""
 
 from __future__ import annotations
 
@@ -31,26 +31,30 @@ from parity.text import some_of
 
 @contextmanager
 def open_layers(
-    path: str | os.PathLike[str], layout: str | None = None, *, prefix: str | None = None, **said: Unpack[LayerKeywords]
+    path: str | os.PathLike[str],
+    layout: str | None = None,
+    *,
+    prefix: str | None = None,
+    **keywords: Unpack[LayerKeywords],
 ) -> Iterator[list[FileLayer]]:
-    """The attention layers of a file, in the order of their numbers, to be read one at a time while it is open.
+    """Open the attention layers of a file, in numerical order, to read them one at a time.
 
     Args:
-        path, layout, said: as `load` takes them.
-        prefix: likewise, but `{i}` may stand for numbers, and a stack is all its layers.
+        path, layout, keywords: as in `load`.
+        prefix: as in `load`, but `{i}` may stand for numbers, and the prefix of a stack means all its layers.
 
     Raises:
-        As `load`.
+        As in `load`.
 
     Warns:
-        NotCarriedWarning: likewise, or if all layers are asked for, and a configuration tells of others.
+        NotCarriedWarning: as in `load`, or if the configuration's layers differ from those of the file.
     """
-    with open_model(path, layout, prefix=prefix, **said) as found:
+    with open_model(path, layout, prefix=prefix, **keywords) as found:
         if found.missing:
-            words = f"not in {path}, which by its config.json should have them: {some_of(found.missing)}"
+            words = f"not in {path}, although its config.json describes them: {some_of(found.missing)}"
             warnings.warn(words, NotCarriedWarning, stacklevel=3)
         if found.others:
-            words = f"not read, for the config.json of {path} does not tell of them: others of {some_of(found.others)}"
+            words = f"not read, because the config.json of {path} does not describe them: {some_of(found.others)}"
             warnings.warn(words, NotCarriedWarning, stacklevel=3)
         yield found.layers
 
@@ -59,8 +63,8 @@ class OpenLayers(NamedTuple):
     """The attention layers of an open file.
 
     Attributes:
-        layers: in the order of their numbers.
-        missing: paths of layers that the file should have, by the configuration beside it or its own metadata.
+        layers: the layers, in numerical order.
+        missing: paths of layers that the configuration or the file's metadata requires.
         others: prefixes of layers that the configuration does not describe.
     """
 
@@ -71,29 +75,33 @@ class OpenLayers(NamedTuple):
 
 @contextmanager
 def open_model(
-    path: str | os.PathLike[str], layout: str | None = None, *, prefix: str | None = None, **said: Unpack[LayerKeywords]
+    path: str | os.PathLike[str],
+    layout: str | None = None,
+    *,
+    prefix: str | None = None,
+    **keywords: Unpack[LayerKeywords],
 ) -> Iterator[OpenLayers]:
-    """Open the attention layers of a file as `open_layers` does, and name what is not among them."""
+    """Open the attention layers of a file as `open_layers` does, and list missing and undescribed layers."""
     with open_checkpoint(path) as file:
-        known, cache = file_hints(file, LayerHints.by(CALLER, **said)), TensorCache(file)
+        known, cache = file_hints(file, LayerHints.by(CALLER, **keywords)), TensorCache(file)
         layers = [
             layer
             for each, of_layout in sources(file, known, prefix, layout, "layout")
             for layer in sorted(layers_under(cache, each, of_layout, known), key=lambda layer: layer.place)
         ]
         missing = known.missing([layer.label for layer in layers], file)
-        if prefix is not None:  # of the layers that are asked for
+        if prefix is not None:  # among the requested layers
             missing = [each for each in missing if f".{prefix}".endswith(f".{numbered(each)}") and "{i}" in prefix]
         yield OpenLayers(layers, missing, _others(file, known, layers) if prefix is None else [])
 
 
 def _others(file: TensorFile, known: FileHints, layers: list[FileLayer]) -> list[str]:
-    """The prefixes of layers that the configuration of a model does not describe."""
+    """Return the prefixes of layers that the configuration of a model does not describe."""
     if not any(layer.model is not None for layer in layers):
         return []
     own = {name for layer in layers for name in layer.sources.values()}
     rest = {name: info.shape for name, info in file.infos.items() if name not in own}
-    unread = set(known.model.sections) - set(known.model.parts)  # parts of families that are not known
+    unread = set(known.model.sections) - set(known.model.parts)  # parts of unknown families
     return [each for each in fitting_prefixes(rest, layers[0].layout) if not sections_named(each, unread)]
 
 
@@ -103,16 +111,16 @@ class FileLayer:
 
     Attributes:
         file: the file.
-        prefix: what the names of its tensors begin with.
-        numbers: those in the prefix that `{i}` stood for.
-        index: of the layer in a stack, if it is in one.
-        axis: of the stack.
-        placement: in the tensors of its layout.
-        spec: the layer.
-        hints: about it, merged.
-        sources: the full names of its tensors, by those after the prefix.
-        known: of the layers of its file.
-        written: what is written of it in another layout, if it is not the same.
+        prefix: prefix of its tensor names.
+        numbers: numbers in the prefix that `{i}` stands for.
+        index: its index in a stack; None if it is not stacked.
+        axis: axis of the stack.
+        placement: its place in the tensors of its layout.
+        spec: its specification.
+        hints: merged hints about it.
+        sources: full names of its tensors, by name after the prefix.
+        known: hints about the layers of its file.
+        written: its specification in another layout, if that differs.
     """
 
     file: TensorCache
@@ -129,47 +137,47 @@ class FileLayer:
 
     @property
     def layout(self) -> Layout:
-        """The layout that it is in."""
+        """Return its layout."""
         return self.placement.layout
 
     @cached_property
     def model(self) -> ModelLayer | None:
-        """The layer of the model that it is, by the configuration beside the file."""
+        """Return its layer in the model, by the configuration next to the file."""
         return self.known.model.layer_at(self.label)
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """Names of what it computed and its file does not say: see `parity.conversion.layouts.layout.DROPPABLE`."""
+        """Return the features that its file lost: see `parity.conversion.layouts.layout.DROPPABLE`."""
         return self.known.dropped
 
     @property
     def to_spec(self) -> AttentionSpec:
-        """The layer as it is written in another layout."""
+        """Return its specification in the other layout."""
         return self.written or self.spec
 
     @property
     def is_cross(self) -> bool:
-        """Return whether its keys and values come from elsewhere."""
+        """Return whether its keys and values come from another sequence."""
         return self.spec.d_kv != self.spec.d_in or (self.model is not None and self.model.kind == "cross_attention")
 
     @property
     def label(self) -> str:
-        """Its prefix, and its index if it is in a stack, as `load` takes it."""
+        """Return its prefix, with its index if it is in a stack, as `load` accepts it."""
         return self.prefix if self.index is None else f"{self.prefix}[{self.index}]"
 
     @property
     def place(self) -> list[int]:
-        """Its numbers, and its index if it is in a stack, which layers of two files have in common."""
+        """Return its numbers and index, which identify the same layer in two files."""
         return [int(number) for number in self.numbers] + ([] if self.index is None else [self.index])
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of its tensors."""
+        """Return the dtype of its tensors."""
         return self.file.infos[next(iter(self.sources.values()))].dtype
 
     @property
     def quantised(self) -> list[str]:
-        """The types of its tensors that are quantised in the file."""
+        """Return the quantization types of its tensors in the file."""
         return sorted({self.file.quantised[name] for name in self.sources.values() if name in self.file.quantised})
 
     def load(self) -> tuple[Weights, AttentionSpec]:
@@ -177,7 +185,7 @@ class FileLayer:
         return {name: np.array(self.read(name), order="C") for name in self.placement.weights}, self.spec
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """Read its tensors, by their names after the prefix."""
+        """Read its tensors, by name after the prefix."""
         return {name: self._tensor(name) for name in self.sources}
 
     def read(self, name: str) -> np.ndarray:
@@ -185,7 +193,7 @@ class FileLayer:
         return self.placement.read_out(name, self._tensor)
 
     def read_written(self, name: str) -> np.ndarray:
-        """Read a canonical weight of the layer as it is written; biases that it has not are 0."""
+        """Read a canonical weight of the layer in the other layout; missing biases are 0."""
         if name in self.placement.weights:
             return self.read(name)
         return np.zeros(self.to_spec.weight_shapes[name], self.dtype)
@@ -195,53 +203,53 @@ class FileLayer:
 
 
 class TensorCache:
-    """Tensors of a file, the last one of which is at hand: q, k and v are read from a packed one in turn."""
+    """Tensors of a file; the last ones are cached, because q, k and v may be read in turn from a packed tensor."""
 
     def __init__(self, file: TensorFile) -> None:
         self.path = file.path
         self.infos = file.infos
         self.quantised = file.quantised
         self._file = file
-        self._held: dict[tuple[str, int | None], np.ndarray] = {}
+        self._cached: dict[tuple[str, int | None], np.ndarray] = {}
 
     def read(self, name: str) -> np.ndarray:
-        """Read a tensor, which is not kept."""
-        self._held.clear()  # memory shall not hold two of them
+        """Read a tensor without caching it."""
+        self._cached.clear()  # so that memory holds one of them
         return self._file.read(name)
 
     def read_finite(self, name: str, index: int | None = None, axis: int = 0) -> np.ndarray:
-        """Read a tensor, or one entry of one that is stacked on an axis, without NaN and infinities."""
+        """Read a tensor, or one entry of a stacked one; reject NaN and infinities."""
         if index is None or (name in self._file.places and axis == 0):
             return self._hold((name, index), 1)
-        # It can only be read whole: then q, k and v are, once, for all layers that they are packed for.
+        # A stack can only be read whole. It is cached, so that q, k and v of all its layers need one read.
         return np.ascontiguousarray(np.moveaxis(self._hold((name, None), 3), axis, 0)[index])
 
     def _hold(self, key: tuple[str, int | None], most: int) -> np.ndarray:
-        if key not in self._held:
-            while len(self._held) >= most:
-                del self._held[next(iter(self._held))]
+        if key not in self._cached:
+            while len(self._cached) >= most:
+                del self._cached[next(iter(self._cached))]
             name, index = key
             tensor = self._file.read(name) if index is None else self._file.read_entry(name, index)
             if not is_finite(tensor):
                 raise Refusal(name, "be finite", "NaN or infinities")
-            self._held[key] = tensor
-        return self._held[key]
+            self._cached[key] = tensor
+        return self._cached[key]
 
 
 QUANTISED = re.compile(
     r"\.(qweight|qzeros|scales|SCB|weight_scale(_inv)?|weight_packed|weight\.(absmax|quant_state.*))$"
 )
-"""Tensors beside weights that GPTQ, AWQ, bitsandbytes, FP8 or compressed-tensors have quantised."""
+"""Names of additional tensors next to weights quantized by GPTQ, AWQ, bitsandbytes, FP8 or compressed-tensors."""
 
 
 def layers_under(file: TensorCache, prefix: str, layout: Layout, known: FileHints) -> list[FileLayer]:
-    """Find the attention layers whose names begin with a prefix.
+    """Find the attention layers under a prefix.
 
     Raises:
-        ValueError: if there is none, or tensors there do not fit the layout.
+        ValueError: if there is none, or its tensors do not fit the layout.
 
     Warns:
-        NotCarriedWarning: as `load`.
+        NotCarriedWarning: as in `load`.
     """
     entry = ENTRY.fullmatch(prefix)
     begin = entry[1] if entry else prefix
@@ -265,7 +273,7 @@ def layers_under(file: TensorCache, prefix: str, layout: Layout, known: FileHint
                 if not concrete and any(fitting_prefixes({name: x.shape for name, x in file.infos.items()}, layout)):
                     raise _no_layer(DoesNotFit, file, prefix, layout) from None
                 if any(map(QUANTISED.search, held)):
-                    error.hint = "; ".join(filter(None, [error.hint, "it is quantized, and only GGUF is read so"]))
+                    error.hint = "; ".join(filter(None, [error.hint, "quantized weights are read only from GGUF"]))
             raise error.within(concrete or str(file.path)) from None
         dtypes = sorted({info.dtype.name for info in infos.values()})
         if len(dtypes) > 1 or not is_floating(next(iter(infos.values())).dtype):
@@ -288,25 +296,25 @@ def layers_under(file: TensorCache, prefix: str, layout: Layout, known: FileHint
 
 
 def _not_carried(unread: Mapping[str, Any], known: FileHints) -> str:
-    """Say what is said of a model and is in no specification, and how a caller can say it."""
+    """Describe the attention keys that no specification contains, and how the caller can replace them."""
     origin = known.model.origin or "the metadata"
-    words = f"{origin} says {', '.join(key_in_words(*each) for each in unread.items())}"
-    words += ", which is not read into a specification"
+    words = f"{origin} sets {', '.join(key_in_words(*each) for each in unread.items())}"
+    words += ", which no specification expresses"
     if any(map(is_of_rope, unread)):
         words += ": RoPE is left out; pass rope=Rope(…) to parity.load, or --rope-theta for plain RoPE"
     if not all(map(is_of_rope, unread)):
-        words += "; parity.load takes a whole spec=…"
+        words += "; parity.load accepts a complete spec=…"
     return words
 
 
 def key_in_words(name: str, value: Any) -> str:
-    """Return a key of a configuration with its value, which is cut off if it is long."""
+    """Return a key of a configuration with its value, truncated if long."""
     text = str(value) if isinstance(value, str | int | float) else repr(value)
     return name if value is None else f"{name}={text if len(text) <= 80 else f'{text[:80]}…'}"
 
 
 def _check_values(layer: FileLayer) -> None:
-    """Refuse a layer of a model that has no values of its own and should have some, or the other way round."""
+    """Reject a layer whose value projection is missing or superfluous according to the model's configuration."""
     if layer.model is None or layer.layout.name != layer.model.layout:
         return
     is_shared = any(tensor.is_shared for tensor in layer.placement.tensors)
@@ -316,7 +324,7 @@ def _check_values(layer: FileLayer) -> None:
 
 
 def _with_lent(file: TensorCache, prefix: str, held: dict[str, str], model: ModelHints) -> dict[str, str]:
-    """The tensors of a layer: of a model's with those that it takes from elsewhere, without those that say nothing."""
+    """Return the tensors of a layer, with those that it shares with other modules and without irrelevant ones."""
     layer = model.layer_at(prefix)
     if layer is None:
         return held
@@ -327,7 +335,7 @@ def _with_lent(file: TensorCache, prefix: str, held: dict[str, str], model: Mode
 
 
 Entry = tuple[int | None, LayerHints, Placement]
-"""A layer of a stack with its index, or one with None; the hints about it with its specification; its placement."""
+"""The index of a layer in its stack or None, its hints including the specification, and its placement."""
 
 
 def _identify(
@@ -367,16 +375,16 @@ def _identify(
 
 
 def _without(axis: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The shapes of one layer of a stack."""
+    """Return the shapes of one layer of a stack."""
     return {name: (*shape[:axis], *shape[axis + 1 :]) for name, shape in shapes.items()}
 
 
 def _entries(
     shapes: Mapping[str, tuple[int, ...]], size: int, prefix: str, layout: Layout, known: FileHints
 ) -> list[Entry]:
-    """Find the layers of a stack of so many, or refuse it: each is known, and they are all of a model's."""
+    """Find the layers of a stack; reject it if one is unknown or they are not all layers of the model."""
     if known.model.layer_at(f"{prefix}[{size}]") is not None:
-        raise DoesNotFit("a stack", "be of all layers that config.json tells of", f"{size} of them")
+        raise DoesNotFit("a stack", "contain all layers of config.json", f"{size} of them")
     entries: list[Entry] = []
     for index in range(size):
         label = f"{prefix}[{index}]"
@@ -388,7 +396,7 @@ def _entries(
 
 
 def _no_layer(kind: type[Refusal], file: TensorCache, prefix: str, layout: Layout) -> Refusal:
-    """Make the refusal of a prefix without a layer, which names the prefixes of layers."""
+    """Make the error for a prefix without a layer; it lists the prefixes of layers."""
     fitting = fitting_prefixes({name: info.shape for name, info in file.infos.items()}, layout)
     hint = f"fits {layout.name}" if fitting else f"none fits {layout.name}; `mha-parity inspect` lists what fits"
     remedy = [{"prefix": each} for each in fitting]

@@ -1,4 +1,4 @@
-"""Knowledge of layers beside their tensors: layout, prefix and specification, and the metadata written of them."""
+"""Hints about layers apart from their tensors: layout, prefix and specification; and the metadata to write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parity.conversion.layouts import LAYOUTS, Layout, find_layout
 from parity.conversion.layouts.layout import DROPPABLE, UNSAID
 from parity.conversion.model_config import ModelHints, model_hints
 from parity.conversion.prefixes import ENTRY, all_prefixes, concrete_prefix, fitting_prefixes, numbered
-from parity.conversion.ranks import NORMS, SAID, open_checkpoint
+from parity.conversion.ranks import NORMS, NUM_RANKS, open_checkpoint
 from parity.core.weights import FORMAT, read_spec
 from parity.files import TensorFile
 from parity.files.reading import SUFFIXES
@@ -29,15 +29,15 @@ Held = TypeVar("Held", list, dict)
 
 @dataclass(frozen=True)
 class FileHints:
-    """Hints about the layers of a file beside their names and shapes.
+    """Hints about the layers of a file, in addition to their names and shapes.
 
     Attributes:
-        sources: of hints, in order of precedence; the last one is the model's, if it has any.
-        specs: of each layer by its label, in the file's own metadata.
-        dropped: what layers computed that the file does not say, by its own metadata.
-        ignored: names (with wildcards) under the prefix of a layer that are none of its weights, likewise.
-        unread: keys about attention of its source that are in no specification, with their values, likewise.
-        model: that the layers are of, where neither the caller nor the file's own metadata say what each is.
+        sources: sources of hints, by precedence; the model's comes last, if there is one.
+        specs: specification of each layer by its label, from the file's own metadata.
+        dropped: features that the file lost, from its metadata.
+        ignored: names (with wildcards) under the prefix of a layer that are not its weights, from its metadata.
+        unread: attention keys of its source that no specification contains, with their values, from its metadata.
+        model: the model of the layers, if neither the caller nor the file's metadata specifies each layer.
     """
 
     sources: tuple[HintSource, ...]
@@ -48,13 +48,13 @@ class FileHints:
     model: ModelHints = field(default_factory=ModelHints)
 
     def at(self, label: str) -> LayerHints:
-        """Return the hints about the layer of a label, merged."""
+        """Return the merged hints about the layer with a label."""
         return merge(label, self.sources)
 
     def without_heads_of_model(self, label: str) -> LayerHints:
-        """Return the same without heads that a configuration says: it may be that of other layers, or of another model.
+        """Return the hints without heads from a configuration, which may describe other layers, or another model.
 
-        RoPE that it says is then unread.
+        RoPE from the configuration then counts as unread.
         """
         full, others = self.at(label), merge(label, self.sources[:-1] if self.model.origin else self.sources)
         lost = full.rope if others.rope is None else None
@@ -62,9 +62,9 @@ class FileHints:
         return replace(others, unread=unread, overridden=full.overridden)
 
     def missing(self, labels: Iterable[str], file: TensorFile) -> list[str]:
-        """List the paths of attention layers without a tensor, in the parts of the model that found layers are of.
+        """List the paths of attention layers without a tensor, in the parts of the model that found layers belong to.
 
-        A stack, which is one array for all of them, misses none.
+        A stack, which is one array for all layers, cannot miss any.
         """
         model = self.model
         found = {id(model.layer_at(label)) for label in labels if not ENTRY.fullmatch(label)}
@@ -80,56 +80,56 @@ class FileHints:
 
     @property
     def attention_keys(self) -> set[str]:
-        """All keys that may be unread."""
+        """Return all keys that may be unread."""
         return {*self.unread, *self.model.plain.unread, *self.model.unread_of_known, "rope_theta"}
 
     def without_unsaid(self, names: Iterable[str], layouts: Iterable[Layout]) -> FileHints:
-        """Return the same of layers without their biases on a grid, if any of a file's names is of that."""
+        """Return the hints without biases on a grid, if the file has such biases."""
         unsaid = dict.fromkeys(pattern for layout in layouts for pattern in layout.unsaid)
         if not any(fnmatch.fnmatchcase(name, f"*{pattern}") for name in names for pattern in unsaid):
             return self
         return replace(self, ignored=(*self.ignored, *unsaid), dropped=tuple(dict.fromkeys((*self.dropped, UNSAID))))
 
     def is_other(self, prefix: str) -> bool:
-        """Return whether what has a prefix is none of the attention layers of a model, or of a file of ours."""
+        """Return whether a prefix belongs to no attention layer of the model, or of a file of ours."""
         if self.specs:
             return prefix not in self.specs and f"{prefix}[0]" not in self.specs
-        return self.model.attention_at(prefix) is None  # beyond the last one there may be some that predict more tokens
+        return self.model.attention_at(prefix) is None  # extra layers after the last one may predict further tokens
 
 
 def file_hints(file: TensorFile, caller: LayerHints) -> FileHints:
-    """Find the sources of hints about the layers of a file: the caller, then its own metadata, or else the model's.
+    """Find the sources of hints about the layers of a file: the caller, then its own metadata, otherwise the model's.
 
     Raises:
-        ValueError: if the file's own metadata, or the configuration beside it, cannot be understood, or they contradict
-            the caller.
+        ValueError: if the file's own metadata or the configuration next to it is not understood, or contradicts the
+            caller.
     """
     spec = caller.spec
     if spec is not None and (given := [name for name in caller.given if name != "spec"]):
-        raise Refusal(", ".join(given), "not be said beside a spec")
+        raise Refusal(", ".join(given), "not be combined with spec")
     own = _own_specs(file)
     if not own:
         if spec is not None:
             return FileHints((lambda label: caller,))
         model = model_hints(file, caller)
         return FileHints((lambda label: caller, model.hints), model=model)
-    dropped, ignored, unread = _held(file, "dropped", list), _held(file, "ignored", list), _held(file, "unread", dict)
+    dropped, ignored, unread = _read(file, "dropped", list), _read(file, "ignored", list), _read(file, "unread", dict)
     dropped, ignored = (tuple(map(str, names)) for names in (dropped, ignored))
     if unknown := sorted({*dropped} - {*DROPPABLE} - {*unread}):
-        raise Refusal(file.path, f"name some of {', '.join(DROPPABLE)} as dropped", ", ".join(unknown))
-    if spec is not None or caller.rope is not None:  # which says what was dropped
+        raise Refusal(file.path, f"list only {', '.join(DROPPABLE)} as dropped", ", ".join(unknown))
+    if spec is not None or caller.rope is not None:  # which restores dropped features
         dropped = tuple(name for name in dropped if name != "rope")
     if spec is not None:
         dropped = tuple(name for name in dropped if name not in unread)
         return FileHints((lambda label: caller,), {}, dropped, ignored)
     sources = (lambda label: caller, partial(_own_hints, own, {k: v for k, v in unread.items() if k not in dropped}))
     if "" in own:
-        merge(str(file.path), sources)  # contradictions are refused before layers are looked for
+        merge(str(file.path), sources)  # reject contradictions before searching for layers
     return FileHints(sources, {} if "" in own else own, dropped, ignored, unread)
 
 
 def _own_hints(specs: Mapping[str, AttentionSpec], unread: Mapping[str, Any], label: str) -> LayerHints:
-    """Return the hints of the metadata of a file of ours about a layer; they may be the same for all layers."""
+    """Return the hints about a layer from our file's metadata; one specification may serve all layers."""
     if "" in specs:
         label, unread = "", {name: value for name, value in unread.items() if not (specs[""].rope and is_of_rope(name))}
     may_rotate = all(each.rope is None for each in specs.values())
@@ -137,18 +137,18 @@ def _own_hints(specs: Mapping[str, AttentionSpec], unread: Mapping[str, Any], la
 
 
 def _own_specs(file: TensorFile) -> dict[str, AttentionSpec]:
-    """The specifications in the metadata of a file of ours: of each layer by its label, or of all under no name."""
+    """Return the specifications in our file's metadata, by label; one for all layers has an empty label."""
     metadata = {**file.metadata, "format": FORMAT}
     if not _is_ours(file.metadata) or not {"spec", "specs"} & metadata.keys():
         return {}
     if "specs" not in metadata:
         return {"": read_spec(file.path, metadata)}
-    held = _held(file, "specs", dict)
+    held = _read(file, "specs", dict)
     return {label: read_spec(file.path, {**metadata, "spec": json.dumps(each)}) for label, each in held.items()}
 
 
-def _held(file: TensorFile, name: str, kind: type[Held]) -> Held:
-    """A list or dict in the metadata of a file of ours, empty where there is none."""
+def _read(file: TensorFile, name: str, kind: type[Held]) -> Held:
+    """Return a list or dict from our file's metadata; empty if it is missing."""
     held = parse_json(file.metadata[name].encode()) if name in file.metadata else kind()
     if not isinstance(held, kind) or (isinstance(held, list) and not all(isinstance(each, str) for each in held)):
         raise Refusal(file.path, f"hold a JSON {kind.__name__} as {name} in its metadata", f"{held!r:.80}")
@@ -156,27 +156,26 @@ def _held(file: TensorFile, name: str, kind: type[Held]) -> Held:
 
 
 def tells_layout(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file was written here, and says where its layers are, and in which layout."""
+    """Return whether mha-parity wrote a file with the prefixes and layouts of its layers."""
     with open_checkpoint(path) as file:
         return _is_ours(file.metadata) and "layout" in file.metadata
 
 
-# ---- Where layers are, and in which layout ---------------------------------------------------------------------------
+# ---- Prefixes and layouts of layers ----------------------------------------------------------------------------------
 
 
 def sources(
     file: TensorFile, known: FileHints, prefix: str | None, layout: str | None, what: str
 ) -> list[tuple[str, Layout]]:
-    """Return the prefixes of a file's layers, `{i}` standing for numbers, each with the layout of its layers.
+    """Return the prefixes of a file's layers, with `{i}` for numbers, each with the layout of its layers.
 
-    They are those that the caller says, or the file's own metadata, or those of the model. `what` is the argument that
-    names the layout, for messages.
+    They come from the caller, or the file's own metadata, or the model. Messages call the layout argument `what`.
 
     Raises:
-        ValueError: if a layout is not known, or there is none of that name.
+        ValueError: if a layout is unknown, or no layer has it.
     """
     is_ours = _is_ours(file.metadata)
-    told = layout or file.metadata.get("layout") or ("canonical" if "spec" in file.metadata else None)
+    layout_name = layout or file.metadata.get("layout") or ("canonical" if "spec" in file.metadata else None)
     if prefix is None and is_ours and known.specs:
         prefixes = list(dict.fromkeys(numbered(label.partition("[")[0]) for label in known.specs))
     elif prefix is not None or (is_ours and "prefix" in file.metadata):
@@ -185,8 +184,8 @@ def sources(
         return [(each, find_layout(layout, what) if layout else LAYOUTS[name]) for each, name in of_model.items()]
     else:
         prefixes = [""]
-    if told is not None:
-        return [(each, find_layout(told, what)) for each in prefixes]
+    if layout_name is not None:
+        return [(each, find_layout(layout_name, what)) for each in prefixes]
     layouts = [_layout_under(file, known.model, each) for each in prefixes]
     if layouts and all(layouts):
         return [(each, LAYOUTS[layout]) for each, layout in zip(prefixes, layouts, strict=True)]
@@ -195,7 +194,7 @@ def sources(
     fitting = [{what: each.name, "prefix": p} for each, p in found]
     hint = ["fits" if fitting else "`mha-parity inspect` lists what is in it"]
     if len({each.packing for each, _ in found}) > 1:
-        hint.append("no shape shows the order of packed heads")
+        hint.append("shapes do not show the order of packed heads")
         hint += dict.fromkeys(f"{each.name} is {each.packing}" for each, _ in found if each.packing)
     hint += filter(None, [known.model.why_unknown])
     raise Refusal(
@@ -204,9 +203,9 @@ def sources(
 
 
 def _prefixes_of(file: TensorFile, model: ModelHints) -> dict[str, str]:
-    """Return the prefixes of a model's attention layers in a file, each with a layout; refuse several of one layer."""
+    """Return the prefixes of a model's attention layers in a file, each with its layout; reject duplicates."""
     found: dict[str, str] = {}
-    places: dict[int, str] = {}  # of each layer of the model
+    places: dict[int, str] = {}  # prefix of each layer of the model
     for prefix in all_prefixes(file.infos):
         layer = model.attention_at(prefix)
         if layer is None:
@@ -214,17 +213,17 @@ def _prefixes_of(file: TensorFile, model: ModelHints) -> dict[str, str]:
         found.setdefault(numbered(prefix), layer.layout)
         if (first := places.setdefault(id(layer), prefix)) != prefix:
             remedy = [{"prefix": numbered(each)} for each in (first, prefix)]
-            raise Refusal("prefix", f"tell which layers of {file.path} are those of config.json", remedy=remedy)
+            raise Refusal("prefix", f"select the layers of {file.path} that config.json describes", remedy=remedy)
     return found
 
 
 def _layout_under(file: TensorFile, model: ModelHints, prefix: str) -> str:
-    """The layout of the model's attention layers under a prefix, or nothing: the first layers may be no attention."""
+    """Return the layout of the model's attention layers under a prefix; empty if there are none."""
     concrete = dict.fromkeys(match[0] for name in file.infos if (match := concrete_prefix(prefix, name)))
     return next((layer.layout for layer in map(model.attention_at, concrete) if layer is not None), "")
 
 
-# ---- What is written of layers ---------------------------------------------------------------------------------------
+# ---- Metadata to write -----------------------------------------------------------------------------------------------
 
 
 def metadata_of(
@@ -237,23 +236,23 @@ def metadata_of(
     *,
     has_others: bool = False,
 ) -> dict[str, str]:
-    """Return the metadata to be written of layers.
+    """Return the metadata to write for layers.
 
     Args:
-        layout: theirs.
-        specs: theirs, by their labels.
-        prefix: of all of them, `{i}` standing for numbers; None where there are several.
-        dropped: what they computed that the file does not say.
-        ignored: names (with wildcards) under the prefix of a layer that are none of its weights.
-        unread: keys about attention that are in no specification, with their values. Fields that are None are then not
-            written, because they may be what such a key says.
-        has_others: there are layers of other kinds under such prefixes: each label is then said.
+        layout: their layout.
+        specs: their specifications, by label.
+        prefix: their common prefix, with `{i}` for numbers; None if there are several.
+        dropped: features that the file loses.
+        ignored: names (with wildcards) under the prefix of a layer that are not its weights.
+        unread: attention keys that no specification contains, with their values. If there are any, fields that are
+            None are omitted, because such a key may specify them.
+        has_others: whether layers of other kinds have such prefixes; each label is then listed.
     """
     fields = {label: json.loads(spec.to_json()) for label, spec in specs.items()}
     if unread:
         for label, each in fields.items():
             fields[label] = {name: value for name, value in each.items() if value is not None}
-    # transformers 4 refuses files of another format than "pt"; `load_weights` knows canonical ones by ours.
+    # transformers 4 rejects files with a format other than "pt"; `load_weights` recognizes canonical files by ours.
     form = FORMAT if layout.name == "canonical" and not prefix else "pt"
     metadata = {"format": form, "mha_parity": FORMAT, "layout": layout.name, "rope": layout.rope}
     if prefix is not None:
@@ -270,17 +269,17 @@ def metadata_of(
 
 
 OURS = {"format", "mha_parity", "layout", "rope", "prefix", "spec", "specs", *COUNTS}
-OURS |= {"dropped", "ignored", "unread", SAID, NORMS}
-"""Names in metadata that mean something here: values that others have under them are not written."""
+OURS |= {"dropped", "ignored", "unread", NUM_RANKS, NORMS}
+"""Reserved names in metadata: values that other programs store under them are not copied."""
 
 MOST_IN_ZIP = 65_000
-"""Bytes of metadata that a file of npz or torch holds, which has them in the comment of an archive."""
+"""Largest metadata in bytes of an npz or torch file, which stores them in the comment of an archive."""
 
 
 def with_source(metadata: Mapping[str, str], file: TensorFile, suffix: str) -> tuple[dict[str, str], list[str]]:
-    """Return metadata of a target with that of its source, and the source's entries that the target does not hold.
+    """Return metadata of a target, including that of its source, and the names of source entries that were left out.
 
-    Entries of the target precede; its suffix tells how many there may be.
+    Entries of the target take precedence; its suffix limits how many fit.
     """
     known = {*COMPUTED, *(OURS if _is_ours(file.metadata) else ())}
     theirs = {name: text for name, text in file.metadata.items() if name not in known and metadata.get(name) != text}
@@ -288,7 +287,7 @@ def with_source(metadata: Mapping[str, str], file: TensorFile, suffix: str) -> t
     room = MOST_IN_ZIP - len(json.dumps(found)) if SUFFIXES.get(suffix.lower()) in ("npz", "torch") else math.inf
     for name, text in sorted(theirs.items(), key=lambda entry: len(entry[1])):
         size = len(json.dumps({name: text}))
-        is_list = file.format == "gguf" and text.startswith("a list of ")  # which is not read
+        is_list = file.format == "gguf" and text.startswith("a list of ")  # lists are not read
         if name in OURS or is_list or size > room:
             lost.append(name)
         else:
@@ -298,5 +297,5 @@ def with_source(metadata: Mapping[str, str], file: TensorFile, suffix: str) -> t
 
 
 def _is_ours(metadata: Mapping[str, str]) -> bool:
-    """Return whether metadata were written here; other programs use some of the same words."""
+    """Return whether mha-parity wrote these metadata; other programs use some of the same keys."""
     return metadata.get("mha_parity", metadata.get("format")) == FORMAT

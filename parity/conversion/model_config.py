@@ -1,4 +1,4 @@
-"""Hints from what describes a model: GGUF's own values, Hugging Face's config.json."""
+"""Hints from model configurations: a GGUF file's own values, or Hugging Face's config.json."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from parity.models.specs import ModelLayer, known_parts, read_layers, sections_n
 
 @dataclass(frozen=True)
 class ModelHints:
-    """Hints from what describes a model: its config.json, or the keys of its GGUF file.
+    """Hints from a model's configuration: its config.json, or the keys of its GGUF file.
 
     Attributes:
-        origin: which of the two.
-        plain: of layers without a known family. If something is unread about RoPE, they have none.
-        unread_of_known: keys about attention that the layers in `parts` do not have, with their values; empty unless
-            the caller says how many heads there are.
+        origin: `config.json` or `GGUF`.
+        plain: hints for layers of unknown families; without RoPE if a RoPE key is unread.
+        unread_of_known: attention keys that the layers in `parts` do not cover, with their values; empty unless the
+            caller specifies the number of heads.
         values: the configuration.
-        parts: the layers of each part of a model whose family is known, by the key of its configuration; under no name
-            those of a model that is one. Layers without a path, or with other heads than the caller's, are left out.
-        sections: the keys of all its parts.
-        why_unknown: why there are no hints about layers, in words.
+        parts: layers of each part of a model with a known family, by the part's configuration key; a model without
+            parts has an empty key. Layers without a path, or with heads other than the caller's, are left out.
+        sections: keys of all its parts.
+        why_unknown: why there are no hints about layers.
     """
 
     origin: str = ""
@@ -43,19 +43,19 @@ class ModelHints:
 
     @cached_property
     def paths(self) -> dict[str, dict[str, ModelLayer]]:
-        """The layers by the ends of their prefixes, numbered or in a stack, and then by their parts."""
+        """Return the layers by the ends of their prefixes, numbered or stacked, and then by part."""
         found: dict[str, dict[str, ModelLayer]] = {}
         for section, layers in self.parts.items():
             for layer in layers:
                 words = (word for word in layer.path.split(".") if not word.isdigit())
                 for path in (layer.path, f"{'.'.join(words)}[{layer.index}]"):
-                    found.setdefault(path, {}).setdefault(section, layer)  # the first of those that share their weights
+                    found.setdefault(path, {}).setdefault(section, layer)  # the first of layers that share weights
         return found
 
     def layer_at(self, label: str) -> ModelLayer | None:
-        """Return the layer whose weights have a label, a prefix or one with an index.
+        """Return the layer whose weights have a label (a prefix, or one with an index).
 
-        Of layers that end alike it is that of the part that the label names; nothing is known where it names none.
+        If prefixes of several parts end alike, the label must identify the part; otherwise the layer is unknown.
         """
         for tail in filter(self.paths.__contains__, _tails(label)):
             named = sections_named(label, self.sections)
@@ -65,12 +65,12 @@ class ModelHints:
         return None
 
     def attention_at(self, label: str) -> ModelLayer | None:
-        """Return the layer at a label if it is attention over keys."""
+        """Return the layer with a label if it is attention over keys."""
         layer = self.layer_at(label)
         return None if layer is None or layer.spec is None else layer
 
     def hints(self, label: str) -> LayerHints:
-        """Return the hints about the layer of a label, as a `HintSource` does."""
+        """Return the hints about the layer with a label; the method is a `HintSource`."""
         layer = self.layer_at(label)
         if layer is not None and layer.spec is not None:
             return replace(LayerHints.by(self.origin, spec=layer.spec), unread=self.unread_of_known)
@@ -81,17 +81,17 @@ class ModelHints:
 
 
 def model_hints(file: TensorFile, caller: LayerHints) -> ModelHints:
-    """Read what describes a model, beside the tensors of a file or in it; nothing where nothing does.
+    """Read a model's configuration, next to a file or in it; empty hints if there is none.
 
-    Whoever asks must see whether the shapes agree: a config.json may be that of another model.
+    The caller must check that the shapes agree, because a config.json may belong to another model.
 
     Args:
-        file: open, and no checkpoint of ours.
-        caller: hints of the caller. Where they count heads, RoPE of a known family counts for layers with other
-            numbers of them, too, and what is not understood is unread.
+        file: an open file that mha-parity did not write.
+        caller: hints of the caller. If they count heads, RoPE of a known family also applies to layers with other
+            numbers of heads, and keys that are not understood are unread.
 
     Raises:
-        ValueError: if the family is known, and the configuration is not understood, unless the caller counts heads.
+        ValueError: if the family is known but the configuration is not understood, unless the caller counts heads.
     """
     is_told = bool(caller.counts)
     if file.format == "gguf":
@@ -101,9 +101,9 @@ def model_hints(file: TensorFile, caller: LayerHints) -> ModelHints:
     try:
         config = read_config(path)
     except OSError:
-        return ModelHints(why_unknown="no config.json lies beside it")
-    except ValueError as error:  # cut off, or something else: nobody says what of the model is in it
-        raise Refusal(path, f"be a configuration, or not be there: {error}") from None
+        return ModelHints(why_unknown="there is no config.json next to it")
+    except ValueError as error:  # truncated, or another kind of file: no hint can be trusted
+        raise Refusal(path, f"be a valid configuration, or be removed: {error}") from None
     layers: dict[str, Sequence[ModelLayer]] = {}
     unread: dict[str, Any] = {}
     why = ""
@@ -115,18 +115,18 @@ def model_hints(file: TensorFile, caller: LayerHints) -> ModelHints:
             layers[name] = [each for each in held if not (each.spec and caller.contradicted_by(each.spec))]
         except ValueError as error:
             if not is_told:
-                raise Refusal(f"config.json beside {file.path}", f"be understood: {error}") from None
+                raise Refusal(f"config.json next to {file.path}", f"be understood: {error}") from None
             why = f"it is not understood: {error}"
     plain = _in_config(config, known=layers)
     if not layers:
-        why = why or f"its config.json does not tell: {why_unknown(config)}"
+        why = why or f"its config.json does not help: {why_unknown(config)}"
         return ModelHints("config.json", plain, values=config, why_unknown=why)
     plain = plain if is_told else LayerHints(unread=plain.unread)
     return ModelHints("config.json", plain, unread, config, layers, tuple(sections_of(config)), why)
 
 
 GGUF_LAYOUTS = {"llama": "gguf.LLaMA", "qwen2": "gguf.Qwen2", "qwen3": "gguf.Qwen2"}
-"""The layouts of the architectures whose values are read as a configuration; Mistral's is `llama`, too."""
+"""Layouts of the architectures whose values are read as a configuration; Mistral also uses `llama`."""
 
 GGUF_KEYS = {
     "hidden_size": ("embedding_length", int),
@@ -139,25 +139,25 @@ GGUF_KEYS = {
     "rope_theta": ("rope.freq_base", float),
     "sliding_window": ("attention.sliding_window", int),
 }
-"""The values of a configuration, each with its key in a GGUF file, after the name of the architecture."""
+"""Configuration keys, each with its key in a GGUF file, after the name of the architecture, and its type."""
 
 OF_ATTENTION = re.compile(r"attention\.|attn_|rope\.")
-"""The beginnings of such keys that are about attention."""
+"""Beginnings of GGUF keys that concern attention."""
 
 READ_IN_GGUF = re.compile(
     r"attention\.(head_count(_kv)?|key_length|causal|(layer_norm|layer_norm_rms|group_norm)_epsilon|group_norm_groups)|"
     r"rope\.(freq_base|scaling\.(original_context_length|finetuned))"
 )
-"""Keys that are read, or say nothing of what attention computes: norms before it, and how long RoPE was trained."""
+"""Keys that are read, or do not affect attention: norms before it, and the length that RoPE was trained with."""
 
 READ_OF_FAMILIES = "attention.sliding_window"
-"""The key that is read of the families of `GGUF_LAYOUTS` alone."""
+"""Key that is read only for the families of `GGUF_LAYOUTS`."""
 
 NOTHING_IN_GGUF = ("0", "0.0", "False", "none")
 
 
 def _gguf_hints(file: TensorFile, *, is_told: bool) -> ModelHints:
-    """Return the hints of a GGUF file: its layers, if it says all of them, else numbers."""
+    """Return the hints of a GGUF file: its layers, if it specifies them completely, otherwise numbers."""
     family = str(file.metadata.get("general.architecture"))
     begin = f"{family}."
     own = {name.removeprefix(begin): value for name, value in file.metadata.items() if name.startswith(begin)}
@@ -168,7 +168,7 @@ def _gguf_hints(file: TensorFile, *, is_told: bool) -> ModelHints:
             config[name] = kind(own[key])
         except KeyError:
             continue
-        except ValueError:  # a list, of each layer, is no number either
+        except ValueError:  # a list with one value per layer is not a number either
             malformed |= {} if own[key].startswith("a list") else {key: own[key]}
     heads = config.get("num_attention_heads")
     size = str(config.get("head_dim") or (config.get("hidden_size", 0) // heads if heads else None))
@@ -180,16 +180,16 @@ def _gguf_hints(file: TensorFile, *, is_told: bool) -> ModelHints:
         if OF_ATTENTION.match(key) and not READ_IN_GGUF.fullmatch(key)
         if value not in (*usual.get(key, ()), *(() if key == "rope.dimension_count" else NOTHING_IN_GGUF))
     }
-    if "rope_freqs.weight" in file.infos:  # a factor for each frequency
+    if "rope_freqs.weight" in file.infos:  # one factor per frequency
         unread["rope_freqs.weight"] = None
     plain = _plain("GGUF", config, config.get("rope_theta"), unread)
-    is_of_layers = any(own.get(key, "").startswith("a list") for key, _ in GGUF_KEYS.values())  # each has its own
+    is_of_layers = any(own.get(key, "").startswith("a list") for key, _ in GGUF_KEYS.values())  # one value per layer
     is_whole = {"num_hidden_layers", "num_attention_heads"} <= config.keys() and not is_of_layers
     if family in GGUF_LAYOUTS and malformed:
         raise Refusal(f"the values of {file.path}", "be numbers", str(malformed))
     if family not in GGUF_LAYOUTS or is_told or not is_whole or set(plain.unread) - {READ_OF_FAMILIES}:
         return ModelHints("GGUF", plain)
-    config = {"num_key_value_heads": heads, "rope_theta": 10000.0, **config}  # as llama.cpp takes it
+    config = {"num_key_value_heads": heads, "rope_theta": 10000.0, **config}  # llama.cpp's default
     if family == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.infos
     try:
@@ -201,32 +201,32 @@ def _gguf_hints(file: TensorFile, *, is_told: bool) -> ModelHints:
 
 
 COUNTS = {"num_attention_heads", "n_head", "num_key_value_heads", "head_dim", "num_heads", "n_heads", "num_kv_heads"}
-"""Keys with numbers of heads, which the shapes or the caller must agree with."""
+"""Keys with numbers of heads, which the shapes or the caller must confirm."""
 
 ROPE = {"rope_theta", "rope_parameters", "rope_scaling", "rope_type", "partial_rotary_factor", "rotary_pct"}
-"""Keys of RoPE that `_in_config` looks at."""
+"""RoPE keys that `_in_config` reads."""
 
 SHOWN = re.compile(
     r".*drop(out)?(_.*)?|((use|add|no|attention|attn)_)?((qkv|out|norm|layer_norm)_)?bias|scale_embedding|n_positions"
 )
-"""Keys that tensors show, as biases, or that say nothing of what attention computes when it is not trained."""
+"""Keys that tensors show, such as biases, or that do not affect inference."""
 
 
 def _attention_keys(values: Mapping[str, Any], others: Collection[str] = ()) -> dict[str, Any]:
-    """The keys of a configuration that could speak of attention, with their values."""
+    """Return the keys of a configuration that may concern attention, with their values."""
     unread = Config(values).unread(COUNTS.union(others))
     return {name: value for name, value in unread if not SHOWN.fullmatch(name)}
 
 
 def _in_config(config: Mapping[str, Any], known: Collection[str]) -> LayerHints:
-    """Return the hints of a configuration about layers without a known family; `known` are the parts that have one."""
+    """Return the hints of a configuration about layers of unknown families; `known` are the parts with known ones."""
     rope = config.get("rope_parameters")
     rope = {**config, **rope} if isinstance(rope, dict) else config
-    # Only plain RoPE is read: neither frequencies that are scaled, nor features that are not rotated.
+    # Only plain RoPE is read: neither scaled frequencies nor partial rotation.
     usual = {"rope_scaling": None, "rope_type": "default", "partial_rotary_factor": 1.0, "rotary_pct": 1.0}
     unread = {name: rope[name] for name in usual if rope.get(name) not in (None, usual[name])}
     if rope is not config and any(isinstance(each, Mapping) for each in config["rope_parameters"].values()):
-        unread["rope_parameters"] = config["rope_parameters"]  # for each kind of layer
+        unread["rope_parameters"] = config["rope_parameters"]  # one per kind of layer
     unread |= _attention_keys(config, ROPE)
     for name in set(sections_of(config)) - set(known):
         unread |= {f"{name}.{key}": value for key, value in _attention_keys(config[name]).items()}
@@ -234,7 +234,7 @@ def _in_config(config: Mapping[str, Any], known: Collection[str]) -> LayerHints:
 
 
 def _plain(origin: str, config: Mapping[str, Any], theta: Any, unread: Mapping[str, Any]) -> LayerHints:
-    """Return the hints of a configuration that are numbers, if the most important one is."""
+    """Return the numeric hints of a configuration, if it has the number of query heads."""
     counts = {
         "num_heads": config.get("num_attention_heads", config.get("n_head")),
         "num_kv_heads": config.get("num_key_value_heads"),
@@ -250,6 +250,6 @@ def _plain(origin: str, config: Mapping[str, Any], theta: Any, unread: Mapping[s
 
 
 def _tails(label: str) -> list[str]:
-    """The endings of a label, from all of it to its last word."""
+    """Return the endings of a label, from all of it to its last word."""
     words = label.split(".")
     return [".".join(words[begin:]) for begin in range(len(words))]

@@ -1,5 +1,5 @@
-"""The warning for what a model says of its attention and what is read of it does not."""
+"""The warning for attention settings of a model that are not read."""
 
 
 class NotCarriedWarning(UserWarning):
-    """Part of what a model says of its attention is left out: it is not read, or not there."""
+    """Part of the model configuration's attention settings is not supported and was ignored."""

@@ -1,4 +1,4 @@
-"""Parts of two files that a comparison of their layers leaves out, by name."""
+"""Parts of two files that a comparison of their layers leaves out."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class NotCompared(JsonRecord):
     Attributes:
         what: a field of the specification, a key of a configuration with its value, or the path of a layer.
         reason: why it is not compared.
-        labels: of the layers in the first file that it is about; empty if it is about a file.
-        is_open: it may make the layers differ, so that nobody can say that both files hold the same attention.
+        labels: labels of the affected layers in the first file; empty if it concerns a whole file.
+        is_open: whether it may make the layers differ, so that equality cannot be concluded.
     """
 
     what: str
@@ -31,7 +31,7 @@ class NotCompared(JsonRecord):
 
 
 def by_reason(parts: Sequence[NotCompared]) -> list[str]:
-    """Say what is not compared: a text for each reason."""
+    """Describe what is not compared, one text per reason."""
     reasons = dict.fromkeys(each.reason for each in parts)
     return [f"{some_of([each.what for each in parts if each.reason == reason])} ({reason})" for reason in reasons]
 
@@ -59,17 +59,17 @@ def of_files(files: Sequence[Path], opened: Sequence[OpenLayers]) -> list[NotCom
 
 
 def _of_pair(pair: tuple[FileLayer, FileLayer], files: Sequence[Path]) -> Iterator[NotCompared]:
-    layers = dict(zip(map(str, files), pair, strict=True))  # one, where a file is compared with itself
+    layers = dict(zip(map(str, files), pair, strict=True))  # a single entry if a file is compared with itself
     for path, layer in layers.items():
         for name in layer.dropped:
             yield NotCompared(name, f"left out when {path} was written")
         if layer.hints.overridden is not None:
-            reason = f"what {path} says is overridden by the caller"
+            reason = f"the value in {path} is overridden by the caller"
             yield NotCompared(f"rope_theta={layer.hints.overridden:g}", reason, is_open=False)
     dropped = {name for layer in pair for name in layer.dropped}
-    said = [{**layer.known.model.values, **layer.hints.unread} for layer in pair]
+    configs = [{**layer.known.model.values, **layer.hints.unread} for layer in pair]
     for name in dict.fromkeys(name for layer in pair for name in layer.hints.unread if name not in dropped):
-        values = [known[name] for known in said if name in known]
+        values = [known[name] for known in configs if name in known]
         if len(values) == 2 and values[0] == values[1]:
             yield NotCompared(key_in_words(name, values[0]), "not understood, equal in both files", is_open=False)
             continue

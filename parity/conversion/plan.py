@@ -1,4 +1,4 @@
-"""Conversions: the plan of one, which is the tensors of a target and how each is made, and the records of both."""
+"""The plan of a conversion, which lists the tensors of the target and their sources, and the records of both."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from parity.core.records import JsonRecord
 
 @dataclass(frozen=True)
 class PlannedLayer(JsonRecord):
-    """A layer that would be converted.
+    """A layer to convert.
 
     Attributes:
         label, to: its prefix in the source and in the target, with its index if it is in a stack.
         layout: its layout in the source.
-        layout_from: the source of that: the caller, the file's metadata, `config.json` or `GGUF`.
-        spec: what it computes.
-        hints: the source of each field that is a number of heads or not the default: those, or the shapes.
+        layout_from: source of the layout: the caller, the file's metadata, `config.json` or `GGUF`.
+        spec: its specification.
+        hints: source of each head count and each non-default field: one of those, or the shapes.
     """
 
     label: str
@@ -49,10 +49,10 @@ class ConversionPlan(JsonRecord):
     """Record of a conversion that `convert_file` would write.
 
     Attributes:
-        layers: to be converted.
-        tensors: names in the target, each with those in the source that it is made of.
-        size: bytes of all tensors of the target.
-        left_out: what layers compute that the target does not say.
+        layers: layers to convert.
+        tensors: names in the target, each with the names of its sources.
+        size: total bytes of the target's tensors.
+        left_out: features of layers that the target loses.
     """
 
     layers: list[PlannedLayer]
@@ -66,24 +66,24 @@ class Converted(JsonRecord):
     """Record of a conversion by `convert_file`.
 
     Attributes:
-        source: name of the layout that the layers were in.
-        layers: prefixes of the layers that were converted, those of a stack with an index in brackets.
-        spec: theirs, if they have the same.
+        source: name of the layers' layout in the source.
+        layers: prefixes of the converted layers; those of a stack have an index in brackets.
+        spec: their specification, if all have the same.
         kept, dropped: names of the other tensors.
-        heads_from: the file that the heads come from, if it was neither the caller nor the source itself.
-        left_out: names of what is not a tensor, such as numbers and text, and is not in the target.
-        unconverted: prefixes of other layers in the source's layout, which are in the target as they were.
-        optimizer_state: names of an optimizer's tensors for the layers, which are in the target in the old layout.
-        not_carried: what the source says of attention that is not read from it; if it is of RoPE, the specification
-            has none.
-        path: what was written: the file, or the index of its shards.
-        missing: paths of attention layers that the model has, by its configuration, and the file has not; of models
-            with several parts with the part.
-        dequantised: names of the source's tensors that are quantised there, and written as what they stand for.
-        joined: names of norms over the width of all heads in files of ranks, each of which has the weights of its own:
-            their mean squares are those of all ranks.
+        heads_from: the file that specified the heads, if it was neither the caller nor the source itself.
+        left_out: names of entries that are not tensors, such as numbers and text, and are not in the target.
+        unconverted: prefixes of other layers in the source's layout, which were copied unchanged.
+        optimizer_state: names of optimizer tensors for the layers, which are in the target in the old layout.
+        not_carried: attention settings of the source that are not read; if one concerns RoPE, the specification has
+            no RoPE.
+        path: the written file, or the index of its shards.
+        missing: paths of attention layers that the model's configuration requires and the file lacks, with the part if
+            the model has several.
+        `dequantised`: names of quantized source tensors, which were written as the values that they represent.
+        joined: names of norms over the width of all heads in rank files. Each rank has its own weights, but their mean
+            squares must be computed over all ranks.
         metadata_left_out: names in the metadata of the source whose values are not in the target's.
-        plan: what would be written, if nothing was: with `dry_run`.
+        plan: the plan, if `dry_run` was set.
     """
 
     source: str
@@ -112,8 +112,8 @@ class PlannedTensor(NamedTuple):
 
     Attributes:
         shape, dtype: of the tensor.
-        make: gives it when it is written.
-        sources: gives the names of the tensors that it is made of.
+        make: function that returns the tensor, called when it is written.
+        sources: function that returns the names of its source tensors.
     """
 
     shape: tuple[int, ...]
@@ -124,14 +124,14 @@ class PlannedTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The tensors of a target, in their order.
+    """The tensors of a target, in order.
 
     Attributes:
-        path: of the target.
-        layout: of its layers.
-        layers: those that go under each prefix of the target.
-        stacked: the prefixes under which they are stacked.
-        tensors: by name.
+        path: path of the target.
+        layout: layout of its layers.
+        layers: layers under each prefix of the target.
+        stacked: prefixes under which they are stacked.
+        tensors: tensors by name.
     """
 
     path: str | os.PathLike[str]
@@ -141,18 +141,18 @@ class Plan:
     tensors: dict[str, PlannedTensor] = field(default_factory=dict)
 
     def take(self, layers: dict[str, list[FileLayer]], is_stacked: bool) -> None:
-        """Take layers under prefixes of the target."""
+        """Add layers under prefixes of the target."""
         self.layers.update(layers)
         self.stacked.update(layers if is_stacked else ())
 
     def fill(self, file: TensorCache, *, keep_rest: bool) -> list[str]:
-        """Add all tensors, in the order of the source; return the names of those that are of no layer.
+        """Add all tensors, in the order of the source; return the names of tensors that belong to no layer.
 
-        Layers are added with the first of their tensors. All that a tensor goes into are added together, so that a
-        stack is read once.
+        A layer is added with the first of its tensors. Every use of a tensor is added at once, so that a stack is read
+        only once.
 
         Raises:
-            ValueError: if two tensors have one name.
+            ValueError: if two tensors have the same name.
         """
         rest, added = [], set()
         for name, info in file.infos.items():
@@ -168,13 +168,13 @@ class Plan:
 
     @cached_property
     def _own(self) -> set[str]:
-        """The names of tensors in the source that are those of one layer, and not lent to it."""
+        """Return the names of source tensors that belong to exactly one layer and are not shared."""
         layers = [layer for group in self.layers.values() for layer in group]
         return {name for layer in layers for short, name in layer.sources.items() if name == join(layer.prefix, short)}
 
     @cached_property
     def _prefixes_of(self) -> dict[str, dict[str, None]]:
-        """By the name of a tensor in the source, the prefixes of the target that it goes under."""
+        """Return the prefixes of the target that use each tensor of the source."""
         prefixes: dict[str, dict[str, None]] = {}
         for prefix, group in self.layers.items():
             for name in (name for layer in group for name in layer.sources.values()):
@@ -204,7 +204,7 @@ class Plan:
 
     @property
     def labels(self) -> dict[str, FileLayer]:
-        """The layers by their labels in the target."""
+        """Return the layers by their labels in the target."""
         return {
             f"{prefix}[{index}]" if prefix in self.stacked else prefix: layer
             for prefix, group in self.layers.items()
@@ -213,7 +213,7 @@ class Plan:
 
     @property
     def specs(self) -> dict[str, AttentionSpec]:
-        """The layers as they are written, by their labels in the target."""
+        """Return the layers' specifications in the target, by label."""
         return {label: layer.to_spec for label, layer in self.labels.items()}
 
     def metadata(
@@ -224,13 +224,13 @@ class Plan:
         unread: Mapping[str, Any],
         drop: Collection[str],
     ) -> dict[str, str]:
-        """Return the metadata to be written beside the tensors.
+        """Return the metadata to write with the tensors.
 
         Args:
-            prefix: of all layers; None where there are several.
-            kept: the names of the other tensors.
-            ignored, unread: as `metadata_of` takes them.
-            drop: what may be left out.
+            prefix: common prefix of the layers; None if there are several.
+            kept: names of the other tensors.
+            ignored, unread: as in `metadata_of`.
+            drop: features that may be left out.
         """
         lost = set() if {*CARRIED} <= {*self.layout.carries} else {*unread} & {*drop}
         for layer in self.labels.values():
@@ -243,7 +243,7 @@ class Plan:
         return metadata_of(self.layout, self.specs, prefix, lost, ignored, unread, has_others=has_others)
 
     def record(self, layout_from: str, metadata: Mapping[str, str]) -> ConversionPlan:
-        """Return the plan as a record; `layout_from` is the source of the layout, if it is the caller."""
+        """Return the plan as a record; `layout_from` is CALLER if the caller specified the layout."""
         return ConversionPlan(
             layers=[_layer_record(layer, label, layout_from) for label, layer in self.labels.items()],
             tensors={name: tensor.sources() for name, tensor in self.tensors.items()},
@@ -263,7 +263,7 @@ def _layer_record(layer: FileLayer, to: str, layout_from: str) -> PlannedLayer:
 
 
 def _sources_of(group: list[FileLayer], name: str, placement: Placement) -> list[str]:
-    """The names in the source of the tensors that one of a target is made of."""
+    """Return the names of the source tensors of a target tensor."""
     parts = {*placement.holders[name].parts}
     return [
         full
@@ -274,12 +274,12 @@ def _sources_of(group: list[FileLayer], name: str, placement: Placement) -> list
 
 
 def _laid_out(group: list[FileLayer], name: str, placement: Placement) -> np.ndarray:
-    """A tensor of the target, of one layer."""
+    """Return a tensor of the target, for one layer."""
     return placement.lay_out(name, group[0].read_written)
 
 
 def _stacked(group: list[FileLayer], name: str, placement: Placement) -> np.ndarray:
-    """A tensor of the target, of all layers of a stack."""
+    """Return a tensor of the target, for all layers of a stack."""
     shape, axis = placement.shapes[name], placement.layout.stack_axis
     tensor = np.empty((*shape[:axis], len(group), *shape[axis:]), group[0].dtype)
     layers = np.moveaxis(tensor, axis, 0)  # a view

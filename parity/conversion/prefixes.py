@@ -1,4 +1,4 @@
-"""Places of layers in a checkpoint: the prefixes of names and shapes that fit a layout."""
+"""Find layers in a checkpoint: the prefixes whose names and shapes fit a layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENTRY = re.compile(r"(.*)\[(\d+)\]", re.DOTALL)
 
 
 def join(prefix: str, name: str) -> str:
-    """The full name of what has a name under a prefix."""
+    """Return the full name of a tensor under a prefix."""
     return f"{prefix}.{name}" if prefix else name
 
 
@@ -25,7 +25,7 @@ def numbered(prefix: str) -> str:
 
 
 def concrete_prefix(pattern: str, name: str) -> tuple[str, tuple[str, ...], str] | None:
-    """Divide a name under a prefix: the beginning, the numbers that `{i}` stands for there, and the rest of it."""
+    """Split a name by a prefix pattern: the concrete prefix, the numbers for `{i}`, and the remainder."""
     number = r"(\d+)"
     begin = number.join(map(re.escape, pattern.split("{i}")))
     match = re.fullmatch(rf"({begin})\.(.+)" if pattern else r"()(.+)", name)
@@ -33,7 +33,7 @@ def concrete_prefix(pattern: str, name: str) -> tuple[str, tuple[str, ...], str]
 
 
 def all_prefixes(names: Iterable[str]) -> dict[str, None]:
-    """Return the beginnings of names, up to a dot."""
+    """Return all beginnings of names, up to a dot."""
     found: dict[str, None] = {}
     for prefix in names:
         while (prefix := prefix.rpartition(".")[0]) and prefix not in found:
@@ -42,9 +42,9 @@ def all_prefixes(names: Iterable[str]) -> dict[str, None]:
 
 
 def fitting_prefixes(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> list[str]:
-    """The prefixes of all layers that a layout fits, `{i}` standing for numbers."""
+    """Return the prefixes of all layers that fit a layout, with `{i}` for numbers."""
     found: dict[str, None] = {}
-    seen: dict[tuple[tuple[str, tuple[int, ...]], ...], bool] = {}  # most layers of a model are alike
+    seen: dict[tuple[tuple[str, tuple[int, ...]], ...], bool] = {}  # most layers of a model are equal
     for concrete, names in names_under(shapes, possible_prefixes(shapes, layout)).items():
         pattern, begin = numbered(concrete), f"{concrete}." if concrete else ""
         if pattern in found:
@@ -60,7 +60,7 @@ def fitting_prefixes(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> l
 
 
 def names_under(names: Iterable[str], prefixes: Iterable[str]) -> dict[str, list[str]]:
-    """The names that begin with each of some prefixes, found in one pass: a file may have 90 000 of them."""
+    """Return the names under each prefix, found in one pass, because a file may have 90,000 names."""
     found: dict[str, list[str]] = {prefix: [] for prefix in prefixes}
     for name in names:
         words = name.split(".")
@@ -71,7 +71,7 @@ def names_under(names: Iterable[str], prefixes: Iterable[str]) -> dict[str, list
 
 
 def _fits(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
-    """Return whether tensors are a layer in a layout, or a stack of them, with some number of heads."""
+    """Return whether tensors are a layer in a layout, or a stack of layers, for some number of heads."""
     try:
         is_stacked = stack_size(shapes, layout) is not None
         find_spec({name: shape[is_stacked:] for name, shape in shapes.items()}, layout, LayerHints())
@@ -83,7 +83,7 @@ def _fits(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> bool:
 
 
 def possible_prefixes(names: Iterable[str], layout: Layout) -> dict[str, str]:
-    """Return prefixes that a layout's layers may have, each with a name that ends as one of its tensors."""
+    """Return candidate prefixes of a layout's layers, each with a name that ends like one of its tensors."""
     endings = {tensor.name.replace("{n}", "0") for tensor in layout.tensors if tensor.kind == "weight"}
     found: dict[str, str] = {}
     for name in names:

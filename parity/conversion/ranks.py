@@ -1,6 +1,6 @@
-"""Checkpoints whose heads are divided over ranks, a file for each: read as one, and written.
+"""Checkpoints whose heads are divided over ranks, one file per rank: read them as one, and write them.
 
-How a tensor is divided follows from its layout, where it holds heads; of the others the layout says it by their names.
+The layout decides how a tensor with heads is divided; for other tensors, it lists the division by name.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from parity.sharding.shard import ShardPlan, shard_spec
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-SAID = "ranks"
-"""The number of ranks in the metadata of files that were written here."""
+NUM_RANKS = "ranks"
+"""Metadata key of the number of ranks in files that mha-parity wrote."""
 
 NORMS = "ranks.norms"
-"""The names of the norms that they divide, there, too: one that they copy may have the same shape."""
+"""Metadata key of the names of divided norms, because a copied norm may have the same shape."""
 
 
 class Division(NamedTuple):
-    """The division of a tensor over ranks: on an axis, in each of so many blocks by itself; None where it is copied."""
+    """The division of a tensor over ranks: along an axis, separately in each block; an axis of None means a copy."""
 
     axis: int | None
     blocks: int = 1
 
     def part(self, shape: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """Return the shape of a part of a tensor."""
+        """Return the shape of a rank's part of a tensor."""
         return self._with_size(shape, lambda size: size // count)
 
     def whole(self, shape: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class Division(NamedTuple):
         return shape if axis is None else (*shape[:axis], change(shape[axis]), *shape[axis + 1 :])
 
     def parts(self, array: np.ndarray, count: int) -> list[np.ndarray]:
-        """Return views of the parts of a tensor; of one that is copied, all of it for each rank."""
+        """Return views of the ranks' parts of a tensor; for a copied one, the whole for each rank."""
         axis = self.axis
         if axis is None:
             return [array] * count
@@ -65,14 +65,14 @@ class Division(NamedTuple):
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
-    """Open a checkpoint: a folder of the files of ranks as the whole that they are parts of, all else as it is.
+    """Open a checkpoint; a folder of rank files is opened as the joined whole.
 
     Args:
-        path: as `open_tensors` takes it.
+        path: as in `open_tensors`.
 
     Raises:
         As `open_tensors`.
-        ValueError: if it is the file of one rank of several, one is missing, or they do not belong together.
+        ValueError: if it is a single rank's file out of several, a rank is missing, or the files do not match.
     """
     path = Path(path)
     for layout in LAYOUTS.values():
@@ -82,7 +82,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
             files = _files_in(path, ranks)
             own = [*files.values()]
             if any(Path(name).suffix in SUFFIXES and path / name not in own for name in os.listdir(path)):
-                continue  # a folder as any other, which may have the same weights in two forms
+                continue  # an ordinary folder, which may have the same weights in two forms
             if strays := sorted({*path.glob(ranks.file.format(rank="*"))} - {*own}):
                 raise Refusal(path, f"have a file for each rank, {ranks.file}", str(strays[0]))
             if files:
@@ -90,10 +90,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
         elif path.is_file() and (rank := _rank_of(path, ranks)) is not None:
             files = _files_in(path.absolute().parents[ranks.file.count("/")], ranks)
             if rank > 0 or len(files) > 1:
-                hint = f"name the folder, which has those of {len(files)}"
+                hint = f"pass the folder, which has {len(files)} files"
                 raise Refusal(path, "be read with the files of all ranks", f"rank {rank} alone", hint=hint)
     file = open_tensors(path)
-    if (count := file.metadata.get(SAID, "1")) != "1":
+    if (count := file.metadata.get(NUM_RANKS, "1")) != "1":
         file.close()
         raise Refusal(path, f"be read with the files of all {count} ranks", "that of one")
     return file
@@ -103,36 +103,36 @@ def open_checkpoint(path: str | os.PathLike[str]) -> TensorFile:
 
 
 def _rank_of(path: Path, ranks: Ranks) -> int | None:
-    """The rank whose file a path is."""
+    """Return the rank of a file by its path; None if it is not a rank's file."""
     expression = rf"(?:.*/)?{re.escape(ranks.file)}".replace(r"\{rank\}", r"(\d{2,})")
     match = re.fullmatch(expression, path.absolute().as_posix())
     return int(match[1]) if match else None
 
 
 def _files_in(folder: Path, ranks: Ranks) -> dict[int, Path]:
-    """The files of ranks in a folder, in their order."""
+    """Return the rank files in a folder, in order."""
     files = ((_rank_of(path, ranks), path) for path in folder.glob(ranks.file.format(rank="*")))
     return dict(sorted((rank, path) for rank, path in files if rank is not None))
 
 
 def _joined(folder: Path, layout: Layout, ranks: Ranks, paths: Mapping[int, Path]) -> TensorFile:
-    """The files of all ranks as one, whose tensors are joined as they are read: memory holds one, and a rank's part."""
+    """Open the files of all ranks as one; reading a tensor joins it, with that tensor and one part in memory."""
     if missing := sorted({*range(max(paths))} - {*paths}):
         raise Refusal(folder, f"have the files of all ranks, missing rank {missing[0]} of {max(paths) + 1}")
     count = len(paths)
     with ExitStack() as stack:
         files = [stack.enter_context(open_tensors(path)) for path in paths.values()]
         first = files[0]
-        if (said := first.metadata.get(SAID, str(count))) != str(count):
-            raise Refusal(folder, f"have the files of all {said} ranks", str(count))
+        if (expected := first.metadata.get(NUM_RANKS, str(count))) != str(count):
+            raise Refusal(folder, f"have the files of all {expected} ranks", str(count))
         for path, file in zip(paths.values(), files, strict=True):
             names = {**first.infos, **file.infos}
             if differing := [name for name in names if first.infos.get(name) != file.infos.get(name)]:
-                raise Refusal(path, "hold the tensors of rank 0, in parts as large", f"others: {differing[0]}")
+                raise Refusal(path, "hold the tensors of rank 0, with equal shapes", f"others: {differing[0]}")
         shapes = {name: info.shape for name, info in first.infos.items()}
         norms = _divided_norms(first, layout)
         divisions = {name: _division(name, shapes, layout, ranks, norms, count) for name in shapes}
-        infos = {  # of a tensor whose division is not known, those of a part
+        infos = {  # a tensor with unknown division has the shape of its part
             name: info
             if (known := divisions[name]) is None
             else TensorInfo.of(known.whole(info.shape, count), info.dtype)
@@ -141,7 +141,7 @@ def _joined(folder: Path, layout: Layout, ranks: Ranks, paths: Mapping[int, Path
         metadata = {
             key: text
             for key, text in first.metadata.items()
-            if key not in (SAID, NORMS) and all(file.metadata.get(key) == text for file in files)
+            if key not in (NUM_RANKS, NORMS) and all(file.metadata.get(key) == text for file in files)
         }
 
         def fetch(name: str) -> np.ndarray:
@@ -154,7 +154,7 @@ def _joined(folder: Path, layout: Layout, ranks: Ranks, paths: Mapping[int, Path
 def _join(
     folder: Path, name: str, files: Collection[TensorFile], info: TensorInfo, division: Division | None
 ) -> np.ndarray:
-    """A tensor of the parts that ranks have."""
+    """Join the parts of a tensor."""
     if division is None:
         hint = f"leaves out {name}, whose division over ranks is unknown"
         raise Refusal(folder, "be read without its other tensors", remedy={"keep_rest": False}, hint=hint)
@@ -186,24 +186,24 @@ def write_ranks(
     *,
     dry_run: bool = False,
 ) -> Path:
-    """Write the files of all ranks into a new folder, all of them or none; memory holds one whole tensor at a time.
+    """Write the files of all ranks into a new folder, all or none; memory holds one whole tensor at a time.
 
     Args:
-        folder: to write; it must not be there, or be empty.
+        folder: folder to write; it must be missing or empty.
         layout: of the attention layers.
         count: number of ranks.
-        specs: of the layers, by their labels.
-        infos: shape and dtype of each whole tensor by name.
-        read: gives a whole tensor; called once for each rank.
-        metadata: text by name, kept in each file.
-        dry_run: refuse what would be refused, and write nothing.
+        specs: specifications of the layers, by label.
+        infos: shape and dtype of each whole tensor, by name.
+        read: returns a whole tensor by name; called once per rank.
+        metadata: text by name, stored in each file.
+        dry_run: run all checks, and write nothing.
 
     Raises:
         OSError: if a file cannot be written.
-        FileExistsError: if something is in the folder.
-        TypeError: if the number of ranks is none.
-        ValueError: if no program is known to divide the layout so, a layer cannot be divided, or it is not known how
-            another tensor is.
+        FileExistsError: if the folder is not empty.
+        TypeError: if the number of ranks is not an integer.
+        ValueError: if the layout does not support ranks, a layer cannot be divided, or the division of another tensor
+            is unknown.
     """
     folder, ranks = Path(folder), _check_ranks(layout, count, specs)
     shapes = {name: shape for name, (shape, _) in infos.items()}
@@ -218,7 +218,7 @@ def write_ranks(
             raise Refusal(name, "divide over the ranks", {f"{name}.shape": shape, "ranks": count})
         divisions[name] = division
     own = {name: (divisions[name].part(shape, count), dtype) for name, (shape, dtype) in infos.items()}
-    metadata = {**metadata, SAID: str(count), **({NORMS: json.dumps(norms)} if norms else {})}
+    metadata = {**metadata, NUM_RANKS: str(count), **({NORMS: json.dumps(norms)} if norms else {})}
 
     def read_part(name: str, rank: int) -> np.ndarray:
         return divisions[name].parts(read(name), count)[rank].reshape(own[name][0])
@@ -237,7 +237,7 @@ def write_ranks(
 
 
 def _check_ranks(layout: Layout, count: int, specs: Mapping[str, AttentionSpec]) -> Ranks:
-    """Return how a layout keeps ranks, of layers that so many can divide."""
+    """Return how a layout stores ranks; reject layers that this number of ranks cannot divide."""
     as_count("ranks", count)
     if layout.ranks is None:
         known = [each.name for each in LAYOUTS.values() if each.ranks is not None]
@@ -264,16 +264,16 @@ def _refuse_used(folder: Path) -> None:
 def _division(
     name: str, shapes: Shapes, layout: Layout, ranks: Ranks, norms: Collection[str], count: int = 1
 ) -> Division | None:
-    """Return the division of a tensor, None where it is not known.
+    """Return the division of a tensor; None if it is unknown.
 
-    The shapes are those of the tensors of one of `count` ranks, or of the whole; of the norms those named are divided.
+    The shapes are those of one of `count` ranks, or of whole tensors if `count` is 1; `norms` are the divided norms.
     """
     for tensor in (*layout.tensors, *layout.others):
         if name == tensor.name or name.endswith(f".{tensor.name}"):
             axes = [axis for axis, group in enumerate(tensor.groups) if "n" in group]
             axis = OF_QUERIES.get(tensor.holds) if tensor.is_whole else next(iter(axes), None)
             return Division(0 if name in norms else axis)
-    if name == ranks.embeddings:  # whose last axis is as wide as the model, and so are the rows of the output
+    if name == ranks.embeddings:  # if whole, its last axis equals the rows of the output
         out = next(tensor.name for tensor in layout.tensors if (tensor.holds, tensor.kind) == ("out", "weight"))
         widths = {shape[0] for each, shape in shapes.items() if each.endswith(out)}
         return Division(1 if count > 1 and {shapes[name][-1] * count} == widths else 0)
@@ -293,13 +293,13 @@ def _is_of(name: str, patterns: Iterable[str]) -> bool:
 
 
 def norms_to_join(layout: Layout, specs: Mapping[str, AttentionSpec], count: int) -> list[str]:
-    """The weights of norms over the width, in layers by their labels, whose mean squares so many ranks join."""
+    """Return the weights of width norms whose mean squares must be joined over ranks, by label and name."""
     wide = {label: spec for label, spec in specs.items() if spec.wide_norms}
     return [name for name in _norms_by_heads(layout, wide) if name.endswith(".weight")] if count > 1 else []
 
 
 def _norms_by_heads(layout: Layout, specs: Mapping[str, AttentionSpec]) -> list[str]:
-    """The names of norms that have something for each head, in layers by their labels."""
+    """Return the names of norms with weights per head, in layers by label."""
     return [
         join(label, tensor.name)
         for label, spec in specs.items()
@@ -309,12 +309,13 @@ def _norms_by_heads(layout: Layout, specs: Mapping[str, AttentionSpec]) -> list[
 
 
 def _divided_norms(file: TensorFile, layout: Layout) -> list[str]:
-    """The names of such norms in the file of a rank, which says them itself if it was written here.
+    """Return the names of divided norms in a rank's file, from its metadata if mha-parity wrote it.
 
-    Else they are those with an axis of heads, and norms of queries and keys that differ in width: those over a head,
-    which are copied, are alike.
+    Otherwise they are norms with an axis of heads, and norms of queries and keys that differ in width: norms over a
+        head,
+    which are copied, have equal widths.
     """
-    if SAID in file.metadata:
+    if NUM_RANKS in file.metadata:
         return json.loads(file.metadata.get(NORMS, "[]"))
     named = {tensor.holds: tensor.name for tensor in layout.others}
     of_queries = named.get("q_norm.weight", "no such name")

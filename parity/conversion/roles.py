@@ -1,4 +1,4 @@
-"""Places of heads and their features in a weight, whatever its axes: what reorders or scales heads is written once."""
+"""Roles of a weight's axes: where heads and their features are, so that reordering or scaling is written once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Role:
     """The place of heads in a weight.
 
     Attributes:
-        axis: that runs over heads, each with its features; None where these are axes of their own.
+        axis: axis of heads with their features; None if heads and features are separate axes.
         heads: `q`, the N query heads; `kv`, the K key/value heads; or `shared`, one set of features for all heads.
-        features: `qk`, the H that q and k are multiplied over; `v`, the Hv of values; or nothing, others.
+        features: `qk`, the H features of queries and keys; `v`, the Hv features of values; or empty for others.
     """
 
     axis: int | None
@@ -28,7 +28,7 @@ class Role:
     features: Literal["qk", "v", ""]
 
     def view(self, x: np.ndarray, spec: AttentionSpec) -> np.ndarray:
-        """The weight as (K, heads of the group, features, the rest); K and heads are 1 where they are shared."""
+        """Return a view (K, heads of the group, features, the rest); K and heads are 1 if they are shared."""
         groups = 1 if self.heads == "shared" else spec.num_kv_heads
         of_group = spec.num_heads // spec.num_kv_heads if self.heads == "q" else 1
         rows = x.reshape(-1) if self.axis is None else np.moveaxis(x, self.axis, 0)
@@ -36,7 +36,7 @@ class Role:
 
 
 def roles(spec: AttentionSpec) -> dict[str, Role]:
-    """The roles of those weights that have heads, by canonical name. Biases of the output and latents have none."""
+    """Return the roles of weights with heads, by canonical name. Biases of the output and latents have none."""
     found: dict[str, Role] = {}
     of_parts: dict[str, Role] = {
         "q_proj": Role(0, "q", "qk" if spec.latent is None else ""),
@@ -50,7 +50,7 @@ def roles(spec: AttentionSpec) -> dict[str, Role]:
     }
     for name, shape in spec.weight_shapes.items():
         part = name.partition(".")[0]
-        if name == "out_proj.weight":  # with latents a value has features of its own, whose rows lie in kv_b_proj
+        if name == "out_proj.weight":  # with latents, the features of values are rows of kv_b_proj
             found[name] = Role(1, "q", "v" if spec.latent is None else "")
         elif part in ("q_norm", "k_norm", "v_norm", "context_norm"):
             has_heads = len(shape) == 2 or spec.norms[part].over == "width"
@@ -63,7 +63,7 @@ def roles(spec: AttentionSpec) -> dict[str, Role]:
 
 
 def digests(rows: np.ndarray) -> np.ndarray:
-    """A digest of the bytes of each row, the last axis being taken for its elements; both zeros are one."""
+    """Return a digest of the bytes of each row over the last axis; both zeros have the same digest."""
     flat = np.ascontiguousarray(rows + rows.dtype.type(0)).reshape(-1, rows.shape[-1])
     found = np.empty(len(flat), object)
     found[:] = [blake2b(row.tobytes(), digest_size=12).digest() for row in flat]
@@ -71,9 +71,9 @@ def digests(rows: np.ndarray) -> np.ndarray:
 
 
 def matched(before: Sequence[object], after: Sequence[object]) -> np.ndarray | None:
-    """The order in which `after` has what `before` has, after[i] == before[order[i]]; None if it has something else.
+    """Return the order with after[i] == before[order[i]]; None if the elements differ.
 
-    What is in its place stays there.
+    Elements that are in place stay there.
     """
     left: dict[object, list[int]] = {}
     for index in reversed(range(len(before))):

@@ -1,9 +1,9 @@
-"""Weights of one function: heads or features in another order, or a factor here that is divided out there.
+"""Different weights of the same function: permuted heads or features, or a factor that another weight divides out.
 
-Attention does not change where heads move together with all that is theirs, where features of queries and keys move
-alike, those that RoPE rotates excepted, or those of values and the columns of out_proj; nor where one of two is
-multiplied by what the other is divided by. Whatever is found is verified on all weights. An orthogonal change of basis
-is not looked for, nor a factor together with another order.
+Attention does not change if whole heads are permuted, if features of queries and keys are permuted alike (except
+those that RoPE rotates), or if features of values and columns of out_proj are. Nor does it change if one of two
+weights is multiplied by a factor that divides the other. Each finding is verified on all weights. An orthogonal
+change of basis is not detected, nor is a factor combined with a permutation.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from parity.conversion.ulps import agree, coarser
 from parity.core.compare import unit_of_rounding
 from parity.core.weights import Weights
 
-MOST_SHOWN = 16  # places of an order
+MOST_SHOWN = 16  # entries of a permutation
 
 
 def in_other_words(one: Weights, other: Weights, spec: AttentionSpec) -> str | None:
-    """Say how two sets of weights that differ are the same function; None if that is not found."""
+    """Describe how two different sets of weights are the same function; None if no relation is found."""
     held = roles(spec)
     with_heads = {name: (held[name].view(one[name], spec), held[name].view(other[name], spec)) for name in held}
     if not all(agree(one[name], other[name]) for name in one if name not in held):
@@ -32,26 +32,26 @@ def in_other_words(one: Weights, other: Weights, spec: AttentionSpec) -> str | N
 
 
 def listed(order: np.ndarray) -> str:
-    """An order, its beginning where it is long."""
+    """Return a permutation as text, truncated if long."""
     shown = " ".join(map(str, order[:MOST_SHOWN]))
     return shown if len(order) <= MOST_SHOWN else f"{shown} …"
 
 
-# ---- In another order ------------------------------------------------------------------------------------------------
+# ---- Permutations ----------------------------------------------------------------------------------------------------
 
 Views = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
 class _Order:
-    """The origin of heads and features: other[g, n, f] = one[groups[g], heads[g, n], features[g, f]]."""
+    """A permutation of heads and features: other[g, n, f] = one[groups[g], heads[g, n], features[g, f]]."""
 
     groups: np.ndarray
     heads: np.ndarray
     features: dict[str, np.ndarray]
 
     def applied(self, x: np.ndarray, role: Role) -> np.ndarray:
-        """A view of the first weights, as the second should be; what heads share, once for each group."""
+        """Return a view of the first weights in this order; shared weights are repeated for each group."""
         count = x.shape[2]
         features = self.features.get(role.features, np.broadcast_to(np.arange(count), (len(self.groups), count)))
         if role.heads == "shared":
@@ -78,7 +78,7 @@ def _moves(order: np.ndarray) -> bool:
 
 
 def _reordered(views: Views, held: Mapping[str, Role], spec: AttentionSpec) -> str | None:
-    """The order of heads and features that makes one of the other, if there is one."""
+    """Describe the permutation of heads and features between two sets of weights, if there is one."""
     before, after = {}, {}
     for name, (one, other) in views.items():
         dtype = coarser(one.dtype, other.dtype)
@@ -96,11 +96,11 @@ def _reordered(views: Views, held: Mapping[str, Role], spec: AttentionSpec) -> s
 def _order(
     before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray], held: Mapping[str, Role], spec: AttentionSpec
 ) -> _Order | None:
-    """The only order that heads and features can have come in, by the digests of their rows; to be verified."""
+    """Return the only possible permutation of heads and features, by the digests of their rows, unverified."""
     free, count = _free_features(spec), spec.num_heads // spec.num_kv_heads
     rows = _Rows(before, held, free), _Rows(after, held, free)
     groups, heads = np.arange(spec.num_kv_heads), np.tile(np.arange(count), (spec.num_kv_heads, 1))
-    if spec.alibi is None and spec.out_proj:  # else a head is told by its place
+    if spec.alibi is None and spec.out_proj:  # otherwise heads cannot be permuted
         found = matched(*([side.group(group, count) for group in range(len(groups))] for side in rows))
         if found is None:
             return None
@@ -124,12 +124,12 @@ def _order(
 
 @dataclass(frozen=True)
 class _Rows:
-    """The digests of all rows of one side, by which its heads and features are known.
+    """Digests of all rows of one side, which identify its heads and features.
 
     Attributes:
-        digests: by name, (K, heads of the group, features).
-        held: the roles.
-        free: which features may change places, by what they are of.
+        digests: digests by weight, (K, heads of the group, features).
+        held: roles of the weights.
+        free: which features may be permuted, by kind.
     """
 
     digests: Mapping[str, np.ndarray]
@@ -137,7 +137,7 @@ class _Rows:
     free: Mapping[str, np.ndarray]
 
     def head(self, group: int, head: int, heads: str = "q") -> tuple[object, ...]:
-        """A head, in whatever order those of its features are that may change places."""
+        """Return a key of a head that ignores the order of its permutable features."""
         found: list[object] = []
         for name in (name for name, role in self.held.items() if role.heads == heads):
             rows, free = self.digests[name][group, head], self.free.get(self.held[name].features)
@@ -146,11 +146,11 @@ class _Rows:
         return tuple(found)
 
     def group(self, group: int, count: int) -> tuple[object, ...]:
-        """A key/value head with its query heads, in whatever order these are."""
+        """Return a key of a key/value head with its query heads that ignores their order."""
         return self.head(group, 0, "kv"), *sorted(self.head(group, n) for n in range(count))
 
     def features(self, kind: str, group: int, heads: Iterable[int]) -> list[object]:
-        """Each feature of a group, by its rows in all weights; one that may not change places by its place."""
+        """Return a key for each feature of a group: its rows in all weights, or its place if it cannot be permuted."""
         places = {"q": [(group, n) for n in heads], "kv": [(group, 0)], "shared": [(0, 0)]}
         of_kind = [
             self.digests[name][place]
@@ -163,7 +163,7 @@ class _Rows:
 
 
 def _free_features(spec: AttentionSpec) -> dict[str, np.ndarray]:
-    """Which features of a head may change places, those of queries and keys and those of values."""
+    """Return which features of a head may be permuted, for queries and keys and for values."""
     if spec.latent is not None:
         return {}
     of_queries = np.ones(spec.head_dim, bool)
@@ -172,17 +172,17 @@ def _free_features(spec: AttentionSpec) -> dict[str, np.ndarray]:
     return {"qk": of_queries, "v": np.full(spec.value_head_dim, spec.out_proj)}
 
 
-# ---- Multiplied here, divided there ----------------------------------------------------------------------------------
+# ---- Factors ---------------------------------------------------------------------------------------------------------
 
 
 def _rescaled(views: Views, held: Mapping[str, Role], spec: AttentionSpec) -> str | None:
-    """The factors that one of two is multiplied by and the other divided by, in words, if there are such."""
+    """Describe the factors that multiply one weight and divide another, if there are any."""
     if spec.latent is not None or spec.clip_qkv is not None:
         return None
     pairs = {"qk": ("q_proj.", "k_proj."), "v": ("v_proj.", "out_proj.")}
     allowed = {"qk": spec.qk_norm is None, "v": spec.v_norm is spec.context_norm is None and spec.out_proj}
     tied = {"qk": _tied(spec), "v": np.arange(spec.value_head_dim)}
-    said, involved = [], set()
+    words, involved = [], set()
     for kind, sides in pairs.items():
         times, over = ([name for name in held if name.startswith(side)] for side in sides)
         names = [*times, *over]
@@ -197,14 +197,14 @@ def _rescaled(views: Views, held: Mapping[str, Role], spec: AttentionSpec) -> st
         if not all(agree(expected[name], views[name][1], coarser(*(x.dtype for x in views[name]))) for name in names):
             return None
         involved.update(names)
-        said.append(_said(factors, kind, views[names[0]]))
-    if not said or not all(agree(*views[name]) for name in views if name not in involved):
+        words.append(_describe(factors, kind, views[names[0]]))
+    if not words or not all(agree(*views[name]) for name in views if name not in involved):
         return None
-    return "; ".join(said)
+    return "; ".join(words)
 
 
-def _said(factors: np.ndarray, kind: str, views: tuple[np.ndarray, np.ndarray]) -> str:
-    """Factors in words: one, or from the smallest to the largest."""
+def _describe(factors: np.ndarray, kind: str, views: tuple[np.ndarray, np.ndarray]) -> str:
+    """Format factors: a single one, or the smallest and the largest."""
     times, over = {"qk": ("q", "k"), "v": ("v", "columns of out_proj")}[kind]
     low, high = float(factors.min()), float(factors.max())
     if high - low <= 8.0 * unit_of_rounding(coarser(*(view.dtype for view in views)).name) * abs(high):
@@ -213,7 +213,7 @@ def _said(factors: np.ndarray, kind: str, views: tuple[np.ndarray, np.ndarray]) 
 
 
 def _factors(views: list[tuple[np.ndarray, np.ndarray]], tied: np.ndarray) -> np.ndarray:
-    """The factor of each feature of each group, with those that it is tied to: (K, features), or NaN."""
+    """Return the factor of each feature of each group, equal among tied features: (K, features), or NaN."""
     shape = (views[0][0].shape[0], len(tied))
     products, squares = np.zeros(shape), np.zeros(shape)
     for one, other in views:
@@ -228,7 +228,7 @@ def _factors(views: list[tuple[np.ndarray, np.ndarray]], tied: np.ndarray) -> np
 
 
 def _tied(spec: AttentionSpec) -> np.ndarray:
-    """A number for each feature of a query, the same for both of a RoPE pair, which a factor must not tear apart."""
+    """Return a number for each query feature; features of a RoPE pair share one, because they share a factor."""
     found = np.arange(spec.head_dim)
     if spec.rope is not None:
         rotated = spec.rope.rotated_features(spec.head_dim)

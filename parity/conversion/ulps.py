@@ -1,4 +1,4 @@
-"""The distance of two arrays in units in the last place, and arrays that are others in fewer bits."""
+"""Distances of arrays in units in the last place, and detection of reduced precision."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parity.core.packages import is_installed
 from parity.core.weights import dtype_named
 
 MOST_ULPS = 4.0
-"""The distance that equal weights may have, in units in the last place: a conversion that computes, such as one that
+"""Largest distance of equal weights, in units in the last place. A conversion that computes, such as one that
 multiplies a scale in and out again, rounds a few times."""
 
 
@@ -22,7 +22,7 @@ def coarser(one: np.dtype, other: np.dtype) -> np.dtype:
 
 
 def ulps(one: np.ndarray, other: np.ndarray, dtype: np.dtype | None = None) -> np.ndarray:
-    """Return the distance of each element in units in the last place, at the smaller of both values; float64."""
+    """Return the distance of each element in units in the last place of the smaller value, as float64."""
     info = ml_dtypes.finfo(dtype or coarser(one.dtype, other.dtype))
     one, other = one.astype(np.float64), other.astype(np.float64)
     smaller = np.maximum(np.minimum(np.abs(one), np.abs(other)), float(info.smallest_normal))
@@ -31,16 +31,16 @@ def ulps(one: np.ndarray, other: np.ndarray, dtype: np.dtype | None = None) -> n
 
 
 def agree(one: np.ndarray, other: np.ndarray, dtype: np.dtype | None = None) -> bool:
-    """Return whether two arrays are the same but for a few roundings: see `MOST_ULPS`."""
+    """Return whether two arrays agree up to `MOST_ULPS` roundings."""
     if one.shape != other.shape:
         return False
     dtype = dtype or coarser(one.dtype, other.dtype)
-    parts = (slice(1), slice(None)) if one.ndim else ((),)  # most that do not agree show it in their first row
+    parts = (slice(1), slice(None)) if one.ndim else ((),)  # the first row usually shows a disagreement
     return all(bool((ulps(one[part], other[part], dtype) <= MOST_ULPS).all()) for part in parts)
 
 
 def is_copy(one: np.ndarray, other: np.ndarray) -> bool:
-    """Return whether the array of the coarser dtype is the other one, rounded to it."""
+    """Return whether the array of the coarser dtype is the other, rounded to it."""
     fine, coarse = (other, one) if coarser(one.dtype, other.dtype) == one.dtype else (one, other)
     with np.errstate(over="ignore"):
         return np.array_equal(fine.astype(coarse.dtype), coarse)
@@ -67,7 +67,7 @@ def _to_tf32(x: np.ndarray) -> np.ndarray:
 
 
 FEWER_BITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "rounded to float32": lambda x: x,  # of float64
+    "rounded to float32": lambda x: x,  # for float64
     "rounded to TF32": _to_tf32,
     "cut off to TF32": _cut_off(13),
     "rounded to float16": _through("float16"),
@@ -76,11 +76,11 @@ FEWER_BITS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "rounded to float8 (e4m3)": _through("float8_e4m3fn"),
     "rounded to float8 (e5m2)": _through("float8_e5m2"),
 }
-"""Ways to lose bits, from float32 to float32, by words for them; values too large become the largest."""
+"""Lossy conversions of float32, by description; values that are too large become the largest."""
 
 
 def ways_to_fewer_bits(one: np.ndarray, other: np.ndarray) -> list[str]:
-    """Return all words by which `other` is `one` in fewer bits, exactly."""
+    """Return the descriptions of all conversions that turn `one` into `other` exactly."""
     wide, kept = one.astype(np.float32), other.astype(np.float32)
     if not np.array_equal(kept, other):
         return []
@@ -92,12 +92,12 @@ def ways_to_fewer_bits(one: np.ndarray, other: np.ndarray) -> list[str]:
 
 
 QUANTISED = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
-"""The types of GGUF that the gguf package makes as well as reads; their blocks are this long:"""
+"""GGUF types that the gguf package can both write and read, followed by their block size."""
 BLOCK = 32
 
 
-def quantised_as(one: np.ndarray, other: np.ndarray) -> str | None:
-    """The type of GGUF that `other` is `one` quantised as, exactly; None if it is none, or the package is not there."""
+def quantized_as(one: np.ndarray, other: np.ndarray) -> str | None:
+    """Return the GGUF type whose quantization turns `one` into `other` exactly; None if there is none, or no gguf."""
     if one.ndim != 2 or one.shape[1] % BLOCK or not is_installed("gguf"):
         return None
     import gguf

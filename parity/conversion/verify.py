@@ -1,4 +1,4 @@
-"""Do two sets of weights hold the same attention? Both go through the reference, and every stage is compared."""
+"""Compare two sets of weights by running both through the reference, stage by stage."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from parity.core.stages import run_steps
 from parity.core.weights import Weights, is_floating, unheld, weight_shapes
 
 
-@np.errstate(over="ignore", invalid="ignore")  # what the weights make infinite differs, and is compared so
+@np.errstate(over="ignore", invalid="ignore")  # infinities from weights are compared as differences
 def verify(
     weights: Mapping[str, Any], spec: AttentionSpec, other: Mapping[str, Any], other_spec: AttentionSpec
 ) -> list[Comparison]:
     """Compare two layers on probe inputs, stage by stage, in the narrower of their dtypes.
 
-    Stages say where two layers part, and not whether every weight is the same: `compare_weights` does.
+    Stages show where two layers diverge, not whether every weight is equal: see `compare_weights`.
 
     Args:
         weights, spec: canonical weights, as arrays of any framework, and the layer.
-        other, other_spec: those that should be the same.
+        other, other_spec: weights and layer to compare.
 
     Returns:
-        A comparison for each stage, `other` being judged by `weights`.
+        A comparison for each stage, with `weights` as the reference.
 
     Raises:
-        ValueError: if the layers differ in more than their weights; biases that only one has are weights.
+        ValueError: if the layers differ in more than their weights; biases that only one has count as weights.
     """
     mine, theirs = probe(weights, spec, other, other_spec)
     dtype = mine.dtype
@@ -55,7 +55,7 @@ def verify(
 def probe(
     weights: Mapping[str, Any], spec: AttentionSpec, other: Mapping[str, Any], other_spec: AttentionSpec
 ) -> tuple[Problem, Problem]:
-    """Make probe inputs for two layers that should be the same, with the weights of each."""
+    """Make probe inputs for two supposedly equal layers, with the weights of each."""
     weights, with_all = with_biases(to_numpy_by_name(weights), spec, other_spec)
     other, other_with_all = with_biases(to_numpy_by_name(other), other_spec, spec)
     spec = check_alike(with_all, other_with_all)
@@ -67,7 +67,7 @@ def probe(
 
 
 def with_biases(weights: Weights, spec: AttentionSpec, other_spec: AttentionSpec) -> tuple[Weights, AttentionSpec]:
-    """A layer with biases of zeros where only the other one has some: what it computes is the same."""
+    """Add zero biases to a layer if only the other one has biases; the function stays the same."""
     biases = tuple(map(any, zip(spec.qkv_biases, other_spec.qkv_biases, strict=True)))
     with_all = replace(unheld(spec), qkv_bias=biases, out_bias=spec.out_bias or other_spec.out_bias)
     dtype = next(iter(weights.values())).dtype if weights else np.dtype(np.float32)
@@ -76,29 +76,29 @@ def with_biases(weights: Weights, spec: AttentionSpec, other_spec: AttentionSpec
 
 
 def check_alike(spec: AttentionSpec, other_spec: AttentionSpec) -> AttentionSpec:
-    """Return the specification that two layers share, without what their weights do not tell; or refuse them."""
+    """Return the specification that two layers share, without fields that weights do not show, or reject them."""
     spec, other_spec = unheld(spec), unheld(other_spec)
     if spec != other_spec:
-        told, others = spec.values(), other_spec.values()
-        differ = [name for name in told if told[name] != others[name]]
-        words = ", ".join(f"{name}={told[name]} and {others[name]}" for name in differ)
+        fields, other_fields = spec.values(), other_spec.values()
+        differ = [name for name in fields if fields[name] != other_fields[name]]
+        words = ", ".join(f"{name}={fields[name]} and {other_fields[name]}" for name in differ)
         rope = spec.rope or other_spec.rope
         if differ == ["rope"] and rope is not None and None in (spec.rope, other_spec.rope):
             theta = f"--rope-theta {rope.theta:g}, or rope=Rope({rope.theta:g}),"
-            words += f"; {theta if rope == Rope(rope.theta) else 'rope=Rope(…), from Python,'} says it of the other"
-        raise Refusal("the layers", "be of one specification to be compared", words)
+            words += f"; {theta if rope == Rope(rope.theta) else 'rope=Rope(…), from Python,'} sets it for the other"
+        raise Refusal("the layers", "have the same specification to be compared", words)
     return spec
 
 
 def probe_case(name: str, spec: AttentionSpec, *, is_causal: bool | None = None) -> Case:
-    """A few tokens for a layer: causal self-attention, or cross-attention where keys have another width."""
+    """Return a case of a few tokens: causal self-attention, or cross-attention if keys have another width."""
     is_cross = spec.d_kv != spec.d_in
     causal = not is_cross if is_causal is None else is_causal
     return Case(name, spec, "probe inputs", seq_len=19, seq_len_k=23 if is_cross else None, is_causal=causal)
 
 
 def same_bits(weights: Weights, other: Weights) -> bool:
-    """Return whether two sets of weights are equal in names, dtypes and every bit."""
+    """Return whether two sets of weights have equal names, dtypes and bits."""
     return weights.keys() == other.keys() and all(
         (array.dtype, array.shape, array.tobytes()) == (other[name].dtype, other[name].shape, other[name].tobytes())
         for name, array in weights.items()

@@ -1,7 +1,7 @@
-"""Live modules: canonical weights into them and out of them, be they a sibling's or another library's layers.
+"""Read and write canonical weights of live modules, of mha_* or of other libraries.
 
-There is one adapter for each kind of layer, beside the others of its library. Neither an adapter nor its library is
-imported before one is asked for, or a module of the library is given.
+Each kind of layer has one adapter. Neither an adapter nor its library is imported before it is requested by name, or
+a module of the library is passed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class LayerClass:
     """A kind of layer of another library.
 
     Attributes:
-        module: where its class is defined, or what that begins with.
-        qualname: of the class.
-        adapter: the module here that has its adapter.
+        module: module that defines its class, or a package that contains it.
+        qualname: qualified name of the class.
+        adapter: name of the module here with its adapter.
     """
 
     module: str
@@ -43,14 +43,14 @@ LAYERS = {
     "keras.layers.GroupQueryAttention": LayerClass("keras", "GroupedQueryAttention", "keras"),
     "equinox.nn.MultiheadAttention": LayerClass("equinox.nn", "MultiheadAttention", "equinox"),
 }
-"""Every layer of another library that is known here, by the name that its users write."""
+"""Every supported layer of another library, by its usual name."""
 
 
 def load_adapter(name: str) -> Adapter:
     """Import an adapter, and its library.
 
     Raises:
-        ValueError: if there is none of that name.
+        ValueError: if there is no adapter with that name.
         ImportError: if the library is not installed.
     """
     if name not in LAYERS:
@@ -60,7 +60,7 @@ def load_adapter(name: str) -> Adapter:
 
 
 def load_into(module: Any, weights: Any, spec: AttentionSpec | None = None) -> Any:
-    """Fill a module from canonical weights, bit for bit, or leave it as it was.
+    """Load canonical weights into a module, bit for bit; on error the module stays unchanged.
 
     Args:
         module: a module of mha_jax, mha_torch or mha_tt, or a layer of another library:
@@ -68,15 +68,16 @@ def load_into(module: Any, weights: Any, spec: AttentionSpec | None = None) -> A
             `flax.linen.MultiHeadDotProductAttention`, bound to its variables, `keras.layers.MultiHeadAttention` or
             `GroupQueryAttention`, built, or `equinox.nn.MultiheadAttention`.
         weights: canonical weights, as arrays of any framework, in the dtype of the module; or another such module.
-        spec: the layer that the weights are of, as `load` and `spec_of` give it. Then the module must compute the same:
-            weights alone show neither the number of heads nor RoPE. That of another module is known.
+        spec: specification of the weights, as `load` and `spec_of` return it. The module must then compute the same
+            function, because weights alone show neither the number of heads nor RoPE. Not needed if `weights` is a
+            module.
 
     Returns:
-        The module. Those of linen and Equinox do not change: of these it is a new one, and of linen's bound to the new
-        weights, which `.variables["params"]` has.
+        The module. Linen and Equinox modules are immutable, so a new one is returned; a linen module is bound to the
+        new weights, `.variables["params"]`.
 
     Raises:
-        TypeError: if the module is none of these, or dtypes differ.
+        TypeError: if the module is not supported, or dtypes differ.
         ValueError: if names or shapes do not fit, a value is not finite, or the specifications differ.
     """
     adapter = _adapter_of(module)
@@ -89,43 +90,44 @@ def load_into(module: Any, weights: Any, spec: AttentionSpec | None = None) -> A
 
 
 def weights_of(module: Any) -> Weights:
-    """The canonical weights of a module, bit for bit.
+    """Return the canonical weights of a module, bit for bit.
 
     Args:
-        module: one that `load_into` takes.
+        module: a module that `load_into` accepts.
 
     Raises:
-        TypeError: if it is none of these.
-        ValueError: if it does not hold just the weights of its specification, as where a projection is wrapped.
+        TypeError: if the module is not supported.
+        ValueError: if it does not hold exactly the weights of its specification, for example if a projection is
+            wrapped.
     """
     return _adapter_of(module).weights_of(module)
 
 
 def spec_of(module: Any) -> AttentionSpec:
-    """The specification of a module: what `save`, `verify` and `load_into` want beside its weights.
+    """Return the specification of a module, which `save`, `verify` and `load_into` need with its weights.
 
     Args:
-        module: one that `load_into` takes. Of another library's it is what the module computes itself, which is no
-            RoPE.
+        module: a module that `load_into` accepts. For another library's layer, the specification has no RoPE, because
+            the layer does not apply it.
 
     Raises:
-        TypeError: if it is none of these.
-        ValueError: if it is another library's and computes what no specification says.
+        TypeError: if the module is not supported.
+        ValueError: if another library's module computes something that no specification expresses.
     """
     return _adapter_of(module).spec_of(module)
 
 
 def from_module(module: Any) -> tuple[AttentionSpec, Weights]:
-    """The specification and canonical weights of a module: `spec_of` and `weights_of`.
+    """Return the specification and canonical weights of a module: `spec_of` and `weights_of`.
 
-    `parity.from_transformers` has those of transformers' modules, whose configuration says what they compute.
+    For transformers modules, whose configuration defines what they compute, see `parity.from_transformers`.
 
     Args:
-        module: one that `load_into` takes.
+        module: a module that `load_into` accepts.
 
     Raises:
-        TypeError: if it is none of these.
-        ValueError: as both.
+        TypeError: if the module is not supported.
+        ValueError: as in `spec_of` and `weights_of`.
     """
     return spec_of(module), weights_of(module)
 
@@ -138,20 +140,20 @@ def save(
     *,
     prefix: str = "",
 ) -> None:
-    """Write canonical weights to a file, in a layout, whole or not at all.
+    """Write canonical weights to a file in a layout, completely or not at all.
 
-    What is there already is replaced if it is of the same format, and refused if it is anything else.
+    An existing file is replaced if it has the same format; anything else raises an error.
 
     Args:
-        path: of the file; its suffix decides the format.
-        weights: canonical weights, as arrays of any framework; or a module that `load_into` takes.
-        spec: the layer. That of a module is known; where it is given, too, both must compute the same.
-        layout: to write them in.
-        prefix: what the names shall begin with, without the last dot.
+        path: path of the file; its suffix selects the format.
+        weights: canonical weights, as arrays of any framework; or a module that `load_into` accepts.
+        spec: the layer. Optional for a module, which must then compute the same function.
+        layout: layout to write.
+        prefix: prefix for the names, without the last dot.
 
     Raises:
         OSError: if the file cannot be written.
-        TypeError, ValueError: if the weights are not those of the spec, or the layout cannot hold such a layer.
+        TypeError, ValueError: if the weights do not match the spec, or the layout cannot represent the layer.
     """
     if not isinstance(weights, Mapping):
         known = spec_of(weights)
@@ -162,20 +164,20 @@ def save(
 
 
 def check_same_layer(spec: AttentionSpec, other: AttentionSpec, what: str, whose: str) -> None:
-    """Refuse specifications of layers that compute different things from the same weights.
+    """Reject specifications of layers that compute different functions of the same weights.
 
     Raises:
-        ValueError: if they differ in more than dropout and in whether q, k and v are held as one.
+        ValueError: if they differ in more than dropout and fused q, k and v.
     """
     fields, others = vars(unheld(spec)), vars(unheld(other))
     differ = [name for name in fields if fields[name] != others[name]]
     if differ:
         one, two = (", ".join(f"{name}={each[name]}" for name in differ) for each in (fields, others))
-        raise Refusal(what, f"be of one specification with {whose}", f"{one} and {two}")
+        raise Refusal(what, f"have the same specification as {whose}", f"{one} and {two}")
 
 
 def _adapter_of(module: Any) -> Adapter | Port:
-    """What reaches the weights of a module: its sibling's backend, or the adapter of another library's layer."""
+    """Return the adapter of a module: its implementation's backend, or that of another library's layer."""
     if backend := backend_of(module):
         return load_backend(backend)
     for each in type(module).__mro__:
@@ -183,8 +185,8 @@ def _adapter_of(module: Any) -> Adapter | Port:
             if each.__qualname__ == kind.qualname and f"{each.__module__}.".startswith(f"{kind.module}."):
                 return load_adapter(name)
     if isinstance(module, type):
-        raise WrongType("module", "be a module and not its class", module=module.__name__)
+        raise WrongType("module", "be a module, not its class", module=module.__name__)
     others, got = ", ".join(LAYERS), type(module).__name__
     if type(module).__module__.startswith("transformers."):
-        got += "; parity.from_transformers takes it, with the configuration of its model"
+        got += "; parity.from_transformers accepts it with its model's configuration"
     raise WrongType("module", f"be one of mha_jax, mha_torch or mha_tt, or of {others}", str(got))

@@ -1,4 +1,4 @@
-"""What the adapters of other libraries' layers share: which layers can be made, and which weights fit."""
+"""Base class of the adapters of other libraries' layers: which layers can be made, and which weights fit."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ HELD = frozenset(
         *("value_head_dim", "fused_qkv", "dropout"),
     }
 )
-"""The fields of a specification that other libraries' layers have, as far as their layouts take them. (`fused_qkv` says
-how a module of ours holds the same weights.) Whatever else a layer may compute, these do not."""
+"""Fields of a specification that other libraries' layers support, as far as their layouts allow. (`fused_qkv` only
+concerns how our modules store the same weights.) No other field is supported."""
 
 
 class Adapter(ABC):
-    """One kind of layer of another library: made, filled, read and called.
+    """Make, fill, read and call one kind of layer of another library.
 
     Attributes:
-        name: of the layer, as its users write it.
-        layout: the name of the layout that its weights are in.
-        mask_true: what True in its mask does to a key.
+        name: usual name of the layer.
+        layout: name of the layout of its weights.
+        mask_true: effect of True in its mask on a key.
     """
 
     name: str
@@ -40,58 +40,58 @@ class Adapter(ABC):
 
     @abstractmethod
     def make(self, spec: AttentionSpec, dtype: str = "float32", **options: Any) -> Any:
-        """A layer of that specification, with the library's own initial weights.
+        """Make a layer of a specification, with the library's own initial weights.
 
         Args:
             spec: the layer.
-            dtype: of its weights, and of what it computes.
-            options: further keywords of the library's class.
+            dtype: dtype of its weights and its computation.
+            options: further keyword arguments of the library's class.
 
         Raises:
-            ValueError: if the library's layer cannot be such a layer.
+            ValueError: if the library's layer does not support the specification.
         """
 
     @abstractmethod
     def tensors(self, module: Any) -> Mapping[str, Any]:
-        """The module's weights by the names of the layout, as arrays of the library."""
+        """Return the module's weights by the names of the layout, as arrays of the library."""
 
     @abstractmethod
     def write(self, module: Any, tensors: Weights) -> Any:
-        """Put weights that fit in the place of the module's own; the module, or a new one where it cannot change."""
+        """Replace the module's weights by fitting ones; return the module, or a new one if it is immutable."""
 
     @abstractmethod
     def known(self, module: Any) -> dict[str, Any]:
-        """What the shapes of the weights may leave open: the heads and `dropout`, by the fields of a specification.
+        """Return fields that the shapes of the weights may leave open: the heads and `dropout`.
 
         Raises:
-            ValueError: if the module computes what no specification says.
+            ValueError: if the module computes something that no specification expresses.
         """
 
     @abstractmethod
     def call(
         self, module: Any, query: Any, key: Any, value: Any, *, mask: Any = None, train: bool = False
     ) -> tuple[Any, Any]:
-        """Call the layer with its library's arrays; one has further options, as its library has.
+        """Call the layer with its library's arrays; subclasses accept further options of their library.
 
         Args:
             module: the layer.
             query, key, value: (B, T, d_in), (B, S, d_kv) and (B, S, d_kv).
-            mask: (B or 1, N or 1, T, S), where True does what `mask_true` says.
-            train: drop out, with a fixed seed in JAX, and in torch with its own random numbers.
+            mask: (B or 1, N or 1, T, S); `mask_true` defines the effect of True.
+            train: apply dropout, with a fixed seed in JAX, and with torch's global random state.
 
         Returns:
-            The output, and the attention weights (B, N, T, S) where they were asked for and are given, else None.
+            The output, and the attention weights (B, N, T, S) if requested and available, otherwise None.
         """
 
     def read(self, module: Any) -> Weights:
-        """The module's weights by the names of the layout."""
+        """Return the module's weights by the names of the layout."""
         return to_numpy_by_name(self.tensors(module))
 
     def spec_of(self, module: Any) -> AttentionSpec:
-        """The specification of a module.
+        """Return the specification of a module.
 
         Raises:
-            ValueError: if it holds other weights than those of its layout, or computes what no specification says.
+            ValueError: if it holds weights outside its layout, or computes something that no specification expresses.
         """
         known = self.known(module)
         dropout = float(known.pop("dropout"))
@@ -99,7 +99,7 @@ class Adapter(ABC):
         return replace(find_spec(shapes, LAYOUTS[self.layout], LayerHints(**known)), dropout=dropout)
 
     def load_into(self, module: Any, weights: Mapping[str, Any]) -> Any:
-        """The module with canonical weights, bit for bit; or an error, and the module as it was."""
+        """Load canonical weights into a module, bit for bit, and return it; on error it stays unchanged."""
         tensors = from_canonical(weights, self.spec_of(module), LAYOUTS[self.layout])
         fitting = {name: _shape_and_dtype(tensor) for name, tensor in tensors.items()}
         wanted = {name: _shape_and_dtype(tensor) for name, tensor in self.tensors(module).items()}
@@ -113,7 +113,7 @@ class Adapter(ABC):
         return self.write(module, tensors)
 
     def weights_of(self, module: Any) -> Weights:
-        """The canonical weights of a module, bit for bit."""
+        """Return the canonical weights of a module, bit for bit."""
         spec = self.spec_of(module)
         weights, _ = to_canonical(
             self.read(module),
@@ -125,10 +125,10 @@ class Adapter(ABC):
         return weights
 
     def check_can_be(self, spec: AttentionSpec) -> None:
-        """Refuse a layer that the library's layer cannot be.
+        """Reject a specification that the library's layer does not support.
 
         Raises:
-            ValueError: naming what it cannot hold or compute.
+            ValueError: if there are unsupported fields; it names them.
         """
         shapes_in(LAYOUTS[self.layout], spec)
         others = {name: value for name, value in spec.given().items() if name not in HELD}
@@ -137,19 +137,19 @@ class Adapter(ABC):
 
 
 def _shape_and_dtype(tensor: Any) -> str:
-    """As words, the same for the arrays of all libraries."""
+    """Describe a tensor in the same way for all libraries."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def refuse_where(computes: Mapping[str, Any], what: str) -> None:
-    """Refuse a module that computes what no specification says.
+    """Reject a module with options that no specification expresses.
 
     Args:
-        computes: options of the module by name, which must all be None or false.
+        computes: options of the module by name; all must be None or false.
         what: the name of the layer.
 
     Raises:
-        ValueError: naming the options that are not.
+        ValueError: if an option is set; it names the options.
     """
     others = {name: value for name, value in computes.items() if value is not None and value is not False}
     if others:

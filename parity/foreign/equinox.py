@@ -1,6 +1,6 @@
-"""`equinox.nn.MultiheadAttention`, which takes one sequence; a batch of them is mapped over.
+"""`equinox.nn.MultiheadAttention`, which accepts one sequence; a batch is mapped over.
 
-A module of Equinox does not change. What is filled is a new one.
+Equinox modules are immutable, so loading weights returns a new one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`keras.layers.MultiHeadAttention` and `keras.layers.GroupQueryAttention`, on whichever framework Keras runs."""
+"""`keras.layers.MultiHeadAttention` and `keras.layers.GroupQueryAttention`, on any framework of Keras."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from parity.foreign.adapter import Adapter, refuse_where
 
 
 def import_keras(framework: str | None = None) -> ModuleType:
-    """Keras, which runs on the framework that it was first imported on.
+    """Import Keras, which runs on the framework that it was first imported with.
 
     Args:
-        framework: to import it on, if neither it is imported yet nor `KERAS_BACKEND` chosen; when absent, that of its
-            settings if that can be, else torch or JAX.
+        framework: framework to import it with, unless Keras is already imported or `KERAS_BACKEND` is set. Default:
+            that of the user's Keras settings if installed, otherwise torch or JAX.
 
     Raises:
-        ImportError: if it is not installed, or its framework is not.
+        ImportError: if Keras or its framework is not installed.
     """
     if "keras" in sys.modules or "KERAS_BACKEND" in os.environ:
         import keras
 
         return keras
-    os.environ["KERAS_BACKEND"] = framework or _chosen()
+    os.environ["KERAS_BACKEND"] = framework or _configured_framework()
     try:
         import keras
     finally:
@@ -41,8 +41,8 @@ def import_keras(framework: str | None = None) -> ModuleType:
     return keras
 
 
-def _chosen() -> str:
-    """The framework of the user's settings if it is installed; Keras writes them with one that need not be."""
+def _configured_framework() -> str:
+    """Return the framework of the user's settings if it is installed; Keras may write one that is not."""
     settings = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras")) / "keras.json"
     chosen = json.loads(settings.read_text()).get("backend") if settings.exists() else None
     if chosen is not None and find_spec(chosen):
@@ -51,16 +51,14 @@ def _chosen() -> str:
 
 
 class _KerasAttention(Adapter):
-    """What the two layers share."""
+    """Code that the two layers share."""
 
     mask_true = "shows"
 
     def tensors(self, module: Any) -> Mapping[str, Any]:
         if not module.built:
-            raise Refusal(
-                f"a {self.name}", "be built, as layer.build(query_shape, value_shape) does, before it has weights"
-            )
-        # A path ends with the projection and its kernel or bias; it begins with the names of what the layer is in.
+            raise Refusal(f"a {self.name}", "be built first, with layer.build(query_shape, value_shape)")
+        # A path ends with the projection and its kernel or bias; it begins with the names of enclosing layers.
         return {".".join(variable.path.split("/")[-2:]): variable.value for variable in module.weights}
 
     def write(self, module: Any, tensors: Weights) -> Any:
@@ -82,7 +80,7 @@ class _KerasAttention(Adapter):
         need_weights: bool = False,
         train: bool = False,
     ) -> tuple[Any, Any]:
-        """As `Adapter.call`, with one mask for all heads."""
+        """Call the layer as `Adapter.call` does; the mask must be the same for all heads."""
         if mask is not None:
             if mask.shape[1] != 1:
                 raise Refusal(f"the mask of a {self.name}", "be one for all heads", {"mask.shape": mask.shape})

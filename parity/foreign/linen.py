@@ -1,8 +1,7 @@
-"""`flax.linen.MultiHeadDotProductAttention`, and `MultiHeadAttention`, which is the same by another name.
+"""`flax.linen.MultiHeadDotProductAttention`, and its alias `MultiHeadAttention`.
 
-A module of linen holds no weights. So those that go in and out here are bound to theirs:
-`module.bind({"params": params})`. What is filled is a new one, bound to the new weights: `bound.variables["params"]`
-has them.
+A linen module holds no weights, so the modules here are bound to theirs: `module.bind({"params": params})`. Loading
+weights returns a new module, bound to them: `bound.variables["params"]`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class LinenMultiHeadDotProductAttention(Adapter):
         if module.scope is None:
             raise Refusal(
                 "a module of flax.linen",
-                "be bound to its variables, as module.bind({'params': params}) gives it",
+                "be bound to its variables, as by module.bind({'params': params})",
                 f"an unbound {type(module).__name__}",
             )
         return flatten(module.variables["params"])
@@ -84,7 +83,7 @@ class LinenMultiHeadDotProductAttention(Adapter):
 
 
 def _mode(module: Any, train: bool) -> dict[str, Any]:
-    """The keyword that says whether to drop out; a module that was made with it must not be given it again."""
+    """Return the keyword argument that enables dropout, unless the module was constructed with it."""
     return {"deterministic": not train} if module.deterministic is None else {}
 
 

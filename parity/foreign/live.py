@@ -1,4 +1,4 @@
-"""Live attention modules of transformers: what they compute, and their canonical weights."""
+"""Live transformers attention modules: their specification and canonical weights."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from parity.models.families import FAMILIES
 from parity.models.specs import ModelLayer, known_parts, sections_named, sections_of, specs_of, why_unknown
 
 LIVE = ["canonical", *(name for name in LAYOUTS if name.startswith("transformers."))]
-"""Layouts by whose names modules of transformers may hold their weights."""
+"""Layouts whose names transformers modules may use for their weights."""
 
 USUAL = re.compile(r"(?:.*\.)?(?:layers?|blocks?|h)\.(\d+)\.(?:self_?)?(?:attn|attention)")
-"""Paths of self-attention in memory."""
+"""Usual paths of self-attention in memory."""
 
 OBSERVE = "parity.layers_of(model, inputs) finds what it computes by observation"
 
@@ -28,25 +28,24 @@ OBSERVE = "parity.layers_of(model, inputs) finds what it computes by observation
 def from_transformers(
     module: Any, config: Any = None, layer_idx: int | None = None, *, path: str | None = None
 ) -> tuple[AttentionSpec, Weights]:
-    """The specification and canonical weights of an attention module of transformers, bit for bit.
+    """Return the specification and canonical weights of a transformers attention module, bit for bit.
 
     Args:
-        module: of one layer, `model.model.layers[3].self_attn`; or the whole model, with `path`. A model knows by which
-            names files hold its layers, which distinguishes its parts.
-        config: of the model: its `config`, or the values of one by name, or the path of its folder; `module.config`
-            when absent.
-        layer_idx: which layer it is, from 0; `module.layer_idx` when absent. With a whole model its path says it.
-        path: where it lies, in models in which several modules of one number fit: `decoder.layers.3.encoder_attn`.
+        module: module of one layer, `model.model.layers[3].self_attn`; or the whole model, with `path`. The model knows
+            the names of its layers in files, which distinguish its parts.
+        config: configuration of the model: its `config`, a dict, or the path of its folder; default: `module.config`.
+        layer_idx: number of the layer, from 0; default: `module.layer_idx`. With a whole model, the path determines it.
+        path: path of the layer, for models with several modules of one number: `decoder.layers.3.encoder_attn`.
 
     Returns:
-        What it computes, by the configuration alone; and its weights by their canonical names, (out, in). The last
-        layer of GPT-NeoX-Japanese includes the bias of the output, which its module returns for the caller to add.
+        The specification, from the configuration alone; and canonical weights, (out, in). The last layer of
+        GPT-NeoX-Japanese includes the output bias, which its module returns for the caller to add.
 
     Raises:
-        OSError: if there is no such folder.
-        TypeError: if the number of the layer is not known, or there is no configuration.
-        ValueError: if the configuration is not understood, has no such layer, the module holds other weights than
-            that layer or has other heads, or it computes with a weight that another module holds.
+        OSError: if the folder does not exist.
+        TypeError: if the number of the layer is unknown, or there is no configuration.
+        ValueError: if the configuration is not understood or has no such layer, if the module has other weights or
+            heads than that layer, or if it uses a weight that another module holds.
     """
     layer, weights = find_layer(module, config, layer_idx, path=path)
     return cast(AttentionSpec, layer.spec), weights
@@ -55,10 +54,10 @@ def from_transformers(
 def find_layer(
     module: Any, config: Any = None, layer_idx: int | None = None, *, path: str | None = None
 ) -> tuple[ModelLayer, Weights]:
-    """Return which layer of its model a live module is, and its canonical weights; as `from_transformers`.
+    """Return the model layer of a live module, and its canonical weights; see `from_transformers`.
 
     Raises:
-        OSError, TypeError, ValueError: as `from_transformers`.
+        OSError, TypeError, ValueError: as in `from_transformers`.
     """
     values = values_of(getattr(module, "config", None) if config is None else config)
     path = path or None
@@ -88,11 +87,11 @@ def find_layer(
                 _check_borrowed(tensors, layer, path)
                 refusals.append(str(error))
     if len(found) != 1:
-        which = "; path=… tells which" if found else ""
+        which = "; path=… selects one" if found else ""
         none = f"the model has no layer{'' if index is None else f' {index}'}{'' if path is None else f' at {path}'}"
         reasons = [str(spec) for spec in found] if found else refusals or [none]
         hint = (
-            "parity.from_transformers(model, path=…) takes it by the names in files"
+            "parity.from_transformers(model, path=…) finds it by its name in the files"
             if path and model is None
             else OBSERVE
         )
@@ -101,7 +100,7 @@ def find_layer(
 
 
 def _in_files(model: Any, path: str, layers: Iterable[ModelLayer]) -> Iterator[tuple[ModelLayer, Mapping[str, Any]]]:
-    """Yield the layers that a module of a model is by the names in files of the model, with its tensors as in these."""
+    """Yield the layers that a model's module is, by the names in the model's files, with its tensors in that form."""
     tensors = {f"{path}.{name}": tensor for name, tensor in model.get_submodule(path).state_dict().items()}
     if hasattr(model, "config"):
         from transformers.core_model_loading import revert_weight_conversion
@@ -120,7 +119,7 @@ def _in_files(model: Any, path: str, layers: Iterable[ModelLayer]) -> Iterator[t
 def _in_memory(
     module: Any, layers: Iterable[ModelLayer], index: int | None, path: str | None
 ) -> Iterator[tuple[ModelLayer, Mapping[str, Any]]]:
-    """Yield the layers that a module may be by its number and its path in memory, with its tensors.
+    """Yield the layers that a module may be, by its number and its path in memory, with its tensors.
 
     Paths may differ from those in files. If no layer has this one, it must be the usual path of self-attention.
     """
@@ -134,12 +133,12 @@ def _in_memory(
 
 
 def _canonical(tensors: Mapping[str, Any], layer: ModelLayer) -> Weights:
-    """Return the canonical weights of a layer whose tensors have the names of its files, or others of transformers.
+    """Return the canonical weights of a layer whose tensors have the names of its files, or of another layout.
 
-    Modules of transformers 5 have few sets of names, and load files with many: each set is also a layout.
+    Modules of transformers 5 use few sets of names, but load files with many; each set is also a layout.
 
     Raises:
-        DoesNotFit: if they fit no layout, or several that read them in different ways.
+        DoesNotFit: if they fit no layout, or several with different weights.
     """
     try:
         return to_canonical(tensors, LAYOUTS[layer.layout], spec=layer.spec)[0]
@@ -157,11 +156,11 @@ def _parts_of(own: str | None, values: Mapping[str, Any]) -> dict[str, Mapping[s
     """Return the configurations of the parts that a module may belong to, by their keys.
 
     Args:
-        own: the family that the module says it is of.
-        values: the configuration of its model.
+        own: family of the module, by its own configuration.
+        values: configuration of its model.
 
     Raises:
-        ValueError: if that part is of an unknown family, or it is not known which part of several it is.
+        ValueError: if that part has an unknown family, or several parts are possible.
     """
     parts = known_parts(values) or {"": values}
     if not values.get("model_type") or (own is None and "" in parts):
@@ -181,7 +180,7 @@ def _parts_of(own: str | None, values: Mapping[str, Any]) -> dict[str, Mapping[s
 
 
 def _all_sections(values: Mapping[str, Any], where: str = "") -> dict[str, Mapping[str, Any]]:
-    """Return the configurations of a model, of its parts and of theirs, by the keys on the way to each."""
+    """Return the configurations of a model and of all its nested parts, by the path of keys."""
     found = {where.removesuffix("."): values}
     for name in sections_of(values):
         found |= _all_sections(values[name], f"{where}{name}.")
@@ -189,16 +188,16 @@ def _all_sections(values: Mapping[str, Any], where: str = "") -> dict[str, Mappi
 
 
 def _family_of(*modules: Any) -> str | None:
-    """Return the family that the first module with a configuration says it is of: each keeps that of its own part."""
+    """Return the family of the first module with a configuration: each has that of its own part."""
     families = (getattr(getattr(module, "config", None), "model_type", None) for module in modules)
     return next(filter(None, families), None)
 
 
 def _check_borrowed(tensors: Mapping[str, Any], layer: ModelLayer, path: str | None) -> None:
-    """Refuse a module that computes with a weight of another module, as T5's blocks after the first.
+    """Reject a module that uses a weight of another module, such as T5's blocks after the first.
 
     Raises:
-        ValueError: if the tensors are those of the layer but for such a weight.
+        ValueError: if only such a weight is missing from the tensors.
     """
     borrowed = layer.shared.keys() - tensors.keys()
     wanted = shapes_in(LAYOUTS[layer.layout], layer.spec) if borrowed and layer.spec is not None else {}
@@ -207,18 +206,18 @@ def _check_borrowed(tensors: Mapping[str, Any], layer: ModelLayer, path: str | N
         which = "" if path else ", unless path=… names another layer"
         raise Refusal(
             "module",
-            "hold all that it computes with",
+            "hold all weights that it uses",
             f"none of {layer.shared[min(borrowed)]}, which {layer.path} uses{which}",
             hint="parity.load reads such a layer from the files of the model",
         )
 
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
-"""Attributes with the number of query heads in modules of transformers."""
+"""Attributes with the number of query heads in transformers modules."""
 
 
 def _num_heads(module: Any) -> int | None:
-    """The number of query heads that a module says it has, or None."""
+    """Return the number of query heads that a module specifies, or None."""
     for each in module.modules():
         for name in HEAD_COUNTS:
             if type(count := getattr(each, name, None)) is int:

@@ -62,7 +62,7 @@ class NnxMultiHeadAttention(Adapter):
         need_weights: bool = False,
         train: bool = False,
     ) -> tuple[Any, Any]:
-        """As `Adapter.call`; the module keeps nothing of it."""
+        """Call the layer as `Adapter.call` does; the module's state does not change."""
         module = nnx.clone(module)
         if mask is not None:
             mask = jnp.broadcast_to(mask, (query.shape[0], module.num_heads, *mask.shape[-2:]))

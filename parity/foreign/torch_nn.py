@@ -14,7 +14,7 @@ from parity.foreign.adapter import Adapter
 
 
 class TorchMultiheadAttention(Adapter):
-    """`torch.nn.MultiheadAttention`, of either order of axes; one that is made has the batch first."""
+    """`torch.nn.MultiheadAttention`, in either axis order; new modules have the batch first."""
 
     name = "torch.nn.MultiheadAttention"
     layout = "torch.nn.MultiheadAttention"
@@ -60,7 +60,10 @@ class TorchMultiheadAttention(Adapter):
         need_weights: bool = False,
         train: bool = False,
     ) -> tuple[Any, Any]:
-        """As `Adapter.call`; `padding` is (B, S), `is_causal` wants the mask with it. The module stays in that mode."""
+        """Call the layer as `Adapter.call` does; `padding` is (B, S), and `is_causal` requires the mask.
+
+        The module stays in the mode of the call.
+        """
         if not module.batch_first:
             query, key, value = (x.swapaxes(0, 1) for x in (query, key, value))
         if mask is not None:

@@ -1,4 +1,4 @@
-"""One attention layer of a model of transformers, run by its own module."""
+"""Run one attention layer of a transformers model by its own module."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from parity.models.specs import ModelLayer
 
 
 class Ran(NamedTuple):
-    """What an attention module got and gave, (B, T, d_in) and (B, T, E), float32."""
+    """Input (B, T, d_in) and output (B, T, E) of an attention module, float32."""
 
     given: np.ndarray
     output: np.ndarray
 
 
 class ModuleCall(NamedTuple):
-    """An attention module that has its weights, and what its model calls it with.
+    """An attention module with its weights, and the arguments that its model calls it with.
 
     Attributes:
-        module: that of transformers.
-        args, kwargs: states, angles, mask and whatever else the family's modules take.
+        module: the transformers module.
+        args, kwargs: states, angles, mask, and further arguments of the family's modules.
     """
 
     module: nn.Module
@@ -38,31 +38,31 @@ class ModuleCall(NamedTuple):
 
 
 class _Done(Exception):
-    """What ends a forward pass once the module that it is about has run."""
+    """Ends a forward pass after the attention module has run."""
 
 
 class Skeleton:
-    """A model without weights, of which one attention layer at a time has some, and is run as the model runs it."""
+    """A model without weights, in which one attention layer at a time is loaded, and run as the model runs it."""
 
     def __init__(self, config: Any, attn_implementation: str = "eager") -> None:
-        """Make it on torch's meta device.
+        """Create the model on torch's meta device.
 
         Args:
-            config: of transformers, as `AutoConfig.from_pretrained` gives it.
-            attn_implementation: how its modules attend, in the words of transformers.
+            config: transformers configuration, as `AutoConfig.from_pretrained` returns it.
+            attn_implementation: attention implementation, as transformers names it.
 
         Raises:
-            ValueError: if transformers has no model of it.
+            ValueError: if transformers does not support such a model.
         """
         from transformers import AutoModel
 
         try:
             with torch.device("meta"):
                 self._model = AutoModel.from_config(config, attn_implementation=attn_implementation).eval()
-        except ValueError as error:  # which lists all that there are
+        except ValueError as error:  # its text lists all supported models
             if "Unrecognized configuration class" not in str(error):
                 raise
-            raise Refusal("transformers", f"have a model of {type(config).__name__}, and has none") from None
+            raise Refusal("transformers", f"support {type(config).__name__}, but does not") from None
 
     def run(
         self,
@@ -77,18 +77,18 @@ class Skeleton:
         """Run a layer's own module.
 
         Args:
-            layer: which.
-            label: what the names of its weights begin with.
+            layer: the layer.
+            label: prefix of the names of its weights.
             tensors: its weights by their names in the checkpoint.
-            x: (B, T, d_model), what the layers before it give.
-            keys: (B, S, d_kv), what the encoder gives, of a layer that attends to it.
-            positions: (3, B, T), where they are not 0, 1, …
+            x: (B, T, d_model), output of the previous layer.
+            keys: (B, S, d_kv), output of the encoder, for cross-attention.
+            positions: (3, B, T), if they are not 0, 1, …
 
         Returns:
-            What the module got, which norms before it have changed, and what it gave.
+            The input of the module, after any norm before it, and its output.
 
         Raises:
-            RuntimeError: if the model cannot be run so.
+            RuntimeError: if the model cannot be run in this way.
         """
         root, at = self._find(layer, label)
         attention = self._loaded(root, at, layer, tensors)
@@ -118,13 +118,13 @@ class Skeleton:
         return Ran(got[0].numpy(), gave[0].reshape(*x.shape[:-1], -1).numpy())
 
     def call(self, layer: ModelLayer, label: str, tensors: Mapping[str, Any], x: np.ndarray) -> ModuleCall:
-        """A layer's own module, and what the model calls it with, to be run again and again.
+        """Return a layer's own module with the arguments that the model passes, to be called repeatedly.
 
         Args:
-            layer, label, tensors, x: as `run` takes them.
+            layer, label, tensors, x: as in `run`.
 
         Raises:
-            RuntimeError: if the model cannot be run so.
+            RuntimeError: if the model cannot be run in this way.
         """
         root, at = self._find(layer, label)
         attention = self._loaded(root, at, layer, tensors)
@@ -142,11 +142,11 @@ class Skeleton:
         return found[0]
 
     def _loaded(self, root: nn.Module, at: str, layer: ModelLayer, tensors: Mapping[str, Any]) -> nn.Module:
-        """The attention module with its weights, and all that runs before it with memory."""
+        """Load the weights of an attention module, allocate the modules that run before it, and return it."""
         attention = root.get_submodule(at)
         self._fill(root, at)
         attention.load_state_dict({each: torch.from_numpy(value) for each, value in tensors.items()}, strict=False)
-        for short, path in layer.shared.items():  # which other modules hold
+        for short, path in layer.shared.items():  # held by other modules
             for name, parameter in self._model.named_parameters():
                 if short in tensors and f".{name}".endswith(f".{path}") and not parameter.is_meta:
                     parameter.data.copy_(torch.from_numpy(tensors[short]))
@@ -155,11 +155,11 @@ class Skeleton:
     def _forward(
         self, root: nn.Module, at: str, x: np.ndarray, extra: Mapping[str, Any], is_right: Callable[[], bool]
     ) -> None:
-        """Run a part of the model on embeddings, up to the hook that ends it and finds that all is right."""
-        width = getattr(self._model.get_input_embeddings(), "embedding_dim", x.shape[-1])  # ALBERT's are narrower
+        """Run a part of the model on embeddings, until a hook ends it; `is_right` must then hold."""
+        width = getattr(self._model.get_input_embeddings(), "embedding_dim", x.shape[-1])  # narrower in ALBERT
         given = {"inputs_embeds": torch.from_numpy(x[..., :width].copy()), "use_cache": False, **extra}
         error: Exception | None = None
-        for as_tuple in (False, True):  # what layers give depends on the family
+        for as_tuple in (False, True):  # the type of a layer's output depends on the family
             with _passed_through(root, at, as_tuple=as_tuple), torch.no_grad():
                 try:
                     root(**given)
@@ -171,26 +171,26 @@ class Skeleton:
         raise RuntimeError(f"transformers must run {at} by itself: {error or 'it was not called'}") from error
 
     def _find(self, layer: ModelLayer, label: str) -> tuple[nn.Module, str]:
-        """The part of the model that has a layer and takes embeddings, the smallest one; and the layer's path there."""
+        """Return the smallest part of the model that accepts embeddings and has the layer, and its path there."""
         path = layer.path
         found = [name for name, _ in self._model.named_modules() if layer.is_at(name)]
-        if len(found) > 1:  # in another part of the model
+        if len(found) > 1:  # also in another part of the model
             found = [name for name in found if f".{label}".endswith(f".{name}")] or [
                 name for name in found if name.split(".")[0] in label.split(".")
             ]
         if len(found) != 1:
             count = "several" if found else "none"
-            raise RuntimeError(f"transformers must have a module {path}, and {type(self._model).__name__} has {count}")
+            raise RuntimeError(f"transformers must have a module {path}, but {type(self._model).__name__} has {count}")
         words = found[0].split(".")
         for count in range(len(words) - 1, -1, -1):
             root = self._model.get_submodule(".".join(words[:count]))
-            makes_mask = isinstance(root, PreTrainedModel) or not layer.is_causal  # CLIP's encoder is given one
+            makes_mask = isinstance(root, PreTrainedModel) or not layer.is_causal  # CLIP's encoder receives one
             if makes_mask and "inputs_embeds" in inspect.signature(root.forward).parameters:
                 return root, ".".join(words[count:])
-        raise RuntimeError(f"transformers must run {path} on embeddings, and {type(self._model).__name__} takes none")
+        raise RuntimeError(f"transformers must run {path} on embeddings, but {type(self._model).__name__} accepts none")
 
     def _fill(self, root: nn.Module, at: str) -> None:
-        """Give memory to what runs before an attention module is done: all but embeddings of words and other layers."""
+        """Allocate the modules that run before an attention module is done, except word embeddings and other layers."""
         layers, block = _layers_and_block(at)
         embeddings = self._model.get_input_embeddings()
         has_come = False
@@ -206,21 +206,24 @@ class Skeleton:
 
 
 def _part_of(attention: nn.Module, layer: ModelLayer, what: str) -> nn.Module:
-    """What projects queries, which norms may come before, or the output; else all of the attention module."""
+    """Return the submodule that projects queries or the output, otherwise the attention module.
+
+    A norm may precede the query projection.
+    """
     names = [tensor.name for tensor in LAYOUTS[layer.layout].tensors if tensor.holds == what or what == tensor.holds[0]]
     modules = dict(attention.named_modules())
     return next((modules[path] for name in names if (path := name.rpartition(".")[0]) in modules), attention)
 
 
 def _layers_and_block(at: str) -> tuple[str, str]:
-    """Where all layers lie, and the one that an attention module is in: its path up to its number, and with it."""
+    """Return the path of all layers, and that of the layer that contains an attention module."""
     words = at.split(".")
     number = next(index for index, word in enumerate(words) if word.isdigit())
     return ".".join(words[:number]), ".".join(words[: number + 1])
 
 
 class _Passes(nn.Module):
-    """A layer that gives what it gets."""
+    """A layer that returns its input."""
 
     def __init__(self, layer: nn.Module, *, as_tuple: bool) -> None:
         super().__init__()
@@ -230,13 +233,13 @@ class _Passes(nn.Module):
                 setattr(self, name, getattr(layer, name))
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor]:
-        """The same."""
+        """Return the input unchanged."""
         return (hidden_states,) if self.as_tuple else hidden_states
 
 
 @contextmanager
 def _passed_through(root: nn.Module, at: str, *, as_tuple: bool) -> Iterator[None]:
-    """The layers before that of an attention module give what they get."""
+    """Replace the layers before that of an attention module by the identity."""
     path, block = _layers_and_block(at)
     layers: Any = root.get_submodule(path)
     before = list(layers[: int(block.rpartition(".")[2])])

@@ -34,32 +34,32 @@ FRESH, FAR_AWAY, FEWER = "fresh inputs", "far positions", "fewer tokens"
 """Names of the other calls that verify it."""
 
 FAR = 20000
-"""Position of the first token in the call that verifies RoPE far away."""
+"""Position of the first token in the call that verifies RoPE at large positions."""
 
 
 KEPT = {"mask", "position", "positions", "pos", "grid", "size", "sizes", "cos", "sin", "freqs"}
-"""Words in the names of inputs that stay as they are: places of tokens, and angles for them."""
+"""Words in the names of inputs that are never redrawn: positions of tokens, and angles for them."""
 
 
 @dataclass(frozen=True)
 class Identification(JsonRecord):
-    """An attention layer that was identified, or the reason why not.
+    """An identified attention layer, or the reason why it was not identified.
 
     Attributes:
         name: of the module.
         spec: its specification; None if it was not identified.
         weights: its canonical weights.
-        names: the parameter of the module that each weight is, or is part of; its full name if another module holds it.
-        inputs: inputs of its projections in words, by `query`, `key` and `value`. They name arguments of the module,
+        names: parameter of the module that holds each weight; its full name if another module holds it.
+        inputs: description of the inputs of its projections, by `query`, `key` and `value`: arguments of the module,
             sums of them, and outputs of submodules.
-        output: the path of its output through the module, in words.
+        output: description of the path of its output through the module.
         is_causal: whether queries attend to no later key.
         evidence: how each field was found.
-        num_tokens: tokens that it was verified with; behavior with more of them is unknown.
-        fewest_tokens: tokens in the call with fewer of them; `num_tokens` if the inputs cannot be cut.
-        positions: the first and the last of each run of positions that it was verified at.
-        share: error of the layer on fresh inputs, as a share of its budget; at most 1.
-        refusal: the first stage that nothing explains; empty if there is none.
+        num_tokens: largest number of tokens that it was verified with; behavior with more is unknown.
+        fewest_tokens: smallest such number; `num_tokens` if the inputs cannot be cut.
+        positions: first and last position of each verified run of positions.
+        share: error of the layer on fresh inputs, relative to its budget; at most 1.
+        refusal: first stage that no field explains; empty if there is none.
     """
 
     name: str
@@ -95,25 +95,26 @@ class Identification(JsonRecord):
 
 
 def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[Identification]:
-    """Identify the attention layers of a live model of torch or Flax by observing calls of it.
+    """Identify the attention layers of a live torch or Flax model by observing calls of it.
 
-    The first call is fitted, field by field. The second one has fresh inputs of the same shapes, and every stage of it
-    must be within the budget of the float64 reference. What is not is refused. What the inputs are too short to show,
-    such as a window of 4096 tokens, is read from attributes of the module, and its evidence says so.
+    The first call is fitted field by field. The second call has fresh inputs of the same shapes, and every stage of it
+    must be within the budget of the float64 reference, otherwise the layer is rejected. A field that the inputs are too
+    short to show, such as a window of 4096 tokens, is read from attributes of the module, and its evidence reports
+    that.
 
     Args:
-        model: a module in float32 and in evaluation: a `torch.nn.Module`, a `flax.nnx.Module`, or a
-            `flax.linen.Module` that is bound to its variables.
-        inputs: keywords of a call: at least 8 tokens of 2 sequences, or 16 of one. An attention mask may tell of
+        model: a float32 model in evaluation mode: a `torch.nn.Module`, a `flax.nnx.Module`, or a `flax.linen.Module`
+            that is bound to its variables.
+        inputs: keyword arguments of a call: at least 8 tokens of 2 sequences, or 16 of one. An attention mask may mark
             padding.
-        layers: names of modules or classes, as `parity.tap` takes them.
+        layers: names of modules or classes, as in `parity.tap`.
 
     Returns:
-        One for each layer, in order.
+        One result per layer, in order.
 
     Raises:
-        TypeError: if the model is of another kind.
-        ValueError: if it is training, or has no such layers.
+        TypeError: if the model is neither a torch nor a Flax module.
+        ValueError: if it is in training mode, or has no such layers.
     """
     if is_flax(model):
         return _identify_flax(model, inputs, layers)
@@ -135,7 +136,7 @@ def identify(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[
 
 @contextmanager
 def _unchanged(model: torch.nn.Module) -> Iterator[None]:
-    """Restore attributes and buffers of modules afterwards: some RoPE grows with the positions of a call."""
+    """Restore attributes and buffers of modules on exit: some RoPE modules grow with the positions of a call."""
     before = {module: (dict(vars(module)), dict(module._buffers)) for module in model.modules()}
     try:
         yield
@@ -154,7 +155,7 @@ def _identify_torch(model: torch.nn.Module, inputs: Mapping[str, Any], layers: A
     config = json.loads(json.dumps(values.to_dict(), default=str)) if hasattr(values, "to_dict") else {}
     seen = observe(model, inputs, layers)
     if any(layer.values["positions"].min() > 0 for layer in seen if "positions" in layer.values):
-        seen = observe(model, _at(model, inputs, 0) or inputs, layers)  # where the first token is not turned
+        seen = observe(model, _at(model, inputs, 0) or inputs, layers)  # RoPE does not rotate a token at position 0
     elif (apart := _apart(model, inputs, seen)) is not None:
         inputs = apart
         seen = observe(model, inputs, layers)
@@ -166,7 +167,7 @@ def _identify_torch(model: torch.nn.Module, inputs: Mapping[str, Any], layers: A
         calls.append(VerifyingCall(what, factor, observe(model, other, layers, factors=dict.fromkeys(ends, factor))))
     for what, given in ((FAR_AWAY, _at(model, other, FAR)), (FEWER, _fewer(other))):
         if given is not None:
-            with suppress(Exception):  # learned positions may end before, and a module may want its own lengths
+            with suppress(Exception):  # learned positions may end earlier
                 calls.append(VerifyingCall(what, 1.0, observe(model, given, layers)))
     return [_identified(name, each, calls) for name, each in reversed(found.items())]
 
@@ -176,21 +177,21 @@ def _first_fresh(
 ) -> tuple[dict[str, Any], list[ObservedLayer]]:
     """Return fresh inputs that the model accepts, and its layers in a call with them.
 
-    Integers are drawn from those of the inputs. Placeholders of images may need their number, so that they are
-    permuted if the model fails.
+    Integers are drawn from those of the inputs. If the model fails, they are permuted instead, because an image may
+    need an exact number of placeholders.
     """
     error: Exception | None = None
     for is_permuted in (False, True):
         other = _fresh(inputs, is_permuted=is_permuted)
         try:
             return other, observe(model, other, layers)
-        except Exception as wrong:  # whatever the model meets
+        except Exception as wrong:  # the model's own code may raise anything
             error = wrong
     raise Refusal("model", "run with other inputs of the same shapes", f"{error!r:.200}") from error
 
 
 def is_flax(model: Any) -> bool:
-    """Return whether a model is of Flax, without importing it."""
+    """Return whether a model is a Flax module, without importing Flax."""
     return any(each.__module__.partition(".")[0] == "flax" for each in type(model).__mro__)
 
 
@@ -217,12 +218,12 @@ def _identify_flax(model: Any, inputs: Mapping[str, Any], layers: Any) -> list[I
 
 
 def _joined(name: str, other: str) -> str:
-    """Return the name in its model of a submodule of a layer."""
+    """Return the full name of a submodule of a layer."""
     return f"{name}.{other}" if name else other
 
 
 def _fitted(layer: ObservedLayer, config: Mapping[str, Any]) -> Fit:
-    """Fit a layer, and note the reason if that fails."""
+    """Fit a layer; if that fails, record the reason."""
     found = Fit()
     try:
         fit(layer, config, found)
@@ -232,7 +233,7 @@ def _fitted(layer: ObservedLayer, config: Mapping[str, Any]) -> Fit:
 
 
 def _identified(name: str, found: Fit, calls: list[VerifyingCall]) -> Identification:
-    """Return a layer that was fitted and is verified."""
+    """Verify a fitted layer in other calls, and return it."""
     if found.refusal:
         return Identification(name, evidence=found.evidence, refusal=found.refusal)
     own = [call._replace(layers=[each for each in call.layers if each.tapped.name == name]) for call in calls]
@@ -260,9 +261,9 @@ class VerifyingCall(NamedTuple):
     """A call that verifies layers.
 
     Attributes:
-        what: its name.
+        what: its name, for messages.
         factor: of the inputs of projections.
-        layers: the layers in it.
+        layers: layers observed in it.
     """
 
     what: str
@@ -271,7 +272,7 @@ class VerifyingCall(NamedTuple):
 
 
 def _check_seen(call: VerifyingCall) -> None:
-    """Refuse a layer that did not run in a call, or whose attention was not seen in it."""
+    """Reject a layer that did not run in a call, or whose attention was not observed in it."""
     if not call.layers:
         raise Refusal("the layer", "run in each call", f"none with {call.what}")
     for layer in call.layers:
@@ -281,10 +282,10 @@ def _check_seen(call: VerifyingCall) -> None:
 
 
 def _share(call: VerifyingCall, found: Fit) -> float:
-    """Return the largest error of a layer in a call, as a share of its budget.
+    """Return the largest error of a layer in a call, relative to its budget.
 
     Raises:
-        ValueError: if it is above the budget, or the inputs are others than they were.
+        ValueError: if it exceeds the budget, or the inputs are described differently from before.
     """
     what, factor, layers = call
     spec, shares = found.spec, list[float]()
@@ -301,7 +302,7 @@ def _share(call: VerifyingCall, found: Fit) -> float:
         verdict = judge_tap(*judged, is_causal=found.is_causal, diagnoses=False).layers[0]
         difference = verdict.difference
         if verdict.not_judged:
-            raise Refusal("the layer", f"be judged on {what}", verdict.not_judged)
+            raise Refusal("the layer", f"be comparable on {what}", verdict.not_judged)
         if difference is not None:
             ratio = f"{difference.worse_ratio:.2g} times that"
             raise Refusal(difference.stage, f"be within its budget on {what}", ratio)
@@ -310,16 +311,16 @@ def _share(call: VerifyingCall, found: Fit) -> float:
 
 
 def _counted(layer: ObservedLayer) -> ObservedLayer:
-    """Return a layer without RoPE as if positions were 0, 1, …, because it counts tokens itself."""
+    """Return a layer without RoPE as if positions were 0, 1, …: such a layer counts tokens itself."""
     (call,) = layer.tapped.calls
     values = {name: x for name, x in call.values.items() if name != "positions"}
     return replace(layer, tapped=replace(layer.tapped, calls=[replace(call, values=values)]))
 
 
 def _at(model: torch.nn.Module, inputs: Mapping[str, Any], first: int) -> dict[str, Any] | None:
-    """Return the inputs at positions from a first one on, if the model accepts positions.
+    """Return the inputs with positions from `first` on; None if the model accepts no positions.
 
-    Far positions have a gap, and each sequence begins later than the one before.
+    Large positions have a gap, and each sequence begins later than the previous one.
     """
     import torch
 
@@ -334,11 +335,11 @@ def _at(model: torch.nn.Module, inputs: Mapping[str, Any], first: int) -> dict[s
     batch_size, num_tokens = tokens.shape
     later = 3 * torch.arange(batch_size)[:, None] + 5 * (torch.arange(num_tokens) >= num_tokens // 2)
     all_seen = {"attention_mask": torch.ones_like(tokens)} if _accepts(model, "attention_mask") else {}
-    return {**all_seen, **inputs, "position_ids": positions + later}  # without a mask, a gap parts segments
+    return {**all_seen, **inputs, "position_ids": positions + later}  # without a mask, a gap starts a segment
 
 
 def _fewer(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the inputs with about half of the tokens, without the last sequence; None if they cannot be cut."""
+    """Return the inputs with about half of the tokens and without the last sequence; None if they cannot be cut."""
     import torch
 
     tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.ndim > 1}
@@ -360,9 +361,9 @@ def _fewer(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _apart(model: torch.nn.Module, inputs: Mapping[str, Any], seen: list[ObservedLayer]) -> dict[str, Any] | None:
-    """Return the inputs with positions that differ on their axes, if they have axes and are the same on all.
+    """Return the inputs with positions that differ between axes, if they have several equal axes.
 
-    They are those of a video of 2 x 3 patches, in time, row and column.
+    The positions are those of a video of 2 x 3 patches: time, row and column.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Attention of a program as heads: which axes of its values are sequences, heads, tokens and features."""
+"""Arrange attention of a program as heads: find the axes of sequences, heads, tokens and features."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from parity.identification.program import Values
 from parity.identification.trace import CLOSE
 
 HIDES = 5000.0
-"""Least distance of a hidden score below its value without the mask."""
+"""Smallest decrease of a score that the mask hides."""
 
 TOKENS = {"q": "t", "k": "s", "v": "s"}
-"""Names of the axes of tokens: of queries, and of keys and values. The others are b, heads by number, and h."""
+"""Names of the token axes of queries, keys and values. The other axes are b, heads by number, and h."""
 
 
 @dataclass(frozen=True)
 class NormPlace:
-    """A norm of a program: the numbers of its input, its result and its parameters, and its eps."""
+    """A norm in a program: the numbers of its input, its output and its parameters, and its eps."""
 
     given: int
     result: int
@@ -37,21 +37,21 @@ class Arranged:
     """Attention of a program, and how its values are arranged.
 
     Args:
-        finder: finds attention in the program.
+        finder: the finder of attention in the program.
         found: the attention.
-        values: those in a call.
+        values: values of a call.
 
     Attributes:
         found: the attention, with queries and keys distinguished.
         inputs: numbers of the inputs of the projections, (B, T, features).
-        factors: queries and keys before they are multiplied by a scalar, by the number of the product.
-        scale: factor of the products of queries and keys, in all.
+        factors: queries and keys before a scalar multiplies them, by the number of the product.
+        scale: total factor of the products of queries and keys.
         soft_cap: bound of the scores, or None.
         norms: places of the norms for queries, keys and values.
-        places: numbers of the positions of queries and keys, those that can be moved.
+        places: numbers of the positions of queries and keys that can be moved.
 
     Raises:
-        ValueError: naming the value that is not arranged as in attention.
+        ValueError: if a value is not arranged as in attention; the message names it.
     """
 
     def __init__(self, finder: AttentionFinder, found: Attention, values: Values) -> None:
@@ -93,17 +93,17 @@ class Arranged:
         return number
 
     def _followed(self, source: int, axis: int, wanted: Sequence[int]) -> list[int | None]:
-        """Return the axis of each value of which one place alone depends on that place of an axis of the source."""
+        """Return the axis of each value on which only one index depends on that index of an axis of the source."""
         x = np.array(self._base[source])
         place = x.shape[axis] // 2
         at = (slice(None),) * axis + (place,)
         x[at] = 0.5 * x[at] + 0.25
-        inputs = {n: self._base[n] for n in self.inputs.values()}  # which may also depend on positions
+        inputs = {n: self._base[n] for n in self.inputs.values()}  # heads may also depend on positions
         changed = self._program.again(self._base, {**inputs, source: x}, wanted)
         return [_only_axis(np.asarray(changed[n]) != np.asarray(self._base[n]), place) for n in wanted]
 
     def _is_exchanged(self) -> bool:
-        """Return whether the softmax is over the tokens of the first operand, which are keys then."""
+        """Return whether the softmax is over the tokens of the first operand, so that this operand is the keys."""
         found, weights = self.found, np.asarray(self._base[self.found.weights])
         axes = [axis for axis, size in enumerate(weights.shape) if size > 1]
         sums = [axis for axis in axes if np.allclose(weights.sum(axis), 1.0, atol=1e-4)]
@@ -127,7 +127,7 @@ class Arranged:
             raise Refusal("heads", "have axes for sequences and tokens", f"queries of {self._shape(numbers['q'])}")
         ((of_queries["h"], of_keys["h"]),) = sums.items()
         rest = [axis for axis in range(len(self._shape(numbers["q"]))) if axis not in of_queries.values()]
-        of_queries |= {str(axis): axis for axis in sorted(rest, key=lambda axis: axis not in pairs)}  # groups last
+        of_queries |= {str(axis): axis for axis in sorted(rest, key=lambda axis: axis not in pairs)}  # groups come last
         of_keys |= {str(axis): pairs[axis] for axis in rest if axis in pairs}
         for part in ("scores", "logits", "context"):
             axes[part] = {name: self._axis("q", axis, part) for name, axis in of_queries.items() if name != "h"}
@@ -144,20 +144,20 @@ class Arranged:
             shape = self._shape(numbers[part])
             rest = [axis for axis, size in enumerate(shape) if axis not in each.values() and size > 1]
             if part in ("logits", "attn_weights") and len(rest) == 1 and not any(name.isdigit() for name in each):
-                each["heads"] = rest.pop()  # of all groups, in an order that scores will show
+                each["heads"] = rest.pop()  # heads of all groups; the scores show their order
             if rest or len(set(each.values())) < len(each) or not {"b"} < each.keys():
                 raise Refusal(part, "have axes for sequences, heads and tokens", f"axes of {shape}")
         return named
 
     def _axis(self, source: str, axis: int | None, wanted: str) -> int | None:
-        """Return the axis of a value that is that axis of another one."""
+        """Return the axis of a value that corresponds to an axis of the source."""
         numbers = self.found.numbers
         if axis is None or self._shape(numbers[source])[axis] == 1:
             return None
         return self._followed(numbers[source], axis, [numbers[wanted]])[0]
 
     def _pairs(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Return the axes of queries and of keys that are summed over, and those that go together."""
+        """Return the contracted axes of queries and keys, and the batch axes that they share."""
         maker = self._program.maker[self.found.scores]
         sums, pairs = (dict(zip(*axes, strict=True)) for axes in maker.params["dimension_numbers"])
         if maker.given[0] == self.found.operands["q"]:
@@ -165,7 +165,7 @@ class Arranged:
         return {y: x for x, y in sums.items()}, {y: x for x, y in pairs.items()}
 
     def heads(self, values: Values) -> dict[str, np.ndarray]:
-        """Return the values of a call by name, (B, heads, T, features or keys); queries and keys are not scaled."""
+        """Return the values of a call by stage, (B, heads, T, features or keys); queries and keys are unscaled."""
         plain = dict(values)
         for made, given in sorted(self.factors.items()):
             numbers = self._program.after([made]) & self._program.before(self.found.operands.values())
@@ -174,7 +174,7 @@ class Arranged:
         return {part: x[:, self._kept if part in ("k", "v") else self._order] for part, x in heads.items()}
 
     def is_hidden(self, heads: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return which keys the scores of a call hide, (B, heads, T, S)."""
+        """Return the keys that the scores of a call hide, (B, heads, T, S)."""
         return heads["logits"] < scored(heads["scores"], self._inner, self.soft_cap) - HIDES
 
     def _all_heads(self, part: str, values: Values) -> np.ndarray:
@@ -186,7 +186,7 @@ class Arranged:
         return x.reshape(x.shape[-len(used)], -1, *x.shape[-len(last) :])
 
     def _groups(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the order of query heads, and which key/value heads are kept, of those that are repeated."""
+        """Return the order of query heads, and the distinct heads among repeated key/value heads."""
         k, v = (self._all_heads(part, self._base) for part in "kv")
         first: dict[bytes, int] = {}
         bits = [k[:, i].tobytes() + v[:, i].tobytes() for i in range(k.shape[1])]
@@ -197,7 +197,7 @@ class Arranged:
     # ---- Scores ------------------------------------------------------------------------------------------------------
 
     def _scale_of(self, part: str) -> float:
-        """Return the scalar that queries or keys are multiplied by last, and note their values before."""
+        """Return the last scalar factor of queries or keys, and record their values before it."""
         number, scale = self.found.operands[part], 1.0
         while (maker := self._program.maker.get(number)) is not None:
             number = self._program.moved_from(maker)
@@ -210,7 +210,7 @@ class Arranged:
         return scale
 
     def _scalar(self, maker: Any) -> tuple[int, float | None]:
-        """Return the value that an operation multiplies by a scalar, and the scalar; None for another operation."""
+        """Return the input and the factor of a multiplication by a scalar; None for another operation."""
         number, *others = maker.given
         if maker.name in ("mul", "div") and len(others) == 1:
             for x, factor in ((number, others[0]), *(((others[0], number),) if maker.name == "mul" else ())):
@@ -220,10 +220,10 @@ class Arranged:
         return number, None
 
     def _fit_scores(self) -> tuple[float, float | None]:
-        """Return the scalar that products are multiplied by, and the soft cap; biases are fitted later.
+        """Return the scalar factor of products, and the soft cap; biases are fitted later.
 
         Raises:
-            ValueError: if weights are another function of scores than softmax.
+            ValueError: if the weights are not a softmax of scores.
         """
         heads = {
             part: self._all_heads(part, self._base).astype(np.float64) for part in ("scores", "logits", "attn_weights")
@@ -248,7 +248,7 @@ class Arranged:
         return self._factor_of_scores(), None
 
     def _factor_of_scores(self) -> float:
-        """Return the scalar that products are multiplied by first, of scores to which more is done."""
+        """Return the first scalar factor of products whose scores are processed further."""
         number, factor, within = self.found.scores, 1.0, self._program.before([self.found.logits])
         while len(users := [each for each in self._program.users.get(number, ()) if within & set(each.made)]) == 1:
             scalar = 1.0 if self._program.moved_from(users[0]) == number else self._scalar(users[0])[1]
@@ -258,7 +258,7 @@ class Arranged:
         return factor
 
     def _caps(self) -> Iterator[float]:
-        """Yield the scalars that a tanh of scores is multiplied by."""
+        """Yield the scalar factors of a tanh of scores."""
         for number in self._program.before([self.found.logits], [self.found.scores]):
             if number in self._program.maker and self._program.maker[number].name == "tanh":
                 for each in self._program.users.get(number, ()):
@@ -267,7 +267,7 @@ class Arranged:
                         yield _shortest(factor)
 
     def _scalars(self, numbers: Iterable[int], stop: Iterable[int], low: float, high: float) -> list[float]:
-        """Return the constant scalars between two bounds that some values are made of, after others."""
+        """Return the constant scalars between two bounds that some values are computed from, after `stop`."""
         before = self._program.before(numbers, stop)
         found = (np.asarray(x) for n, x in self._program.constants.items() if n in before and np.size(x) == 1)
         return sorted({_shortest(x.flat[0]) for x in found if x.dtype.kind in "fiu" and low < x.flat[0] < high})
@@ -275,7 +275,7 @@ class Arranged:
     # ---- Positions ---------------------------------------------------------------------------------------------------
 
     def _positions(self) -> set[int]:
-        """Return the numbers of the positions that queries and keys depend on, those that can be moved."""
+        """Return the numbers of the movable positions that queries and keys depend on."""
         num_tokens, found = self._shape(self.inputs["q"])[1], set[int]()
         for part in "qk":
             operand, axis_of_tokens = self.found.operands[part], self._axes[part][TOKENS[part]]
@@ -292,7 +292,7 @@ class Arranged:
         return found
 
     def far(self, values: Values, first: int) -> Values:
-        """Return a call with its tokens at positions from `first` on, or as far as its tables of RoPE go."""
+        """Return a call with its tokens at positions from `first` on, or as far as its RoPE tables reach."""
         after = self._program.after(self.places)
         tables = [each for each in self._program.operations if each.name in ("gather", "dynamic_slice")]
         read = [each.given[0] for each in tables if after & set(each.given[1:]) and each.given[0] not in after]
@@ -302,18 +302,18 @@ class Arranged:
         return {**values, **self._program.again(values, {n: values[n] for n in self.inputs.values()} | moved, after)}
 
     def scalars_of_queries(self) -> list[float]:
-        """Return the constant scalars that queries are made of, after the input."""
+        """Return the constant scalars that queries are computed from, after the input."""
         return self._scalars([self.found.operands["q"]], [self.inputs["q"]], 1.0, np.inf)
 
     # ---- Norms -------------------------------------------------------------------------------------------------------
 
     def by_token(self, numbers: Iterable[int], part: str, values: Values) -> dict[int, np.ndarray]:
-        """Return those values that have axes of sequences and tokens as (B, T, …)."""
+        """Return the values that have axes of sequences and tokens as (B, T, …)."""
         axes = self._token_axes[part]
         return {n: np.moveaxis(np.asarray(values[n]), axes[n], (0, 1)) for n in numbers if n in axes}
 
     def _norm(self, part: str) -> NormPlace | None:
-        """Return the norm that lies between a projection and an operand, if there is one."""
+        """Return the norm between a projection and an operand, if there is one."""
         program, linear, operand = self._program, self.found.projections[part].result, self.found.operands[part]
         path = sorted(program.after([linear]) & program.before([operand]))
         pairs = [self._followed(self.inputs[part], axis, path) for axis in (0, 1)]
@@ -355,7 +355,7 @@ class Arranged:
 
 
 def _parameters(leaves: Sequence[int]) -> Iterator[dict[str, int]]:
-    """Yield which parameters may be the weight and the bias of a norm."""
+    """Yield candidates for the weight and the bias of a norm."""
     for weight in leaves:
         yield from ({"weight": weight, "bias": bias} for bias in leaves if bias != weight)
         yield {"weight": weight}
@@ -363,17 +363,17 @@ def _parameters(leaves: Sequence[int]) -> Iterator[dict[str, int]]:
 
 
 def _shortest(x: Any) -> float:
-    """Return a number of float32 with as few digits as distinguish it."""
+    """Return a float32 number with the fewest digits that identify it."""
     return float(str(np.float32(x)))
 
 
 def _rounded(x: float) -> float:
-    """Return a number with as few digits as float32 computes with."""
+    """Return a number rounded to the digits that float32 can hold."""
     return next(y for digits in range(1, 18) if abs((y := float(f"{x:.{digits}g}")) - x) <= 3e-7 * abs(x))
 
 
 def _only_axis(changed: np.ndarray, place: int) -> int | None:
-    """Return the only axis of which one place alone has changed."""
+    """Return the only axis on which just one index has changed."""
     found = [
         axis
         for axis in range(changed.ndim)

@@ -1,4 +1,4 @@
-"""Fit numbers that are added to scores: ALiBi, or the relative bias of a table that the model holds."""
+"""Fit biases of scores: ALiBi, or a relative bias from a table of the model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from mha_spec import Alibi, GridBias, Refusal, RelativeBias
 from parity.identification.trace import CLOSE
 
 USUAL = (128, *(2**exponent for exponent in range(3, 13)))
-"""Distances from where on all keys share a bucket, if nothing says another: T5's comes first."""
+"""Usual distances from which all keys share a bucket; T5's comes first."""
 
 
 class Added(NamedTuple):
-    """Numbers that are added to the scores of each sequence alike.
+    """Numbers that are added equally to the scores of each sequence.
 
     Attributes:
         values: (N, T, S).
-        hidden: keys that queries do not see, (T, S).
+        hidden: keys that queries do not attend to, (T, S).
         tolerance: largest error of these numbers.
     """
 
@@ -35,17 +35,17 @@ class Added(NamedTuple):
 
     @property
     def distances(self) -> np.ndarray:
-        """Tokens from each query to each key, (T, S), below 0 for keys before it."""
+        """Return the tokens from each query to each key, (T, S); below 0 for earlier keys."""
         num_queries, num_keys = self.hidden.shape
         return np.arange(num_keys) - np.arange(num_queries)[:, None]
 
     def is_near(self, values: np.ndarray) -> bool:
-        """Return whether these values, (N, T, S), are added."""
+        """Return whether the added numbers equal these values, (N, T, S), within the tolerance."""
         return bool((np.abs(values - self.values)[:, ~self.hidden] <= self.tolerance).all())
 
 
 def scored(products: np.ndarray, scale: float, soft_cap: float | None) -> np.ndarray:
-    """Return products of queries and keys times a scale, capped if there is a cap, in float64."""
+    """Return the scaled and capped products of queries and keys, in float64."""
     scaled = products.astype(np.float64) * scale
     return scaled if soft_cap is None else soft_cap * np.tanh(scaled / soft_cap)
 
@@ -53,16 +53,16 @@ def scored(products: np.ndarray, scale: float, soft_cap: float | None) -> np.nda
 def added_to(
     scores: np.ndarray, q: np.ndarray, k: np.ndarray, hidden: np.ndarray, scale: float, soft_cap: float | None
 ) -> Added:
-    """Return the numbers added to the scaled products of queries and keys, capped if there is a cap.
+    """Return the numbers added to the scaled and capped products of queries and keys.
 
     Args:
         scores: input of the softmax, (B, N, T, S).
         q, k: heads, (B, N, T, H) and (B, K, S, H).
-        hidden: keys that queries do not see, (T, S).
+        hidden: keys that queries do not attend to, (T, S).
         scale, soft_cap: factor and bound for the products.
 
     Raises:
-        ValueError: if it is not the same for all sequences.
+        ValueError: if they differ between sequences.
     """
     k = k.repeat(q.shape[1] // k.shape[1], axis=1)
     made = scored(q.astype(np.float64) @ k.astype(np.float64).swapaxes(2, 3), scale, soft_cap)
@@ -75,11 +75,11 @@ def added_to(
 
 
 def fit_alibi(added: Added, scale: float) -> Alibi | None:
-    """Return the ALiBi that is added, but for a number of each row, which softmax does not see; None if it is not.
+    """Return the ALiBi that is added, up to a constant per row, which softmax ignores; None if it is not ALiBi.
 
     Args:
         added: numbers added to scores.
-        scale: of scores, by which slopes may be multiplied.
+        scale: factor of scores, which may also multiply the slopes.
     """
     num_heads = len(added.values)
     shown = ~added.hidden
@@ -100,7 +100,7 @@ def fit_alibi(added: Added, scale: float) -> Alibi | None:
 
 
 def _centered(x: np.ndarray, shown: np.ndarray) -> np.ndarray:
-    """Return numbers of queries and keys less the mean of each row, over the keys that are shown; 0 of others."""
+    """Return numbers of queries and keys minus the row mean over the visible keys; 0 for hidden keys."""
     means = np.where(shown, x, 0.0).sum(axis=-1, keepdims=True) / np.maximum(shown.sum(axis=-1, keepdims=True), 1)
     return np.where(shown, x - means, 0.0)
 
@@ -108,11 +108,11 @@ def _centered(x: np.ndarray, shown: np.ndarray) -> np.ndarray:
 def fit_relative_bias(
     added: Added, tables: Mapping[str, np.ndarray], max_distances: list[int]
 ) -> tuple[RelativeBias | GridBias, str] | None:
-    """Return the relative bias that is added, by distance or on a grid, and the name of its table; None if none is.
+    """Return the relative bias that is added, by distance or on a grid, with the name of its table; or None.
 
     Args:
         added: numbers added to scores.
-        tables: arrays by name, those of (num_buckets, N) among them.
+        tables: arrays by name, including those of shape (num_buckets, N).
         max_distances: candidates, the likeliest first.
     """
     distances = added.distances
@@ -146,5 +146,5 @@ def _biases(num_buckets: int, max_distances: list[int], *, is_causal: bool) -> I
     """Yield relative biases with this number of buckets."""
     for max_distance in dict.fromkeys((*max_distances, *USUAL)):
         for bidirectional in (not is_causal, is_causal):
-            with suppress(ValueError):  # the candidate is too small, or buckets are odd in number
+            with suppress(ValueError):  # the candidate is too small, or the number of buckets is odd
                 yield RelativeBias(num_buckets, max_distance, bidirectional)

@@ -11,7 +11,7 @@ from parity.identification.trace import features_of, flat
 
 
 def fit_context_norm(layer: ObservedLayer, entered: np.ndarray, found: Fit) -> bool:
-    """Fit the norm of the context before the output projection; return if there is one.
+    """Fit the norm of the context before the output projection; return whether there is one.
 
     Args:
         layer: the layer.

@@ -14,30 +14,30 @@ from parity.identification.observe import ObservedLayer, Submodule
 from parity.identification.trace import features_of, tokens_of
 
 UNKNOWN = "an intermediate of the module"
-"""An input that is no argument of the module, and that no submodule returned."""
+"""Description of an input that is neither an argument of the module nor the output of a submodule."""
 
 LONGEST = 4
-"""Steps that a module may take between the output of attention and its own."""
+"""Most steps of a module between the output of attention and its own output."""
 
 
 class End(NamedTuple):
-    """A submodule, in one of its calls in the layer, that receives an input of attention or returns its output."""
+    """One call of a submodule of the layer that receives an input of attention or returns its output."""
 
     name: str
     call: int
 
 
 Ends = Mapping[str, End]
-"""Ends by name: `query`, `key` and `value`, and `output` if there is a projection that returns it."""
+"""Ends by name: `query`, `key`, `value`, and `output` if a projection returns the output."""
 
 
 def end_of(submodule: Submodule) -> End:
-    """Return the end that a submodule is."""
+    """Return a submodule as an end."""
     return End(submodule.name, submodule.call)
 
 
 def between(layer: ObservedLayer, ends: Ends) -> ObservedLayer:
-    """Return a layer whose inputs and output are those of its projections.
+    """Return a layer with the inputs and the output of its projections.
 
     Raises:
         ValueError: if a projection did not run.
@@ -61,15 +61,15 @@ def between(layer: ObservedLayer, ends: Ends) -> ObservedLayer:
 
 
 def words_of(layer: ObservedLayer, ends: Ends, factor: float = 1.0) -> dict[str, str]:
-    """Return the place of each end in its module, in words.
+    """Describe the place of each end in its module.
 
     Args:
-        layer: the layer as its module is, not `between` its projections.
-        ends: the ends in its attention.
+        layer: the layer as observed, not the result of `between`.
+        ends: the ends of its attention.
         factor: of the inputs of projections.
 
     Raises:
-        ValueError: if the module makes something of the output that is not understood.
+        ValueError: if the module changes the output in an unknown way.
     """
     sides = ("query", "key", "value")
     found = {side: _words_of_input(layer, layer.submodule(*ends[side]).given, factor) for side in sides}
@@ -77,7 +77,7 @@ def words_of(layer: ObservedLayer, ends: Ends, factor: float = 1.0) -> dict[str,
 
 
 def _output_of(layer: ObservedLayer, ends: Ends) -> tuple[np.ndarray, str]:
-    """Return the output of attention, and its name: the context if no projection receives that."""
+    """Return the output of attention, and its name; the context if no projection receives it."""
     if "output" not in ends:
         return features_of(layer.values["context"]), "the context"
     end = ends["output"]
@@ -90,7 +90,7 @@ def _words_of_input(layer: ObservedLayer, x: np.ndarray, factor: float) -> str:
         if _is(factor * each, x):
             others = ((other, y) for other, y in layer.arguments.items() if other != name and _may_be_added(y, each, x))
             zeros = [other for other, y in others if x.any() and not y.any()]
-            return " + ".join([*zeros, name])  # which may have been added
+            return " + ".join([*zeros, name])  # terms of zeros may have been added
     for (name, one), (other_name, other) in combinations(known.items(), 2):
         if _may_be_added(one, other, x) and _is(factor * (one + other), x):
             return f"{name} + {other_name}"
@@ -102,7 +102,7 @@ def _words_of_input(layer: ObservedLayer, x: np.ndarray, factor: float) -> str:
 
 
 def _known(layer: ObservedLayer) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield arguments of the module and outputs of submodules, by words."""
+    """Yield arguments of the module and outputs of submodules, with their descriptions."""
     yield from layer.arguments.items()
     for each in layer.inside:
         if not np.array_equal(each.given, each.result):
@@ -110,7 +110,7 @@ def _known(layer: ObservedLayer) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _words_of_output(layer: ObservedLayer, output: np.ndarray, name: str) -> str:
-    """Return how the output of the module is made of that of attention."""
+    """Describe how the module computes its output from that of attention."""
     target, ways = layer.values["output"], [(output, name)]
     for _ in range(LONGEST):
         for x, words in ways:
@@ -121,7 +121,7 @@ def _words_of_output(layer: ObservedLayer, output: np.ndarray, name: str) -> str
 
 
 def _further(layer: ObservedLayer, x: np.ndarray, words: str) -> Iterator[tuple[np.ndarray, str]]:
-    """Yield outputs of submodules for x, and sums of x and an argument."""
+    """Yield the outputs of submodules for x, and sums of x and an argument."""
     for each in layer.inside:
         if _is(each.given, x) and not np.array_equal(each.given, each.result):
             yield each.result, f"{words}, then {each.name}"
@@ -131,7 +131,7 @@ def _further(layer: ObservedLayer, x: np.ndarray, words: str) -> Iterator[tuple[
 
 
 def _is(one: np.ndarray, other: np.ndarray) -> bool:
-    """Return if two arrays are the same tokens."""
+    """Return whether two arrays hold the same tokens."""
     return one.size == other.size and one.shape[-1] == other.shape[-1] and bool((one.ravel() == other.ravel()).all())
 
 

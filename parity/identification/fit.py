@@ -24,10 +24,10 @@ from parity.identification.temperatures import factors_of, fit_temperature
 from parity.identification.trace import Traced, features_of, flat, is_close, trace
 
 LEAST_TOKENS = 8
-"""Tokens that tell features and angles apart."""
+"""Fewest tokens that distinguish features and angles."""
 
 ALIKE = 1e-3
-"""Difference of values between tokens, of the largest value, up to which they show no attention."""
+"""Largest difference of values between tokens, relative to the largest value, at which attention is not observable."""
 
 
 def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
@@ -35,11 +35,11 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
 
     Args:
         layer: the observed layer.
-        config: of its model, for fields that a short input cannot show; it decides nothing else.
+        config: configuration of its model, used only for fields that a short input cannot show.
         found: collects the fields.
 
     Raises:
-        ValueError: naming the first stage that nothing explains.
+        ValueError: if a stage is not explained; the message names the first one.
     """
     values = layer.values
     missing = [name for name in ("q", "k", "v", "output") if name not in values]
@@ -56,7 +56,7 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
     if layer.is_cross and k.shape[2] < LEAST_TOKENS:
         raise Refusal("inputs", f"be at least {LEAST_TOKENS} tokens to attend to", f"{k.shape[2]}")
     is_even = np.ptp(v, axis=2).max() <= ALIKE * np.abs(v).max()
-    if is_even and "attn_weights" not in values:  # any weights return the same
+    if is_even and "attn_weights" not in values:  # any attention weights return the same context
         raise Refusal("inputs", "differ between tokens", "equal values at all of them")
     found.add("num_heads", num_heads, "heads of the queries that attention receives")
     found.add("num_kv_heads", k.shape[1], "heads of the keys that attention receives, each once")
@@ -99,7 +99,7 @@ def _fit_projections(layer: ObservedLayer, config: Mapping[str, Any], found: Fit
 
 
 def fit_clip(layer: ObservedLayer, projections: Sequence[Submodule], found: Fit) -> None:
-    """Fit the limit of the outputs of projections, if values reach it."""
+    """Fit the clipping limit of projection outputs, if values reach it."""
     v = layer.values["v"]
     limits = None, float(str(np.abs(v).max()))
     plain, clipped = (trace(v, projections, limit=limit) for limit in limits)
@@ -150,7 +150,7 @@ def _fit_heads(layer: ObservedLayer, part: str, ropes: list[Rope], config: Mappi
 
 
 def _check_axes(layer: ObservedLayer, rope: Rope | None) -> None:
-    """Refuse RoPE whose axes are not those of the model's positions."""
+    """Reject RoPE whose axes differ from those of the model's positions."""
     places = layer.values.get("positions")
     if rope is not None and places is not None and (rope.sections is None) != (places.ndim == 2):
         known = "one axis" if places.ndim == 2 else f"{len(places)} that are the same"
@@ -158,10 +158,11 @@ def _check_axes(layer: ObservedLayer, rope: Rope | None) -> None:
 
 
 def positions_on_axes(layer: ObservedLayer, found: Fit) -> np.ndarray:
-    """Return the positions (axes, B, T) of the tokens of a layer whose RoPE has axes, by how its queries turn.
+    """Return the positions (axes, B, T) of a layer's tokens, from the rotation of its queries by RoPE with several
+    axes.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if no positions explain the rotation.
     """
     q, rope = layer.values["q"], found.fields["rope"]
     traced = _returned(layer, "q", q, [rope], found.fields.get("clip_qkv"))
@@ -195,7 +196,7 @@ def _untempered(
 def _returned(
     layer: ObservedLayer, part: str, heads: np.ndarray, ropes: list[Rope], limit: float | None
 ) -> Traced | None:
-    """Trace heads to norms, or else to linear submodules."""
+    """Trace heads to norms, otherwise to linear submodules."""
     amplitudes = tuple(dict.fromkeys((1.0, *(rope.attention_factor for rope in ropes))))
     for pool, most in ((layer.norms(), None), (layer.linears(), limit)):
         if (traced := trace(heads, pool, amplitudes, most)) is not None:
@@ -235,7 +236,7 @@ def _fit_output(layer: ObservedLayer, found: Fit) -> None:
 
 
 def _fit_gate(layer: ObservedLayer, entered: np.ndarray, found: Fit) -> bool:
-    """Fit the gate before an output projection; return if there is one."""
+    """Fit the gate before an output projection; return whether there is one."""
     query = layer.submodule(*found.ends["query"])
     for gate, each, places in gates_of(layer, entered):
         if np.array_equal(flat(each.given), flat(query.given)):

@@ -1,4 +1,4 @@
-"""Observe the layers of a model in a folder whose family has no rules."""
+"""Observe the layers of a model folder whose family has no rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes  # noqa: F401, whose dtypes NumPy then knows by name
+import ml_dtypes  # noqa: F401, registers its dtypes with NumPy by name
 import numpy as np
 
 from mha_spec import Refusal
@@ -30,7 +30,7 @@ NUM_TOKENS = 32
 
 
 def is_unknown(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a path is the folder of a model whose layers neither rules nor its metadata specify."""
+    """Return whether a path is a model folder whose layers neither rules nor its metadata specify."""
     config = Path(folder) / "config.json"
     if not config.is_file() or tells_layout(folder):
         return False
@@ -41,15 +41,15 @@ def is_unknown(folder: str | os.PathLike[str]) -> bool:
 
 
 def observe_folder(folder: str | os.PathLike[str]) -> list[LiveLayer]:
-    """Return the layers of a model in a folder, by `layers_of` on random inputs.
+    """Return the layers of a model folder, by `layers_of` on random inputs.
 
-    transformers loads the model, from this folder alone, in float32, without code from the folder.
+    transformers loads the model offline, in float32, and runs no code from the folder.
 
     Raises:
         ModuleNotFoundError: if transformers is not installed.
         OSError: if the folder has no weights in safetensors.
-        ValueError: if transformers has no such model, the folder lacks weights of attention, or the inputs of such a
-            model are not known.
+        ValueError: if transformers does not support the model, the folder lacks attention weights, or no known inputs
+            run the model.
     """
     import torch
     from transformers import AutoConfig, AutoModel
@@ -64,7 +64,7 @@ def observe_folder(folder: str | os.PathLike[str]) -> list[LiveLayer]:
             attn_implementation="eager",
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the names of such weights follow below
+            ignore_mismatched_sizes=True,  # such weights are reported by name below
             **local,
         )
     except (KeyError, ValueError) as error:
@@ -77,10 +77,10 @@ def observe_folder(folder: str | os.PathLike[str]) -> list[LiveLayer]:
 
 
 def _inputs(model: Any) -> dict[str, torch.Tensor]:
-    """Return random keywords with which a model of transformers runs.
+    """Return random keyword arguments with which a transformers model runs.
 
     Raises:
-        ValueError: if it runs with neither tokens nor images.
+        ValueError: if neither tokens nor images run it.
     """
     import torch
 
@@ -89,7 +89,7 @@ def _inputs(model: Any) -> dict[str, torch.Tensor]:
         try:
             with torch.no_grad():
                 model(**inputs)
-        except Exception as wrong:  # whatever its code meets
+        except Exception as wrong:  # the model's own code may raise anything
             error = wrong
         else:
             return inputs
@@ -98,7 +98,7 @@ def _inputs(model: Any) -> dict[str, torch.Tensor]:
 
 
 def random_inputs(config: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield keywords that a model of transformers may take: tokens and an image, tokens, an image."""
+    """Yield candidate keyword arguments of a transformers model: tokens with an image, tokens, an image."""
     import torch
 
     generator, tokens, image = torch.Generator().manual_seed(0), {}, {}
@@ -118,7 +118,7 @@ def random_inputs(config: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _as_stored(layer: LiveLayer, config: Any) -> LiveLayer:
-    """Return a layer with weights in the dtype of its files, if that holds them all."""
+    """Return a layer with weights in the dtype of its files, if that dtype represents them exactly."""
     dtype = np.dtype(str(config.dtype or "float32").removeprefix("torch."))
     narrow = {name: weight.astype(dtype) for name, weight in layer.weights.items()}
     is_exact = all((narrow[name].astype(weight.dtype) == weight).all() for name, weight in layer.weights.items())
@@ -127,10 +127,10 @@ def _as_stored(layer: LiveLayer, config: Any) -> LiveLayer:
 
 @contextmanager
 def observed_file(layers: Sequence[LiveLayer]) -> Iterator[Path]:
-    """Write the layers that were identified to a file that is there for a while, with their specifications.
+    """Write the identified layers with their specifications to a temporary file, and yield its path.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if no layer was identified.
     """
     known = [layer for layer in layers if layer.spec is not None]
     if not known:

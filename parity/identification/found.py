@@ -1,4 +1,4 @@
-"""What was found of a layer, and how."""
+"""The fields of a layer found so far, and the evidence for each."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Evidence:
     Attributes:
         field: its name.
         value: its value.
-        how: in words.
-        up_to: the number of tokens up to which it was seen; None if it does not depend on that.
-        is_seen: False if it was read, from an attribute or a configuration, and the input was too short to show it.
+        how: how it was found.
+        up_to: number of tokens up to which it was observed; None if it does not depend on that.
+        is_seen: False if it was read from an attribute or a configuration, because the input was too short to show it.
     """
 
     field: str
@@ -41,18 +41,18 @@ class Evidence:
 
 @dataclass
 class Fit:
-    """A layer as far as it has been fitted.
+    """A partly fitted layer.
 
     Attributes:
         fields: of the specification.
         weights: canonical weights.
-        names: the parameter of the module that each weight is, or is part of.
+        names: parameter of the module that holds each weight.
         is_causal: whether queries attend to no later key.
         evidence: how each field was found.
-        is_scaled_before: whether queries are multiplied by the scale, instead of scores.
+        is_scaled_before: whether the scale multiplies queries instead of scores.
         ends: submodules that receive the inputs and return the output.
-        words: the place of each end in the module.
-        refusal: the first stage that nothing explains; empty if there is none.
+        words: description of the place of each end in the module.
+        refusal: first stage that no field explains; empty if there is none.
     """
 
     fields: dict[str, Any] = field(default_factory=dict)
@@ -66,25 +66,25 @@ class Fit:
     refusal: str = ""
 
     def add(self, name: str, value: Any, how: str, **seen: Any) -> None:
-        """Take a field of the specification, and how it was found."""
+        """Add a field of the specification, and how it was found."""
         self.fields[name] = value
         self.evidence.append(Evidence(name, value, how, **seen))
 
     def agree(self, name: str, value: Any) -> None:
-        """Take a field of the specification that queries and keys share.
+        """Add a field of the specification that queries and keys share.
 
         Raises:
-            ValueError: if they do not.
+            ValueError: if they differ.
         """
         if name in self.fields and self.fields[name] != value:
             raise Refusal(name, "be the same for queries and keys", f"{self.fields[name]} and {value}")
         self.fields[name] = value
 
     def project(self, name: str, each: Submodule, rows: Sequence[int] | np.ndarray) -> bool:
-        """Take rows of a linear submodule as a canonical projection; return whether it has a bias.
+        """Use rows of a linear submodule as a canonical projection; return whether it has a bias.
 
         Raises:
-            ValueError: if the submodule is no product with its matrix.
+            ValueError: if the submodule does not return the product with its matrix.
         """
         weight, bias = matrix_of(each.module)[rows], getattr(each.module, "bias", None)
         made = flat(each.given).astype(np.float64) @ weight.T.astype(np.float64)
@@ -99,17 +99,17 @@ class Fit:
         return bias is not None
 
     def normalize(self, name: str, module: str, weights: Weights) -> None:
-        """Take the parameters of a norm."""
+        """Add the parameters of a norm."""
         for leaf, weight in weights.items():
             self.weights[f"{name}.{leaf}"] = weight
             self.names[f"{name}.{leaf}"] = f"{module}.{leaf}"
 
     @property
     def entries(self) -> set[str]:
-        """Names of the submodules that receive inputs."""
+        """Return the names of the submodules that receive inputs."""
         return {end.name for side, end in self.ends.items() if side != "output"}
 
     @property
     def spec(self) -> AttentionSpec:
-        """The specification of the fields so far."""
+        """Return the specification of the fields so far."""
         return AttentionSpec(**self.fields)

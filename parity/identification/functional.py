@@ -1,4 +1,4 @@
-"""Observe the projections of `nn.MultiheadAttention`, which are no submodules that run, but parts of one function."""
+"""Observe the projections of `nn.MultiheadAttention`, which one function computes without calling submodules."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Projected(NamedTuple):
 
 
 class ProjectionMode(TorchFunctionMode):
-    """Records inputs and outputs of projections of layers, computed as the function itself does.
+    """Records inputs and outputs of the projections of layers, which it computes as the function itself does.
 
     Attributes:
-        inside: the records, by the name of the layer.
+        inside: records by layer name.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], factors: Mapping[str, float]) -> None:
-        """Take the layers by name, and factors of the inputs of their projections, by the names of these."""
+        """Accept the layers by name, and factors of the inputs of their projections, by projection name."""
         super().__init__()
         self.inside: dict[str, list[Projected]] = {}
         self._names = {x.out_proj.weight: name for name, x in modules.items() if type(x) is nn.MultiheadAttention}
@@ -51,7 +51,7 @@ class ProjectionMode(TorchFunctionMode):
         if name is not None and given["query"].ndim == 3:
             projections = "q_proj" if given["use_separate_proj_weight"] else "in_proj"
             factor = self._factors.get(f"{name}.{projections}" if name else projections, 1.0)
-            inputs = {x: x * factor for x in (given["query"], given["key"], given["value"])}  # shared ones stay shared
+            inputs = {x: x * factor for x in (given["query"], given["key"], given["value"])}  # shared ones stay so
             given |= {side: inputs[given[side]] for side in ("query", "key", "value")}
             self.inside.setdefault(name, []).extend(_projections(given))
         return func(**given)
@@ -60,7 +60,7 @@ class ProjectionMode(TorchFunctionMode):
 def _projections(given: Mapping[str, Any]) -> list[Projected]:
     """Return the projections of one call of the function."""
     x = [given[side] for side in ("query", "key", "value")]
-    bias, functions = given["in_proj_bias"], cast(Any, F)  # private ones, which compute the same bits
+    bias, functions = given["in_proj_bias"], cast(Any, F)  # private functions, which compute the same bits
     biases = [None] * 3 if bias is None else bias.chunk(3)
     if given["use_separate_proj_weight"]:
         weights = [given[f"{part}_proj_weight"] for part in "qkv"]

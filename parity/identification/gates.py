@@ -1,4 +1,4 @@
-"""Fit the gate of a context, its factor before the output projection."""
+"""Fit the gate that multiplies a context before the output projection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def gates_of(layer: ObservedLayer, entered: np.ndarray) -> Iterator[tuple[Gate, 
         entered: input of the projection, (B * T, N * Hv).
 
     Yields:
-        The gate without its bias, the submodule whose features it is the sigmoid of, and their places.
+        The gate without its bias, the submodule whose features pass through the sigmoid, and their places.
     """
     values = layer.values["context"]
     num_heads, head_dim = values.shape[1], values.shape[3]

@@ -19,9 +19,9 @@ class Linear:
         result: number of the product.
         given: number of its input.
         matrix: number of its matrix.
-        axes: of the input and of the matrix that are summed over.
-        is_input_first: the input is the first operand of the product.
-        leaves: names of the parameters that the matrix is made of.
+        axes: contracted axes of the input and of the matrix.
+        is_input_first: whether the input is the first operand of the product.
+        leaves: names of the parameters that the matrix is computed from.
     """
 
     result: int
@@ -40,7 +40,7 @@ class Linear:
         return _last(np.asarray(values[self.matrix]), self.axes[1])
 
     def places(self, values: Values) -> np.ndarray:
-        """Return the place of each number of the product in an array (tokens, features)."""
+        """Return the index of each number of the product in an array (tokens, features)."""
         x, matrix = np.asarray(values[self.given]), np.asarray(values[self.matrix])
         tokens = [size for axis, size in enumerate(x.shape) if axis not in self.axes[0]]
         features = [size for axis, size in enumerate(matrix.shape) if axis not in self.axes[1]]
@@ -54,9 +54,9 @@ class Biased:
 
     Attributes:
         result: number of the sum.
-        places: the place of each of its numbers in an array (tokens, features) of the product.
-        bias: number of the bias; None without one.
-        leaves: names of the parameters that it is made of.
+        places: index of each of its numbers in an array (tokens, features) of the product.
+        bias: number of the bias; None if there is none.
+        leaves: names of the parameters that the bias is computed from.
     """
 
     result: int
@@ -67,17 +67,17 @@ class Biased:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention in a program, by the numbers of its values.
+    """Attention in a program; its values are given by number.
 
     Attributes:
         operands: queries, keys and values as the two products receive them.
         scores: product of queries and keys.
         logits: input of the softmax.
-        weights: its output.
-        context: product of those with values.
-        projections: of queries, keys and values.
+        weights: output of the softmax.
+        context: product of the weights and values.
+        projections: projections of queries, keys and values.
         out: projection of the context; None if there is none.
-        gates: projections of factors of the context before that.
+        gates: projections whose outputs multiply the context before `out`.
     """
 
     operands: Mapping[str, int]
@@ -91,34 +91,34 @@ class Attention:
 
     @property
     def linears(self) -> list[Linear]:
-        """Its projections, each once."""
+        """Return its projections, each once."""
         every = (*self.projections.values(), *self.gates, *([] if self.out is None else [self.out]))
         return list({each.result: each for each in every}.values())
 
     @property
     def numbers(self) -> dict[str, int]:
-        """Its values by the names of stages; q, k and v are the operands."""
+        """Return its values by stage name; q, k and v are the operands."""
         rest = {"scores": self.scores, "logits": self.logits, "attn_weights": self.weights, "context": self.context}
         return {**self.operands, **rest}
 
     def exchanged(self) -> Attention:
-        """Return the same with queries as keys, and keys as queries."""
+        """Return the attention with queries and keys exchanged."""
         of = {"q": "k", "k": "q", "v": "v"}
         operands = {part: self.operands[of[part]] for part in of}
         return replace(self, operands=operands, projections={part: self.projections[of[part]] for part in of})
 
     @property
     def leaves(self) -> list[str]:
-        """The parameters of its projections."""
+        """Return the parameters of its projections."""
         return [leaf for each in self.linears for leaf in each.leaves]
 
 
 class AttentionFinder:
-    """Attention of a program, whose first arguments are parameters.
+    """Find attention in a program whose first arguments are parameters.
 
     Args:
         program: the program.
-        names: of those arguments that are parameters, by number.
+        names: names of the arguments that are parameters, by number.
     """
 
     def __init__(self, program: Program, names: Mapping[int, str]) -> None:
@@ -129,7 +129,7 @@ class AttentionFinder:
         self.products = {each.made[0]: each for each in products if self.varying.issuperset(each.given)}
 
     def leaves(self, number: int) -> tuple[str, ...]:
-        """Return the names of the parameters that a value is made of."""
+        """Return the names of the parameters that a value is computed from."""
         return tuple(sorted(self.names[each] for each in self.program.before([number]) if each in self.names))
 
     def _linear(self, product: Operation) -> Linear | None:
@@ -144,7 +144,7 @@ class AttentionFinder:
         return Linear(product.made[0], given, matrix, axes, is_first, leaves) if leaves else None
 
     def attention(self) -> Iterator[Attention | tuple[list[str], str]]:
-        """Yield each attention; or the parameters that are near a softmax, and the reason that it is not understood."""
+        """Yield each attention; or the parameters near a softmax, and the reason why it is not understood."""
         for operation in self.program.operations:
             logits = self._logits(operation)
             scores = set() if logits is None else self._nearest(logits)
@@ -155,7 +155,7 @@ class AttentionFinder:
                     yield self._near(operation.made[0]), str(error)
 
     def _logits(self, quotient: Operation) -> int | None:
-        """Return the input of the softmax that ends in an operation; None if none does."""
+        """Return the input of the softmax that ends in an operation; None if no softmax does."""
         if quotient.name != "div":
             return None
         exponential = self.program.maker.get(self.program.origin(quotient.given[0]))
@@ -165,7 +165,7 @@ class AttentionFinder:
         return shifted.given[0] if shifted and shifted.name == "sub" else exponential.given[0]
 
     def _nearest(self, number: int) -> set[int]:
-        """Return the products that a value is made of, none of them by way of another."""
+        """Return the nearest products that a value is computed from."""
         stops = self.products.keys() | self.linears.keys()
         return self.program.before([number], stops) & stops
 
@@ -190,7 +190,7 @@ class AttentionFinder:
         return Attention(operands, product, logits, weights, context, projections, *self._out(context))
 
     def _moved(self, number: int) -> list[int]:
-        """Return the values that have the numbers of a value, at other places."""
+        """Return the values that hold the same numbers as a value, at other places."""
         found = [number]
         for each in found:
             found += [made for operation in self.program.moved(each) for made in operation.made]
@@ -222,7 +222,7 @@ class AttentionFinder:
         return None, ()
 
     def biased(self, linear: Linear, values: Values) -> list[Biased]:
-        """Return a product with the biases that are added to it, each to all or some of its features."""
+        """Return a product with the biases that are added to all or some of its features."""
         places = linear.places(values)
         found: list[Biased] = []
         waiting = [(linear.result, places)]
@@ -243,6 +243,6 @@ class AttentionFinder:
 
 
 def _last(x: np.ndarray, axes: Sequence[int]) -> np.ndarray:
-    """Return an array with some axes as one, after all others, which are one too."""
+    """Return an array (others, axes): some axes flattened into the last, all others into the first."""
     order = [axis for axis in range(x.ndim) if axis not in axes] + list(axes)
     return x.transpose(order).reshape(-1, int(np.prod([x.shape[axis] for axis in axes])))

@@ -1,4 +1,4 @@
-"""Fit latents (MLA), from which keys and values, and perhaps queries, of all heads are made."""
+"""Fit latents (MLA), from which keys and values, and optionally queries, of all heads are projected."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from parity.identification.trace import Traced, columns_of, flat, is_close
 
 @dataclass(frozen=True)
 class LatentNorm:
-    """A latent on its way from one projection to the next.
+    """A latent between two projections, with its norm.
 
     Attributes:
-        source: the projection that returned it.
-        places: of its features in that output.
-        norm: that normalizes it.
-        name: the norm's name.
-        weights: the norm's weights.
-        factor: of it after the norm.
+        source: projection that returned the latent.
+        places: indices of its features in that output.
+        norm: the norm that follows.
+        name: name of the norm.
+        weights: weights of the norm.
+        factor: factor of the latent after the norm.
     """
 
     source: Submodule
@@ -65,7 +65,7 @@ def _factor_of(one: np.ndarray, other: np.ndarray) -> float | None:
 
 
 def is_latent(k: Traced, v: Traced) -> bool:
-    """Return if keys are made by two projections, of which values are made by the first."""
+    """Return whether two projections make the keys, and the first of them also makes the values."""
     return len(k.modules) == 2 and len(v.modules) == 1 and k.modules[0].name == v.modules[0].name
 
 
@@ -73,7 +73,7 @@ def fit_latents(layer: ObservedLayer, found: Fit, q: Traced, k: Traced, v: Trace
     """Fit latents, their norms and the projections before and after them.
 
     Raises:
-        ValueError: if anything of them is none that a `Latent` has.
+        ValueError: if a `Latent` cannot express them.
     """
     num_heads, head_dim = k.heads.shape[1], k.heads.shape[3]
     rope_dim = _num_shared(k)
@@ -117,14 +117,14 @@ def fit_latents(layer: ObservedLayer, found: Fit, q: Traced, k: Traced, v: Trace
 
 
 def _interleaved(places: np.ndarray) -> np.ndarray | None:
-    """Return the order in which places ascend, if it makes halves of neighbors; else None."""
+    """Return the order in which places ascend, if they are interleaved halves; otherwise None."""
     count = len(places) // 2
     order = np.stack([np.arange(count), count + np.arange(count)], axis=1).reshape(-1)
     return order if count > 1 and (np.diff(places[order]) == 1).all() else None
 
 
 def _num_shared(k: Traced) -> int:
-    """Return how many of the last features of keys all heads share."""
+    """Return how many trailing features of keys are shared by all heads."""
     num_heads, head_dim = k.heads.shape[1], k.heads.shape[3]
     is_shared = np.array([each is not k.sources[0] for each in k.sources]).reshape(num_heads, head_dim)
     count = int(is_shared[0].sum())
@@ -144,6 +144,6 @@ def _latent(kv: LatentNorm, q: LatentNorm | None, rope_dim: int, width: int, q_f
 
 
 def _rounded(factor: float, width: int, rank: int | None) -> float:
-    """Return the square root of the ratio of both widths if a factor is that; else the factor."""
+    """Return the square root of the ratio of both widths if a factor equals it; otherwise the factor."""
     known = math.sqrt(width / rank) if rank else factor
     return known if math.isclose(factor, known, rel_tol=1e-6) else factor

@@ -1,4 +1,4 @@
-"""Know the attention layers of a live model: by rules of its family, by observation, or by both."""
+"""Find the attention layers of a live model, by rules of its family, by observation, or by both."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from parity.tapping.record import Tapped
 
 @dataclass(frozen=True)
 class LiveLayer(JsonRecord):
-    """An attention layer of a live model, by rules, by observation, or by both.
+    """An attention layer of a live model, found by rules, by observation, or by both.
 
     Attributes:
         name: of the module.
-        spec: of the layer, verified; None if there is a refusal.
+        spec: its verified specification; None if there is a refusal.
         weights: its canonical weights.
         is_causal: whether queries attend to no later key.
-        source: who says so: `rules` of its family, `observation`, or `both`; empty if there is a refusal.
-        share: error of its recorded outputs, as a share of its budget.
-        not_ruled: why no rules say what it computes; empty if rules do.
-        refusal: the reason why it has no specification; empty if it has one.
-        comparisons: of each stage that the module shows with the reference; empty if its inputs or its output are not
+        source: origin of the specification: `rules` of its family, `observation`, or `both`; empty if there is a
+            refusal.
+        share: error of its recorded outputs, relative to its budget.
+        not_ruled: why no rules describe it; empty if rules do.
+        refusal: why it has no specification; empty if it has one.
+        comparisons: comparison of each recorded stage with the reference; empty if its inputs or its output are not
             those of attention.
-        identification: by observation alone.
+        identification: result of observation alone.
     """
 
     name: str
@@ -50,7 +51,7 @@ class LiveLayer(JsonRecord):
     identification: Identification = field(default_factory=lambda: Identification(""))
 
     def at(self, index: int) -> ModelLayer:
-        """Return it as a layer of a number of its model, as `judge_tap` takes it."""
+        """Return it as layer `index` of its model, in the form that `judge_tap` accepts."""
         return ModelLayer(index, "", self.spec, {}, is_causal=bool(self.is_causal), path=self.name)
 
     def __str__(self) -> str:
@@ -66,21 +67,21 @@ class LiveLayer(JsonRecord):
 def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list[LiveLayer]:
     """Return the specifications of the attention layers of a live model, each checked by observation.
 
-    Rules of a family, as `from_transformers` has them, and observation, as `identify` has it, must agree. A layer that
-    only one of them knows is taken from that, and is compared with the reference for the inputs.
+    Rules of a family (see `from_transformers`) and observation (see `identify`) must agree. A layer that only one of
+    them supports is compared with the reference on the inputs.
 
     Args:
-        model: as `identify` takes it.
-        inputs: likewise.
-        layers: likewise.
+        model: as in `identify`.
+        inputs: as in `identify`.
+        layers: as in `identify`.
 
     Returns:
-        One for each layer, in order. If the module is only part of a layer of the rules, as in BERT, it has the name of
-        the whole.
+        One layer per module, in order. If the module is only part of a layer of the rules, as in BERT, the layer has
+        the name of the whole.
 
     Raises:
-        TypeError: as `identify`.
-        ValueError: likewise.
+        TypeError: as in `identify`.
+        ValueError: as in `identify`.
     """
     observed = {each.name: each for each in identify(model, inputs, layers)}
     if is_flax(model):
@@ -98,14 +99,14 @@ def layers_of(model: Any, inputs: Mapping[str, Any], layers: Any = None) -> list
 
 
 def _observed(observed: Identification) -> LiveLayer:
-    """Return a layer of Flax, which no rules know."""
+    """Return an observed Flax layer; rules do not cover Flax."""
     known = observed.spec, observed.weights, observed.is_causal, "observation" if observed.spec is not None else ""
     why = "rules are for models of torch"
     return LiveLayer(observed.name, *known, observed.share, why, observed.refusal, identification=observed)
 
 
 def _known(observed: Identification, tapped: Tapped, model: Any) -> LiveLayer:
-    """Return a layer that was observed, with the rules about it."""
+    """Return an observed layer, combined with the rules for it."""
     ruled, why = _ruled(model, observed.name)
     live = LiveLayer(observed.name if ruled is None else ruled[0].path, not_ruled=why, identification=observed)
     if ruled is None and observed.spec is None:
@@ -118,7 +119,7 @@ def _known(observed: Identification, tapped: Tapped, model: Any) -> LiveLayer:
         if differences := _differences(layer, weights, observed):
             return replace(live, refusal=f"rules say {', '.join(differences)}")
     verdict = judge_tap(tapped, [layer], {observed.name: weights}, diagnoses=False).layers[0]
-    is_verified = observed.spec is not None and live.name == observed.name  # also between its projections
+    is_verified = observed.spec is not None and live.name == observed.name  # verified between its projections at least
     if not (verdict.passed or is_verified):
         wrong = (
             verdict.difference
@@ -134,7 +135,7 @@ def _known(observed: Identification, tapped: Tapped, model: Any) -> LiveLayer:
 
 
 def _ruled(model: Any, name: str) -> tuple[tuple[ModelLayer, Weights] | None, str]:
-    """Return the layer that rules have at the name of a module, or the reason why there is none."""
+    """Return the layer that rules describe at the name of a module, or the reason why there is none."""
     why = ""
     for path in (name, name.rpartition(".")[0]):  # BERT's attention is a module inside the layer of the rules
         try:
@@ -147,16 +148,16 @@ def _ruled(model: Any, name: str) -> tuple[tuple[ModelLayer, Weights] | None, st
 
 
 def _reason(error: Exception) -> str:
-    """Return why there are no rules, without advice."""
+    """Return why there are no rules, without the hint."""
     return error.got if isinstance(error, Refusal) and isinstance(error.got, str) else str(error)
 
 
 def _differences(ruled: ModelLayer, weights: Weights, observed: Identification) -> list[str]:
-    """Return the differences of a layer by rules and by observation, in words; nothing if it was not identified."""
+    """Describe the differences between rules and observation; empty if the layer was not identified."""
     if ruled.spec is None or observed.spec is None:
         return []
     one, other = unheld(ruled.spec).values(), unheld(observed.spec).values()
-    if not observed.spec.out_proj and ruled.path != observed.name:  # a module inside the layer, which ends before
+    if not observed.spec.out_proj and ruled.path != observed.name:  # such a module ends before the output projection
         other |= {name: one[name] for name in ("out_proj", "out_bias", "d_model")}
     unseen = [name for name in SPANS if other[name] is None and (one[name] or 0) >= observed.num_tokens]
     said = {name: (value, other[name]) for name, value in one.items() if value != other[name] and name not in unseen}
@@ -168,4 +169,4 @@ def _differences(ruled: ModelLayer, weights: Weights, observed: Identification) 
 
 
 SPANS = ("window_size", "chunk_size")
-"""Fields that fewer tokens do not show."""
+"""Fields that a shorter input does not show."""

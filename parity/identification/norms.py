@@ -1,4 +1,4 @@
-"""Fit the norm of queries, keys or values, and of latents, from its input and output."""
+"""Fit norms of queries, keys, values and latents from their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parity.identification.observe import Submodule
 from parity.identification.trace import Traced, is_close, tokens_of
 
 EPS = (1e-6, 1e-5)
-"""Values of eps that are tried if a module holds none."""
+"""Values of eps to try if the module holds none."""
 
 
 def fit_norm(part: str, traced: Traced) -> tuple[Norm, Weights, np.ndarray]:
@@ -47,7 +47,7 @@ def fit_norm(part: str, traced: Traced) -> tuple[Norm, Weights, np.ndarray]:
 
 
 def _column_given(source: Submodule, place: int, batch_size: int, num_tokens: int) -> np.ndarray:
-    """Return the feature (B, T) that a norm made into another."""
+    """Return the input feature (B, T) at a place of the output of a norm."""
     given = tokens_of(source.given, batch_size, num_tokens)
     if given is None:
         raise Refusal(source.name, "receive tokens or heads", f"{source.given.shape}")
@@ -55,7 +55,7 @@ def _column_given(source: Submodule, place: int, batch_size: int, num_tokens: in
 
 
 def _of_each_head(part: str, traced: Traced) -> tuple[Norm, Weights]:
-    """Fit norms of which each is that of one head."""
+    """Fit one norm per head."""
     num_heads, head_dim = traced.heads.shape[1], traced.heads.shape[3]
     found = []
     for head in range(num_heads):
@@ -99,7 +99,7 @@ def norm_of(each: Submodule, over: Literal["head", "width"]) -> tuple[Norm, Weig
 
 
 def _candidates(each: Submodule) -> list[float]:
-    """Return values that eps may have: small numbers that the module holds, or that of torch if it holds None."""
+    """Return candidates for eps: small numbers of the module, or torch's default if it holds None."""
     held = vars(each.module)
     found = [x for x in held.values() if type(x) is float and 0.0 < x < 1e-2]
     if any("eps" in name and x is None for name, x in held.items()):

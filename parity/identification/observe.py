@@ -1,4 +1,4 @@
-"""Observe attention layers of a live torch model: records of a tap, and inputs and outputs of their submodules."""
+"""Observe the attention layers of a live torch model: records of a tap, with inputs and outputs of submodules."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Submodule:
     """A module inside an attention layer, with its input and output in one call.
 
     Attributes:
-        name: after that of the layer.
-        call: how many times it ran before in this call of the layer.
+        name: relative to the layer.
+        call: number of its earlier runs in this call of the layer.
         module: the module.
         given: its first input.
         result: its output.
-        leaves: full names of its parameters, if they are not its name and theirs.
+        leaves: full names of its parameters, if they differ from its own name plus theirs.
     """
 
     name: str
@@ -41,17 +41,17 @@ class Submodule:
     leaves: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def parameter(self, leaf: str) -> str:
-        """Return the name of a parameter after that of the layer."""
+        """Return the name of a parameter relative to the layer."""
         return self.leaves.get(leaf, f"{self.name}.{leaf}")
 
     @cached_property
     def is_linear(self) -> bool:
-        """Whether it multiplies its input by one matrix, as `nn.Linear` and the Conv1D of transformers do."""
+        """Return whether it multiplies its input by one matrix, like `nn.Linear` and the Conv1D of transformers."""
         if getattr(getattr(self.module, "weight", None), "ndim", 0) < 2:
             return False
         matrix, bias = matrix_of(self.module), getattr(self.module, "bias", None)
         first, result = (x.reshape(-1, x.shape[-1])[0] for x in (self.given, self.result))
-        if matrix.shape != (len(result), len(first)):  # or a kernel that is larger
+        if matrix.shape != (len(result), len(first)):  # a kernel may be larger
             return False
         made = matrix @ first + (0.0 if bias is None else to_numpy(bias))
         return bool(np.abs(made - result).max() <= 1e-3 * np.abs(result).max())
@@ -65,8 +65,8 @@ class ObservedLayer:
         model: the model.
         module: the layer.
         tapped: the tap's record of this call.
-        arguments: of the layer, by name.
-        inside: its submodules in the order in which they ran.
+        arguments: arguments of the layer, by name.
+        inside: its submodules, in the order in which they ran.
     """
 
     model: nn.Module
@@ -77,19 +77,19 @@ class ObservedLayer:
 
     @property
     def values(self) -> dict[str, np.ndarray]:
-        """Values that the tap recorded of its only call."""
+        """Return the values that the tap recorded in its only call."""
         return self.tapped.calls[0].values
 
     @property
     def is_cross(self) -> bool:
-        """Return whether its keys are made of another sequence."""
+        """Return whether its keys come from another sequence."""
         return "key_input" in self.values
 
     def submodule(self, name: str, call: int) -> Submodule:
-        """Return one of its submodules in one call.
+        """Return one call of one of its submodules.
 
         Raises:
-            ValueError: if that did not run.
+            ValueError: if it did not run.
         """
         found = next((each for each in self.inside if (each.name, each.call) == (name, call)), None)
         if found is None:
@@ -97,11 +97,11 @@ class ObservedLayer:
         return found
 
     def linears(self) -> list[Submodule]:
-        """Its linear maps, with inputs and outputs."""
+        """Return its linear maps, with inputs and outputs."""
         return [each for each in self.inside if each.is_linear]
 
     def norms(self) -> list[Submodule]:
-        """Its norms, with inputs and outputs."""
+        """Return its norms, with inputs and outputs."""
         others = (each for each in self.inside if not each.is_linear and each.given.shape == each.result.shape)
         return [each for each in others if not np.array_equal(each.given, each.result)]
 
@@ -115,7 +115,7 @@ def matrix_of(module: nn.Module) -> np.ndarray:
 
 
 def _is_convolution(module: nn.Module) -> bool:
-    """Return whether features are the axis after that of sequences."""
+    """Return whether features are on the axis after that of sequences."""
     return hasattr(module, "kernel_size")
 
 
@@ -126,9 +126,9 @@ def observe(
 
     Args:
         model: the model.
-        inputs: keywords of the call.
-        layers: names of modules or classes, as `parity.tap` takes them.
-        factors: of the inputs of projections, by name: large ones show caps and clips, small ones the eps of norms.
+        inputs: keyword arguments of the call.
+        layers: names of modules or classes, as in `parity.tap`.
+        factors: factors of projection inputs, by name: large ones show caps and clips, small ones the eps of norms.
 
     Raises:
         ValueError: if there are no such layers.
@@ -141,7 +141,7 @@ def observe(
     modules, calls = dict(model.named_modules()), dict[str, list[_Call]]()
     with ExitStack() as stack, torch.no_grad():
         functional = stack.enter_context(ProjectionMode(modules, factors or {}))
-        for name, factor in (factors or {}).items():  # before hooks that record
+        for name, factor in (factors or {}).items():  # before the recording hooks
             if name not in modules:
                 continue
             stack.callback(modules[name].register_forward_pre_hook(_multiplier(factor), with_kwargs=True).remove)
@@ -167,7 +167,7 @@ def observe(
 
 
 def _completed(layer: ObservedLayer, projections: Sequence[tuple[Any, ...]]) -> ObservedLayer:
-    """Return a layer with the projections of a function, if there are some, that of the context among them."""
+    """Return a layer with the projections that a function computed, including that of the context."""
     context = layer.values.get("context")
     if projections and context is not None and "output" in layer.values:
         given = context.transpose(0, 2, 1, 3).reshape(*layer.values["output"].shape[:2], -1)

@@ -1,4 +1,4 @@
-"""Observe attention layers of a live Flax model: its call as a program, of which every value is seen."""
+"""Observe the attention layers of a live Flax model: its call as a program whose values are all visible."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ RANDOM = ("random_bits", "threefry2x32")
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of a linear map or a norm as modules of torch hold them, which fits read: a weight (out, in)."""
+    """Parameters of a linear map or a norm in torch's form, which fits read: a weight (out, in)."""
 
     weight: np.ndarray | None = None
     bias: np.ndarray | None = None
     eps: float = 0.0
 
     def named_parameters(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield those that there are by name."""
+        """Yield the existing parameters by name."""
         yield from ((name, x) for name, x in (("weight", self.weight), ("bias", self.bias)) if x is not None)
 
 
@@ -43,10 +43,10 @@ class FlaxModel:
     """A Flax model as a function of its parameters and of arrays.
 
     Attributes:
-        call: the function: leaves, then arrays, then keywords that are no arrays.
+        call: the function: leaves, then arrays, then other keyword arguments.
         leaves: its parameters by name.
-        separator: between the parts of those names.
-        classes: of its modules, by their names, known once it was called.
+        separator: separator of the parts of those names.
+        classes: classes of its modules, by name; filled by a call.
     """
 
     call: Callable[[list[Any], dict[str, Any]], Any]
@@ -55,7 +55,7 @@ class FlaxModel:
     classes: dict[str, str]
 
     def owner(self, leaves: Sequence[str]) -> str:
-        """Return the name of the innermost module that holds some parameters."""
+        """Return the name of the innermost module that holds all of some parameters."""
         parts = [leaf.split(self.separator)[:-1] for leaf in leaves]
         shared = parts[0]
         for each in parts[1:]:
@@ -67,10 +67,10 @@ class FlaxModel:
 
 
 def flax_model(model: Any) -> FlaxModel:
-    """Return a module of nnx, or a bound one of linen, as a function.
+    """Return an nnx module, or a bound linen module, as a function.
 
     Raises:
-        ValueError: if it is a module of linen without variables.
+        ValueError: if it is a linen module without variables.
     """
     classes: dict[str, str] = {}
     if isinstance(model, nnx.Module):
@@ -108,23 +108,23 @@ def _named(tree: Any, separator: str) -> dict[str, Any]:
 
 
 class FlaxObserver:
-    """Calls of a Flax model, and its attention layers in them.
+    """Call a Flax model, and observe its attention layers.
 
     Attributes:
-        inputs: arrays by the keyword that first has them.
-        arranged: attention by the name of its layer.
-        refusals: of attention that is not arranged as heads, by the name of its layer.
-        names: parameters of the layers, by the name of the layer and, after a space, the name of the parameter in fits.
-        layers: names of the layers in order.
+        inputs: arrays by the first keyword that holds them.
+        arranged: attention by layer name.
+        refusals: reason why attention could not be arranged as heads, by layer name.
+        names: parameters of the layers; keys are the layer's name, a space, and the parameter's name in fits.
+        layers: names of the layers, in order.
         seen: the layers in the call with these inputs.
 
     Args:
         model: a module.
-        inputs: keywords of a call.
-        layers: names of modules or classes, as `parity.tap` takes them.
+        inputs: keyword arguments of a call.
+        layers: names of modules or classes, as in `parity.tap`.
 
     Raises:
-        ValueError: if it cannot be traced, drops out, or has no attention.
+        ValueError: if it cannot be traced, uses dropout, or has no attention.
     """
 
     def __init__(self, model: Any, inputs: Mapping[str, Any], layers: Any = None) -> None:
@@ -158,7 +158,7 @@ class FlaxObserver:
         self.layers = list(self._leaves)
 
     def _arrange(self, values: Values, patterns: Sequence[str] | None) -> None:
-        """Find the layers that patterns fit, and how their values are arranged."""
+        """Find the layers that match patterns, and arrange their values."""
         for found in self.finder.attention():
             leaves = found[0] if isinstance(found, tuple) else found.leaves
             name = self._name(leaves)
@@ -188,7 +188,7 @@ class FlaxObserver:
         return not module or name.startswith(f"{module}{self.model.separator}")
 
     def _name(self, leaves: Sequence[str]) -> str:
-        """Return a name for a layer with some parameters, other than those of the layers before."""
+        """Return a name for a layer with these parameters, unlike those of earlier layers."""
         owner = self.model.owner(leaves) if leaves else ""
         name = owner or self.model.classes.get("", "model")
         count = sum(each.partition(":")[0] == name for each in self._leaves)
@@ -207,7 +207,7 @@ class FlaxObserver:
 
         Args:
             inputs: arrays by the names of `inputs`.
-            factor: of the input of each attention layer.
+            factor: factor of the input of each attention layer.
         """
         numbers = {number for each in self.arranged.values() for number in each.inputs.values()}
         change = dict.fromkeys(numbers, lambda x: x * factor) if factor != 1.0 else None
@@ -216,7 +216,7 @@ class FlaxObserver:
     def observe_far(self, inputs: Mapping[str, Any], first: int) -> list[ObservedLayer]:
         """Call the model with tokens at positions from `first` on, and return some of its layers.
 
-        Layers whose positions cannot be moved are left out, and those whose mask counts from the first token.
+        Layers whose positions cannot be moved, or whose mask counts from the first token, are left out.
         """
         values, layers = self._values(inputs), list[ObservedLayer]()
         for layer in self._layers(values, inputs):
@@ -227,7 +227,7 @@ class FlaxObserver:
         return layers
 
     def bases(self, name: str) -> dict[str, Any]:
-        """Return scalars that may be the base of RoPE of a layer, as configurations of its model."""
+        """Return scalars that may be the RoPE base of a layer, in the form of configurations."""
         return {str(each): {"rope_theta": each} for each in self.arranged[name].scalars_of_queries()}
 
     def _layers(self, values: Values, inputs: Mapping[str, Any]) -> list[ObservedLayer]:
@@ -272,7 +272,7 @@ class FlaxObserver:
         """Return all features of a product, with the bias that is added to all of them, (tokens, features).
 
         Raises:
-            ValueError: if there are several, or a bias is added to some alone.
+            ValueError: if there are several biases, or one is added to only some features.
         """
         found = self.finder.biased(linear, values)
         if len(found) != 1:
@@ -306,7 +306,7 @@ class FlaxObserver:
             yield leaves, Parameters(**parameters, eps=norm.eps), given, result
 
     def _relative(self, leaves: Sequence[str], name: str) -> str:
-        """Return the names of parameters in the layer."""
+        """Return the names of parameters relative to the layer."""
         prefix = f"{self.model.owner(self._leaves[name])}{self.model.separator}"
         return " and ".join(leaf.removeprefix(prefix) for leaf in leaves)
 
@@ -316,7 +316,7 @@ Made = tuple[dict[str, tuple[str, ...]], Parameters, np.ndarray, np.ndarray]
 
 
 def _features(x: Any, places: np.ndarray, width: int) -> np.ndarray:
-    """Return numbers at some places of an array (tokens, width) as that array, without features that have none."""
+    """Return numbers at some places of an array (tokens, width) as such an array, without empty features."""
     x = np.asarray(x)
     found = np.zeros((int(places.max()) // width + 1) * width, x.dtype)
     found[places] = x
@@ -324,7 +324,7 @@ def _features(x: Any, places: np.ndarray, width: int) -> np.ndarray:
 
 
 def _order_of(wanted: np.ndarray, features: np.ndarray) -> list[int]:
-    """Return which features others are, bit for bit; all as they are if some are none of these."""
+    """Return the index of each wanted column among the features, bit for bit; all in order if one is missing."""
     places = {bits: place for place, bits in enumerate(columns_of(features))}
     order = [places.get(bits, -1) for bits in columns_of(wanted)]
     return order if sorted(order) == list(range(features.shape[1])) else list(range(features.shape[1]))

@@ -1,4 +1,4 @@
-"""Leave padding out of the mask of a layer."""
+"""Remove padding from an observed layer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from parity.identification.observe import ObservedLayer
 
 TOKENS = {"input": (1,), "q": (2,), "k": (2,), "v": (2,), "mask": (2, 3), "scores": (2, 3)}
-"""The axes of tokens of values that a mask affects, by name."""
+"""Token axes of the values that a mask affects, by name."""
 
 KEYS = {"input": (), "q": (), "key_input": (1,), "k": (2,), "v": (2,), "mask": (3,), "scores": (3,)}
-"""The axes of keys of another sequence; the others have sequences alone."""
+"""Token axes if keys come from another sequence; the remaining values keep all queries."""
 
 
 def without_padding(layer: ObservedLayer) -> ObservedLayer:
-    """Return a layer with the real tokens of its longest sequences alone."""
+    """Return a layer with only the real tokens of its longest sequences."""
     name, axes = ("key_is_real", KEYS) if layer.is_cross else ("is_real", TOKENS)
     is_real = layer.values.get(name)
     if is_real is None:

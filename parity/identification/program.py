@@ -1,4 +1,4 @@
-"""A function of JAX as a list of operations, whose values can be seen and replaced."""
+"""A JAX function as a list of operations, whose values can be read and replaced."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ INLINED = {
     *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
 }
-"""Primitives that call a function and do nothing else."""
+"""Primitives that only call a function."""
 
 MOVING = {
     *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "split", "rev", "copy", "copy_p"),
     *("convert_element_type", "stop_gradient", "sharding_constraint", "gather", "dynamic_slice"),
 }
-"""Primitives that return numbers of their first operand, as they are, at other places."""
+"""Primitives that only move the numbers of their first operand to other places."""
 
 Values = Mapping[int, np.ndarray]
 
@@ -30,11 +30,11 @@ class Operation:
     """An operation of a program.
 
     Attributes:
-        name: its primitive's name.
-        given: numbers of the values that it receives.
-        made: numbers of the values that it returns.
-        params: its primitive's parameters.
-        run: a function that computes them.
+        name: name of its primitive.
+        given: numbers of its inputs.
+        made: numbers of its outputs.
+        params: parameters of its primitive.
+        run: function that computes the outputs.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Operation:
 
 
 class Program:
-    """A function as operations, with calls inlined and loops over layers unrolled; a value is known by its number.
+    """A function as operations, with calls inlined and loops over layers unrolled; each value has a number.
 
     Attributes:
-        operations: in order.
-        arguments: numbers of the arguments of the function, flat.
-        results: numbers of its outputs, flat.
+        operations: the operations, in order.
+        arguments: numbers of the flattened arguments of the function.
+        results: numbers of its flattened outputs.
         constants: values that do not depend on the arguments.
         maker: the operation that returns each value.
         users: the operations that receive each value.
@@ -107,7 +107,7 @@ class Program:
             return self._scan(params, given)
 
         def run(*values: Any) -> Sequence[Any]:
-            with jax.default_matmul_precision("highest"):  # so that a device's rounding does not matter
+            with jax.default_matmul_precision("highest"):  # so that TF32 or bfloat16 passes don't hide equality
                 result = primitive.bind(*values, **params)
             return result if primitive.multiple_results else [result]
 
@@ -126,7 +126,7 @@ class Program:
         return [*carry, *(self._add("stack", each, 1, {}, lambda *x: [jax.numpy.stack(x)])[0] for each in columns)]
 
     def evaluate(self, arguments: Sequence[Any], change: Mapping[int, Callable[[Any], Any]] | None = None) -> Values:
-        """Return every value of a call, some of them changed by a function."""
+        """Return every value of a call, after applying `change` to some of them."""
         changes = change or {}
         values: dict[int, Any] = {**self.constants, **dict(zip(self.arguments, arguments, strict=True))}
         values |= {number: changes[number](x) for number, x in values.items() if number in changes}
@@ -138,7 +138,7 @@ class Program:
         return values
 
     def again(self, values: Values, replaced: Values, wanted: Iterable[int]) -> dict[int, np.ndarray]:
-        """Return some values of a call that has been evaluated, if others were replaced in it."""
+        """Return some values of an evaluated call, recomputed after replacing others."""
         wanted = list(wanted)
         changed: dict[int, Any] = dict(replaced)
         within = self.before(wanted)
@@ -149,7 +149,7 @@ class Program:
         return {number: changed.get(number, values[number]) for number in wanted}
 
     def before(self, numbers: Iterable[int], stop: Iterable[int] = ()) -> set[int]:
-        """Return the values that some are made of, these among them, no further than where it stops."""
+        """Return the values that some are computed from, including these, up to `stop`."""
         found: set[int] = set()
         waiting, stops = list(numbers), set(stop)
         while waiting:
@@ -161,7 +161,7 @@ class Program:
         return found
 
     def after(self, numbers: Iterable[int]) -> set[int]:
-        """Return the values that depend on some, these among them."""
+        """Return the values that depend on some, including these."""
         found = set(numbers)
         for operation in self.operations:
             if not found.isdisjoint(operation.given):
@@ -169,7 +169,7 @@ class Program:
         return found
 
     def origin(self, number: int) -> int:
-        """Return the value whose numbers a value has, at other places."""
+        """Return the first value that holds the same numbers as a value, at other places."""
         while number in self.maker and (before := self.moved_from(self.maker[number])) is not None:
             number = before
         return number

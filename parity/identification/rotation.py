@@ -1,4 +1,4 @@
-"""Fit RoPE to heads before and after it: which features are pairs, and by what angle each turns a token."""
+"""Fit RoPE to heads before and after it: find the pairs of features, and the angle of each at each token."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from parity.models.config import Config
 from parity.models.rope import read_rope
 
 CLOSE = 2e-5
-"""Largest error of a pair that is turned again, of the largest feature, in float32."""
+"""Largest error of a pair that is rotated again, relative to the largest feature, in float32."""
 
 ANGLE = 3e-4
 """Largest error of an angle, in radians, at the last token."""
 
 MOST_POSITIONS = 8192
-"""Candidates for positions on an axis."""
+"""Number of candidate positions on an axis."""
 
 BASES = (100.0, 10000.0)
 """Usual bases of frequencies on several axes."""
 
 
 class Turns(NamedTuple):
-    """Rotation of pairs, as it was seen.
+    """Observed rotation of pairs.
 
     Attributes:
-        layout: fields of `Rope` that say which features are pairs.
+        layout: fields of `Rope` that define the pairs of features.
         frequencies: radians of each pair per token, (R/2,).
         amplitude: factor of the length of each pair.
     """
@@ -40,14 +40,14 @@ class Turns(NamedTuple):
 
 
 def fit_rope(before: np.ndarray, after: np.ndarray, candidates: list[Rope]) -> Rope | None:
-    """Return the RoPE that makes heads (B, heads, T, H) of those before it; None if they are the same.
+    """Return the RoPE that turns heads (B, heads, T, H) before it into those after it; None if they are equal.
 
     Args:
-        before, after: heads of tokens at places 0, 1, …, or at integers on several axes, which the angles show.
-        candidates: of the configuration; those that fit come before plain bases, which are rounded.
+        before, after: heads of tokens at positions 0, 1, …, or at integers on several axes, which the angles show.
+        candidates: RoPE of the configuration; a fitting candidate is preferred to rounded plain bases.
 
     Raises:
-        ValueError: if nothing explains how they differ.
+        ValueError: if no RoPE explains the difference.
     """
     if np.array_equal(before, after):
         return None
@@ -56,7 +56,7 @@ def fit_rope(before: np.ndarray, after: np.ndarray, candidates: list[Rope]) -> R
     seen = [turns for layout in layouts if (turns := _turns_of(before, after, layout)) is not None]
     for turns in seen:
         for base in (*candidates, *_plain(turns, num_tokens)):
-            with suppress(ValueError):  # a scaling may not fit so many features
+            with suppress(ValueError):  # a scaling may not fit this number of features
                 rope = base.replace(sections=None, **turns.layout)
                 if _fits(rope, turns, head_dim, num_tokens):
                     return rope
@@ -67,7 +67,7 @@ def fit_rope(before: np.ndarray, after: np.ndarray, candidates: list[Rope]) -> R
 
 
 def _layouts_of(before: np.ndarray, after: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Yield fields of `Rope` for each way to see the features that change as pairs."""
+    """Yield fields of `Rope` for each way to pair the features that change."""
     head_dim = before.shape[-1]
     changed = int((before != after).any(axis=(0, 1, 2)).sum())
     for count in dict.fromkeys((changed + changed % 2, head_dim)):
@@ -86,19 +86,19 @@ def _pairs_of(heads: np.ndarray, rope: Rope) -> np.ndarray:
 
 
 def _factors_of(before: np.ndarray, after: np.ndarray, rope: Rope, over: tuple[int, ...]) -> np.ndarray | None:
-    """Return the factor of each pair, equal over some axes; None if there is none, or other features change."""
+    """Return the factor of each pair, equal over some axes; None if they differ, or other features change."""
     rotated = rope.rotated_features(before.shape[-1])
     x, y = _pairs_of(before, rope), _pairs_of(after, rope)
     with np.errstate(invalid="ignore"):
         factors = (y * x.conj()).sum(axis=over, keepdims=True) / (np.abs(x) ** 2).sum(axis=over, keepdims=True)
-    is_turned = np.abs(y - factors * x).max() <= CLOSE * np.abs(y).max()  # not of pairs of zeros, whose factors are NaN
+    is_turned = np.abs(y - factors * x).max() <= CLOSE * np.abs(y).max()  # NaN factors of zero pairs don't count
     if not (is_turned and np.array_equal(np.delete(before, rotated, axis=-1), np.delete(after, rotated, axis=-1))):
         return None
     return factors.squeeze(over)
 
 
 def _turns_of(before: np.ndarray, after: np.ndarray, layout: dict[str, Any]) -> Turns | None:
-    """Return how pairs turn by angles in proportion to the place, or None if they do not."""
+    """Return the rotation of pairs by angles proportional to the position; None if there is none."""
     factors = _factors_of(before, after, Rope(**layout), over=(0, 1))  # (T, pairs)
     if factors is None:
         return None
@@ -118,17 +118,17 @@ def _turns_of(before: np.ndarray, after: np.ndarray, layout: dict[str, Any]) -> 
 
 
 def _fit_axes(before: np.ndarray, after: np.ndarray, candidates: list[Rope], layouts: list[dict[str, Any]]) -> Rope:
-    """Return the RoPE on several axes that makes heads of those before it: of those that fit, at the least positions.
+    """Return the RoPE on several axes that explains the heads, with the smallest positions among those that fit.
 
-    Frequencies of one series may be those of another one at other integers, such as a hundred times as large.
+    Frequencies of one series may fit another series at other integers, such as positions a hundred times as large.
     """
     turning = [layout for layout in layouts if _factors_of(before, after, Rope(**layout), over=(1,)) is not None]
     found = dict[Rope, int]()
     for rope in (rope for layout in turning for rope in _on_axes(candidates, layout, before.shape[-1])):
-        with suppress(ValueError):  # some sections do not fit this width
+        with suppress(ValueError):  # some sections don't fit this width
             positions = positions_of(before, after, rope, 0.1 * ANGLE)
             differ = len(np.unique(positions.reshape(len(positions), -1), axis=0)) == len(positions)
-            if differ and np.ptp(positions, axis=(1, 2)).all():  # each axis was seen
+            if differ and np.ptp(positions, axis=(1, 2)).all():  # the positions vary on each axis
                 found[rope] = int(positions.max())
     if not found:
         known = "pairs that turn by other angles" if turning else "no pairs that turn"
@@ -137,26 +137,26 @@ def _fit_axes(before: np.ndarray, after: np.ndarray, candidates: list[Rope], lay
 
 
 def _on_axes(candidates: list[Rope], layout: dict[str, Any], head_dim: int) -> Iterator[Rope]:
-    """Yield RoPE on two and three axes, and on those of a configuration, of its bases and of usual ones."""
+    """Yield RoPE on two and three axes, and on those of a configuration, with its bases and with usual ones."""
     pairs = (layout["rotary_dim"] or head_dim) // 2
     told = [rope.sections for rope in candidates if rope.sections is not None]
     equal = [(pairs // count,) * count for count in (2, 3) if pairs % count == 0]
     orders = ("contiguous", "interleaved")
     forms = [("shared", order, sections) for order in orders for sections in told]
     forms += [("own", order, sections) for order in orders for sections in equal]
-    forms += [("dealt", "contiguous", sections) for sections in equal]  # in turn, they are those of one axis
+    forms += [("dealt", "contiguous", sections) for sections in equal]  # dealt ones have one series
     for base in dict.fromkeys((*(rope.replace(sections=None) for rope in candidates), *map(Rope, BASES))):
         for series, order, sections in dict.fromkeys(forms):
             own = {"sections": sections, "section_order": order, "section_frequencies": series}
-            with suppress(ValueError):  # a scaling has one series
+            with suppress(ValueError):  # a scaling has a single series
                 yield base.replace(**layout, **own)
 
 
 def positions_of(before: np.ndarray, after: np.ndarray, rope: Rope, tolerance: float = ANGLE) -> np.ndarray:
-    """Return the positions (axes, B, T) at which a RoPE makes heads of those before it.
+    """Return the positions (axes, B, T) at which a RoPE turns heads before it into those after it.
 
-    Each is the integer at which the pairs of its axis agree best, and all of them must agree. An axis has two pairs or
-    more, so that one determines the position and the others test it.
+    Each position is the integer at which the pairs of its axis agree best, and all of them must agree. An axis has at
+    least two pairs, so that one determines the position and the others verify it.
 
     Args:
         before, after: heads (B, heads, T, H).
@@ -164,7 +164,7 @@ def positions_of(before: np.ndarray, after: np.ndarray, rope: Rope, tolerance: f
         tolerance: of each angle, in radians.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if there are no such positions.
     """
     factors = _factors_of(before, after, rope, over=(1,))  # (B, T, pairs)
     head_dim, sections = before.shape[-1], rope.sections or ()
@@ -189,7 +189,7 @@ def positions_of(before: np.ndarray, after: np.ndarray, rope: Rope, tolerance: f
 
 
 def _plain(turns: Turns, num_tokens: int) -> Iterator[Rope]:
-    """Yield RoPE of plain bases that are near, the roundest first."""
+    """Yield RoPE with plain bases close to the observed one, the roundest first."""
     frequencies = turns.frequencies
     exponents = 2.0 * np.arange(len(frequencies)) / (2 * len(frequencies))
     shown = (exponents > 0) & (frequencies * (num_tokens - 1) > 0.01)
@@ -209,12 +209,12 @@ def _fits(rope: Rope, turns: Turns, head_dim: int, num_tokens: int) -> bool:
 
 
 def ropes_of(config: Mapping[str, Any], head_dim: int, layer_type: str) -> list[Rope]:
-    """Return the RoPE that a configuration may mean, without its family's rules."""
+    """Return the RoPE that a configuration may specify, without its family's rules."""
     found = []
     for values in (config, *(part for part in config.values() if isinstance(part, Mapping))):
         for kind in dict.fromkeys((layer_type, "full_attention", "sliding_attention")):
             for local_theta in (None, 10000.0):
-                with suppress(Exception):  # a candidate alone: the fit decides
+                with suppress(Exception):  # only a candidate: the fit decides
                     value = read_rope(
                         Config(values),
                         head_dim,

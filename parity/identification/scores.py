@@ -1,4 +1,4 @@
-"""Fit the steps between products and softmax: the scale, the mask and biases."""
+"""Fit the steps between products and softmax: scale, mask and biases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fit_mask(layer: ObservedLayer, found: Fit, num_tokens: int) -> None:
     """Fit causality, a window or chunks to the keys that the mask hides.
 
     Raises:
-        ValueError: if it hides another pattern.
+        ValueError: if the mask has another pattern.
     """
     hidden = _hidden(layer, num_tokens)
     if layer.is_cross:
@@ -92,11 +92,11 @@ def _hidden(layer: ObservedLayer, num_tokens: int) -> np.ndarray:
 
 
 def fit_bias(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
-    """Fit the numbers added to scores, in addition to the mask.
+    """Fit the biases of scores, in addition to the mask.
 
     Args:
         layer: the observed layer.
-        config: of its model, for distances that a short input cannot show.
+        config: configuration of its model, for distances that a short input cannot show.
         found: collects the fields.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Fit the temperature of queries, a factor for each position."""
+"""Fit the temperature of queries, a factor per position."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import numpy as np
 from mha_spec import Temperature
 
 CLOSE = 1e-5
-"""Largest error of a factor, and least change of it."""
+"""Largest error of a factor, and smallest observable change of it."""
 
 
 def factors_of(before: np.ndarray, after: np.ndarray) -> np.ndarray | None:
-    """Return the factor of heads (B, heads, T, H) at each token (T,); None if it is 1, or differs among sequences.
+    """Return the factor of heads (B, heads, T, H) at each token (T,); None if it is 1, or differs between sequences.
 
-    RoPE turns pairs and changes no length, and the first token shows its own factor.
+    RoPE preserves lengths, so the lengths of heads show the factor.
     """
     sizes = [np.square(x.astype(np.float64)).sum(axis=(1, 3)) for x in (before, after)]
-    factors = np.sqrt(np.divide(sizes[1], sizes[0], out=np.ones_like(sizes[0]), where=sizes[0] > 0.0))  # 1 of zeros
+    factors = np.sqrt(np.divide(sizes[1], sizes[0], out=np.ones_like(sizes[0]), where=sizes[0] > 0.0))  # 1 for zeros
     is_one = np.ptp(factors, axis=1).max() <= CLOSE
     return None if is_one or np.ptp(factors, axis=0).max() > CLOSE else factors.mean(axis=0)
 
 
 def fit_temperature(factors: np.ndarray, positions: np.ndarray, config: Mapping[str, Any]) -> Temperature | None:
-    """Return the temperature that makes factors (T,) of positions (T,); None if there is none.
+    """Return the temperature with these factors (T,) at these positions (T,); None if there is none.
 
     Args:
-        factors: of the tokens.
-        positions: of the tokens.
-        config: of the model, for a length that the tokens do not pass twice.
+        factors: factors of the tokens.
+        positions: positions of the tokens.
+        config: configuration of the model, for a length that the tokens exceed less than twofold.
     """
     steps = 1 + np.flatnonzero(np.abs(np.diff(factors)) > CLOSE)
     if not len(steps) or factors[0] > 1.0 + CLOSE:
@@ -54,7 +54,7 @@ def _is_close(temperature: Temperature, positions: np.ndarray, factors: np.ndarr
 
 
 def _integers(values: Any) -> Iterator[int]:
-    """Yield the positive integers of a configuration and its parts."""
+    """Yield the positive integers in a configuration and its nested parts."""
     if type(values) is int and values > 0:
         yield values
     elif isinstance(values, Mapping):

@@ -1,4 +1,4 @@
-"""Trace features of heads, bit for bit, to the features that submodules returned."""
+"""Trace features of heads, bit for bit, to the outputs of submodules."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from parity.identification.observe import Submodule
 
 @dataclass(frozen=True)
 class Traced:
-    """Heads as submodules returned them.
+    """Heads, each feature with the submodule that returned it.
 
     Attributes:
         heads: (B, heads, T, H).
-        sources: of each feature the submodule, heads outermost.
-        places: of each feature in the output of that submodule.
-        factor: of all features since.
+        sources: submodule of each feature, heads outermost.
+        places: index of each feature in the output of its submodule.
+        factor: factor of all features since.
     """
 
     heads: np.ndarray
@@ -28,11 +28,11 @@ class Traced:
 
     @property
     def modules(self) -> list[Submodule]:
-        """Each submodule once, by its first feature."""
+        """Return each submodule once, ordered by its first feature."""
         return list({(each.name, each.call): each for each in self.sources}.values())
 
     def of_head(self, features: slice) -> Traced:
-        """Some features of each head."""
+        """Return some features of each head."""
         num_heads, head_dim = self.heads.shape[1], self.heads.shape[3]
         order = np.arange(num_heads * head_dim).reshape(num_heads, head_dim)[:, features].reshape(-1)
         return Traced(self.heads[..., features], [self.sources[i] for i in order], self.places[order], self.factor)
@@ -41,16 +41,16 @@ class Traced:
 def trace(
     heads: np.ndarray, pool: Sequence[Submodule], factors: Sequence[float] = (1.0,), limit: float | None = None
 ) -> Traced | None:
-    """Trace heads (B, heads, T, H) to submodules by a token; None if a feature is of none.
+    """Trace heads (B, heads, T, H) to submodules; None if a feature has no source.
 
-    RoPE does not turn a token at 0, the first one or another, so its features are, bit for bit, those that were. If it
-    turns all tokens, heads have the lengths that they had.
+    RoPE leaves a token at position 0 unchanged, bit for bit, so this token identifies the features. If RoPE rotates
+    all tokens, the lengths of heads, which it preserves, identify them.
 
     Args:
         heads: input of the attention function.
-        pool: submodules that may have returned their features.
+        pool: submodules that may have returned the features.
         factors: candidates for the factor of each feature.
-        limit: of the size of features, if they were clipped.
+        limit: limit of the features, if they were clipped.
     """
     batch_size, num_heads, num_tokens, head_dim = heads.shape
     results = [(each, tokens_of(each.result, batch_size, num_tokens)) for each in pool]
@@ -74,7 +74,7 @@ def trace(
 
 
 def _order_at_zero(heads: np.ndarray, features: np.ndarray, factors: Sequence[float]) -> list[int] | None:
-    """Return which of the features (B, T, width) each feature of heads is, by bits of a token that is not turned."""
+    """Return the index of each feature of heads in features (B, T, width), by bits of an unrotated token."""
     num_tokens = heads.shape[2]
     for token in (0, *range(num_tokens - 1, 0, -1)):
         places: dict[bytes, list[int]] = {}
@@ -86,7 +86,7 @@ def _order_at_zero(heads: np.ndarray, features: np.ndarray, factors: Sequence[fl
             found = places.get(bits)
             if found is None:
                 break
-            following = order[-1] + 1 if order else 0  # of several with the same bits
+            following = order[-1] + 1 if order else 0  # preferred among features with the same bits
             order.append(following if following in found else found[0])
         else:
             return order
@@ -96,7 +96,7 @@ def _order_at_zero(heads: np.ndarray, features: np.ndarray, factors: Sequence[fl
 def _order_by_length(
     heads: np.ndarray, features: np.ndarray, factors: Sequence[float], parts: Iterable[tuple[int, int]]
 ) -> list[int] | None:
-    """Return which of the features (B, T, width) each feature of heads is, if they lie side by side in a part."""
+    """Return the index of each feature of heads in features (B, T, width), if they are contiguous in a part."""
     batch_size, num_heads, num_tokens, head_dim = heads.shape
     width, lengths = num_heads * head_dim, np.linalg.norm(heads, axis=-1)
     for first in (first for begin, end in parts for first in range(begin, end - width + 1, width)):
@@ -108,7 +108,7 @@ def _order_by_length(
 
 
 def tokens_of(x: np.ndarray, batch_size: int, num_tokens: int) -> np.ndarray | None:
-    """Return tokens or heads that a submodule received or returned as (B, T, features); None if they are neither."""
+    """Return tokens or heads of a submodule's input or output as (B, T, features); None if they are neither."""
     if x.ndim == 4 and x.shape[0] == batch_size and num_tokens in x.shape[1:3]:
         x = x if x.shape[1] == num_tokens else x.transpose(0, 2, 1, 3)
         return x.reshape(batch_size, num_tokens, -1)
@@ -129,14 +129,14 @@ def flat(x: np.ndarray) -> np.ndarray:
 
 
 def columns_of(features: np.ndarray) -> Iterator[bytes]:
-    """Yield the bits of each feature over all tokens, which only the same numbers share."""
+    """Yield the bits of each feature over all tokens, which identify it."""
     return (column.tobytes() for column in np.ascontiguousarray(features.T))
 
 
 CLOSE = 3e-5
-"""Largest error of a recomputed value, of its largest output, in float32."""
+"""Largest error of a recomputed value, relative to its largest output, in float32."""
 
 
 def is_close(made: np.ndarray, seen: np.ndarray) -> bool:
-    """Return if recomputed and observed values agree up to rounding."""
+    """Return whether recomputed and observed values agree up to rounding."""
     return made.shape == seen.shape and bool(np.abs(made - seen).max() <= CLOSE * np.abs(seen).max())

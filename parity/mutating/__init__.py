@@ -1,1 +1,1 @@
-"""Would a user's tests notice? Known mistakes planted in a user's own attention, and the tests run for each."""
+"""Mutation testing for attention: inject known bugs into a user's attention, and run the tests for each."""

@@ -1,4 +1,4 @@
-"""A call of a user's attention with a mistake in it: what it is given is changed before, what it gives after."""
+"""A call of a user's attention, whose arguments or result can be changed to inject a bug."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from parity.mutating.compare import copied
 from parity.mutating.view import View
 
 Function = Callable[["Call"], Any]
-"""A user's attention, to be called in whichever way a `Call` says."""
+"""A user's attention as a function of a `Call`."""
 
 Run = Callable[[Function], Any]
-"""Calls it with a mistake."""
+"""Calls it with a bug."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call, by what they are for.
+    """The arguments of one call, by role.
 
     Attributes:
-        view: what is known of the callable.
-        args, kwargs: as they were given; `self` left out.
-        owner: the module whose method is called, if it is one.
+        view: known properties of the callable.
+        args, kwargs: the arguments, without `self`.
+        owner: the module whose method is called, if any.
     """
 
     view: View
@@ -35,22 +35,22 @@ class Call:
     owner: Any = None
 
     def get(self, role: str) -> Any:
-        """What was given for a role; None if nothing was."""
+        """Return the argument with a role; None if it was not passed."""
         return self.named(self.view.roles.get(role, ""))
 
     def named(self, name: str) -> Any:
-        """What was given for a parameter; None if nothing was."""
+        """Return the argument of a parameter; None if it was not passed."""
         if name in self.kwargs:
             return self.kwargs[name]
         place = self.view.order.index(name) if name in self.view.order else len(self.args)
         return self.args[place] if place < len(self.args) else None
 
     def but(self, **by_role: Any) -> Call:
-        """The same call with other arguments, by role."""
+        """Return the call with other arguments, by role."""
         return self.but_named({self.view.roles[role]: value for role, value in by_role.items()})
 
     def but_named(self, values: Mapping[str, Any]) -> Call:
-        """The same call with other arguments, by the names of parameters."""
+        """Return the call with other arguments, by parameter name."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for name, value in values.items():
             place = self.view.order.index(name) if name in self.view.order else len(args)
@@ -61,48 +61,48 @@ class Call:
         return Call(self.view, tuple(args), kwargs, self.owner)
 
     def copied(self) -> Call:
-        """Copy everything in the call, so that it leaves nothing behind.
+        """Copy everything in the call, so that calling it has no side effects.
 
         Raises:
-            Exception: whatever something raises that cannot be copied.
+            Exception: any error of an object that cannot be copied.
         """
         return Call(self.view, copied(self.args), copied(dict(self.kwargs)), copied(self.owner))
 
     @property
     def xp(self) -> Any:
-        """Array functions of its framework."""
+        """Return the array module of its framework."""
         return importlib.import_module("torch" if self.view.framework == "torch" else "jax.numpy")
 
     @property
     def head_axis(self) -> int:
-        """Of inputs that are split into heads, counted from the end."""
+        """Return the axis of heads in split inputs, counted from the end."""
         return -3 if self.view.axes == "BNTH" else -2
 
     @property
     def token_axis(self) -> int:
-        """Of all inputs, counted from the end."""
+        """Return the axis of tokens in all inputs, counted from the end."""
         return -3 if self.view.axes == "BTNH" else -2
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """T and S."""
+        """Return T and S."""
         query, key = self.get("query"), self.get("key")
         return query.shape[self.token_axis], (query if key is None else key).shape[self.token_axis]
 
     def array(self, values: np.ndarray, like: Any = None) -> Any:
-        """A NumPy array in the framework, where another array of the call lies."""
+        """Return a NumPy array in the framework, on the device of another array of the call."""
         like = self.get("query") if like is None else like
         made = self.xp.asarray(values)
         return made.to(like.device) if self.view.framework == "torch" else made
 
 
 def taken(x: Any, places: np.ndarray, axis: int) -> Any:
-    """An array of any framework with its entries along an axis in another order."""
+    """Return an array of any framework with the entries of an axis reordered."""
     return x.swapaxes(0, axis)[np.ascontiguousarray(places)].swapaxes(0, axis)
 
 
 def on_output(result: Any, change: Callable[[Any], Any]) -> Any:
-    """What a call gave, its output changed: the whole, or the first of several."""
+    """Return the result of a call with its output changed: the whole result, or the first of several."""
     if isinstance(result, tuple):
         first = change(result[0])
         return type(result)(first, *result[1:]) if hasattr(result, "_fields") else (first, *result[1:])
@@ -110,7 +110,7 @@ def on_output(result: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def with_call(change: Callable[[Call], Call | None]) -> Callable[[Call], Run | None]:
-    """A mistake that lies in what a call is given alone; None where it cannot be made in this call."""
+    """Return a bug that changes only the arguments of a call; `change` returns None if it does not apply."""
 
     def make(call: Call) -> Run | None:
         other = change(call)
@@ -121,12 +121,13 @@ def with_call(change: Callable[[Call], Call | None]) -> Callable[[Call], Run | N
 
 @dataclass(frozen=True)
 class Planted:
-    """A known mistake, as it is made in a user's attention.
+    """A known bug, in a form that can be injected into a user's attention.
 
     Attributes:
-        name: that of `mha-parity bugs`.
-        needs: what the callable must have, see `View.lacks`.
-        make: what runs a call with it; None where the call does not allow it, `Unfit` where that has a reason.
+        name: its name in `mha-parity bugs`.
+        needs: properties that the callable must have, see `View.lacks`.
+        make: returns a function that runs a call with the bug. It returns None if the call does not allow the bug, and
+            raises `Unfit` if there is a reason to report.
     """
 
     name: str
@@ -134,5 +135,5 @@ class Planted:
     make: Callable[[Call], Run | None]
 
     def why_not(self, view: View) -> str:
-        """Why it cannot be planted in a callable; empty if it can."""
+        """Return why it cannot be injected into a callable; empty if it can."""
         return next((why for need in self.needs if (why := view.lacks(need))), "")

@@ -1,4 +1,4 @@
-"""Whether a mistake changed what a call gave: outputs that are equal within rounding were not changed."""
+"""Compare the results of a call with and without a bug, up to rounding."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from parity.core.arrays import to_numpy
 
 
 class Unfit(Exception):
-    """A mistake cannot be planted in this call, for a reason that only the call shows."""
+    """A bug cannot be injected into this call, for a reason that only the call shows."""
 
 
 def is_traced(x: Any) -> bool:
-    """Whether an array has no values yet, because JAX traces."""
+    """Return whether an array has no values yet, because JAX is tracing."""
     kinds = {kind.__name__ for kind in type(x).__mro__}
     return "Tracer" in kinds
 
 
 def outputs_in(result: Any) -> list[Any]:
-    """Arrays of floating-point numbers in the result of a call, in order."""
+    """Return the floating-point arrays in the result of a call, in order."""
     return [x for x in arrays_in(result) if any(kind in str(getattr(x, "dtype", "")) for kind in ("float", "complex"))]
 
 
 def same(before: Any, after: Any) -> bool:
-    """Compare two arrays of any framework up to rounding; NaN equals NaN."""
+    """Return whether two arrays of any framework agree up to rounding; NaN equals NaN."""
     if tuple(before.shape) != tuple(after.shape):
         return False
     x, y = (to_numpy(each).astype(np.float64) for each in (before, after))
@@ -38,10 +38,10 @@ def same(before: Any, after: Any) -> bool:
 
 
 def copied(tree: Any) -> Any:
-    """Copy what a call was given, for a call that must leave nothing behind.
+    """Copy the arguments of a call that must have no side effects.
 
     Raises:
-        Exception: whatever something raises that cannot be copied.
+        Exception: any error of an object that cannot be copied.
     """
     return with_leaves(tree, lambda _, x: _copied(x))
 

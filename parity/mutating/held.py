@@ -1,4 +1,4 @@
-"""Where a call has the weights of its projections: its module, a mapping of them, or parameters of its own."""
+"""Find the projection weights of a call: in its module, in a mapping, or in its parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALIASES = {
     name: projection for projection, names in {**PROJECTIONS, PACKED_PROJECTION: PACKED}.items() for name in names
 }
 BIAS_ALIASES = {name: projection for projection, names in BIASES.items() for name in names}
-"""Projections by the names that they and their biases may have."""
+"""Projections by the usual names of themselves and their biases."""
 
 Arrays = dict[str, Any]
 Path = tuple[Any, ...]
@@ -28,12 +28,12 @@ class Held:
     """The projections of a call.
 
     Attributes:
-        arrays: by `q_proj.weight`, `q_proj.bias` and so on, `qkv_proj` where those of q, k and v are one; kernels in
-            whatever order of their axes.
-        out_first: those kernels that are (out, in), as far as that is known.
-        in_first: those that are (in, out).
-        owners: the modules from that which is called to that which has the projections, the last one first.
-        run: calls with some of them changed.
+        arrays: by `q_proj.weight`, `q_proj.bias` and so on, or `qkv_proj` for a packed projection; kernels with their
+            own order of axes.
+        out_first: kernels known to be (out, in).
+        in_first: kernels known to be (in, out).
+        owners: modules from the one that is called to the one that holds the projections, the latter first.
+        run: calls the function with some of them changed.
     """
 
     arrays: Arrays
@@ -45,17 +45,17 @@ class Held:
 
 @dataclass(frozen=True)
 class _Carrier:
-    """Whatever has weights: each by its path, and how it is called with other ones."""
+    """An object with weights: each by its path, and a function that calls it with others."""
 
     leaves: Mapping[Path, Any]
     run: Callable[[Function, Mapping[Path, Any]], Any]
 
 
 def held_in(call: Call) -> Held:
-    """The projections of a call.
+    """Return the projections of a call.
 
     Raises:
-        Unfit: if it has none by a name that is known, or those of several layers.
+        Unfit: if it has none with recognized names, or those of several layers.
     """
     carrier = _carrier(call)
     places = _projections({path: ".".join(map(str, path)).split(".") for path in carrier.leaves})
@@ -94,7 +94,7 @@ def _is_linear(call: Call, path: Path) -> bool:
 
 
 def leaf_of(words: list[str]) -> tuple[str, int]:
-    """`q_proj.weight` for what a path of names calls so, and how many of them that takes; empty if it is none."""
+    """Return `q_proj.weight` or similar for a path of names, and how many of them it uses; empty for other paths."""
     *above, last = ["", "", *(word.lower() for word in words)]
     if last in LEAVES and above[-1] in ALIASES:
         return f"{ALIASES[above[-1]]}.{LEAVES[last]}", 2
@@ -106,7 +106,7 @@ def leaf_of(words: list[str]) -> tuple[str, int]:
 
 
 def _projections(words_by_path: Mapping[Path, list[str]]) -> dict[str, Path]:
-    """The paths of the projections of the one attention layer that has them.
+    """Return the paths of the projections of the only attention layer.
 
     Raises:
         Unfit: if there is none, or more than one.
@@ -127,7 +127,7 @@ def _projections(words_by_path: Mapping[Path, list[str]]) -> dict[str, Path]:
         raise Unfit(f"no projections of q and k are known among its weights: {names}")
     if len(layers) > 1:
         named = ", ".join(".".join(prefix) or "itself" for prefix in layers[:4])
-        raise Unfit(f"it holds {len(layers)} attention layers, {named}: name the class of one")
+        raise Unfit(f"it holds {len(layers)} attention layers, {named}: select the class of one")
     found = groups[layers[0]]
     beside = [
         {leaf: path for leaf, path in group.items() if leaf.startswith("out_proj.")}
@@ -135,7 +135,7 @@ def _projections(words_by_path: Mapping[Path, list[str]]) -> dict[str, Path]:
         if layers[0] and prefix != layers[0] and prefix[: len(layers[0]) - 1] == layers[0][:-1]
     ]
     beside = [each for each in beside if each]
-    if "out_proj.weight" not in found and len(beside) == 1:  # as BERT has it: self.query, output.dense
+    if "out_proj.weight" not in found and len(beside) == 1:  # as in BERT: self.query, output.dense
         return {**found, **beside[0]}
     return found
 
@@ -144,14 +144,14 @@ def _is_attention(group: Mapping[str, Path]) -> bool:
     return f"{PACKED_PROJECTION}.weight" in group or {"q_proj.weight", "k_proj.weight"} <= group.keys()
 
 
-# ---- Where they lie --------------------------------------------------------------------------------------------------
+# ---- Carriers --------------------------------------------------------------------------------------------------------
 
 
 def _carrier(call: Call) -> _Carrier:
     if call.owner is not None:
         carriers = {"torch": _of_torch, "equinox": _of_equinox, "linen": _of_linen, "nnx": _of_nnx}
         if library_of(call.owner) not in carriers:
-            raise Unfit("it is a module of no library whose weights can be changed here")
+            raise Unfit("weights of modules of its library cannot be changed here")
         return carriers[library_of(call.owner)](call)
     weights = call.get("weights")
     if weights is not None and call.view.framework == "jax" and not hasattr(weights, "shape"):
@@ -177,7 +177,7 @@ def _of_torch(call: Call) -> _Carrier:
 
 
 def replaced_in_torch(call: Call, changed: Mapping[str, Any], function: Function) -> Any:
-    """Call a module of torch, some of its parameters and buffers others meanwhile, by their names."""
+    """Call a torch module with some of its parameters and buffers temporarily replaced, by name."""
     places = []
     for name, x in changed.items():
         prefix, _, last = name.rpartition(".")
@@ -217,7 +217,7 @@ def _of_equinox(call: Call) -> _Carrier:
 
 
 def _of_tree(tree: Any, call_with: Callable[[Any], Call]) -> _Carrier:
-    """A tree of JAX, such as a module of Equinox or a mapping that holds others."""
+    """Return the weights of a JAX tree, such as an Equinox module or a nested mapping."""
     import jax
 
     flat, form = jax.tree_util.tree_flatten_with_path(tree)
@@ -233,7 +233,7 @@ def _of_tree(tree: Any, call_with: Callable[[Any], Call]) -> _Carrier:
 
 
 def _of_linen(call: Call) -> _Carrier:
-    """Of a module of flax.linen: another one of its kind, bound to other parameters; what it writes is kept."""
+    """Return the weights of a flax.linen module, called by a copy bound to other parameters; its writes are kept."""
     from flax import core, traverse_util
 
     flat = traverse_util.flatten_dict(core.unfreeze(call.owner.variables.get("params", {})))
@@ -256,10 +256,10 @@ def _of_linen(call: Call) -> _Carrier:
 
 
 def _of_mapping(call: Call, mapping: Any) -> _Carrier:
-    """A mapping that may hold others; its names may have dots in them."""
+    """Return the weights in a mapping, which may be nested or have dotted names."""
     paths = {path: x for path, x in leaves_in(mapping) if path and hasattr(x, "shape")}
     if not paths:
-        raise Unfit(f"its weights are no mapping of arrays by name but {type(mapping).__name__}")
+        raise Unfit(f"its weights are not a mapping of arrays by name, but {type(mapping).__name__}")
 
     def run(function: Function, changed: Mapping[Path, Any]) -> Any:
         return function(call.but(weights=with_leaves(mapping, lambda path, x: changed.get(path, x))))

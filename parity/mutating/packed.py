@@ -1,7 +1,7 @@
-"""A projection of queries, keys and values that is one: which of its rows are whose is found out by calling it.
+"""Find the rows of queries, keys and values in a packed projection by calling it.
 
-Nothing but the call says whether q, k and v lie one after the other, or head by head. So parts of it are set to 0:
-without queries the weights are those without keys, for all scores are 0, and without values nothing depends on them.
+Only calls show whether q, k and v are concatenated or interleaved head by head. So parts of the projection are set
+to 0: zero queries and zero keys both make all scores 0, and with zero values nothing depends on queries and keys.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from parity.mutating.compare import Unfit, is_traced, outputs_in, same
 from parity.mutating.held import PACKED_PROJECTION, Arrays, Held, held_in
 
 Parts = dict[str, np.ndarray]
-"""The places of `q_proj`, `k_proj` and `v_proj` in a packed projection."""
+"""The indices of `q_proj`, `k_proj` and `v_proj` in a packed projection."""
 
 WEIGHT, BIAS = f"{PACKED_PROJECTION}.weight", f"{PACKED_PROJECTION}.bias"
 _found: dict[tuple[Any, ...], tuple[Parts, Any]] = {}
-"""By module, kept so that no other one gets its id, and by shapes."""
+"""Results by module, which is kept alive so that its id stays unique, and by shapes."""
 
 
 def unpacked(held: Held, parts: Parts) -> Held:
-    """The projections of a call, those of a packed one apart.
+    """Return the projections of a call with the packed one split.
 
     Args:
-        held: with a packed one.
-        parts: of it, see `parts_of`.
+        held: projections, one of them packed.
+        parts: parts of the packed one, see `parts_of`.
     """
     (kernel, axis), bias = _as_matrix(held), held.arrays.get(BIAS)
     back = np.argsort(np.concatenate([*parts.values()]))
@@ -58,10 +58,10 @@ def unpacked(held: Held, parts: Parts) -> Held:
 
 
 def _as_matrix(held: Held) -> tuple[Any, int]:
-    """The packed kernel with two axes, and which of them is that of q, k and v.
+    """Return the packed kernel as a matrix, and its axis of q, k and v.
 
     Raises:
-        Unfit: if that is not to be seen.
+        Unfit: if the axis is ambiguous.
     """
     kernel, bias = held.arrays[WEIGHT], held.arrays.get(BIAS)
     shape = tuple(kernel.shape)
@@ -82,16 +82,16 @@ def _as_matrix(held: Held) -> tuple[Any, int]:
 
 
 def parts_of(call: Call, function: Function, held: Held, heads: tuple[int | None, int | None]) -> Parts:
-    """Where q, k and v lie in the packed projection of a call; found once for a module.
+    """Return the indices of q, k and v in the packed projection of a call, cached per module.
 
     Args:
-        call: what is called, on copies.
+        call: the call, made on copies.
         function: the attention.
         held: its projections.
-        heads: of queries, and of keys and values, as far as they are known.
+        heads: numbers of query heads and of key/value heads, if known.
 
     Raises:
-        Unfit: if none of the customary orders is that of this call.
+        Unfit: if the call uses none of the usual orders.
     """
     key = (id(call.owner), heads, *(tuple(x.shape) for x in held.arrays.values()))
     if key in _found:
@@ -99,17 +99,16 @@ def parts_of(call: Call, function: Function, held: Held, heads: tuple[int | None
     parts = next((parts for parts in candidates(held, heads) if _is_right(call, function, parts)), None)
     if parts is None:
         raise Unfit(
-            f"where q, k and v lie in its packed projection {tuple(held.arrays[WEIGHT].shape)} cannot be found out: "
-            "neither one after the other nor head by head"
-            + ("" if heads[0] else ", and the number of heads is not known")
+            f"the order of q, k and v in its packed projection {tuple(held.arrays[WEIGHT].shape)} cannot be detected: "
+            "neither concatenated nor head by head" + ("" if heads[0] else ", and the number of heads is unknown")
         )
-    if call.owner is None or library_of(call.owner) in ("torch", "nnx"):  # others are made anew for every call
+    if call.owner is None or library_of(call.owner) in ("torch", "nnx"):  # other modules are recreated for every call
         _found[key] = parts, call.owner
     return parts
 
 
 def candidates(held: Held, heads: tuple[int | None, int | None]) -> Iterator[Parts]:
-    """The customary orders: q, k and v one after the other, head by head, or by groups of query heads."""
+    """Yield the usual orders: q, k and v concatenated, head by head, or by groups of query heads."""
     matrix, axis = _as_matrix(held)
     size = matrix.shape[axis]
     num_heads, num_kv_heads = heads
@@ -143,13 +142,13 @@ def _is_right(call: Call, function: Function, parts: Parts) -> bool:
             and same(without_values, output("v_proj", "q_proj"))
             and not same(without_values, right)
         )
-    except Exception as error:  # whatever cannot be copied, or called so
-        raise Unfit(f"its packed projection cannot be looked into: {type(error).__name__}: {error}") from error
+    except Exception as error:  # copies and such calls may raise anything
+        raise Unfit(f"its packed projection cannot be examined: {type(error).__name__}: {error}") from error
 
 
 @contextmanager
 def _quietly(call: Call) -> Iterator[None]:
-    """What is called leaves no trace: random numbers stay as they were, and nothing is compiled."""
+    """Call without side effects: random states are restored, and nothing is compiled."""
     if call.view.framework == "torch":
         import torch
 
@@ -163,7 +162,7 @@ def _quietly(call: Call) -> Iterator[None]:
 
 
 def aside(call: Call) -> Call:
-    """The call with copies of everything; what has no values yet, because JAX traces, gets some."""
+    """Return the call with copies of everything; arrays that JAX traces get values."""
     if call.view.framework == "torch":
         return call.copied()
     import jax
@@ -185,7 +184,7 @@ def aside(call: Call) -> Call:
 
 
 def _drawn(rng: np.random.Generator, x: Any) -> Any:
-    """Values for an array that is traced: no masks that hide nothing or everything, no lengths of 0."""
+    """Return values for a traced array: masks are mixed, and lengths are not 0."""
     import jax
     import jax.numpy as jnp
 

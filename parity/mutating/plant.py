@@ -1,4 +1,4 @@
-"""In a process of the tests: the user's attention is replaced by one with a mistake, which tells what it does."""
+"""Inject a bug in a test process: replace the user's attention by a buggy one that records its calls."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from parity.mutating.view import View, place_of
 
 
 def plant(module: Any) -> None:
-    """Replace the callable that the order names, in its module or in the class whose method it is."""
+    """Replace the callable in the order, in its module or in the class that defines the method."""
     view = View(**order()["view"])
     holder, name, is_method = place_of(module, order()["attribute"])
     fit, _ = planted_in(view)
     mistake = order()["mistake"]
-    attend = _watched(fit) if not mistake else _broken(fit[mistake])
+    attend = _record_fitting(fit) if not mistake else _inject(fit[mistake])
     setattr(holder, name, _wrapped(getattr(holder, name), view, is_method, attend))
     atexit.register(_wait)
     note("planted")
 
 
 def _wait() -> None:
-    """Let the callbacks of compiled functions end."""
+    """Wait for the callbacks of compiled functions."""
     if "jax" in sys.modules:
         sys.modules["jax"].effects_barrier()
 
 
 Attend = Callable[[Call, Function], Any]
-"""Stand-in for a user's attention: takes the call, and the attention itself."""
+"""A replacement for a user's attention, called with the call and the attention itself."""
 
 
 def _wrapped(original: Any, view: View, is_method: bool, attend: Attend) -> Any:
@@ -46,7 +46,7 @@ def _wrapped(original: Any, view: View, is_method: bool, attend: Attend) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         owner: Any = args[0] if is_method else None
         makes_weights = library_of(owner) == "linen" and owner.is_initializing()
-        if getattr(busy, "on", False) or makes_weights:  # or one that calls itself
+        if getattr(busy, "on", False) or makes_weights:  # also for recursive calls
             return original(*args, **kwargs)
         call = Call(view, args[is_method:], kwargs, owner)
 
@@ -63,8 +63,8 @@ def _wrapped(original: Any, view: View, is_method: bool, attend: Attend) -> Any:
     return wrapper
 
 
-def _watched(fit: dict[str, Planted]) -> Attend:
-    """Nothing is planted; which mistakes could be is told."""
+def _record_fitting(fit: dict[str, Planted]) -> Attend:
+    """Inject nothing, but record which bugs apply."""
     left = dict(fit)
 
     def attend(call: Call, function: Function) -> Any:
@@ -74,7 +74,7 @@ def _watched(fit: dict[str, Planted]) -> Attend:
             except Unfit as error:
                 note("unfit", f"{name}: {error}")
                 continue
-            except Exception:  # whatever unusual arguments raise; it is planted, and then told
+            except Exception:  # unusual arguments may raise anything; the injection then reports it
                 fits = True
             if fits:
                 note("fits", name)
@@ -84,7 +84,7 @@ def _watched(fit: dict[str, Planted]) -> Attend:
     return attend
 
 
-def _broken(mistake: Planted) -> Attend:
+def _inject(mistake: Planted) -> Attend:
     is_changed = threading.Event()
 
     def compare(before: list[Any], after: list[Any]) -> None:
@@ -98,8 +98,8 @@ def _broken(mistake: Planted) -> Attend:
             run = mistake.make(call)
         except Unfit as error:
             note("unfit", str(error))
-        except Exception as error:  # whatever unusual arguments raise
-            note("unfit", f"it cannot be made in such a call: {type(error).__name__}: {error}")
+        except Exception as error:  # unusual arguments may raise anything
+            note("unfit", f"it cannot be injected into such a call: {type(error).__name__}: {error}")
         if run is None:
             return function(call)
         before = None if is_changed.is_set() else _before(call, function)
@@ -121,7 +121,7 @@ def _broken(mistake: Planted) -> Attend:
 
 
 def _before(call: Call, function: Function) -> list[Any] | None:
-    """What the call gives without the mistake; None where that cannot be had without disturbing it."""
+    """Return the outputs of the call without the bug; None if they cannot be computed without side effects."""
     try:
         if call.view.framework != "torch":
             return outputs_in(function(call.copied()))
@@ -129,13 +129,13 @@ def _before(call: Call, function: Function) -> list[Any] | None:
 
         with torch.no_grad(), torch.random.fork_rng():
             return outputs_in(function(call.copied()))
-    except Exception as error:  # whatever cannot be copied
+    except Exception as error:  # copies may raise anything
         note("uncompared", f"{type(error).__name__}: {error}".split("\n")[0])
         return None
 
 
 def _compare(compare: Callable[[list[Any], list[Any]], None], before: list[Any], after: list[Any]) -> None:
-    """Compare now, or when a compiled function runs."""
+    """Compare now or, for traced values, when the compiled function runs."""
     if not any(map(is_traced, [*before, *after])):
         return compare(before, after)
     import jax

@@ -1,4 +1,4 @@
-"""What happens to a planted mistake, told by the processes of the tests to the one that started them: lines of JSON."""
+"""Events of an injected bug, written by the test processes as lines of JSON for the process that started them."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "MHA_PARITY_MUTATE"
-"""The environment variable with what to plant: `module`, `attribute`, `mistake`, `view`; and the file `record`."""
+"""Environment variable with the order: `module`, `attribute`, `mistake`, `view`, and the file `record`."""
 
 Event = tuple[str, str]
-"""What happened and more about it: planted, called, fits (a mistake), reached, changed, raised, unfit, uncompared, or
-failed (a test)."""
+"""An event and its details: `planted`, called, fits (a bug), reached, changed, raised, unfit, uncompared, or failed (a
+test)."""
 
 
-_told: set[Event] = set()
+_noted: set[Event] = set()
 
 
 @cache
 def order() -> dict[str, Any]:
-    """What to plant, in a process of the tests."""
+    """Return the order of a test process."""
     return json.loads(os.environ[VARIABLE])
 
 
 def note(event: str, more: str = "") -> None:
-    """Tell once that something happened; what was told before is not told again."""
-    if (event, more) in _told:
+    """Record an event, unless it is already recorded."""
+    if (event, more) in _noted:
         return
-    _told.add((event, more))
+    _noted.add((event, more))
     line = json.dumps([event, more[:300]]) + "\n"
     descriptor = os.open(order()["record"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        os.write(descriptor, line.encode())  # at once, so that lines of several processes do not mix
+        os.write(descriptor, line.encode())  # one write, so that lines of several processes do not mix
     finally:
         os.close(descriptor)
 
 
 def is_noted(event: str) -> bool:
-    """Whether this process has told so."""
-    return any(kind == event for kind, _ in _told)
+    """Return whether this process has recorded an event."""
+    return any(kind == event for kind, _ in _noted)
 
 
 def events(path: Path) -> list[Event]:
-    """What was told, in order."""
+    """Return the recorded events, in order."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [(event, more) for event, more in map(json.loads, lines)]

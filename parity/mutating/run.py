@@ -1,4 +1,4 @@
-"""The tests of a user, run once as they are and once for each mistake."""
+"""Run a user's tests once unchanged, and once for each bug."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from parity.mutating.view import View
 
 STARTUP = Path(__file__).parent / "startup"
 LEAST_TIMEOUT, TIMES_LONGER = 60.0, 10.0
-"""A run may take so many seconds, and so many times what the tests take by themselves, where nothing is declared."""
+"""Default limits of a run: a number of seconds, and a multiple of the tests' own duration; the larger counts."""
 
 
 class Status(Enum):
-    """What became of a mistake; all but the first two are gaps.
+    """Result of an injected bug; all but the first two are gaps of the tests.
 
-    `NOTICED`: the tests fail, and what the callable gives is changed; `REFUSED`: the callable raises an error by
-    itself, whatever the tests look at; `SURVIVED`: the tests pass; `UNCHANGED`: no call gives anything else than
-    without it; `NOT_REACHED`: no call allows it, such as one with a mask; `TIMED_OUT`. `NOT_PLANTED` is no
-    gap of the tests: what a call shows of the callable does not allow it.
+    `NOTICED`: the tests fail, and the callable's result is changed; `REFUSED`: the callable itself raises an error,
+    whatever the tests check; `SURVIVED`: the tests pass; `UNCHANGED`: no call returns a different result;
+    `NOT_REACHED`: no call allows it, for example because none has a mask; `TIMED_OUT`. `NOT_PLANTED` is not a gap: the
+    calls show that the callable does not allow it.
     """
 
     NOTICED = "noticed"
@@ -48,15 +48,15 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Outcome(JsonRecord):
-    """What became of a mistake that was planted.
+    """Result of one injected bug.
 
     Attributes:
-        mistake: its name.
-        about: in words.
-        page: that of `mha-parity bugs`.
-        status: what became of it.
-        by: the first test that fails; of other runners the exit status. Of what was not noticed, what is known why.
-        seconds: that the tests took.
+        `mistake`: name of the bug.
+        about: its description.
+        page: its page in `mha-parity bugs`.
+        status: the result.
+        by: first failing test, or the exit status of other runners; for a bug that was not noticed, the known reason.
+        seconds: duration of the tests.
     """
 
     mistake: str
@@ -70,7 +70,7 @@ class Outcome(JsonRecord):
 
     @property
     def is_caught(self) -> bool:
-        """Whether nobody needs another test for it."""
+        """Return whether no further test is needed for it."""
         return self.status in (Status.NOTICED, Status.REFUSED)
 
 
@@ -80,9 +80,9 @@ class Run:
 
     Attributes:
         status: the exit status; None if it took too long.
-        told: what happened.
-        said: the end of what it printed.
-        seconds: that it took.
+        told: recorded events.
+        said: end of its printed output.
+        seconds: duration.
     """
 
     status: int | None
@@ -91,17 +91,17 @@ class Run:
     seconds: float
 
     def first(self, event: str) -> str | None:
-        """What was told with the first event of a kind; None if there was none."""
+        """Return the details of the first event of a kind; None if there was none."""
         return next((more for kind, more in self.told if kind == event), None)
 
 
 class Suite:
-    """A user's tests as a command, which can be run with a mistake in the callable.
+    """A user's tests as a command, which can be run with a bug in the callable.
 
     Args:
         target: `pkg.module:callable`.
-        view: what is known of it.
-        command: what runs the tests: any that starts Python.
+        view: known properties of the callable.
+        command: command that runs the tests; it must start Python.
         timeout: seconds for one run.
     """
 
@@ -112,7 +112,7 @@ class Suite:
         self.is_over = False
 
     def run(self, mistake: str = "", *, is_hooked: bool = True) -> Run:
-        """Run the tests with a mistake, or with none.
+        """Run the tests with a bug, or with none.
 
         Raises:
             OSError: if the command cannot be started.
@@ -132,7 +132,7 @@ class Suite:
             return Run(status, events(record), said, time.monotonic() - begun)
 
     def _environment(self, folder: str) -> dict[str, str]:
-        """Programs of this environment first; what pytest remembers stays as it was."""
+        """Return the environment: programs of this Python come first, and pytest's cache stays unchanged."""
         environment = dict(os.environ)
         _prepend(environment, "PATH", str(Path(sys.executable).parent), os.pathsep)
         options = environment.get("PYTEST_ADDOPTS", "")
@@ -160,7 +160,7 @@ class Suite:
             self.running.discard(process)
 
     def stop(self) -> None:
-        """End what runs."""
+        """Stop all runs."""
         self.is_over = True
         for process in list(self.running):
             _end(process)
@@ -171,7 +171,7 @@ def _prepend(environment: dict[str, str], name: str, value: str, between: str) -
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it started, if any is left."""
+    """Stop a process and its remaining children."""
     if os.name == "posix":
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -181,7 +181,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def baseline(tests: Suite) -> Run:
-    """The tests without a mistake.
+    """Run the tests without a bug.
 
     Raises:
         ValueError: if they fail, or the callable is never replaced or never called.
@@ -189,13 +189,11 @@ def baseline(tests: Suite) -> Run:
     run = tests.run()
     target = f"{tests.module}:{tests.attribute}"
     if run.status is None:
-        raise Refusal("the tests", "end within --timeout", f"{tests.timeout:g} s and no end")
+        raise Refusal("the tests", "end within --timeout", f"no end after {tests.timeout:g} s")
     if run.status != 0:
         alone = tests.run(is_hooked=False)
         how = "also by themselves" if alone.status else f"only while {target} is wrapped"
-        raise Refusal(
-            "the tests", "pass before a mistake is planted", f"exit status {run.status}, {how}: {_last(run.said)}"
-        )
+        raise Refusal("the tests", "pass without a bug", f"exit status {run.status}, {how}: {_last(run.said)}")
     if run.first("planted") is None:
         raise Refusal(
             "the tests",
@@ -207,7 +205,7 @@ def baseline(tests: Suite) -> Run:
             "the tests",
             f"call {target} by its name",
             "no call",
-            hint=f"what was made of it while {tests.module} was imported, such as jax.jit of it, is not replaced",
+            hint=f"functions made from it while {tests.module} was imported, such as its jax.jit, are not replaced",
         )
     return run
 
@@ -223,16 +221,16 @@ def mutate(
     jobs: int = 1,
     on_mistake: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Outcome]:
-    """Plant mistakes one at a time, and run the tests for each that a call of theirs allows.
+    """Inject bugs one at a time, and run the tests for each bug that some call allows.
 
     Args:
-        tests: how to run them; the timeout is set by the first run where there is none.
-        names: the mistakes, in the order of the outcomes.
-        jobs: how many runs at once.
-        on_mistake: called before each.
+        tests: the tests; without a timeout, the first run sets it.
+        names: names of the bugs, in the order of the outcomes.
+        jobs: number of parallel runs.
+        on_mistake: called before each bug, with its name.
 
     Raises:
-        ValueError: if the tests do not pass by themselves.
+        ValueError: if the tests fail without a bug.
     """
     on_mistake("nothing")
     first = baseline(tests)
@@ -248,7 +246,7 @@ def mutate(
             found = (Status.NOT_PLANTED, reason, 0.0) if reason else (Status.NOT_REACHED, "no call allows it", 0.0)
         else:
             run = tests.run(name)
-            found = (*_judged(run), run.seconds)
+            found = (*_result_of(run), run.seconds)
         return Outcome(name, about_of(name), page_of(name), *found)
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -262,8 +260,8 @@ def mutate(
             raise
 
 
-def _judged(run: Run) -> tuple[Status, str]:
-    """What a run says of the mistake in it, and why."""
+def _result_of(run: Run) -> tuple[Status, str]:
+    """Return the result of a run with a bug, and the reason."""
     kinds = {event for event, _ in run.told}
     if run.status is None:
         return Status.TIMED_OUT, f"after {run.seconds:.0f} s"
@@ -278,4 +276,4 @@ def _judged(run: Run) -> tuple[Status, str]:
         raised = run.first("raised") or ""
         return (Status.REFUSED, raised) if run.status else (Status.SURVIVED, f"though it raises {raised}")
     also = f"; yet {fails} fails" if run.status else ""
-    return Status.UNCHANGED, f"every call gives what it gives without it{also}"
+    return Status.UNCHANGED, f"every call returns the same result without it{also}"

@@ -1,4 +1,4 @@
-"""What is known of a user's attention before mistakes are planted in it: its parameters, axes and polarities."""
+"""Known properties of a user's attention: its parameters, axes and polarities."""
 
 from __future__ import annotations
 
@@ -37,37 +37,37 @@ WORDS = {
 OTHER_NEEDS = {
     "heads": "its inputs are not split into heads",
     "layer": "its inputs are split into heads",
-    "polarity": "what True in its mask does is not known: declare it (--mask-true)",
-    "padding polarity": "what True in its padding mask does is not known: declare it (--padding-true)",
-    "top-left": "its causal flag is aligned to the last key already, or not known",
-    "bottom-right": "its causal flag is aligned to the first key already, or not known",
-    "groups": "it takes no fewer key/value heads than query heads",
-    "ours": "ours cannot stand in for it: it is no function of split heads that gives what ours gives",
+    "polarity": "the meaning of True in its mask is unknown: declare it (--mask-true)",
+    "padding polarity": "the meaning of True in its padding mask is unknown: declare it (--padding-true)",
+    "top-left": "its causal flag is already aligned to the last key, or its alignment is unknown",
+    "bottom-right": "its causal flag is already aligned to the first key, or its alignment is unknown",
+    "groups": "it does not support fewer key/value heads than query heads",
+    "ours": "ours cannot replace it: it is not a function of split heads that agrees with ours",
     "projections": "it has no projections: neither a module's nor weights among its parameters",
     "biases": "it has no biases of projections",
     "module": "it has no mask among its parameters",
-    "rotation": "nothing in it is known to be RoPE",
+    "rotation": "it has no recognized RoPE",
 }
-"""Why a mistake cannot be planted in a callable that lacks something, beside parameters."""
+"""Why a bug cannot be injected into a callable that lacks something other than a parameter."""
 
 
 @dataclass(frozen=True)
 class View:
-    """How a user's attention is called, as plain data that another process can read.
+    """The form of a user's attention, as plain data that another process can read.
 
     Attributes:
         framework: `torch` or `jax`.
-        axes: of its inputs: `BNTH`, `BTNH` or `BTE`.
-        order: its positional parameters, `self` left out.
+        axes: axes of its inputs: `BNTH`, `BTNH` or `BTE`.
+        order: its positional parameters, without `self`.
         optional: parameters whose default is None.
-        roles: its parameters by what they are for; `query` is the first one.
-        mask_true, padding_true: what True does, `hides` or `shows`; empty if unknown.
-        causal: how its flag is aligned, `top-left` or `bottom-right`; empty if unknown.
-        has_groups: whether it takes fewer key/value heads.
-        is_ours: whether it gives what ours gives, so that ours can stand in for it.
-        projections, biases: whether it may have any, of its module or among its parameters.
-        is_module: whether it is a method, of a module.
-        note: what could not be found out, and why.
+        roles: its parameters by role; `query` is the first one.
+        mask_true, padding_true: effect of True, `hides` or `shows`; empty if unknown.
+        causal: alignment of its causal flag, `top-left` or `bottom-right`; empty if unknown.
+        has_groups: whether it supports fewer key/value heads.
+        is_ours: whether it agrees with our attention, so that ours can replace it.
+        projections, biases: whether it may have any, in its module or among its parameters.
+        is_module: whether it is a method of a module.
+        note: properties that could not be detected, and why.
     """
 
     framework: str
@@ -86,7 +86,7 @@ class View:
     note: str = ""
 
     def lacks(self, need: str) -> str:
-        """Why a mistake that needs something cannot be planted; empty if it can."""
+        """Return why a bug with a requirement cannot be injected; empty if it can."""
         has = {
             "heads": self.axes != "BTE",
             "layer": self.axes == "BTE",
@@ -109,13 +109,13 @@ class View:
 
 
 def place_of(module: Any, attribute: str) -> tuple[Any, str, bool]:
-    """Where mistakes are planted for a dotted name of a module: the holder, the name in it, whether it is a method.
+    """Return where bugs are injected for a dotted name: the holder, the attribute, and whether it is a method.
 
-    Of a class that is its `forward` or `__call__`, and of a module that was made, or the `apply` of one of linen, that
-    of its class.
+    For a class this is its `forward` or `__call__`; for a module instance, or the `apply` of a linen one, that of its
+    class.
 
     Raises:
-        AttributeError: if there is no such name.
+        AttributeError: if the name does not exist.
     """
     holder, found = None, module
     for name in attribute.split("."):
@@ -141,10 +141,10 @@ def view_of(
     causal_name: str | None = None,
     causal: str | None = None,
 ) -> View:
-    """What is known of `pkg.module:callable`: what is not declared is found out as `conformance` does, or left open.
+    """Return the view of `pkg.module:callable`; undeclared properties are detected as in `conformance`, or left open.
 
     Raises:
-        ValueError, TypeError: if something is needed that is neither declared nor to be found.
+        ValueError, TypeError: if a required property is neither declared nor detectable.
         ImportError: if the module cannot be imported.
     """
     import importlib
@@ -155,13 +155,13 @@ def view_of(
     function = getattr(holder, name)
     parameters = parameters_of(function)
     if parameters is None:
-        raise Refusal(target, "be a function whose parameters can be seen", type(function).__name__)
+        raise Refusal(target, "be a function with inspectable parameters", type(function).__name__)
     parameters = dict(list(parameters.items())[is_method:])
     roles = _roles(target, holder if is_method else function, parameters, mask_name, causal_name)
     taken = found if params is None else with_params(found, params, target)
     framework = framework or (framework_of(holder) if is_method else None) or framework_of(taken)
     if framework not in ("torch", "jax"):
-        raise Refusal("framework", "be declared as torch or jax if it cannot be seen", target)
+        raise Refusal("framework", "be declared as torch or jax if it cannot be detected", target)
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     has_weights, left = is_method or "weights" in roles, parameters.keys() - {*roles.values()}
     plain = View(
@@ -183,19 +183,19 @@ def view_of(
         found_out = _examined(plain, subject)
     except (ValueError, TypeError, Refused, Failed) as error:
         if not axes and {"key", "value"} <= roles.keys() and not plain.projections:
-            raise Refusal("axes", "be declared if they cannot be found out", str(error)) from error
+            raise Refusal("axes", "be declared if they cannot be detected", str(error)) from error
         error = error.renamed(_in_flags) if isinstance(error, Refusal) else error
         return replace(plain, axes=axes or "BTE", note=str(error).split("\n")[0])
     if mask_true and mask_true != found_out.mask_true:
         seen = found_out.mask_true or "neither"
         raise Refusal(
-            "mask_true", f"be what True does in the mask of {target}", mask_true=mask_true, hint=f"seen: {seen}"
+            "mask_true", f"be the meaning of True in the mask of {target}", mask_true=mask_true, hint=f"seen: {seen}"
         )
     return found_out
 
 
 def _in_flags(name: str, value: Any) -> tuple[str, Any]:
-    """Names of declarations as the command line has them."""
+    """Return a declaration as a command-line flag and its value."""
     return f"--{name.replace('_', '-')}" if name in ("params", "d_model", "mask_name", "framework") else name, value
 
 
@@ -206,9 +206,9 @@ def _roles(
     mask_name: str | None,
     causal_name: str | None,
 ) -> dict[str, str]:
-    """Parameters by role; `query` is the first that has no other role and is no projection."""
+    """Return parameters by role; `query` is the first one that has no other role and is not a projection."""
     if not parameters:
-        raise Refusal(target, "take queries or what they are made of", "no parameters")
+        raise Refusal(target, "accept queries or their input", "no parameters")
     inputs = {"query", "key", "value", "k", "v"}
     others = {name: each for name, each in parameters.items() if name not in PROJECTION_NAMES - inputs}
     roles = roles_of(target, others, mask_name=mask_name, causal_name=causal_name)
@@ -219,7 +219,7 @@ def _roles(
 
 
 def _examined(view: View, subject: Subject) -> View:
-    """The view with what is found out by calling it."""
+    """Return the view with properties that are detected by calling it."""
     exam = Examination(subject, ("float32",))
     found = replace(view, axes=subject.axes)
     if exam.takes_mask:
@@ -240,7 +240,7 @@ def _examined(view: View, subject: Subject) -> View:
 
 
 def _is_ours(exam: Examination) -> bool:
-    """Whether a plain call gives softmax(q k^T / sqrt(H)) v."""
+    """Return whether a plain call computes softmax(q k^T / sqrt(H)) v."""
     query, key, value = exam.inputs()
     scores = query @ key.swapaxes(-1, -2) / np.sqrt(query.shape[-1])
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))

@@ -1,4 +1,4 @@
-"""What the attention layers of a live model get and give, recorded while it runs."""
+"""Record the inputs and outputs of a live model's attention layers while it runs."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from parity.tapping.record import Tapped
 
 
 def tap(model: Any, layers: str | Sequence[str] | None = None) -> AbstractContextManager[Tapped]:
-    """Record what the attention layers of a model get and give while it runs.
+    """Record the inputs and outputs of a model's attention layers while it runs.
 
         with parity.tap(model) as tapped:
             model.generate(tokens, max_new_tokens=6)
 
-    Within it the model is called as ever, any number of times, and its results are what they are without, bit for bit.
-    Afterwards, also after an exception, nothing is left in the model. Several taps may be open at once.
+    Inside the `with` block, call the model as usual, as often as you like; its results are unchanged, bit for bit.
+    When the block ends, also by an exception, nothing is left in the model. Several taps may be open at once.
 
-    Of transformers' models it sees queries, keys and values as the attention function receives them, after norms and
-    RoPE, with the mask, and what that function returns. Of another torch module it sees the same if its operations are
-    attention, else what its projections return. Of any other module it sees inputs and outputs. What cannot be seen is
-    absent.
+    For transformers models, queries, keys and values are recorded as the attention function receives them, after norms
+    and RoPE, with the mask and the outputs of that function. For any other torch module, the same values are recorded
+    if its operations form attention; otherwise the outputs of its projections. For Flax modules, inputs and outputs are
+    recorded. Values that cannot be observed are absent.
 
     Args:
-        model: a `torch.nn.Module`, a `flax.nnx.Module`, or a `flax.linen.Module`, whose `apply` is called then. It must
-            not be compiled: JAX's functions run under `jax.disable_jit()`.
-        layers: names of modules, or of their classes, with `*` for any part; the innermost modules whose class has
-            `Attention` in its name when absent.
+        model: a `torch.nn.Module`, a `flax.nnx.Module`, or a `flax.linen.Module` whose `apply` you then call. It must
+            not be compiled: run JAX functions under `jax.disable_jit()`.
+        layers: names of modules or of their classes, where `*` matches any part. Default: the innermost modules whose
+            class has `Attention` in its name.
 
     Returns:
-        A context that gives the recording, which grows as the model runs.
+        A context manager that returns the recording, which grows as the model runs.
 
     Raises:
-        TypeError: if the model is of another kind.
-        ValueError: if there are no such layers in it, or it is compiled.
+        TypeError: if the model is neither a torch nor a Flax module.
+        ValueError: if it has no such layers, or is compiled.
     """
     packages = {kind.__module__.partition(".")[0]: kind.__module__ for kind in type(model).__mro__}
     patterns = patterns_of(layers)

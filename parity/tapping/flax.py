@@ -1,4 +1,4 @@
-"""What attention layers of a Flax model get and give: calls of nnx modules and of linen's are intercepted."""
+"""Record attention layers of a Flax model by intercepting calls of nnx and linen modules."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from parity.core.arrays import to_numpy
 from parity.tapping.record import Tapped, TappedCall, TappedLayer, chosen
 
 HEADS = {"query": "q", "key": "k", "value": "v", "query_ln": "q", "key_ln": "k"}
-"""What the parts of Flax's attention layers are called that give heads (B, T, N, H); the later counts.
+"""Submodules of Flax's own attention layers that return heads (B, T, N, H), by name; the last call counts.
 
-Other libraries have parts of these names that give heads before their norms and RoPE, which are not what is meant.
+In other libraries, submodules of these names may return heads before norms and RoPE, so they are ignored there.
 """
 
 ATTENTION = "Attention"
 
 POSITIONS = ("positions", "inputs_positions", "segment_pos")
-"""What the parameters of attention layers are called that say where tokens stand."""
+"""Names of the parameters of attention layers that receive positions."""
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def tap_flax(model: Any, patterns: tuple[str, ...] | None) -> Iterator[Tapped]:
 
 
 class _FlaxListener:
-    """What one layer gets and gives, put together while a call lasts."""
+    """Record inputs and outputs of one layer during a call."""
 
     def __init__(self, layer: TappedLayer, module: Any, kind: type) -> None:
         self.layer, self.module = layer, module
@@ -55,7 +55,7 @@ class _FlaxListener:
         self.past: int | None = 0
 
     def around(self, module: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the layer, and record what it gets and gives."""
+        """Call the layer, and record its inputs and outputs."""
         self._called(module, function, args, kwargs)
         _OPEN.append(self)
         try:
@@ -63,7 +63,7 @@ class _FlaxListener:
         finally:
             _OPEN.remove(self)
         arrays = [each for each in (result if isinstance(result, tuple) else (result,)) if _is_array(each)]
-        if arrays:  # some give their cache first
+        if arrays:  # some return their cache first
             self.values["output"] = _values_of(arrays[0])
         if _is_ours(module) and arrays[1:]:
             self.values["attn_weights"] = _values_of(arrays[1])
@@ -86,12 +86,12 @@ class _FlaxListener:
             self.values["positions"] = _values_of(positions)
         mask: Any = told.get("mask")
         if _is_array(mask) and mask.ndim == 4 and type(module).__module__.startswith(("mha_jax.", "flax.")):
-            shows = _values_of(mask).astype(bool)  # Flax's may be numbers
+            shows = _values_of(mask).astype(bool)  # Flax masks may be numbers
             self.values["mask"] = shows if _is_ours(module) else ~shows
         self.past = _cached(module, told)
 
     def part_called(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        """A part of the layer was called."""
+        """Record the output of a submodule."""
         if not self.is_flaxs:
             return
         if name in HEADS and _is_array(result) and result.ndim == 4:
@@ -100,17 +100,17 @@ class _FlaxListener:
             self.values["context"] = _values_of(args[0]).swapaxes(1, 2)
 
     def sown(self, name: str, value: Any) -> None:
-        """The layer has sown a value."""
+        """Record a value that the layer sows."""
         if _is_array(value):
             self.values["attn_weights" if name == "attention_weights" else f"sown.{name}"] = _values_of(value)
 
 
 _OPEN: list[_FlaxListener] = []
-"""The layers that are being called, the innermost last."""
+"""Listeners of the running layers, the innermost last."""
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Whether arrays hold different values."""
+    """Return whether arrays hold different values."""
     return one.shape != other.shape or not np.array_equal(_values_of(one), _values_of(other))
 
 
@@ -137,13 +137,13 @@ def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _cached(module: Any, told: dict[str, Any]) -> int | None:
-    """How many tokens were cached before a call; None where sequences differ, or that cannot be told."""
+    """Return the number of cached tokens before a call; None if sequences differ, or it is unknown."""
     lengths = getattr(told.get("cache"), "lengths", None)
     if lengths is not None:
         found = set(_values_of(lengths).tolist())
         return int(found.pop()) if len(found) == 1 else None
     if not (told.get("decode") or getattr(module, "decode", None)):
-        return 0 if told.get("cache") is None else None  # of a kind that nobody here knows
+        return 0 if told.get("cache") is None else None  # an unsupported kind of cache
     if isinstance(module, nnx.Module):
         index = getattr(module, "cache_index", None)
         return None if index is None else int(_values_of(index[...]))
@@ -171,7 +171,7 @@ def _listen_to_sow(stack: ExitStack) -> None:
 
 
 def _tap_nnx(model: nnx.Module, patterns: tuple[str, ...] | None, tapped: Tapped, stack: ExitStack) -> None:
-    """Put something around the calls of the classes of the layers and of their parts."""
+    """Wrap the calls of the layers' classes and of their submodules' classes."""
     modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
     names = sorted(chosen(modules, patterns), key=_in_order)
     listeners: dict[int, _FlaxListener] = {}
@@ -190,7 +190,7 @@ def _tap_nnx(model: nnx.Module, patterns: tuple[str, ...] | None, tapped: Tapped
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """What sorts names by the numbers in them: layers.2 before layers.10, and layers_2 before layers_10."""
+    """Return a sort key that orders names by the numbers in them: layers.2 before layers.10."""
     parts = (part for part in re.split(r"(\d+)|\.", name) if part)
     return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
@@ -225,7 +225,7 @@ def _around_class(
 
 
 class _LinenTap:
-    """Layers of linen modules, which are known as they are called."""
+    """Record layers of linen modules, which are discovered as they are called."""
 
     def __init__(self, patterns: tuple[str, ...] | None, tapped: Tapped) -> None:
         self.patterns, self.tapped = patterns, tapped
@@ -233,7 +233,7 @@ class _LinenTap:
         self.fitting: set[str] = set()
 
     def intercept(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: Any) -> Any:
-        """Stands around every method of a linen module."""
+        """Intercept every method of a linen module."""
         module = context.module
         if context.method_name != "__call__" or module.is_initializing():
             return call(*args, **kwargs)
@@ -260,7 +260,7 @@ class _LinenTap:
         """Keep the innermost layers, in the order of their first calls.
 
         Raises:
-            ValueError: if a pattern fitted no module that was called.
+            ValueError: if a pattern matches no module that was called.
         """
         if missing := [each for each in self.patterns or () if each not in self.fitting]:
             raise Refusal("layers", "be names of modules or classes that are called", str(missing))

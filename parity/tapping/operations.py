@@ -1,8 +1,8 @@
-"""Attention by its operations: products and the softmax of a layer that calls no attention function.
+"""Recognize attention by its operations, in a layer that calls no attention function.
 
-A layer is attention if it takes one softmax, of scores that one product of queries and keys leads to, and multiplies
-the result by values, unchanged. Or it calls `scaled_dot_product_attention` once. Operations are seen below autograd,
-where `@`, `einsum` and `baddbmm` are all products of batches of matrices.
+A layer is attention if it computes one softmax, of scores that come from one product of queries and keys, and
+multiplies the unchanged result by values. A single call of `scaled_dot_product_attention` also counts. Operations are
+recorded below autograd, where `@`, `einsum` and `baddbmm` are all batched matrix products.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 LEAST_HIDDEN = -5000.0
-"""The largest number that hides a key, relative to the largest in its row: masks add -1e4, or fill in -1e9."""
+"""Largest number that hides a key, relative to the maximum of its row: masks add -1e4, or fill in -1e9."""
 
 SOFTMAX = ("_softmax", "_safe_softmax", "_masked_softmax", "_log_softmax", "_sparse_softmax")
 PRODUCTS = {"bmm": (0, 1), "baddbmm": (1, 2)}
-"""Products of batches of matrices, and which arguments are multiplied."""
+"""Batched matrix products, and the positions of the arguments that they multiply."""
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A product of batches of matrices."""
+    """A batched matrix product."""
 
     left: Tensor
     right: Tensor
@@ -38,7 +38,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Scores:
-    """Numbers that came from a product: factor * product, or bound * tanh(factor * product), with something added."""
+    """Values computed from a product: factor * product or bound * tanh(factor * product), plus an optional addend."""
 
     product: Product
     factor: float = 1.0
@@ -46,18 +46,18 @@ class Scores:
 
     @property
     def scale(self) -> float:
-        """The factor of small products."""
+        """Return the factor of small products."""
         return self.factor if self.bound is None else self.factor * self.bound
 
     def made_of(self, products: Tensor) -> Tensor:
-        """The scores of products, without biases."""
+        """Return the scores of products, without biases."""
         made = self.factor * products
         return made if self.bound is None else self.bound * torch.tanh(made)
 
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
-    """A softmax over an axis, by the name of its operation, with copies of its input and its result."""
+    """A softmax over an axis, with the name of its operation and copies of its input and result."""
 
     name: str
     given: tuple[Scores | Softmax, ...]
@@ -72,11 +72,11 @@ class Attended:
 
     Attributes:
         q, k, v, context: heads (B, heads, tokens, features).
-        mask: True where a key is seen, or numbers that are added to scores.
+        mask: True where a query may attend to a key, or numbers that are added to scores.
         scale: factor of the products of queries and keys.
         soft_cap: bound of the scores; None if there is none.
-        scores: input of the softmax, (B, N, T, S); None if it was not seen.
-        weights: its output.
+        scores: input of the softmax, (B, N, T, S); None if it was not recorded.
+        weights: output of the softmax.
     """
 
     q: Tensor
@@ -92,36 +92,36 @@ class Attended:
 
 @dataclass
 class LayerOperations:
-    """Operations of a layer while its call lasts.
+    """Record the operations of a layer during its call.
 
     Attributes:
-        sees_functions: whether calls of `scaled_dot_product_attention` are seen as they are written. Functions that ask
-            for that, such as the fast path of `nn.MultiheadAttention`, compute otherwise then.
+        sees_functions: whether calls of `scaled_dot_product_attention` are recorded themselves. Code that detects such
+            recording, such as the fast path of `nn.MultiheadAttention`, then computes in another way.
     """
 
     sees_functions: bool = False
     softmaxes: list[Softmax] = field(default_factory=list)
     contexts: list[Product] = field(default_factory=list)
     calls: list[tuple[dict[str, Any], Tensor]] = field(default_factory=list)
-    is_inside: bool = False  # of a function that was seen as it is written
+    is_inside: bool = False  # inside a function that was recorded as a whole
     _known: dict[int, tuple[Tensor, tuple[Scores | Softmax, ...]]] = field(default_factory=dict)
     _modes: ExitStack = field(default_factory=ExitStack)
 
     def watch(self) -> None:
-        """Begin to see operations."""
+        """Begin to record operations."""
         self.softmaxes, self.contexts, self.calls = [], [], []
         if self.sees_functions:
             self._modes.enter_context(_FunctionMode(self))
         self._modes.enter_context(_DispatchMode(self))
 
     def close(self) -> None:
-        """See no more operations."""
+        """Stop recording operations."""
         self._modes.close()
         self._known.clear()
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Take note of an operation."""
-        name = func._schema.name.partition("::")[2].rstrip("_")  # also of an operation that overwrites its input
+        """Record an operation."""
+        name = func._schema.name.partition("::")[2].rstrip("_")  # in-place operations count as well
         if name.startswith("_scaled_dot_product") and "backward" not in name:
             names = [each.name for each in func._schema.arguments]
             self.calls.append(({**dict(zip(names, args, strict=False)), **kwargs}, tree_leaves(result)[0]))
@@ -144,16 +144,16 @@ class LayerOperations:
             self._known |= {id(x): (x, given) for x in tree_leaves(result) if isinstance(x, Tensor)}
 
     def _given(self, values: list[Any]) -> tuple[Scores | Softmax, ...]:
-        """The products and softmaxes that some values came from, each once."""
+        """Return the products and softmaxes that some values came from, each once."""
         known = (self._known[id(x)][1] for x in values if isinstance(x, Tensor) and id(x) in self._known)
         return tuple(dict.fromkeys(each for of_one in known for each in of_one))
 
     def attention(self, batch_size: int, num_tokens: int | None) -> Attended | str:
-        """Return the attention that was seen, or why there is none.
+        """Return the recorded attention, or the reason why there is none.
 
         Args:
-            batch_size: number of sequences, with which heads may share an axis.
-            num_tokens: of queries, with which groups of heads may share an axis; None if that is not known.
+            batch_size: number of sequences; heads may share an axis with them.
+            num_tokens: number of query tokens, which may share an axis with groups of heads; None if unknown.
         """
         if len(self.softmaxes) + len(self.calls) != 1:
             calls = f" and {len(self.calls)} calls of scaled_dot_product_attention" if self.calls else ""
@@ -185,9 +185,9 @@ class _DispatchMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not hasattr(func, "_schema"):  # of higher order
+        if not hasattr(func, "_schema"):  # a higher-order operator
             return func(*args, **kwargs)
-        with self:  # in inference mode nothing above has made basic operations of it
+        with self:  # in inference mode, nothing above decomposes it
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
@@ -198,7 +198,7 @@ class _DispatchMode(TorchDispatchMode):
 
 
 class _FunctionMode(TorchFunctionMode):
-    """Lets operations take note of `scaled_dot_product_attention`, which may be several operations below autograd."""
+    """Record calls of `scaled_dot_product_attention`, which may be several operations below autograd."""
 
     def __init__(self, operations: LayerOperations) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ def _with_weights_first(product: Product, of_right: tuple[Any, ...]) -> Product:
 
 
 def _after(name: str, args: tuple[Any, ...], scores: Scores) -> Scores:
-    """Return scores after an operation. What others than these do to them, their numbers show."""
+    """Return scores after an operation. The effect of unknown operations shows in the scores themselves."""
     numbers = [float(x) for x in args if isinstance(x, (int, float)) or (isinstance(x, Tensor) and x.numel() == 1)]
     if name == "tanh" and scores.bound is None:
         return replace(scores, bound=1.0)
@@ -259,7 +259,7 @@ def _of_call(given: dict[str, Any], context: Tensor, batch_size: int) -> Attende
 def _of_softmax(
     softmax: Softmax, scores: Scores, context: Product, batch_size: int, num_tokens: int | None
 ) -> Attended | str:
-    """Return the attention of a softmax between two products, heads being unfolded from sequences."""
+    """Return the attention of a softmax between two products, with heads separated from sequences."""
     folded, rows, _ = context.left.shape
     if scores.product.result.shape != context.left.shape or folded % batch_size:
         return f"{tuple(scores.product.result.shape)} scores and {tuple(context.left.shape)} attention weights"
@@ -287,7 +287,7 @@ def _heads(x: Tensor, batch_size: int, num_tokens: int, sizes: list[int]) -> Ten
         x: the rows.
         batch_size: number of sequences.
         num_tokens: number of tokens.
-        sizes: of the axes before keys, which say whether tokens come before groups.
+        sizes: of the axes before keys; they show whether tokens come before groups.
     """
     groups = x.shape[1] // num_tokens
     places = {size: place for place, size in enumerate(sizes)}
@@ -298,19 +298,19 @@ def _heads(x: Tensor, batch_size: int, num_tokens: int, sizes: list[int]) -> Ten
 
 
 def _is_aligned(softmax: Softmax, order: tuple[int, ...], weights: Tensor) -> bool:
-    """Return whether the result of a softmax, its axes in some order, is the weights that meet values."""
+    """Return whether the result of a softmax, with axes in this order, is the weights that multiply values."""
     result = softmax.weights.permute(order)
     return result.numel() == weights.numel() and torch.equal(result.to(weights.dtype).reshape(weights.shape), weights)
 
 
 def _orders(softmax: Softmax) -> Iterator[tuple[int, ...]]:
-    """Yield the orders of the axes in which that of the softmax is the last one."""
+    """Yield the orders of axes that put the softmax axis last."""
     others = [axis for axis in range(softmax.scores.ndim) if axis != softmax.axis]
     yield from ((*order, softmax.axis) for order in permutations(others))
 
 
 def _grouped(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values of the heads that differ, if each is repeated for a group of query heads."""
+    """Return the distinct heads of keys and values, if each is repeated for a group of query heads."""
     for count in range(1, k.shape[1]):
         if k.shape[1] % count == 0 and all(_is_repeated(x, count) for x in (k, v)):
             step = k.shape[1] // count
@@ -319,6 +319,6 @@ def _grouped(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_repeated(heads: Tensor, count: int) -> bool:
-    """Return whether this number of heads differ, each followed by its copies."""
+    """Return whether there are `count` distinct heads, each followed by its copies."""
     groups = heads.unflatten(1, (count, -1))
     return bool((groups == groups[:, :, :1]).all())

@@ -1,4 +1,4 @@
-"""A recording: what attention layers got and gave, call by call; and its file."""
+"""A recording of attention layers, call by call, and its file."""
 
 from __future__ import annotations
 
@@ -35,20 +35,22 @@ VALUES = {
     "context": ("B", "N", "T", "H"),
     "output": ("B", "T", "E"),
 }
-"""What a call may hold, with the axes of each, in the model's own dtypes.
+"""Values that a call may hold, with the axes of each, in the model's own dtypes.
 
-`positions` may have an axis more before these, for rows and columns. `is_real` is False of padding, where the model was
-told of some; of tokens that see nothing, where it was given a whole mask instead. `mask` is what the attention function
-got: True where a key is hidden, or numbers added to the scores. `k` and `v` are those of the call's own tokens.
-`scores` are what the softmax received, mask and biases among them, if no attention function was called.
-`cache.keys` and `cache.values` are all that the attention function got, and are there only if they are not the keys and
-values of the calls so far. Outputs of projections go by `projections.<name>`, where no attention function was seen.
+`positions` may have one more leading axis, for rows and columns. `is_real` is False for padding; if the model received
+a full mask instead of a padding mask, it is False for tokens that attend to nothing. `mask` is the mask of the
+attention function: True where a key is hidden, or numbers added to the scores. `k` and `v` belong to the call's own
+tokens. `scores` are the input of the softmax, mask and biases included, if no attention function was called.
+`cache.keys` and `cache.values` are all keys and values that the attention function received. They are present only if
+they differ from the keys and values of the calls so far. If no attention function was observed, outputs of projections
+are stored as `projections.<name>`.
 
-`segment_ids` says which tokens of one sequence attend to each other, if the attention function was called once for each
-segment. What it received and returned is joined.
+`segment_ids` tells which tokens of one sequence attend to each other, if the attention function was called once per
+segment. Its inputs and outputs are then joined.
 
-A layer that attends to another sequence has its `key_input`, `k` and `v` in the first of some calls with a cache, and
-which of its tokens are padding as `key_is_real`. `value_input` is there only if values are made of another than keys.
+A layer that attends to another sequence has `key_input`, `k` and `v` in the first of several calls with a cache, and
+`key_is_real` is False for padding of that sequence. `value_input` is present only if values come from another input
+than keys.
 """
 
 
@@ -57,9 +59,9 @@ class TappedCall:
     """One call of a layer.
 
     Attributes:
-        values: what was seen, by the names of `VALUES`.
-        past: how many tokens were cached before; None where that cannot be told.
-        first_key: which of all tokens the first key is that the call attended to: a cache of a window drops others.
+        values: recorded values, by the names of `VALUES`.
+        past: number of tokens cached before; None if unknown.
+        first_key: index of the first key that the call attended to among all tokens: a window's cache drops older ones.
     """
 
     values: dict[str, np.ndarray] = field(repr=False)
@@ -72,17 +74,17 @@ class TappedLayer:
     """The calls of one attention layer.
 
     Attributes:
-        name: of the module, as its model has it.
-        index: which of the model's layers it is, by itself, or by its place among those tapped.
+        name: of the module in its model.
+        index: number of the layer in the model; its place among the tapped layers if it has none.
         module: name of its class.
-        kind: what the model's configuration calls it: `sliding_attention`, …; empty if it says nothing.
-        is_causal: whether it says of itself that no token sees a later one; None if it says nothing.
+        kind: its type in the model's configuration, such as `sliding_attention`; empty if not specified.
+        is_causal: the module's own flag that no token attends to a later one; None if it has none.
         training: whether it was called in training mode.
-        attention: what computes its attention, as transformers names it: `eager`, `sdpa`, …; empty if nothing says so.
-        scale, window, soft_cap: what its attention function was told to multiply scores by, how many last tokens to
-            attend to, and the bound of the scores; or what its operations did; None if nothing says so.
-        not_seen: why neither an attention function nor operations of attention were seen; empty if they were.
-        calls: in order.
+        attention: its attention implementation, as transformers names it: `eager`, `sdpa`, …; empty if unknown.
+        scale, window, soft_cap: arguments of its attention function: the factor of scores, the number of last tokens to
+            attend to, and the bound of scores. Without such a function, those of its operations; None if unknown.
+        not_seen: why neither an attention function nor attention operations were observed; empty if they were.
+        calls: its calls, in order.
     """
 
     name: str
@@ -106,23 +108,23 @@ class TappedLayer:
 
     @property
     def is_cross(self) -> bool:
-        """Whether it attends to another sequence."""
+        """Return whether it attends to another sequence."""
         return any("key_input" in call.values for call in self.calls)
 
     @property
     def title(self) -> str:
-        """What reports call it: `layer 17 (sliding_attention)`."""
+        """Return its title in reports: `layer 17 (sliding_attention)`."""
         return f"layer {self.index}" + (f" ({self.kind})" if self.kind else "")
 
 
 @dataclass
 class Tapped:
-    """What attention layers of a model got and gave.
+    """A recording of the attention layers of a model.
 
     Attributes:
-        layers: those that were tapped, in the model's order.
-        config: the model's configuration, as transformers has it and JSON can say it; empty if there is none.
-        model: name of its class.
+        layers: the tapped layers, in the model's order.
+        config: the model's transformers configuration, as JSON values; empty if it has none.
+        model: name of the model's class.
     """
 
     layers: list[TappedLayer]
@@ -137,7 +139,7 @@ class Tapped:
 
         Raises:
             OSError: if it cannot be written.
-            ValueError: if the path is one that `save_tensors` refuses.
+            ValueError: if `save_tensors` rejects the path.
         """
         layers, tensors = [], {}
         for place, layer in enumerate(self.layers):
@@ -156,7 +158,7 @@ def load_tap(path: str | os.PathLike[str]) -> Tapped:
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it is no recording.
+        ValueError: if it is not a recording.
     """
     tensors, metadata = load_tensors(path)
     if metadata.get("kind") != "tap" or metadata.get("format") != FORMAT:
@@ -194,7 +196,7 @@ def _read_layer(told: Mapping[str, Any]) -> TappedLayer:
 
 
 def _check_shapes(layer: str, values: Mapping[str, np.ndarray]) -> None:
-    """Refuse arrays without the axes that they must have, or of other batches or tokens than the input."""
+    """Reject arrays with wrong axes, or whose batch size or number of tokens differs from the input's."""
     sizes: dict[str, int] = {}
     for name, x in values.items():
         axes = VALUES.get(name, x.shape)
@@ -208,7 +210,7 @@ def _check_shapes(layer: str, values: Mapping[str, np.ndarray]) -> None:
 
 
 def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None) -> list[str]:
-    """The names of the modules to tap: those that patterns fit, with `*`, or the innermost of attention.
+    """Return the names of the modules to tap: those that match patterns, or the innermost attention modules.
 
     Raises:
         ValueError: if there are none.
@@ -233,12 +235,12 @@ def chosen(modules: Mapping[str, Any], patterns: tuple[str, ...] | None) -> list
             )
         found = [name for name in modules if any(name in names for names in fits.values())]
     if not found:
-        raise Refusal("model", "have modules whose class is named …Attention…, or layers must name some")
+        raise Refusal("model", "have modules whose class is named …Attention…, or layers must be their names")
     return found
 
 
 def is_hidden(mask: np.ndarray) -> np.ndarray:
-    """Where a mask hides a key: itself, or where what it adds to the scores is near the lowest number of its dtype."""
+    """Return where a mask hides a key: it is True, or adds a number near the lowest one of its dtype."""
     if mask.dtype == np.bool_:
         return mask
     lowest = float(ml_dtypes.finfo(mask.dtype).min)
@@ -246,7 +248,7 @@ def is_hidden(mask: np.ndarray) -> np.ndarray:
 
 
 def kinds_of(config: Mapping[str, Any]) -> list[str]:
-    """What a configuration calls each layer; nothing if it does not."""
+    """Return the type of each layer in a configuration; empty if it specifies none."""
     for part in (config, *(value for value in config.values() if isinstance(value, Mapping))):
         if isinstance(part.get("layer_types"), list | tuple):
             return [str(kind) for kind in part["layer_types"]]

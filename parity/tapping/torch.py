@@ -1,9 +1,9 @@
 """Record attention layers of a torch model by hooks on modules, on two functions of transformers, and on operations.
 
-The attention function is seen where layers ask for it, `AttentionInterface.get_interface`. It returns all of them, and
-eager ones, which stand in no table. So the model's configuration, by which masks are made, stays as it is. New keys
-and values are seen where they are cached, `Cache.update`: the attention function may receive others. Of layers that
-call no attention function, operations are seen: see `parity.tapping.operations`.
+The attention function is intercepted in `AttentionInterface.get_interface`, where layers look it up. That covers all
+functions, including eager ones, which are in no table, and leaves the model's configuration, which decides on masks,
+unchanged. New keys and values are recorded in `Cache.update`, because the attention function may receive others. If a
+layer calls no attention function, its operations are recorded: see `parity.tapping.operations`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from parity.tapping.record import Tapped, TappedCall, TappedLayer, chosen, is_hi
 
 POSITIONS = ("position_ids", "positions")
 OF_FUNCTION = ("q", "k", "v", "mask", "context", "attn_weights")
-"""What the attention function is given and gives."""
+"""Inputs and outputs of the attention function."""
 
 COUNTING = ("RoFormerSinusoidalPositionalEmbedding",)
-"""Modules that count positions themselves, padding with the tokens, and give what layers rotate by."""
+"""Modules that count positions themselves, including padding, and return the angles that layers rotate by."""
 CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 KEY_INPUTS = ("key_value_states", "encoder_hidden_states", "key")
-"""What the parameters of attention layers are called, whose first tensor is the input."""
+"""Names of parameters of attention layers that receive the input of keys; the first tensor counts."""
 
 
 @contextmanager
@@ -43,12 +43,12 @@ def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None, *, is_inside: 
     Args:
         model: the model.
         patterns: names of modules or classes; None for those of attention.
-        is_inside: whether to also observe operations inside attention functions, and calls as they are written. Layers
-            may then take other ways to compute their results.
+        is_inside: whether to also record operations inside attention functions, and whole function calls. Layers may
+            then compute their results in another way.
     """
     modules = dict(model.named_modules())
     if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl for each in modules.values()):
-        raise Refusal("model", "not be compiled, for hooks do not see what a compiled one computes")
+        raise Refusal("model", "not be compiled, because hooks do not run in compiled models")
     names = chosen(modules, patterns)
     config: Any = getattr(model, "config", None)
     told = json.loads(json.dumps(config.to_dict(), default=str)) if hasattr(config, "to_dict") else {}
@@ -80,16 +80,16 @@ def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None, *, is_inside: 
 # ---- Functions of transformers ---------------------------------------------------------------------------------------
 
 _LISTENING: list[Mapping[nn.Module, _TorchListener]] = []
-"""Who listens to them; of each tap that is open."""
+"""Listeners of each open tap, by module."""
 
 _ORIGINALS: dict[str, Callable[..., Any]] = {}
-"""What the functions are while no tap is open, by name."""
+"""The original functions, by name, while a tap is open."""
 
 
 @contextmanager
 def _listening(listeners: Mapping[nn.Module, _TorchListener]) -> Iterator[None]:
-    """Let listeners see the calls of these functions."""
-    if "transformers.modeling_utils" not in sys.modules:  # whose models import it
+    """Let listeners record the calls of these functions."""
+    if "transformers.modeling_utils" not in sys.modules:  # which every transformers model imports
         yield
         return
     interface: Any = sys.modules["transformers.modeling_utils"].AttentionInterface
@@ -107,7 +107,7 @@ def _listening(listeners: Mapping[nn.Module, _TorchListener]) -> Iterator[None]:
 
 
 def _get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `AttentionInterface.get_interface` while a tap is open."""
+    """Replace `AttentionInterface.get_interface` while a tap is open."""
     function = _ORIGINALS["get_interface"](self, *args, **kwargs)
 
     @functools.wraps(function)
@@ -121,7 +121,7 @@ def _get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
             listener.layer.soft_cap = float(cap) if isinstance(cap, int | float) else None
             listener.function_called(query, key, value, mask)
             if not listener.operations.sees_functions or listener.layer.attention not in ("eager", "sdpa"):
-                listener.operations.close()  # others may be compiled
+                listener.operations.close()  # other functions may be compiled
         result = function(module, query, key, value, *rest, **keywords)
         for listener in listening:
             listener.function_returned(result)
@@ -131,7 +131,7 @@ def _get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `Cache.update` while a tap is open."""
+    """Replace `Cache.update` while a tap is open."""
     for listeners in _LISTENING:
         for listener in listeners.values():
             if listener.cache is self:
@@ -143,17 +143,17 @@ def _update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **k
 
 
 class _ModelState:
-    """What layers are not told themselves: where the tokens stand, and which are padding."""
+    """State of a model that its layers don't receive: the positions of tokens, and which are padding."""
 
     def __init__(self) -> None:
         self.positions: Tensor | None = None
         self.padding: Tensor | None = None
-        self.key_padding: Tensor | None = None  # of the sequence that cross-attention attends to
+        self.key_padding: Tensor | None = None  # padding of the sequence that cross-attention attends to
         self.has_other_mask = False
         self.has_other_key_mask = False
 
     def listen(self, module: nn.Module, stack: ExitStack) -> None:
-        """Listen to a module, if it is one that tells."""
+        """Listen to a module, if it receives positions or padding."""
         if any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__):
             _pre_hook(module, self._model_called, stack)
         elif "Rotary" in type(module).__name__:
@@ -179,15 +179,15 @@ class _ModelState:
 
 
 def _padding(mask: Any) -> tuple[Tensor | None, bool]:
-    """A mask that says which tokens are padding; and whether there is another one instead, as with a static cache."""
+    """Return a padding mask or None, and whether there is another mask instead, as with a static cache."""
     is_padding = isinstance(mask, Tensor) and mask.ndim == 2
     return mask if is_padding else None, mask is not None and not is_padding
 
 
 class _TorchListener:
-    """What one layer gets and gives.
+    """Record inputs and outputs of one layer.
 
-    A call is put together while it lasts, and is recorded when it has given its output.
+    The values of a call are collected while it runs, and recorded when the layer returns.
     """
 
     def __init__(
@@ -200,14 +200,14 @@ class _TorchListener:
         self.first_key = 0
         self.cache: Any = None  # while the call lasts
         self.adds_residual = False
-        self.key_len = 0  # of the other sequence that it attends to, if it does
-        self.seen: dict[str, np.ndarray] = {}  # keys and values of all tokens so far, or of that sequence
-        self.segments: list[dict[str, np.ndarray]] = []  # what the attention function had, but for its last call
+        self.key_len = 0  # length of the other sequence; 0 for self-attention
+        self.seen: dict[str, np.ndarray] = {}  # keys and values so far, or of the other sequence
+        self.segments: list[dict[str, np.ndarray]] = []  # values of the attention function in earlier calls
 
     def listen(self, stack: ExitStack) -> None:
-        """Hang hooks on the module and its projections, which the stack takes off."""
+        """Register hooks on the module and its projections; the stack removes them."""
         if isinstance(self.module, nn.MultiheadAttention):
-            _around_forward(self.module, self._called, self._left, self._returned, stack)  # hooks change its way
+            _around_forward(self.module, self._called, self._left, self._returned, stack)  # hooks change its path
             return
         _pre_hook(self.module, self._called, stack)
         handle = self.module.register_forward_hook(self._left, always_call=True)
@@ -243,7 +243,7 @@ class _TorchListener:
             self.values["value_input"] = self._batched(values)
         own = _first(told, POSITIONS)
         places = [x for x in (own, self.model.positions) if x is not None and x.ndim > 1 and x.shape[-1] == length]
-        if places:  # a layer may receive those of text alone, without the axes that it rotates by
+        if places:  # a layer may receive text positions only, without RoPE's axes
             self.values["positions"] = to_numpy(max(places, key=lambda x: x.ndim))
         padding = self.model.padding
         if padding is not None and padding.shape == (x.shape[0], (self.past or 0) + length):
@@ -253,12 +253,12 @@ class _TorchListener:
         self.operations.watch()
 
     def _left(self, *_: Any) -> None:
-        """The module is left, also by an exception."""
+        """Clean up when the module is left, also by an exception."""
         self.operations.close()
 
     def _attends_to(self, other: Tensor, length: int) -> None:
-        """The call's keys are made of another sequence, with a cache in the first of some calls."""
-        if self.cache is not None:  # the tokens of this call are cached already, by the layer's self-attention
+        """Record another sequence that the keys of this call come from; with a cache, the first call records it."""
+        if self.cache is not None:  # self-attention has already cached this call's tokens
             is_known = hasattr(self.cache, "cross_attention_cache") and self.past is not None
             self.past = (self.past or 0) - length if is_known else None
         x, padding = self._batched(other), self.model.key_padding
@@ -277,7 +277,7 @@ class _TorchListener:
         return to_numpy(x if is_batched else x.transpose(0, 1))
 
     def function_called(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> None:
-        """The attention function is given heads."""
+        """Record the heads that the attention function receives."""
         if "q" in self.values:
             self.segments.append({name: self.values.pop(name) for name in OF_FUNCTION if name in self.values})
         self.values["q"] = to_numpy(query)
@@ -291,7 +291,7 @@ class _TorchListener:
                 shape = (query.shape[0], query.shape[2])
                 self.values |= {} if sees.all() else {"is_real": np.broadcast_to(sees, shape).copy()}
         length, past = query.shape[-2], self.past or 0
-        if self.cache is None and key.ndim == 4 and key.shape[2] > length:  # keys of tokens that are no queries
+        if self.cache is None and key.ndim == 4 and key.shape[2] > length:  # some keys belong to other tokens
             self.key_len = key.shape[2]
             self._cross_function_called(query, key, value, mask)
             return
@@ -301,10 +301,10 @@ class _TorchListener:
         all_keys = past + length
         self.first_key = first = max(0, all_keys - key.shape[2])
         for name, part, x in (("k", "keys", key), ("v", "values", value)):
-            tokens = to_numpy(x[:, :, : all_keys - first])  # a static cache has slots that hold nothing yet
+            tokens = to_numpy(x[:, :, : all_keys - first])  # a static cache has unused slots
             new = self.values.get(name)
             if new is None or (*new.shape[:2], new.shape[3]) != (*x.shape[:2], x.shape[3]):  # or latents are cached
-                new = self.values[name] = tokens[:, :, past - first :].copy()  # a view would hold all of them
+                new = self.values[name] = tokens[:, :, past - first :].copy()  # a view would keep all of them alive
             seen = np.concatenate([self.seen[name][:, :, :past], new], axis=2) if past and name in self.seen else new
             if not _is_same(seen[:, :, -tokens.shape[2] :], tokens):
                 self.values[f"cache.{part}"] = tokens
@@ -327,7 +327,7 @@ class _TorchListener:
                 self.values[f"cache.{part}"] = tokens
 
     def cached(self, key: Tensor, value: Tensor) -> None:
-        """New keys and values are put into the cache."""
+        """Record new keys and values that enter the cache."""
         if (
             "input" in self.values
             and not self.key_len
@@ -337,7 +337,7 @@ class _TorchListener:
             self.values |= {"k": to_numpy(key), "v": to_numpy(value)}
 
     def function_returned(self, result: Any) -> None:
-        """The attention function gives its context (B, T, N, H) and, perhaps, its weights."""
+        """Record the context (B, T, N, H) that the attention function returns, and its weights if present."""
         context, *more = result if isinstance(result, tuple) else (result,)
         if isinstance(context, Tensor) and context.ndim == 4:
             self.values["context"] = to_numpy(context.transpose(1, 2))
@@ -345,7 +345,7 @@ class _TorchListener:
             self.values["attn_weights"] = to_numpy(more[0])
 
     def _operations_ran(self) -> None:
-        """The module called no attention function, or scores are wanted that are inside of it."""
+        """Record operations if the module called no attention function, or if its inner scores are requested."""
         x = self.values.get("input")
         if x is None or ("q" in self.values and not self.operations.sees_functions):
             return
@@ -372,7 +372,7 @@ class _TorchListener:
     def _returned(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self._operations_ran()
         first, *more = result if isinstance(result, tuple | list) else (result,)
-        if self.adds_residual and self.projections:  # BLOOM's adds it itself: its output is that of its last projection
+        if self.adds_residual and self.projections:  # as in BLOOM: take the output before the residual
             self.values["output"] = list(self.projections.values())[-1]
         elif isinstance(first, Tensor):
             self.values["output"] = self._batched(first)
@@ -387,7 +387,7 @@ class _TorchListener:
 
 
 def _joined(segments: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """What the attention function had of all segments of one sequence; nothing if they are not those of its tokens."""
+    """Return joined values of the attention function over segments; empty if they don't cover the sequence."""
     num_tokens, lengths = segments[-1]["input"].shape[1], [each["q"].shape[2] for each in segments]
     is_whole = sum(lengths) == num_tokens and all(len(each["q"]) == 1 and "mask" not in each for each in segments)
     if not is_whole or any(each["k"].shape[2] != each["q"].shape[2] for each in segments):
@@ -406,7 +406,7 @@ def _joined(segments: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return heads in the dtype of their layer, if it holds their numbers: scores may be computed in a wider one."""
+    """Return heads in the dtype of their layer if it represents them: scores may use a wider dtype."""
     narrow = x.to(dtype)
     return narrow if torch.equal(narrow.to(x.dtype), x) else x
 
@@ -426,7 +426,7 @@ def _around_forward(
     returned: Callable[..., None],
     stack: ExitStack,
 ) -> None:
-    """As hooks before and after would, but not to be seen by the module."""
+    """Wrap the forward method as hooks would, without registering hooks on the module."""
     forward, own = module.forward, module.__dict__.get("forward")
 
     @functools.wraps(forward)
@@ -449,11 +449,11 @@ def _around_forward(
 
 
 def arguments_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a module is called with, by name."""
+    """Return the arguments of a module's call, by name."""
     signature = inspect.signature(module.forward)
     try:
         bound = signature.bind_partial(*args, **kwargs)
-    except TypeError:  # the module itself will say so
+    except TypeError:  # the module itself will raise it
         return dict(kwargs)
     found: dict[str, Any] = {}
     for name, value in bound.arguments.items():
@@ -468,18 +468,18 @@ def arguments_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _first(told: Mapping[str, Any], names: tuple[str, ...]) -> Tensor | None:
-    """The first of the names that is a tensor."""
+    """Return the first tensor among these names."""
     return next((told[name] for name in names if isinstance(told.get(name), Tensor)), None)
 
 
 def _cached(cache: Any, index: int) -> int | None:
-    """How many tokens a cache holds of a layer; 0 without one, None where it does not say or sequences differ."""
+    """Return the number of tokens that a cache holds for a layer; 0 without a cache, None if unknown or ragged."""
     if cache is None:
         return 0
     if hasattr(cache, "get_seq_length"):
         try:
             return int(cache.get_seq_length(index))
-        except ValueError:  # of a layer without attention over keys, beside others
+        except ValueError:  # a layer without cached keys
             return None
     lengths = getattr(cache, "lengths", None)
     if isinstance(lengths, Tensor) and lengths.numel() and bool((lengths == lengths[0]).all()):

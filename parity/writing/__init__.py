@@ -1,7 +1,7 @@
-"""Attention written out: the plain code of one layer, without options and without this package.
+"""Write attention as source code: the plain code of one layer, without options and without this package.
 
-Each framework has a template: a plain definition of attention with a branch for each field of a specification. A
-layer's file is what `specialize` leaves of it.
+Each framework has a template: a plain definition of attention with a branch for each field of a specification.
+`specialize` keeps the parts that a layer needs.
 """
 
 from __future__ import annotations
@@ -21,55 +21,55 @@ from parity.writing.subject import ABSENT, CallForm, CallKeywords
 TEMPLATES = Path(__file__).with_name("templates")
 
 NAMES_GO_HERE = "from parity.writing.templates.names import *\n"
-"""The line of a template that stands for `names.py`."""
+"""The line of a template that `names.py` replaces."""
 
 KEEP = ("Attention", "attention", "params_from", "weights_from")
-"""Names of a written module that its users call."""
+"""Public names of a written module."""
 
 
 def source_of(spec: AttentionSpec, framework: str, **call: Unpack[CallKeywords]) -> str:
-    """Return the source of a module of plain code that computes one layer, and nothing else.
+    """Return the source of a module that computes one layer in plain code.
 
-    It has no branch for other layers. Weights have their canonical names. In torch they are the state dict of
-    `Attention`. In JAX `attention` accepts nested mappings, kernels (in, out). In TTNN `Attention` is made of them.
-    Inputs are finite: NaN in a hidden key may show.
+    It has no branches for other layers. Weights have their canonical names. In torch they are the state dict of
+    `Attention`. In JAX `attention` accepts nested mappings, kernels (in, out). In TTNN they are an argument of
+    `Attention`. Inputs must be finite: NaN in a hidden key may propagate.
 
     Args:
         spec: the layer.
         framework: `jax`, `torch` or `ttnn`.
-        call: how it is called, see `CallKeywords`; default: causal self-attention without a cache.
+        call: the form of its calls, see `CallKeywords`; default: causal self-attention without a cache.
 
     Returns:
-        The source. What acts in training only is left out but for the dropout of torch's attention weights.
+        The source. Features that act only in training are left out, except torch's dropout of attention weights.
 
     Raises:
-        ValueError: if there is no such framework, or the keywords do not fit each other.
+        ValueError: if the framework is unknown, or the keywords conflict.
     """
     return written(spec, framework, CallForm(**call))
 
 
 def source_of_layer(layer: FileLayer, framework: str, **call: Unpack[CallKeywords]) -> str:
-    """Return the source of a layer of a checkpoint, with a function that takes the checkpoint's tensors.
+    """Return the source of a checkpoint's layer, with a function that accepts the checkpoint's tensors.
 
     Args:
-        layer: the layer, of an open file.
-        framework, call: as `source_of` takes them; default: causal or not, and across, as the layer is.
+        layer: a layer of an open file.
+        framework, call: as in `source_of`; by default, causality and cross-attention follow the layer.
 
     Raises:
-        ValueError: as `source_of`, or if the tensors are quantized.
+        ValueError: as in `source_of`, or if the tensors are quantized.
     """
     return written(layer.spec, framework, call_of_layer(layer, **call), loader_of(layer, framework))
 
 
 def call_of_layer(layer: FileLayer, **call: Unpack[CallKeywords]) -> CallForm:
-    """Return how a layer of a checkpoint is called: across and causally as its model does, and as the keywords say."""
+    """Return the form of calls of a checkpoint's layer: that of its model, overridden by keywords."""
     is_causal = layer.model is None or layer.model.is_causal is not False
     default: CallKeywords = {"is_cross": layer.is_cross, "is_causal": is_causal and not layer.is_cross}
     return CallForm(**{**default, **call})
 
 
 def written(spec: AttentionSpec, framework: str, call: CallForm, loader: str = "") -> str:
-    """Return the source of a layer, and after it that of a function that loads its weights."""
+    """Return the source of a layer, followed by that of a function that loads its weights."""
     if framework not in NAMES:
         raise Refusal("framework", f"be one of {', '.join(NAMES)}", framework=framework)
     if call.is_cross and (spec.rope is not None or spec.latent is not None):
@@ -80,12 +80,12 @@ def written(spec: AttentionSpec, framework: str, call: CallForm, loader: str = "
         raise Refusal("has_positions", "be False for a layer without RoPE and temperature", has_positions=True)
     known = {"spec": replace(spec, fused_qkv=False), "call": call, "ABSENT": ABSENT, **_records()}
     template = (TEMPLATES / f"{framework}.py").read_text().replace(NAMES_GO_HERE, _names(), 1)
-    source = specialize(f"{template}\n\n{loader}", known, _unused(call), _kept(call))
+    source = specialize(f"{template}\n\n{loader}", known, _unused(call), _public_names(call))
     return source.replace("TITLE", docstring_of(spec, framework, call), 1).replace("ABOUT", title_of(spec, call), 1)
 
 
 def _names() -> str:
-    """Return what all templates begin with, after its docstring."""
+    """Return the code that all templates share, without its docstring."""
     return (TEMPLATES / "names.py").read_text().partition('"""\n\n')[2]
 
 
@@ -93,12 +93,12 @@ def _records() -> dict[str, Any]:
     return {name: getattr(mha_spec, name) for name in mha_spec.__all__}
 
 
-def _kept(call: CallForm) -> tuple[str, ...]:
+def _public_names(call: CallForm) -> tuple[str, ...]:
     return KEEP if call.cache is None else (*KEEP, "empty_cache")
 
 
 def _unused(call: CallForm) -> list[str]:
-    """List the arguments that a call does not pass."""
+    """Return the names of arguments that such a call does not pass."""
     passed = {
         "x": not call.is_cross,
         "query": call.is_cross,

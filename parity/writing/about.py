@@ -1,4 +1,4 @@
-"""Docstring of a layer's file: the specification, its axes and its sources."""
+"""Docstring of a written layer: the specification, its axes and its sources."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCALINGS = {
 
 
 def title_of(spec: AttentionSpec, call: CallForm) -> str:
-    """Return a sentence that says what kind of layer it is."""
+    """Return a sentence that names the kind of layer."""
     kind = "cross-attention" if call.is_cross else "self-attention"
     words = ["Causal " + kind if call.is_causal else kind.capitalize()]
     if spec.latent is not None:
@@ -35,7 +35,7 @@ def title_of(spec: AttentionSpec, call: CallForm) -> str:
 
 
 def docstring_of(spec: AttentionSpec, framework: str, call: CallForm) -> str:
-    """Return the text of the docstring of a layer's module."""
+    """Return the docstring of a written module."""
     axes = ["B batch", "T query tokens", "S key tokens", "N query heads"]
     axes += ["K key/value heads"] * (spec.num_kv_heads != spec.num_heads) + ["H features of a head"]
     axes += ["R rotated features"] * (spec.rope is not None) + ["E width of the output"]
@@ -57,7 +57,7 @@ def docstring_of(spec: AttentionSpec, framework: str, call: CallForm) -> str:
 
 
 def sources_of(spec: AttentionSpec) -> list[str]:
-    """Return the sources of what a layer computes."""
+    """Return the sources of the features of a layer."""
     norms = [norm for norm in (spec.qk_norm, spec.v_norm, spec.context_norm) if norm is not None]
     scaling = None if spec.rope is None else spec.rope.scaling
     found = {

@@ -20,14 +20,14 @@ from parity.core.stages import run_steps
 from parity.writing.specialize import WIDTH
 from parity.writing.subject import CallForm
 
-SEED = 0  # of the weights of a trace
+SEED = 0  # for the weights of a trace
 
 
 class Check(NamedTuple):
     """The test of a written layer.
 
     Attributes:
-        source: of the test.
+        source: source of the test.
         trace: content of the npz file that it reads; None if the reference computes the values.
     """
 
@@ -36,7 +36,7 @@ class Check(NamedTuple):
 
 
 def case_of(name: str, spec: AttentionSpec, call: CallForm) -> Case:
-    """Return the case that a written layer is tested on: with a cache a prompt, then steps of one and two tokens."""
+    """Return the test case of a written layer; with a cache, a prompt followed by steps of one and two tokens."""
     options: dict[str, Any] = {"first_position": 3} if call.has_positions else {}
     if call.cache is not None:
         options |= {"chunks": (6, 1, 2), "seq_len": 9, "capacity": 10}
@@ -52,8 +52,8 @@ def check_of(module: str, spec: AttentionSpec, framework: str, call: CallForm, *
 
     Args:
         module: name of the module to test.
-        spec, framework, call: what it was written from.
-        with_trace: compare with a trace, whose file lies beside the test, instead of the reference.
+        spec, framework, call: arguments that it was written with.
+        with_trace: compare with a trace, in a file next to the test, instead of the reference.
     """
     case = case_of(module, spec, call)
     source = "\n".join(_lines(module, spec, framework, call, case, with_trace)) + "\n"
@@ -154,7 +154,7 @@ _LAYER = {
 def _one_call(framework: str, call: CallForm, case: Case, with_trace: bool) -> Iterator[str]:
     names = ("query", "key") if call.is_cross else ("query",)
     arguments = [_array(framework, f'inputs["{name}"]') for name in names]
-    arguments += [_beside(framework, f'inputs["{name}"]') for name in ("mask", "bias") if name in _asked(call)]
+    arguments += [_beside(framework, f'inputs["{name}"]') for name in ("mask", "bias") if name in _passed(call)]
     arguments += [_beside(framework, _positions("", with_trace))] * call.has_positions
     params = ["params"] if framework == "jax" else []
     yield f'    outputs = {{"output": layer({", ".join(params + arguments)})}}'
@@ -179,7 +179,7 @@ def _positions(step: str, with_trace: bool) -> str:
     return f"CASE.positions({step})"
 
 
-def _asked(call: CallForm) -> list[str]:
+def _passed(call: CallForm) -> list[str]:
     return ["mask"] * call.has_mask + ["bias"] * call.has_bias
 
 
@@ -211,7 +211,7 @@ def _arguments(case: Case) -> str:
 
 
 def _trace_of(case: Case) -> bytes:
-    """Return an npz file of the inputs of a case, its outputs in float64, and how far an implementation may be off."""
+    """Return an npz file of the inputs of a case, its outputs in float64, and the allowed error of each."""
     rng = np.random.default_rng(SEED)
     weights = {
         name: rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)

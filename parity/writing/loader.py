@@ -1,4 +1,4 @@
-"""Write how the weights of a layer are made of the tensors of its checkpoint, by their names there."""
+"""Write code that builds the weights of a layer from the tensors of its checkpoint, by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ARRAYS = {"torch": "Tensor", "jax": "np.ndarray", "ttnn": "np.ndarray"}
 
 
 def loader_of(layer: FileLayer, framework: str) -> str:
-    """Return a function that makes the weights of a layer of the tensors of its checkpoint.
+    """Return the source of a function that builds the weights of a layer from the tensors of its checkpoint.
 
     Raises:
         ValueError: if the tensors are quantized.
@@ -93,11 +93,11 @@ def _quoted(text: str) -> str:
 
 
 class _Traced(np.ndarray):
-    """An array that knows the expression that makes it; its elements mean nothing."""
+    """An array that records the expression that makes it; its elements are meaningless."""
 
     text: str
     framework: str
-    base_array: _Traced | None = None  # of which this is another shape
+    base_array: _Traced | None = None  # the array that this one reshapes
 
     def _made(self, array: Any, text: str) -> _Traced:
         return _traced(text, np.shape(array), self.framework)
@@ -107,7 +107,7 @@ class _Traced(np.ndarray):
         return np.asarray(super().view(np.ndarray))
 
     def view(self, *_: Any, **__: Any) -> Any:
-        """Return the same: the dtype of a view changes no expression."""
+        """Return the array unchanged: a view's dtype does not affect the expression."""
         return self
 
     def reshape(self, *shape: Any, **_: Any) -> _Traced:
@@ -135,7 +135,7 @@ class _Traced(np.ndarray):
         return self._made(self._plain[key], f"{self.text}[{', '.join(map(_index, keys))}]")
 
     def __array_function__(self, function: Callable[..., Any], types: Any, args: Any, kwargs: Any) -> Any:
-        if function is np.count_nonzero:  # what pads a head is not looked at
+        if function is np.count_nonzero:  # the padding of heads is not checked
             return 0
         if function is not np.stack:
             return NotImplemented

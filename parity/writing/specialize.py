@@ -1,16 +1,16 @@
-"""Specialize a template: keep what one layer needs of it, with its constants filled in.
+"""Specialize a template: keep the code that one layer needs, with its constants filled in.
 
-A template is a Python module whose branches depend on names that are known while it is written: `spec`, `call`, and
-lower-case names of the module that are made of these. What remains is a module without them:
+A template is a Python module whose branches depend on names that are known when it is specialized: `spec`, `call`,
+and lower-case module names that are computed from them. The result has none of these names:
 
-- an `if`, and a conditional expression, whose condition is known is replaced by the branch that is taken;
-- parameters and arguments of unused names, and arguments whose value is `ABSENT`, are left out, as are their entries in
+- if the condition of an `if` or a conditional expression is known, the branch taken replaces it;
+- parameters and arguments with unused names, and arguments whose value is `ABSENT`, are removed, with their entries in
   docstrings;
-- an expression that is known is replaced by its value;
-- an UPPERCASE name of the module stays a constant, and one that only renames another is replaced by it;
-- what nothing refers to is left out: imports, functions, classes, constants and variables.
+- a known expression is replaced by its value;
+- an UPPERCASE name of the module stays a constant; one that only renames another is replaced by it;
+- unreferenced imports, functions, classes, constants and variables are removed.
 
-Comments stay, and so do line breaks, unless the rest of a call or a signature fits in a line.
+Comments and line breaks stay, unless the rest of a call or a signature fits in a line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 LITERALS = (bool, int, float, str, tuple, type(None))
-"""Types of known values that can be written as Python."""
+"""Types of known values that can be written as Python literals."""
 
 WIDTH = 120  # columns of a line
 
@@ -33,7 +33,7 @@ BUILTINS = {
 
 
 class Edit(NamedTuple):
-    """Text that takes the place of a part of a source."""
+    """A replacement for a part of a source."""
 
     begin: int
     end: int
@@ -43,16 +43,16 @@ class Edit(NamedTuple):
 def specialize(
     template: str, known: Mapping[str, Any], unused: Collection[str] = (), keep: Collection[str] = ()
 ) -> str:
-    """Return the module that remains of a template.
+    """Return the module that a template specializes to.
 
     Args:
         template: source of a module.
-        known: values by name, that of `ABSENT` among them.
-        unused: names of parameters and arguments that are left out.
-        keep: names of the module that stay although nothing in it refers to them.
+        known: values by name, including that of `ABSENT`.
+        unused: names of parameters and arguments to remove.
+        keep: module names that stay although nothing refers to them.
 
     Raises:
-        ValueError: if something is left that is known, such as a condition that is known in part.
+        ValueError: if a known name remains, for example because a condition is only partly known.
     """
     values = {**BUILTINS, **known}
     text = _Branches(template, values).chosen()
@@ -75,7 +75,7 @@ def specialize(
 
 
 def _edited(text: str, edits: list[Edit]) -> str:
-    """Return a text after edits, the widest of those that overlap."""
+    """Apply edits to a text; of overlapping edits, the widest counts."""
     parts, end = [], 0
     for edit in sorted(edits, key=lambda edit: (edit.begin, -edit.end)):
         if edit.begin >= end:
@@ -88,7 +88,7 @@ def _edited(text: str, edits: list[Edit]) -> str:
 
 
 class _Source:
-    """A source, its syntax tree, and where its nodes lie."""
+    """A source with its syntax tree and the positions of its nodes."""
 
     def __init__(self, text: str) -> None:
         self.text, self.tree = text, ast.parse(text)
@@ -110,7 +110,7 @@ class _Source:
         return self.text[self.begin(node) : self.end(node)]
 
     def without(self, statement: ast.stmt) -> Edit:
-        """Return the edit that drops a statement, with its comments."""
+        """Return the edit that removes a statement with its comments."""
         first = _first_line(statement)
         while self.lines[first - 2].lstrip().startswith("#"):
             first -= 1
@@ -135,18 +135,18 @@ def _value(node: ast.expr, known: Mapping[str, Any]) -> Any:
 
 
 class _Branches(_Source):
-    """A template whose branches are chosen."""
+    """A template whose known branches are resolved."""
 
     def __init__(self, text: str, known: dict[str, Any]) -> None:
         super().__init__(text)
         self.known = known
 
     def chosen(self) -> str:
-        """Return the source with the branches that are taken; names that it makes become known."""
+        """Return the source with the branches taken; names that they define become known."""
         return "".join(self._lines(self.tree.body, 1, 0))
 
     def _lines(self, statements: list[ast.stmt], first: int, indent: int) -> Iterator[str]:
-        """Yield the lines of statements, from a line on, at an indentation."""
+        """Yield the lines of statements, starting at a line, at an indentation."""
         for statement in statements:
             begin, shift = _first_line(statement), statement.col_offset - indent
             lead = self._shifted(first, begin, shift)
@@ -164,13 +164,15 @@ class _Branches(_Source):
                 yield from self._shifted(begin, after + 1, shift)
                 yield from self._lines(body, after + 1, indent + 4)
                 if others := getattr(statement, "orelse", None):
-                    raise ValueError(f"a template must not have an else in line {others[0].lineno} of what is unknown")
+                    raise ValueError(
+                        f"a template must not have an else of an unknown condition, got one in line {others[0].lineno}"
+                    )
             else:
                 yield from lead
                 yield from self._shifted(begin, first, shift)
 
     def _branch(self, statement: ast.If) -> tuple[list[ast.stmt], int]:
-        """Return the branch that is taken, and the last line before it."""
+        """Return the branch taken, and the last line before it."""
         if _value(statement.test, self.known):
             return statement.body, self._end_of_header(statement)
         if not statement.orelse:
@@ -191,7 +193,7 @@ class _Branches(_Source):
         return [line[shift:] if line.strip() else line for line in self.lines[first - 1 : stop - 1]]
 
     def _makes_known(self, statement: ast.stmt) -> bool:
-        """Return whether a statement of the module makes lower-case names that are known, and remember these."""
+        """Return whether a module-level statement defines known lower-case names, and record their values."""
         if not (isinstance(statement, ast.Assign) and _is_known(statement.value, self.known)):
             return False
         target = statement.targets[0]
@@ -214,7 +216,7 @@ def _conditional_expressions(source: _Source, known: Mapping[str, Any]) -> Itera
 
 
 def _arguments(source: _Source, unused: Collection[str]) -> Iterator[Edit]:
-    """Yield what drops parameters and arguments of unused names, and arguments that are absent."""
+    """Yield edits that remove parameters and arguments of unused names, and absent arguments."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.FunctionDef):
             given: list[Any] = [*node.args.args, *node.args.kwonlyargs]
@@ -249,7 +251,7 @@ def _docstring_entries(source: _Source, unused: Collection[str]) -> Iterator[Edi
 
 
 def _known_expressions(source: _Source, known: Mapping[str, Any]) -> Iterator[Edit]:
-    """Yield what writes the values of known expressions, the largest first."""
+    """Yield edits that replace known expressions by their values, the largest first."""
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.expr) or not _is_known(node, known):
             continue
@@ -268,14 +270,14 @@ def _known_expressions(source: _Source, known: Mapping[str, Any]) -> Iterator[Ed
 
 
 def _with_parentheses(text: str, begin: int, end: int) -> tuple[int, int]:
-    """Return where an expression begins and ends with the parentheses around it, unless these are a call's."""
+    """Return the range of an expression, including its parentheses unless they belong to a call."""
     if text[begin - 1] == "(" and text[end : end + 1] == ")" and not re.match(r"[\w)\]]", text[begin - 2]):
         return begin - 1, end + 1
     return begin, end
 
 
 def _aliases(source: _Source) -> Iterator[Edit]:
-    """Yield what replaces constants that are other constants by these."""
+    """Yield edits that replace constants that rename other constants."""
     for statement in source.tree.body:
         if not (isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name)):
             continue
@@ -286,11 +288,11 @@ def _aliases(source: _Source) -> Iterator[Edit]:
             if isinstance(node, ast.Name) and node.id == target.id and node is not target:
                 yield Edit(source.begin(node), source.end(node), statement.value.id)
         yield source.without(statement)
-        return  # because the next one may be another name of this one
+        return  # the next one may rename this one
 
 
 def _unreferenced(source: _Source, keep: Collection[str]) -> Iterator[Edit]:
-    """Yield what drops imports, functions, classes, constants and variables that nothing refers to."""
+    """Yield edits that remove unreferenced imports, functions, classes, constants and variables."""
     used = {each.id for each in ast.walk(source.tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
     used |= set(keep)
     for statement in source.tree.body:
@@ -325,7 +327,7 @@ def _targets(statement: ast.Assign) -> list[ast.Name]:
 
 
 def _broken_lines(source: _Source) -> Iterator[Edit]:
-    """Yield what joins the lines of signatures and calls that fit in one."""
+    """Yield edits that join signatures and calls that fit in a line."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.FunctionDef):
             begin, last = source.begin(node), node.lineno
@@ -348,7 +350,7 @@ def _broken_lines(source: _Source) -> Iterator[Edit]:
 
 
 def _with_blank_lines(text: str) -> str:
-    """Return a source with two blank lines between the functions and classes of a module, and one at most elsewhere."""
+    """Return a source with two blank lines between top-level functions and classes, and at most one elsewhere."""
     text = re.sub(r"\n{3,}", "\n\n", text.strip()) + "\n"
     text = re.sub(r"(:\n)\n+(?= )", r"\1", text)
     text = re.sub(r"\n+(?=\n(?:@\w|def |class ))", "\n\n", text)

@@ -1,4 +1,4 @@
-"""Subject of a template: a layer, and the form of its calls."""
+"""The input of a template: a layer, and the form of its calls."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from mha_spec import AttentionSpec, Refusal
 
 
 class CallKeywords(TypedDict, total=False):
-    """Keywords that say how a layer is called.
+    """Keyword arguments that describe how a layer is called.
 
     Attributes:
-        is_causal: no query attends to a later key; the default.
-        is_cross: keys and values are made of a second input.
-        has_mask: a call passes a boolean mask, True = masked.
-        has_bias: a call passes a bias that is added to the scores.
-        has_positions: a call passes the positions of its tokens; default: 0, 1, … after those in the cache.
-        cache: `static`, slots for a fixed number of tokens, the same number in use in each sequence; `ragged`, each
-            sequence has its own; None for no cache, the default.
+        is_causal: whether queries attend to no later key; default: True.
+        is_cross: whether keys and values come from a second input.
+        has_mask: whether a call passes a boolean mask, True = masked.
+        has_bias: whether a call passes a bias that is added to the scores.
+        has_positions: whether a call passes the positions of its tokens; default: 0, 1, … after cached tokens.
+        cache: `static`, slots for a fixed number of tokens, with equal lengths in all sequences; `ragged`, with a
+            length per sequence; None for no cache, the default.
     """
 
     is_causal: bool
@@ -31,7 +31,7 @@ class CallKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class CallForm:
-    """Form of a layer's calls, by the fields of `CallKeywords`."""
+    """The form of a layer's calls, with the fields of `CallKeywords`."""
 
     is_causal: bool = True
     is_cross: bool = False
@@ -51,10 +51,10 @@ class CallForm:
 
 
 spec = AttentionSpec(64, 4, num_kv_heads=2)
-"""Stands for the layer in templates, so that they are checked like any other module."""
+"""Placeholder for the layer in templates, so that they can be type-checked."""
 
 call = CallForm()
-"""Stands for the form of its calls."""
+"""Placeholder for the form of its calls."""
 
 ABSENT: Any = None
-"""Value of a keyword argument that is left out of a call."""
+"""Value of a keyword argument to remove from a call."""

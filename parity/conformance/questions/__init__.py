@@ -1,4 +1,4 @@
-"""What is asked: a function for each question, by what it is about."""
+"""The questions, each a function, grouped by topic."""
 
 from parity.conformance.answers import Question
 from parity.conformance.questions import cache, dropout, empty_rows, heads, masks, not_finite, numerics

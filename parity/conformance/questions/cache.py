@@ -1,4 +1,4 @@
-"""Whether a key/value cache gives what one pass gives, and whether it ends."""
+"""Does a key/value cache reproduce one full pass, and is overflow detected?"""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cache(exam: Examination, question: Question) -> Answer:
     def overflowing() -> Finding:
         try:
             output = decoded(x, TOKENS - 2, False)
-        except Exception as error:  # whatever another library raises
+        except Exception as error:  # other libraries may raise anything
             return Finding("overflow refused", Kind.KEPT, f"overflow: {error}", error)
         last = numbers(output[0, -1])
         seen = f"{TOKENS} tokens into {TOKENS - 2} slots: no error, the last output is {last}"

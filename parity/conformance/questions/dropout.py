@@ -1,4 +1,4 @@
-"""What is dropped, and when."""
+"""Dropout: what is dropped, and in which mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parity.conformance.subjects import SEED, TOKENS, Path
 
 @asks("dropout", "is anything dropped in training, and only there?")
 def dropout(exam: Examination, question: Question) -> Answer:
-    inputs = mapped(exam.inputs(), lambda x: np.concatenate([x[:1], x[:1]]))  # twice the same sequence
+    inputs = mapped(exam.inputs(), lambda x: np.concatenate([x[:1], x[:1]]))  # the same sequence twice
 
     def ask(path: Path) -> Finding:
         result = exam.run(path, inputs).output
@@ -27,18 +27,18 @@ def dropout(exam: Examination, question: Question) -> Answer:
         shared = not change(result[:1], result[1:], path, range(TOKENS))[0]
         return Finding("one mask for the batch", Kind.NOTE) if shared else Finding("train only")
 
-    if "dropout" not in exam.subject.takes:  # a layer may drop without telling
+    if "dropout" not in exam.subject.takes:  # a layer may have a hidden dropout rate
         return _hidden_dropout(exam, question)
     answer = exam.answer(question, ask, [path for path in exam.paths if path.dropout])
     is_shared = any(finding.kind is Kind.NOTE for finding in answer.findings.values())
-    if answer.kind is Kind.DIFFERS and is_shared:  # in training from what it is in evaluation, as it should
+    if answer.kind is Kind.DIFFERS and is_shared:  # training differs from evaluation, as expected
         words = "train only, one mask for the batch"
         return Answer(question.name, Kind.NOTE, words, findings=answer.findings)
     return answer
 
 
 def _hidden_dropout(exam: Examination, question: Question) -> Answer:
-    """Of a subject that takes no rate: whether two calls in evaluation agree, with random numbers going on."""
+    """Check that two calls in evaluation agree, for a subject without a dropout rate; random states advance."""
     inputs = exam.inputs()
 
     def ask(path: Path) -> Finding:

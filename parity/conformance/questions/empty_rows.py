@@ -1,4 +1,4 @@
-"""What a query gives that sees no key, and its gradients."""
+"""Outputs and gradients of fully masked rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _hidden_row() -> np.ndarray:
     return hidden
 
 
-@asks("empty row", "what does a query give whose keys are all hidden?", lambda exam: exam.takes_mask)
+@asks("empty row", "what is the output of a fully masked row?", lambda exam: exam.takes_mask)
 def empty_row(exam: Examination, question: Question) -> Answer:
     inputs = exam.inputs()
 
@@ -25,7 +25,7 @@ def empty_row(exam: Examination, question: Question) -> Answer:
         hidden = _hidden_row()
         output = exam.run(path, inputs, hidden).output
         row = output[..., EMPTY_ROW, :]
-        seen = f"query {EMPTY_ROW} sees no key; its output is {numbers(row.reshape(-1, row.shape[-1])[0])}"
+        seen = f"row {EMPTY_ROW} is fully masked; its output is {numbers(row.reshape(-1, row.shape[-1])[0])}"
         if np.isnan(row).any():
             everywhere = np.isnan(np.delete(output, EMPTY_ROW, axis=-2)).any()
             return Finding("NaN in all rows" if everywhere else "NaN", Kind.BROKEN, seen)
@@ -35,7 +35,7 @@ def empty_row(exam: Examination, question: Question) -> Answer:
             if exam.subject.is_layer or not row.any():
                 return Finding("zeros", Kind.KEPT, seen)
             return Finding("a constant", Kind.NOTE, seen)
-        # The mean of the values is linear in the inputs, and no other softmax is. Scores stay small enough that a
+        # Only the mean of the values is linear in the inputs, no other softmax. Scores stay so small that a
         # penalty of -1e9 rounds them away in float32.
         step = np.random.default_rng(SEED + 6).standard_normal(inputs[0].shape)
         up, down = (
@@ -45,14 +45,14 @@ def empty_row(exam: Examination, question: Question) -> Answer:
         if np.abs(up + down - 2.0 * row).max() <= 4 * tolerance(up, path.dtype):
             return Finding("mean(V)", Kind.NOTE, seen)
         unmasked = exam.run(path, inputs).output[..., EMPTY_ROW, :]
-        if np.abs(unmasked - row).max() <= 0.01 * np.abs(row).max():  # the penalty costs the scores their last digits
+        if np.abs(unmasked - row).max() <= 0.01 * np.abs(row).max():  # the penalty costs scores their last digits
             return Finding("as if unmasked", Kind.BROKEN, seen)
         return Finding("something else", Kind.BROKEN, seen)
 
     return exam.answer(question, ask, exam.steady_paths)
 
 
-@asks("its gradient", "are the gradients finite where a query sees no key?", lambda exam: exam.takes_mask)
+@asks("its gradient", "are the gradients of a fully masked row finite?", lambda exam: exam.takes_mask)
 def empty_row_gradient(exam: Examination, question: Question) -> Answer:
     if exam.subject.framework == "ttnn":
         return Answer(question.name, Kind.ABSENT, "no gradients")

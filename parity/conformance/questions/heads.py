@@ -1,4 +1,4 @@
-"""What is attended to: other tokens and no other sequences, by the weights that are given, in shared heads."""
+"""Which tokens and sequences are attended to, the returned attention weights, and grouped heads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def attends(exam: Examination, question: Question) -> Answer:
             for token in range(TOKENS):
                 others = perturbed(others, token, path, letters, scale=3.0)
             if not exam.moved(path, inputs, others, range(TOKENS))[0]:
-                return Finding(f"{what} ignored", Kind.BROKEN, f"every {what} is changed, and the output stays")
+                return Finding(f"{what} ignored", Kind.BROKEN, f"every {what} is changed, and the output is unchanged")
         return seen_by
 
     if "key" not in exam.subject.takes:
@@ -94,7 +94,7 @@ def weights(exam: Examination, question: Question) -> Answer:
         if not use_values or attn_weights.ndim != 4 or path.dtype != exam.base.dtype:
             return Finding(kind)
         error = _unexplained(exam, path, inputs, hidden, result)
-        if error > max(1e-3, 2 * eps):  # both outputs and weights were rounded
+        if error > max(1e-3, 2 * eps):  # outputs and weights were both rounded
             seen = f"weights @ values explains the output up to {error:.1%} of it only"
             return Finding("not those used", Kind.BROKEN, seen)
         return Finding(kind)
@@ -103,11 +103,12 @@ def weights(exam: Examination, question: Question) -> Answer:
 
 
 def _unexplained(exam: Examination, path: Path, inputs: Inputs, hidden: np.ndarray | None, result: Result) -> float:
-    """The part of the output that the returned weights do not explain.
+    """Return the part of the output that the returned weights do not explain.
 
-    Of split heads: weights @ values. A layer's output is linear in its values: when that of token s moves by u, the
-    output of query t moves by the sum over heads of attn_weights[n, t, s] a_n, where a_n, what head n makes of u, is
-    unknown but the same for all t and s. There are more equations than unknowns, and the residual tells.
+    For split heads, this is the residual of weights @ values. A layer's output is linear in its values: if the value of
+    token s changes by u, the output of query t changes by the sum over heads of attn_weights[n, t, s] a_n. Here a_n,
+    the contribution of head n for u, is unknown but the same for all t and s. There are more equations than unknowns,
+    so the residual is informative.
     """
     attn_weights = result.attn_weights
     if attn_weights is None:
@@ -144,8 +145,8 @@ def grouped(exam: Examination, question: Question) -> Answer:
     if subject.is_layer and not subject.has_groups:
         if subject.num_kv_heads is None:
             return question.not_offered
-        return Answer(question.name, Kind.ABSENT, "not to be seen in a layer")
-    # The values of key/value head g are g, whatever comes in.
+        return Answer(question.name, Kind.ABSENT, "not observable in a layer")
+    # The values of key/value head g are g, for any input.
     inputs, layer = exam.inputs(), {}
     if subject.is_layer:
         layer = plain_layer(subject, NUM_KV_HEADS)

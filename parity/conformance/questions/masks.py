@@ -1,4 +1,4 @@
-"""What hides keys: the mask, the causal flag, padding."""
+"""Masks, the causal flag and padding."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from parity.conformance.examination import (
 from parity.conformance.subjects import BATCH, FEW_TOKENS, TOKENS, Inputs, Path
 
 USUAL = 3.0
-"""Size of a token that no finite penalty of use is too small for."""
+"""Size of a token that any usable finite penalty outweighs."""
 
 MOST_PENALTY = 1e9
-"""The largest penalty that is looked for; larger ones are not outweighed by what is asked."""
+"""The largest penalty that is measured; the perturbations do not outweigh larger ones."""
 
 
 def _leak(
     exam: Examination, path: Path, inputs: Inputs, token: int, rows: Sequence[int], about: str, **options: Any
 ) -> Finding | None:
-    """Look whether rows change with a token that is hidden from them, by nothing or by a number that it outweighs."""
+    """Check whether rows change with a token that is hidden from them, completely or by a finite penalty."""
     leaks, seen = exam.moved(path, inputs, perturbed(inputs, token, path), rows, **options)
     if not leaks:
         return None
@@ -40,7 +40,7 @@ def _leak(
 
 
 def _penalty(exam: Examination, **options: Any) -> str:
-    """That what is hidden has a finite penalty, and of split heads how large it is."""
+    """Describe the finite penalty of hidden keys; for split heads, with its size."""
     if exam.subject.is_layer:
         return "a finite penalty"
     query, key, value = exam.inputs()
@@ -76,7 +76,7 @@ def mask(exam: Examination, question: Question) -> Answer:
 
 
 def _floats(exam: Examination) -> Finding:
-    """What becomes of a mask of floating-point numbers: 1 where the boolean one is True, or a large negative one."""
+    """Determine the effect of a floating-point mask: 1 for True, or large negative numbers."""
     hidden = np.zeros((TOKENS, TOKENS), bool)
     hidden[:, 2] = True
     inputs = exam.inputs()
@@ -95,7 +95,7 @@ def _floats(exam: Examination) -> Finding:
 
 @asks(
     "causal",
-    f"which of {TOKENS} keys does each of {FEW_TOKENS} queries see with the causal flag?",
+    f"which of {TOKENS} keys does each of {FEW_TOKENS} queries attend to with the causal flag?",
     lambda exam: "is_causal" in exam.subject.takes,
 )
 def causal(exam: Examination, question: Question) -> Answer:
@@ -116,9 +116,9 @@ def causal(exam: Examination, question: Question) -> Answer:
 
     def ask(path: Path) -> Finding:
         found, sees = ask_with(path)
-        rows = "; ".join(f"query {t} sees {np.flatnonzero(sees[t]).tolist()}" for t in range(FEW_TOKENS))
+        rows = "; ".join(f"query {t} attends to {np.flatnonzero(sees[t]).tolist()}" for t in range(FEW_TOKENS))
         if found is None and (small := ask_with(path, USUAL)[0]):
-            return Finding(f"{small}, by {_penalty(exam, is_causal=True)}", Kind.BROKEN, f"of large keys {rows}")
+            return Finding(f"{small}, by {_penalty(exam, is_causal=True)}", Kind.BROKEN, f"for large keys {rows}")
         if found is None:
             return Finding("all keys seen" if sees.all() else "neither triangle", Kind.BROKEN, rows)
         if subject.causal is not None and subject.causal != found:
@@ -156,7 +156,7 @@ def future_token(exam: Examination, question: Question) -> Answer:
     takes = exam.subject.takes
     ways: dict[str, dict[str, Any]] = {}
     if exam.is_causal_itself:
-        ways["nothing but itself"] = {}
+        ways["no mask"] = {}
     if "is_causal" in takes:
         ways["is_causal=True"] = {"is_causal": True}
     if exam.takes_mask:
@@ -201,7 +201,7 @@ def padding(exam: Examination, question: Question) -> Answer:
     kind = exam.subject.padding
     inputs = exam.inputs()
     lengths = np.full(BATCH, TOKENS, np.int32)
-    lengths[0] = 3  # of the first sequence only
+    lengths[0] = 3  # only the first sequence is padded
     hidden = np.arange(TOKENS) >= lengths[:, None]
     ways = {"by lengths": lengths} if kind == "lengths" else {"True hides": hidden, "True shows": ~hidden}
     real, last = range(3), TOKENS - 1
@@ -209,7 +209,7 @@ def padding(exam: Examination, question: Question) -> Answer:
     def ask_with(path: Path, scale: float | None = None) -> tuple[str, str]:
         def with_other_keys(x: np.ndarray) -> np.ndarray:
             others = perturbed(perturbed((x, x, x), 3, path, scale=scale), last, path, scale=scale)[0]
-            others[1:, ..., last, :] = x[1:, ..., last, :]  # whose output tells whether key 3 is felt
+            others[1:, ..., last, :] = x[1:, ..., last, :]  # the last output shows whether key 3 has an effect
             return others
 
         others = mapped(inputs, with_other_keys)

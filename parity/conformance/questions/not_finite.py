@@ -1,4 +1,4 @@
-"""Whether NaN and infinity reach the outputs that see them, and no others."""
+"""Do NaN and infinity reach exactly the outputs that attend to them?"""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from parity.conformance.examination import Examination, change, numbers
 from parity.conformance.subjects import BATCH, TOKENS, Path
 
 MANY_TOKENS = 600
-"""Enough for code that goes block by block: several blocks of keys, and more than 2^20 scores in all."""
+"""Enough tokens for blockwise code: several blocks of keys, and more than 2^20 scores in total."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to hide keys: what is passed for it, and (T, S), which keys each query sees by it."""
+    """A way to hide keys: the arguments for it, and the keys that each query then attends to, (T, S)."""
 
     name: str
     options: Mapping[str, Any]
@@ -28,7 +28,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Poison:
-    """A value that is not finite, in one token of the arrays that `letters` name: query, key, value."""
+    """A non-finite value in one token of the arrays `letters`: query, key, value."""
 
     letters: str
     token: int
@@ -40,11 +40,11 @@ class Poison:
 
 
 class Poisoned(NamedTuple):
-    """Results of poisons, each in a call of its own.
+    """Results of non-finite values, each in a separate sequence.
 
     Attributes:
-        swallowed: the first output that should not be finite and is, in words, or "".
-        leaked: the first output that should be as without the poison and is not, or "".
+        swallowed: description of the first output that should be non-finite but is not, or "".
+        leaked: description of the first output that should be unaffected but changed, or "".
     """
 
     swallowed: str
@@ -52,7 +52,7 @@ class Poisoned(NamedTuple):
 
 
 def _ways(exam: Examination, num_tokens: int) -> list[Way]:
-    """Every way to hide that the subject has: the last key from all queries, causally, or both by a mask."""
+    """Return every way of the subject to hide keys: the last key from all queries, or causally, or both by a mask."""
     everything = np.ones((num_tokens, num_tokens), bool)
     all_but_last = everything.copy()
     all_but_last[:, -1] = False
@@ -60,7 +60,7 @@ def _ways(exam: Examination, num_tokens: int) -> list[Way]:
     ways = [Way("no mask", {}, everything)]
     try:
         takes_mask = exam.takes_mask
-    except (Refused, Failed):  # which is for the questions about the mask to tell
+    except (Refused, Failed):  # reported by the questions about masks
         takes_mask = False
     if takes_mask:
         ways.append(Way("mask", {"hidden": ~(causal & all_but_last)}, causal & all_but_last))
@@ -73,9 +73,9 @@ def _ways(exam: Examination, num_tokens: int) -> list[Way]:
 
 
 def _poison(exam: Examination, path: Path, way: Way, poisons: Sequence[Poison]) -> Poisoned:
-    """What becomes of each poison in a sequence of its own, beside the same sequence without any.
+    """Compare sequences that each contain one non-finite value with the same sequences without any.
 
-    There are as many sequences in a call as the other questions have: in JAX every other shape is compiled once more.
+    Calls have the same batch size as those of other questions, because JAX recompiles for every other shape.
     """
     num_tokens = len(way.visible)
     is_separate = len(poisons[0].letters) < 3
@@ -88,7 +88,7 @@ def _poison(exam: Examination, path: Path, way: Way, poisons: Sequence[Poison]) 
             if exam.subject.padding == "lengths"
             else is_last == exam.padding_true_hides
         )
-    rows = range(num_tokens - 1) if way.name == "padding" else range(num_tokens)  # of what is no padding
+    rows = range(num_tokens - 1) if way.name == "padding" else range(num_tokens)  # rows of real tokens
     size = f" of {num_tokens}" if num_tokens != TOKENS else ""
     swallowed = leaked = ""
     sequences: list[Poison | None] = [None, *poisons]
@@ -112,26 +112,26 @@ def _poison(exam: Examination, path: Path, way: Way, poisons: Sequence[Poison]) 
         kept = next((t for t in rows if sees[t] and not shown[..., t].all()), None)
         if kept is not None and not swallowed:
             row = numbers(poisoned[..., kept, :][~shown[..., kept]][0])
-            swallowed = f"{way.name}: {poison}{size}, and output {kept}, which sees it, is {row}"
+            swallowed = f"{way.name}: {poison}{size}, and output {kept}, which attends to it, is {row}"
         blind = [t for t in rows if not sees[t]]
         if blind and not leaked:
             moves, seen = change(clean[None][..., blind, :], poisoned[None][..., blind, :], path, blind)
             if moves:
-                leaked = f"{way.name}: {poison}{size}, which must not be seen: {seen}"
+                leaked = f"{way.name}: {poison}{size}, which is hidden: {seen}"
     return Poisoned(swallowed, leaked)
 
 
 def _poisoned(exam: Examination, path: Path, num_tokens: int, hides: bool) -> dict[str, list[Poisoned]]:
-    """Try the poisons on separate inputs and on equal ones, by the name of the way to hide.
+    """Test non-finite values in separate and in equal inputs, by the name of the way to hide keys.
 
     Args:
-        exam: whose subject is called.
-        path: on which.
-        num_tokens: in a sequence.
-        hides: leave out the ways by which every query sees every key.
+        exam: the examination.
+        path: the path.
+        num_tokens: number of tokens in a sequence.
+        hides: leave out the ways by which every query attends to every key.
 
     Raises:
-        Refused: if every way is.
+        Refused: if every way is rejected.
     """
     last = num_tokens - 1
     kinds: list[list[Poison]] = []
@@ -141,7 +141,7 @@ def _poisoned(exam: Examination, path: Path, num_tokens: int, hides: bool) -> di
             poisons += [Poison(letters, 2, np.nan), Poison(letters, last, np.nan)]
         letters = exam.separate_keys[-1][0]
         kinds.append([*poisons, Poison(letters, 2, np.inf), Poison(letters, last, np.inf)])
-    if not kinds or (exam.subject.is_layer and exam.subject.framework == "torch"):  # which can tell equal inputs
+    if not kinds or (exam.subject.is_layer and exam.subject.framework == "torch"):  # with a path for equal inputs
         kinds.append([Poison("qkv", 2, np.nan), Poison("qkv", last, np.nan), Poison("qkv", 2, np.inf)])
     found: dict[str, list[Poisoned]] = {}
     refusals: list[Refused] = []
@@ -161,7 +161,7 @@ def _poisoned(exam: Examination, path: Path, num_tokens: int, hides: bool) -> di
 
 
 def _find(exam: Examination, path: Path, num_tokens: int, hidden: bool) -> Finding:
-    """Look on a path whether poisons reach every output that sees them, or no output from which they are hidden."""
+    """Check on a path whether non-finite values reach every output that attends to them, or only these outputs."""
     poisoned = _poisoned(exam, path, num_tokens, hides=hidden)
     if not poisoned:
         return Finding("—", Kind.ABSENT)
@@ -179,10 +179,10 @@ def _find(exam: Examination, path: Path, num_tokens: int, hidden: bool) -> Findi
 def _ask(exam: Examination, question: Question, hidden: bool) -> Answer:
     """Ask on every path, and once more with many tokens."""
     also = None
-    if exam.felt.all() or exam.is_causal_itself:  # else it is not known which of many tokens sees which
+    if exam.felt.all() or exam.is_causal_itself:  # otherwise the pattern of many tokens is unknown
         few, many = (_find(exam, exam.base, num_tokens, hidden) for num_tokens in (TOKENS, MANY_TOKENS))
         also = None if few == many else replace(many, words=f"{many.words} of {MANY_TOKENS} tokens")
-    # A path that only rounds otherwise is asked once, without gradients.
+    # Paths that differ only in rounding are tested once, without gradients.
     paths = [path for path in exam.steady_paths if path.dtype == exam.base.dtype or not path.grad]
     answer = exam.answer(question, lambda path: _find(exam, path, TOKENS, hidden), paths, also=also)
     if also is not None and also.kind is Kind.BROKEN:
@@ -190,7 +190,7 @@ def _ask(exam: Examination, question: Question, hidden: bool) -> Answer:
     return answer
 
 
-@asks("NaN seen", "does a NaN or infinity reach every output whose query sees it?")
+@asks("NaN seen", "does a NaN or infinity reach every output that attends to it?")
 def nan_seen(exam: Examination, question: Question) -> Answer:
     return _ask(exam, question, hidden=False)
 

@@ -1,4 +1,4 @@
-"""What the numbers are: their scale, their range, and that neither strides nor paths change them."""
+"""Scale and range of scores, and agreement across memory layouts and paths."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from parity.conformance.subjects import BATCH, NUM_HEADS, TOKENS, Path
 from parity.core.compare import unit_of_rounding
 
 
-@asks("scale", "by what are the scores scaled?")
+@asks("scale", "which scale do the scores have?")
 def scale(exam: Examination, question: Question) -> Answer:
     subject, head_dim = exam.subject, exam.subject.head_dim
     if subject.is_layer and not subject.has_settable_weights:
         return question.not_offered
     layer = plain_layer(subject) if subject.is_layer else {}
-    # One key has q . k = -sqrt(H) and value 1, the others 0 and 0: the output is its weight, small and so told exactly.
+    # One key has q . k = -sqrt(H) and value 1, the others have 0 and 0: the output is its weight, small and thus exact.
     shape = (BATCH, TOKENS, NUM_HEADS * head_dim) if subject.is_layer else (BATCH, NUM_HEADS, TOKENS, head_dim)
     value = np.zeros(shape)
     value[..., -1, :] = 1.0
     inputs = (np.ones(shape), -value / np.sqrt(head_dim), value)
-    if layer:  # the same from one array, for self-attention
+    if layer:  # from a single array, for self-attention
         weights = layer["weights"]
         weights["q_proj.weight"][:], weights["q_proj.bias"][:] = 0.0, 1.0
         weights["k_proj.weight"] /= -np.float32(np.sqrt(head_dim))
         inputs = (value, value, value)
 
     def ask(path: Path) -> Finding:
-        share = run(subject, path, inputs, **layer).output[0, ..., -1, 0].flat[0]  # sees every key
+        share = run(subject, path, inputs, **layer).output[0, ..., -1, 0].flat[0]  # attends to every key
         with np.errstate(all="ignore"):
             factor = -float(np.log((TOKENS - 1) * share / (1.0 - share)))  # times 1/sqrt(H)
         seen = f"that key weighs {share:.4g}: scale = {factor:.3f} / sqrt(H)"
@@ -57,7 +57,7 @@ def overflow(exam: Examination, question: Question) -> Answer:
     large = np.full_like(query, 200.0)
     inputs, about = (large, large, value), "query = key = 200, H = 8"
     layer = plain_layer(subject) if subject.is_layer and subject.has_settable_weights else {}
-    if subject.is_layer and not layer:  # its projections are not known, so that only the size of the logits is
+    if subject.is_layer and not layer:  # its projections are unknown, so only the size of the logits is known
         large, about = 1000.0 * query, "inputs of size 1000"
         inputs = (large, large, value if "value" in subject.takes else large)
 
@@ -70,7 +70,7 @@ def overflow(exam: Examination, question: Question) -> Answer:
     return exam.answer(question, ask, paths, f"{about}: logits beyond 65504, the largest float16")
 
 
-@asks("strided inputs", "do inputs that are not contiguous in memory give the same?")
+@asks("strided inputs", "do non-contiguous inputs lead to the same output?")
 def strided(exam: Examination, question: Question) -> Answer:
     if exam.subject.framework != "torch":
         return Answer(question.name, Kind.ABSENT, "no strides")
@@ -86,9 +86,9 @@ def strided(exam: Examination, question: Question) -> Answer:
     return exam.answer(question, ask)
 
 
-@asks("paths", "do all paths give the same output, up to rounding?")
+@asks("paths", "do all paths return the same output, up to rounding?")
 def agreement(exam: Examination, question: Question) -> Answer:
-    """Whether the paths compute one function: causal where it can be, so that the masks take part."""
+    """Check that all paths compute one function, under causal attention if supported, so that masks take part."""
     hidden = ~np.tri(TOKENS, dtype=bool) if exam.takes_mask else None
     inputs = exam.inputs()
     expected = exam.run(exam.base, inputs, hidden).output
@@ -96,7 +96,7 @@ def agreement(exam: Examination, question: Question) -> Answer:
     def ask(path: Path) -> Finding:
         output = exam.run(path, inputs, hidden).output
         error = np.abs(output - expected).max() / np.abs(expected).max()
-        # The inputs are rounded too, and what a layer projects; this is no measure of quality but of another function.
+        # Inputs and projections are rounded too: this detects another function, and does not measure accuracy.
         if not error <= 64 * unit_of_rounding(path.dtype):
             return Finding("another result", Kind.BROKEN, f"{error:.2e} of the output's size away from {exam.base}")
         return Finding("agree")

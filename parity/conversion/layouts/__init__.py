@@ -1,4 +1,4 @@
-"""Foreign layouts of attention weights: what each tensor of a checkpoint holds, and how it is laid out."""
+"""Layouts of attention weights in checkpoints: the name, content and axes of each tensor."""
 
 from mha_spec import Refusal
 from parity.conversion.layouts.canonical import from_canonical, to_canonical
@@ -11,7 +11,7 @@ __all__ = ["LAYOUTS", "Layout", "Tensor", "find_layout", "find_spec", "from_cano
 
 
 def find_layout(name: str, what: str = "layout") -> Layout:
-    """Return the layout of a name, or refuse it as the argument `what`; `mha_torch` is another name of `canonical`."""
+    """Return a layout by name, or reject the name as argument `what`. `mha_torch` is an alias of `canonical`."""
     name = ALIASES.get(name, name)
     if name not in LAYOUTS:
         advice = filter(None, (_nearest(str(name)), "`mha-parity layouts` lists them"))
@@ -20,7 +20,7 @@ def find_layout(name: str, what: str = "layout") -> Layout:
 
 
 def _nearest(name: str) -> str:
-    """Return a question about the layouts of that model family, or of similar names."""
+    """Return a "did you mean" question with the layouts of that model family, or with similar names."""
     word = name.rpartition(".")[2].lower()
     words = {
         each: {each.rpartition(".")[2], *layout.about.replace(",", " ").split()} for each, layout in LAYOUTS.items()

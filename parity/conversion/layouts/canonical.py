@@ -1,4 +1,4 @@
-"""Canonical weights to the tensors of a layout and back: the two functions are inverses, bit for bit."""
+"""Convert canonical weights to the tensors of a layout and back; the two functions are inverses, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from parity.core.weights import Weights, check_weights, is_floating
 
 
 def from_canonical(weights: Mapping[str, Any], spec: AttentionSpec, layout: Layout) -> Weights:
-    """Make the tensors of a layout that hold canonical weights.
+    """Convert canonical weights to the tensors of a layout.
 
     Raises:
-        TypeError, ValueError: if the weights are not those of the spec, or the layout cannot hold such a layer.
+        TypeError, ValueError: if the weights do not match the spec, or the layout cannot represent the layer.
     """
     placements(spec, layout)
     check_carried(spec, layout)
@@ -29,27 +29,27 @@ def from_canonical(weights: Mapping[str, Any], spec: AttentionSpec, layout: Layo
 
 
 def shapes_in(layout: Layout, spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the tensors in which a layout holds a layer.
+    """Return the names and shapes of a layer's tensors in a layout.
 
     Raises:
-        ValueError: if it cannot hold such a layer.
+        ValueError: if the layout cannot represent the layer.
     """
     return placements(spec, layout)[0].shapes
 
 
 def to_canonical(
-    tensors: Mapping[str, Any], layout: Layout, **said: Unpack[LayerKeywords]
+    tensors: Mapping[str, Any], layout: Layout, **keywords: Unpack[LayerKeywords]
 ) -> tuple[Weights, AttentionSpec]:
-    """Make canonical weights, and the specification of the layer, of the tensors of a layout.
+    """Convert the tensors of a layout to canonical weights, and infer the specification.
 
     Args:
-        tensors: arrays by name, of any framework, without the prefix of the layer; in nested mappings, too, as Flax
-            has them.
-        layout: theirs.
-        said: the layer, where the shapes leave it open. No checkpoint's tensors show RoPE.
+        tensors: arrays by name, of any framework, without the prefix of the layer; nested mappings are accepted, as in
+            Flax.
+        layout: their layout.
+        keywords: the layer, if the shapes are ambiguous. Tensors never show RoPE.
 
     Raises:
-        ValueError: if names are missing or unknown, shapes do not fit, or the heads can be read in more than one way.
+        ValueError: if names are missing or unknown, shapes do not fit, or the heads are ambiguous.
     """
     held = {name: array for name, array in to_numpy_by_name(tensors).items() if not layout.ignores(name)}
     for name, array in held.items():
@@ -58,7 +58,7 @@ def to_canonical(
     if len(dtypes := sorted({array.dtype.name for array in held.values()})) > 1:
         raise WrongType("weights", "have one dtype", str(dtypes))
     shapes = {name: array.shape for name, array in held.items()}
-    hints = LayerHints.by(CALLER, **said)
+    hints = LayerHints.by(CALLER, **keywords)
     spec = find_spec(shapes, layout, hints) if hints.spec is None else hints.spec
     placement = find_placement(shapes, spec, layout)
     weights = {name: np.array(placement.read_out(name, held.__getitem__), order="C") for name in placement.weights}

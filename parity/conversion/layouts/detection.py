@@ -1,4 +1,4 @@
-"""Which layer tensors are: the form of a layout that they have, whether they are stacked, and the specification."""
+"""Identify the layer that tensors represent: the layout's form, whether it is stacked, and the specification."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from parity.conversion.layouts.layout import (
 from parity.conversion.layouts.placement import Placement, head_counts, padded_width
 from parity.text import some_of
 
-MAX_SIZE = 1 << 24  # of an axis; the widest models have some 1 << 16
+MAX_SIZE = 1 << 24  # of an axis; the widest models have about 1 << 16
 MAX_LAYERS = 10_000  # of a stack
 
-USUAL = (64, 128, 32, 80, 96, 256)  # sizes of heads, told first where more than one could be
+USUAL = (64, 128, 32, 80, 96, 256)  # usual head sizes, listed first if several fit
 
 
-TOLD_BY = "that of a config.json beside the file, or spec=… from Python"
+SPEC_SOURCES = "a config.json next to the file, or spec=… from Python"
 
 
 class DoesNotFit(Refusal):
-    """Tensors are not those of a layout, or of no layer with these heads."""
+    """Tensors do not fit a layout, or no layer with these heads."""
 
 
 class HeadsDoNotFit(DoesNotFit):
-    """Tensors are those of a layout, with other heads than those that were given."""
+    """Tensors fit a layout, but not with the given heads."""
 
 
 class HeadsUnknown(Refusal):
@@ -47,11 +47,11 @@ class HeadsUnknown(Refusal):
 
 
 class SpecUnknown(HeadsUnknown):
-    """Tensors are those of a layout, and what some of them do no shape shows."""
+    """Tensors fit a layout, but shapes do not show the purpose of some of them."""
 
 
 def shorten(names: Iterable[str]) -> str:
-    """Names as a list, of which no more than some are shown."""
+    """Return a list of names as text, truncated if long."""
     return f"[{some_of(map(repr, names))}]"
 
 
@@ -60,7 +60,7 @@ def _not_of(layout: Layout, got: str) -> DoesNotFit:
 
 
 def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
-    """Find the form of a layout that names are.
+    """Find the form of a layout that has these names.
 
     Raises:
         ValueError: if no form fits, or more than one.
@@ -70,7 +70,8 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
     missing = [[name for name in wanted if not matches(name, names)] for wanted in required]
     found = [form for form, absent in zip(layout.forms, missing, strict=True) if not absent]
     if len(found) > 1:
-        names_in = [{tensor.name for tensor in form} for form in found]  # of one without an out_proj, such as that
+        # A form that is part of another, such as the one without out_proj, does not count.
+        names_in = [{tensor.name for tensor in form} for form in found]
         found = [form for form, own in zip(found, names_in, strict=True) if not any(own < other for other in names_in)]
     if len(found) != 1:
         likeliest = max(range(len(missing)), key=lambda i: len(required[i]) - len(missing[i]))
@@ -87,12 +88,12 @@ def find_form(names: Iterable[str], layout: Layout) -> tuple[Tensor, ...]:
     return form
 
 
-def _check_said(names: Iterable[str], layout: Layout) -> None:
-    """Refuse a bias that the specification of a layer does not say."""
+def _check_score_biases(names: Iterable[str], layout: Layout) -> None:
+    """Reject a bias of scores that the specification does not contain."""
     if unsaid := sorted(name for name in names if layout.leaves_unsaid(name)):
         raise SpecUnknown(
             f"a layer in {layout.name}",
-            "add nothing to its scores that its specification does not say",
+            "not add biases to scores that its specification lacks",
             shorten(unsaid),
             remedy={"drop": UNSAID},
             hint="leaves it out",
@@ -101,10 +102,10 @@ def _check_said(names: Iterable[str], layout: Layout) -> None:
 
 @lru_cache(maxsize=1024)
 def placements(spec: AttentionSpec, layout: Layout) -> tuple[Placement, ...]:
-    """Place a layer in each form of a layout that can hold it.
+    """Place a layer in each form of a layout that can represent it.
 
     Raises:
-        DoesNotFit: if none can.
+        DoesNotFit: if no form can.
     """
     broken, got = broken_rules(spec, layout)
     if broken:
@@ -123,9 +124,9 @@ def placements(spec: AttentionSpec, layout: Layout) -> tuple[Placement, ...]:
 
 
 def placement_for(readers: Iterable[Callable[[str], np.ndarray]], spec: AttentionSpec, layout: Layout) -> Placement:
-    """Place layers of one specification, whose weights are read by name, or refuse them.
+    """Place layers of one specification, whose weights are read by name, or reject them.
 
-    Keys and values are in one tensor, where the layout has such, if all layers have both alike.
+    If the layout has a tensor for shared keys and values, it is used when both are equal in all layers.
     """
     found = placements(spec, layout)
     shared = [each for each in found if any(tensor.is_shared for tensor in each.tensors)]
@@ -141,7 +142,7 @@ def _are_one(weights: list[np.ndarray]) -> bool:
 
 
 def _has_no_form(layout: Layout, wanted: Collection[str], nameless: Collection[str]) -> DoesNotFit:
-    """Make the refusal of a layer with some weights that no form holds; for `nameless` ones none has a name."""
+    """Make the error for a layer whose weights fit no form; the layout has no names for the `nameless` ones."""
     if nameless:
         norms = [name for name in NORMS if weights_of_norm(name) & {*nameless}]
         remedy, hint = ({"drop": ",".join(norms)}, "leaves it out") if norms else ((), "")
@@ -156,7 +157,7 @@ def _has_no_form(layout: Layout, wanted: Collection[str], nameless: Collection[s
 
 
 def _packs_two_sizes(tensor: Tensor, spec: AttentionSpec) -> bool:
-    """Return whether projections in a tensor differ in the size of inputs or heads, or in their number on an axis."""
+    """Return whether projections in a tensor differ in input size, head size, or number on an axis."""
     if tensor.has_projection_axis and len({*head_counts(tensor, spec)}) > 1:
         return True
     if tensor.kind == "bias" or len(tensor.parts) == 1:
@@ -170,14 +171,14 @@ def _packs_two_sizes(tensor: Tensor, spec: AttentionSpec) -> bool:
 
 
 def find_placement(shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, layout: Layout) -> Placement:
-    """Find the placement of a layer that is known by the names and shapes of its tensors.
+    """Find the placement of a layer from the names and shapes of its tensors.
 
     Raises:
-        DoesNotFit: if they are not those of the layer, or the layout cannot hold it.
+        DoesNotFit: if they do not match the layer, or the layout cannot represent it.
     """
     given = {name: tuple(shape) for name, shape in shapes.items() if not layout.ignores(name)}
     possible = placements(spec, layout)
-    _check_said(given.keys() - {name for each in possible for name in each.shapes}, layout)
+    _check_score_biases(given.keys() - {name for each in possible for name in each.shapes}, layout)
     for each in possible:
         if each.shapes == given:
             return each
@@ -186,19 +187,19 @@ def find_placement(shapes: Mapping[str, tuple[int, ...]], spec: AttentionSpec, l
 
 
 def _difference(given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """The difference of names and shapes from those that are wanted, in words."""
+    """Describe the difference of names and shapes from the expected ones."""
     missing, unknown = (sorted(one.keys() - other.keys()) for one, other in ((wanted, given), (given, wanted)))
     words = [f"{what} {shorten(names)}" for what, names in (("missing", missing), ("unknown names", unknown)) if names]
     if not words:
         others = [name for name in wanted if given[name] != wanted[name]]
-        words = [f"{name}.shape={given[name]} where the layer has {wanted[name]}" for name in others[:3]]
+        words = [f"{name}.shape={given[name]} instead of {wanted[name]}" for name in others[:3]]
     return " and ".join(words)
 
 
 def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | None:
-    """Count the layers stacked on a leading axis, as `scan` and `vmap` keep them; None where it is one layer.
+    """Count the layers stacked on a leading axis, as `scan` and `vmap` store them; None for a single layer.
 
-    Nothing is guessed: every tensor of a layout has a number of axes, and those of a stack have one more.
+    The number of axes decides: a stacked tensor has one more than the layout declares.
 
     Raises:
         ValueError: if the tensors are not of the layout, or not all of one stack.
@@ -209,12 +210,12 @@ def stack_size(shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> int | N
         return None
     sizes = sorted({shapes[name][0] for name in (*axes, *names_of(layout.others, shapes))})
     if len(sizes) > 1 or not 1 <= sizes[0] <= MAX_LAYERS:
-        raise Refusal("stacked tensors", f"be of equally many layers, from 1 to {MAX_LAYERS}", str(sizes))
+        raise Refusal("stacked tensors", f"have the same number of layers, from 1 to {MAX_LAYERS}", str(sizes))
     return sizes[0]
 
 
 def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: LayerHints) -> AttentionSpec:
-    """The specification of a layer, from the names and shapes of its tensors, and hints about its heads and RoPE.
+    """Return the specification of a layer, from the names and shapes of its tensors and hints about heads and RoPE.
 
     Raises:
         ValueError: if there is none, or more than one.
@@ -222,26 +223,26 @@ def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: Laye
     _check_counts(hints.counts)
     form = find_form(shapes, layout)
     if layout.needs_spec:
-        raise DoesNotFit(f"a layer in {layout.name}", f"be told by a specification, {TOLD_BY}")
+        raise DoesNotFit(f"a layer in {layout.name}", f"have a specification: {SPEC_SOURCES}")
     if others := sorted(names_of(layout.others, shapes)):
         remedy = {"drop": UNSAID} if all(map(layout.leaves_unsaid, others)) else ()
-        rule, hint = f"be told by a specification, {TOLD_BY}", "leaves it out" if remedy else ""
-        raise SpecUnknown(f"what {shorten(others)} do in {layout.name}", rule, remedy=remedy, hint=hint)
+        rule, hint = f"be defined by a specification: {SPEC_SOURCES}", "leaves it out" if remedy else ""
+        raise SpecUnknown(f"the purpose of {shorten(others)} in {layout.name}", rule, remedy=remedy, hint=hint)
     present = [tensor for tensor in form if matches(tensor.name, shapes)]
     of_qkv = sorted({part for each in present if each.kind == "bias" for part in each.parts} - {"out_proj.bias"})
     if len(of_qkv) not in (0, 3):
         raise Refusal("q_proj, k_proj and v_proj", "all have a bias, or none", str(of_qkv))
-    told = {name: shapes[name] for name in names_of(present, shapes)}
-    _check_shapes(told, present, layout)
-    fitting, reasons = _fitting(present, told, layout, hints)
+    used = {name: shapes[name] for name in names_of(present, shapes)}
+    _check_shapes(used, present, layout)
+    fitting, reasons = _fitting(present, used, layout, hints)
     if not fitting:
-        if hints.counts and not reasons and (others := _fitting(present, told, layout, LayerHints(rope=hints.rope))[0]):
+        if hints.counts and not reasons and (others := _fitting(present, used, layout, LayerHints(rope=hints.rope))[0]):
             raise HeadsDoNotFit("the heads", f"be those of {layout.name}: {_options(others)}", hints.counts)
         why = f" ({reasons[0]})" if reasons else ""
-        raise DoesNotFit("shapes", f"be those of a layer in {layout.name}{why}", str(told))
+        raise DoesNotFit("shapes", f"be those of a layer in {layout.name}{why}", str(used))
     first = fitting[0]
     if layout.ranks is not None and hints.head_dim is None and all(spec.q_width != spec.d_model for spec in fitting):
-        rule = f"be said in {layout.name} where num_heads * head_dim is not d_model, as in the file of one rank"
+        rule = f"be given for {layout.name} if num_heads * head_dim is not d_model, as in a rank's file"
         raise DoesNotFit("head_dim", rule, num_heads=first.num_heads, head_dim=first.head_dim, d_model=first.d_model)
     if len(fitting) > 1:
         rule = f"be given for {layout.name}, whose shapes fit {_options(fitting)}"
@@ -252,7 +253,7 @@ def find_spec(shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: Laye
 def _fitting(
     present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: LayerHints
 ) -> tuple[list[AttentionSpec], list[str]]:
-    """The layers that have such tensors, and why others have not that could."""
+    """Return the layers with these tensors, and the reasons why other candidates do not fit."""
     widths = _widths(present, shapes)
     biases = {part for tensor in present if tensor.kind == "bias" for part in tensor.parts}
     fitting, reasons = [], []
@@ -271,7 +272,7 @@ def _fitting(
                 rope=hints.rope,
             )
         except ValueError as error:
-            if isinstance(error, TypeError):  # whatever the heads
+            if isinstance(error, TypeError):  # independent of the heads
                 raise
             reasons.append(str(error))
             continue
@@ -286,7 +287,7 @@ def _fitting(
 
 
 def _options(fitting: list[AttentionSpec]) -> str:
-    """The heads of layers in words, usual ones first."""
+    """List the heads of layers as text, usual ones first."""
     usual = sorted(fitting, key=lambda s: (USUAL.index(s.head_dim) if s.head_dim in USUAL else len(USUAL), -s.head_dim))
     return some_of((f"{s.num_heads} x {s.head_dim} (key/value {s.num_kv_heads})" for s in usual), 4)
 
@@ -300,14 +301,14 @@ def _check_counts(counts: Mapping[str, int]) -> None:
 
 
 def _rows_of(tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Features of all heads that a tensor holds, padded ones too; of each head's own tensors together."""
+    """Return the number of head features in a tensor, padding included; for per-head tensors, in all together."""
     names = matches(tensor.name, shapes)
     groups = zip(shapes[min(names)], tensor.groups, strict=False)
     return len(names) * math.prod(size for size, group in groups if {"p", "n", "h"} & {*group})
 
 
 def _deciding(specs: list[AttentionSpec]) -> str:
-    """The flags of the command line that tell specifications apart: as few as can."""
+    """Return the fewest command-line flags that distinguish specifications."""
     names = [name for name in ("num_heads", "num_kv_heads", "head_dim") if len({getattr(s, name) for s in specs}) > 1]
     subsets = (some for count in range(1, len(names) + 1) for some in itertools.combinations(names, count))
     enough = [some for some in subsets if len({tuple(getattr(s, name) for name in some) for s in specs}) == len(specs)]
@@ -318,7 +319,7 @@ def _deciding(specs: list[AttentionSpec]) -> str:
 def _head_counts(
     present: list[Tensor], shapes: Mapping[str, tuple[int, ...]], layout: Layout, hints: LayerHints
 ) -> Iterator[tuple[int, int, int]]:
-    """Every (num_heads, num_kv_heads, head_dim) that agrees with hints and could have these queries."""
+    """Yield every (num_heads, num_kv_heads, head_dim) that agrees with hints and with these queries."""
     queries = next(tensor for tensor in present if tensor.kind == "weight" and "q" in tensor.holds)
     rows, beside = _rows_of(queries, shapes), len(queries.holds) - 1  # keys, values or both are packed with the queries
     num_heads, num_kv_heads, head_dim = hints.num_heads, hints.num_kv_heads, hints.head_dim
@@ -334,13 +335,13 @@ def _head_counts(
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a number, the smallest first."""
+    """Return all divisors of a number, in ascending order."""
     small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     return small + [number // each for each in reversed(small) if each * each != number]
 
 
 def _check_shapes(shapes: Mapping[str, tuple[int, ...]], present: Collection[Tensor], layout: Layout) -> None:
-    """Refuse shapes that no layer has, before heads of so many features are tried."""
+    """Reject impossible shapes before any head counts are tried."""
     axes = {name: len(tensor.groups) for tensor in present for name in matches(tensor.name, shapes)}
     if any(len(shape) != axes[name] for name, shape in shapes.items()):
         raise DoesNotFit("shapes", f"be those of a layer in {layout.name}", str(dict(shapes)))
@@ -351,7 +352,7 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], present: Collection[Ten
 
 
 def _widths(present: list[Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Input widths of the projections, and under `out` the output width."""
+    """Return the input widths of the projections, and the output width as `out`."""
     widths: dict[str, int] = {}
     for tensor in present:
         if tensor.kind != "weight":

@@ -1,8 +1,8 @@
 """A layout: how a checkpoint names, shapes and packs the weights of an attention layer, declared tensor by tensor.
 
-Conversion is derived from the declaration, once, in both directions: see `views`. Nothing is guessed: what a layout
-does not fix must be said (the number of heads, for one), and what could be read in two ways is an error that says
-both: see `detection`.
+Both directions of a conversion follow from this declaration: see `placement`. Nothing is guessed: the caller must
+specify anything that the layout leaves open, such as the number of heads, and ambiguous tensors raise an error that
+lists the alternatives: see `detection`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from mha_spec import AttentionSpec, Latent, Norm, Refusal
 from mha_spec.attention import NORMS
 from parity.core.records import JsonRecord
 
-TILE = 32  # rows and columns in which TTNN keeps tensors
+TILE = 32  # rows and columns of a TTNN tile
 
 OTHERS = ("inputs.*", "dropout_rngs.*")
-"""Names beside weights in any layout: inputs in our own files, and the state of mha_jax's dropout."""
+"""Names of other tensors in any layout: inputs in our own files, and the state of mha_jax's dropout."""
 
 LOGICAL = {"weight": "n h d", "bias": "n h", "out.weight": "e n h", "out.bias": "e"}
-"""The axes of a projection before it is laid out: n heads, h features of a head, d input width, e output width."""
+"""Logical axes of a projection: n heads, h features of a head, d input width, e output width."""
 
 
 PROJECTIONS = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "g": "gate_proj", "out": "out_proj"}
-"""Projections as `Tensor.holds` names them, and their canonical names."""
+"""Letters of projections in `Tensor.holds`, and their canonical names."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class Tensor:
     """One tensor of a layout.
 
     Attributes:
-        name: its name, after the prefix of the layer; `{n}` stands for a head where each has a tensor of its own.
-        holds: the projections in it: `out`, or letters of `q`, `k`, `v` and `g` (of the gate) in their order there,
-            such as `qkv` or `kv`. Or, of kind `whole`, the canonical name of the one weight that it is.
-        kind: `weight` or `bias`, or `whole`: a weight without heads to be laid out, such as that of a norm.
-        axes: its axes, outermost first, in einops' words: n heads (of all projections in it), h features of a head, d
+        name: its name, after the prefix of the layer; `{n}` stands for a head if each head has its own tensor.
+        holds: the projections in it: `out`, or letters of `q`, `k`, `v` and `g` (the gate) in storage order, such as
+            `qkv` or `kv`. For kind `whole`, the canonical name of its single weight.
+        kind: `weight`, `bias`, or `whole`: a weight without heads, such as that of a norm.
+        axes: its axes, outermost first, in einops notation: n heads (of all projections in it), h features of a head, d
             input width, e output width. In `(n h) d` the rows are the features of all heads, head by head. In `p n d h`
-            the projections in it, of equally many heads, are an axis. Of kind `whole`, `...` is as it is, `d e` the
-            transpose, and `d n h` that with the rows of each head by themselves.
-        is_shared: the projections in it are one and the same, as where values are made as keys are.
+            the axis p runs over projections with the same number of heads. For kind `whole`, `...` means unchanged,
+            `d e` transposed, and `d n h` transposed with the rows split by head.
+        is_shared: whether the projections in it share one weight, for example if values are made like keys.
     """
 
     name: str
@@ -64,58 +64,59 @@ class Tensor:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Return whether it is one weight without heads to be laid out."""
+        """Return whether it is a single weight without heads."""
         return self.kind == "whole"
 
     @cached_property
     def parts(self) -> list[str]:
-        """The canonical names of what is in it."""
+        """Return the canonical names of its content."""
         if self.is_whole:
             return [self.holds]
         return [f"{PROJECTIONS[word]}.{self.kind}" for word in (["out"] if self.holds == "out" else self.holds)]
 
     @cached_property
     def logical(self) -> str:
-        """The axes of what is in it, before it is laid out."""
+        """Return the logical axes of its content."""
         if self.is_whole:
             return {"...": "...", "d e": "e d", "d n h": "n h d"}[self.axes]
         return LOGICAL[f"out.{self.kind}" if self.holds == "out" else self.kind]
 
     @cached_property
     def has_projection_axis(self) -> bool:
-        """Return whether the projections in it are an axis."""
+        """Return whether the projections in it form an axis."""
         return "p" in self.axes.split()
 
     @cached_property
     def is_per_head(self) -> bool:
-        """Return whether each head has a tensor of its own."""
+        """Return whether each head has its own tensor."""
         return "{n}" in self.name
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Its shape, given the sizes of the axes."""
+        """Return its shape, given the sizes of the axes."""
         return tuple(math.prod(map(sizes.__getitem__, group)) for group in self.groups)
 
     @cached_property
     def groups(self) -> list[list[str]]:
-        """Its axes, each as the letters it is made of; none for an axis of 1."""
+        """Return its axes, each as a list of letters; an axis of size 1 is empty."""
         words = re.findall(r"\(([^)]*)\)|(\S+)", self.axes)
         return [[letter for letter in (inside or outside).split() if letter != "1"] for inside, outside in words]
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """A checkpoint whose heads a program divides over ranks: a file for each, the same names in all.
+    """A checkpoint whose heads are divided over ranks: one file per rank, with the same names in each.
 
-    What holds heads is divided with them, as its axes say. Of the other tensors, by names with wildcards:
+    A tensor with heads is divided along them, as its axes declare. For other tensors, by names with wildcards:
 
     Attributes:
-        file: the path of a rank's file in the folder; `{rank}` stands for its number, of two digits.
+        file: path of a rank's file in the folder; `{rank}` stands for its number, with two digits.
         rows: divided on the first axis.
-        columns: divided on the last one.
-        gated: divided on the first axis, too, which is a gate and what it multiplies, one after the other, where it is
-            twice as long as the last axis of the weight that the other name is that of.
-        embeddings: divided on the last axis, and written on the first: older programs and newer ones differ.
-        copied: the same on all ranks.
+        columns: divided on the last axis.
+        gated: divided on the first axis, with the name of the weight that follows. If the first axis is twice as long
+            as the last axis of that weight, it holds a gate and its factor, which are divided separately.
+        embeddings: read with either axis divided, because older programs divide the last; written with the first
+            divided.
+        copied: identical on all ranks.
     """
 
     file: str
@@ -131,27 +132,27 @@ class Layout(JsonRecord):
     """Layout of an attention layer in a checkpoint.
 
     Attributes:
-        name: what the command line calls it.
-        about: whose it is, in a line.
-        source: where that is written down.
-        forms: the sets of tensors that it may consist of; the first that can hold a layer is written.
-        others: the tensors of what only some layers have beside them: norms, sinks, a gate, the projections of latents.
-        grouped: in a packed tensor each key/value head follows the query heads that it serves: q q k v, q q k v; else
+        name: its name on the command line.
+        about: a one-line description.
+        source: the code or document that defines it.
+        forms: alternative sets of tensors; the first that can represent a layer is written.
+        others: tensors that only some layers have: norms, sinks, a gate, the projections of latents.
+        grouped: whether, in a packed tensor, each key/value head follows its query heads: q q k v, q q k v. Otherwise
             all query heads come first, then all key heads, then all value heads.
-        blocks: a packed tensor is so many of them, one after the other, each with its share of the heads.
-        rope: how features are paired where queries and keys are rotated by position: `half`, (i, i + H/2), as in
-            canonical weights, or `interleaved`, (2 i, 2 i + 1).
-        padded: heads are padded to whole tiles, with RoPE each half of its own.
-        rules: what a layer must be for this layout to hold it; keys of `RULES`.
-        ignored: names (with wildcards) under the prefix of a layer that are no weights, or none of attention's.
-        unsaid: names (with wildcards) of biases on a grid, whose height and width no shape shows: without a
-            specification they may be dropped.
-        prefixes: where whole checkpoints have such layers; `{i}` stands for a layer.
-        needs_spec: shapes alone never show such a layer, or it would be one of another layout, too.
-        carries: what a layer may have that weights do not show, names of `CARRIED`: its module computes it, or is told
-            of it by a configuration.
-        stack_axis: on which stacked layers are written; they are read from this one and from the first.
-        ranks: how checkpoints of several ranks are kept, where they are.
+        blocks: number of consecutive blocks of a packed tensor, each with its share of the heads.
+        rope: pairing of rotated features: `half`, (i, i + H/2), as in canonical weights, or `interleaved`,
+            (2 i, 2 i + 1).
+        padded: whether heads are padded to whole tiles; with RoPE, each half is padded separately.
+        rules: requirements on a layer, as keys of `RULES`.
+        ignored: names (with wildcards) under the prefix of a layer that are not attention weights.
+        unsaid: names (with wildcards) of biases on a grid, whose height and width shapes do not show; without a
+            specification they can be dropped.
+        prefixes: prefixes of such layers in whole checkpoints; `{i}` stands for the number of a layer.
+        needs_spec: whether shapes alone never identify such a layer, or would suggest another layout.
+        carries: features that the module computes or a configuration specifies, although weights do not show them:
+            names of `CARRIED`.
+        stack_axis: axis on which layers are stacked when written; this one and the first are read.
+        ranks: storage of checkpoints of several ranks, if the layout supports them.
     """
 
     name: str
@@ -174,12 +175,12 @@ class Layout(JsonRecord):
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """The tensors of all forms."""
+        """Return the tensors of all forms."""
         return list(dict.fromkeys(tensor for form in self.forms for tensor in form))
 
     @property
     def packing(self) -> str:
-        """The order of heads in each packed tensor, in words; empty if no tensor holds several projections."""
+        """Describe the order of heads in each packed tensor; empty if no tensor holds several projections."""
         words = {"q": "queries", "k": "key", "v": "value", "g": "gate"}
         orders: dict[str, None] = {}
         for holds in (tensor.holds for tensor in self.tensors if len(tensor.parts) > 1 and not tensor.is_shared):
@@ -193,17 +194,17 @@ class Layout(JsonRecord):
         return "; ".join(orders)
 
     def ignores(self, name: str, others: Iterable[str] = ()) -> bool:
-        """Return whether a name under the prefix of a layer is no weight, by the layout or by other patterns."""
+        """Return whether a name under the prefix of a layer is not a weight, by the layout or by other patterns."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*OTHERS, *self.ignored, *others))
 
     def leaves_unsaid(self, name: str) -> bool:
-        """Return whether a name under the prefix of a layer is of a bias on a grid."""
+        """Return whether a name under the prefix of a layer is that of a bias on a grid."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.unsaid)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A demand of a layout on a layer: in words, on which fields, and whether it holds."""
+    """A requirement of a layout on a layer: its description, its fields, and its predicate."""
 
     words: str
     fields: tuple[str, ...]
@@ -247,12 +248,12 @@ RULES: dict[str, Rule] = {
         ("qkv_bias", "out_bias"),
         lambda spec: not (any(spec.qkv_biases) or spec.out_bias),
     ),
-    "rms norms, w": Rule("norms must be of kind 'rms' with weight='w'", NORMS, lambda spec: _has_rms_norms(spec, "w")),
+    "rms norms, w": Rule("norms must have kind 'rms' and weight='w'", NORMS, lambda spec: _has_rms_norms(spec, "w")),
     "rms norms, 1+w": Rule(
-        "norms must be of kind 'rms' with weight='1+w'", NORMS, lambda spec: _has_rms_norms(spec, "1+w")
+        "norms must have kind 'rms' and weight='1+w'", NORMS, lambda spec: _has_rms_norms(spec, "1+w")
     ),
     "scale told": Rule(
-        "scale must be told, 1.0 where the weights of queries hold it", ("scale",), lambda spec: spec.scale is not None
+        "scale must be set, to 1.0 if the query weights include it", ("scale",), lambda spec: spec.scale is not None
     ),
     **{f"{count} parts": _divisible("num_kv_heads", count) for count in (2, 4, 8)},
     "four blocks": _divisible("num_heads", 4),
@@ -270,7 +271,7 @@ RULES: dict[str, Rule] = {
         ),
     ),
 }
-"""Demands of layouts on a layer."""
+"""Requirements of layouts on a layer."""
 
 
 def _has_factors_of_widths(latent: Latent, d_model: int) -> bool:
@@ -284,7 +285,7 @@ def _has_rms_norms(spec: AttentionSpec, weight: str) -> bool:
 
 
 def broken_rules(spec: AttentionSpec, layout: Layout) -> tuple[str, dict[str, Any]]:
-    """The rules of a layout that a layer breaks, or "", and the fields of the layer that break them."""
+    """Return the requirements of a layout that a layer breaks, or "", and the fields that break them."""
     broken = [rule for rule in map(RULES.__getitem__, layout.rules) if not rule.holds(spec)]
     got = {field: getattr(spec, field) for rule in broken for field in rule.fields}
     return "; ".join(rule.words for rule in broken), got
@@ -292,17 +293,17 @@ def broken_rules(spec: AttentionSpec, layout: Layout) -> tuple[str, dict[str, An
 
 CARRIED = ("rope", "rope.scaling", "scale", "soft_cap", "window_size", "chunk_size", "alibi", "clip_qkv", "temperature")
 CARRIED += (*NORMS, "latent.factors")
-"""Fields of a layer that no weight shows, and norms, whose weights a layout may have no names for."""
+"""Features of a layer that no weight shows, and norms, whose weights a layout may have no names for."""
 
 UNSAID = "relative_position_bias"
-"""The name of `Layout.unsaid` where it is dropped."""
+"""The name by which `Layout.unsaid` is dropped."""
 
 DROPPABLE = (*CARRIED, UNSAID)
-"""Names that a conversion may be told to leave out."""
+"""Names of features that a conversion may drop."""
 
 
 def lost_in(layout: Layout, spec: AttentionSpec) -> dict[str, Any]:
-    """Return what a layer computes and a layout loses, by names of `CARRIED`: neither weights nor a module say it."""
+    """Return the features of a layer that a layout loses, by names of `CARRIED`."""
     named = {part for tensor in (*layout.tensors, *layout.others) for part in tensor.parts}
     held = {name for name in NORMS if _has_weights(getattr(spec, name)) and weights_of_norm(name) <= named}
     return {
@@ -313,7 +314,7 @@ def lost_in(layout: Layout, spec: AttentionSpec) -> dict[str, Any]:
 
 
 def _carried(spec: AttentionSpec) -> dict[str, Any]:
-    """The value of each name of `CARRIED` in a layer; None where it computes nothing of the kind."""
+    """Return the value of each name of `CARRIED` in a layer; None if the layer does not have the feature."""
     found = {name: getattr(spec, name, None) for name in CARRIED}
     found["rope.scaling"] = None if spec.rope is None else spec.rope.scaling
     factors = () if spec.latent is None else (spec.latent.q_factor, spec.latent.kv_factor)
@@ -322,7 +323,7 @@ def _carried(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def weights_of_norm(name: str) -> set[str]:
-    """The canonical names of the weights of a norm, one of `NORMS`."""
+    """Return the canonical names of the weights of a norm, one of `NORMS`."""
     return {f"{each}.weight" for each in (("q_norm", "k_norm") if name == "qk_norm" else (name,))}
 
 
@@ -336,31 +337,31 @@ def check_carried(
     but_for: Collection[str] = ("rope",),
     unread: Mapping[str, Any] | None = None,
 ) -> None:
-    """Refuse to lose what a layer computes.
+    """Reject a layout that loses features of a layer.
 
     Args:
         spec: the layer.
-        layout: of its weights.
-        but_for: what may be lost: plain RoPE, which some rotate outside, if nobody but the caller said it.
-        unread: keys about attention that are in no specification, with their values. Only a layout that carries
-            everything may have them.
+        layout: layout of its weights.
+        but_for: features that may be lost. Default: plain RoPE, which some programs apply outside the layer.
+        unread: attention keys that no specification contains, with their values. Only a layout that carries every
+            feature accepts them.
 
     Raises:
-        ValueError: if weights in the layout do not say all of it, nor the module that takes them.
+        ValueError: if neither the weights in this layout nor their module express every feature.
     """
     lost = lost_in(layout, spec) | ({} if {*CARRIED} <= {*layout.carries} else dict(unread or {}))
     if set(lost) - set(but_for):
-        rule = f"be one that weights in {layout.name}, and what takes them, can express"
+        rule = f"be one that weights in {layout.name} and their module can express"
         raise Refusal("the layer", rule, lost, remedy={"drop": ",".join(lost)}, hint="leaves it out")
 
 
 def without(spec: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
-    """Return a layer without what some names of `CARRIED` say."""
+    """Return a layer without the features with these names of `CARRIED`."""
     return _with_carried(spec, dict.fromkeys(set(names) & {*CARRIED}))
 
 
 def with_dropped(spec: AttentionSpec, other: AttentionSpec, names: Iterable[str]) -> AttentionSpec:
-    """Return a layer with what another one has of some names of `CARRIED`; norms with weights are gone."""
+    """Return a layer with the named features of another; norms with weights stay removed."""
     names = set(names)
     held = {name: value for name, value in _carried(other).items() if name in names and not _has_weights(value)}
     return _with_carried(spec, held)
@@ -380,7 +381,7 @@ def _with_carried(spec: AttentionSpec, values: Mapping[str, Any]) -> AttentionSp
 
 
 def matches(pattern: str, names: Iterable[str]) -> set[str]:
-    """The names that a tensor's name stands for: itself, or one for each head."""
+    """Return the names that a tensor's name stands for: itself, or one per head."""
     if "{n}" not in pattern:
         return {pattern} & set(names)
     expression = re.compile(re.escape(pattern).replace(r"\{n\}", r"(0|[1-9]\d*)"))
@@ -388,5 +389,5 @@ def matches(pattern: str, names: Iterable[str]) -> set[str]:
 
 
 def names_of(present: Iterable[Tensor], names: Iterable[str]) -> list[str]:
-    """Return those of names that are some tensors', in the order of the tensors."""
+    """Return the names that belong to some tensors, in the order of the tensors."""
     return [name for tensor in present for name in matches(tensor.name, names)]

@@ -1,7 +1,7 @@
-"""The layouts of libraries that train and serve large models, each a table: see `layout` for what its words mean.
+"""Layouts of libraries that train and serve large models, as tables; `layout` explains the fields.
 
-Read in the sources that are named, of August 2026. None of these modules is run here: `tests/test_layouts_of_others.py`
-has the equations in which they use their tensors.
+Derived from the named sources as of August 2026. None of these modules is run here:
+`tests/test_layouts_of_others.py` has the equations in which they use their tensors.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _EACH_HEAD = {**EINSUM, "heads": "n d h"}
 
 
 def _scales(leaf: str = "scale", **names: str) -> tuple[Tensor, ...]:
-    """Norms that have a weight of that name, and no bias."""
+    """Return norms that have a weight of that name, and no bias."""
     return tuple(Tensor(f"{theirs}.{leaf}", f"{ours}.weight", "whole", "...") for ours, theirs in names.items())
 
 
 def _weights(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Tensors without biases."""
+    """Return the tensors that are not biases."""
     return tuple(tensor for tensor in tensors if tensor.kind != "bias")
 
 
@@ -36,18 +36,18 @@ _MAXTEXT_CARRIES_ALL = (
 
 
 def _maxtext(name: str, about: str, file: str, *forms: tuple[Tensor, ...], **options: Any) -> Layout:
-    """A layout of MaxText: layers that no shape shows, stacked on the second axis."""
-    told = {"prefixes": ("params.decoder.layers_{i}.self_attention",), "needs_spec": True, "stack_axis": 1}
+    """Return a layout of MaxText: needs a specification, and stacks on the second axis."""
+    defaults = {"prefixes": ("params.decoder.layers_{i}.self_attention",), "needs_spec": True, "stack_axis": 1}
     source = f"AI-Hypercomputer/maxtext, src/maxtext/{file}"
-    return Layout(f"maxtext{name}", about, source, forms, **{**told, **options})
+    return Layout(f"maxtext{name}", about, source, forms, **{**defaults, **options})
 
 
 _MAXTEXT = [
     *(
         _maxtext(
             name,
-            f"kernels (in, N, H) and (N, H, out), with {words}; scanned on the second axis, as by default. Scores are "
-            "not scaled: the kernel of query holds that, or query_pre_attn_scalar says it",
+            f"kernels (in, N, H) and (N, H, out), with {words}; scanned on the second axis, the default. Scores are "
+            "not scaled: the query kernel includes the scale, or query_pre_attn_scalar specifies it",
             "layers/attentions.py",
             separate("query", "key", "value", "out", **EINSUM),
             others=others,
@@ -78,13 +78,13 @@ _MAXTEXT = [
             rules=("out_proj", "one width", "one head_dim", "rms norms, w", "scale told", *rules),
             carries=_MAXTEXT_CARRIES_ALL,
         )
-        for name, parts, words, rules in (  # no shape shows how many parts the mesh had
-            (".qkv_proj", 1, "all q, then all k, then all v, of a mesh that divides no heads", ()),
+        for name, parts, words, rules in (  # shapes do not show how many parts the mesh had
+            (".qkv_proj", 1, "all q, then all k, then all v, for a mesh that divides no heads", ()),
             *(
                 (
                     f".qkv_proj.{parts}",
                     parts,
-                    f"of a mesh that divides heads into {parts} parts: in each its q, then its k, then its v",
+                    f"for a mesh that divides heads into {parts} parts: q, then k, then v of each",
                     (f"{parts} parts",),
                 )
                 for parts in (2, 4, 8)
@@ -92,7 +92,7 @@ _MAXTEXT = [
         )
     ),
     _maxtext(
-        ".GPT-3",  # whose scale is not that of the same names in maxtext
+        ".GPT-3",  # its scale differs from that of the same names in maxtext
         "fused_qkv of GPT-3: qkv_proj.kernel (in, 3, N, H), or query, key, value as in maxtext; out.kernel, scan",
         "models/gpt3.py, Gpt3MultiHeadAttention",
         (Tensor("qkv_proj.kernel", "qkv", "weight", "d p n h"), Tensor("qkv_proj.bias", "qkv", "bias", "p n h"), *_OUT),
@@ -185,7 +185,7 @@ _KERAS_HUB = [
 _TORCHTITAN = [
     Layout(
         name,
-        f"qkv_linear.wq, wk, wv and wo, with {words}; files of before qkv_linear are {before}",
+        f"qkv_linear.wq, wk, wv and wo, with {words}; files from before qkv_linear are {before}",
         "pytorch/torchtitan, torchtitan/models/common/attention.py",
         (separate("qkv_linear.wq", "qkv_linear.wk", "qkv_linear.wv", "wo"),),
         others=others,
@@ -207,7 +207,7 @@ _TORCHTITAN = [
         (
             "torchtitan.Qwen3",
             "RoPE pairs (i, i + H/2); also gpt-oss",
-            "of no layout here",
+            "in no layout here",
             (*_scales("weight", q_norm="q_norm", k_norm="k_norm"), _SINKS),
             "half",
             ("rms norms, w",),
@@ -247,4 +247,4 @@ _MEGATRON = [
 ]
 
 OF_OTHERS = [*_MAXTEXT, *_TUNIX, *_KERAS_HUB, *_TORCHTITAN, *_MEGATRON]
-"""Their layouts."""
+"""The layouts of these libraries."""

@@ -1,4 +1,4 @@
-"""The layouts of transformers' models, each a table: see `parity.conversion.layouts.layout` for what its words mean."""
+"""Layouts of transformers models, as tables; `parity.conversion.layouts.layout` explains the fields."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ Form = tuple[Tensor, ...]
 
 
 def _layout(name: str, about: str, file: str, *forms: Form, version: str = "", **options: Any) -> Layout:
-    """A layout of models whose config.json tells them all that no weight shows, unless `carries` says what alone."""
-    told = {"prefixes": ("model.layers.{i}.self_attn", "layers.{i}.self_attn"), "rules": ("out_proj",)}
+    """Return a layout of models whose config.json specifies all features, unless `carries` restricts them."""
+    defaults = {"prefixes": ("model.layers.{i}.self_attn", "layers.{i}.self_attn"), "rules": ("out_proj",)}
     source = f"transformers/models/{file}/modeling_{file}.py{version}"
-    return Layout(f"transformers.{name}", about, source, forms, **{**told, "carries": CARRIED, **options})
+    return Layout(f"transformers.{name}", about, source, forms, **{**defaults, "carries": CARRIED, **options})
 
 
 def _separate(name: str, words: tuple[str, str, str, str], file: str, about: str = "", **options: Any) -> Layout:
-    """A layout of four projections, by the names of their layers. Older files have the frequencies of RoPE there."""
+    """Return a layout of four projections, by layer name. Older files also contain the frequencies of RoPE."""
     listed = ", ".join(words)
-    told = f"{listed}, and what models have beside them; {about}" if about else listed
-    return _layout(name, told, file, separate(*words), **{"ignored": ("rotary_emb.inv_freq",), **options})
+    about = f"{listed}, and the models' other weights; {about}" if about else listed
+    return _layout(name, about, file, separate(*words), **{"ignored": ("rotary_emb.inv_freq",), **options})
 
 
 def _of_latents(name: str, words: str, file: str, *forms: tuple[str, ...], **options: Any) -> Layout:
-    """A layout of latents, by the projections that are not of them, in each of its forms."""
+    """Return a layout of latents, by its remaining projections, in each of its forms."""
     return _layout(
         name,
         f"the projections of latents: kv_a_proj_with_mqa, kv_b_proj, o_proj, and q_a_proj, {words}",
@@ -44,7 +44,7 @@ def _of_latents(name: str, words: str, file: str, *forms: tuple[str, ...], **opt
 
 OF_LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALIKE = ("no groups", "out_proj", "one width", "square")
-"""Demands of older modules on a layer."""
+"""Requirements of older modules on a layer."""
 
 ROTATED = ("rope", "rope.scaling")
 IN_WINDOWS = (*ROTATED, "window_size")
@@ -122,7 +122,7 @@ OF_TRANSFORMERS = [
     ),
     _layout(
         "GPT-NeoX-Japanese",
-        "query_key_value as in GPT-NeoX, dense without a bias, and the bias of its output, dense_bias, by itself",
+        "query_key_value as in GPT-NeoX, dense without a bias, and its output bias separately, as dense_bias",
         "gpt_neox_japanese",
         (
             *(tensor for tensor in packed("query_key_value", "dense") if tensor.name != "dense.bias"),
@@ -155,7 +155,7 @@ OF_TRANSFORMERS = [
         "Phi",
         ("q_proj", "k_proj", "v_proj", "dense"),
         "phi",
-        "of Phi 1 and 2",
+        "for Phi 1 and 2",
         others=beside(q_norm="q_layernorm", k_norm="k_layernorm"),
     ),
     _separate(
@@ -184,7 +184,7 @@ OF_TRANSFORMERS = [
     ),
     _layout(
         "Gemma4",
-        "q_proj, k_proj, v_proj, o_proj, and norms; of Gemma 4, whose k_proj makes the values where v_proj is not",
+        "q_proj, k_proj, v_proj, o_proj, and norms; Gemma 4, whose k_proj also makes the values if v_proj is missing",
         "gemma4",
         separate(*OF_LLAMA),
         _KEYS_AS_VALUES,
@@ -220,7 +220,7 @@ OF_TRANSFORMERS = [
         "ModernBERT-decoder",
         ("q_proj", "k_proj", "v_proj", "Wo"),
         "modernbert_decoder",
-        "of ModernBERT's decoder",
+        "for ModernBERT's decoder",
         carries=IN_WINDOWS,
     ),
     _separate(
@@ -296,7 +296,7 @@ OF_TRANSFORMERS = [
     ),
     _layout(
         "GPTBigCode",
-        "c_attn and c_proj, (out, in): all queries, then the one key and value, or q, k, v of each head",
+        "c_attn and c_proj, (out, in): all queries, then the one key and value; or q, k, v of each head",
         "gpt_bigcode",
         packed("c_attn", "c_proj"),
         grouped=True,
@@ -344,11 +344,11 @@ OF_TRANSFORMERS = [
     ),
     _of_latents(
         "LongCat",
-        "q_b_proj; its modules multiply the latents by what follows from their widths",
+        "q_b_proj; its modules multiply the latents by factors of their widths",
         "longcat_flash",
         ("out",),
         rules=("out_proj", "factors of widths"),
         prefixes=tuple(f"{begin}layers.{{i}}.self_attn.{part}" for begin in ("model.", "") for part in (0, 1)),
     ),
 ]
-"""Layouts without `carries` are of many families, which together have all of it."""
+"""Layouts without `carries` serve many families, which together cover every feature."""

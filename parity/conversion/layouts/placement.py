@@ -1,7 +1,7 @@
-"""An attention layer in the tensors of a layout: their shapes, and the way of each weight into them and back.
+"""The placement of an attention layer in the tensors of a layout: their shapes, and conversion in both directions.
 
-Both directions are derived from what the layout declares. A canonical weight in a tensor is a view of it, whose
-elements, in C order, are those of the weight. To write through the view is one direction, to read it the other.
+Both directions follow from the layout's declaration. A canonical weight in a tensor is a view of it, whose elements,
+in C order, are those of the weight. Writing through the view is one direction, reading from it the other.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mha_spec import AttentionSpec, Refusal
 from parity.conversion.layouts.layout import TILE, Layout, Tensor
 
 OF_HEADS = tuple(f"{name}_proj.{leaf}" for name in ("q", "k", "v", "out") for leaf in ("weight", "bias"))[:-1]
-"""The canonical weights that have features of heads, which a layout may order in its own way, or pad."""
+"""Canonical weights with features of heads, which a layout may reorder or pad."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A layer in some tensors of a layout: those of one form, and those beside it that the layer has."""
+    """A layer in the tensors of a layout: those of one form, and the optional tensors that the layer has."""
 
     layout: Layout
     spec: AttentionSpec
@@ -32,17 +32,17 @@ class Placement:
 
     @cached_property
     def weights(self) -> dict[str, Shape]:
-        """Canonical names and shapes."""
+        """Return canonical names and shapes."""
         return self.spec.weight_shapes
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """Names and shapes in the layout."""
+        """Return names and shapes in the layout."""
         return {name: shape for held in self._shapes.values() for name, shape in held.items()}
 
     @cached_property
     def holders(self) -> dict[str, Tensor]:
-        """The tensor that each name in the layout stands for."""
+        """Return the tensor of each name in the layout."""
         return {name: tensor for tensor, held in self._shapes.items() for name in held}
 
     @cached_property
@@ -67,7 +67,7 @@ class Placement:
 
     @cached_property
     def _sizes(self) -> dict[Tensor, dict[str, int]]:
-        """The sizes of the axes of tensors with heads, by their letters."""
+        """Return the axis sizes of tensors with heads, by letter."""
         return {tensor: self._sizes_in(tensor) for tensor in self.tensors if not tensor.is_whole}
 
     def _sizes_in(self, tensor: Tensor) -> dict[str, int]:
@@ -86,7 +86,7 @@ class Placement:
     # ---- Both directions ---------------------------------------------------------------------------------------------
 
     def lay_out(self, name: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """Make a tensor of the layout. Memory holds it and one canonical weight, which `read` gives, at a time."""
+        """Make a tensor of the layout. Memory holds it and one canonical weight, returned by `read`, at a time."""
         tensor, laid_out = self.holders[name], np.empty(0)
         for part in tensor.parts:
             weight = read(part)
@@ -101,7 +101,7 @@ class Placement:
         return laid_out
 
     def read_out(self, name: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """Return a canonical weight, which may share the memory of the tensor that holds it, as `read` gives it."""
+        """Return a canonical weight, which may share memory with the tensor that `read` returns."""
         tensor = next(tensor for tensor in self.tensors if name in tensor.parts)
         arrays = [read(each) for each in self._shapes[tensor]]
         heads = [self._heads(_bits(array), name, tensor) for array in arrays]
@@ -114,7 +114,7 @@ class Placement:
         return weight.reshape(self.weights[name]).view(arrays[0].dtype)
 
     def _heads(self, array: np.ndarray, name: str, tensor: Tensor) -> np.ndarray:
-        """The heads of one canonical weight in a tensor, with what pads them; of one without heads all of it."""
+        """Return the heads of one canonical weight in a tensor, padding included; the whole if it has no heads."""
         if tensor.is_whole:
             return einops.rearrange(array, f"{tensor.axes} -> {tensor.logical}")
         axes = tensor.logical.replace("n ", "") if tensor.is_per_head else tensor.logical
@@ -125,13 +125,13 @@ class Placement:
             return heads
         which, counts = tensor.parts.index(name), head_counts(tensor, self.spec)
         groups = min(counts) if self.layout.grouped else self.layout.blocks
-        if groups > 1:  # the same division, of each group by itself
+        if groups > 1:  # divide each group in the same way
             heads, counts = _split(heads, 0, groups, -1), [count // groups for count in counts]
         begin, end = sum(counts[:which]), sum(counts[: which + 1])
         return heads[:, begin:end] if groups > 1 else heads[begin:end]
 
     def _features(self, heads: np.ndarray, name: str) -> np.ndarray:
-        """The features of heads in canonical order, without what pads them."""
+        """Return the features of heads in canonical order, without padding."""
         layout, spec = self.layout, self.spec
         if name not in OF_HEADS:
             return heads
@@ -152,12 +152,12 @@ def head_counts(tensor: Tensor, spec: AttentionSpec) -> list[int]:
 
 
 def padded_width(head_dim: int, rope: bool) -> int:
-    """Return the features of a head in whole tiles; with RoPE each half has its own."""
+    """Return the padded size of a head in whole tiles; with RoPE each half is padded separately."""
     return 2 * padded_width(-(-head_dim // 2), False) if rope else -(-head_dim // TILE) * TILE
 
 
 def _split(x: np.ndarray, axis: int, outer: int, inner: int) -> np.ndarray:
-    """A view in which an axis is two; -1 stands for what is left."""
+    """Return a view with one axis split in two; -1 stands for the remaining size."""
     return x.reshape(*x.shape[:axis], outer, inner, *x.shape[axis + 1 :])
 
 
@@ -166,5 +166,5 @@ def _first(x: np.ndarray, axis: int, count: int) -> np.ndarray:
 
 
 def _bits(x: np.ndarray) -> np.ndarray:
-    """View memory as unsigned integers: NumPy is slow with dtypes that are not its own."""
+    """View memory as unsigned integers, because NumPy is slow with dtypes that are not its own."""
     return x.view(f"u{x.dtype.itemsize}")

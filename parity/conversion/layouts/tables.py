@@ -1,4 +1,4 @@
-"""The layouts, each a table: see `parity.conversion.layouts.layout` for what its words mean."""
+"""All layouts, as tables; `parity.conversion.layouts.layout` explains the fields."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_JAX = beside(EVERYTHING, leaf="kernel", axes="d e")
 
 
 def _of_einsum(name: str, about: str, source: str, out: str, *rules: str) -> Layout:
-    """A layout of four kernels with heads as an axis, the last one of that name."""
+    """Return a layout of four kernels with an axis of heads; `out` names the last one."""
     form = separate("query", "key", "value", out, **EINSUM)
     return Layout(name, about, source, (form,), rules=("out_proj", "one head_dim", *rules))
 
@@ -31,7 +31,7 @@ def _of_einsum(name: str, about: str, source: str, out: str, *rules: str) -> Lay
 _TABLE = [
     Layout(
         "canonical",
-        "the form in which weights meet here; that of mha_torch's modules",
+        "the form that conversions go through; that of mha_torch's modules",
         "parity/core/weights.py",
         with_and_without_out(separate("q_proj", "k_proj", "v_proj", "out_proj")),
         others=beside(EVERYTHING),
@@ -39,7 +39,7 @@ _TABLE = [
     ),
     Layout(
         "mha_jax",
-        "the modules of mha_jax: kernels (in, out)",
+        "modules of mha_jax: kernels (in, out)",
         "mha_jax/mha.py",
         with_and_without_out(
             separate("q_proj", "k_proj", "v_proj", "out_proj", leaf="kernel", heads=COLUMNS, back="(n h) e")
@@ -49,7 +49,7 @@ _TABLE = [
     ),
     Layout(
         "mha_jax.qkv_proj",
-        "the same with one projection for q, k and v",
+        "as mha_jax, with one projection for q, k and v",
         "mha_jax.MultiHeadAttention, fused_qkv=True",
         with_and_without_out(packed("qkv_proj", "out_proj", leaf="kernel", rows=COLUMNS, columns="(n h) e")),
         others=_OF_JAX,
@@ -58,7 +58,7 @@ _TABLE = [
     ),
     Layout(
         "torch.nn.MultiheadAttention",
-        "PyTorch's module: in_proj_weight, or three weights where key and value have another width",
+        "PyTorch's module: in_proj_weight, or three weights if key and value have another width",
         "torch/nn/modules/activation.py",
         (
             (Tensor("in_proj_weight", "qkv", "weight", ROWS), _TORCH_BIAS, *_TORCH_OUT),
@@ -82,7 +82,7 @@ _TABLE = [
     ),
     Layout(
         "qkv_proj.heads",
-        "one Linear for q, k and v, which holds q, k, v of one head, then of the next; out_proj or o_proj",
+        "one Linear for q, k and v: q, k, v of one head, then of the next; out_proj or o_proj",
         "UvA Deep Learning Tutorials, tutorial 6",
         (packed("qkv_proj", "o_proj"), packed("qkv_proj", "out_proj")),
         grouped=True,
@@ -90,7 +90,7 @@ _TABLE = [
     ),
     Layout(
         "query_key_value",
-        "query_key_value and dense, all q, then all k, then all v; ChatGLM from version 2 on, where heads are grouped",
+        "query_key_value and dense, all q, then all k, then all v; ChatGLM from version 2 on, if heads are grouped",
         "zai-org/chatglm3-6b, modeling_chatglm.py, SelfAttention",
         (packed("query_key_value", "dense"),),
         rules=("out_proj", "one width"),
@@ -114,18 +114,18 @@ _TABLE = [
     Layout(
         "W_Q",
         "four Linears W_Q, W_K, W_V, W_O",
-        "a common habit",
+        "a common convention",
         with_and_without_out(separate("W_Q", "W_K", "W_V", "W_O")),
     ),
     Layout(
         "w_q",
         "four Linears w_q, w_k, w_v, w_o",
-        "a common habit",
+        "a common convention",
         with_and_without_out(separate("w_q", "w_k", "w_v", "w_o")),
     ),
     Layout(
         "W_query",
-        "Linears W_query, W_key, W_value, and perhaps out_proj",
+        "Linears W_query, W_key, W_value, and optionally out_proj",
         "Build a Large Language Model (From Scratch), chapter 3",
         with_and_without_out(separate("W_query", "W_key", "W_value", "out_proj")),
         ignored=("mask",),
@@ -153,7 +153,7 @@ _TABLE = [
     ),
     _of_einsum(
         "flax.linen",
-        "linen.MultiHeadDotProductAttention, the same without groups",
+        "linen.MultiHeadDotProductAttention, as flax.nnx, without groups",
         "flax/linen/attention.py",
         "out",
         "no groups",
@@ -169,7 +169,7 @@ _TABLE = [
     ),
     _of_einsum(
         "keras.GroupQueryAttention",
-        "the same, key and value with fewer heads",
+        "as keras, key and value with fewer heads",
         "keras/src/layers/attention/grouped_query_attention.py",
         "attention_output",
         "biases or none",
@@ -218,9 +218,9 @@ _TABLE = [
             ("gguf.LLaMA", "interleaved RoPE pairs; also Mistral", "interleaved", ("even", "whole halves")),
             (
                 "gguf.Qwen2",
-                "RoPE pairs (i, i + H/2), which llama.cpp leaves as they are; also Qwen3, Gemma",
+                "RoPE pairs (i, i + H/2), which llama.cpp leaves unchanged; also Qwen3, Gemma",
                 "half",
-                ("rms norms, w",),  # it adds the 1 of Gemma's to the weights
+                ("rms norms, w",),  # for Gemma it adds 1 to the weights
             ),
         )
     ),
@@ -243,7 +243,7 @@ _TABLE = [
 ]
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _TABLE}
-"""Every layout by its name."""
+"""Every layout by name."""
 
 ALIASES = {"mha_torch": "canonical"}
-"""Other names of layouts."""
+"""Aliases of layouts."""

@@ -1,4 +1,4 @@
-"""The words of tables of layouts: tensors of four projections, of packed ones, and of what lies beside them."""
+"""Building blocks for tables of layouts: tensors of four projections, of packed ones, and of optional weights."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from parity.conversion.layouts.layout import Tensor
 
-ROWS, COLUMNS = "(n h) d", "d (n h)"  # (out, in) as torch keeps it, and (in, out)
+ROWS, COLUMNS = "(n h) d", "d (n h)"  # (out, in) as in torch, and (in, out)
 
 EINSUM: dict[str, Any] = {"leaf": "kernel", "heads": "d n h", "biases": "n h", "back": "n h e"}
-"""The keywords of `separate` where heads are an axis, as in Flax and Keras."""
+"""Keyword arguments of `separate` for an axis of heads, as in Flax and Keras."""
 
 
 def separate(
@@ -24,7 +24,7 @@ def separate(
     biases: str = "(n h)",
     back: str = "e (n h)",
 ) -> tuple[Tensor, ...]:
-    """Four weights and their biases, by the names of their layers; `heads`, `biases` and `back` are the axes."""
+    """Return four weights and their biases, by layer name; `heads`, `biases` and `back` are the axes."""
     names = {"q": q, "k": k, "v": v}
     return (
         *(Tensor(f"{name}.{leaf}", projection, "weight", heads) for projection, name in names.items()),
@@ -37,7 +37,7 @@ def separate(
 def packed(
     qkv: str, out: str, *, leaf: str = "weight", rows: str = ROWS, columns: str = "e (n h)"
 ) -> tuple[Tensor, ...]:
-    """One tensor for q, k and v, and one for the output."""
+    """Return one tensor for q, k and v, and one for the output."""
     return (
         Tensor(f"{qkv}.{leaf}", "qkv", "weight", rows),
         Tensor(f"{qkv}.bias", "qkv", "bias", "(n h)"),
@@ -50,11 +50,11 @@ SCORES = ("sinks", "relative_bias")
 NORMS = ("q_norm", "k_norm", "v_norm", "context_norm", "q_a_norm", "kv_a_norm")
 NARROW = ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")  # of latents
 EVERYTHING = ("gate_proj", *NARROW, *NORMS, *SCORES)
-"""Weights that only some layers have beside q, k, v and out, by its canonical name."""
+"""Weights that only some layers have in addition to q, k, v and out, by canonical name."""
 
 
 def beside(same: Iterable[str] = (), *, leaf: str = "weight", axes: str = "...", **renamed: str) -> tuple[Tensor, ...]:
-    """The tensors of what only some layers have, each by its canonical name or one of its own."""
+    """Return the tensors of optional weights, by canonical name or renamed."""
     found: list[Tensor] = []
     for ours, theirs in (dict.fromkeys(same) | renamed).items():
         theirs = theirs or ours
@@ -68,5 +68,5 @@ def beside(same: Iterable[str] = (), *, leaf: str = "weight", axes: str = "...",
 
 
 def with_and_without_out(tensors: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], ...]:
-    """The form that has an output projection, and the one that has none."""
+    """Return the form with an output projection, and the form without one."""
     return tensors, tuple(tensor for tensor in tensors if tensor.holds != "out")

@@ -1,4 +1,4 @@
-"""The known mistakes that can be planted in a user's attention, by the names of `mha-parity bugs`."""
+"""The known bugs that can be injected into a user's attention, by the names of `mha-parity bugs`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from parity.diagnosis.mistakes import Mistake
 
 MISTAKES = (*MASKS, *BUFFERS, *PROJECTED, *INPUTS, *HEADS_REORDERED, *EXTRAS, *ROPE, *OURS)
-"""In the order in which they are planted; of those of one name the first that a callable allows is."""
+"""The bugs, in the order of injection; of several with one name, the first that a callable allows counts."""
 
 
 def names() -> list[str]:
-    """Every name once."""
+    """Return every name once."""
     return list(dict.fromkeys(mistake.name for mistake in MISTAKES))
 
 
 def planted_in(view: View) -> tuple[dict[str, Planted], dict[str, str]]:
-    """What can be planted in a callable, by name; and what cannot, with the reason."""
+    """Return the bugs that can be injected into a callable, by name; and the reasons for the others."""
     fit: dict[str, Planted] = {}
     reasons: dict[str, str] = {}
     for mistake in MISTAKES:
@@ -49,20 +49,20 @@ WORDS = {
     "precision-bfloat16": "the inputs are rounded to bfloat16",
     **{f"rope-theta-{theta}": f"RoPE's theta is {theta}" for theta in THETAS},
 }
-"""Words for mistakes that the diagnosis describes by the specification of a layer."""
+"""Descriptions of bugs that the diagnosis describes by the specification of a layer."""
 
 
 def about_of(name: str) -> str:
-    """A mistake in words."""
+    """Return the description of a bug."""
     return WORDS.get(name) or _known(name).about
 
 
 def page_of(name: str) -> str:
-    """The page of a mistake, for `mha-parity bugs`."""
+    """Return the page of a bug, for `mha-parity bugs`."""
     return _known(name).page
 
 
 def _known(name: str) -> Mistake:
-    from parity.diagnosis.mistakes import mistake_by_name  # which takes long, and no test of a user's needs it
+    from parity.diagnosis.mistakes import mistake_by_name  # slow to import, and a user's tests don't need it
 
     return mistake_by_name()[name]

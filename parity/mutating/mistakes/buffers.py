@@ -1,4 +1,4 @@
-"""Mistakes in a causal mask that a module of torch holds as a buffer, made once for the longest input."""
+"""Bugs in a causal mask that a torch module holds as a buffer, made once for the longest input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parity.mutating.held import replaced_in_torch
 
 
 def _values(x: Any) -> tuple[Any, Any] | None:
-    """What a causal mask has where a key is seen and where it is hidden; None if it is none."""
+    """Return the values of a causal mask for visible and hidden keys; None if it is not a causal mask."""
     if x.ndim < 2 or x.shape[-1] != x.shape[-2] or x.shape[-1] < 2:
         return None
     later = _later(x, 0).expand_as(x)
@@ -23,12 +23,12 @@ def _values(x: Any) -> tuple[Any, Any] | None:
 
 
 def _later(x: Any, offset: int) -> Any:
-    """Where key s > t + offset, in the shape (T, S) of a mask."""
+    """Return where key s > t + offset, in the shape (T, S) of a mask."""
     return x.new_ones(x.shape[-2:]).bool().triu(1 + offset)
 
 
 def _buffer(hidden: Callable[[Any], Any]) -> Callable[[Call], Run | None]:
-    """The causal mask of a module hiding something else; `hidden` takes it and says where, (T, S)."""
+    """Make a bug of a module whose causal mask hides other keys; `hidden` maps the mask to those keys, (T, S)."""
 
     def make(call: Call) -> Run | None:
         if call.owner is None or library_of(call.owner) != "torch":
@@ -53,4 +53,4 @@ BUFFERS = tuple(
         ("causal-excludes-self", lambda x: _later(x, -1)),
     )
 )
-"""Mistakes in masks that modules hold themselves."""
+"""Bugs in masks that modules hold themselves."""

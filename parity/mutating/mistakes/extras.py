@@ -1,4 +1,4 @@
-"""Mistakes in what a function is given beside: positions, cosines and sines, a bias, a window, a soft cap, sinks."""
+"""Bugs in further arguments: positions, cosines and sines, a bias, a window, a soft cap, sinks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _dropped(role: str) -> Callable[[Call], Run | None]:
 
 
 def _changed(role: str, change: Callable[[Call, Any], Any]) -> Callable[[Call], Run | None]:
-    """One argument changed, where it is given; `change` gives None where that cannot be."""
+    """Make a bug that changes one argument if it is passed; `change` returns None if it does not apply."""
 
     def make(call: Call) -> Call | None:
         given = call.get(role)
@@ -32,7 +32,7 @@ def _changed(role: str, change: Callable[[Call, Any], Any]) -> Callable[[Call], 
 
 
 def _window(step: int) -> Callable[[Call, Any], Any]:
-    """A window one wider or narrower; of two sides the left one, of which -1 has no end."""
+    """Make a window one token wider or narrower; for two sides, the left one; -1 means unlimited."""
 
     def change(call: Call, size: Any) -> Any:
         if isinstance(size, tuple) and size and size[0] > 0:
@@ -47,7 +47,7 @@ def _scaled_bias(call: Call, bias: Any) -> Any:
 
 
 def _turned(change: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Call], Run | None]:
-    """Other cosines and sines, given apart or as a pair."""
+    """Make a bug that changes cosines and sines, passed separately or as a pair."""
 
     def make(call: Call) -> Call | None:
         pair = call.get("position_embeddings")
@@ -82,5 +82,5 @@ EXTRAS = (
     Planted("soft-cap-ignored", ("soft_cap",), _dropped("soft_cap")),
     Planted("sinks-ignored", ("sinks",), _dropped("sinks")),
 )
-"""Mistakes in the rest of a call. Positions that are shifted for queries and keys alike change nothing: only
-with a cache are there others."""
+"""Bugs in the remaining arguments. Positions that are shifted equally for queries and keys have an effect only with a
+cache."""

@@ -1,4 +1,4 @@
-"""Mistakes in queries, keys and values, and in what comes of them: exchanged, reordered, scaled, rounded."""
+"""Bugs in queries, keys and values, and in values derived from them: exchanged, reordered, scaled, rounded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _exchanged(one: str, other: str) -> Callable[[Call], Run | None]:
 
 
 def _batch_as_tokens(call: Call) -> Run | None:
-    """Inputs and output of a layer with their first two axes exchanged."""
+    """Exchange the first two axes of a layer's inputs and output."""
     given = {role: x for role in ("query", "key", "value") if (x := call.get(role)) is not None}
     if any(getattr(x, "ndim", 0) != 3 or x.shape[0] == 1 for x in given.values()):
         return None
@@ -47,18 +47,18 @@ def _reordered(role: str, order: Callable[[np.ndarray], np.ndarray], fewest: int
 
 
 def _tiled(call: Call) -> Run | None:
-    """Query head n gets key/value head n % K: its place is exchanged with that of the head which has that one."""
+    """Make query head n use key/value head n % K, by exchanging it with a head that uses that one."""
     num_heads, num_kv_heads = (call.get(role).shape[call.head_axis] for role in ("query", "key"))
     if not 1 < num_kv_heads < num_heads:
         return None
-    order = np.arange(num_heads).reshape(-1, num_kv_heads).T.ravel()  # heads that share one, side by side
+    order = np.arange(num_heads).reshape(-1, num_kv_heads).T.ravel()  # heads that share a key/value head, side by side
     other = call.but(query=taken(call.get("query"), order, call.head_axis))
     back = np.argsort(order)
     return lambda function: on_output(function(other), lambda output: taken(output, back, call.head_axis))
 
 
 def _misread(x: Any, *, is_moved: bool) -> Any:
-    """Heads as a reshape gives them that does not exchange heads and tokens; `is_moved` if they are exchanged in x."""
+    """Return heads after a reshape without the transpose of heads and tokens; `is_moved` if x is already transposed."""
     if is_moved:
         return x.swapaxes(-3, -2).reshape(x.shape)
     *batch, first, second, size = x.shape
@@ -83,13 +83,13 @@ def _heads_not_moved_back(call: Call) -> Run | None:
 
 
 def _divisor(call: Call) -> float:
-    """What the scores are divided by: sqrt(H), or what the call says."""
+    """Return the divisor of the scores: sqrt(H), or the one that the call specifies."""
     scale = call.get("scale")
     return 1.0 / float(scale) if isinstance(scale, (int, float)) and scale else math.sqrt(call.get("query").shape[-1])
 
 
 Divisor = Callable[[float, int, int], float]
-"""Takes what scores are divided by, H and the width of q, and gives what they are divided by instead."""
+"""Maps the divisor of scores, H and the width of q to a wrong divisor."""
 
 SCALES: dict[str, Divisor] = {
     "scale-missing": lambda right, size, width: 1.0,
@@ -133,7 +133,7 @@ ORDERS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], int]] = {
     "reversed": (lambda heads: heads[::-1], 2),
     "rolled": (lambda heads: np.roll(heads, 1, axis=0), 3),
 }
-"""Other orders of heads, the first axis, and of how many at least: of two heads both are the same."""
+"""Wrong orders of heads along the first axis, and the fewest heads: for two heads both orders are the same."""
 
 INPUTS = (
     Planted("q-k-swapped", ("key",), _exchanged("query", "key")),
@@ -153,4 +153,4 @@ INPUTS = (
     Planted("batch-as-tokens", ("layer",), _batch_as_tokens),
     Planted("precision-bfloat16", (), with_call(_rounded)),
 )
-"""Mistakes in queries, keys and values."""
+"""Bugs in queries, keys and values."""

@@ -1,4 +1,4 @@
-"""Mistakes in what hides keys: the mask, the causal flag, padding."""
+"""Bugs in masks, the causal flag and padding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parity.mutating.calls import Call, Planted, Run, taken, with_call
 from parity.mutating.compare import Unfit
 from parity.mutating.view import OTHER_NEEDS
 
-FORBIDDEN = -1e4  # what is below it hides in a mask that is added
+FORBIDDEN = -1e4  # smaller numbers hide keys in an additive mask
 
 
 # ---- Masks of any kind -----------------------------------------------------------------------------------------------
@@ -22,7 +22,7 @@ def _is_added(mask: Any) -> bool:
 
 
 def _hidden(call: Call, mask: Any) -> Any:
-    """Where a mask hides, whatever its kind: booleans, numbers 0 and 1, or what is added to scores."""
+    """Return where a mask hides, for any kind: booleans, numbers 0 and 1, or numbers added to scores."""
     if _is_added(mask):
         return mask <= FORBIDDEN
     if not call.view.mask_true:
@@ -32,7 +32,7 @@ def _hidden(call: Call, mask: Any) -> Any:
 
 
 def _with_hidden(call: Call, mask: Any, hidden: Any) -> Any:
-    """A mask of the same kind that hides something else."""
+    """Return a mask of the same kind that hides other keys."""
     xp = call.xp
     if _is_added(mask):
         shown = xp.where(mask <= FORBIDDEN, xp.zeros_like(mask), mask)
@@ -42,7 +42,7 @@ def _with_hidden(call: Call, mask: Any, hidden: Any) -> Any:
 
 
 def _is_square(call: Call, mask: Any) -> bool:
-    """Whether it has a row for each query and a column for each key."""
+    """Return whether a mask has a row for each query and a column for each key."""
     return mask is not None and mask.ndim >= 2 and tuple(mask.shape[-2:]) == call.lengths
 
 
@@ -67,8 +67,8 @@ def _ignored(call: Call) -> Call | None:
 # ---- The causal mask -------------------------------------------------------------------------------------------------
 
 
-def _tried(call: Call, hidden: np.ndarray) -> Run:
-    """Calls it with a mask (T, S) of its own making, in the first shape that it takes."""
+def _with_own_mask(call: Call, hidden: np.ndarray) -> Run:
+    """Make a run with its own mask (T, S), in the first shape that works."""
     if not call.view.mask_true:
         raise Unfit(OTHER_NEEDS["polarity"])
     query = call.get("query")
@@ -81,7 +81,7 @@ def _tried(call: Call, hidden: np.ndarray) -> Run:
             true = np.broadcast_to(hidden if call.view.mask_true == "hides" else ~hidden, shape)
             try:
                 return function(call.but(mask=call.array(true.copy())))
-            except Exception as error:  # the next shape may do
+            except Exception as error:  # the next shape may work
                 errors.append(error)
         raise errors[0]
 
@@ -89,9 +89,9 @@ def _tried(call: Call, hidden: np.ndarray) -> Run:
 
 
 def _causal(wrong: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[[Call], Run | None]:
-    """A causal mask made otherwise: where `wrong` (of places t and s) hides, in the flag's stead or in the mask given.
+    """Make a bug in the causal mask: keys where `wrong(t, s)` is true are hidden, instead of those of the flag.
 
-    A mask that is given is changed where it is causal.
+    A mask that is passed is changed if it is causal.
     """
 
     def make(call: Call) -> Run | None:
@@ -102,7 +102,7 @@ def _causal(wrong: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[[
         if call.get("is_causal"):
             plain = call.but(is_causal=False)
             if mask is None:
-                return _tried(plain, others)
+                return _with_own_mask(plain, others)
             if not _is_square(call, mask):
                 return None
             changed = _hidden(call, mask) | call.array(others.copy())
@@ -122,7 +122,7 @@ def _other_alignment(call: Call) -> Run | None:
     if not call.get("is_causal") or num_queries == num_keys or call.get("mask") is not None:
         return None
     offset = 0 if call.view.causal == "bottom-right" else num_keys - num_queries
-    return _tried(call.but(is_causal=False), ~np.tri(num_queries, num_keys, offset, dtype=bool))
+    return _with_own_mask(call.but(is_causal=False), ~np.tri(num_queries, num_keys, offset, dtype=bool))
 
 
 def _unasked(call: Call) -> Call | None:
@@ -135,9 +135,9 @@ def _unasked(call: Call) -> Call | None:
 def _padding(
     of_mask: Callable[[Call, Any], Any], of_lengths: Callable[[Any, int], Any]
 ) -> Callable[[Call], Run | None]:
-    """Padding hidden elsewhere: `of_mask` takes where it hides (B, S), `of_lengths` the lengths (B,) and S.
+    """Make a bug in padding: `of_mask` receives the padding (B, S), `of_lengths` the lengths (B,) and S.
 
-    Lengths say no side: None where they cannot be wrong so.
+    Lengths have no side; `of_lengths` returns None for bugs that they cannot express.
     """
 
     def change(call: Call) -> Call | None:
@@ -195,4 +195,4 @@ MASKS = (
         _padding(_shifted(-1), lambda lengths, s: lengths + -1 * (lengths > 0)),
     ),
 )
-"""Mistakes in masks. Of the two alignments of the causal one a call has one, and the other is planted."""
+"""Bugs in masks. A causal mask has one of the two alignments, and the other one is injected."""

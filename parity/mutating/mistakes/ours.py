@@ -1,6 +1,6 @@
-"""Mistakes that cannot be made from outside: our own attention with the mistake in it takes the place of the user's.
+"""Bugs that cannot be injected from outside: our own attention with the bug replaces the user's.
 
-It does so only for calls for which ours gives what theirs gives, so that nothing but the mistake is different.
+It does so only for calls for which ours and theirs agree, so that the bug is the only difference.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from parity.mutating.compare import Unfit, is_traced, same
 from parity.mutating.mistakes.masks import FORBIDDEN
 
 UNKNOWN = ("padding", "lengths", "bias", "sinks", "soft_cap", "window", "cos", "positions", "cache")
-"""What ours is not given: a call with one of them stays the user's."""
+"""Roles that our attention does not receive: a call with one of them is left unchanged."""
 
 Softmax = Callable[[Any, Any], Any]
-"""Takes scores (B, N, T, S), and where they are hidden."""
+"""Accepts scores (B, N, T, S), and which of them are hidden."""
 
 Wrong = Callable[[Any, Softmax, Any, Any], Any]
-"""Makes a mistake in a softmax: `wrong(xp, right, scores, mask)`."""
+"""Adds a bug to a softmax: `wrong(xp, right, scores, mask)`."""
 
 
 def _four_axes(call: Call, x: Any) -> Any:
@@ -32,7 +32,7 @@ def _four_axes(call: Call, x: Any) -> Any:
 
 
 def _masks(call: Call) -> tuple[Any, Any]:
-    """Where the call hides, and what it adds to the scores: each broadcastable to (B, N, T, S), or None."""
+    """Return which keys the call hides, and what it adds to the scores: broadcastable to (B, N, T, S), or None."""
     mask, hidden, bias = call.get("mask"), None, None
     if mask is not None:
         mask = mask[:, None] if mask.ndim == 3 else mask[(None,) * (4 - mask.ndim)]
@@ -49,7 +49,7 @@ def _masks(call: Call) -> tuple[Any, Any]:
 
 
 def _attention(call: Call, softmax: Softmax) -> Any:
-    """Ours for a call, with a softmax, in the axes of the call."""
+    """Compute a call with our attention and a given softmax, in the axes of the call."""
     sibling = importlib.import_module(f"mha_{call.view.framework}")
     query, key, value = (_four_axes(call, call.get(role)) for role in ("query", "key", "value"))
     scale = call.get("scale")
@@ -67,7 +67,7 @@ def _softmax_over(axis: int) -> Wrong:
 
     def softmax(_: Any, right: Softmax, scores: Any, mask: Any) -> Any:
         if mask is not None:
-            mask = (mask | (scores != scores) & False).swapaxes(axis, 3)  # of the scores' whole shape
+            mask = (mask | (scores != scores) & False).swapaxes(axis, 3)  # in the full shape of the scores
         return right(scores.swapaxes(axis, 3), mask).swapaxes(axis, 3)
 
     return softmax
@@ -90,14 +90,14 @@ def _planted(change: Wrong) -> Callable[[Call], Run | None]:
                 try:
                     ours, other = _attention(call, right), _attention(call, wrong)
                 except (ValueError, TypeError, RuntimeError, IndexError) as error:
-                    raise Unfit(f"ours does not take such a call: {error}") from error
+                    raise Unfit(f"ours does not support such a call: {error}") from error
                 if tuple(ours.shape) != tuple(theirs.shape):
-                    raise Unfit("ours gives another shape than yours")
+                    raise Unfit("ours returns another shape than yours")
                 if is_traced(theirs):
                     close = call.xp.allclose(ours, theirs, rtol=1e-3, atol=1e-3, equal_nan=True)
                     return call.xp.where(close, other.astype(theirs.dtype), theirs)
                 if not same(ours, theirs):
-                    raise Unfit("ours gives something else than yours for such a call")
+                    raise Unfit("ours returns another result than yours for such a call")
                 return other.to(theirs.dtype) if call.view.framework == "torch" else other.astype(theirs.dtype)
 
             return on_output(function(call), instead)
@@ -114,4 +114,4 @@ OURS = (
     ),
     Planted("mask-after-softmax", ("heads", "mask", "ours"), _planted(_mask_after_softmax)),
 )
-"""Mistakes in ours, which then stands in for the user's."""
+"""Bugs in our attention, which then replaces the user's."""

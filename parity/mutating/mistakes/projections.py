@@ -1,4 +1,4 @@
-"""Mistakes in the weights of projections: of a module, or given to a function, one by one or in a mapping."""
+"""Bugs in projection weights: of a module, or passed to a function, separately or in a mapping."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from parity.mutating.mistakes.rope import has_rope
 from parity.mutating.packed import candidates, parts_of, unpacked
 
 Order = Callable[[np.ndarray], np.ndarray]
-"""Takes the places of features, heads by H, and gives them in another order."""
+"""Returns indices of features, heads by H, in another order."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The projections of a call, and what is known of its heads.
+    """The projections of a call, and what is known about its heads.
 
     Attributes:
-        call: what is called.
-        held: the projections, each apart.
+        call: the call.
+        held: its projections, unpacked.
     """
 
     call: Call
@@ -45,12 +45,12 @@ class Weights:
 
     @property
     def num_heads(self) -> int | None:
-        """N, as the module or the call says it."""
+        """Return N, as specified by the module or the call."""
         return _told(self.call, self.held, HEADS)
 
     @property
     def width(self) -> int:
-        """N * H."""
+        """Return N * H."""
         kernel = self["q_proj.weight"]
         if kernel.ndim == 3:
             return kernel.shape[-2] * kernel.shape[-1]
@@ -58,10 +58,10 @@ class Weights:
             return kernel.shape[1]
         if "q_proj.weight" in self.held.out_first or kernel.shape[0] == kernel.shape[1]:
             return kernel.shape[0]
-        raise Unfit(f"which axis of q_proj {tuple(kernel.shape)} is that of its heads is not known")
+        raise Unfit(f"the axis of heads in q_proj {tuple(kernel.shape)} is unknown")
 
     def reordered(self, projection: str, order: Order) -> Arrays:
-        """A projection whose features are in another order, of `out_proj` those that go in."""
+        """Return a projection with reordered features; for `out_proj`, its input features."""
         name, bias = f"{projection}.weight", f"{projection}.bias"
         kernel, axis = self[name], self._axis_of_heads(projection)
         matrix = _matrix(projection, kernel)
@@ -80,31 +80,31 @@ class Weights:
             return int((name in self.held.in_first) != is_last)
         if not is_last and self.width in kernel.shape and kernel.shape[0] != kernel.shape[1]:
             return tuple(kernel.shape).index(self.width)
-        raise Unfit(f"whether its kernels are (in, out) or (out, in) is not to be seen, got {tuple(kernel.shape)}")
+        raise Unfit(f"its kernels may be (in, out) or (out, in), got {tuple(kernel.shape)}")
 
     @property
     def head_dim(self) -> int:
-        """H."""
+        """Return H."""
         kernel = self["q_proj.weight"]
         if kernel.ndim == 3:
             return kernel.shape[-1]
         if size := _told(self.call, self.held, HEAD_DIMS):
             return size
         if not self.num_heads:
-            raise Unfit(f"the number of heads is not known: neither it nor its module has one of {', '.join(HEADS)}")
+            raise Unfit(f"the number of heads is unknown: neither it nor its module has one of {', '.join(HEADS)}")
         return self.width // self.num_heads
 
 
 def _told(call: Call, held: Held, names: tuple[str, ...]) -> int | None:
-    """A number that a module, its configuration or the call has by one of some names."""
+    """Return a number from attributes of the module, its configuration or the call, by one of some names."""
     holders = [each for owner in held.owners for each in (owner, getattr(owner, "config", None))]
-    told = [getattr(holder, name, None) for holder in holders for name in names]
-    told += [call.named(name) for name in names]
-    return next((number for number in told if isinstance(number, int) and number > 0), None)
+    numbers = [getattr(holder, name, None) for holder in holders for name in names]
+    numbers += [call.named(name) for name in names]
+    return next((number for number in numbers if isinstance(number, int) and number > 0), None)
 
 
 def _with(change: Callable[[Weights], Arrays]) -> Callable[[Call], Run | None]:
-    """A mistake in the arrays; `change` gives those that are other."""
+    """Make a bug in the arrays; `change` returns the changed ones."""
 
     def make(call: Call) -> Run:
         held = held_in(call)
@@ -113,7 +113,7 @@ def _with(change: Callable[[Weights], Arrays]) -> Callable[[Call], Run | None]:
             return lambda function: held.run(function, changed)
         num_heads = _told(call, held, HEADS)
         heads = (num_heads, _told(call, held, KV_HEADS) or num_heads)
-        for parts in candidates(held, heads):  # whichever it is, the shapes are the same
+        for parts in candidates(held, heads):  # all have the same shapes
             change(Weights(call, unpacked(held, parts)))
             break
 
@@ -127,7 +127,7 @@ def _with(change: Callable[[Weights], Arrays]) -> Callable[[Call], Run | None]:
 
 
 def _transposed(projection: str) -> Callable[[Weights], Arrays]:
-    """A square kernel transposed; of three axes, taken as one of two."""
+    """Transpose a square kernel; one of three axes is first reshaped to two."""
     name = f"{projection}.weight"
 
     def change(weights: Weights) -> Arrays:
@@ -137,17 +137,17 @@ def _transposed(projection: str) -> Callable[[Weights], Arrays]:
 
 
 def _matrix(projection: str, kernel: Any) -> Any:
-    """A kernel of two axes; of three, (in, N, H) or (N, H, out), with heads and H as one."""
+    """Return a kernel with two axes; in (in, N, H) or (N, H, out), heads and H are merged."""
     if kernel.ndim != 3:
         return kernel
     return kernel.reshape((-1, kernel.shape[-1]) if projection == "out_proj" else (len(kernel), -1))
 
 
 def _square(projection: str, kernel: Any) -> Any:
-    """A kernel as a square matrix.
+    """Return a kernel as a square matrix.
 
     Raises:
-        Unfit: if it is none.
+        Unfit: if it is not square.
     """
     matrix = _matrix(projection, kernel)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
@@ -164,7 +164,7 @@ def _swapped(one: str, other: str) -> Callable[[Weights], Arrays]:
                 continue
             if tuple(weights[first].shape) != tuple(weights[second].shape):
                 shapes = " and ".join(str(tuple(weights[name].shape)) for name in (first, second))
-                raise Unfit(f"its {one}_proj and {other}_proj are of other shapes: {shapes}")
+                raise Unfit(f"its {one}_proj and {other}_proj differ in shape: {shapes}")
             changed |= {first: weights[second], second: weights[first]}
         return changed
 
@@ -184,13 +184,13 @@ def _no_out_proj(weights: Weights) -> Arrays:
 
 
 def _scaled(divisor: Divisor) -> Callable[[Weights], Arrays]:
-    """Queries multiplied where they are projected."""
+    """Scale queries in their projection."""
 
     def change(weights: Weights) -> Arrays:
         right = math.sqrt(weights.head_dim)
         wrong = divisor(right, weights.head_dim, weights.width)
         if math.isclose(wrong, right):
-            raise Unfit("the scale is 1 with it, too")
+            raise Unfit("the scale is 1 with and without it")
         leaves = [leaf for leaf in ("q_proj.weight", "q_proj.bias") if leaf in weights]
         return {leaf: weights[leaf] * (right / wrong) for leaf in leaves}
 
@@ -211,7 +211,7 @@ def _heads(projection: str, order: Order, fewest: int) -> Callable[[Weights], Ar
 
 
 def _tiled(weights: Weights) -> Arrays:
-    """Query head n gets key/value head n % K: it is computed where the head stands that has that one."""
+    """Make query head n use key/value head n % K, by computing it in the place of a head that uses that one."""
     num_heads = weights.width // weights.head_dim
     num_kv_heads = math.prod(weights["k_proj.weight"].shape) * num_heads // math.prod(weights["q_proj.weight"].shape)
     if not 1 < num_kv_heads < num_heads:
@@ -224,18 +224,18 @@ def _tiled(weights: Weights) -> Arrays:
 
 
 def _after_softmax(weights: Weights) -> Arrays:
-    """Scores without their scale, and values with it."""
+    """Apply the scale to values instead of scores."""
     factors = {"q_proj": weights.head_dim**0.5, "v_proj": weights.head_dim**-0.5}
     leaves = [(f"{name}.{leaf}", factor) for name, factor in factors.items() for leaf in ("weight", "bias")]
     return {leaf: weights[leaf] * factor for leaf, factor in leaves if leaf.endswith(".weight") or leaf in weights}
 
 
 def _pairs(order: Order) -> Callable[[Weights], Arrays]:
-    """The features of each head of q and k in another order, which only RoPE tells from the right one."""
+    """Reorder the features of each head of q and k, which has an effect only with RoPE."""
 
     def change(weights: Weights) -> Arrays:
         if not has_rope(weights.call):
-            raise Unfit("nothing in it is known to be RoPE")
+            raise Unfit("it has no recognized RoPE")
         if weights.head_dim % 4:
             raise Unfit(f"its heads have {weights.head_dim} features")
         return weights.reordered("q_proj", order) | weights.reordered("k_proj", order)
@@ -258,16 +258,16 @@ HEADS_REORDERED = (
     _planted("rope-weights-interleaved", _pairs(lambda x: x.reshape(len(x), 2, -1).swapaxes(1, 2))),
     _planted("rope-weights-deinterleaved", _pairs(lambda x: x.reshape(len(x), -1, 2).swapaxes(1, 2))),
 )
-"""Mistakes in layers by another order of the features of their projections."""
+"""Bugs in layers by reordered features of their projections."""
 
 PROJECTED = (
     *(_planted(f"{name}-transposed", _transposed(name)) for name in PROJECTIONS),
     *(_planted(f"{a}-{b}-swapped", _swapped(a, b)) for a, b in (("q", "k"), ("k", "v"), ("q", "v"))),
     *(
         _planted(f"{name}-bias-missing", _without_bias(name), "biases")
-        for name in ("q_proj", "v_proj", "out_proj")  # one of keys adds the same to every score of a query
+        for name in ("q_proj", "v_proj", "out_proj")  # a key bias shifts all scores of a query equally
     ),
     *(_planted(name, _scaled(divisor)) for name, divisor in SCALES.items()),
     _planted("out-proj-missing", _no_out_proj),
 )
-"""Mistakes in weights."""
+"""Bugs in weights."""

@@ -1,4 +1,4 @@
-"""Mistakes in RoPE that another base of its frequencies makes: where a call is told it, or has what follows from it."""
+"""Bugs in RoPE by another base, for calls with the base, its frequencies, or cosines and sines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROLES = ("theta", "positions", "cos", "position_embeddings")
 
 
 def has_rope(call: Call) -> bool:
-    """Whether anything in a call is named like RoPE: an argument, or a part of its module."""
+    """Return whether anything in a call is named like RoPE: an argument, or a part of its module."""
     if any(call.get(role) is not None for role in ROLES):
         return True
     owner = call.owner
@@ -31,7 +31,7 @@ def has_rope(call: Call) -> bool:
 
 
 def _theta(theta: float) -> Callable[[Call], Run | None]:
-    """RoPE with another base, where the base, its frequencies or its cosines and sines are at hand."""
+    """Change the base of RoPE, by the base itself, its frequencies or its cosines and sines."""
 
     def make(call: Call) -> Run | None:
         given = call.get("theta")
@@ -51,7 +51,7 @@ def _theta(theta: float) -> Callable[[Call], Run | None]:
 
 
 def _frequencies(frequencies: Any, theta: float) -> Any:
-    """Frequencies theta ** (-2i / R), R / 2 of them, in the place of others."""
+    """Return frequencies theta ** (-2i / R) with the shape of others, which have R / 2 elements."""
     exponents = np.arange(len(frequencies)) / len(frequencies)
     found = frequencies.new_tensor(theta**-exponents)
     if bool((found - frequencies).abs().max() < 1e-6):
@@ -60,15 +60,15 @@ def _frequencies(frequencies: Any, theta: float) -> Any:
 
 
 def _turned(call: Call, theta: float) -> Call:
-    """The call with the cosines and sines of another base; those given are of positions 0, 1, 2, …
+    """Return the call with cosines and sines of another base; the call's own must belong to positions 0, 1, …
 
     Raises:
-        Unfit: if none are given, or of other positions.
+        Unfit: if none are passed, or they are of other positions.
     """
     pair = call.get("position_embeddings")
     cos, sin = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (call.get("cos"), call.get("sin"))
     if cos is None or sin is None:
-        raise Unfit("neither its theta, nor its frequencies or cosines and sines are known")
+        raise Unfit("its theta, frequencies, cosines and sines are all unknown")
     if is_traced(cos) or is_traced(sin):
         raise Unfit("its cosines and sines have no values yet while JAX traces")
     values = np.asarray(cos.detach().cpu().double() if hasattr(cos, "detach") else cos, np.float64)
@@ -93,7 +93,7 @@ def _turned(call: Call, theta: float) -> Call:
 
 
 THETAS = (10000, 500000)
-"""Bases, of which the one is planted that a layer has not."""
+"""Bases; the one that a layer does not use is injected."""
 
 ROPE = tuple(Planted(f"rope-theta-{theta}", ("rotation",), _theta(float(theta))) for theta in THETAS)
-"""Mistakes in RoPE's frequencies."""
+"""Bugs in RoPE's frequencies."""

@@ -1,1 +1,1 @@
-"""A folder for PYTHONPATH: Python runs the `sitecustomize` in it when it starts."""
+"""A folder for PYTHONPATH: Python runs its `sitecustomize` at startup."""

@@ -1,6 +1,6 @@
-"""Plants a mistake as soon as the module that has the user's attention is imported.
+"""Injects a bug as soon as the module with the user's attention is imported.
 
-It imports nothing of parity before: a plugin of pytest that is imported too early cannot have its assertions rewritten.
+Until then, nothing of parity is imported: pytest cannot rewrite the assertions of a plugin that is imported too early.
 """
 
 import importlib.abc
@@ -14,13 +14,13 @@ from typing import Any
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as the others would, and plants when it has run."""
+    """Finds one module with the other finders, and injects the bug after the module has run."""
 
     def __init__(self, module: str) -> None:
         self.module = module
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The specification that the other finders give, its loader planting afterwards."""
+        """Return the spec from the other finders, with a loader that injects the bug afterwards."""
         if fullname != self.module:
             return None
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]

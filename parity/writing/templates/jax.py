@@ -19,7 +19,7 @@ Params = Mapping[str, Any]
 if call.cache is not None:
 
     class Cache(NamedTuple):
-        """Slots of the tokens seen so far; those at the length of their sequence and beyond hold nothing."""
+        """Slots of the tokens so far; slots from the length of a sequence on are unused."""
 
         if latent is None:
             keys: Array  # (B, K, S, H)
@@ -28,7 +28,7 @@ if call.cache is not None:
             latents: Array  # (B, S, KV_RANK)
             shared_keys: Array  # (B, 1, S, ROPE_DIM)
         if call.cache == "static":
-            length: Array  # (), of each sequence
+            length: Array  # (), the same for all sequences
         else:
             lengths: Array  # (B,)
 
@@ -57,18 +57,18 @@ def attention(
     bias: Array,
     positions: Array,
 ) -> tuple[Array, Cache] if call.cache else Array:
-    """Attend from each query to the keys that it may see; return the output (B, T, E).
+    """Attend from each query to its visible keys; return the output (B, T, E).
 
     Args:
         params: weights by name, kernels (in, out).
         x: (B, T, d_in).
         query: (B, T, d_in).
-        key: (B, S, d_kv); keys and values are made of it.
-        cache: the tokens before, from `empty_cache` or an earlier call; the next one is returned beside the output.
-        new_lengths: number of real tokens of each sequence in x, (B,); those after them are padding.
-        mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row gives 0.
+        key: (B, S, d_kv), the source of keys and values.
+        cache: earlier tokens, from `empty_cache` or an earlier call; the updated cache is also returned.
+        new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding.
+        mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row returns 0.
         bias: added to the scores; broadcasts to (B, N, T, S).
-        positions: place of each token, (B or 1, T); with sections of RoPE of each axis, too, (axes, B or 1, T).
+        positions: position of each token, (B or 1, T); for RoPE with several axes also (axes, B or 1, T).
     """
     num_tokens = query.shape[1] if call.is_cross else x.shape[1]
     if call.cache == "static":
@@ -143,12 +143,12 @@ def attention(
     elif call.cache == "ragged":
         rows = jnp.arange(places.shape[0])[:, None]  # (B, 1)
         if latent is None:
-            slots = jnp.where(is_real, places, cache.keys.shape[2])  # (B, T); padding has none
+            slots = jnp.where(is_real, places, cache.keys.shape[2])  # (B, T); out of bounds for padding
             k = cache.keys.at[rows, :, slots].set(k.swapaxes(1, 2), mode="drop")
             v = cache.values.at[rows, :, slots].set(v.swapaxes(1, 2), mode="drop")
             cache = Cache(k, v, cache.lengths + new_lengths)
         else:
-            slots = jnp.where(is_real, places, cache.latents.shape[1])  # (B, T); padding has none
+            slots = jnp.where(is_real, places, cache.latents.shape[1])  # (B, T); out of bounds for padding
             latents = cache.latents.at[rows, slots].set(latents, mode="drop")
             shared_k = cache.shared_keys.at[rows, :, slots].set(shared_k.swapaxes(1, 2), mode="drop")
             cache = Cache(latents, shared_k, cache.lengths + new_lengths)
@@ -178,7 +178,7 @@ def attention(
     elif call.has_mask:
         hidden = mask
     if may_hide_all:
-        empty = jnp.all(hidden, axis=-1, keepdims=True)  # rows without a key, which give 0
+        empty = jnp.all(hidden, axis=-1, keepdims=True)  # fully masked rows return 0
         hidden = hidden & ~empty
     if groups > 1:
         k = jnp.repeat(k, NUM_HEADS // NUM_KV_HEADS, axis=1)  # (B, N, S, H)
@@ -257,9 +257,9 @@ if rope is not None:
 
     def frequencies(places: Array) -> Array:
         if rope.depends_on_length:
-            """Return the angle of each pair of features for each token of distance, (B or 1, 1, 1, R/2)."""
+            """Return the angle of each pair of features per token, (B or 1, 1, 1, R/2)."""
         else:
-            """Return the angle of each pair of features for each token of distance, (R/2,)."""
+            """Return the angle of each pair of features per token, (R/2,)."""
         if rope.section_frequencies != "shared":
             exponents = np.array(EXPONENTS, np.float32)
         else:
@@ -271,15 +271,15 @@ if rope is not None:
             is_rotated = jnp.arange(ROTARY_DIM // 2) < int(scaling.fraction * spec.head_dim // 2)
             return is_rotated / divisors / scaling.factor
         elif isinstance(scaling, Llama3Scaling):
-            turns = scaling.original_length / (2 * math.pi * divisors)  # in the context of the first training
+            turns = scaling.original_length / (2 * math.pi * divisors)  # within the original context length
             share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-            share = jnp.clip(share, 0.0, 1.0)  # of the frequency that is kept
+            share = jnp.clip(share, 0.0, 1.0)  # weight of the unscaled frequency
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, YarnScaling):
             pairs = jnp.arange(ROTARY_DIM // 2)
             share = 1.0 - jnp.clip(
                 (pairs - RAMP_BEGIN) / (RAMP_END - RAMP_BEGIN), 0.0, 1.0
-            )  # of the frequency that is kept
+            )  # weight of the unscaled frequency
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, DynamicScaling):
             length = longest(places)
@@ -296,7 +296,7 @@ if rope is not None:
 if rope is not None and rope.depends_on_length:
 
     def longest(places: Array) -> Array:
-        """Return the number of tokens up to the last place of each sequence, (B or 1, 1, 1, 1)."""
+        """Return the number of tokens up to the last position of each sequence, (B or 1, 1, 1, 1)."""
         if rope.sections is not None and call.has_positions:
             places = places.max(axis=0)
         return places.max(axis=-1)[:, None, None, None] + 1
@@ -327,9 +327,9 @@ if rope is not None:
 if grid is not None:
 
     def bucket_of(of_query: Array, of_key: Array) -> Array:
-        """Return the bucket of the places of each query and key, on a grid that is counted row by row."""
+        """Return the bucket of each query and key, by their positions on a grid in row-major order."""
         if grid.class_token:
-            of_query, of_key = of_query - 1, of_key - 1  # that of the class token is -1
+            of_query, of_key = of_query - 1, of_key - 1  # the class token is at -1
         rows = of_query // GRID_WIDTH - of_key // GRID_WIDTH + GRID_HEIGHT - 1
         columns = of_query % GRID_WIDTH - of_key % GRID_WIDTH + GRID_WIDTH - 1
         buckets = rows * (2 * GRID_WIDTH - 1) + columns
@@ -338,7 +338,7 @@ if grid is not None:
             buckets = jnp.where(of_key < 0, NUM_BUCKETS - 2, buckets)
             buckets = jnp.where(of_query < 0, of_class, buckets)
         if call.cache is not None:
-            buckets = jnp.minimum(buckets, NUM_BUCKETS - 1)  # of padding
+            buckets = jnp.minimum(buckets, NUM_BUCKETS - 1)  # for padding
         return buckets
 
 
@@ -348,7 +348,7 @@ if relative is not None and grid is None:
         """Return the bucket of each distance, key - query."""
         if relative.bidirectional:
             first, away = (distances > 0) * (NUM_BUCKETS // 2), jnp.abs(distances)
-            last, exact = NUM_BUCKETS // 2 - 1, NUM_BUCKETS // 4  # half of the distances have a bucket each
+            last, exact = NUM_BUCKETS // 2 - 1, NUM_BUCKETS // 4  # half of the buckets hold a single distance
         else:
             first, away = 0, jnp.maximum(-distances, 0)
             last, exact = NUM_BUCKETS - 1, NUM_BUCKETS // 2

@@ -1,4 +1,4 @@
-"""Names that all templates know of a layer and its calls, and the constants of what is written."""
+"""Values of a layer and its calls that all templates use, and the constants of written modules."""
 
 from mha_spec import (
     DynamicScaling,
@@ -48,7 +48,7 @@ VALUE_HEAD_DIM = HEAD_DIM if spec.value_head_dim == spec.head_dim else spec.valu
 if latent is not None:
     Q_RANK = latent.q_rank
     KV_RANK = latent.kv_rank
-    ROPE_DIM = latent.rope_dim  # features of a key that all heads share, the last ones
+    ROPE_DIM = latent.rope_dim  # last features of a key, which all heads share
     OWN_DIM = HEAD_DIM - ROPE_DIM
     LATENT_EPS = latent.eps
     Q_FACTOR = latent.q_factor
@@ -66,7 +66,7 @@ if spec.window_size is not None:
 if spec.chunk_size is not None:
     CHUNK = spec.chunk_size
 if alibi is not None:
-    SLOPES = spec.alibi_slopes  # of each head, for each token of distance
+    SLOPES = spec.alibi_slopes  # of each head, per token of distance
 if relative is not None:
     NUM_BUCKETS = relative.num_buckets
 if relative is not None and grid is None:
@@ -90,14 +90,14 @@ if rope is not None:
     ROTARY_DIM = ROPE_DIM if latent is not None else HEAD_DIM if rope.rotary_dim is None else rope.rotary_dim
     THETA = rope.theta
     if rope.sections is not None and call.has_positions:
-        AXES = tuple(int(axis) for axis in rope.axes(spec.head_dim))  # axis of the positions that rotates each pair
+        AXES = tuple(int(axis) for axis in rope.axes(spec.head_dim))  # position axis of each pair
     if rope.section_frequencies != "shared":
-        EXPONENTS = tuple(float(each) for each in rope.exponents(spec.head_dim))  # of THETA, for each pair
+        EXPONENTS = tuple(float(each) for each in rope.exponents(spec.head_dim))  # exponent of THETA for each pair
     if rope.attention_factor != 1.0:
         ATTENTION_FACTOR = rope.attention_factor
     if isinstance(scaling, YarnScaling):
-        RAMP_BEGIN = ramp[0]  # pairs up to this one keep their frequency
-        RAMP_END = ramp[1]  # pairs from this one on are scaled in full
+        RAMP_BEGIN = ramp[0]  # up to this pair, frequencies are unchanged
+        RAMP_END = ramp[1]  # from this pair on, they are fully scaled
     if isinstance(scaling, LongRopeScaling):
         SHORT_FACTORS = scaling.short_factors
         LONG_FACTORS = scaling.long_factors

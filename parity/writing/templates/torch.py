@@ -15,7 +15,7 @@ hides = call.has_mask or spec.span is not None or call.cache is not None or (cal
 if call.cache == "static":
 
     class Cache(NamedTuple):
-        """Slots of the tokens seen so far; those at `length` and beyond hold nothing."""
+        """Slots of the tokens so far; slots from `length` on are unused."""
 
         if latent is None:
             keys: Tensor  # (B, K, S, H)
@@ -29,7 +29,7 @@ if call.cache == "static":
 if call.cache == "ragged":
 
     class Cache(NamedTuple):
-        """Slots of the tokens seen so far; those at the length of their sequence and beyond hold nothing."""
+        """Slots of the tokens so far; slots from the length of a sequence on are unused."""
 
         if latent is None:
             keys: Tensor  # (B, K, S, H)
@@ -174,18 +174,17 @@ class Attention(nn.Module):
         bias: Tensor,
         positions: Tensor,
     ) -> tuple[Tensor, Cache] if call.cache else Tensor:
-        """Attend from each query to the keys that it may see; return the output (B, T, E).
+        """Attend from each query to its visible keys; return the output (B, T, E).
 
         Args:
             x: (B, T, d_in).
             query: (B, T, d_in).
-            key: (B, S, d_kv); keys and values are made of it.
-            cache: the tokens before, from `empty_cache` or an earlier call. Its slots are written in place, and it is
-                returned beside the output.
-            new_lengths: number of real tokens of each sequence in x, (B,); those after them are padding.
-            mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row gives 0.
+            key: (B, S, d_kv), the source of keys and values.
+            cache: earlier tokens, from `empty_cache` or an earlier call. It is updated in place, and also returned.
+            new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding.
+            mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row returns 0.
             bias: added to the scores; broadcasts to (B, N, T, S).
-            positions: place of each token, (B or 1, T); with sections of RoPE of each axis, too, (axes, B or 1, T).
+            positions: position of each token, (B or 1, T); for RoPE with several axes also (axes, B or 1, T).
         """
         device = query.device if call.is_cross else x.device
         num_tokens = query.shape[1] if call.is_cross else x.shape[1]
@@ -292,7 +291,7 @@ class Attention(nn.Module):
         elif call.has_mask:
             hidden = mask
         if may_hide_all:
-            empty = hidden.all(dim=-1, keepdim=True)  # rows without a key, which give 0
+            empty = hidden.all(dim=-1, keepdim=True)  # fully masked rows return 0
             hidden = hidden & ~empty
         if is_explicit:
             if groups > 1:
@@ -375,9 +374,9 @@ if rope is not None:
 
     def frequencies(places: Tensor) -> Tensor:
         if rope.depends_on_length:
-            """Return the angle of each pair of features for each token of distance, (B or 1, 1, 1, R/2)."""
+            """Return the angle of each pair of features per token, (B or 1, 1, 1, R/2)."""
         else:
-            """Return the angle of each pair of features for each token of distance, (R/2,)."""
+            """Return the angle of each pair of features per token, (R/2,)."""
         if rope.section_frequencies != "shared":
             exponents = torch.tensor(EXPONENTS, device=places.device)
         else:
@@ -391,15 +390,15 @@ if rope is not None:
             )
             return is_rotated / divisors / scaling.factor
         elif isinstance(scaling, Llama3Scaling):
-            turns = scaling.original_length / (2 * math.pi * divisors)  # in the context of the first training
+            turns = scaling.original_length / (2 * math.pi * divisors)  # within the original context length
             share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-            share = share.clamp(0.0, 1.0)  # of the frequency that is kept
+            share = share.clamp(0.0, 1.0)  # weight of the unscaled frequency
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, YarnScaling):
             pairs = torch.arange(ROTARY_DIM // 2, device=places.device)
             share = 1.0 - ((pairs - RAMP_BEGIN) / (RAMP_END - RAMP_BEGIN)).clamp(
                 0.0, 1.0
-            )  # of the frequency that is kept
+            )  # weight of the unscaled frequency
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, DynamicScaling):
             length = longest(places)
@@ -448,9 +447,9 @@ if rope is not None:
 if grid is not None:
 
     def bucket_of(of_query: Tensor, of_key: Tensor) -> Tensor:
-        """Return the bucket of the places of each query and key, on a grid that is counted row by row."""
+        """Return the bucket of each query and key, by their positions on a grid in row-major order."""
         if grid.class_token:
-            of_query, of_key = of_query - 1, of_key - 1  # that of the class token is -1
+            of_query, of_key = of_query - 1, of_key - 1  # the class token is at -1
         rows = of_query // GRID_WIDTH - of_key // GRID_WIDTH + GRID_HEIGHT - 1
         columns = of_query % GRID_WIDTH - of_key % GRID_WIDTH + GRID_WIDTH - 1
         buckets = rows * (2 * GRID_WIDTH - 1) + columns
@@ -459,7 +458,7 @@ if grid is not None:
             buckets = torch.where(of_key < 0, NUM_BUCKETS - 2, buckets)
             buckets = torch.where(of_query < 0, of_class, buckets)
         if call.cache is not None:
-            buckets = buckets.clamp(max=NUM_BUCKETS - 1)  # of padding
+            buckets = buckets.clamp(max=NUM_BUCKETS - 1)  # for padding
         return buckets
 
 
@@ -469,7 +468,7 @@ if relative is not None and grid is None:
         """Return the bucket of each distance, key - query."""
         if relative.bidirectional:
             first, away = (distances > 0) * (NUM_BUCKETS // 2), distances.abs()
-            last, exact = NUM_BUCKETS // 2 - 1, NUM_BUCKETS // 4  # half of the distances have a bucket each
+            last, exact = NUM_BUCKETS // 2 - 1, NUM_BUCKETS // 4  # half of the buckets hold a single distance
         else:
             first, away = 0, (-distances).clamp(min=0)
             last, exact = NUM_BUCKETS - 1, NUM_BUCKETS // 2

@@ -13,12 +13,12 @@ from parity.writing.templates.names import *
 hides = call.has_mask or spec.span is not None or call.cache is not None or call.is_causal
 
 if hides:
-    MASKED = -1e9  # finite, because a kernel that meets a block of nothing but -inf makes NaN of it
+    MASKED = -1e9  # finite, because kernels return NaN for a block of only -inf
 
 if call.cache is not None:
 
     class Cache(NamedTuple):
-        """Slots of the tokens seen so far; those at the length of their sequence and beyond hold nothing."""
+        """Slots of the tokens so far; slots from the length of a sequence on are unused."""
 
         if latent is None:
             keys: ttnn.Tensor  # (B, K, S, H)
@@ -35,7 +35,7 @@ class Attention:
     def __init__(
         self, weights: Mapping[str, np.ndarray], device: ttnn.Device, dtype: ttnn.DataType = ttnn.bfloat16
     ) -> None:
-        """Upload weights by name, those of projections (out, in); the layer computes in their dtype."""
+        """Upload weights by name; those of projections are (out, in). The layer computes in their dtype."""
         self.device, self.dtype = device, dtype
         # HiFi4 with float32 sums gives occasional wrong results on Wormhole (tt-metal#38306).
         is_wormhole = device.arch() == ttnn.Arch.WORMHOLE_B0
@@ -79,17 +79,17 @@ class Attention:
         bias: np.ndarray,
         positions: np.ndarray,
     ) -> tuple[ttnn.Tensor, Cache] if call.cache else ttnn.Tensor:
-        """Attend from each query to the keys that it may see; return the output (B, T, E).
+        """Attend from each query to its visible keys; return the output (B, T, E).
 
         Args:
             x: (B, T, d_in).
             query: (B, T, d_in).
-            key: (B, S, d_kv); keys and values are made of it.
-            cache: the tokens before, from `empty_cache` or an earlier call; the next one is returned beside the output.
-            new_lengths: number of real tokens of each sequence in x, (B,); those after them are padding.
-            mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row gives 0.
+            key: (B, S, d_kv), the source of keys and values.
+            cache: earlier tokens, from `empty_cache` or an earlier call; the updated cache is also returned.
+            new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding.
+            mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row returns 0.
             bias: added to the scores; broadcasts to (B, N, T, S).
-            positions: place of each token, (B or 1, T); with sections of RoPE of each axis, too, (axes, B or 1, T).
+            positions: position of each token, (B or 1, T); for RoPE with several axes also (axes, B or 1, T).
         """
         num_tokens = query.shape[1] if call.is_cross else x.shape[1]
         if call.cache == "static":
@@ -231,7 +231,7 @@ class Attention:
         attn_weights = ttnn.typecast(attn_weights, self.dtype)
         context = ttnn.matmul(attn_weights, v, dtype=self.dtype, compute_kernel_config=self.config)  # (B, N, T, H)
         if may_hide_all:
-            has_keys = self.upload(~hidden.all(axis=-1, keepdims=True))  # a fully masked row gives 0
+            has_keys = self.upload(~hidden.all(axis=-1, keepdims=True))  # fully masked rows return 0
             context = ttnn.multiply(context, has_keys)
         if gate is not None:
             opened = split_heads(self.linear("gate_proj", query if call.is_cross else x), NUM_HEADS)
@@ -263,7 +263,7 @@ class Attention:
     if call.cache is not None:
 
         def write(self, slots: ttnn.Tensor, new: ttnn.Tensor, is_slot: np.ndarray) -> ttnn.Tensor:
-            """Return slots (B, heads, S, H) with new tokens (B, heads, T, H), where slot s holds token t or none."""
+            """Return slots (B, heads, S, H) with new tokens (B, heads, T, H); `is_slot` maps slots to tokens."""
             batch_size, num_heads, capacity, _ = slots.shape
             chosen = np.broadcast_to(is_slot, (batch_size, num_heads, capacity, new.shape[2]))
             moved = ttnn.matmul(self.upload(chosen), new, dtype=self.dtype, compute_kernel_config=self.config)
@@ -273,7 +273,7 @@ class Attention:
     if rope is not None:
 
         def rotation(self, places: np.ndarray) -> tuple[ttnn.Tensor, ttnn.Tensor]:
-            """Return cosines and sines of angles, (B or 1, 1, T, R), by the host: the device's are for small angles."""
+            """Return cosines and sines, (B or 1, 1, T, R), from the host: the device is inexact for large angles."""
             if rope.sections is not None and call.has_positions:
                 angles = np.moveaxis(places[list(AXES)], 0, -1) * frequencies(places)  # (B or 1, T, R/2)
             else:
@@ -296,7 +296,7 @@ class Attention:
             elif is_partial:
                 rest, wide = wide[:, :, :, : HEAD_DIM - ROTARY_DIM], wide[:, :, :, HEAD_DIM - ROTARY_DIM :]
             if rope.pairs == "interleaved":
-                swap = np.zeros((ROTARY_DIM, ROTARY_DIM))  # of pairs (2 i, 2 i + 1)
+                swap = np.zeros((ROTARY_DIM, ROTARY_DIM))  # pairs (2 i, 2 i + 1)
                 swap[1::2, 0::2], swap[0::2, 1::2] = -np.eye(ROTARY_DIM // 2), np.eye(ROTARY_DIM // 2)
                 swapped = ttnn.linear(wide, self.upload(swap, ttnn.float32), compute_kernel_config=self.config)
             else:
@@ -394,9 +394,9 @@ if rope is not None:
 
     def frequencies(places: np.ndarray) -> np.ndarray:
         if rope.depends_on_length:
-            """Return the angle of each pair of features for each token of distance, (B or 1, 1, R/2)."""
+            """Return the angle of each pair of features per token, (B or 1, 1, R/2)."""
         else:
-            """Return the angle of each pair of features for each token of distance, (R/2,)."""
+            """Return the angle of each pair of features per token, (R/2,)."""
         if rope.section_frequencies != "shared":
             exponents = np.array(EXPONENTS, np.float32)
         else:
@@ -408,15 +408,15 @@ if rope is not None:
             is_rotated = np.arange(ROTARY_DIM // 2) < int(scaling.fraction * spec.head_dim // 2)
             return is_rotated / divisors / scaling.factor
         elif isinstance(scaling, Llama3Scaling):
-            turns = scaling.original_length / (2 * math.pi * divisors)  # in the context of the first training
+            turns = scaling.original_length / (2 * math.pi * divisors)  # within the original context length
             share = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-            share = np.clip(share, 0.0, 1.0)  # of the frequency that is kept
+            share = np.clip(share, 0.0, 1.0)  # weight of the unscaled frequency
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, YarnScaling):
             pairs = np.arange(ROTARY_DIM // 2)
             share = 1.0 - np.clip(
                 (pairs - RAMP_BEGIN) / (RAMP_END - RAMP_BEGIN), 0.0, 1.0
-            )  # of the frequency that is kept
+            )  # weight of the unscaled frequency
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, DynamicScaling):
             length = longest(places)
@@ -433,7 +433,7 @@ if rope is not None:
 if rope is not None and rope.depends_on_length:
 
     def longest(places: np.ndarray) -> np.ndarray:
-        """Return the number of tokens up to the last place of each sequence, (B or 1, 1, 1)."""
+        """Return the number of tokens up to the last position of each sequence, (B or 1, 1, 1)."""
         if rope.sections is not None and call.has_positions:
             places = places.max(axis=0)
         return places.max(axis=-1)[:, None, None] + 1
@@ -442,9 +442,9 @@ if rope is not None and rope.depends_on_length:
 if grid is not None:
 
     def bucket_of(of_query: np.ndarray, of_key: np.ndarray) -> np.ndarray:
-        """Return the bucket of the places of each query and key, on a grid that is counted row by row."""
+        """Return the bucket of each query and key, by their positions on a grid in row-major order."""
         if grid.class_token:
-            of_query, of_key = of_query - 1, of_key - 1  # that of the class token is -1
+            of_query, of_key = of_query - 1, of_key - 1  # the class token is at -1
         rows = of_query // GRID_WIDTH - of_key // GRID_WIDTH + GRID_HEIGHT - 1
         columns = of_query % GRID_WIDTH - of_key % GRID_WIDTH + GRID_WIDTH - 1
         buckets = rows * (2 * GRID_WIDTH - 1) + columns
@@ -453,7 +453,7 @@ if grid is not None:
             buckets = np.where(of_key < 0, NUM_BUCKETS - 2, buckets)
             buckets = np.where(of_query < 0, of_class, buckets)
         if call.cache is not None:
-            buckets = np.minimum(buckets, NUM_BUCKETS - 1)  # of padding
+            buckets = np.minimum(buckets, NUM_BUCKETS - 1)  # for padding
         return buckets
 
 
@@ -463,7 +463,7 @@ if relative is not None and grid is None:
         """Return the bucket of each distance, key - query."""
         if relative.bidirectional:
             first, away = (distances > 0) * (NUM_BUCKETS // 2), np.abs(distances)
-            last, exact = NUM_BUCKETS // 2 - 1, NUM_BUCKETS // 4  # half of the distances have a bucket each
+            last, exact = NUM_BUCKETS // 2 - 1, NUM_BUCKETS // 4  # half of the buckets hold a single distance
         else:
             first, away = 0, np.maximum(-distances, 0)
             last, exact = NUM_BUCKETS - 1, NUM_BUCKETS // 2
