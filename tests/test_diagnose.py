@@ -702,7 +702,7 @@ def test_a_function_is_diagnosed_from_its_output(folder, capsys):
 
 
 def test_a_function_that_should_not_be_causal_is_told_to_be(folder, capsys):
-    assert main(["diagnose", "a_port:right", "--weights", "layer.safetensors", "--not-causal"]) == 1
+    assert main(["diagnose", "a_port:right", "--weights", "layer.safetensors", "--no-causal"]) == 1
     assert "a causal mask is used that nobody asked for" in capsys.readouterr().out
 
 
@@ -718,7 +718,7 @@ def test_a_function_that_should_not_be_causal_is_told_to_be(folder, capsys):
         (["a_port:raises", "--weights", "layer.safetensors"], refuses("the function", "KeyError")),
         (["layer.safetensors"] * 3, refuses("diagnose", str(["layer.safetensors"] * 3))),
         (["layer.safetensors"], refuses("diagnose", "['layer.safetensors']")),
-        (["layer.safetensors", "swapped.safetensors", "--not-causal"], refuses("--not-causal", "swapped.safetensors")),
+        (["layer.safetensors", "swapped.safetensors", "--no-causal"], refuses("--causal", "swapped.safetensors")),
     ],
 )
 def test_what_cannot_be_diagnosed_is_refused_in_a_line(folder, capsys, arguments, refusal):

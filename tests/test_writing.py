@@ -387,7 +387,7 @@ def run_command(*arguments: object) -> int:
 @pytest.mark.parametrize("cache", ["static", None])
 @pytest.mark.parametrize("framework", [pytest.param("jax", marks=pytest.mark.thorough), "torch"])
 def test_the_command_writes_a_layer_and_tests_that_pass(llama, tmp_path, framework, cache):
-    options = ["--layers", 3, "--to", framework, *(["--cache", cache] if cache else [])]
+    options = ["--layers", 3, "--framework", framework, *(["--cache", cache] if cache else [])]
     for kind in ("reference", "trace"):
         assert run_command(llama, *options, "--output", tmp_path / f"by_{kind}.py", "--test", kind) == 0
     assert "parity" not in (tmp_path / "test_by_trace.py").read_text().replace("mha-parity", "")
@@ -404,7 +404,7 @@ def test_the_command_writes_a_layer_and_tests_that_pass(llama, tmp_path, framewo
 def test_a_written_layer_with_a_bug_fails_its_tests(llama, tmp_path):
     for kind in ("reference", "trace"):
         path = tmp_path / f"by_{kind}.py"
-        run_command(llama, "--to", "torch", "--output", path, "--test", kind)
+        run_command(llama, "--framework", "torch", "--output", path, "--test", kind)
         text = path.read_text()
         assert "first * cos - second * sin" in text
         backwards = text.replace("first * cos - second * sin", "first * cos + second * sin")
@@ -423,7 +423,7 @@ def test_the_written_layer_is_that_of_the_model(llama, tmp_path):
     from transformers import LlamaForCausalLM
 
     path = tmp_path / "written_llama.py"
-    run_command(llama, "--layers", 2, "--to", "torch", "--output", path)
+    run_command(llama, "--layers", 2, "--framework", "torch", "--output", path)
     sys.path.insert(0, str(tmp_path))
     try:
         module = importlib.import_module("written_llama")
@@ -442,7 +442,7 @@ def test_the_written_layer_is_that_of_the_model(llama, tmp_path):
 
 
 def test_standard_output_has_the_source(llama, capsys):
-    assert run_command(llama, "--layers", 1, "--to", "jax") == 0
+    assert run_command(llama, "--layers", 1, "--framework", "jax") == 0
     source = capsys.readouterr().out
     assert "def attention(params: Params, x: Array) -> Array:" in source
     assert 'tensors["model.layers.1.self_attn.q_proj.weight"].T' in source
@@ -451,15 +451,15 @@ def test_standard_output_has_the_source(llama, capsys):
 @pytest.mark.parametrize(
     ("options", "begin"),
     [
-        (["--to", "torch", "--layers", "7"], "--layers"),
-        (["--to", "torch", "--layers", "1,2"], "--layers"),
-        (["--to", "torch", "--test", "trace"], "--test"),
-        (["--to", "torch", "--output", "attention.txt"], "--output"),
-        (["--to", "torch", "--output", "torch.py"], "--output"),
-        (["--to", "torch", "--output", "class.py"], "--output"),
-        (["--to", "torch", "--output", "nowhere/attention.py"], "--output"),
-        (["--to", "torch", "--mask", "--cache", "static"], "--mask"),
-        (["--to", "torch", "--output", "{there}"], "{there}"),
+        (["--framework", "torch", "--layers", "7"], "--layers"),
+        (["--framework", "torch", "--layers", "1,2"], "--layers"),
+        (["--framework", "torch", "--test", "trace"], "--test"),
+        (["--framework", "torch", "--output", "attention.txt"], "--output"),
+        (["--framework", "torch", "--output", "torch.py"], "--output"),
+        (["--framework", "torch", "--output", "class.py"], "--output"),
+        (["--framework", "torch", "--output", "nowhere/attention.py"], "--output"),
+        (["--framework", "torch", "--mask", "--cache", "static"], "--mask"),
+        (["--framework", "torch", "--output", "{there}"], "{there}"),
     ],
 )
 def test_what_the_command_cannot_do_is_refused_in_a_line(llama, tmp_path, capsys, options, begin):
