@@ -156,7 +156,7 @@ def test_the_command_prints_a_table_and_writes_the_outcomes(capsys, tmp_path):
     assert main(["selftest", "--backends", "torch", "--cases", "window", "--json", str(path)]) == 0
     out = capsys.readouterr().out
     count = 1 + len(planted_in(CASE_OF["window"]))
-    assert f"{count} planted, {count} seen at their stage, {count} named" in out
+    assert f"{count} injected, {count} detected at their stage, {count} named" in out
     outcomes = json.loads(path.read_text())["outcomes"]
     assert len(outcomes) == count
     assert all(outcome["is_caught"] and outcome["is_named"] for outcome in outcomes)
