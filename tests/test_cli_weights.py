@@ -813,7 +813,7 @@ def test_the_commands_are_in_the_help_of_all(capsys):
 @pytest.mark.parametrize("command", ["convert", "inspect", "verify"])
 def test_a_command_without_files_exits_2(command, capsys):
     assert main([command]) == 2
-    assert "must be given; usage: mha-parity" in capsys.readouterr().err
+    assert "usage: mha-parity" in capsys.readouterr().err
 
 
 def test_output_in_a_pipe_is_plain(source, tmp_path):

@@ -875,7 +875,7 @@ def test_peers_none_of_which_is_installed_are_bad_usage(capsys):
 @pytest.mark.usefixtures("own")
 def test_nothing_that_could_be_asked_exits_2(capsys):
     assert main(["conformance", "own_attention:attention", "--checks", "cache,causal"]) == 2
-    assert "1 subject examined, 0 of 2 questions answered: nothing to ask" in capsys.readouterr().out
+    assert "1 target examined, 0 of 2 checks answered: nothing to check" in capsys.readouterr().out
 
 
 def test_the_first_reason_of_a_refusal_is_printed(capsys):

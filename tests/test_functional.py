@@ -209,7 +209,7 @@ def test_a_framework_is_known_by_the_weights():
 
 
 def test_conformance_takes_weights(own, capsys):
-    arguments = ["conformance", "mine_functional:named", "--questions", "attends", "--dtypes", "float32"]
+    arguments = ["conformance", "mine_functional:named", "--checks", "attends", "--dtypes", "float32"]
     assert main(arguments) == 2
     assert refuses("--params", remedy={"--params": ...}).is_printed_in(capsys.readouterr().err)
     assert main([*arguments, "--params", "mine_functional:params", "--json", "found.json"]) == 0

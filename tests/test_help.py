@@ -31,6 +31,7 @@ from parity.cli.options import dtype_list
 from parity.core.cases import CASES, DTYPES
 from parity.core.packages import OPTIONAL
 from parity.diagnosis.mistakes import mistakes_for, page_by_mistake
+from parity.models.families import FAMILIES
 from parity.reporting.bugs import bug_page
 from parity.reporting.cases import covers
 from parity_lab.selftest import SELFTEST_CASES
@@ -162,6 +163,39 @@ def test_what_is_not_known_is_refused_in_the_words_of_the_command_line(capsys, a
     assert captured.out == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "argument", "way_out"),
+    [
+        ("run --jobs x", "--jobs", "`mha-parity run --help`"),
+        ("run --jobs", "--jobs", "`mha-parity run --help`"),
+        ("run --quiet=3", "--quiet", "`mha-parity run --help`"),
+        ("run -v -q", "--quiet", "`mha-parity run --help`"),
+        ("run --model a --weights b", "--weights", "`mha-parity run --help`"),
+        ("run --layers x", "--layers", "`mha-parity run --help`"),
+        ("run --case rope-gqa", "--case", "did you mean --cases"),
+        ("convert a b --to c --max-shard-gib x", "--max-shard-gib", "`mha-parity convert --help`"),
+        ("convert a b --to c --rest kep", "--rest", "did you mean keep?"),
+        ("convert a b", "--to", "usage: mha-parity convert [options] --to LAYOUT SRC DST"),
+        ("verify a", "FILE", "usage: mha-parity verify [options] FILE FILE"),
+        ("cases a b", "arguments", "mha-parity cases [options] [GLOB]"),
+        ("", "COMMAND", "`mha-parity --help`"),
+        ("bugs rope", "NAME", "did you mean rope-pairs or rope-positions or rope-theta? `mha-parity bugs`"),
+        ("mutate math:floor --only maks -- true", "--only", "`mha-parity bugs --all`"),
+        ("layouts llama", "layout", "`mha-parity layouts`"),
+        ("conformance --libraries --only torhc", "--only", "there are "),
+        ("conformance no_such_module:f", "no_such_module", "run from the folder of the module, or set PYTHONPATH"),
+    ],
+)
+def test_an_error_is_one_line_that_ends_with_the_way_out(arguments, argument, way_out, capsys):
+    assert main(arguments.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"mha-parity: error: {argument} ")
+    assert way_out in captured.err
+    assert captured.err.count("\n") == 1
+    assert len(captured.err) < 400
+    assert captured.out == ""
+
+
 @pytest.mark.parametrize("command", ["run", "selftest"])
 def test_without_a_framework_it_is_said_what_to_install(capsys, let_need, command):
     for name in BACKENDS:
@@ -260,7 +294,14 @@ def test_dtypes_have_short_names(capsys):
 
 def test_cache_size_without_a_capacity_is_refused(capsys):
     assert main(["cache-size", "--num-kv-heads", "2", "--head-dim", "4"]) == 2
-    assert "--capacity must be given; usage: mha-parity cache-size" in capsys.readouterr().err
+    assert "error: --capacity " in capsys.readouterr().err
+
+
+def test_spec_lists_the_families(capsys):
+    assert main(["spec", "--families"]) == 0
+    assert capsys.readouterr().out.splitlines() == sorted(FAMILIES)
+    assert main(["spec", "--families", "config.json"]) == 2
+    assert refuses("PATH, --live or --families").is_printed_in(capsys.readouterr().err)
 
 
 # ---- Completion ------------------------------------------------------------------------------------------------------
@@ -361,7 +402,7 @@ def test_doctor_has_the_optional_packages_and_what_would_be_refused_without_them
     [
         ("torch,matplotlib", 0, ""),
         ("tt,orbax-checkpoint", 1, "tt needs ttnn_is_not_here, not installed here; orbax-checkpoint is not installed"),
-        ("numpie", 2, "--require must be one of "),
+        ("numpie", 2, "error: --require "),
     ],
 )
 def test_doctor_exits_1_if_something_required_is_missing(required, status, line, capsys, monkeypatch, let_need):

@@ -1053,8 +1053,15 @@ def test_a_recording_is_diagnosed_by_its_model(recordings, tmp_path, capsys):
     assert "mistake   window-one-too-wide" in out
     (told,) = json.loads((tmp_path / "told.json").read_text())["recordings"]
     assert [layer["passed"] for layer in told["layers"]] == [True] * 4 + [False, True]
-    assert main(["diagnose", right, "--model", model]) == 0
+    page = tmp_path / "page.html"
+    assert main(["diagnose", right, "--model", model, "--html", str(page)]) == 0
     assert "6 layers agree with the reference, each for its own input" in capsys.readouterr().out
+    assert page.read_text("utf-8").count('<svg class="heat layers"') == 1
+    assert main(["diagnose", right, "--weights", model]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("mha-parity: warning: --weights for recordings is deprecated")
+    assert captured.err.endswith("use --model\n")
+    assert "6 layers agree with the reference" in captured.out
 
 
 def test_recordings_are_compared_as_traces_are(recordings, tmp_path, capsys):

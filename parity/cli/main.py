@@ -272,13 +272,29 @@ def _run_and_write(options: argparse.Namespace) -> int:
     return status
 
 
+FLAG = r"argument (?:-\w/)?(\S+): "
+
+RULES = (
+    (FLAG + "invalid int value: '(.*)'", r"\1 must be an integer, got \2"),
+    (FLAG + "invalid float value: '(.*)'", r"\1 must be a number, got \2"),
+    (FLAG + "not allowed with argument (?:-\\w/)?(.*)", r"\1 must not be combined with \2"),
+    (FLAG + "expected one argument", r"\1 must have a value"),
+    (FLAG + "ignored explicit argument '(.*)'", r"\1 must have no value, got \2"),
+    (FLAG + "must (.*)", r"\1 must \2"),
+)
+"""Messages of argparse, and ours."""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that raises each error as a line with the way out, and an error if the help cannot be written."""
 
     def error(self, message: str) -> NoReturn:
         if missing := re.search(r"arguments are required: (.*)", message):
             raise ValueError(f"{and_listed(missing[1].split(', '))} must be given; usage: {self.usage_line()}")
-        raise ValueError(f"{message.removeprefix('argument ')}; `{self.prog} --help` describes the options")
+        for pattern, rule in RULES:
+            if found := re.fullmatch(pattern, message):
+                message = found.expand(rule)
+        raise ValueError(f"{message}; `{self.prog} --help` describes the options")
 
     def usage_line(self) -> str:
         """Return the usage in one line, without the options that may be left out."""

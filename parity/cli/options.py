@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from parity.cli.messages import refusal
-from parity.text import did_you_mean
+from parity.text import did_you_mean, some_of
 
 if TYPE_CHECKING:
     from mha_spec import Refusal
@@ -156,7 +156,7 @@ def matching(flag: str, globs: Sequence[str], known: Collection[str], lister: st
     """
     for glob in globs:
         if not fnmatch.filter(known, glob):
-            listed = f"`{lister}` lists all" if lister else f"there are {', '.join(known)}"
+            listed = f"`{lister}` lists all" if lister else f"there are {some_of(known)}"
             hint = " ".join(filter(None, (did_you_mean(glob, known), listed)))
             raise refusal(flag, "match a known name", {flag: glob}, hint=hint)
     return [name for name in known if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]

@@ -257,10 +257,10 @@ def _family(values: Mapping[str, Any], where: str) -> Family:
         raise Refusal("part", f"tell which part of the model: {_in_words(values, where)}", part=part)
     name = str(values.get("model_type"))
     if name in NOT_COVERED or name in WITHOUT_ATTENTION:
-        why = why_unknown(values)
+        hint = why_unknown(values)
     else:
-        why = f"{did_you_mean(name, FAMILIES)} {_unknown_keys(values)}".strip()
-    hint = f"{why}; `mha-parity spec --families` lists {len(FAMILIES)} families"
+        near = f"{did_you_mean(name, FAMILIES)} {_unknown_keys(values)}".strip()
+        hint = f"{near}; `mha-parity spec --families` lists {len(FAMILIES)} families"
     raise Refusal("model_type", "be a known family", model_type=values.get("model_type"), hint=hint)
 
 
