@@ -44,9 +44,15 @@ def some_of(names: Iterable[str], most: int = 8) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
-    """Return a question about the nearest known names, `did you mean torch?`; empty if none is near."""
-    by_letters = {each.lower(): each for each in known}
-    near = [by_letters[each] for each in get_close_matches(name.lower(), by_letters, most)]
+    """Return a question about the nearest known names, `did you mean torch?`; empty if none is near.
+
+    Names that begin with a word, or contain it, follow those that are spelled like it.
+    """
+    by_letters, word = {each.lower(): each for each in known}, name.lower().strip("*")
+    near = get_close_matches(name.lower(), by_letters, most)
+    if len(word) > 2:
+        near += [each for each in by_letters if each.startswith(word)] + [each for each in by_letters if word in each]
+    near = [by_letters[each] for each in dict.fromkeys(near)][:most]
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 

@@ -1,4 +1,4 @@
-"""What a layer costs on many devices, on paper: what each holds, computes and sends, by the plan that divides it."""
+"""Calculated costs of a layer on several devices: memory, operations and traffic of each, by the plan of division."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Plan = Literal["data", "fully sharded", "tensor", "heads for tokens", "ring"]
 PLANS: tuple[Plan, ...] = get_args(Plan)
 
 GRADIENT_BYTES = 4
-"""Of a number of what keys and values gather on their way round: they are added up in float32."""
+"""Bytes of a number in gradients of keys and values in a ring, which are added up in float32."""
 
 
 class Sent(NamedTuple):
     """A collective of a device.
 
     Attributes:
-        kind: as XLA calls it.
-        nbytes: of its result on the device.
-        times: how often.
+        kind: name of the operation in XLA.
+        nbytes: bytes of its result on the device.
+        times: number of operations.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Sent(NamedTuple):
     times: int = 1
 
     def moved(self, devices: int) -> float:
-        """The bytes that leave the device, by the algorithm that sends least: each number once to each other."""
+        """Return the bytes that leave the device with the algorithm that sends least."""
         share = (devices - 1) / devices
         per_byte = {"all-reduce": 2 * share, "all-gather": share, "reduce-scatter": devices * share}
         return self.times * self.nbytes * (per_byte | {"all-to-all": share, "collective-permute": 1.0})[self.kind]
@@ -39,14 +39,14 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """What a layer costs a device.
+    """Costs of a layer on each device.
 
     Attributes:
-        devices: how many there are.
-        weights: bytes of weights that it keeps; as much again for their gradients, more for an optimizer.
-        forward: what it sends forward.
-        backward: what it sends backward.
-        operations: floating-point operations forward, a multiplication and an addition being two.
+        devices: number of devices.
+        weights: bytes of weights that a device keeps; gradients need as many, an optimizer more.
+        forward: collectives of the forward pass.
+        backward: collectives of the backward pass.
+        operations: floating-point operations of the forward pass; a multiplication and an addition count as two.
     """
 
     devices: int
@@ -57,23 +57,23 @@ class Cost:
 
     @property
     def moved_forward(self) -> float:
-        """Bytes that leave the device forward."""
+        """Bytes that leave the device in the forward pass."""
         return sum(sent.moved(self.devices) for sent in self.forward)
 
     @property
     def moved_backward(self) -> float:
-        """Bytes that leave the device backward."""
+        """Bytes that leave the device in the backward pass."""
         return sum(sent.moved(self.devices) for sent in self.backward)
 
     @property
     def operations_per_byte(self) -> float:
-        """Operations of forward and backward, about three times those of forward, for each byte that leaves it."""
+        """Operations of both passes, about three times the forward ones, per byte that leaves the device."""
         moved = self.moved_forward + self.moved_backward
         return 3 * self.operations / moved if moved else float("inf")
 
 
 def why_not(spec: AttentionSpec, plan: Plan, devices: int, *, batch: int, tokens: int) -> str | None:
-    """Why a plan does not divide a layer over so many devices, or None if it does."""
+    """Return why a plan does not divide a layer over this number of devices, or None if it does."""
     counts = {"data": batch, "fully sharded": batch, "tensor": spec.num_heads, "ring": tokens}
     counts["heads for tokens"] = spec.num_kv_heads
     what = {"data": "sequences", "fully sharded": "sequences", "tensor": "query heads", "ring": "tokens"}
@@ -82,20 +82,20 @@ def why_not(spec: AttentionSpec, plan: Plan, devices: int, *, batch: int, tokens
 
 
 def cost_of(spec: AttentionSpec, plan: Plan, devices: int, *, batch: int, tokens: int, itemsize: int = 2) -> Cost:
-    """What a causal layer of q, k, v and out_proj costs each of the devices that a plan divides it over.
+    """Return the costs per device of a causal layer of q, k, v and out_proj.
 
     Args:
         spec: the layer, without latents and gates.
-        plan: `data`: sequences, with all weights on each device; `fully sharded`: sequences, and weights; `tensor`:
-            heads; `heads for tokens` and `ring`: tokens, with all weights on each device.
-        devices: how many.
-        batch: number of sequences, of all devices together.
-        tokens: of each sequence.
+        plan: dimension that is divided. `data`: sequences, with all weights on each device; `fully sharded`: sequences
+            and weights; `tensor`: heads; `heads for tokens` and `ring`: tokens, with all weights on each device.
+        devices: number of devices.
+        batch: number of sequences on all devices together.
+        tokens: number of tokens of each sequence.
         itemsize: bytes of a number.
 
     Raises:
         TypeError: if spec is not an `AttentionSpec`, or a number not an integer.
-        ValueError: if there is no such plan, a number is below 1, or the plan does not divide the layer evenly.
+        ValueError: if the plan does not exist, a number is below 1, or the plan does not divide the layer evenly.
     """
     check_spec(spec)
     if plan not in PLANS:
@@ -103,7 +103,7 @@ def cost_of(spec: AttentionSpec, plan: Plan, devices: int, *, batch: int, tokens
     for name, count in {"devices": devices, "batch": batch, "tokens": tokens, "itemsize": itemsize}.items():
         as_count(name, count)
     if what := why_not(spec, plan, devices, batch=batch, tokens=tokens):
-        raise Refusal("devices", f"divide what {plan} shares out", f"{what} and devices={devices}")
+        raise Refusal("devices", f"divide the dimension of {plan}", f"{what} and devices={devices}")
     shapes = {name: prod(shape) for name, shape in spec.weight_shapes.items()}
     of_keys = sum(count for name, count in shapes.items() if name.startswith(("k_proj", "v_proj")))
     numbers = sum(shapes.values())
@@ -116,7 +116,7 @@ def cost_of(spec: AttentionSpec, plan: Plan, devices: int, *, batch: int, tokens
         output = Sent("all-reduce", batch * tokens * spec.d_model * itemsize)
         forward, backward = [output], [output]
         backward += [Sent("all-reduce", whole * itemsize)] if whole else []
-        operations += 2 * batch * tokens * whole * (devices - 1)  # each device makes all of these
+        operations += 2 * batch * tokens * whole * (devices - 1)  # each device computes all of these
     elif devices > 1 and plan == "fully sharded":
         held = weights / devices
         forward = [Sent("all-gather", weights)]
@@ -135,7 +135,7 @@ def _bias_of_output(shapes: dict[str, int]) -> int:
 def _of_tokens(
     spec: AttentionSpec, plan: Plan, devices: int, tokens: int, itemsize: int
 ) -> tuple[list[Sent], list[Sent]]:
-    """What is exchanged for attention, forward and backward, of a device's own tokens of all its sequences."""
+    """Return the collectives of attention, forward and backward, for the tokens of a device in all its sequences."""
     head, value = spec.head_dim, spec.value_head_dim
     of_queries, of_context = (tokens * spec.num_heads * x * itemsize for x in (head, value))
     of_keys, of_values = (tokens * spec.num_kv_heads * x * itemsize for x in (head, value))

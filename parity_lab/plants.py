@@ -1,6 +1,6 @@
-"""Known mistakes made in the siblings on purpose, by hand: one for each page of `parity/bugs`.
+"""Known bugs that are injected into the implementations, written by hand: one for each page of `parity/bugs`.
 
-A plant shares no code with the record that makes the same mistake in the reference, so that one tests the other.
+They share no code with the records that inject the same bugs into the reference, so that one tests the other.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from parity.core.weights import Weights
 from parity.diagnosis.mistakes import PRECISIONS, Mistake, mistakes_for
 
 Override = Callable[..., Any]
-"""Takes the place of a function of a sibling: `override(plan, original, *inputs)`."""
+"""Replacement of a function of an implementation: `override(plan, original, *inputs)`."""
 
 
 @dataclass
 class Plan:
-    """Plan of a mistake in a sibling.
+    """Plan of a bug in an implementation.
 
     Attributes:
-        problem: what it is given, without the mistake.
-        sibling: its package.
-        xp: the array functions of its framework.
-        backend: how NumPy's arrays become its own.
-        weights: what it is given for the problem's; a copy, to be changed.
-        functions: overrides, by the names of its functions.
+        problem: the problem, without the bug.
+        sibling: package of the implementation.
+        xp: array functions of its framework.
+        backend: its backend adapter, which converts arrays of NumPy.
+        weights: a copy of the problem's weights, to be changed.
+        functions: replacements, by the names of functions.
     """
 
     problem: Problem
@@ -47,11 +47,11 @@ class Plan:
 
 
 Plant = Callable[[Plan], None]
-"""Adds a mistake to a plan."""
+"""A function that adds a bug to a plan."""
 
 
 def breaking(**functions: Override) -> Plant:
-    """Make a mistake that lies in functions alone."""
+    """Return a bug that only replaces functions."""
     return lambda plan: plan.functions.update(functions)
 
 
@@ -345,7 +345,7 @@ PLANTS: dict[str, Plant] = {
 
 @cache
 def mistakes_to_plant(case: Case) -> dict[str, Mistake]:
-    """The known mistakes that can be planted in a case, by name; of those of one name the more usual one."""
+    """Return the known bugs that can be injected into a case, by name; the more usual one of each name."""
     known = (*mistakes_for(case), *(() if case.is_cached else PRECISIONS.values()))
     found: dict[str, Mistake] = {}
     for mistake in known:
@@ -355,21 +355,21 @@ def mistakes_to_plant(case: Case) -> dict[str, Mistake]:
 
 
 def mistake_to_plant(name: str, case: Case) -> Mistake:
-    """The one of a name that can be planted in a case.
+    """Return the bug of a name, if it can be injected into a case.
 
     Raises:
-        ValueError: if there is no such mistake.
+        ValueError: if there is no such bug.
     """
     if name not in mistakes_to_plant(case):
-        raise Refusal("hypothesis", f"be one that can be planted in {case.name}", hypothesis=name)
+        raise Refusal("hypothesis", f"be a bug that can be injected into {case.name}", hypothesis=name)
     return mistakes_to_plant(case)[name]
 
 
 def plan_of(hypothesis: str | Plant, problem: Problem, backend: str) -> Plan:
-    """Say what to break in a sibling for a mistake, by name or as a plant; nothing where it has no name.
+    """Return the plan of a bug, by name or as a function; an empty name changes nothing.
 
     Raises:
-        ValueError: if there is no such mistake.
+        ValueError: if there is no such bug.
     """
     port, xp = load_backend(backend), importlib.import_module(BACKENDS[backend].arrays)
     plan = Plan(problem, port.SIBLING, xp, port, dict(problem.weights), {})

@@ -1,7 +1,7 @@
-"""Would the harness notice? Mistakes that it knows are made in a sibling on purpose; each must be seen, and named.
+"""Test of the harness: known bugs are injected into an implementation, and each must be detected and identified.
 
-`parity_lab.plants` has them, one for each page of `parity/bugs`. They are planted in the siblings' own functions, in
-their frameworks, or in the weights that they are given.
+`parity_lab.plants` has one for each page of `parity/bugs`. They change the implementations' own functions, in their
+frameworks, or the weights.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from parity.reporting.console import print_table
 from parity_lab.plants import Plant, mistake_to_plant, mistakes_to_plant, plan_of
 
 SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_mistakes]
-"""The backends that all of them can be planted in. Of mha_tt only masks are arrays: tests/tt plants a few there."""
+"""Backends that support all bugs. Only masks of mha_tt are arrays: tests/tt injects a few bugs there."""
 
 HOLDERS = (
     *("alibi", "relative_bias", "masks", "rope", "norms", "weights", "projections", "stages", "mha", "cache"),
     *("cache_mha", "latent", "latent_mha", "heads", "temperature", "mask_arrays", "functional"),
 )
-"""The modules of a sibling that hold its functions, beside the package itself."""
+"""Modules of an implementation that have its functions, in addition to the package itself."""
 
 
 def _rotating(rope: Rope) -> AttentionSpec:
-    """A layer of little else than RoPE, in which little else can go wrong."""
+    """Return a layer with few features but RoPE, so that few other bugs apply."""
     return AttentionSpec(20, 2, head_dim=12, qkv_bias=False, out_bias=False, rope=rope)
 
 
@@ -108,7 +108,7 @@ SELFTEST_CASES = [
             v_norm=Norm(weight=None),
             gate=Gate(bias=True),
         ),
-        "norms of heads, each with a weight of its own, and of values; a gate",
+        "norms of heads, each with its own weight, and of values; a gate",
         seq_len=7,
         is_causal=True,
     ),
@@ -120,14 +120,14 @@ SELFTEST_CASES = [
             qk_norm=Norm("layer", weight="1+w", bias=True, after_rope=True),
             context_norm=Norm(over="width", eps=0.01),
         ),
-        "layer norms of what was rotated, their weight 1 + w, and a norm of the context",
+        "layer norms after RoPE, their weight 1 + w, and a norm of the context",
         seq_len=7,
         is_causal=True,
     ),
     Case(
         "norms-of-width",
         AttentionSpec(32, 4, qkv_bias=(True, False, True), qk_norm=Norm(over="width", eps=0.01), clip_qkv=0.5),
-        "norms over the width of all heads, of projections that are clipped, those of keys without a bias",
+        "norms over the width of all heads, of clipped projections; keys have no bias",
         seq_len=7,
         is_causal=True,
     ),
@@ -141,7 +141,7 @@ SELFTEST_CASES = [
                 pairs="interleaved",
             )
         ),
-        "the last features of a head, neighbours, scaled",
+        "the last features of a head, interleaved pairs, scaled",
         seq_len=9,
     ),
     Case("rope-partial", _rotating(Rope(rotary_dim=8)), "the first features of a head", seq_len=9),
@@ -193,14 +193,14 @@ SELFTEST_CASES = [
     Case(
         "sinks",
         AttentionSpec(32, 4, num_kv_heads=2, qkv_bias=False, out_bias=False, sinks=True, alibi=Alibi(scaled=True)),
-        "a logit of each head beside those of its keys; scores that lose by distance, scaled",
+        "a sink logit for each head; ALiBi, scaled",
         seq_len=7,
         is_causal=True,
     ),
     Case(
         "temperature",
         AttentionSpec(32, 4, temperature=Temperature(3, scale=0.5, first_position=1)),
-        "queries tempered past one length and another",
+        "a temperature beyond two lengths",
         seq_len=8,
         chunks=(4, 1, 3),
         new_lengths=((4, 2), (1, 1), (2, 3)),
@@ -209,7 +209,7 @@ SELFTEST_CASES = [
     Case(
         "alibi",
         AttentionSpec(48, 6, num_kv_heads=2, qkv_bias=False, out_bias=False, alibi=Alibi()),
-        "scores that lose by distance, from a cache",
+        "ALiBi, from a cache",
         seq_len=7,
         chunks=(4, 1, 2),
         capacity=8,
@@ -217,13 +217,13 @@ SELFTEST_CASES = [
     Case(
         "relative-bias",
         AttentionSpec(32, 4, qkv_bias=False, out_bias=False, relative_bias=RelativeBias(8, 8)),
-        "scores that gain by the bucket of their distance",
+        "a relative bias by buckets of distance",
         seq_len=9,
     ),
     Case(
         "relative-bias-cached",
         AttentionSpec(32, 4, qkv_bias=False, out_bias=False, relative_bias=RelativeBias(6, 7, bidirectional=False)),
-        "the same before alone, from a cache",
+        "a relative bias of earlier keys only, from a cache",
         seq_len=9,
         chunks=(4, 1, 4),
         capacity=10,
@@ -231,7 +231,7 @@ SELFTEST_CASES = [
     Case(
         "grid-bias",
         AttentionSpec(32, 4, qkv_bias=False, out_bias=False, relative_bias=GridBias(2, 4, class_token=True)),
-        "scores that gain by places on a grid",
+        "a relative bias by places on a grid",
         seq_len=9,
     ),
     Case(
@@ -275,26 +275,26 @@ SELFTEST_CASES = [
     Case("rope-far", _rotating(Rope()), "positions that a bfloat16 cannot count", seq_len=9, first_position=1000),
     CASES["rope-llama3"],
 ]
-"""Where the mistakes are planted: three different specifications, what only a window or a cache has, trained layers,
-and then features by themselves, each with what it alone makes possible."""
+"""Cases for injected bugs: three different specifications, a window, a cache, trained layers, and then single features
+with the bugs that only they allow."""
 
 NUM_GENERAL = [case.name for case in SELFTEST_CASES].index("trained-smollm2-causal") + 1
-"""How many of them have every mistake that could be in them planted; the others those of no case before, but for the
-trained ones."""
+"""Number of cases that have every bug that applies to them; later cases have those that no earlier case has, not
+counting trained layers."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mistake that was planted.
+    """Outcome of an injected bug.
 
     Attributes:
-        hypothesis: its name; empty where nothing was planted.
-        case, backend, seed: where.
-        expected: the stages at one of which it must be seen.
-        stage: the stage at which it was; empty if it was not.
-        named: the mistakes that the diagnosis names, the first one first.
-        others: what it says cannot be told from them.
-        kind: the diagnosis' own.
+        hypothesis: name of the bug; empty if none was injected.
+        case, backend, seed: place of the bug.
+        expected: stages at one of which the first difference must be.
+        stage: stage of the first difference; empty if there is none.
+        named: bugs that the diagnosis names, in its order.
+        others: bugs that it cannot distinguish from them.
+        kind: kind of the diagnosis.
     """
 
     hypothesis: str
@@ -309,16 +309,16 @@ class Outcome:
 
     @property
     def is_caught(self) -> bool:
-        """Whether it was seen at its stage; where nothing was planted, whether nothing was seen."""
+        """True if the bug was detected at its stage; without a bug, if no stage differs."""
         return self.stage in self.expected if self.hypothesis else not self.stage
 
     @property
     def is_named(self) -> bool:
-        """Whether the diagnosis names it and nothing else; where nothing was planted, whether it names nothing."""
+        """True if the diagnosis names the bug and no other; without a bug, if it names none."""
         return {*self.named} == ({self.hypothesis} if self.hypothesis else set())  # perhaps on more than one path
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON takes them."""
+        """Return the fields for JSON."""
         return {**asdict(self), "is_caught": self.is_caught, "is_named": self.is_named}
 
 
@@ -329,13 +329,13 @@ def selftest(
     seeds: Sequence[int] = (0,),
     on_mistake: Callable[[str, str, str], None] = lambda hypothesis, case, backend: None,
 ) -> Iterator[Outcome]:
-    """Plant mistakes in every case of every backend, with random weights or trained ones, and nothing once each.
+    """Inject each bug into every case of every backend, with random or trained weights, and once no bug.
 
     Args:
-        backends: names; those of jax and torch that are installed when absent.
-        cases: of `SELFTEST_CASES`; all when absent.
-        seeds: of the random weights.
-        on_mistake: called before each, with the names of the mistake, the case and the backend.
+        backends: names; default: those of jax and torch that are installed.
+        cases: cases of `SELFTEST_CASES`; default: all.
+        seeds: seeds of the random weights.
+        on_mistake: called before each run, with the names of the bug, the case and the backend.
     """
     for name in backends if backends is not None else [name for name in SELFTESTED if not why_missing(name)]:
         for case in SELFTEST_CASES if cases is None else cases:
@@ -346,22 +346,22 @@ def selftest(
 
 
 def mistakes_in(case: Case) -> list[str]:
-    """The names of the mistakes that can be planted in a case."""
+    """Return the names of the bugs that can be injected into a case."""
     return [*mistakes_to_plant(case)]
 
 
 def planted_in(case: Case) -> list[str]:
-    """The names of the mistakes that the self-test plants in one of its cases."""
+    """Return the names of the bugs that the self-test injects into one of its cases."""
     place = SELFTEST_CASES.index(case)
     before = {name for earlier in SELFTEST_CASES[:place] if earlier.trained is None for name in mistakes_in(earlier)}
     return [name for name in mistakes_in(case) if place < NUM_GENERAL or name not in before]
 
 
 def plant(hypothesis: str, case: Case, backend: str, *, seed: int = 0) -> Outcome:
-    """Run a case on a backend with a mistake planted in it, judge and diagnose it.
+    """Run a case on a backend with an injected bug, compare and diagnose it.
 
     Raises:
-        ValueError: if the mistake cannot be planted there.
+        ValueError: if the bug cannot be injected there.
     """
     expected = _reference(case, seed)
     problem = expected.problem
@@ -384,17 +384,17 @@ def plant(hypothesis: str, case: Case, backend: str, *, seed: int = 0) -> Outcom
 
 @lru_cache(maxsize=len(SELFTEST_CASES))
 def _reference(case: Case, seed: int) -> Reference:
-    """What every mistake in a case is judged by."""
+    """Return the reference for all bugs in a case."""
     weights = None if case.trained is not None else random_weights(case.spec, seed)
     return Reference(make_problem(case, "float32", weights))
 
 
 @contextmanager
 def planted(hypothesis: str | Plant, problem: Problem, backend: str) -> Iterator[Problem]:
-    """A backend with a mistake in its functions, and the problem to give it, with the mistake in its weights.
+    """Inject a bug into the functions of a backend, and yield the problem, with the bug in its weights.
 
     Raises:
-        ValueError: if there is no such mistake.
+        ValueError: if there is no such bug.
     """
     plan = plan_of(hypothesis, problem, backend)
     sibling = plan.sibling
@@ -404,7 +404,7 @@ def planted(hypothesis: str | Plant, problem: Problem, backend: str) -> Iterator
         for name, override in plan.functions.items():
             original = getattr(sibling if hasattr(sibling, name) else sibling.stages, name)
             broken = partial(override, plan, original)
-            if name == "apply_rope":  # mistakes act on the positions themselves
+            if name == "apply_rope":  # bugs change the positions themselves
                 broken = _with_positions(broken)
             for holder in holders:
                 if getattr(holder, name, None) is original:
@@ -417,14 +417,14 @@ def planted(hypothesis: str | Plant, problem: Problem, backend: str) -> Iterator
 
 
 def _with_positions(rotate: Callable[..., Any]) -> Callable[..., Any]:
-    """`apply_rope` of positions instead of their rotations, which siblings compute once for queries and keys."""
+    """Return `apply_rope` of positions instead of their rotations, which implementations compute once for q and k."""
     return lambda x, positions, rope: rotate(x, getattr(positions, "positions", positions), rope)
 
 
 def print_selftest(outcomes: list[Outcome], out: Console) -> None:
-    """Print what became of the mistakes that were planted: a row for each kind, what was not as it should be, a sum."""
-    columns = [Column(name, overflow="fold", no_wrap=out.width >= 80) for name in ("mistake", "stage")]
-    columns += [Column(name, justify="right", no_wrap=True) for name in ("planted", "seen", "named")]
+    """Print the outcomes: a row for each bug, undetected and unidentified ones, and a sum."""
+    columns = [Column(name, overflow="fold", no_wrap=out.width >= 80) for name in ("bug", "stage")]
+    columns += [Column(name, justify="right", no_wrap=True) for name in ("injected", "detected", "named")]
     rows, styles = [], []
     kinds: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
@@ -434,16 +434,16 @@ def print_selftest(outcomes: list[Outcome], out: Console) -> None:
         styles.append("" if seen == named == len(of_kind) else "red")
         stages = ", ".join(dict.fromkeys(outcome.stage for outcome in of_kind if outcome.stage)) or "—"
         rows.append((kind, stages, str(len(of_kind)), str(seen), str(named)))
-    print_table(out, "Planted mistakes: seen at their stage, and named by the diagnosis", columns, rows, styles)
+    print_table(out, "Injected bugs: detected at their stage, and named by the diagnosis", columns, rows, styles)
     for outcome in outcomes:
         where = f"{outcome.hypothesis or 'nothing'} in {outcome.case} on {outcome.backend}"
         if not outcome.is_caught:
             out.print(
-                Text(f"NOT SEEN: {where}: {outcome.stage or 'all stages passed'}", style="bold red"), soft_wrap=True
+                Text(f"NOT DETECTED: {where}: {outcome.stage or 'all stages passed'}", style="bold red"), soft_wrap=True
             )
         elif not outcome.is_named:
             named = ", ".join(outcome.named) or "nothing"
-            out.print(Text(f"not named: {where}: the diagnosis says {named}", style="yellow"), soft_wrap=True)
+            out.print(Text(f"not named: {where}: the diagnosis names {named}", style="yellow"), soft_wrap=True)
     seen, named = (sum(getattr(outcome, what) for outcome in outcomes) for what in ("is_caught", "is_named"))
     style = "bold green" if seen == len(outcomes) else "bold red"
-    out.print(Text(f"{len(outcomes)} planted, {seen} seen at their stage, {named} named", style=style))
+    out.print(Text(f"{len(outcomes)} injected, {seen} detected at their stage, {named} named", style=style))

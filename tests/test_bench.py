@@ -384,7 +384,7 @@ def tiny_plan(monkeypatch):
 
 def test_the_command_writes_a_table_json_and_a_picture(tiny_plan, as_users_have_it, tmp_path, capsys):
     json_path, plot_path = tmp_path / "bench.json", tmp_path / "bench.svg"
-    what = ["--what", "cores,growth,memory", "--quick"]
+    what = ["--suites", "cores,growth,memory", "--quick"]
     assert main(["bench", *what, "--json", str(json_path), "--plot", str(plot_path)]) == 0
     out = capsys.readouterr().out
     assert "JAX: times in ms" in out
@@ -472,13 +472,13 @@ def test_one_framework_may_be_measured_alone(tiny_plan, as_users_have_it):
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
-        (["--what", "cores,speed"], refuses("--what", {"--what": "speed"})),
-        (["--frameworks", "tt"], refuses("--frameworks", {"--frameworks": "tt"})),
+        (["--suites", "cores,speed"], refuses("--suites", {"--suites": "speed"})),
+        (["--backends", "tt"], refuses("--backends", {"--backends": "tt"})),
         (["--dtypes", "float64"], refuses("--dtypes", {"--dtypes": "float64"})),
         (["--device", "tpu"], refuses("--device", {"--device": "tpu"})),
-        (["--plot", "a.png", "--what", "cores"], refuses("--plot", {"--what": "cores"})),
+        (["--plot", "a.png", "--suites", "cores"], refuses("--plot", {"--suites": "cores"})),
         (["--layers", "0", "--num-heads", "2"], refuses("--layers, --num-heads")),
-        (["--model", "x", "--what", "cores"], refuses("--model")),
+        (["--model", "x", "--suites", "cores"], refuses("--model")),
         (["--plot", "a.pdf"], refuses("--plot", {"--plot": "a.pdf"})),
         (["--json", "/nowhere/a.json"], refuses("--json", "/nowhere/a.json: ")),
     ],
@@ -492,7 +492,7 @@ def test_a_framework_that_is_not_there_is_refused_by_name_and_left_out_otherwise
     why = parity.backends.why_missing
     missing = "torch needs torch, not installed here"
     monkeypatch.setattr(parity_lab.bench, "why_missing", lambda name: missing if name == "torch" else why(name))
-    assert main(["bench", "--frameworks", "torch"]) == 2
+    assert main(["bench", "--backends", "torch"]) == 2
     assert missing in capsys.readouterr().err
     assert parity_lab.bench.count_rows(["import"]) == 1 + 1  # of JAX, and the command's own
 

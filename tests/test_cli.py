@@ -69,10 +69,8 @@ def test_a_reader_that_stops_reading_does_not_change_the_exit_status():
 
 @pytest.mark.parametrize("option", ["--backends", "--dtypes"])
 def test_an_empty_list_is_refused_and_not_taken_for_all(capsys, option):
-    with pytest.raises(SystemExit) as exit_:
-        main(["run", option, ","])
-    assert exit_.value.code == 2
-    assert option in capsys.readouterr().err.splitlines()[-1]
+    assert main(["run", option, ","]) == 2
+    assert option in capsys.readouterr().err
 
 
 def test_a_wrong_backend_exits_1_and_names_stage_and_place(monkeypatch, capsys):
@@ -127,7 +125,6 @@ def test_skipped_backends_are_in_the_json_with_their_reason(tmp_path, let_need):
         (["run", "--json", "/no/such/folder/r.json"], refuses("--json", "/no/such/folder/r.json: ")),
         (["run", "--json", "/"], refuses("--json", "/: Is a directory")),
         (["run", "--random", "-1"], refuses("--random", {"--random": -1})),
-        (["compare", "/no/such/folder"], refuses("/no/such/folder")),
         (
             ["cache-size", "--num-kv-heads", "0", "--head-dim", "1", "--capacity", "1"],
             refuses("--num-kv-heads", {"--num-kv-heads": 0}),
@@ -147,7 +144,7 @@ def test_bad_usage_is_one_line_and_exits_2(capsys, arguments, refusal):
     assert captured.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["run", "--weights"], ["diagnose"], ["bench", "--model"]])
+@pytest.mark.parametrize("arguments", [["run", "--weights"], ["diagnose"], ["bench", "--model"], ["compare"]])
 def test_a_file_that_is_not_there_is_named_in_one_line(capsys, arguments):
     assert main([*arguments, "/no/such/file"]) == 2
     captured = capsys.readouterr()

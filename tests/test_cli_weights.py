@@ -812,10 +812,8 @@ def test_the_commands_are_in_the_help_of_all(capsys):
 
 @pytest.mark.parametrize("command", ["convert", "inspect", "verify"])
 def test_a_command_without_files_exits_2(command, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main([command])
-    assert exit_.value.code == 2
-    assert "required" in capsys.readouterr().err
+    assert main([command]) == 2
+    assert "usage: mha-parity" in capsys.readouterr().err
 
 
 def test_output_in_a_pipe_is_plain(source, tmp_path):

@@ -788,8 +788,8 @@ def test_a_users_function_is_examined_and_exits_1(own, capsys):
     out = capsys.readouterr().out
     assert "! NaN" in out
     assert "own_attention:attention, empty row: NaN" in out
-    assert "again   mha-parity conformance own_attention:attention --questions 'empty row'" in out
-    assert "1 subject examined, 13 of 20 questions answered: 2 broken promises" in out
+    assert "again   mha-parity conformance own_attention:attention --checks 'empty row'" in out
+    assert "1 target examined, 13 of 20 checks answered: 2 broken guarantees" in out
     content = json.loads((own / "c.json").read_text())
     (subject,) = content["subjects"]
     assert content["format"] == 1
@@ -803,9 +803,9 @@ def test_a_users_function_is_examined_and_exits_1(own, capsys):
 
 @pytest.mark.usefixtures("own")
 def test_clean_answers_exit_0_and_a_false_declaration_1(capsys):
-    arguments = ["conformance", "own_attention:attention", "--questions", "mask,masked key"]
+    arguments = ["conformance", "own_attention:attention", "--checks", "mask,masked key"]
     assert main(arguments) == 0
-    assert "no broken promises" in capsys.readouterr().out
+    assert "no broken guarantees" in capsys.readouterr().out
     assert main([*arguments, "--mask-true", "shows"]) == 1
     assert "True hides, declared: shows" in " ".join(capsys.readouterr().out.split())
 
@@ -814,8 +814,8 @@ def test_clean_answers_exit_0_and_a_false_declaration_1(capsys):
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
-        ([], refuses("either a subject")),
-        (["own_attention:attention", "--peers"], refuses("either a subject")),
+        ([], refuses("PKG.MODULE:CALLABLE or --libraries")),
+        (["own_attention:attention", "--libraries"], refuses("PKG.MODULE:CALLABLE or --libraries")),
         (["own_attention"], refuses("the subject", "'own_attention'")),
         (["no_such_module:attention"], refuses("no_such_module", "ModuleNotFoundError")),
         (["own_broken:attention"], refuses("own_broken", "ZeroDivisionError")),
@@ -824,15 +824,15 @@ def test_clean_answers_exit_0_and_a_false_declaration_1(capsys):
         (["own_attention:Wide"], refuses("a class", "own_attention:Wide(width)")),
         (["own_attention:attention", "--mask-name", "masque"], refuses("mask", mask="masque")),
         (["own_attention:attention", "--axes", "BTE", "--d-model", "0"], refuses("--d-model", {"--d-model": 0})),
-        (["own_attention:attention", "--questions", "colour"], refuses("a question", question="colour")),
+        (["own_attention:attention", "--checks", "colour"], refuses("--checks", {"--checks": "colour"})),
         (
-            ["own_attention:attention", "--questions", "masked keys"],
-            refuses("a question", question="masked keys", hint="'masked key'"),
+            ["own_attention:attention", "--checks", "masked keys"],
+            refuses("--checks", {"--checks": "masked keys"}, hint="masked key"),
         ),
         (["own_attention:attention", "--dtypes", "int8"], refuses("--dtypes", {"--dtypes": "int8"})),
         (["own_attention:attention", "--only", "keras*"], refuses("--only", {"--only": "keras*"})),
-        (["--peers", "--only", "tensorflow*"], refuses("--only", {"--only": "tensorflow*"})),
-        (["--peers", "--mask-true", "hides"], refuses("--peers")),
+        (["--libraries", "--only", "tensorflow*"], refuses("--only", {"--only": "tensorflow*"})),
+        (["--libraries", "--mask-true", "hides"], refuses("--libraries")),
     ],
 )
 def test_bad_usage_exits_2_in_one_line(capsys, arguments, refusal):
@@ -844,7 +844,7 @@ def test_bad_usage_exits_2_in_one_line(capsys, arguments, refusal):
 
 
 def test_peers_are_printed_side_by_side_within_100_columns(capsys):
-    assert main(["conformance", "--peers", "--only", "*torch*", "--questions", "mask,empty row"]) == 1
+    assert main(["conformance", "--libraries", "--only", "*torch*", "--checks", "mask,empty row"]) == 1
     out = capsys.readouterr().out
     matrix = out.split("\n\n")[0]
     assert "torch.nn." in matrix
@@ -860,13 +860,13 @@ def absent_peer(monkeypatch):
 
 @pytest.mark.usefixtures("absent_peer")
 def test_a_peer_that_is_not_installed_is_a_line_of_its_own(capsys):
-    assert main(["conformance", "--peers", "--only", "F.*", "--questions", "other sequence"]) == 0
+    assert main(["conformance", "--libraries", "--only", "F.*", "--checks", "other sequence"]) == 0
     assert "F.absent: absent_package is not installed" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("absent_peer")
 def test_peers_none_of_which_is_installed_are_bad_usage(capsys):
-    assert main(["conformance", "--peers", "--only", "F.absent"]) == 2
+    assert main(["conformance", "--libraries", "--only", "F.absent"]) == 2
     captured = capsys.readouterr()
     assert "absent_package is not installed" in captured.err
     assert captured.out == ""
@@ -874,12 +874,12 @@ def test_peers_none_of_which_is_installed_are_bad_usage(capsys):
 
 @pytest.mark.usefixtures("own")
 def test_nothing_that_could_be_asked_exits_2(capsys):
-    assert main(["conformance", "own_attention:attention", "--questions", "cache,causal"]) == 2
-    assert "1 subject examined, 0 of 2 questions answered: nothing to ask" in capsys.readouterr().out
+    assert main(["conformance", "own_attention:attention", "--checks", "cache,causal"]) == 2
+    assert "1 target examined, 0 of 2 checks answered: nothing to check" in capsys.readouterr().out
 
 
 def test_the_first_reason_of_a_refusal_is_printed(capsys):
-    assert main(["conformance", "--peers", "--only", "mha_torch.fused", "--questions", "weights"]) == 0
+    assert main(["conformance", "--libraries", "--only", "mha_torch.fused", "--checks", "weights"]) == 0
     out = capsys.readouterr().out
     assert "mha_torch.fused, weights: refused (float32, eval, no grad, with weights: Refusal: need_weights" in out
 

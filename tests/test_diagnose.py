@@ -702,8 +702,33 @@ def test_a_function_is_diagnosed_from_its_output(folder, capsys):
 
 
 def test_a_function_that_should_not_be_causal_is_told_to_be(folder, capsys):
-    assert main(["diagnose", "a_port:right", "--weights", "layer.safetensors", "--not-causal"]) == 1
+    assert main(["diagnose", "a_port:right", "--weights", "layer.safetensors", "--no-causal"]) == 1
     assert "a causal mask is used that nobody asked for" in capsys.readouterr().out
+
+
+def test_a_declared_mask_is_not_reported_as_an_assumption(folder, capsys):
+    assert main(["diagnose", "a_port:transposed", "--weights", "layer.safetensors"]) == 1
+    assert "a_port:transposed is assumed to be causal; if it is not, pass --no-causal" in capsys.readouterr().out
+    assert main(["diagnose", "a_port:transposed", "--weights", "layer.safetensors", "--causal"]) == 1
+    printed = capsys.readouterr().out
+    assert "assumed" not in printed
+    assert "out_proj's square kernel is transposed" in printed
+
+
+@pytest.mark.parametrize(("name", "status"), [("right", 0), ("transposed", 1)])
+def test_the_diagnosis_of_a_function_is_also_a_page(folder, name, status):
+    arguments = ["diagnose", f"a_port:{name}", "--weights", "layer.safetensors", "--html", "page.html"]
+    assert main(arguments) == status
+    page = (folder / "page.html").read_text("utf-8")
+    assert f"a_port:{name}" in page
+    assert ("NOT agree" in page) == bool(status)
+    assert ("out_proj&#39;s square kernel is transposed" in page) == bool(status)
+
+
+def test_the_diagnosis_of_weight_files_has_no_page(folder, capsys):
+    assert main(["diagnose", "layer.safetensors", "swapped.safetensors", "--html", "page.html"]) == 2
+    assert refuses("--html").is_printed_in(capsys.readouterr().err)
+    assert not (folder / "page.html").exists()
 
 
 @pytest.mark.parametrize(
@@ -716,9 +741,9 @@ def test_a_function_that_should_not_be_causal_is_told_to_be(folder, capsys):
         (["a_port:a_list", "--weights", "layer.safetensors"], refuses("the function", "output: list")),
         (["a_port:nothing", "--weights", "layer.safetensors"], refuses("the function", "output: NoneType")),
         (["a_port:raises", "--weights", "layer.safetensors"], refuses("the function", "KeyError")),
-        (["layer.safetensors"] * 3, refuses("diagnose", str(["layer.safetensors"] * 3))),
-        (["layer.safetensors"], refuses("diagnose", "['layer.safetensors']")),
-        (["layer.safetensors", "swapped.safetensors", "--not-causal"], refuses("--not-causal", "swapped.safetensors")),
+        (["layer.safetensors"] * 3, refuses("INPUT", "layer.safetensors layer.safetensors")),
+        (["layer.safetensors"], refuses("INPUT", "layer.safetensors")),
+        (["layer.safetensors", "swapped.safetensors", "--no-causal"], refuses("--causal", "swapped.safetensors")),
     ],
 )
 def test_what_cannot_be_diagnosed_is_refused_in_a_line(folder, capsys, arguments, refusal):
@@ -747,6 +772,11 @@ def test_traces_are_diagnosed_alone_and_in_pairs(tmp_path, capsys):
     assert "jax is right" in out
     assert "torch goes wrong at q" in out
     assert "RoPE is missing" in out
+    page = tmp_path / "page.html"
+    assert main(["diagnose", right, wrong, "--html", str(page)]) == 1
+    assert page.read_text("utf-8").count("RoPE is missing") > 1
+    assert main(["compare", str(tmp_path / "jax"), "--quiet"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("jax agrees with the float64 reference: 1 case")
 
 
 def test_wrong_gradients_are_a_difference_that_no_mistake_explains(tmp_path, capsys, monkeypatch):

@@ -530,7 +530,10 @@ def test_of_several_layers_the_one_that_differs_is_shown(tmp_path, capsys):
     assert "h.2 and h.2 differ first at v" in out
     assert "v_proj.weight differs in 256 of 256 elements" in out
     assert "the second's is the first's, times 3" in out
-    assert "1 the same, bit for bit; 1 the same function in other words; 0 the same up to rounding; 1 different" in out
+    assert (
+        "1 the same, bit for bit; 1 the same function, written differently; 0 the same up to rounding; 1 different"
+        in out
+    )
     assert main(["diagnose", *arguments]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "h.2 and h.2 are the first of 3 layers that differ" in out

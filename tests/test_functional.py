@@ -209,7 +209,7 @@ def test_a_framework_is_known_by_the_weights():
 
 
 def test_conformance_takes_weights(own, capsys):
-    arguments = ["conformance", "mine_functional:named", "--questions", "attends", "--dtypes", "float32"]
+    arguments = ["conformance", "mine_functional:named", "--checks", "attends", "--dtypes", "float32"]
     assert main(arguments) == 2
     assert refuses("--params", remedy={"--params": ...}).is_printed_in(capsys.readouterr().err)
     assert main([*arguments, "--params", "mine_functional:params", "--json", "found.json"]) == 0
@@ -225,7 +225,7 @@ def test_diagnose_takes_weights(own, capsys):
     weights = {"q_proj.weight": q.T, "k_proj.weight": k.T, "v_proj.weight": v.T, "out_proj.weight": np.eye(WIDTH)}
     spec = AttentionSpec(WIDTH, HEADS, qkv_bias=False, out_bias=False)
     parity.save("w.safetensors", {name: np.array(x, np.float32, order="C") for name, x in weights.items()}, spec)
-    arguments = ["diagnose", "mine_functional:named", "--weights", "w.safetensors", "--not-causal"]
+    arguments = ["diagnose", "mine_functional:named", "--weights", "w.safetensors", "--no-causal"]
     assert main(arguments) == 2
     assert refuses("--params", remedy={"--params": ...}).is_printed_in(capsys.readouterr().err)
     assert main([*arguments, "--params", "mine_functional:NAMED"]) == 0

@@ -146,9 +146,9 @@ def test_what_devices_of_a_mesh_send_is_listed_and_more_than_needed_marked(good)
     assert page.of("h1", "bad")
     assert len(page.of("tr", "fail")) == 1
     assert "✗ forward2 all-gather, 1 all-reduce1 all-reduce—1: gqa-causal" in page.text
-    assert "Devices send more than they need in 1 program: what they send" in page.text
-    assert "all stages agree, more is sent than needed" in page.text
-    assert "What devices send" not in Page(good[2]).text
+    assert "Devices send more than they need in 1 program: traffic between devices" in page.text
+    assert "all stages agree, devices send too much" in page.text
+    assert "Traffic between devices" not in Page(good[2]).text
 
 
 def test_what_a_backend_raised_is_shown(monkeypatch):

@@ -203,7 +203,7 @@ def test_a_recording_is_judged_by_a_folder_without_rules(unruled, tmp_path):
         model(**inputs_of("llama"))
     tapped.save(tmp_path / "tap.safetensors")
     report = tmp_path / "report.json"
-    told = ["diagnose", str(tmp_path / "tap.safetensors"), "--weights", str(unruled), "--json", str(report)]
+    told = ["diagnose", str(tmp_path / "tap.safetensors"), "--model", str(unruled), "--json", str(report)]
     assert main(told) == 1
     (recording,) = json.loads(report.read_text())["recordings"]
     assert [layer["passed"] for layer in recording["layers"]] == [True, False]

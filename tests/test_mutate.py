@@ -436,7 +436,7 @@ def test_what_weak_tests_do_not_notice_is_said_with_the_reason(project, capsys, 
     }
     assert found["mask-flipped"]["by"] == "test_mine.py::test_mask"
     assert "mask-polarity" in said
-    assert "4 mistakes planted: 1 noticed" in said
+    assert "4 bugs injected: 1 noticed" in said
     assert "NOT NOTICED" in said
     assert "scale-missing: the scale of the scores is missing, and every test passes; mha-parity bugs scale" in said
     assert not (tmp_path / ".pytest_cache").exists()
@@ -664,7 +664,7 @@ def test_options_of_pytest_reach_it_and_its_workers_have_the_mistake(project, ca
     status, found = project(tests, "--only", "scale-missing", command=command)
     assert status == 0
     assert (found["scale-missing"]["status"], found["scale-missing"]["by"]) == ("noticed", "test_mine.py::test_two")
-    assert "1 mistake planted: 1 noticed" in capsys.readouterr().out
+    assert "1 bug injected: 1 noticed" in capsys.readouterr().out
 
 
 @pytest.mark.thorough
@@ -690,8 +690,8 @@ def test_what_a_layer_does_not_allow_is_no_gap_of_the_tests_whatever_runs_them(p
         "q_proj-transposed": ("noticed", "exit status 1"),
         "batch-as-tokens": ("refused", "RuntimeError"),
     }
-    assert "not planted, no out_proj is known among its weights: out_proj-transposed, out_proj-bias-missing" in said
-    assert json.loads(pathlib.Path("found.json").read_text())["not_planted"].keys() == {
+    assert "not injected, no out_proj is known among its weights: out_proj-transposed, out_proj-bias-missing" in said
+    assert json.loads(pathlib.Path("found.json").read_text())["not_injected"].keys() == {
         *("out_proj-transposed", "out_proj-bias-missing", "rope-theta-10000", "rope-theta-500000"),
     }
     status, _ = project(tests, "--only", "out_proj-*", command=command, target=target)

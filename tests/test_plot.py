@@ -206,7 +206,7 @@ def trace(tmp_path):
 def test_plot_draws_a_layer_and_its_input_with_labels(layer, tmp_path, capsys):
     weights, x = layer
     target = str(tmp_path / "a.svg")
-    arguments = ["--input", x, "--causal", "--tokens", "The,cat,the,cat", "--heads", "1", "--json", f"{target}.json"]
+    arguments = ["--input", x, "--causal", "--labels", "The,cat,the,cat", "--heads", "1", "--json", f"{target}.json"]
     assert main(["plot", weights, target, *arguments]) == 0
     assert f"attn_weights, sequence 0, head 1; wrote {target}" in capsys.readouterr().out
     assert texts(target).count("cat") == 4
@@ -217,7 +217,7 @@ def test_plot_draws_a_layer_and_its_input_with_labels(layer, tmp_path, capsys):
 def test_plot_reads_tokens_from_a_file_one_a_line(layer, tmp_path):
     (tmp_path / "t.txt").write_text("a,b\nc\nd\ne\n")
     target = tmp_path / "a.svg"
-    assert main(["plot", layer[0], str(target), "--input", layer[1], "--tokens-file", str(tmp_path / "t.txt")]) == 0
+    assert main(["plot", layer[0], str(target), "--input", layer[1], "--labels-file", str(tmp_path / "t.txt")]) == 0
     assert "a,b" in texts(target)
 
 
@@ -236,7 +236,7 @@ def test_plot_draws_a_layer_for_a_case_in_any_layout(tmp_path):
     weights = random_weights(AttentionSpec(8, 2))
     parity.save(tmp_path / "w.safetensors", weights, AttentionSpec(8, 2), "torch.nn.MultiheadAttention", prefix="a.b")
     target = tmp_path / "a.png"
-    arguments = ["--layout", "torch.nn.MultiheadAttention", "--prefix", "a.b", "--num-heads", "2", "--case", "causal"]
+    arguments = ["--from", "torch.nn.MultiheadAttention", "--prefix", "a.b", "--num-heads", "2", "--case", "causal"]
     assert main(["plot", str(tmp_path / "w.safetensors"), str(target), *arguments]) == 0
     assert picture(target).std() > 0
 
@@ -253,7 +253,7 @@ def test_plot_draws_a_layer_for_a_case_in_any_layout(tmp_path):
         (["W", "a.png", "--case", "full", "--causal"], refuses("--causal")),
         (["W", "a.png", "--input", "X", "--stage", "attn_weights"], refuses("--stage", {"--stage": "attn_weights"})),
         (["W", "a.png", "--input", "W"], refuses("…w.safetensors")),
-        (["W", "a.png", "--input", "X", "--tokens", "a,b"], refuses("tokens", {"len(tokens)": 2})),
+        (["W", "a.png", "--input", "X", "--labels", "a,b"], refuses("--labels", {"len(tokens)": 2})),
         (["W", "a.png", "--input", "X", "--key-input", "NARROW"], refuses("key", key=(2, 7))),
         (["W", "a.png", "--input", "NARROW"], refuses("query", query=(2, 7))),
         (["W", "a.png", "--input", "INTEGERS"], refuses("query", {"query.dtype": np.dtype(int)})),

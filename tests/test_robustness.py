@@ -72,7 +72,7 @@ def test_traces_that_cannot_be_saved_are_refused_before_the_work(capsys, tmp_pat
 
 @pytest.mark.parametrize("command", ["plot", "bench"])
 def test_a_picture_that_cannot_be_written_is_refused_before_the_work(capsys, command):
-    arguments = ["no.npz", "/proc/x.png"] if command == "plot" else ["--what", "growth", "--plot", "/proc/x.png"]
+    arguments = ["no.npz", "/proc/x.png"] if command == "plot" else ["--suites", "growth", "--plot", "/proc/x.png"]
     assert refuses("DST" if command == "plot" else "--plot", "/proc/x.png: ").is_printed_in(
         refused(capsys, command, *arguments)
     )

@@ -361,7 +361,7 @@ def test_a_nan_that_a_backend_swallows_fails_and_is_named(monkeypatch):
 
 def test_gradients_that_are_not_compared_are_told():
     report = run_cases([CASES["nan-visible-causal"], CASES["nan-hidden-cross"]], ["torch"], with_gradients=True)
-    words = "gradients are not compared where a query is NaN, which makes all of them NaN: nan-visible-causal"
+    words = "gradients are not compared if a query is NaN, because all of them are then NaN: nan-visible-causal"
     assert report.warnings == [words]
     assert {c.case for c in report.comparisons if "grad." in c.stage} == {"nan-hidden-cross"}
 
@@ -381,7 +381,7 @@ def test_arrays_and_modules_of_torch_lie_on_the_device_of_a_run():
         (["--backends", "torch", "--device", "cuda:9"], ("one that torch has here", "cuda:9")),
         (["--backends", "torch", "--device", "gpu"], ("one that torch has here", "gpu")),
         (["--backends", "jax", "--device", "cuda"], ("without the backend torch",)),
-        (["--backends", "torch", "--mesh", "data=2", "--devices", "2", "--device", "cuda"], ("with a mesh",)),
+        (["--backends", "torch", "--mesh", "data=2", "--virtual-devices", "2", "--device", "cuda"], ("with a mesh",)),
     ],
     ids=["absent", "unknown", "not-torch", "mesh"],
 )

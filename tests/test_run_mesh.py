@@ -44,7 +44,7 @@ def ran(tmp_path_factory):
     """A run of `causal` and `textbook` on eight devices: what it printed, its JSON and its traces."""
     folder = tmp_path_factory.mktemp("mesh")
     report = folder / "report.json"
-    mesh = ["--devices", "8", "--mesh", "data=2,tensor=4", "--grad"]
+    mesh = ["--virtual-devices", "8", "--mesh", "data=2,tensor=4", "--grad"]
     printed = command(
         *mesh, "--cases", "[ct][ae][ux][st][ab]*[lk]", "--json", str(report), "--save-traces", str(folder)
     )
@@ -61,7 +61,10 @@ def test_cases_are_judged_and_collectives_counted(ran):
     assert forward
     assert all(each["counted"] == each["ideal"] for each in forward)
     assert all(each["passed"] for each in report["collectives"])
-    assert "What devices send, in how many cases jax blocks.forward: 1 all-reduce, 1 all-reduce of flags:" in printed
+    assert (
+        "Traffic between devices: program, operations, number of cases "
+        "jax blocks.forward: 1 all-reduce, 1 all-reduce of flags:" in printed
+    )
     assert "jax fused.gradient: 2 all-reduce, 1 all-reduce of flags:" in printed
 
 
@@ -112,18 +115,18 @@ def test_tokens_are_divided_along_the_only_dimension_of_a_mesh():
 
 
 def test_more_devices_than_there_are_is_refused_by_name(capsys):
-    said = command("--devices", "2", "--mesh", "data=4", "--cases", "causal", status=2)
-    assert refuses("--devices", {"--devices": 2}).is_printed_in(said)
+    said = command("--virtual-devices", "2", "--mesh", "data=4", "--cases", "causal", status=2)
+    assert refuses("--virtual-devices", {"--virtual-devices": 2}).is_printed_in(said)
     assert main(["run", "--backends", "jax", "--mesh", "data=2,tensor=4", "--cases", "causal"]) == 2
-    refusal = refuses("mesh", "data=2,tensor=4 and 1", hint="--devices 8")
+    refusal = refuses("mesh", "data=2,tensor=4 and 1", hint="--virtual-devices 8")
     assert refusal.is_printed_in(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
-        (["--devices", "8"], refuses("--devices")),
-        (["--axes", "explicit", "--devices", "2"], refuses("--devices and --axes")),
+        (["--virtual-devices", "8"], refuses("--virtual-devices")),
+        (["--axis-types", "explicit", "--virtual-devices", "2"], refuses("--virtual-devices and --axis-types")),
         *((["--mesh", mesh], refuses("mesh", mesh=mesh)) for mesh in ("heads=2", "data=2,data=2", "data=0", "data")),
     ],
 )

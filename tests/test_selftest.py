@@ -156,7 +156,7 @@ def test_the_command_prints_a_table_and_writes_the_outcomes(capsys, tmp_path):
     assert main(["selftest", "--backends", "torch", "--cases", "window", "--json", str(path)]) == 0
     out = capsys.readouterr().out
     count = 1 + len(planted_in(CASE_OF["window"]))
-    assert f"{count} planted, {count} seen at their stage, {count} named" in out
+    assert f"{count} injected, {count} detected at their stage, {count} named" in out
     outcomes = json.loads(path.read_text())["outcomes"]
     assert len(outcomes) == count
     assert all(outcome["is_caught"] and outcome["is_named"] for outcome in outcomes)
@@ -165,7 +165,7 @@ def test_the_command_prints_a_table_and_writes_the_outcomes(capsys, tmp_path):
 def test_the_command_fails_where_a_mistake_survives(capsys, monkeypatch):
     monkeypatch.setattr("parity_lab.selftest.planted", lambda name, problem, backend: nullcontext(problem))
     assert main(["selftest", "--backends", "torch", "--cases", "window"]) == 1
-    assert "NOT SEEN: q_proj-transposed in window on torch: all stages passed" in capsys.readouterr().out
+    assert "NOT DETECTED: q_proj-transposed in window on torch: all stages passed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1047,20 +1047,27 @@ def recordings(tmp_path_factory):
 
 def test_a_recording_is_diagnosed_by_its_model(recordings, tmp_path, capsys):
     model, right, wrong = recordings
-    assert main(["diagnose", wrong, "--weights", model, "--json", str(tmp_path / "told.json")]) == 1
+    assert main(["diagnose", wrong, "--model", model, "--json", str(tmp_path / "told.json")]) == 1
     out = capsys.readouterr().out
     assert "layer 4 (sliding_attention), stage mask: inf times its budget" in out
     assert "mistake   window-one-too-wide" in out
     (told,) = json.loads((tmp_path / "told.json").read_text())["recordings"]
     assert [layer["passed"] for layer in told["layers"]] == [True] * 4 + [False, True]
-    assert main(["diagnose", right, "--weights", model]) == 0
+    page = tmp_path / "page.html"
+    assert main(["diagnose", right, "--model", model, "--html", str(page)]) == 0
     assert "6 layers agree with the reference, each for its own input" in capsys.readouterr().out
+    assert page.read_text("utf-8").count('<svg class="heat layers"') == 1
+    assert main(["diagnose", right, "--weights", model]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("mha-parity: warning: --weights for recordings is deprecated")
+    assert captured.err.endswith("use --model\n")
+    assert "6 layers agree with the reference" in captured.out
 
 
 def test_recordings_are_compared_as_traces_are(recordings, tmp_path, capsys):
     model, right, wrong = recordings
     page, told = tmp_path / "page.html", tmp_path / "told.json"
-    assert main(["compare", right, wrong, "--weights", model, "--html", str(page), "--json", str(told)]) == 1
+    assert main(["compare", right, wrong, "--model", model, "--html", str(page), "--json", str(told)]) == 1
     assert "do NOT agree with the float64 reference: 6 cases" in capsys.readouterr().out
     found = json.loads(told.read_text())
     assert {each["case"] for each in found["results"] if each["status"] == "failed"} == {"layer 4 (sliding_attention)"}
@@ -1068,7 +1075,7 @@ def test_recordings_are_compared_as_traces_are(recordings, tmp_path, capsys):
     assert [strip.count("<path") for strip in strips] == [6, 6]
     assert ["beyond the budget: none" in strip for strip in strips] == [True, False]
     assert "beyond the budget: layer 4 (sliding_attention), mask ∞" in strips[1]
-    assert main(["compare", right, "--weights", model]) == 0
+    assert main(["compare", right, "--model", model]) == 0
 
 
 def test_two_recordings_are_compared_without_a_model(recordings, tmp_path, capsys):
@@ -1113,12 +1120,12 @@ def test_what_the_commands_refuse(recordings, tmp_path, capsys):
     parity.save(tmp_path / "layer.safetensors", parity.random_weights(FULL), FULL)
     layer, page = str(tmp_path / "layer.safetensors"), str(tmp_path / "page.html")
     for refusal, arguments in (
-        (refuses("--weights"), ["compare", right]),
+        (refuses("--model"), ["compare", right]),
         (refuses("recordings", f"{right} {layer}"), ["diagnose", right, layer]),
         (refuses("recordings", f"{right} {right}"), ["compare", right, right]),
         (refuses("--html", "recordings"), ["compare", right, wrong, "--html", page]),
-        (refuses("--weights", str(tmp_path)), ["compare", str(tmp_path), "--weights", model]),
-        (refuses("recordings", right), ["diagnose", right, "--not-causal"]),
+        (refuses("--model", str(tmp_path)), ["compare", str(tmp_path), "--model", model]),
+        (refuses("--causal", right), ["diagnose", right, "--no-causal"]),
     ):
         assert main(arguments) == 2
         assert refusal.is_printed_in(capsys.readouterr().err)

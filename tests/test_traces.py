@@ -336,7 +336,7 @@ def test_values_that_are_not_those_of_the_hardware_are_told(tt_traces):
     environment["backends"]["tt"]["numerics"]["values"] = "golden functions"
     change(path, metadata={"environment": json.dumps(environment)})
     assert joined(tt_traces).warnings == [
-        "tt ran without its hardware: in 1 case its values are those of golden functions"
+        "tt ran without its hardware: in 1 case its values come from golden functions"
     ]
 
 

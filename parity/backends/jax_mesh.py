@@ -43,7 +43,7 @@ def check_devices(plan: MeshPlan) -> None:
             "mesh",
             "have no more devices than JAX",
             f"{plan} and {count}",
-            hint=f"--devices {plan.size} makes virtual ones",
+            hint=f"--virtual-devices {plan.size} makes them",
         )
 
 

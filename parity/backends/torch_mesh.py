@@ -57,7 +57,7 @@ def check_devices(plan: MeshPlan) -> None:
             "mesh",
             "have no more devices than torch has processes",
             f"{plan} and {_allowed}",
-            hint=f"--devices {plan.size} starts them",
+            hint=f"--virtual-devices {plan.size} starts them",
         )
 
 

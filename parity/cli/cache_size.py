@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from parity.cli.help import Page, Result
-from parity.cli.options import check_names, check_range
+from parity.cli.options import check_names, check_range, dtype_name
 
-MOST_SIZE = 2**63 - 1  # of an axis, as arrays have it
+MOST_SIZE = 2**63 - 1  # of an axis of an array
 
 PAGE = Page(
     "compute the memory of a key/value cache",
@@ -21,12 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences; default: 1")
     parser.add_argument("--num-kv-heads", type=int, required=True, metavar="K", help="key/value heads")
     parser.add_argument("--head-dim", type=int, required=True, metavar="H", help="features of a head")
-    slots = parser.add_mutually_exclusive_group(required=True)
-    slots.add_argument("--capacity", type=int, metavar="S", help="tokens of each sequence")
-    slots.add_argument("--seq-len", dest="capacity", type=int, help=argparse.SUPPRESS)  # its former name
-    parser.add_argument("--batch", dest="batch_size", type=int, help=argparse.SUPPRESS)  # its former name
+    parser.add_argument("--capacity", type=int, required=True, metavar="S", help="tokens of each sequence")
     parser.add_argument("--num-layers", type=int, default=1, metavar="L", help="layers; default: 1")
-    parser.add_argument("--dtype", default="float16", help="float32, bfloat16, float16, float64; default: float16")
+    parser.add_argument(
+        "--dtype", type=dtype_name, default="float16", help="float32, bfloat16, float16, float64; default: float16"
+    )
 
 
 def run(options: argparse.Namespace) -> Result:

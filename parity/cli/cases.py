@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 PAGE = Page(
     "list the test cases of `run`",
-    "List the test cases of `run`, one a line: heads and tokens, masks, and the feature that fails with the case.",
+    "List the test cases of `run`, one per line: heads and tokens, masks, and the feature that fails with the case.",
     "mha-parity cases 'trained-*'",
     "listed",
 )
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def cases_named(flag: str, pattern: str, may_be_none: bool = False) -> list[Case]:
-    """Return the cases whose names fit a pattern, `random-N` too where it is the name itself."""
+    """Return the cases whose names match a pattern; `random-N` only by its own name."""
     from parity.core.cases import CASES, find_case
 
     cases = [case for name, case in CASES.items() if fnmatch.fnmatchcase(name, pattern)]

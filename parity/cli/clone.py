@@ -14,7 +14,7 @@ FROM_A_CLONE = ("selftest", "bench")
 
 
 def commands_of_a_clone() -> Iterator[tuple[str, ModuleType]]:
-    """Import the commands if `parity_lab` lies beside `parity`, to which an editable install knows no way."""
+    """Import the commands if `parity_lab` is next to `parity`; an editable install does not list it."""
     if "parity_lab" not in sys.modules:
         spec = PathFinder.find_spec("parity_lab", [str(Path(__file__).parents[2])])
         if spec is None or spec.loader is None:

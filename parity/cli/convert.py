@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Result:
-    """Convert, and print what became of the tensors."""
+    """Convert, and print the result for the tensors."""
     from parity.conversion.convert import convert_file
     from parity.conversion.inspect import count_tensors
     from parity.identification.folders import is_unknown, observe_folder, observed_file
@@ -101,20 +101,20 @@ def run(options: argparse.Namespace) -> Result:
     for layer in observed:
         warn(f"no rules of a family, observed with random inputs: {layer}")
     if source != options.source:
-        warn("left out: all tensors but those of its attention layers, which rules would distinguish")
+        warn("left out: all tensors but those of its attention layers, because no rules distinguish them")
     warn_of_parts(options.source)
     for what, names in (
-        ("not in the file, which by its config.json should have them", converted.missing),
-        ("left out, since they are not tensors", converted.left_out),
-        ("metadata of the source that the target does not hold", converted.metadata_left_out),
-        (f"kept in {converted.source}, since --prefix does not name them", converted.unconverted),
-        ("kept in the old layout, which an optimizer will take for the new one", converted.optimizer_state),
+        ("missing in the file, though its config.json requires them", converted.missing),
+        ("left out, because they are not tensors", converted.left_out),
+        ("metadata of the source that the target cannot hold", converted.metadata_left_out),
+        (f"kept in {converted.source}, because --prefix does not match them", converted.unconverted),
+        ("kept in the old layout, although an optimizer expects the new one", converted.optimizer_state),
         (
-            "over the width of all heads: each rank has the weights of its own, and whoever computes with them must "
+            "norms over the width of all heads: each rank has its own weights, and code that computes with them must "
             "add up the squares of all ranks",
             converted.joined,
         ),
-        ("quantised in the source, and written as the float32 values that it stands for", converted.dequantised),
+        ("quantized in the source, and written as the float32 values that they represent", converted.dequantised),
     ):
         if names:
             warn(f"{what}: {some_of(names)} ({len(names)})")

@@ -8,17 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from parity.cli.former import warn_of_former
 from parity.cli.help import Page, Result
-from parity.cli.layers import add_layer_options, layer_options, pairs_of_layers, status_of
+from parity.cli.layers import ASSUMED_CAUSAL, add_layer_options, layer_options, pairs_of_layers, status_of
 from parity.cli.messages import refusal
-from parity.cli.options import add_params_option
+from parity.cli.options import add_causal_option, add_params_option
 from parity.cli.paths import kind_of
+from parity.cli.reports import add_html_option, attention_maps, write_page
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from parity.core.problem import Problem
     from parity.diagnosis.diagnose import Diagnosis
+    from parity.running.report import Report
 
 PAGE = Page(
     "name the wrong layer, the wrong stage and the bug",
@@ -32,9 +35,9 @@ PAGE = Page(
         ("TRACE", "a trace that `run --save-traces` wrote"),
         ("TRACE TRACE", "two traces of one case"),
         ("FILE FILE", "two files of weights"),
-        ("RECORDING --weights FOLDER", "a recording of parity.tap, and its model"),
+        ("RECORDING --model FOLDER", "a recording of parity.tap, and its model"),
         ("RECORDING RECORDING", "two recordings of one model"),
-        ("FILE… --ranks tensor=4 --weights FILE", "the stages of each rank"),
+        ("FILE… --mesh tensor=4 --weights FILE", "the stages of each rank"),
     ),
 )
 
@@ -47,24 +50,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a function, traces, recordings or weight files: see the forms below",
     )
     parser.add_argument(
-        "--weights",
-        metavar="FILE",
-        help="right weights for a function or --ranks; the model for recordings",
+        "--weights", metavar="FILE", help="correct weights of the function, or of the layer that ranks divide"
     )
+    parser.add_argument("--model", metavar="FOLDER", help="model of the recordings, with config.json and weights")
     parser.add_argument(
         "--framework", choices=("torch", "jax", "ttnn"), help="framework of a function, if it cannot be inferred"
     )
     add_params_option(parser)
+    add_causal_option(parser, "causal mask of a function or of ranks; default: --causal for self-attention")
     parser.add_argument(
-        "--not-causal", action="store_true", help="with a function or --ranks: every token attends to all tokens"
-    )
-    parser.add_argument(
-        "--ranks",
+        "--mesh",
         metavar="tensor=4",
-        help="each file holds the stages of one rank, in order; ranks share heads (tensor) or tokens (sequence)",
+        help="files are the stages of ranks, in order; ranks divide the heads (tensor) or tokens (sequence)",
     )
     parser.add_argument(
-        "--case", metavar="NAME", help="with --ranks: the case that ranks computed, instead of --weights"
+        "--case", metavar="NAME", help="with --mesh: the case that ranks computed, instead of --weights"
     )
     parser.add_argument(
         "--from",
@@ -75,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="layout of both weight files, or of each",
     )
     add_layer_options(parser, "the layer, in both files or each", many=True)
+    add_html_option(parser)
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -82,42 +83,58 @@ def run(options: argparse.Namespace) -> Result:
     from parity.cli import ranks, taps
     from parity.reporting.console import console
     from parity.reporting.diagnosis import print_diagnosis
+    from parity.running.run import compare_traces
 
-    out = console()
-    if options.ranks is not None:
-        if options.framework:
-            raise refusal("--framework", "come with PKG.MODULE:CALLABLE", " ".join(options.files))
+    out, files = console(), " ".join(options.files)
+    if options.mesh is not None:
+        for flag, value in {"--framework": options.framework, "--params": options.params}.items():
+            if value is not None:
+                raise refusal(flag, "be passed with PKG.MODULE:FUNCTION", files)
+        if options.html is not None:
+            raise refusal("--html", "be left out with --mesh")
         return ranks.diagnose(options)
     if options.case is not None:
-        raise refusal("--case", "come with --ranks")
+        raise refusal("--case", "be passed with --mesh")
+    of_function = {"--framework": options.framework, "--params": options.params, "--causal": options.causal}
     if taps.are_taps(options.files):
-        if options.framework or options.not_causal or options.layouts:
-            raise refusal("recordings", "come with --weights alone", f"{' '.join(options.files)} with more")
+        if options.weights is not None:
+            warn_of_former("--weights for recordings", "--model")
+            options.model, options.weights = options.weights, None
+        of_others = {**of_function, "--from": options.layouts or None, "--prefix": options.prefix or None}
+        if given := [flag for flag, value in of_others.items() if value is not None]:
+            raise refusal(", ".join(given), "be left out for recordings", files)
         return taps.diagnose(options)
-    of_function = {"--weights": options.weights, "--framework": options.framework}
-    of_function |= {"--params": options.params, "--not-causal": options.not_causal}
+    if options.model is not None:
+        raise refusal("--model", "be passed with recordings", files)
     is_function = len(options.files) == 1 and ":" in options.files[0] and not Path(options.files[0]).exists()
-    if not is_function and (given := [flag for flag, value in of_function.items() if value]):
-        raise refusal(", ".join(given), "come with PKG.MODULE:CALLABLE", " ".join(options.files))
+    of_function["--weights"] = options.weights
+    if not is_function and (given := [flag for flag, value in of_function.items() if value is not None]):
+        raise refusal(", ".join(given), "be passed with PKG.MODULE:FUNCTION", files)
+    maps = attention_maps(options)
     if is_function:
-        diagnosis = _diagnose_function(options, out)
+        diagnosis, report = _diagnose_function(options, out)
     elif len(options.files) <= 2 and _are_traces(options.files):
         diagnosis = _diagnose_traces(options.files, out)
+        report = None if options.html is None else compare_traces(options.files, on_judged=maps)
     elif len(options.files) == 2:
         return _diagnose_weights(options, out)
     else:
-        raise refusal("diagnose", "be given a trace, two traces, two weight files or a function", str(options.files))
+        kinds = "PKG.MODULE:FUNCTION, one or two traces, one or two recordings, or two weight files"
+        raise refusal("INPUT", f"be {kinds}", files)
     print_diagnosis(diagnosis, out)
+    write_page(options, report, maps)
     return 1 if diagnosis.is_wrong else 0, diagnosis.to_dict()
 
 
 def _diagnose_weights(options: argparse.Namespace, out: Console) -> Result:
-    """Print what differs between one layer of each of two files, and what explains it: of many, the first that does."""
+    """Print how the layers of two files differ and the bug that explains it; of many, the first pair that differs."""
     from parity.conversion.differences import compare_weights
     from parity.diagnosis.diagnose import Diagnosis
     from parity.diagnosis.weights import diagnose_weights
     from parity.reporting.diagnosis import print_weights
 
+    if options.html is not None:
+        raise refusal("--html", "be left out for weight files")
     shown: tuple[Any, Any] | None = None
     with pairs_of_layers(options) as pairs:
         for one, other in pairs.layers:
@@ -140,7 +157,7 @@ def _diagnose_weights(options: argparse.Namespace, out: Console) -> Result:
 
 
 def _are_traces(files: Sequence[str]) -> bool:
-    """Whether the files are traces, all of them or none."""
+    """Return if the files are traces; reject a mixture."""
     kinds = [kind_of(path) == "trace" for path in files]
     if any(kinds) and not all(kinds):
         raise refusal("both files", "be traces, or neither", " ".join(files))
@@ -148,7 +165,7 @@ def _are_traces(files: Sequence[str]) -> bool:
 
 
 def _diagnose_traces(files: Sequence[str], out: Console) -> Diagnosis:
-    """The diagnosis of one trace, or of the one of two that goes wrong first."""
+    """Return the diagnosis of a trace; of two traces, the one that goes wrong first."""
     from parity.core.compare import first_difference
     from parity.diagnosis.traces import diagnose_worst, distances, judge_together
     from parity.reporting.diagnosis import print_divergence
@@ -156,8 +173,8 @@ def _diagnose_traces(files: Sequence[str], out: Console) -> Diagnosis:
 
     traces = [load_trace(path) for path in files]
     if len({trace.problem.digest for trace in traces}) > 1:
-        raise refusal("traces", "be of one problem", " ".join(files))
-    if len({trace.title for trace in traces}) < len(traces):  # of one backend: the files tell them apart
+        raise refusal("traces", "be of one case and dtype", " ".join(files))
+    if len({trace.title for trace in traces}) < len(traces):  # of one backend: files distinguish them
         traces = [
             replace(trace, folder=path, is_named_by_folder=True) for trace, path in zip(traces, files, strict=True)
         ]
@@ -169,37 +186,42 @@ def _diagnose_traces(files: Sequence[str], out: Console) -> Diagnosis:
     return diagnose_worst(traces, sides)
 
 
-def _diagnose_function(options: argparse.Namespace, out: Console) -> Diagnosis:
-    """The diagnosis of somebody's function, and what was taken for granted."""
+def _diagnose_function(options: argparse.Namespace, out: Console) -> tuple[Diagnosis, Report | None]:
+    """Return the diagnosis of a function, and a report if a page is requested; print assumptions."""
     from parity.backends import FRAMEWORKS, load_backend
     from parity.diagnosis.diagnose import SECONDS, diagnose, observe
+    from parity.running.report import report_of_stages
 
     function, problem, framework = _function(options)
     case = problem.case
     with load_backend(FRAMEWORKS[framework]).lock(problem.dtype) as settings:  # what a layer keeps lasts for both calls
         arithmetic = settings.get("arithmetic", "ieee")
-        diagnosis = diagnose(observe(function, problem, framework), problem, arithmetic=arithmetic)
-        if case.is_causal:
-            told = f"{options.files[0]} is taken to be causal; --not-causal says that every token sees every other"
-            out.print(told, soft_wrap=True, highlight=False)
-        if case.is_causal and diagnosis.is_wrong:
+        observed = observe(function, problem, framework)
+        diagnosis = diagnose(observed, problem, arithmetic=arithmetic)
+        report = None
+        if options.html is not None:
+            report = report_of_stages(options.files[0], framework, observed, problem, arithmetic, diagnosis)
+        is_assumed = case.is_causal and options.causal is None
+        if is_assumed:
+            out.print(f"{options.files[0]} {ASSUMED_CAUSAL}", soft_wrap=True, highlight=False)
+        if is_assumed and diagnosis.is_wrong:
             other = replace(problem, case=replace(case, is_causal=False))
             observed, seconds = observe(function, other, framework), SECONDS if diagnosis.unknowns else 0.0
             if words := _words_of(diagnose(observed, other, arithmetic=arithmetic, seconds=seconds)):
-                out.print(f"with --not-causal {words}", style="bold", soft_wrap=True, highlight=False)
-    return diagnosis
+                out.print(f"with --no-causal {words}", style="bold", soft_wrap=True, highlight=False)
+    return diagnosis, report
 
 
 def _words_of(diagnosis: Diagnosis) -> str:
-    """What would be said otherwise, if that leaves nothing open."""
+    """Return the result under another assumption, if it leaves nothing unexplained."""
     if not diagnosis.is_wrong:
         return "nothing differs"
     names = [name for explanation in diagnosis.explanations for name in explanation.hypotheses]
-    return "" if diagnosis.unknowns or not names else f"all that differs is explained by {', '.join(names)}"
+    return "" if diagnosis.unknowns or not names else f"all differences are explained by {', '.join(names)}"
 
 
 def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
-    """A function, probe inputs with the weights that it should have, and its framework."""
+    """Return a function, probe inputs with its correct weights, and its framework."""
     from parity.backends import FRAMEWORKS, why_missing
     from parity.conformance.discover import framework_of, load_callable, load_params, made
     from parity.conformance.functional import check_has_weights
@@ -208,19 +230,19 @@ def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:
     from parity.core.problem import make_problem
 
     if options.weights is None:
-        raise refusal("--weights", f"name a file of the weights that {options.files[0]} should have")
+        raise refusal("--weights", f"be passed for a function: the file of the correct weights of {options.files[0]}")
     function = load_callable(options.files[0])
     if isinstance(function, type):
-        raise refusal(options.files[0], "be a function or a layer that was made", "the class")
+        raise refusal(options.files[0], "be a function, or an instance of a layer", "a class")
     function = made(function, options.files[0], options.params and load_params(options.params))
     check_has_weights(function, options.files[0])
     framework = options.framework or framework_of(function)
     if framework is None:
-        raise refusal("--framework", f"say whose arrays {options.files[0]} takes, one of {list(FRAMEWORKS)}")
+        raise refusal("--framework", f"be the framework of {options.files[0]}, one of {', '.join(FRAMEWORKS)}")
     if reason := why_missing(FRAMEWORKS[framework]):
         raise ModuleNotFoundError(reason)
     layouts, prefixes = options.layouts or [None], options.prefix or [None]
     weights, spec = load(options.weights, layouts[0], prefix=prefixes[0], **layer_options(options))
-    case = probe_case("diagnose", spec, is_causal=False if options.not_causal else None)
-    dtype = "bfloat16" if framework == "ttnn" else "float32"  # what its fused kernels take
+    case = probe_case("diagnose", spec, is_causal=options.causal)
+    dtype = "bfloat16" if framework == "ttnn" else "float32"  # the dtype of its fused kernels
     return function, make_problem(case, dtype, weights), framework

@@ -5,18 +5,23 @@ from __future__ import annotations
 import argparse
 
 from parity.cli.help import Page, Result
+from parity.cli.messages import say_error
+from parity.cli.options import check_names, name_list
 
 PAGE = Page(
     "report what is installed and what would be skipped",
     "Report which packages are installed, on which devices and with which numerics settings the backends run, "
     "what would be skipped, and how to get it.",
-    "mha-parity doctor",
-    "always, even if something is missing",
+    "mha-parity doctor --require torch,jax",
+    "reported",
+    "something of --require is missing",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add nothing: there are no options but those of every command."""
+    parser.add_argument(
+        "--require", type=name_list, metavar="A,B", help="backends and packages that must not be missing"
+    )
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -27,13 +32,22 @@ def run(options: argparse.Namespace) -> Result:
     from parity.reporting.console import console
     from parity.reporting.environment import print_environment
 
+    check_names("--require", options.require, list(dict.fromkeys((*BACKENDS, *OPTIONAL))))
     missing = {name: reason for name in BACKENDS if (reason := why_missing(name))}
     for name in BACKENDS.keys() - missing.keys():
         try:
             environment([name])
-        except Exception as error:  # a doctor that dies of the illness is of no use
+        except Exception as error:  # reported like a backend that is not installed
             missing[name] = f"{name} does not start: {type(error).__name__}: {error}"
     found = environment(name for name in BACKENDS if name not in missing)
     optional = {name: version_of(name) if is_installed(name) else None for name in OPTIONAL}
     print_environment(found, {name: missing.get(name) for name in BACKENDS}, optional, console())
-    return 0, {"environment": found, "missing": missing, "optional": optional}
+    lacking = {name: missing[name] for name in options.require or () if name in missing}
+    lacking |= {
+        name: f"{name} is not installed: pip install {name}"
+        for name in options.require or ()
+        if name not in BACKENDS and optional[name] is None
+    }
+    if lacking:
+        say_error(f"--require: {'; '.join(lacking.values())}", 1)
+    return int(bool(lacking)), {"environment": found, "missing": missing, "optional": optional}

@@ -16,12 +16,12 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE")
+    parser.add_argument("file", metavar="FILE", help="a file of tensors, or a folder of shards or of files of ranks")
     add_layer_options(parser)
 
 
 def run(options: argparse.Namespace) -> Result:
-    """Print what a file holds."""
+    """Print the tensors and layers of a file."""
     from parity.conversion.inspect import find_layers
     from parity.conversion.ranks import open_checkpoint
     from parity.reporting.console import console

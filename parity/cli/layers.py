@@ -1,4 +1,4 @@
-"""The layers in files of weights that a command line names: which they are, and their heads."""
+"""Layers in the weight files of a command line: which they are, and their heads."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from parity.conversion.hints import LayerKeywords
     from parity.conversion.layers import FileLayer
     from parity.conversion.not_compared import NotCompared
+
+
+ASSUMED_CAUSAL = "is assumed to be causal; if it is not, pass --no-causal"
 
 
 def add_layer_options(parser: argparse._ActionsContainer, what: str = "", *, many: bool = False) -> None:
@@ -46,51 +49,51 @@ def layer_options(options: argparse.Namespace) -> LayerKeywords:
 
 
 def said_of_layers(options: argparse.Namespace) -> list[str]:
-    """The flags that say something of the layers of files, and were given."""
+    """Return the options about layers of files that were passed."""
     said = {"--from": options.layout, "--prefix": options.prefix}
     said |= {flag_of(name): value for name, value in layer_options(options).items()}
     return [flag for flag, value in said.items() if value is not None]
 
 
 def warn_of_parts(path: str) -> None:
-    """Say which parts of a model are passed over, and why, of a folder with a config.json."""
+    """Warn of the parts of a model that are not read, with the reasons; for a folder with a config.json."""
     from parity.models.config import read_config
     from parity.models.specs import unknown_parts
 
     if not Path(path).is_dir():
         return
-    with suppress(OSError, ValueError, RecursionError):  # whoever reads the layers says what is wrong with it
+    with suppress(OSError, ValueError, RecursionError):  # reading the layers reports errors of the configuration
         config = read_config(path)
         for name, why in unknown_parts(config).items():
             warn(f"{name or config['model_type']} is not read: {why}")
 
 
 class Pairs(NamedTuple):
-    """Layers of two files that belong together, and what a comparison of them leaves out."""
+    """Matching layers of two files, and parts that their comparison leaves out."""
 
     layers: list[tuple[Any, Any]]
     not_compared: list[NotCompared]
 
 
 def status_of(same: bool, pairs: Pairs) -> int:
-    """The exit status of a comparison: 0 only if everything was compared, and is the same."""
+    """Return the exit status of a comparison: 0 only if everything was compared and is the same."""
     return (2 if any(each.is_open for each in pairs.not_compared) else 0) if same else 1
 
 
 @contextmanager
 def pairs_of_layers(options: argparse.Namespace) -> Iterator[Pairs]:
-    """The layers of two open files that belong together; what is given once is said of both."""
+    """Yield matching layers of two open files. An option that is passed once holds for both files."""
     from parity.conversion.layers import open_model
     from parity.conversion.metadata import tells_layout
     from parity.conversion.not_compared import by_reason, find_not_compared, of_files
 
     def each(flag: str, values: list[str]) -> list[str | None]:
         if len(values) > 2:
-            raise refusal(flag, "be given once or twice", {flag: values})
+            raise refusal(flag, "be passed once or twice", {flag: values})
         return [values[0], values[-1]] if values else [None, None]
 
     layouts, prefixes = each("--from", options.layouts), each("--prefix", options.prefix)
-    if len(options.layouts) == 1:  # it is of the file that does not say it itself, or of both
+    if len(options.layouts) == 1:  # it holds for the file without metadata, or for both
         tell = [tells_layout(path) for path in options.files]
         layouts = [None if told and not all(tell) else layouts[0] for told in tell]
     with ExitStack() as stack:
@@ -113,9 +116,9 @@ def pairs_of_layers(options: argparse.Namespace) -> Iterator[Pairs]:
 
 
 def _in_order_of(layers: list[FileLayer], others: list[FileLayer]) -> list[FileLayer]:
-    """The other layers in the order of the first ones, by their labels or by the model's; else as they are.
+    """Return the other layers in the order of the first ones, by their labels or the model's, or else unchanged.
 
-    The parts of a model lie in each file in an order of its own.
+    Each file has its own order of the parts of a model.
     """
     for name_of in (lambda layer: layer.label, lambda layer: layer.model and layer.model.path):
         held = {name_of(layer): layer for layer in others}
@@ -125,7 +128,7 @@ def _in_order_of(layers: list[FileLayer], others: list[FileLayer]) -> list[FileL
 
 
 def _restored(layer: FileLayer, other: FileLayer) -> FileLayer:
-    """A layer with what its file was told to leave out, if the other one's says it."""
+    """Return a layer with the features that its file dropped, if the other layer has them."""
     from dataclasses import replace
 
     from parity.conversion.layouts.layout import with_dropped

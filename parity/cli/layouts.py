@@ -15,7 +15,7 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="LAYOUT")
+    parser.add_argument("name", nargs="?", metavar="LAYOUT", help="the layout to describe; default: list all")
 
 
 def run(options: argparse.Namespace) -> Result:

@@ -9,6 +9,7 @@ import argparse
 import math
 import os
 import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -41,12 +42,14 @@ from parity.cli import (
     write,
 )
 from parity.cli.clone import FROM_A_CLONE, commands_of_a_clone
+from parity.cli.completion import SHELLS
+from parity.cli.former import with_new_names
 from parity.cli.help import EXIT_STATUS
 from parity.cli.messages import is_writable, refusal, say, say_error, warn
 from parity.cli.options import in_flags
 from parity.cli.paths import REPORTS, STANDARD_OUTPUT, check_paths
 from parity.conversion.not_carried import NotCarriedWarning
-from parity.text import did_you_mean, in_line
+from parity.text import and_listed, did_you_mean
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -70,7 +73,7 @@ COMMANDS: dict[str, Any] = {
     "diagnose": diagnose,
     **dict(commands_of_a_clone()),
 }
-"""A module for each: its `PAGE` of help, `add_arguments`, and `run`, which alone imports what takes time."""
+"""A module for each: its `PAGE` of help, `add_arguments`, and `run`, which has all slow imports."""
 
 GROUPS = {
     "check": ("run", "compare", "conformance", "mutate", "verify"),
@@ -80,42 +83,43 @@ GROUPS = {
 }
 """Commands in the order of the help, by the kind of their work."""
 
-PATIENCE = 5.0  # seconds that an import may go on when a signal has come
+PATIENCE = 5.0  # seconds for which an import may continue after a signal
 
 EXPECTED = (OSError, ValueError, TypeError, ImportError, RuntimeError, MemoryError)
-"""What a wrong argument, a bad file or a machine raises; all else is a mistake of ours, and no mismatch."""
+"""Errors of a wrong argument, a bad file or a machine; all others are bugs of this program."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
-    SIGINT, SIGTERM and SIGHUP end it as an error does: what was begun is cleared away, and the status is 128 + signal.
+    SIGINT, SIGTERM and SIGHUP end it like an error: unfinished files are removed, and the status is 128 + signal.
 
     Args:
-        arguments: as on the command line; those of the process when absent.
+        arguments: words of the command line; default: the arguments of the process.
 
     Returns:
         The exit status.
     """
+    words = list(sys.argv[1:] if arguments is None else arguments)
     with _signals_raise(for_good=arguments is None) as received:
         try:
-            name = next(iter(sys.argv[1:] if arguments is None else arguments), "")
+            words = with_new_names(words)
+            name = next(iter(words), "")
             if name in FROM_A_CLONE and name not in COMMANDS:
                 raise ModuleNotFoundError(
                     f"{name} is not in the wheel: it needs a clone, and there `make` or pip install --editable"
                 )
-            if name and not name.startswith("-") and name not in COMMANDS:
-                hint = did_you_mean(name, COMMANDS) or "`mha-parity --help` lists them"
-                raise refusal("COMMAND", "be a known one", name, hint=hint)
-            options, unknown = make_parser().parse_known_args(arguments)
+            if not name.startswith("-") and name not in COMMANDS:
+                hint = " ".join(filter(None, (did_you_mean(name, COMMANDS), "`mha-parity --help` lists them")))
+                raise refusal("COMMAND", "be a known command", name or "none", hint=hint)
+            options, unknown = make_parser().parse_known_args(words)
             if unknown and not unknown[0].startswith("-"):
-                raise refusal("arguments", f"be those of {name}", unknown[0])
+                raise refusal("arguments", f"be those of {options.parser.usage_line()}", unknown[0])
             if unknown:
-                hint = (
-                    did_you_mean(unknown[0], re.findall(r"--[\w-]+", options.format_help()))
-                    or f"`mha-parity {name} --help` lists its options"
-                )
-                raise refusal(unknown[0], f"be an option of {name}", hint=hint)
+                flag = unknown[0].partition("=")[0]
+                flags = re.findall(r"--[\w-]+", options.parser.format_help())
+                hint = did_you_mean(flag, flags) or f"`mha-parity {name} --help` lists its options"
+                raise refusal(flag, f"be an option of {name}", hint=hint)
             with _warnings_in_a_line():
                 status = _run_command(options)
             _check_output()
@@ -123,14 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (Exception, KeyboardInterrupt) as error:
             if os.environ.get("MHA_PARITY_TRACEBACK"):
                 traceback.print_exc()
-            if received or isinstance(error, KeyboardInterrupt):  # an import that is interrupted may fail in any way
+            if received or isinstance(error, KeyboardInterrupt):  # an interrupted import may fail in any way
                 number = received[0] if received else signal.SIGINT
                 by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
                 return say(f"interrupted{by}", 128 + number)
             if isinstance(error, EXPECTED):
                 return say_error(_words_of(error), 2)
-            what = f"{type(error).__name__}: {error}".rstrip(": ")
-            return say_error(f"a bug in mha-parity, {what}; MHA_PARITY_TRACEBACK=1 shows where", 70)
+            return say_error(_report_of_bug(error, words), 70)
         finally:
             for stream in (sys.stdout, sys.stderr):
                 is_writable(stream)
@@ -141,6 +144,26 @@ def _words_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
+
+
+def _report_of_bug(error: BaseException, words: Sequence[str]) -> str:
+    """Return how to report an error of this program. Its traceback is in a file, if one can be written."""
+    from importlib import metadata
+
+    place = "with this command and a traceback (MHA_PARITY_TRACEBACK=1)"
+    version, urls = "unknown", []
+    with suppress(metadata.PackageNotFoundError):
+        about = metadata.metadata("mha-parity")
+        version, urls = about["Version"], about.get_all("Project-URL") or []
+    with suppress(OSError):
+        lines = (f"mha-parity {version}, Python {sys.version}", shlex.join(("mha-parity", *words)))
+        text = "".join((*(f"{line}\n" for line in lines), "\n", *traceback.format_exception(error)))
+        with tempfile.NamedTemporaryFile("wb", prefix="mha-parity-bug-", suffix=".txt", delete=False) as file:
+            file.write(text.encode("utf-8", "backslashreplace"))
+        place = f"with {file.name}, which has the command and the traceback"
+    issues = next((url for name, _, url in (each.partition(", ") for each in urls) if name.lower() == "issues"), "")
+    what = f"{type(error).__name__}: {error}".rstrip(": ")
+    return f"a bug in mha-parity, {what}; please report it {f'at {issues} ' if issues else ''}{place}"
 
 
 def _check_output() -> None:
@@ -169,13 +192,13 @@ def _warnings_in_a_line() -> Iterator[None]:
 
 @contextmanager
 def _signals_raise(*, for_good: bool) -> Iterator[list[int]]:
-    """Signals that end a process raise KeyboardInterrupt instead, once: what they interrupt cleans up in peace.
+    """Raise KeyboardInterrupt once for signals that end a process, so that interrupted work can clean up.
 
-    An import goes on until it is done. What is ignored, as by nohup, stays ignored. Afterwards all is as it was;
-    `for_good`: a signal ends the process at once.
+    An import continues until it is done. Ignored signals, as under nohup, stay ignored. Afterwards the former handlers
+    return or, with `for_good`, a signal ends the process at once.
 
     Yields:
-        The signals that came.
+        The received signals.
     """
     received: list[int] = []
     raised = False
@@ -192,7 +215,7 @@ def _signals_raise(*, for_good: bool) -> Iterator[list[int]]:
         is_importing = "<frozen importlib._bootstrap>" in places
         if hasattr(signal, "setitimer") and is_importing and time.monotonic() < latest:
             before.setdefault(signal.SIGALRM, signal.signal(signal.SIGALRM, interrupt))
-            signal.setitimer(signal.ITIMER_REAL, 0.02)  # libraries in C print a traceback when they cannot be imported
+            signal.setitimer(signal.ITIMER_REAL, 0.02)  # libraries in C print a traceback if their import fails
             return
         raised = True
         raise KeyboardInterrupt
@@ -226,9 +249,9 @@ def _run_command(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report"
         setattr(options, to_stdout[0], str(path))
-        with redirect_stdout(sys.stderr):  # what is for people goes there
+        with redirect_stdout(sys.stderr):  # output for people
             status = _run_and_write(options)
-        with suppress(BrokenPipeError):  # the reader has seen enough
+        with suppress(BrokenPipeError):  # the reader has stopped
             sys.stdout.flush()
             sys.stdout.buffer.write(path.read_bytes())
             sys.stdout.flush()
@@ -249,11 +272,41 @@ def _run_and_write(options: argparse.Namespace) -> int:
     return status
 
 
+FLAG = r"argument (?:-\w/)?(\S+): "
+
+RULES = (
+    (FLAG + "invalid int value: '(.*)'", r"\1 must be an integer, got \2"),
+    (FLAG + "invalid float value: '(.*)'", r"\1 must be a number, got \2"),
+    (FLAG + "not allowed with argument (?:-\\w/)?(.*)", r"\1 must not be combined with \2"),
+    (FLAG + "expected one argument", r"\1 must have a value"),
+    (FLAG + "ignored explicit argument '(.*)'", r"\1 must have no value, got \2"),
+    (FLAG + "must (.*)", r"\1 must \2"),
+)
+"""Messages of argparse, and ours."""
+
+
 class _Parser(argparse.ArgumentParser):
-    """A parser whose messages name arguments as they can be shown, and whose help is written or refused."""
+    """A parser that raises each error as a line with the way out, and an error if the help cannot be written."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(in_line(message))
+        if missing := re.search(r"arguments are required: (.*)", message):
+            raise ValueError(f"{and_listed(missing[1].split(', '))} must be given; usage: {self.usage_line()}")
+        for pattern, rule in RULES:
+            if found := re.fullmatch(pattern, message):
+                message = found.expand(rule)
+        raise ValueError(f"{message}; `{self.prog} --help` describes the options")
+
+    def usage_line(self) -> str:
+        """Return the usage in one line, without the options that may be left out."""
+        words = " ".join(self.format_usage().split()).removeprefix("usage: ")
+        return re.sub(r" \[-[^]]*\]", "", words).replace(self.prog, f"{self.prog} [options]", 1)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            flag = "/".join(action.option_strings) or action.metavar
+            known = [str(choice) for choice in action.choices]
+            hint = did_you_mean(str(value), known)
+            raise refusal(str(flag), f"be one of {', '.join(known)}", {str(flag): value}, hint=hint)
 
     def print_help(self, file: Any = None) -> None:
         print(self.format_help(), end="", file=file)  # argparse ignores errors
@@ -263,8 +316,18 @@ class _Parser(argparse.ArgumentParser):
         super().exit(status, message)
 
 
+class _Completion(argparse.Action):
+    """Print a completion script."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, *_: Any) -> None:
+        from parity.cli.completion import completion_for
+
+        print(completion_for(values, make_parser()))
+        parser.exit()
+
+
 class _Version(argparse.Action):
-    """Print the version, which is looked up only when it is asked for."""
+    """Print the version."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from importlib import metadata
@@ -281,12 +344,18 @@ def make_parser() -> argparse.ArgumentParser:
     ]
     parser = _Parser(
         prog="mha-parity",
-        usage="mha-parity [-h] [--version] COMMAND ...",
+        usage="mha-parity [-h] [--version] [--print-completion SHELL] COMMAND ...",
         description="Check that attention layers in JAX, PyTorch and TTNN agree, or find out why they do not.",
         epilog="\n\n".join((*lines, "`mha-parity COMMAND --help` has an example of each command.", EXIT_STATUS)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    parser.add_argument(
+        "--print-completion",
+        action=_Completion,
+        choices=SHELLS,
+        help="print a script that completes command lines in this shell, and exit",
+    )
     parsers = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", prog="mha-parity", help=argparse.SUPPRESS
     )
@@ -294,6 +363,8 @@ def make_parser() -> argparse.ArgumentParser:
         page = command.PAGE
         command_parser = parsers.add_parser(
             name,
+            help=page.line,
+            allow_abbrev=False,
             description=textwrap.fill(page.about, 78),
             epilog=page.epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -302,5 +373,5 @@ def make_parser() -> argparse.ArgumentParser:
         command_parser.add_argument(
             "--json", metavar="PATH", help="also write the result as JSON; - is standard output"
         )
-        command_parser.set_defaults(format_help=command_parser.format_help)
+        command_parser.set_defaults(parser=command_parser)
     return parser

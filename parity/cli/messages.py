@@ -1,4 +1,4 @@
-"""What several commands say."""
+"""Messages of several commands."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def say_error(text: str, status: int) -> int:
 
 
 def warn(text: object) -> None:
-    """Print in one line on standard error what the user of a command that goes on should know."""
+    """Print a warning in one line on standard error."""
     _print(f"mha-parity: warning: {text}")
 
 
 def _print(text: str) -> None:
-    """Print a line on standard error if that can be written: the exit status must not depend on it."""
+    """Print a line on standard error if possible: the exit status must not depend on it."""
     with suppress(OSError, ValueError):
-        if sys.stderr is not None:  # closed, and print would write to standard output
+        if sys.stderr is not None:  # if it is closed, print would write to standard output
             print(in_line(text, MAX_LINE), file=sys.stderr, flush=True)
 
 
@@ -52,14 +52,14 @@ def is_writable(stream: TextIO | None) -> bool:
 
 
 def refusal(argument: str, rule: str, got: Mapping[str, Any] | str = "", /, **values: Any) -> Refusal:
-    """A refusal of what a command line says; its class is imported late, because help must be fast."""
+    """Return a refusal of an argument of a command line; its class is imported late, because help must be fast."""
     from mha_spec import Refusal
 
     return Refusal(argument, rule, got, **values)
 
 
 def no_framework() -> str:
-    """Why no backend can run, and what to do about it."""
+    """Return why no backend can run, and how to install one."""
     from parity.backends import BACKENDS, why_missing
 
     reasons = "; ".join(str(why_missing(name)) for name in BACKENDS)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import fnmatch
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from parity.cli.help import Page, Result
 from parity.cli.messages import refusal
-from parity.cli.options import add_declarations, check_range, name_list
+from parity.cli.options import add_declarations, check_range, matching, name_list
 
 if TYPE_CHECKING:
     from mha_spec import Refusal
@@ -45,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Result:
-    """Plant the mistakes, and print what became of them."""
+    """Inject the bugs, run the tests, and print the outcomes."""
     from parity.conformance.discover import load_params
     from parity.mutating.mistakes import planted_in
     from parity.mutating.run import Status, Suite, mutate
@@ -57,9 +56,10 @@ def run(options: argparse.Namespace) -> Result:
     if options.timeout is not None and not options.timeout > 0:
         raise refusal("--timeout", "be above 0", {"--timeout": options.timeout})
     wanted = _wanted(options.only, options.skip)
-    claims = ("framework", "axes", "mask_name", "mask_true", "padding_true", "causal_name", "causal")
+    claims = ("framework", "axes", "mask_name", "mask_true", "padding_true", "causal_name")
     params = None if options.params is None else load_params(options.params)
-    view = view_of(options.subject, params=params, **{name: getattr(options, name) for name in claims})
+    claimed = {**{name: getattr(options, name) for name in claims}, "causal": options.causal_alignment}
+    view = view_of(options.subject, params=params, **claimed)
     fit, reasons = planted_in(view)
     names = [name for name in fit if name in wanted]
     left_out = {name: reason for name, reason in reasons.items() if name in wanted}
@@ -68,32 +68,27 @@ def run(options: argparse.Namespace) -> Result:
     tests = Suite(options.subject, view, options.tests, options.timeout)
     with progress_bar(1 + len(names)) as on_mistake:
         outcomes = list(mutate(tests, names, jobs=options.jobs, on_mistake=on_mistake))
-    left_out |= {outcome.mistake: outcome.by for outcome in outcomes if outcome.status is Status.NOT_PLANTED}
-    outcomes = [outcome for outcome in outcomes if outcome.status is not Status.NOT_PLANTED]
+    left_out |= {outcome.mistake: outcome.by for outcome in outcomes if outcome.status is Status.NOT_INJECTED}
+    outcomes = [outcome for outcome in outcomes if outcome.status is not Status.NOT_INJECTED]
     if not outcomes:
         raise _nothing(options, left_out)
     print_mutations(options.subject, outcomes, left_out, console(), view.note)
-    found = {"subject": options.subject, "not_examined": view.note, "outcomes": outcomes, "not_planted": left_out}
+    found = {"subject": options.subject, "not_examined": view.note, "outcomes": outcomes, "not_injected": left_out}
     return 0 if all(outcome.is_caught for outcome in outcomes) else 1, found
 
 
 def _nothing(options: argparse.Namespace, left_out: Mapping[str, str]) -> Refusal:
-    """The refusal if none of the requested mistakes can be planted."""
+    """Return the error if none of the requested bugs can be injected."""
     flags = [f"--{name}" for name in ("only", "skip") if getattr(options, name)]
     reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
     if flags:
-        return refusal(" and ".join(flags), f"leave a mistake that can be planted in {options.subject}", reasons)
-    return refusal(options.subject, "take a known mistake", reasons)
+        return refusal(" and ".join(flags), f"leave a bug that can be injected into {options.subject}", reasons)
+    return refusal(options.subject, "be a target for a known bug", reasons)
 
 
 def _wanted(only: list[str] | None, skip: list[str] | None) -> set[str]:
-    """The names of mistakes that are asked for."""
+    """Return the names of the requested bugs."""
     from parity.mutating.mistakes import names
 
-    known = names()
-    for flag, globs in (("--only", only), ("--skip", skip)):
-        for glob in globs or ():
-            if not fnmatch.filter(known, glob):
-                raise refusal(flag, "match a mistake", {flag: glob}, hint=f"there are {', '.join(known)}")
-    kept = {name for name in known if only is None or any(fnmatch.fnmatch(name, glob) for glob in only)}
-    return {name for name in kept if not any(fnmatch.fnmatch(name, glob) for glob in skip or ())}
+    known, lister = names(), "mha-parity bugs --all"
+    return {*matching("--only", only or ["*"], known, lister)} - {*matching("--skip", skip or [], known, lister)}

@@ -1,4 +1,4 @@
-"""The files and folders that a command line names: refused before the work, where they cannot be written."""
+"""Files and folders of a command line: rejected before the work if they cannot be written."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 POSITIONAL = {"source": "SRC", "target": "DST", "file": "FILE", "files": "FILE", "traces": "DIR"}
 
-PATHS = (*POSITIONAL, "weights", "input", "key_input", "tokens_file", "join", "model")
+PATHS = (*POSITIONAL, "weights", "input", "key_input", "labels_file", "join", "model")
 PATHS += ("save_traces", "plot", "output", *REPORTS)
 """Options and positional arguments that are paths."""
 
 
 def check_paths(options: argparse.Namespace) -> None:
-    """Refuse reports that cannot be written, or onto another file of the command, before the work and not after it."""
+    """Reject reports that cannot be written, or that would overwrite another file of the command, before the work."""
     from parity.files.target import check_writable
 
     paths: list[tuple[str, str]] = []
@@ -29,7 +29,7 @@ def check_paths(options: argparse.Namespace) -> None:
         values = getattr(options, name, None)
         for path in values if isinstance(values, list) else [values]:
             if path == "":
-                raise refusal(_flag(name), "name a file or a folder", "an empty name")
+                raise refusal(_flag(name), "be a file or a folder", "an empty name")
             if path is not None:
                 paths.append((name, path))
     for name, path in paths:
@@ -40,10 +40,10 @@ def check_paths(options: argparse.Namespace) -> None:
             check_writable(os.path.join(there, f".{os.getpid()}"), "--save-traces", path)
         if name in (*REPORTS, "output") and path not in STANDARD_OUTPUT:
             check_writable(path, _flag(name))
-            for other, beside in paths:
-                if name != other and _is_same(path, beside):
-                    given = {_flag(name): path, _flag(other): beside}
-                    raise refusal(_flag(name), f"name a file other than {_flag(other)}", given)
+            for other, second in paths:
+                if name != other and _is_same(path, second):
+                    given = {_flag(name): path, _flag(other): second}
+                    raise refusal(_flag(name), f"be another file than {_flag(other)}", given)
 
 
 def _flag(name: str) -> str:
@@ -51,7 +51,7 @@ def _flag(name: str) -> str:
 
 
 def _is_same(path: str, other: str) -> bool:
-    """Whether two names are those of one file, which need not be there yet."""
+    """Return if two names are of one file, which may not exist yet."""
     try:
         return os.path.samefile(path, other) and os.path.isfile(path)
     except OSError:
@@ -59,7 +59,7 @@ def _is_same(path: str, other: str) -> bool:
 
 
 def kind_of(path: str) -> str:
-    """What a file says that it holds: `trace`, `tap`, or nothing."""
+    """Return the kind of a file by its metadata: `trace`, `tap`, or empty."""
     from parity.files import open_tensors
 
     with open_tensors(path) as file:

@@ -9,7 +9,7 @@ from typing import Any
 from parity.cli.help import Page, Result
 from parity.cli.layers import add_layer_options, layer_options
 from parity.cli.messages import refusal
-from parity.cli.options import range_list
+from parity.cli.options import add_causal_option, range_list
 from parity.cli.paths import kind_of
 
 PAGE = Page(
@@ -27,39 +27,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     given.add_argument("--input", metavar="NPY", help="input of the layer, (tokens, width) or (B, tokens, width)")
     given.add_argument("--case", metavar="NAME", help="apply the layer to the inputs of this case")
     parser.add_argument("--key-input", metavar="NPY", help="with --input: sequence to attend to, for cross-attention")
-    parser.add_argument("--causal", action="store_true", help="with --input: tokens attend to no later token")
+    add_causal_option(parser, "with --input: tokens attend to no later token; default: --no-causal")
     labels = parser.add_mutually_exclusive_group()
-    labels.add_argument("--tokens", metavar="A,B", help="labels of the keys, and of the queries")
-    labels.add_argument("--tokens-file", metavar="FILE", help="file with one label a line")
-    parser.add_argument("--query-tokens", metavar="A,B", help="labels of the queries, if they differ")
+    labels.add_argument("--labels", metavar="A,B", help="labels of the keys, and of the queries")
+    labels.add_argument("--labels-file", metavar="FILE", help="file with one label a line")
+    parser.add_argument("--query-labels", metavar="A,B", help="labels of the queries, if they differ")
     parser.add_argument("--heads", type=range_list, metavar="0,5-7", help="heads to draw; default: all")
     parser.add_argument(
         "--sequence", type=int, default=0, metavar="B", help="sequence of the batch to draw; default: 0"
     )
     parser.add_argument("--stage", help="stage of a trace, such as step0.attn_weights; default: the last one")
-    parser.add_argument(
-        "--from", "--layout", dest="layout", metavar="LAYOUT", help="layout; default: from the file's metadata"
-    )
+    parser.add_argument("--from", dest="layout", metavar="LAYOUT", help="layout; default: from the file's metadata")
     add_layer_options(parser, "the layer")
 
 
 def run(options: argparse.Namespace) -> Result:
-    """Draw, and print what was drawn."""
+    """Draw, and print a summary."""
     from parity.reporting.console import console
     from parity.reporting.plot import check_destination, plot_attention
 
     check_destination(options.target, "DST")
-    if options.tokens_file is not None:
-        tokens = Path(options.tokens_file).read_text("utf-8").splitlines()
+    if options.labels_file is not None:
+        labels = Path(options.labels_file).read_text("utf-8").splitlines()
     else:
-        tokens = None if options.tokens is None else options.tokens.split(",")
+        labels = None if options.labels is None else options.labels.split(",")
     stage, attn_weights = _attention(options)
     heads = list(range(attn_weights.shape[1]) if options.heads is None else options.heads)
     plot_attention(
         attn_weights,
         path=options.target,
-        tokens=tokens,
-        query_tokens=None if options.query_tokens is None else options.query_tokens.split(","),
+        tokens=labels,
+        query_tokens=None if options.query_labels is None else options.query_labels.split(","),
         heads=options.heads,
         sequence=options.sequence,
         title=f"{Path(options.source).name}\n{stage}, sequence {options.sequence}",
@@ -72,7 +70,7 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def _attention(options: argparse.Namespace) -> tuple[str, Any]:
-    """The stage and the attention weights that `plot` was asked for: a trace's, or a layer's for an input."""
+    """Return the stage and the attention weights of a trace, or of a layer for an input."""
     from parity.conversion.convert import load
     from parity.core.cases import case_named
     from parity.diagnosis.attention import attention_for, attention_in, attention_in_case, read_array
@@ -89,12 +87,12 @@ def _attention(options: argparse.Namespace) -> tuple[str, Any]:
     if options.stage is not None:
         raise refusal("--stage", "be left out for a file of weights", {"--stage": options.stage})
     if options.input is None and (needless := [flag for flag, value in of_input.items() if value]):
-        raise refusal(", ".join(needless), "come with --input")
+        raise refusal(", ".join(needless), "be passed with --input")
     if options.input is None and case is None:
-        raise refusal("--input or --case", "say what the layer is applied to")
+        raise refusal("--input or --case", "be passed with a file of weights")
     weights, spec = load(options.source, options.layout, prefix=options.prefix, **layer_options(options))
     if case is not None:
         return attention_in_case(weights, spec, case)
     query = read_array(str(options.input))
     key = None if options.key_input is None else read_array(options.key_input)
-    return "attn_weights", attention_for(weights, spec, query, key, is_causal=options.causal)
+    return "attn_weights", attention_for(weights, spec, query, key, is_causal=bool(options.causal))

@@ -1,4 +1,4 @@
-"""What the ranks of a divided layer computed, from files on a command line: which of them are wrong, and why."""
+"""Stages of the ranks of a divided layer, from files on a command line: which ranks are wrong, and why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from parity.cli.help import Result
-from parity.cli.layers import layer_options
+from parity.cli.layers import ASSUMED_CAUSAL, layer_options
 from parity.cli.messages import refusal
 from parity.cli.options import flag_of
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     Stages = dict[str, np.ndarray]
 
 INPUTS = ("query", "key", "cotangent")
-"""What a file holds beside stages, where the layer is that of --weights."""
+"""Arrays of a file in addition to stages, if the layer is that of --weights."""
 
 
 def diagnose(options: argparse.Namespace) -> Result:
-    """Say which ranks are wrong, and which mistake of dividing explains all of them."""
+    """Print which ranks are wrong, and which bug of dividing explains all of them."""
     from parity.core.weights import load_tensors
     from parity.diagnosis.ranks import diagnose_ranks
     from parity.reporting.console import console
 
-    divided = _divided(options.ranks)
+    divided = _divided(options.mesh)
     size, paths = max(divided.values()), options.files
     if len(paths) != size:
-        told = f"{len(paths)}: {' '.join(paths)}"
-        raise refusal(f"--ranks {options.ranks}", f"come with a file of each rank, {size} in order", told)
+        got = f"{len(paths)}: {' '.join(paths)}"
+        raise refusal(f"--mesh {options.mesh}", f"be passed with one file per rank, {size} in order", got)
     if twice := next((path for path in paths if paths.count(path) > 1), ""):
         raise refusal("each rank", "have a file of its own", f"{twice} twice")
     _check_order(paths)
@@ -49,7 +49,7 @@ def diagnose(options: argparse.Namespace) -> Result:
 
 
 def _check_order(paths: Sequence[str]) -> None:
-    """Refuse files that are numbered in another order: to a shell rank10 comes before rank2."""
+    """Reject files that are numbered in another order: a shell sorts rank10 before rank2."""
     if len({re.sub(r"\d+", "#", path) for path in paths}) > 1:
         return
     for before, path in pairwise(paths):
@@ -62,31 +62,32 @@ def _numbers(path: str) -> list[int]:
 
 
 def _divided(text: str) -> dict[str, int]:
-    """What ranks share, as `diagnose_ranks` takes it."""
+    """Return the dimension that ranks divide and their number, an argument of `diagnose_ranks`."""
     name, _, size = text.partition("=")
     names = {"tensor": "tensor", "sequence": "tokens"}
     if name not in names or not size.isdecimal() or int(size) < 2:
-        raise refusal("--ranks", "be tensor=N, of ranks that share heads, or sequence=N, of tokens", {"--ranks": text})
+        rule = "be tensor=N (ranks divide the heads) or sequence=N (ranks divide the tokens)"
+        raise refusal("--mesh", rule, {"--mesh": text})
     return {names[name]: int(size)}
 
 
 def _problem_of_case(options: argparse.Namespace, files: Mapping[str, Stages]) -> Problem:
-    """A case that is known here."""
+    """Return the problem of a known case."""
     from parity.core.cases import case_named
     from parity.core.problem import make_problem
 
     if options.case is None:
-        raise refusal("--weights or --case", "say what the ranks share", "--ranks alone")
-    said = {"from": options.layouts, "prefix": options.prefix, "not-causal": options.not_causal}
-    if needless := [flag_of(name) for name, value in (said | layer_options(options)).items() if value]:
-        raise refusal(", ".join(needless), "come with --weights")
+        raise refusal("--weights or --case", "be the layer that the ranks divide", "--mesh alone")
+    given = {"from": options.layouts, "prefix": options.prefix, "causal": options.causal is not None}
+    if needless := [flag_of(name) for name, value in (given | layer_options(options)).items() if value]:
+        raise refusal(", ".join(needless), "be passed with --weights")
     case = case_named(options.case)
     _check_names(options, files, ())
     return make_problem(case, _dtype_of(files))
 
 
 def _problem_of_layer(options: argparse.Namespace, files: Mapping[str, Stages]) -> Problem:
-    """The layer of a file, and the input that all ranks were given."""
+    """Return the problem of the layer of a file and the input of all ranks."""
     import numpy as np
 
     from parity.conversion.convert import load
@@ -107,30 +108,29 @@ def _problem_of_layer(options: argparse.Namespace, files: Mapping[str, Stages]) 
             continue
         if len(parts) < len(files):
             lacking = next(path for path, held in files.items() if name not in held)
-            raise refusal(name, "be in the file of each rank, beside the stages", f"none in {lacking}")
+            raise refusal(name, "be in the file of each rank, next to the stages", f"none in {lacking}")
         if any(part.ndim != 3 for part in parts):
             shapes = [part.shape for part in parts]
             raise refusal(name, "be (batch, tokens, features)", f"{name} of the shapes {shapes}")
-        if options.ranks.startswith("sequence"):
+        if options.mesh.startswith("sequence"):
             inputs[name] = np.concatenate(parts, 1)
         elif all(np.array_equal(part, parts[0], equal_nan=True) for part in parts):
             inputs[name] = parts[0]
         else:
-            raise refusal(name, "be the same on all ranks that share heads", "others")
+            raise refusal(name, "be the same on all ranks of a tensor mesh", "different arrays")
     query, dtype = inputs["query"], inputs["query"].dtype.name
     widths = {"query": spec.d_in, "key": spec.d_kv, "cotangent": spec.output_width}
     for name, x in inputs.items():
         if x.shape[2] != widths[name] or x.dtype.name not in DTYPES:
             of_layer = f"{widths[name]} features of one of {', '.join(DTYPES)}"
             raise refusal(name, f"have {of_layer}", {f"{name}.shape": x.shape, "dtype": x.dtype})
-    is_causal = not options.not_causal and "key" not in inputs
-    if is_causal:
-        told = "the layer is taken to be causal; --not-causal says that every token sees every other"
-        console().print(told, soft_wrap=True)
+    is_causal = "key" not in inputs if options.causal is None else options.causal
+    if is_causal and options.causal is None:
+        console().print(f"the layer {ASSUMED_CAUSAL}", soft_wrap=True)
     case = Case(
         "ranks",
         replace(spec, dropout=0.0, output_dropout=0.0),
-        "what the ranks were given",
+        "inputs of the ranks",
         batch=query.shape[0],
         seq_len=query.shape[1],
         seq_len_k=inputs["key"].shape[1] if "key" in inputs else None,
@@ -140,21 +140,21 @@ def _problem_of_layer(options: argparse.Namespace, files: Mapping[str, Stages]) 
 
 
 def _check_names(options: argparse.Namespace, files: Mapping[str, Stages], inputs: Sequence[str]) -> None:
-    """Refuse a file with anything but stages, which nobody would look at, or without any."""
+    """Reject a file that has other arrays than stages, or no stage."""
     from parity.diagnosis.ranks import JUDGED
 
-    stages = {*JUDGED, *(["grad.query"] if options.ranks.startswith("sequence") else [])}
+    stages = {*JUDGED, *(["grad.query"] if options.mesh.startswith("sequence") else [])}
     for path, held in files.items():
         if (unknown := sorted(held.keys() - stages - {*inputs})) or not held.keys() & stages:
             known = ", ".join([*JUDGED, *sorted(stages - {*JUDGED}), *inputs])
-            raise refusal(path, f"hold stages, of {known}", ", ".join(unknown or sorted(held)) or "none")
+            raise refusal(path, f"have stages, out of {known}", ", ".join(unknown or sorted(held)) or "none")
 
 
 def _dtype_of(files: Mapping[str, Stages]) -> str:
-    """The dtype that ranks computed in: the narrowest of their stages, for scores may be wider."""
+    """Return the dtype that ranks computed in: the narrowest of their stages, because scores may be wider."""
     from parity.core.case import DTYPES
 
     dtypes = {x.dtype for held in files.values() for x in held.values() if x.dtype.name in DTYPES}
     if not dtypes:
-        raise refusal("stages", f"be of one of {list(DTYPES)}", "none")
+        raise refusal("stages", f"have one of the dtypes {', '.join(DTYPES)}", "none")
     return min(dtypes, key=lambda dtype: (dtype.itemsize, dtype.name)).name

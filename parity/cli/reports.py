@@ -1,4 +1,4 @@
-"""What `run` and `compare` do with a report: print it, and write it."""
+"""Reports on standard output and in files, for `run`, `compare` and `diagnose`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,30 @@ from typing import Any
 from parity.cli.help import Result
 
 
+def add_length_options(parser: argparse._ActionsContainer) -> None:
+    """Add the options for the length of a printed report."""
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("-v", "--verbose", action="store_true", help="print every comparison")
+    length.add_argument("-q", "--quiet", action="store_true", help="print failures and the last line only")
+
+
 def add_report_options(parser: argparse._ActionsContainer) -> None:
     """Add the options for the files of a report."""
     parser.add_argument("--junit", metavar="PATH", help="also write the result as JUnit XML")
+    add_html_option(parser)
+
+
+def add_html_option(parser: argparse._ActionsContainer) -> None:
+    """Add the option for a page."""
     parser.add_argument("--html", metavar="PATH", help="also write the result as one HTML page, which needs no network")
 
 
 def attention_maps(options: argparse.Namespace) -> Any:
-    """What keeps the attention maps for a page, if there shall be one, and refuses to where it cannot be made."""
+    """Return a function that keeps the attention maps of traces for a page, if one is requested.
+
+    Raises:
+        ModuleNotFoundError: if a library that makes the page is not installed.
+    """
     if options.html is None:
         return lambda trace, reference, comparisons: None
     from parity.reporting.html import AttentionMaps
@@ -24,7 +40,7 @@ def attention_maps(options: argparse.Namespace) -> Any:
 
 
 def print_and_write(options: argparse.Namespace, results: Any, maps: Any) -> Result:
-    """Print a report, and write it where the options say."""
+    """Print a report, and write it to the files of the options."""
     from parity.reporting.console import console
     from parity.reporting.run import print_report
 
@@ -33,8 +49,13 @@ def print_and_write(options: argparse.Namespace, results: Any, maps: Any) -> Res
         from parity.reporting.junit import write_junit
 
         write_junit(options.junit, results)
+    write_page(options, results, maps)
+    return results.status, {} if options.json is None else results.to_dict()
+
+
+def write_page(options: argparse.Namespace, results: Any, maps: Any) -> None:
+    """Write a report as a page, if one is requested."""
     if options.html is not None:
         from parity.reporting.html import write_html
 
         write_html(options.html, results, maps)
-    return results.status, {} if options.json is None else results.to_dict()

@@ -14,18 +14,18 @@ from parity.cli.cases import cases_named
 from parity.cli.help import Page, Result
 from parity.cli.layers import add_layer_options, layer_options, said_of_layers, warn_of_parts
 from parity.cli.messages import no_framework, refusal
-from parity.cli.options import check_names, check_range, name_list, named_path, range_list
-from parity.cli.reports import add_report_options, attention_maps, print_and_write
+from parity.cli.options import check_names, check_range, dtype_list, flag_of, name_list, named_path, range_list
+from parity.cli.reports import add_length_options, add_report_options, attention_maps, print_and_write
 
 if TYPE_CHECKING:
     from parity.core.case import Case
     from parity.running.report import Report
     from parity.sharding.mesh import MeshPlan
 
-MOST_RANDOM = 10_000  # cases, which take hours
+MOST_RANDOM = 10_000  # cases; they run for hours
 
 PAGE = Page(
-    "run test cases or a model's layers, and judge every stage",
+    "run test cases or a model's layers, and check every stage",
     "Run test cases in each framework and compare each stage (q, k, v, scores, attention weights, context, "
     "output, cache, gradients) with the float64 reference. The tolerance follows from rounding in the dtype.",
     "mha-parity run --model checkpoints/llama --layers 0,5-7 --against transformers",
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--against",
         choices=("transformers",),
-        help="with --model: also judge transformers' own modules; observe a model of an unknown family",
+        help="with --model: also check transformers' own modules; observe a model of an unknown family",
     )
 
     how = parser.add_argument_group("how to run")
@@ -54,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--dtypes",
-        type=name_list,
+        type=dtype_list,
         default=["float32"],
         metavar="A,B",
-        help="float32, bfloat16, float16, float64; default: float32",
+        help="float32, bfloat16, float16, float64, or fp32, …; default: float32",
     )
     how.add_argument("--grad", action="store_true", help="also compare gradients")
     how.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="number of processes; default: 1")
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BACKEND=PATH",
         help="run this backend with the Python of another environment",
     )
-    how.add_argument("--join", action="append", default=[], metavar="DIR", help="also judge the traces of this folder")
+    how.add_argument("--join", action="append", default=[], metavar="DIR", help="also check the traces of this folder")
 
     mesh = parser.add_argument_group("meshes of devices")
     mesh.add_argument(
@@ -78,9 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="data=2,tensor=4",
         help="divide each case over devices: its sequences (data), heads (tensor), tokens (sequence)",
     )
-    mesh.add_argument("--devices", type=int, metavar="N", help="with --mesh: make N virtual devices of this CPU")
+    mesh.add_argument("--virtual-devices", type=int, metavar="N", help="with --mesh: make N devices of this CPU")
     mesh.add_argument(
-        "--axes",
+        "--axis-types",
         choices=("automatic", "explicit"),
         help="with --mesh: JAX's mesh axes; automatic (default): XLA decides, explicit: the types of arrays do",
     )
@@ -91,9 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     output = parser.add_argument_group("output")
     output.add_argument("--save-traces", metavar="DIR", help="save every stage, for `compare` and --join")
-    length = output.add_mutually_exclusive_group()
-    length.add_argument("-v", "--verbose", action="store_true", help="print every comparison")
-    length.add_argument("-q", "--quiet", action="store_true", help="print failures and the last line only")
+    add_length_options(output)
     add_report_options(output)
 
 
@@ -111,12 +109,12 @@ def run(options: argparse.Namespace) -> Result:
     check_names("--dtypes", options.dtypes, DTYPES)
     check_range(options, "jobs", 1)
     if options.jobs > 1 and options.model is not None:
-        raise refusal("--jobs", "be 1 with --model, whose layers are read one at a time", {"--jobs": options.jobs})
+        raise refusal("--jobs", "be 1 with --model, because layers are read one at a time", {"--jobs": options.jobs})
     cases, maps = _chosen_cases(options), attention_maps(options)
     _check_weight_options(options)
     pythons = dict(options.python)
     check_names("--python", [*pythons], BACKENDS)
-    if any(why_missing(name) is None for name in pythons):  # which then must not run here, too
+    if any(why_missing(name) is None for name in pythons):  # they must not run here also
         if options.backends is None:
             options.backends = [name for name in BACKENDS if why_missing(name) is None]
         options.backends = [name for name in options.backends if name not in pythons]
@@ -150,43 +148,44 @@ def run(options: argparse.Namespace) -> Result:
 def _told_elsewhere(options: argparse.Namespace, backend: str) -> list[str]:
     """Return the words of `mha-parity run` for the same cases on a backend with another Python."""
     told = ["--backends", backend, "--dtypes", ",".join(options.dtypes), "--random", str(options.random)]
-    given = {name: getattr(options, name) for name in ("cases", "mesh", "devices", "axes")}
-    told += [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    given = {name: getattr(options, name) for name in ("cases", "mesh", "virtual_devices", "axis_types")}
+    told += [word for name, value in given.items() if value is not None for word in (flag_of(name), str(value))]
     told += ["--device", options.device] if backend == "torch" else []
     return [*told, *(["--grad"] if options.grad else [])]
 
 
 def _mesh(options: argparse.Namespace, backends: Sequence[str]) -> MeshPlan | None:
-    """The mesh that cases are divided over, with the devices made that it is of; None where there is one device."""
+    """Return the mesh that divides cases, after making its virtual devices; None for a single device."""
     from parity.backends import BACKENDS, load_divided
     from parity.sharding.mesh import parse_mesh
 
     if options.mesh is None:
-        if needless := [flag for flag in ("devices", "axes") if getattr(options, flag) is not None]:
-            raise refusal(f"--{' and --'.join(needless)}", "come with --mesh")
+        if needless := [name for name in ("virtual_devices", "axis_types") if getattr(options, name) is not None]:
+            raise refusal(" and ".join(map(flag_of, needless)), "be passed with --mesh")
         return None
-    mesh = parse_mesh(options.mesh, options.axes or "automatic")
-    if options.devices is not None:
-        if options.devices < mesh.size:
-            raise refusal("--devices", f"be at least the {mesh.size} of --mesh {mesh}", {"--devices": options.devices})
+    mesh = parse_mesh(options.mesh, options.axis_types or "automatic")
+    if (count := options.virtual_devices) is not None:
+        if count < mesh.size:
+            flag = "--virtual-devices"
+            raise refusal(flag, f"be at least the {mesh.size} of --mesh {mesh}", {flag: count})
         virtual = [name for name in backends if BACKENDS[name].divided and not BACKENDS[name].has_own_device]
         if not virtual:
-            raise refusal("--devices", "come with a backend on this CPU", f"{', '.join(backends)} alone")
+            raise refusal("--virtual-devices", "be passed with a backend on this CPU", f"{', '.join(backends)} alone")
         for name in virtual:
-            load_divided(name).make_devices(options.devices)
+            load_divided(name).make_devices(count)
     return mesh
 
 
 def _check_weight_options(options: argparse.Namespace) -> None:
-    """Refuse what says something of weights that are not there, or of cases where there are weights."""
+    """Reject options about weights without weights, and options about cases with weights."""
     source = "--model" if options.model is not None else "--weights"
     if getattr(options, source[2:]) is None:
         if needless := said_of_layers(options):
-            raise refusal(", ".join(needless), "come with --weights or --model")
+            raise refusal(", ".join(needless), "be passed with --weights or --model")
     elif options.cases is not None or options.random or options.save_traces or options.join or options.python:
         raise refusal(source, "not be combined with --cases, --random, --save-traces, --join or --python")
     if options.model is None and (given := [flag for flag in ("layers", "against") if getattr(options, flag)]):
-        raise refusal(f"--{' and --'.join(given)}", "come with --model")
+        raise refusal(f"--{' and --'.join(given)}", "be passed with --model")
 
 
 def _run_model(options: argparse.Namespace, told: dict[str, Any]) -> Report:

@@ -20,10 +20,11 @@ PAGE = Page(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", nargs="?", help="config.json, or its folder")
+    parser.add_argument("--families", action="store_true", help="list the known families, by their model_type")
     parser.add_argument(
         "--live",
         metavar="PKG.MODULE:NAME",
-        help="a function that returns a torch or Flax model, in evaluation, and the keywords of a call as a mapping",
+        help="a function that returns a torch or Flax model in evaluation mode, and the keywords of a call",
     )
     parser.add_argument(
         "--part",
@@ -35,22 +36,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Result:
     """Print the specifications."""
-    if (options.path is None) == (options.live is None):
-        raise refusal("PATH or --live", "be given, and not both")
+    given = [options.path is not None, options.live is not None, options.families]
+    if given.count(True) != 1:
+        raise refusal("PATH, --live or --families", "be given, and only one of them")
+    if options.families:
+        return _list_families(options)
     return _read(options) if options.live is None else _observe(options)
 
 
+def _list_families(options: argparse.Namespace) -> Result:
+    """Print the names of families, one in each line."""
+    from parity.models.families import FAMILIES
+    from parity.reporting.console import console
+
+    if options.part is not None:
+        raise refusal("--part", "be passed with PATH", {"--part": options.part})
+    console().print("\n".join(sorted(FAMILIES)))
+    return 0, {"families": sorted(FAMILIES)}
+
+
 def _observe(options: argparse.Namespace) -> Result:
-    """Print what the layers of a live model compute, or why that was not found."""
+    """Print the specification of each layer of a live model, or why there is none."""
     from parity.conformance.discover import load_callable
     from parity.identification.layers import layers_of
     from parity.reporting.console import console
 
     if options.part is not None:
-        raise refusal("--part", "come with PATH", {"--part": options.part})
+        raise refusal("--part", "be passed with PATH", {"--part": options.part})
     made = load_callable(options.live)()
     if not (isinstance(made, tuple) and len(made) == 2):
-        raise refusal("--live", "name a function that returns a model and its inputs", type(made).__name__)
+        raise refusal("--live", "be a function that returns a model and its inputs", type(made).__name__)
     found, out = layers_of(*made), console()
     for layer in found:
         out.print(str(layer), markup=False, highlight=False, soft_wrap=True)
@@ -59,7 +74,7 @@ def _observe(options: argparse.Namespace) -> Result:
 
 
 def _read(options: argparse.Namespace) -> Result:
-    """Print what a configuration says of layers."""
+    """Print the specifications of the layers of a configuration."""
     from mha_spec import Refusal
     from parity.models.config import read_config
     from parity.models.specs import known_parts, part_of, specs_of, unknown_parts

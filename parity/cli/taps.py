@@ -1,9 +1,9 @@
-"""Recordings of `parity.tap` on a command line: what `compare` and `diagnose` do with them."""
+"""Recordings of `parity.tap` on the command lines of `compare` and `diagnose`."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,54 +16,61 @@ if TYPE_CHECKING:
 
 
 def are_taps(paths: Sequence[str]) -> bool:
-    """Return if paths are recordings, one or two; refuse a mixture."""
+    """Return if paths are recordings, one or two; reject a mixture."""
     kinds = [Path(path).is_file() and kind_of(path) == "tap" for path in paths]
     if not any(kinds):
         return False
     if not all(kinds) or len(paths) > 2 or len(set(paths)) < len(paths):
-        raise refusal("recordings", "be one or two, and nothing else with them", " ".join(paths))
+        raise refusal("recordings", "be one or two, without other files", " ".join(paths))
     return True
 
 
 def compare(options: argparse.Namespace) -> Result:
-    """Judge recordings by their model, as a report; or two by each other."""
+    """Compare recordings with their model, as a report; or two with each other."""
     from parity.cli.reports import attention_maps, print_and_write
     from parity.running.taps import compare_with, report_of
 
-    if options.weights is None:
-        pages = {"--html": options.html, "--junit": options.junit}
-        if given := [flag for flag, path in pages.items() if path is not None]:
-            raise refusal(", ".join(given), "come with --weights", "recordings without")
-        return _compare_two(options.traces, options, with_table=True)
+    if options.model is None:
+        _check_no_report({"--html": options.html, "--junit": options.junit})
+        return _compare_two(options.traces, with_table=True)
     maps = attention_maps(options)
-    verdicts = compare_with(options.weights, options.traces)
+    verdicts = compare_with(options.model, options.traces)
     _, content = print_and_write(options, report_of(verdicts), maps)
     return 0 if all(verdict.passed for verdict in verdicts.values()) else 1, content
 
 
 def diagnose(options: argparse.Namespace) -> Result:
-    """Say which layer goes wrong, at which stage, and why."""
+    """Print which layer goes wrong, at which stage, and why."""
+    from parity.cli.reports import attention_maps, write_page
     from parity.reporting.console import console
     from parity.reporting.taps import print_verdict
-    from parity.running.taps import compare_with
+    from parity.running.taps import compare_with, report_of
 
-    if options.weights is None:
-        return _compare_two(options.files, options, with_table=False)
-    verdicts = compare_with(options.weights, options.files)
+    if options.model is None:
+        _check_no_report({"--html": options.html})
+        return _compare_two(options.files, with_table=False)
+    maps = attention_maps(options)
+    verdicts = compare_with(options.model, options.files)
     for path, verdict in verdicts.items():
         print_verdict(verdict, path if len(verdicts) > 1 else "", console())
+    write_page(options, report_of(verdicts), maps)
     told = [{"recording": path, **verdict.to_dict()} for path, verdict in verdicts.items()]
     return 0 if all(verdict.passed for verdict in verdicts.values()) else 1, {"recordings": told}
 
 
-def _compare_two(paths: Sequence[str], options: argparse.Namespace, *, with_table: bool) -> Result:
+def _check_no_report(paths: Mapping[str, str | None]) -> None:
+    if given := [flag for flag, path in paths.items() if path is not None]:
+        raise refusal(", ".join(given), "be passed with --model", "recordings alone")
+
+
+def _compare_two(paths: Sequence[str], *, with_table: bool) -> Result:
     from parity.diagnosis.tap_pairs import judge_taps
     from parity.reporting.console import console
     from parity.reporting.taps import print_difference
     from parity.tapping.record import load_tap
 
     if len(paths) < 2:
-        raise refusal("--weights", f"name the folder of the model that {paths[0]} should be of, or give two")
+        raise refusal("--model", f"be the folder of the model of {paths[0]}, unless there are two recordings")
     difference: TapDifference = judge_taps(*map(load_tap, paths))
     print_difference(difference, console(), with_table=with_table)
     return 0 if difference.agrees else 1, difference.to_dict()

@@ -10,8 +10,8 @@ from parity.cli.messages import warn
 
 PAGE = Page(
     "compare the attention weights of two files",
-    "Check that two files hold the same attention, whatever their layouts. Tensors are compared one by one. If "
-    "they differ, so are the stages computed with them. With {i} in --prefix, or a stack, all layers are "
+    "Check that two files hold the same attention, whatever their layouts. Tensors are compared one by one and, if "
+    "they differ, the stages computed with them. With {i} in --prefix, or a stack, all layers are "
     "compared. Parts that cannot be compared are named, and then the exit status is not 0. --from and --prefix "
     "hold for both files if passed once, and for each in turn if passed twice.",
     "mha-parity verify model.safetensors flax.safetensors --from transformers.LLaMA \\\n"
@@ -22,7 +22,7 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs=2, metavar="FILE")
+    parser.add_argument("files", nargs=2, metavar="FILE", help="two files or folders of weights")
     parser.add_argument(
         "--from", dest="layouts", action="append", default=[], metavar="LAYOUT", help="layout of both files, or of each"
     )
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> Result:
             verdicts.append(Verdict(one.label, other.label, weights, stages))
     for path, kinds in quantised.items():
         if kinds:
-            warn(f"{path} is quantised, {', '.join(sorted(kinds))}: compared is what is left of its weights")
+            warn(f"{path} is quantized ({', '.join(sorted(kinds))}): its dequantized weights are compared")
     print_verdicts(verdicts, diagnosis, options.files, console(), pairs.not_compared)
     results = [each for verdict in verdicts for each in verdict.stages]
     told = {"results": results, "layers": verdicts, "diagnosis": diagnosis, "not_compared": pairs.not_compared}

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 FRAMEWORKS = ("jax", "torch", "ttnn")
 
 TAKEN = (*FRAMEWORKS, "numpy", "math", "typing", "parity", "mha_spec")
-"""Modules that what is written imports."""
+"""Modules that the code imports."""
 
 PAGE = Page(
     "write one layer as plain code, with a test",
     "Write one attention layer of a model as a file of plain code, without options, branches or imports of "
     "this package. The file ends with a function that makes its weights from the checkpoint's tensors. --test "
     "also writes a test.",
-    "mha-parity write checkpoints/llama --layers 3 --to torch --cache static --output attention.py",
+    "mha-parity write checkpoints/llama --layers 3 --to torch --cache static -o attention.py",
     "written",
 )
 
@@ -33,7 +33,7 @@ PAGE = Page(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("source", metavar="MODEL", help="folder with a config.json and weights, or file of weights")
-    parser.add_argument("--to", required=True, choices=FRAMEWORKS, help="the framework")
+    parser.add_argument("--to", required=True, choices=FRAMEWORKS, help="framework of the code")
     parser.add_argument("--layers", type=range_list, metavar="N", help="number of the layer; default: the first one")
     parser.add_argument("--cache", choices=("static", "ragged"), help="write the layer over a key/value cache")
     parser.add_argument("--mask", action="store_true", help="accept a boolean mask, True = masked, in each call")
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Result:
-    """Write the layer, and its test if one is asked for."""
+    """Write the layer, and its test if requested."""
     from parity.conversion.layers import open_layers
     from parity.files.target import write_whole
     from parity.running.models import chosen_layers
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> Result:
         chosen = chosen_layers(found, options.layers) if options.layers else found[:1]
         if len(chosen) != 1:
             labels = ", ".join(each.label for each in chosen)
-            raise refusal("--layers", "name one layer, or --prefix one of them", f"{len(chosen)}: {labels}")
+            raise refusal("--layers", "select one layer, or --prefix match one", f"{len(chosen)}: {labels}")
         files = _files_of(chosen[0], options)
     content = {"layer": chosen[0].label, "source": next(iter(files.values()))}
     if options.output is None:
@@ -73,13 +73,13 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def _files_of(layer: FileLayer, options: argparse.Namespace) -> dict[Path, str | bytes]:
-    """Return what is written, by path."""
+    """Return the content of each file, by path."""
     from parity.writing import call_of_layer, source_of_layer
     from parity.writing.check import check_of
 
     call: Any = {"cache": options.cache, "has_mask": options.mask}
     if options.cache is not None and not call_of_layer(layer).is_causal:
-        raise refusal("--cache", "come with a causal layer", layer.label)
+        raise refusal("--cache", "be passed with a causal layer", layer.label)
     path = Path(options.output or "attention.py")
     files: dict[Path, str | bytes] = {path: source_of_layer(layer, options.to, **call)}
     if options.test is not None:
@@ -93,19 +93,19 @@ def _files_of(layer: FileLayer, options: argparse.Namespace) -> dict[Path, str |
 
 def _check_output(options: argparse.Namespace) -> None:
     if options.mask and options.cache is not None:
-        raise refusal("--mask", "not come with --cache")
+        raise refusal("--mask", "not be combined with --cache")
     if options.output is None:
         if options.test is not None:
-            raise refusal("--test", "come with --output, beside which the test is written")
+            raise refusal("--test", "be passed with --output, because the test is a file next to it")
         return
     path = Path(options.output)
     if path.suffix != ".py" or not path.stem.isidentifier() or keyword.iskeyword(path.stem) or path.stem in TAKEN:
-        raise refusal("--output", "name a module of its own, such as attention.py", {"--output": options.output})
+        raise refusal("--output", "be the file of a new module, such as attention.py", {"--output": options.output})
 
 
 def _check_free(paths: list[Path], *, force: bool) -> None:
     for path in paths:
         if path.is_dir():
-            raise refusal("--output", "leave no folder in the way", str(path))
+            raise refusal("--output", "be no existing folder", str(path))
         if path.exists() and not force:
             raise FileExistsError(f"{path} exists; pass --force to replace it")

@@ -85,7 +85,9 @@ def _load(target: str, argument: str, kind: str) -> Any:
     try:
         found = importlib.import_module(module_name)
     except Exception as error:  # importing may raise anything
-        raise ImportError(f"{module_name} must be importable, got {type(error).__name__}: {error}") from error
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
+        advice = "; run from the folder of the module, or set PYTHONPATH" if is_absent else ""
+        raise ImportError(f"{module_name} must be importable, got {type(error).__name__}: {error}{advice}") from error
     for name in attribute.split("."):
         if not hasattr(found, name):
             raise Refusal(module_name, "define the name", f"no {name!r} for {target!r}")

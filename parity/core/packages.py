@@ -11,7 +11,7 @@ PACKAGES = ("numpy", "ml_dtypes", "safetensors", "jax", "jaxlib", "flax", "torch
 
 OPTIONAL = {
     "jax": ("jax", "the backend jax; JAX arrays in assert_parity"),
-    "flax": ("flax", "the backend jax; flax in `conformance --peers`"),
+    "flax": ("flax", "the backend jax; flax in `conformance --libraries`"),
     "torch": ("torch", "the backend torch; torch tensors in assert_parity"),
     "orbax-checkpoint": ("orbax.checkpoint", "orbax checkpoints"),
     "gguf": ("gguf", "quantised tensors of GGUF files; the others are read without it"),
@@ -19,8 +19,9 @@ OPTIONAL = {
     "pillow": ("PIL", "`run --html` and `compare --html`, for their pictures"),
     "matplotlib": ("matplotlib", "`plot`, `bench --plot`"),
     "transformers": ("transformers", "this project's tests"),
-    "keras": ("keras", "keras in `conformance --peers`"),
-    "equinox": ("equinox", "equinox in `conformance --peers`"),
+    "keras": ("keras", "keras in `conformance --libraries`"),
+    "equinox": ("equinox", "equinox in `conformance --libraries`"),
+    "shtab": ("shtab", "`mha-parity --print-completion`"),
     "pytest": ("pytest", "the fixture assert_parity; the function needs no pytest"),
 }
 """Module and purpose of each package, by the name to install."""

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any
 
 from mha_spec import AttentionSpec, Refusal
@@ -16,6 +15,7 @@ from parity.models.config import ABOUT_ATTENTION, SAYS_NOTHING, Config, MissingK
 from parity.models.families import FAMILIES
 from parity.models.families.not_covered import NOT_COVERED, WITHOUT_ATTENTION
 from parity.models.rules import ConfigLayer, Family, Stack
+from parity.text import did_you_mean, some_of
 
 KINDS = {
     "full_attention": None,
@@ -98,7 +98,7 @@ def specs_of(config: Any, *, part: str | None = None) -> list[ModelLayer]:
     if unread:
         family = part_of(values_of(config), part)["model_type"]
         names = ", ".join(f"{name}={value!r}" for name, value in unread.items())
-        raise Refusal("every key about attention", f"be understood in model_type={family!r}", names)
+        raise Refusal("every key about attention", f"be supported for model_type={family!r}", names)
     return layers
 
 
@@ -255,8 +255,13 @@ def _family(values: Mapping[str, Any], where: str) -> Family:
             raise Refusal("a part of the model", f"be of a family that is known, and none is: {why}")
         part = where.removesuffix(".") or None
         raise Refusal("part", f"tell which part of the model: {_in_words(values, where)}", part=part)
-    rule = f"be one of the {len(FAMILIES)} families that docs/configurations.md lists"
-    raise Refusal("model_type", rule, model_type=values.get("model_type"), hint=why_unknown(values))
+    name = str(values.get("model_type"))
+    if name in NOT_COVERED or name in WITHOUT_ATTENTION:
+        hint = why_unknown(values)
+    else:
+        near = f"{did_you_mean(name, FAMILIES)} {_unknown_keys(values)}".strip()
+        hint = f"{near}; `mha-parity spec --families` lists {len(FAMILIES)} families"
+    raise Refusal("model_type", "be a known family", model_type=values.get("model_type"), hint=hint)
 
 
 def why_unknown(values: Mapping[str, Any]) -> str:
@@ -268,12 +273,13 @@ def why_unknown(values: Mapping[str, Any]) -> str:
         return f"model_type {name!r} has no attention of its own"
     if parts := sections_of(values):
         return f"model_type {name!r} has several parts of its own: {', '.join(parts)}"
-    near = " or ".join(get_close_matches(str(name), FAMILIES, 3))
-    read = [key for key in values if ABOUT_ATTENTION.search(key) and not SAYS_NOTHING.fullmatch(key)]
-    return (
-        f"model_type {name!r} is unknown{f' (near: {near})' if near else ''}, and so is the meaning of "
-        f"{', '.join(sorted(read)) or 'its keys, none of which is about attention'}"
-    )
+    return f"model_type {name!r} is unknown; {_unknown_keys(values)}"
+
+
+def _unknown_keys(values: Mapping[str, Any]) -> str:
+    """Name the keys about attention of a configuration without a known family."""
+    read = sorted(key for key in values if ABOUT_ATTENTION.search(key) and not SAYS_NOTHING.fullmatch(key))
+    return f"the meaning of {some_of(read)} is unknown" if read else "no key is about attention"
 
 
 def _ruled(rule: Any, place: ConfigLayer) -> Value:

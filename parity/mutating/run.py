@@ -33,7 +33,7 @@ class Status(Enum):
 
     `NOTICED`: the tests fail, and the callable's result is changed; `REFUSED`: the callable itself raises an error,
     whatever the tests check; `SURVIVED`: the tests pass; `UNCHANGED`: no call returns a different result;
-    `NOT_REACHED`: no call allows it, for example because none has a mask; `TIMED_OUT`. `NOT_PLANTED` is not a gap: the
+    `NOT_REACHED`: no call allows it, for example because none has a mask; `TIMED_OUT`. `NOT_INJECTED` is not a gap: the
     calls show that the callable does not allow it.
     """
 
@@ -43,7 +43,7 @@ class Status(Enum):
     UNCHANGED = "changed nothing"
     NOT_REACHED = "not reached"
     TIMED_OUT = "timed out"
-    NOT_PLANTED = "not planted"
+    NOT_INJECTED = "not injected"
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def mutate(
         on_mistake(name)
         if name not in allowed:
             reason = reasons.get(name, "")
-            found = (Status.NOT_PLANTED, reason, 0.0) if reason else (Status.NOT_REACHED, "no call allows it", 0.0)
+            found = (Status.NOT_INJECTED, reason, 0.0) if reason else (Status.NOT_REACHED, "no call allows it", 0.0)
         else:
             run = tests.run(name)
             found = (*_result_of(run), run.seconds)
@@ -268,7 +268,7 @@ def _result_of(run: Run) -> tuple[Status, str]:
     fails = run.first("failed") or f"exit status {run.status}"
     if "reached" not in kinds:
         reason = run.first("unfit")
-        return (Status.NOT_PLANTED, reason) if reason else (Status.NOT_REACHED, "no call allows it")
+        return (Status.NOT_INJECTED, reason) if reason else (Status.NOT_REACHED, "no call allows it")
     if kinds & {"changed", "uncompared"}:
         how = "" if "changed" in kinds else f"; outputs were not compared: {run.first('uncompared')}"
         return (Status.SURVIVED, how.strip("; ")) if run.status == 0 else (Status.NOTICED, fails + how)

@@ -1,1 +1,1 @@
-"""What people read: console, HTML, JUnit, plots."""
+"""Output for people: console, HTML, JUnit, plots."""

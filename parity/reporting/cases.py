@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def print_cases(cases: list[Case], out: Console) -> None:
-    """Print cases, one a line: the name, what fails when it fails, and what it covers."""
+    """Print cases, one per line: the name, the feature that fails with it, and its settings."""
     name_width = max(len(case.name) for case in cases)
     about_width = max(len(case.about) for case in cases)
     for case in cases:
@@ -25,7 +25,7 @@ def print_cases(cases: list[Case], out: Console) -> None:
 
 
 def covers(case: Case) -> str:
-    """What a case covers, of its own fields: heads and tokens, then whatever is not the plain thing."""
+    """Return the settings of a case in words: heads and tokens, then all that differ from the defaults."""
     spec = case.spec
     heads = f"{spec.num_heads}" if spec.num_kv_heads == spec.num_heads else f"{spec.num_heads}/{spec.num_kv_heads}"
     tokens = "+".join(map(str, case.chunks)) or str(case.seq_len)
@@ -80,7 +80,7 @@ def _kind_of_rope(rope: Rope | None) -> dict[str, bool]:
     return {
         f"{rope.scaling.kind} scaling" if rope.scaling else "": rope.scaling is not None,
         f"{rope.rotated} {rope.rotary_dim} features": rope.rotary_dim is not None,
-        "neighbours": rope.pairs == "interleaved",
+        "interleaved pairs": rope.pairs == "interleaved",
         f"{rope.section_order} sections": rope.sections is not None,
         f"{rope.section_frequencies} frequencies": rope.section_frequencies != "shared",
     }

@@ -1,4 +1,4 @@
-"""The matrix of answers on a terminal, and below it each broken promise."""
+"""The matrix of answers on a terminal, and each broken guarantee below it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LABEL, CELL = 16, 18  # columns
 
 
 def print_conformance(found: Sequence[Conformance], out: Console, again: Callable[[str, str], str]) -> None:
-    """Print the matrix, as many subjects side by side as there is room for, and below it each broken promise.
+    """Print the matrix, with as many targets side by side as fit, and each broken guarantee below it.
 
-    `again` makes the command that asks a subject a question once more, from their names.
+    `again` returns the command that repeats a check, from the names of a target and a check.
     """
     examined = [subject for subject in found if not subject.missing]
     between = 3 if out.is_terminal else 2
@@ -49,10 +49,10 @@ def print_conformance(found: Sequence[Conformance], out: Console, again: Callabl
             out.print(Text(answer.example, style="red"), soft_wrap=True)
             out.print(Text(f"  again   {again(subject.name, answer.question)}"), soft_wrap=True)
     out.print()
-    asked, promises = sum(answer.was_asked for _, answer in answers), sum(answer.is_broken for _, answer in answers)
-    verdict = counted(promises, "broken promise") if promises else "no broken promises" if asked else "nothing to ask"
-    words = f"{counted(len(examined), 'subject')} examined, {asked} of {len(answers)} questions answered: {verdict}"
-    out.print(Text(words, style="bold red" if promises or not asked else "bold green"), soft_wrap=True)
+    done, broken = sum(answer.was_asked for _, answer in answers), sum(answer.is_broken for _, answer in answers)
+    verdict = counted(broken, "broken guarantee") if broken else "no broken guarantees" if done else "nothing to check"
+    words = f"{counted(len(examined), 'target')} examined, {done} of {len(answers)} checks answered: {verdict}"
+    out.print(Text(words, style="bold red" if broken or not done else "bold green"), soft_wrap=True)
 
 
 def _cell(answer: Answer) -> Text:

@@ -1,4 +1,4 @@
-"""The terminal: tables with lines and colour on one, plain lines in a pipe, a progress bar on standard error."""
+"""Output: tables with lines and color on a terminal, plain lines in a pipe, a progress bar on standard error."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from parity.text import printable
 PIPE_WIDTH = 100
 
 NARROWEST = 9
-"""How narrow a column may become whose text is folded: a verdict is `FAIL 1.03`."""
+"""Least width of a column whose text is folded: a verdict is `FAIL 1.03`."""
 
 
 class _Console(Console):
-    """A console that obeys nothing in the text it prints: neither Rich's markup nor control characters."""
+    """A console that ignores Rich's markup and control characters in the text that it prints."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(printable(text), **options)  # before it is known how wide a column is
+        return super().render_str(printable(text), **options)  # before the widths of columns are known
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
@@ -40,13 +40,13 @@ class _Console(Console):
             yield segment if is_plain else segment._replace(text=printable(segment.text))
 
     def on_broken_pipe(self) -> None:
-        """Go on in silence when the reader of a pipe has seen enough: the exit status is still that of the work."""
+        """Continue without output if the reader of a pipe has stopped: the exit status is that of the work."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def console() -> Console:
-    """Standard output: colour and tables on a terminal, plain lines in a pipe."""
+    """Return the console for standard output: color and tables on a terminal, plain lines in a pipe."""
     terminal = _Console()
     if terminal.is_terminal:
         return terminal
@@ -63,14 +63,14 @@ def print_table(
 ) -> None:
     """Print a title and a table: with lines on a terminal, columns of plain text elsewhere.
 
-    Where there is no room for columns, each row is a line, `cell: header cell, header cell`.
+    If the columns do not fit, each row is a line, `cell: header cell, header cell`.
 
     Args:
-        out: where to.
-        title: above it.
-        columns: their headers, or how they are drawn, too: text is folded. None for a table without headers.
-        rows: their cells.
-        styles: of each row.
+        out: the console.
+        title: line above the table.
+        columns: headers, or columns with their style; text is folded. Empty for a table without headers.
+        rows: cells of each row.
+        styles: style of each row.
     """
     out.print(Text(title, style="bold"))
     drawn = [Column(each, overflow="fold") if isinstance(each, str) else each for each in columns]
@@ -88,7 +88,7 @@ def print_table(
 
 
 def _least_width(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> int:
-    """Characters that the text of columns needs; where it is folded, a few are enough."""
+    """Return the least width of the columns in characters; folded text needs only a few."""
     least = 0
     for place, column in enumerate(columns):
         longest = max(cell_len(str(cell)) for cell in (column.header, *(row[place] for row in rows)))
@@ -98,10 +98,10 @@ def _least_width(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]
 
 @contextmanager
 def progress_bar(total: int | None) -> Iterator[Any]:
-    """A bar on standard error that shows what runs now; only on a terminal. Without a total it shows how many did.
+    """Show a bar on standard error with the current item, on a terminal only. Without a total it shows a count.
 
     Yields:
-        A function to call before each item, with what it is.
+        A function to call before each item, with its name.
     """
     errors = _Console(stderr=True)
     columns = (
@@ -123,7 +123,7 @@ def progress_bar(total: int | None) -> Iterator[Any]:
 
 
 def short_ratio(ratio: float | None) -> str:
-    """An error over its budget, in as few characters as a column has; a dash for none."""
+    """Return an error over its budget in few characters; a dash for None."""
     if ratio is None:
         return "—"
     return f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0e}"

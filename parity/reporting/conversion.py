@@ -1,4 +1,4 @@
-"""Layouts, what a file of weights holds, what was converted, and whether two files hold the same attention."""
+"""Layouts, the content of weight files, conversions, and comparisons of two files."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 def print_layouts(layouts: Iterable[Layout], out: Console) -> None:
     """Print a table of layouts, one in each row."""
     rows = [(layout.name, layout.about, layout.rope) for layout in layouts]
-    print_table(out, "Layouts", ("layout", "what it is", "RoPE pairs"), rows)
+    print_table(out, "Layouts", ("layout", "model or library", "RoPE pairs"), rows)
 
 
 def print_layout(layout: Layout, out: Console) -> None:
-    """Print the tensors of a layout, and of each its axes, outermost first."""
+    """Print the tensors of a layout with their axes, outermost first."""
     from parity.conversion.layouts.layout import CARRIED, RULES, UNSAID
 
     letters = {"p": "projections", "n": "heads", "h": "head_dim", "d": "input", "e": "output"}
@@ -51,9 +51,9 @@ def print_layout(layout: Layout, out: Console) -> None:
     if layout.others:
         words = {"...": "as they are", "d e": "transposed", "d n h": "transposed, heads as an axis"}
         rows = [(tensor.name, tensor.holds, words[tensor.axes]) for tensor in layout.others]
-        print_table(out, "where a layer has them", columns, rows)
+        print_table(out, "only in some layers", columns, rows)
     if shared := [tensor.name for tensor in layout.tensors if tensor.is_shared]:
-        out.print(f"one projection for keys and values: {', '.join(shared)}, where both are made alike")
+        out.print(f"one projection for keys and values: {', '.join(shared)}, if both are the same")
     for order in filter(None, layout.packing.split("; ")):
         out.print(f"heads in a packed tensor: {order}")
     out.print(f"RoPE pairs: {'(i, i + H/2)' if layout.rope == 'half' else '(2 i, 2 i + 1)'}")
@@ -70,7 +70,7 @@ def print_layout(layout: Layout, out: Console) -> None:
 
 
 def print_inspection(path: str, file: TensorFile, found: list[Found], out: Console) -> None:
-    """Print what a file holds: its tensors, those of numbered layers together, and which layouts fit."""
+    """Print the tensors of a file, with those of numbered layers in one row, and the layouts that fit."""
     grouped: dict[tuple[str, str, str], int] = {}
     for name, info in file.infos.items():
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "{i}", name)
@@ -93,12 +93,12 @@ def print_inspection(path: str, file: TensorFile, found: list[Found], out: Conso
 
 
 def _prefix_column() -> Column:
-    """Return the column of prefixes, which one copies from there."""
+    """Return the column of prefixes, which users copy from there."""
     return Column("prefix", overflow="fold", no_wrap=True)
 
 
 def print_conversion(converted: Converted, layout: str, out: Console) -> None:
-    """Print what became of the tensors of a file that was converted to a layout."""
+    """Print the result for the tensors of a file that was converted to a layout."""
     layers, spec = converted.layers, converted.spec
     heads = f", {spec.num_heads} x {spec.head_dim}, key/value {spec.num_kv_heads}" if spec else ""
     if converted.heads_from:
@@ -115,7 +115,7 @@ def print_conversion(converted: Converted, layout: str, out: Console) -> None:
 
 
 def _print_plan(plan: ConversionPlan, dropped: Sequence[str], out: Console) -> None:
-    """Print what would be written: layers and tensors that differ in their numbers alone in one row."""
+    """Print the plan: layers, or tensors, that differ only in their numbers are in one row."""
     layers: Counter[tuple[str, ...]] = Counter()
     for layer in plan.layers:
         hints = (f"{name} {layer.spec.values()[name]}: {origin}" for name, origin in layer.hints.items())
@@ -134,7 +134,7 @@ def _print_plan(plan: ConversionPlan, dropped: Sequence[str], out: Console) -> N
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on two layers, by name: their weights decide, the stages of probe inputs show what differs."""
+    """Verdict on two layers, by name: their weights decide, the stages of probe inputs show the difference."""
 
     one: str
     other: str
@@ -142,7 +142,7 @@ class Verdict:
     stages: list[Comparison]
 
     def to_dict(self) -> dict[str, Any]:
-        """The verdict as JSON takes it, without the stages."""
+        """Return the verdict for JSON, without the stages."""
         told = {"same": self.weights.same, "same_bits": self.weights.kind == "bits"}
         return {"layers": [self.one, self.other], **told, "weights": self.weights.to_dict()}
 
@@ -160,7 +160,7 @@ def print_verdicts(
     out: Console,
     not_compared: list[NotCompared],
 ) -> None:
-    """Print whether two files hold the same attention, in full for one layer, and of many for the first that differs.
+    """Print if two files hold the same attention: all stages of one layer, or the first of many that differs.
 
     The diagnosis is that of the first layer that differs.
     """
@@ -194,13 +194,13 @@ def _counts(verdicts: list[Verdict]) -> str:
     kinds = Counter(verdict.weights.kind for verdict in verdicts)
     counts = [f"{kinds['bits']} the same, bit for bit"]
     counts += [f"{kinds['values']} the same values"] if kinds["values"] else []
-    counts += [f"{kinds['function']} the same function in other words"] if kinds["function"] else []
+    counts += [f"{kinds['function']} the same function, written differently"] if kinds["function"] else []
     rounded = kinds["copy"] + kinds["rounding"]
     return "; ".join([*counts, f"{rounded} the same up to rounding", f"{kinds['different']} different"])
 
 
 def _print_difference(verdict: Verdict, diagnosis: Diagnosis, out: Console) -> None:
-    """Print which tensors differ, at which stages that is seen, and what explains it."""
+    """Print which tensors differ, which stages show it, and the explanation."""
     out.print(Text(str(verdict.weights)), soft_wrap=True)
     _print_stages(verdict.stages, out)
     wrong = first_difference(verdict.stages)
@@ -210,7 +210,7 @@ def _print_difference(verdict: Verdict, diagnosis: Diagnosis, out: Console) -> N
 
 
 def _print_stages(comparisons: list[Comparison], out: Console) -> None:
-    title = "Error of the second file on probe inputs, as a share of what rounding explains"
+    title = "Error of the second file on probe inputs, as a share of the rounding error"
     columns = ["stage", *(Column(name, justify="right") for name in ("share", "max abs"))]
     rows = [(each.stage, short_ratio(each.ratio), f"{each.max_abs:.1e}") for each in comparisons]
     print_table(out, title, columns, rows, ["" if each.passed else "red" for each in comparisons])

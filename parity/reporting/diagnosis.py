@@ -1,4 +1,4 @@
-"""What a diagnosis found, and where two traces part."""
+"""Results of a diagnosis, and the stage at which two traces diverge."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
 
 
 def print_diagnosis(diagnosis: Diagnosis, out: Console) -> None:
-    """Print what is wrong, as far as it was found."""
+    """Print the diagnosis."""
     style = {"none": "bold green", "structure": "bold", "precision": "bold"}.get(diagnosis.kind, "")
     out.print(Text(str(diagnosis), style=style), soft_wrap=True)
 
 
 def print_weights(weights: WeightsComparison, diagnosis: Diagnosis, out: Console) -> None:
-    """Print which tensors of two files differ and by what law, then the mistake that explains it or says more."""
+    """Print which tensors of two files differ, the pattern of the difference, and the bug that explains it."""
     out.print(Text(str(weights), style="bold green" if weights.same else ""), soft_wrap=True)
     print_explanation(weights, diagnosis, out)
 
 
 def print_explanation(weights: WeightsComparison, diagnosis: Diagnosis, out: Console) -> None:
-    """Print the mistake that explains why weights differ; that there is none, where no law explains a tensor either."""
+    """Print the bug that explains why weights differ, or that none does if no pattern explains a tensor."""
     if weights.same:
         return
     if diagnosis.kind == "none":
-        out.print("on probe inputs no stage differs by more than rounding in its dtype loses", soft_wrap=True)
+        out.print("on probe inputs no stage differs by more than the rounding error of its dtype", soft_wrap=True)
     elif diagnosis.kind == "structure" or weights.unexplained:
         print_diagnosis(diagnosis, out)
 
 
 def print_divergence(sides: list[list[Comparison]], distances: dict[str, float], out: Console) -> None:
-    """Print, stage by stage, how far two traces are from the reference and from each other, and where they part."""
+    """Print the distances of two traces from the reference and from each other, stage by stage."""
     names = [side[0].backend for side in sides]
     title = "Error / budget of each against the reference, and their difference"
     by_stage = [{comparison.stage: comparison for comparison in side} for side in sides]

@@ -1,4 +1,4 @@
-"""What is installed, where the backends run, and what would be skipped."""
+"""Installed packages, devices of the backends, and missing packages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def print_environment(
     optional: Mapping[str, str | None],
     out: Console,
 ) -> None:
-    """Print an environment: the machine, the backends, and packages that one may do without.
+    """Print an environment: the machine, the backends, and optional packages.
 
     Args:
         found: the environment, see `parity.backends.numerics.environment`.
-        backends: by name, why each cannot run here, if it cannot.
-        optional: by name, the version of each optional package that is installed.
-        out: where to.
+        backends: by name, the reason why it cannot run here, or None.
+        optional: by name, the version of each optional package, or None.
+        out: the console.
     """
     machine = [(name, str(found[name])) for name in ("python", "platform", "cpus")]
     print_table(out, "Environment", (), [*machine, *found["packages"].items()])

@@ -33,9 +33,9 @@ Key = tuple[str, str, str]
 
 MOST_HEADS = 8
 MOST_CELLS = 32  # of an attention map, along queries and along keys
-MOST_OPEN = 5  # cases that failed, unfolded when the page opens
+MOST_OPEN = 5  # failed cases that are unfolded when the page opens
 
-# An attention map is kept in levels: weights in steps of 1/14, finer than eyes, and one for what is not finite.
+# An attention map has levels: steps of 1/14, finer than the eye distinguishes, and one for non-finite weights.
 STEPS = 14
 NOT_FINITE = STEPS + 1
 INKS = {"expected": (37, 99, 235), "actual": (37, 99, 235), "difference": (217, 72, 15), "not finite": (220, 38, 38)}
@@ -44,11 +44,11 @@ BUDGET_MARK = 70  # where on a bar, in percent, the budget ends: linear up to th
 FARTHEST = 6  # powers of ten beyond the budget at which a bar is full
 
 HEAT = (0.03, 0.1, 0.3, 1.0)
-"""Shares of the budget at which the next colour begins; beyond the last is beyond the budget."""
+"""Shares of the budget at which the next color begins; the last is the budget itself."""
 
 
 def check_installed(*, pictures: bool = False) -> None:
-    """Refuse to begin a page, with attention maps or without, whose library is not installed."""
+    """Raise an error if a library for the page, with attention maps or without, is not installed."""
     packages.check_installed("an HTML report", "jinja2", *(["pillow"] if pictures else []))
 
 
@@ -60,11 +60,11 @@ class AttentionMap:
     """Attention weights of some heads in one sequence.
 
     Attributes:
-        stage, sequence, heads: where they are from.
-        shape: number of queries and of keys, of which neighbours may share a cell.
-        pictures: for each head, the levels and the largest value in words, by what they show: `expected`, `actual`
-            and, of a case that failed, `difference`, whose levels are shares of its largest.
-        largest_difference: between actual and expected.
+        stage, sequence, heads: origin of the weights.
+        shape: number of queries and of keys; adjacent ones may share a cell.
+        pictures: by kind, the levels and the largest value in words for each head. Kinds are `expected`, `actual` and,
+            for a case that failed, `difference`, whose levels are shares of its largest value.
+        largest_difference: largest difference between actual and expected weights.
     """
 
     stage: str
@@ -76,10 +76,10 @@ class AttentionMap:
 
 
 class AttentionMaps(dict[Key, AttentionMap]):
-    """Attention maps by case, dtype and backend, kept as a run goes on: give it to `run_cases` as `on_judged`.
+    """Attention maps by case, dtype and backend, collected during a run: pass it to `run_cases` as `on_judged`.
 
-    Of a case that passed, the first heads of the first sequence, at the last step of a cache; of one that failed, the
-    sequence, head and step of the worst weight.
+    A case that passed has the first heads of the first sequence, at the last step of a cache. A case that failed has
+    the sequence, head and step of the worst weight.
 
     Raises:
         ModuleNotFoundError: if a library that makes the page is not installed.
@@ -115,14 +115,14 @@ class AttentionMaps(dict[Key, AttentionMap]):
 
 
 def levels(maps: np.ndarray) -> np.ndarray:
-    """Values from 0 to 1 as levels, each cell the largest of the neighbours that share it; (heads, queries, keys)."""
+    """Return values from 0 to 1 as levels (heads, queries, keys); a cell is the largest of the values that share it."""
     rounded = np.clip(np.nan_to_num(maps, nan=0.0) * STEPS, 0, STEPS).round()
     found = np.where(np.isfinite(maps), rounded, NOT_FINITE).astype(np.uint8)
     return downsample(found, MOST_CELLS)
 
 
 def png(picture: np.ndarray, ink: tuple[int, int, int]) -> str:
-    """Levels as a picture in one ink, the higher the more of it, so that it suits a light page and a dark one."""
+    """Return levels as a picture whose opacity grows with the level, so that it suits light and dark pages."""
     from PIL import Image
 
     image = Image.frombytes("P", (picture.shape[1], picture.shape[0]), picture.tobytes())
@@ -134,7 +134,7 @@ def png(picture: np.ndarray, ink: tuple[int, int, int]) -> str:
 
 
 def _picture(maps: np.ndarray, scale: float = 1.0) -> list[tuple[np.ndarray, str]]:
-    """For each head, its levels, and its largest value and place in words."""
+    """Return the levels of each head, and its largest value and place in words."""
 
     def in_words(values: np.ndarray) -> str:
         if lost := np.count_nonzero(~np.isfinite(values)):
@@ -151,7 +151,7 @@ def _picture(maps: np.ndarray, scale: float = 1.0) -> list[tuple[np.ndarray, str
 def write_html(path: str | os.PathLike[str], report: Report, maps: Mapping[Key, AttentionMap] | None = None) -> None:
     """Write a report as one HTML page, whole or not at all, with attention maps if they were kept.
 
-    The page loads nothing and runs no script, and its Content-Security-Policy says so. All text is escaped.
+    The page loads nothing and runs no script, and its Content-Security-Policy forbids both. All text is escaped.
 
     Raises:
         ModuleNotFoundError: if a library that makes the page is not installed.
@@ -161,11 +161,11 @@ def write_html(path: str | os.PathLike[str], report: Report, maps: Mapping[Key, 
 
 
 def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) -> bytes:
-    """The page as `write_html` writes it."""
+    """Return the page that `write_html` writes."""
     check_installed(pictures=bool(maps))
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    # The autoescape of everything, and no name that is silently empty.
+    # Everything is escaped, and an unknown name is an error.
     templates = Environment(
         loader=PackageLoader("parity.reporting", "html_report"),
         autoescape=True,
@@ -195,7 +195,7 @@ def html_page(report: Report, maps: Mapping[Key, AttentionMap] | None = None) ->
 
 
 def _layers(report: Report) -> list[dict[str, Any]]:
-    """Of each backend a strip of the layers of its model, the higher and warmer the more of its budget one uses."""
+    """Return a strip of the layers for each backend: cells are higher and warmer if they use more of their budget."""
     if not report.layers:
         return []
     worst: dict[str, dict[str, Comparison]] = {}
@@ -207,7 +207,7 @@ def _layers(report: Report) -> list[dict[str, Any]]:
         for place, layer in enumerate(report.layers):
             shown = of_layers.get(layer)
             if shown is None:
-                cells.append({"path": "", "level": 0, "words": f"{layer}: not judged"})
+                cells.append({"path": "", "level": 0, "words": f"{layer}: not compared"})
                 continue
             level = _level(shown.worse_ratio)
             path = f"M{place} {8 - 2 * level}h1v{2 * level + 2}h-1z"
@@ -219,12 +219,12 @@ def _layers(report: Report) -> list[dict[str, Any]]:
 
 
 def _level(share: float) -> int:
-    """The colour of a share of the budget, from 0."""
+    """Return the color of a share of the budget, from 0."""
     return sum(not share <= limit for limit in HEAT)
 
 
 def _cases(report: Report, maps: Mapping[Key, AttentionMap]) -> list[dict[str, Any]]:
-    """Of each case and dtype, what every backend gave."""
+    """Return the results of every backend for each case and dtype."""
     skipped = {(skipped.case, skipped.dtype, skipped.backend): skipped.reason for skipped in report.skipped_cases}
     groups = report.groups()
     backends = list(dict.fromkeys(backend for _, _, backend in [*groups, *skipped]))
@@ -257,7 +257,7 @@ def _cases(report: Report, maps: Mapping[Key, AttentionMap]) -> list[dict[str, A
 def _galleries(
     case: str, dtype: str, backends: Iterable[str], maps: Mapping[Key, AttentionMap]
 ) -> Iterator[dict[str, Any]]:
-    """Attention maps of a case side by side, those of one place with the reference's once."""
+    """Yield attention maps of a case side by side; backends with the same heads share the map of the reference."""
     found = [(backend, maps[case, dtype, backend]) for backend in backends if (case, dtype, backend) in maps]
 
     def place(of_backend: tuple[str, AttentionMap]) -> tuple[str, int, tuple[int, ...]]:
@@ -283,14 +283,14 @@ def _galleries(
 
 
 def _images(shown: AttentionMap, what: str) -> list[tuple[str, str]]:
-    """For each head, its picture and words."""
+    """Return the picture and words of each head."""
     return [(png(picture, INKS[what]), words) for picture, words in shown.pictures[what]]
 
 
 def _environments(environment: Mapping[str, Any]) -> Iterator[tuple[str, list[tuple[str, dict[str, str]]]]]:
-    """Where results were made, each place with its tables of settings: the machine's, and each backend's.
+    """Yield each environment with its tables of settings: the machine's, and each backend's.
 
-    A run has one environment, and those of the traces that it joined; a comparison of traces has one for each folder.
+    A run has its own environment and those of joined traces. A comparison of traces has one for each folder.
     """
     here = {name: value for name, value in environment.items() if name != "joined"}
     places = {"this run": here, **environment.get("joined", {})} if "python" in environment else environment
@@ -319,15 +319,15 @@ def _number(number: float) -> str:
 
 
 def _bar(ratio: float) -> str:
-    """How much of a bar is full, in percent."""
+    """Return the length of a bar in percent."""
     if ratio <= 1.0:
         return f"{BUDGET_MARK * ratio:.3g}"
     beyond = min(math.log10(ratio), FARTHEST) / FARTHEST if math.isfinite(ratio) else 1.0
-    return f"{BUDGET_MARK + 4 + (96 - BUDGET_MARK) * beyond:.3g}"  # the 4 shows even a little too much
+    return f"{BUDGET_MARK + 4 + (96 - BUDGET_MARK) * beyond:.3g}"  # the 4 makes a slight excess visible
 
 
 def _heat(comparison: Comparison) -> dict[str, Any]:
-    """A strip of cells, one for each place along the tokens: higher and warmer the more of the budget it uses."""
+    """Return a strip of cells along the tokens: higher and warmer if a place uses more of the budget."""
     shares = comparison.by_position
     level_of = list(map(_level, shares))
     paths: dict[int, str] = {}
@@ -340,12 +340,12 @@ def _heat(comparison: Comparison) -> dict[str, Any]:
     letter = "T" if "T" in sizes else "S"
     places = f"{letter.lower()} = 0 … {sizes.get(letter, 0) - 1}"
     if sizes.get(letter, 0) != len(shares):
-        places += f", {len(shares)} runs of neighbours"
+        places += f", {len(shares)} runs of adjacent places"
     return {"size": len(shares), "paths": sorted(paths.items()), "words": f"{places}: {' '.join(map(_ratio, shares))}"}
 
 
 def _breakable(text: str) -> Any:
-    """A dotted name that a line may break in, after its dots and underscores."""
+    """Return a dotted name with possible line breaks after dots and underscores."""
     from markupsafe import Markup, escape
 
     return Markup("<wbr>").join(escape(part) for part in re.findall(r"[^._]*[._]|[^._]+", printable(text)))

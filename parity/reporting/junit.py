@@ -16,11 +16,10 @@ from parity.text import printable
 def write_junit(path: str | os.PathLike[str], report: Report) -> None:
     """Write a report as JUnit XML, whole or not at all.
 
-    A test suite for each backend and dtype, a test case for each case: it fails with the text of its first difference,
-    is an error where the backend raised one or its trace is missing, and is skipped with the reason. A program whose
-    devices send more than they need is a test case that fails. A backend that did not run at all is a
-    suite of one skipped test. What the pytest plugin collected has the class and name of its test.
-    There are no times, so that the bytes depend on the results only.
+    Each backend and dtype is a test suite, and each case a test case. It fails with the text of its first difference.
+    It is an error if the backend raised one or its trace is missing, or skipped with the reason. A program whose
+    devices send too much is a test case that fails. A backend that did not run is a suite of one skipped test. Tests
+    of the pytest plugin keep their class and name. There are no times, so that the bytes depend on the results only.
 
     Raises:
         OSError: if the file cannot be written.
@@ -29,7 +28,7 @@ def write_junit(path: str | os.PathLike[str], report: Report) -> None:
 
 
 def junit_xml(report: Report) -> bytes:
-    """The report as `write_junit` writes it."""
+    """Return the XML that `write_junit` writes."""
     suites: dict[str, list[ElementTree.Element]] = {}
     for (case, dtype, backend), comparisons in report.groups().items():
         test = _test(case, dtype, backend, comparisons[0].test)
@@ -53,7 +52,7 @@ def junit_xml(report: Report) -> bytes:
 
     everything = [test for tests in suites.values() for test in tests]
     totals = _counts(everything)
-    del totals["skipped"]  # some schemas know it of suites only
+    del totals["skipped"]  # some schemas allow it for suites only
     root = _element("testsuites", name="mha-parity", **totals)
     for name, tests in suites.items():
         suite = _element("testsuite", name=name, **_counts(tests))
@@ -70,15 +69,15 @@ def junit_xml(report: Report) -> bytes:
 
 
 def _test(case: str, dtype: str, backend: str, test: tuple[str, str] | None = None) -> ElementTree.Element:
-    """A test case, of the class of its backend; of one of pytest's, with the class and name that it has there."""
+    """Return a test case with the class of its backend, or the class and name of a pytest test."""
     classname, name = test or (backend, case)
     return _element("testcase", classname=classname, name=f"{name}-{dtype}")
 
 
 def _failure(difference: Comparison, report: Report) -> ElementTree.Element:
-    """The failure of a case: its cause in one line, where that is known; then the difference and the diagnosis."""
+    """Return the failure of a case: its cause in one line, if known, then the difference and the diagnosis."""
     diagnosis = report.diagnoses.get((difference.case, difference.dtype, difference.backend))
-    raised = difference.stage == "run"  # the backend did not come to any stage
+    raised = difference.stage == "run"  # the backend did not reach any stage
     cause = diagnosis.cause if diagnosis is not None else ""
     message = cause or f"{difference.stage}: {difference.worse_ratio:.3g} times the error budget"
     message = difference.reason if raised else message

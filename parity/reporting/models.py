@@ -1,4 +1,4 @@
-"""What the layers of a model compute, and which keys of its configuration say so."""
+"""Specifications of the layers of a model, and the keys of its configuration that determine them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from parity.models.specs import ModelLayer
 
 LINES = 10
-"""What the lines and the spaces between three columns take, in characters."""
+"""Width of the lines and spaces between three columns, in characters."""
 
 LEAST = 24
-"""How narrow the values of a table may become, in characters."""
+"""Least width of the values of a table, in characters."""
 
 
 def print_heading(part: str, out: Console, *words: str) -> None:
-    """Print which part of a model follows, and what else there is to say of it."""
+    """Print which part of a model follows, and more words about it."""
     out.print(Text(part, style="bold underline"), *(Text(each) for each in words), sep="\n")
 
 
@@ -43,7 +43,7 @@ def print_layers(model_type: str, layers: Sequence[ModelLayer], out: Console) ->
             out.print(Text(f"{title}, which is not attention over keys", style="bold"))
             continue
         names = [field.name for field in fields(first.spec) if field.name in first.origins]
-        # What leaves room for the others: keys of a configuration stay in one piece.
+        # Values leave room for the other columns, because keys of a configuration are not folded.
         keys = max(len(word) for name in names for word in first.origins[name].split())
         room = out.width - max(map(len, names)) - keys - LINES
         columns = ("field", Column("value", overflow="fold", max_width=max(room, LEAST)), "from")
@@ -52,7 +52,7 @@ def print_layers(model_type: str, layers: Sequence[ModelLayer], out: Console) ->
 
 
 def _numbers(indices: Iterable[int]) -> str:
-    """layer 3, or layers 0 to 4, 6, 8 to 9."""
+    """Return numbers in words: layer 3, or layers 0 to 4, 6, 8 to 9."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][-1] + 1:

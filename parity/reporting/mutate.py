@@ -1,4 +1,4 @@
-"""What became of the mistakes that were planted in a user's attention: a table, and below it what to do."""
+"""Outcomes of bugs that were injected into your attention: a table, and advice below it."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ STYLES = {
 def print_mutations(
     target: str, outcomes: Sequence[Outcome], left_out: Mapping[str, str], out: Console, note: str = ""
 ) -> None:
-    """Print what became of each mistake, which were left out and why, and how many are noticed.
+    """Print the outcome of each bug, which were left out and why, and how many were noticed.
 
-    `note` says why the callable could not be examined beforehand, if it could not.
+    `note` is the reason why the callable could not be examined beforehand, or empty.
     """
-    columns = [Column(name, no_wrap=True) for name in ("mistake", "page (mha-parity bugs …)")]
+    columns = [Column(name, no_wrap=True) for name in ("bug", "page (mha-parity bugs …)")]
     rows = [(each.mistake, each.page, Text(_words(each), style=STYLES[each.status])) for each in outcomes]
-    print_table(out, f"Mistakes planted in {target}", [*columns, "noticed by"], rows)
+    print_table(out, f"Bugs injected into {target}", [*columns, "noticed by"], rows)
     if note:
-        out.print(Text(f"\nnot examined, so that only what is declared is known: {note}", style="dim"), soft_wrap=True)
+        out.print(
+            Text(f"\nnot examined, so that only declared properties are known: {note}", style="dim"), soft_wrap=True
+        )
     by_reason: dict[str, list[str]] = {}
     for name, reason in left_out.items():
         by_reason.setdefault(reason, []).append(name)
-    if lines := [f"not planted, {reason}: {', '.join(names)}" for reason, names in by_reason.items()]:
+    if lines := [f"not injected, {reason}: {', '.join(names)}" for reason, names in by_reason.items()]:
         out.print(Text("\n" + "\n".join(lines), style="dim"), soft_wrap=True)
     out.print()
     for outcome in outcomes:
@@ -47,7 +49,7 @@ def print_mutations(
     counts = {status: sum(outcome.status is status for outcome in outcomes) for status in Status}
     verdict = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
     is_well = all(outcome.is_caught for outcome in outcomes)
-    words = f"{counted(len(outcomes), 'mistake')} planted: {verdict}"
+    words = f"{counted(len(outcomes), 'bug')} injected: {verdict}"
     out.print(Text(words, style="bold green" if is_well else "bold red"), soft_wrap=True)
 
 

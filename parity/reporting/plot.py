@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from parity.reporting.figure import NotebookFigure
 
 FORMATS = (".png", ".svg")
-MOST_LABELS = 64  # tokens that are written along an axis; beyond, every second, third, …
-MOST_CELLS = 1024  # along an axis; beyond, of neighbours the largest is shown
+MOST_LABELS = 64  # labels along an axis; if there are more tokens, every second, third, …
+MOST_CELLS = 1024  # along an axis; if there are more tokens, a cell is the largest of several
 
 
 def check_destination(path: str | os.PathLike[str], name: str = "path") -> None:
-    """Refuse a picture that could not be drawn, or written, before the work; `name` is what the user calls it."""
+    """Reject a picture that cannot be drawn or written, before the work; `name` is the user's name for the path."""
     if Path(path).suffix.lower() not in FORMATS:
         raise Refusal(name, f"end in {' or '.join(FORMATS)}", {name: path})
     check_writable(path, name)
@@ -61,7 +61,7 @@ def plot_attention(
     Raises:
         ModuleNotFoundError: if matplotlib is not installed.
         OSError: if the file cannot be written.
-        TypeError: if the weights are no real numbers.
+        TypeError: if the weights are not real numbers.
         ValueError: if shapes, labels, heads or the path do not fit.
     """
     if path is None:
@@ -116,10 +116,10 @@ def _draw(
     panels = figure.subplots(rows, columns, squeeze=False)
     image = None
     for panel, head, weights in zip(panels.flat, heads, maps, strict=False):
-        colours = mpl.colormaps["viridis"].with_extremes(bad="red")
+        colors = mpl.colormaps["viridis"].with_extremes(bad="red")
         image = panel.imshow(
             downsample(weights, MOST_CELLS),
-            cmap=colours,
+            cmap=colors,
             vmin=min(0.0, float(finite.min(initial=0.0))),
             vmax=float(finite.max(initial=0.0)) or 1.0,
             interpolation="nearest",
@@ -141,7 +141,7 @@ def _draw(
 
 
 def downsample(maps: np.ndarray, most: int) -> np.ndarray:
-    """The largest of each run of neighbours, so that the last two axes have at most so many cells."""
+    """Return the largest of each run of cells, so that the last two axes have at most `most` cells."""
     for axis in (-2, -1):
         size = maps.shape[axis]
         if size > most:
@@ -156,5 +156,5 @@ def _label(axis: Any, labels: Sequence[str] | None, rotation: int) -> None:
         return
     step = math.ceil(len(labels) / MOST_LABELS)
     places = range(0, len(labels), step)
-    # A token may hold a dollar, which would begin a formula.
+    # A token may contain a dollar sign, which would begin a formula.
     axis.set_ticks(places, labels=[printable(labels[i], keep="") for i in places], rotation=rotation, parse_math=False)

@@ -1,4 +1,4 @@
-"""The report of a run, or of a comparison of traces, on a terminal: cases, stages, what is wrong and where."""
+"""Report of a run, or of a comparison of traces, on a terminal: cases, stages, and differences."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from parity.reporting.summary import reproduction, sent_by_program, skipped_reas
 if TYPE_CHECKING:
     from parity.running.report import Report
 
-DETAILED_FAILURES = 5  # shown whole on the terminal; all are in the JSON
+DETAILED_FAILURES = 5  # in full on the terminal; all are in the JSON
 
 
 def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: bool = False) -> None:
-    """Print a report: cases, stages, what is wrong and where, what was skipped and why, and a last line.
+    """Print a report: cases, stages, differences, skipped cases with reasons, and a last line.
 
-    `verbose` adds every comparison; `quiet` leaves only what is wrong and the last line.
+    `verbose` adds every comparison; `quiet` leaves only differences and the last line.
     """
     if verbose:
         print_comparison_table(report, out)
@@ -42,7 +42,7 @@ def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: 
         if command := reproduction(comparison, report):
             out.print(f"  again       {command}", soft_wrap=True)
     if len(differences) > DETAILED_FAILURES:
-        out.print(f"\n… and {len(differences) - DETAILED_FAILURES} more; --json holds them all")
+        out.print(f"\n… and {len(differences) - DETAILED_FAILURES} more; --json has all")
     if differences or not quiet:
         out.print()
     if not quiet:
@@ -54,9 +54,9 @@ def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: 
 
 
 def print_collectives(report: Report, out: Console) -> None:
-    """A line for each kind of program that ran on a mesh: what its devices send each other, and what they need."""
+    """Print what the devices of a mesh send each other and what they need, one line per kind of program."""
     if sent := sent_by_program(report):
-        out.print(Text("What devices send, in how many cases", style="bold"))
+        out.print(Text("Traffic between devices: program, operations, number of cases", style="bold"))
     for each in sent:
         needed = "" if each.counted == each.needed else f", needed {each.needed}"
         excuse = f": {each.excuse}" if each.excuse else ""
@@ -66,7 +66,7 @@ def print_collectives(report: Report, out: Console) -> None:
 
 
 def print_case_table(report: Report, out: Console) -> None:
-    """One row a case and dtype, one column a backend: the worst stage and how much of its budget it uses."""
+    """Print the worst stage and its share of the budget, one row per case and dtype, one column per backend."""
     skipped = {(skipped.case, skipped.dtype, skipped.backend) for skipped in report.skipped_cases}
     groups = {**report.groups(), **{key: [] for key in sorted(skipped)}}
     backends = list(dict.fromkeys(backend for _, _, backend in groups))
@@ -86,7 +86,7 @@ def print_case_table(report: Report, out: Console) -> None:
 
 
 def _verdict(comparisons: list[Comparison] | None) -> Text:
-    """What a cell says; the stage of what passed may be cut off, that of what failed goes on in the next line."""
+    """Return the text of a cell; the stage may be cut off if it passed, and is folded if it failed."""
     if not comparisons:
         return Text("—" if comparisons is None else "skipped", style="dim")
     worst = worst_of(comparisons)
@@ -97,7 +97,7 @@ def _verdict(comparisons: list[Comparison] | None) -> Text:
 
 
 def print_stage_table(report: Report, out: Console) -> None:
-    """One row a stage: over all cases, the worst error / budget and largest absolute error of each backend."""
+    """Print the worst error / budget and largest absolute error of each backend over all cases, one row per stage."""
     backends = list(dict.fromkeys(comparison.backend for comparison in report.comparisons))
     kinds: dict[str, list[Comparison]] = {}
     for comparison in report.comparisons:
@@ -119,7 +119,7 @@ def print_stage_table(report: Report, out: Console) -> None:
 
 
 def print_comparison_table(report: Report, out: Console) -> None:
-    """One row a comparison."""
+    """Print every comparison in a row."""
     styles = ["" if each.passed else "red" for each in report.comparisons]
     columns = ["case", "stage", Column("dtype"), Column("backend")]
     columns += [Column(name, justify="right") for name in ("error", "budget", "ratio", "local", "max abs", "max ulp")]

@@ -1,4 +1,4 @@
-"""What the terminal, the page and JUnit say alike of a report: its last line, what was skipped, how to run it again."""
+"""Parts of a report that the terminal, the page and JUnit share: last line, skipped cases, commands to repeat."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def summary_line(report: Report) -> Text:
-    """One line: how many stages agree, how many do not, and what did not run."""
+    """Return one line: how many stages agree, how many do not, and how much was skipped."""
     summary, groups = report.summary, report.groups()
     if not groups:
         return Text("nothing was compared", style="bold yellow")
@@ -34,7 +34,7 @@ def summary_line(report: Report) -> Text:
     counts += f", {counted(len(report.needless), 'program')} sent more than needed" if report.needless else ""
     counts += f", {counted(len(report.missing), 'trace')} missing" if report.missing else ""
     by_reference = all(comparison.by_reference for comparison in report.comparisons)
-    expected = "the float64 reference" if by_reference else "what was expected"
+    expected = "the float64 reference" if by_reference else "the expected values"
     return Text(
         f"{and_listed(backends)} {verdict} with {expected}: {counted(count, 'case')}, {counts}",
         style="bold red" if report.status else "bold green",
@@ -42,12 +42,12 @@ def summary_line(report: Report) -> Text:
 
 
 def worst_of(comparisons: list[Comparison]) -> Comparison:
-    """Return the stage that stands for a case: its first difference, or that which uses the most of its budget."""
+    """Return the stage that represents a case: its first difference, or the largest share of a budget."""
     return first_difference(comparisons) or max(comparisons, key=lambda comparison: comparison.worse_ratio)
 
 
 def skipped_reasons(report: Report) -> list[str]:
-    """Each reason for which something was skipped, once."""
+    """Return each reason for which something was skipped, once."""
     reasons = Counter((skipped.backend, skipped.dtype, skipped.reason) for skipped in report.skipped_cases)
     return [
         *report.skipped.values(),
@@ -58,7 +58,8 @@ def skipped_reasons(report: Report) -> list[str]:
 class Sent(NamedTuple):
     """Operations in which devices of a mesh send each other data, in one kind of program, and its cases.
 
-    `counted` and `needed` are words; `excuse` says why more is sent than needed, and `passed` if it may be.
+    `counted` and `needed` are words, and `excuse` the reason for sending more than needed. `passed` is True if nothing
+    is sent needlessly, or the excuse holds.
     """
 
     backend: str
@@ -71,7 +72,7 @@ class Sent(NamedTuple):
 
 
 def sent_by_program(report: Report) -> list[Sent]:
-    """What devices send each other, of cases that are alike once; what is more than needed last."""
+    """Return the traffic of each kind of program, with equal cases in one entry; more than needed comes last."""
     alike: dict[tuple[bool, str, str, str, str, str], dict[str, None]] = {}
     for each in report.collectives:
         words = (words_of(each.counted), words_of(each.ideal), "" if each.is_ideal else each.excuse)

@@ -1,4 +1,4 @@
-"""What was found in recordings of live models, on a terminal."""
+"""Verdicts on recordings of live models, on a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def print_verdict(verdict: TapVerdict, name: str, out: Console) -> None:
 
 
 def print_difference(difference: TapDifference, out: Console, *, with_table: bool) -> None:
-    """Print how far apart two recordings are, layer by layer, and which layer explains it."""
+    """Print the distance of two recordings, layer by layer, and which layer explains it."""
     if with_table:
         stages = [each for each in ("input", *STAGES) if any(each in layer.errors for layer in difference.layers)]
         columns = [Column("layer", no_wrap=True), *(Column(name, justify="right", no_wrap=True) for name in stages)]
@@ -28,5 +28,5 @@ def print_difference(difference: TapDifference, out: Console, *, with_table: boo
             numbers = (f"{layer.errors[stage]:.0e}" if stage in layer.errors else "—" for stage in stages)
             rows.append([layer.layer, *numbers])
         styles = ["red" if layer.is_culprit else "" for layer in difference.layers]
-        print_table(out, "How far apart, as a share of the first (root mean square)", columns, rows, styles)
+        print_table(out, "Distance as a share of the first recording (root mean square)", columns, rows, styles)
     out.print(Text(str(difference), style="bold green" if difference.agrees else "red"), soft_wrap=True)

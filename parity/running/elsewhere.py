@@ -1,4 +1,4 @@
-"""A backend in another Python: two frameworks that no one environment holds, in one report."""
+"""A backend in another Python: one report of two frameworks that cannot share an environment."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ MAX_ERRORS = 1 << 16  # bytes, the last that a program printed
 
 
 class Elsewhere:
-    """`mha-parity run` by another interpreter, from now on, beside what goes on here."""
+    """`mha-parity run` by another interpreter, in parallel with this process."""
 
     def __init__(self, python: str, options: Sequence[str], num_processes: int = 2) -> None:
-        """Begin. Python files of the current folder are not imported.
+        """Start the program. Python files of the current folder are not imported.
 
         Args:
-            python: the interpreter, of an environment with this version of the harness and the framework.
-            options: of `mha-parity run`, without those about reports and traces.
-            num_processes: how many processes compute at once, this one among them.
+            python: interpreter of an environment with this version of the harness and the framework.
+            options: options of `mha-parity run`, without those for reports and traces.
+            num_processes: number of processes that compute at once, including this one.
 
         Raises:
             ValueError: if there is no such program.
         """
         self.python, program = python, shutil.which(python)
         if program is None:
-            raise Refusal("--python", "name an interpreter that can be run", {"--python": python})
+            raise Refusal("--python", "be BACKEND=PATH with an interpreter that can be run", {"--python": python})
         self.folder = tempfile.TemporaryDirectory(prefix="mha-parity-")
-        # A pipe would stay open for as long as any process lives that the program started.
+        # A pipe would stay open until every process that the program started has ended.
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             [program, "-P", "-m", "parity", "run", *options, "--save-traces", self.folder.name, "--quiet"],
@@ -45,10 +45,10 @@ class Elsewhere:
         )
 
     def wait(self) -> str:
-        """Wait until it has ended, and return the folder of the traces that it made.
+        """Wait for the end of the program, and return the folder of its traces.
 
         Raises:
-            OSError: if it failed, or made none.
+            OSError: if it failed, or saved no trace.
         """
         status = self.process.wait()
         if status not in (0, 1):  # 1 is a mismatch, which the report of all shows
@@ -58,7 +58,7 @@ class Elsewhere:
         return self.folder.name
 
     def _reason(self) -> str:
-        """The last line that the program printed on standard error, its own if there is one."""
+        """Return the last line of the program on standard error, preferably one of mha-parity."""
         self.errors.seek(max(0, self.errors.seek(0, os.SEEK_END) - MAX_ERRORS))
         lines = self.errors.read().decode(errors="replace").splitlines()
         own = [line.removeprefix("mha-parity: ") for line in lines if line.startswith("mha-parity: ")]

@@ -1,4 +1,4 @@
-"""Work divided among processes, each with frameworks of its own."""
+"""Work divided among processes, each with its own frameworks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Result = TypeVar("Result")
 def by_processes(
     function: Callable[[Item], Result], items: Sequence[Item], jobs: int, *, cost: Callable[[Item], float]
 ) -> Generator[Result, None, None]:
-    """The results of a function for each item, in their order, from so many processes; what costs most begins first.
+    """Return the results of a function for each item, in their order, from `jobs` processes.
 
-    The function, what it takes and what it gives are pickled. Processes begin at once, and whoever closes the iterator
-    ends them, as do an error and a signal where results are asked for.
+    Items of the highest cost begin first. The function, its arguments and its results are pickled. Processes begin at
+    once. They end when the iterator is closed, and if an error or a signal interrupts the wait for a result.
 
     Raises:
-        BrokenProcessPool: if one of the processes ends, for want of memory, say.
+        BrokenProcessPool: if one of the processes ends, for example for lack of memory.
     """
     results = _results(function, items, jobs, cost)
     next(results)
@@ -35,9 +35,9 @@ def by_processes(
 def _results(
     function: Callable[[Item], Result], items: Sequence[Item], jobs: int, cost: Callable[[Item], float]
 ) -> Generator[Any, None, None]:
-    """Nothing, when processes have begun; then the results."""
+    """Yield None when processes have begun, then the results."""
     others = set(multiprocessing.active_children())
-    # A process that is forked would share the threads and locks of frameworks that are loaded here.
+    # A forked process would share the threads and locks of frameworks that are loaded here.
     num_processes = max(1, min(jobs, len(items)))
     context, surroundings = multiprocessing.get_context("spawn"), share_of_cores(num_processes)
     dearest_first = sorted(range(len(items)), key=lambda i: -cost(items[i]))
@@ -56,7 +56,7 @@ def _results(
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent does, also where that had no time to say so."""
+    """End this process when its parent ends, even if that was killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

@@ -1,4 +1,4 @@
-"""The layers of a model -> results: each layer's real weights through every backend, and through its own module."""
+"""Layers of a model -> report: the weights of each layer in every backend, and in the model's own module."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from parity.identification.layers import LiveLayer
 
 AGAINST = ("transformers",)
-"""Libraries whose own modules run beside the backends."""
+"""Libraries whose own modules run in addition to the backends."""
 
 
 def cases_of(name: str, spec: AttentionSpec, *, is_causal: bool | None = None, is_cross: bool = False) -> list[Case]:
-    """What a layer of a file is tried on: across, causal and cached, or all keys seen; all of these where nobody says.
+    """Return the cases for a layer of a file: cross-attention, or causal with and without a cache, or not causal.
 
     Args:
-        name: what the names of the cases begin with.
+        name: prefix of the names of the cases.
         spec: the layer.
-        is_causal: whether no token sees a later one; None where it is not known.
-        is_cross: its keys come from elsewhere, as they must where they have another width.
+        is_causal: True if tokens attend to no later token; None, if unknown, returns causal and other cases.
+        is_cross: True if the keys come from another sequence; implied by another width of keys.
     """
     name = printable(name, keep="")  # made of a file's
     if is_cross or spec.d_kv != spec.d_in:
-        return [Case(f"{name}-cross", spec, "queries over keys from elsewhere", seq_len=6, seq_len_k=9)]
-    full = Case(f"{name}-full", spec, "every token sees every token", seq_len=9)
+        return [Case(f"{name}-cross", spec, "queries and keys of different sequences", seq_len=6, seq_len_k=9)]
+    full = Case(f"{name}-full", spec, "every token attends to every token", seq_len=9)
     causal = [
-        Case(f"{name}-causal", spec, "no token sees a later one", seq_len=9, is_causal=True),
+        Case(f"{name}-causal", spec, "no token attends to a later one", seq_len=9, is_causal=True),
         Case(f"{name}-decode", spec, "a prompt, then token by token", seq_len=7, chunks=(5, 1, 1), capacity=8),
     ]
     return [full] * (is_causal is not True) + causal * (is_causal is not False)
@@ -67,23 +67,23 @@ def run_model(
     prefix: str | None = None,
     **said: Unpack[LayerKeywords],
 ) -> Report:
-    """Run the attention layers of a model on backends, each with its own weights, and judge every stage.
+    """Run the attention layers of a model on backends, each with its own weights, and check every stage.
 
     Memory holds the weights of one layer at a time.
 
     Args:
-        path: of a folder with a config.json and weights, or of a file of weights.
-        backends, dtypes, with_gradients, mesh, device, on_case, on_judged: as `run_cases` takes them.
-        layers: the numbers of some; all when absent.
-        against: `transformers`, to also compare the output of the library's own module, in float32. If a folder is of a
-            model without rules, its layers are observed, and the warnings of the report have the evidence.
-        layout, prefix, said: as `load` takes them.
+        path: a folder with a config.json and weights, or a file of weights.
+        backends, dtypes, with_gradients, mesh, device, on_case, on_judged: arguments of `run_cases`.
+        layers: numbers of the layers; default: all.
+        against: `transformers`, to also compare the output of the library's own module, in float32. If no rules
+            describe the model, its layers are observed, and the warnings of the report have the evidence.
+        layout, prefix, said: arguments of `load`.
 
     Returns:
         The report of all layers. The cases are named after layers: `layer-17-decode`.
 
     Raises:
-        ModuleNotFoundError, OSError, ValueError: as `run_cases` and `load`, or if there is no layer of a number.
+        ModuleNotFoundError, OSError, ValueError: as `run_cases` and `load`, or if a layer does not exist.
     """
     if against not in (None, *AGAINST):
         raise Refusal("against", f"be one of {', '.join(AGAINST)}", against=against)
@@ -101,7 +101,7 @@ def run_model(
         ):
             raise Refusal(
                 "against",
-                "have layers of a model whose config.json tells of them, by a family that is known",
+                "have layers of a model whose config.json is of a known family",
                 f"against={against!r} for {some_of(unknown)}",
             )
         skeleton = skeleton_of(path) if against and not observed else None
@@ -130,10 +130,10 @@ def run_model(
 
 
 def chosen_layers(found: Sequence[FileLayer], numbers: Collection[int] | None) -> list[FileLayer]:
-    """Those of some numbers, or all.
+    """Return the layers of some numbers, or all.
 
     Raises:
-        ValueError: if there is none of a number.
+        ValueError: if a number has no layer.
     """
     chosen = [layer for layer in found if numbers is None or number_of(layer) in numbers]
     if missing := sorted(set(numbers or ()) - {number_of(layer) for layer in chosen}):
@@ -143,14 +143,14 @@ def chosen_layers(found: Sequence[FileLayer], numbers: Collection[int] | None) -
 
 
 def number_of(layer: FileLayer) -> int:
-    """Which layer of its model it is."""
+    """Return the number of a layer in its model."""
     if layer.model is not None:
         return layer.model.index
     return layer.place[-1] if layer.place else 0
 
 
 def names_of(layers: Sequence[FileLayer]) -> dict[str, str]:
-    """What cases of layers are called, by the layers' labels: by their numbers, where these differ."""
+    """Return the names of the cases of layers, by label: made of the numbers if these differ."""
     numbers = [number_of(layer) for layer in layers]
     if len(set(numbers)) == len(numbers):
         return {layer.label: f"layer-{number}" for layer, number in zip(layers, numbers, strict=True)}
@@ -161,7 +161,7 @@ def names_of(layers: Sequence[FileLayer]) -> dict[str, str]:
 
 
 def skeleton_of(path: str | os.PathLike[str], attn_implementation: str = "eager") -> Skeleton:
-    """The model that the config.json of a folder, or beside a file, asks for, without weights.
+    """Return the model of the config.json in a folder, or next to a file, without weights.
 
     Raises:
         ModuleNotFoundError: if transformers is not installed.
@@ -176,7 +176,7 @@ def skeleton_of(path: str | os.PathLike[str], attn_implementation: str = "eager"
 
 
 def _add_observed(report: Report, layer: LiveLayer, case: Case) -> None:
-    """Add the comparisons of an observed layer to a report, or why there are none."""
+    """Add the comparisons of an observed layer to a report, or the reason why there are none."""
     own = {"case": case.name, "backend": "transformers", "library": "transformers"}
     report.comparisons.extend(replace(comparison, **own) for comparison in layer.comparisons)
     if not layer.comparisons:
@@ -187,13 +187,13 @@ def _add_observed(report: Report, layer: LiveLayer, case: Case) -> None:
 
 
 def _judge_own_module(report: Report, layer: FileLayer, case: Case, weights: Weights, skeleton: Skeleton) -> None:
-    """Add the verdict on the output of the library's own module to a report, or why there is none."""
+    """Add the comparison of the library's own module to a report, or the reason why there is none."""
 
     def skip(reason: str) -> None:
         report.skipped_cases.append(SkippedCase(case.name, "float32", "transformers", reason))
 
     if layer.model is None:
-        skip("its configuration does not say which module it is")
+        skip("its configuration does not determine its module")
         return
     problem = make_problem(case, "float32", weights)
     positions = case.positions() if case.spec.rope is not None and case.spec.rope.sections else None

@@ -1,4 +1,4 @@
-"""What a run gives: the verdict on every stage, what was skipped, what is missing, and where it was made."""
+"""Results of a run: the comparison of every stage, skipped and missing cases, and the environment."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from parity.core.compare import Comparison, first_difference
+import numpy as np
+
+from parity.core.compare import Comparison, Label, first_difference
+from parity.core.problem import Problem
 from parity.core.records import as_html
+from parity.core.trace import Reference
 from parity.diagnosis.diagnose import Diagnosis
 from parity.sharding.mesh import Collectives
 from parity.text import counted, printable
 
 MOST_SHOWN = 3
-"""Cases that failed, in the text of a report."""
+"""Failed cases in the text of a report."""
 
 
 @dataclass(frozen=True)
 class SkippedCase:
-    """A case that a backend cannot run in a dtype, and why."""
+    """A case that a backend cannot run in a dtype, with the reason."""
 
     case: str
     dtype: str
@@ -31,15 +35,15 @@ class Report:
     """The results of a run: one comparison for each stage of each case, dtype and backend.
 
     Attributes:
-        comparisons: in the order of the run.
-        skipped: why a backend did not run at all, by name.
-        environment: where the run was made.
-        warnings: what makes results less comparable than they look.
-        skipped_cases: what a backend that did run cannot.
-        diagnoses: what is wrong with those of the first cases that failed, by case, dtype and backend.
-        missing: what a backend whose traces were read has no trace of, though another backend has.
-        collectives: what devices sent each other, where cases ran on a mesh.
-        layers: the names of cases that are the layers of a model, in its order.
+        comparisons: comparisons in the order of the run.
+        skipped: by name, the reason why a backend did not run at all.
+        environment: environment of the run.
+        warnings: circumstances that make results less comparable than they look.
+        skipped_cases: cases that a backend does not support.
+        diagnoses: diagnoses of the first failed cases, by case, dtype and backend.
+        missing: traces that another backend has and this one lacks, among those that were read.
+        collectives: traffic between devices, for cases on a mesh.
+        layers: names of the cases that are layers of a model, in its order.
     """
 
     comparisons: list[Comparison]
@@ -67,21 +71,19 @@ class Report:
 
     @property
     def needless(self) -> list[Collectives]:
-        """The programs whose devices send each other more than they need."""
+        """The programs whose devices send more than they need."""
         return [collectives for collectives in self.collectives if not collectives.passed]
 
     @property
     def summary(self) -> dict[str, int]:
-        """How many comparisons passed and failed, how many backends, and cases of the others, were skipped, and how
-        many traces are missing."""
+        """Count the comparisons that passed and failed, skipped backends and cases, and missing traces."""
         failed, skipped = len(self.failed), len(self.skipped) + len(self.skipped_cases)
         passed = len(self.comparisons) - failed
         return {"passed": passed, "failed": failed, "skipped": skipped, "missing": len(self.missing)}
 
     @property
     def status(self) -> int:
-        """The exit status of the commands that make a report: 1 if a comparison failed or more was sent than need be,
-        2 if a trace is missing."""
+        """The exit status of commands: 1 if a comparison failed or a program sent too much, 2 if a trace is missing."""
         return 1 if self.failed or self.needless else 2 if self.missing else 0
 
     def groups(self) -> dict[tuple[str, str, str], list[Comparison]]:
@@ -92,7 +94,7 @@ class Report:
         return groups
 
     def first_differences(self) -> list[Comparison]:
-        """For each case, dtype and backend that failed, the stage to start looking at."""
+        """Return the first difference of each case, dtype and backend that failed."""
         found = (first_difference(group) for group in self.groups().values())
         return [comparison for comparison in found if comparison is not None]
 
@@ -105,11 +107,11 @@ class Report:
         self.collectives.extend(other.collectives)
 
     def settings(self) -> dict[str, str]:
-        """The environment as one list: `packages.numpy`, `backends.torch.numerics.threads` and so on, as text."""
+        """Return the environment as one list of text: `packages.numpy`, `backends.torch.numerics.threads`, …"""
         return flattened(self.environment)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON takes it."""
+        """Return the report for JSON."""
         skipped = [
             {"case": None, "backend": backend, "dtype": None, "stage": None, "status": "skipped", "reason": reason}
             for backend, reason in self.skipped.items()
@@ -130,8 +132,34 @@ class Report:
         }
 
 
+def report_of_stages(
+    name: str,
+    backend: str,
+    stages: Mapping[str, np.ndarray],
+    problem: Problem,
+    arithmetic: str,
+    diagnosis: Diagnosis,
+) -> Report:
+    """Return the report of the stages of one function.
+
+    Args:
+        name: what the report calls the function.
+        backend: framework of the function.
+        stages: the stages by name. Those that the diagnosis found in another convention are left out.
+        problem: the inputs and weights.
+        arithmetic: one of `reference.ARITHMETICS`.
+        diagnosis: the diagnosis of the stages.
+    """
+    reference = Reference(problem, stages=frozenset(stages))
+    comparable = [stage for stage in reference.accumulated if stage in stages and stage not in diagnosis.conventions]
+    labels = {stage: Label(name, backend, problem.dtype, stage) for stage in comparable}
+    comparisons = [reference.compare(stages[stage], label, arithmetic) for stage, label in labels.items()]
+    diagnoses = {(name, problem.dtype, backend): diagnosis} if diagnosis.is_wrong else {}
+    return Report(comparisons, {}, {}, diagnoses=diagnoses)
+
+
 def flattened(values: Mapping[str, Any], prefix: str = "", depth: int = 6) -> dict[str, str]:
-    """Nested settings under joined names, as text. Those of a trace come from a file, and may be anything."""
+    """Return nested settings under joined names, as text. A trace comes from a file and may contain anything."""
     flat: dict[str, str] = {}
     for name, value in values.items():
         path = f"{prefix}{printable(str(name))}"

@@ -1,4 +1,4 @@
-"""Cases x backends -> results: record what a backend computes, as a trace, and judge it against the reference."""
+"""Cases x backends -> report: record the stages of a backend as a trace, and compare it with the reference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from parity.sharding.mesh import MeshPlan, collectives_of
 from parity.text import printable, some_of
 
 OnJudged = Callable[[Trace, Reference, list[Comparison]], None]
-"""Called with each trace that was judged, its reference and the comparisons, while the arrays are still there."""
+"""Called with each compared trace, its reference and the comparisons, before the arrays are freed."""
 
 
 def run_cases(
@@ -49,33 +49,32 @@ def run_cases(
     on_case: Callable[[str, str, str], None] = lambda case, dtype, backend: None,
     on_judged: OnJudged = lambda trace, reference, comparisons: None,
 ) -> Report:
-    """Run cases on backends and judge every stage against the float64 reference.
+    """Run cases on backends and compare every stage with the float64 reference.
 
     Args:
-        cases: all of `CASES` when absent.
-        backends: names; when absent all that can run here, the others being reported as skipped.
+        cases: default: all of `CASES`.
+        backends: names; by default all that can run here, and the report lists the others as skipped.
         dtypes: names of floating-point dtypes.
         with_gradients: also compare the gradients of inputs and weights, for cases without a cache.
-        weights: canonical weights to take instead of each case's own.
-        mesh: devices that each case is divided over; what it does not divide is skipped.
+        weights: canonical weights for all cases; by default each case has its own.
+        mesh: devices that divide each case; cases that it cannot divide are skipped.
         traces: folder to save the traces in.
-        join: folders of traces made elsewhere, their sub-folders among them; those of the same cases and dtypes are
-            judged, too. `parity.running.elsewhere.Elsewhere` is waited for.
-        jobs: how many processes run cases; 1 is this one.
-        device: where torch's tensors lie, `cpu`, `cuda` or `cuda:1`; JAX uses its default device.
-        on_case: called before each case, or before it is judged if another process ran it, with its name, the dtype
-            and the backend.
-        on_judged: called with each trace that was judged, its reference and the comparisons.
+        join: folders of saved traces, with subfolders; those of the same cases and dtypes are also compared. Or an
+            `Elsewhere`, which is awaited.
+        jobs: number of processes that run cases; 1 is this process.
+        device: device of torch, `cpu`, `cuda` or `cuda:1`; JAX uses its default device.
+        on_case: called with the case, the dtype and the backend before each case runs, or before its comparison if
+            another process ran it.
+        on_judged: called with each compared trace, its reference and the comparisons.
 
     Returns:
         The report. A backend that raises an error in a case fails that case.
 
     Raises:
-        ModuleNotFoundError: if a backend asked for by name can neither run here nor is joined.
+        ModuleNotFoundError: if a named backend can neither run here nor is joined.
         OSError: if a trace cannot be read or saved.
-        ValueError: if there is no backend or dtype of a name, nothing to run, also on one backend asked for by name, a
-            file to join is not a trace of a case known here, or there is no such mesh, no job, or several for one
-            device.
+        ValueError: if a backend, dtype or mesh does not exist, there is nothing to run, also on a single named backend,
+            a file to join is not a trace of a known case, or `jobs` does not fit.
     """
     cases = list(CASES.values() if cases is None else cases)
     about: dict[str, Any] = {"with_gradients": with_gradients, "weights": weights, "mesh": mesh, "device": device}
@@ -93,7 +92,7 @@ def run_cases(
 
 
 class _Task(NamedTuple):
-    """A case in a dtype, and the backends that are to run it."""
+    """A case in a dtype, and the backends that run it."""
 
     case: Case
     dtype: str
@@ -104,31 +103,31 @@ class _Task(NamedTuple):
     device: str
 
     def expected(self) -> Reference:
-        """The reference that it is judged by."""
+        """Return the reference of the case."""
         problem = make_problem(self.case, self.dtype, self.weights)
         return Reference(problem, self.with_gradients and self.case.has_gradients)
 
     def attempts(self, expected: Reference) -> Iterator[Trace]:
-        """Run it on each backend in turn."""
+        """Run the case on each backend in turn."""
         return (_attempt(name, expected, self.mesh) for name in self.backends)
 
     def cost(self) -> float:
-        """Return its rough cost beside others: its calls, and the numbers in its weights."""
+        """Return the rough relative cost of the case: its calls times the size of its weights."""
         return (len(self.case.chunks) + 1) * sum(map(math.prod, weight_shapes(self.case.spec).values()))
 
 
 @dataclass(frozen=True)
 class _RunPlan:
-    """Checked plan of a run: its cases, the backends that run here, and why others do not, by name."""
+    """Checked plan of a run: its cases, the backends that run here, and by name the reasons why others do not."""
 
     tasks: list[_Task]
     here: list[str]
     missing: dict[str, str]
-    are_named: bool  # backends were asked for by name: then none may be skipped
+    are_named: bool  # named backends must not be skipped
     where: dict[str, Any]
 
     def skipped(self, joined: Iterable[Trace]) -> dict[str, str]:
-        """Why backends neither run here nor are joined, by name."""
+        """Return the reasons why backends neither run here nor are joined, by name."""
         titles = {trace.backend for trace in joined}
         return {name: reason for name, reason in self.missing.items() if name not in titles}
 
@@ -145,10 +144,10 @@ def _plan_of(
     device: str,
     **about: Any,
 ) -> _RunPlan:
-    """Check what `run_cases` is to run, and refuse what cannot be."""
+    """Check the arguments of `run_cases`, and return the plan."""
     for dtype in dtypes:
         if dtype not in DTYPES:
-            raise Refusal("dtype", f"be one of {list(DTYPES)}", dtype=dtype)
+            raise Refusal("dtype", f"be one of {', '.join(DTYPES)}", dtype=dtype)
     if are_joined and weights is not None:
         raise Refusal("traces to join", "be of the cases' own weights", "weights")
     asked = BACKENDS if backends is None else backends
@@ -171,7 +170,7 @@ def _plan_of(
 
 
 def _check_device(backends: Sequence[str], jobs: int, mesh: MeshPlan | None, device: str) -> None:
-    """Refuse jobs, a mesh and a device of torch that do not go together, or not with these backends."""
+    """Reject jobs, a mesh and a device of torch that exclude each other or do not fit the backends."""
     if jobs < 1:
         raise Refusal("jobs", "be at least 1", jobs=jobs)
     if jobs > 1 and (alone := [name for name in backends if BACKENDS[name].has_own_device]):
@@ -187,14 +186,14 @@ def _without_gradients(cases: Iterable[Case]) -> Iterator[str]:
     without = [case for case in cases if not case.has_gradients]
     for why, names in {
         "with a cache": [case.name for case in without if case.is_cached],
-        "where a query is NaN, which makes all of them NaN": [case.name for case in without if not case.is_cached],
+        "if a query is NaN, because all of them are then NaN": [case.name for case in without if not case.is_cached],
     }.items():
         if names:
             yield f"gradients are not compared {why}: {', '.join(names)}"
 
 
 def _why_missing(backend: str, mesh: MeshPlan | None, named: Sequence[str] | None) -> str | None:
-    """Why a backend cannot run here, or not on a mesh; None if it can. Of one that is named a mesh is refused."""
+    """Return why a backend cannot run here or on the mesh, or None. A named backend raises the error of the mesh."""
     if (reason := why_missing(backend)) or mesh is None:
         return reason
     if not BACKENDS[backend].divided:
@@ -209,7 +208,7 @@ def _why_missing(backend: str, mesh: MeshPlan | None, named: Sequence[str] | Non
 
 
 def _why_skipped(backend: str, case: Case, dtype: str, mesh: MeshPlan | None) -> str | None:
-    """Why a backend cannot run a case in a dtype, or None."""
+    """Return why a backend cannot run a case in a dtype, or None."""
     reason = load_backend(backend).why_skipped(case, dtype)
     return reason if reason or mesh is None else load_divided(backend).why_skipped(case, dtype, mesh)
 
@@ -221,10 +220,10 @@ def _why_skipped(backend: str, case: Case, dtype: str, mesh: MeshPlan | None) ->
 def _sources(
     plan: _RunPlan, join: Sequence[str | os.PathLike[str] | Elsewhere], jobs: int
 ) -> Iterator[tuple[list[Trace], Iterable[Iterable[Trace] | None]]]:
-    """The traces that are joined, and for each task what other processes computed, or None where it runs here."""
+    """Yield the joined traces, and for each task the traces of other processes, or None if it runs here."""
     with ExitStack() as stack:
         attempts = repeat(None)
-        if jobs > 1 and plan.here:  # begun before traces are read, which may be in the making
+        if jobs > 1 and plan.here:  # begun first, because traces may still be in the making
             begun = by_processes(_attempts, plan.tasks, jobs, cost=_Task.cost)
             attempts = stack.enter_context(closing(begun))
         folders = (folder.wait() if isinstance(folder, Elsewhere) else folder for folder in join)
@@ -247,7 +246,7 @@ def _record_all(
     folder: str | os.PathLike[str] | None,
     on_case: Callable[[str, str, str], None],
 ) -> Iterator[tuple[Trace, Reference]]:
-    """Each trace in turn with its reference: of each task those made here, saved if there is a folder, then others'."""
+    """Yield each trace with its reference. Those made here, which are saved in the folder, precede joined ones."""
     for task, found in zip(plan.tasks, attempts, strict=False):
         case, dtype, expected = task.case, task.dtype, task.expected()
         made = iter(task.attempts(expected) if found is None else found)
@@ -264,7 +263,7 @@ def _record_all(
 
 
 def _attempt(backend: str, reference: Reference, mesh: MeshPlan | None) -> Trace:
-    """Return a trace, an empty one if the backend cannot run the case or raises an error."""
+    """Return a trace; it is empty if the backend does not support the case or raises an error."""
     nothing = Trace(reference.problem, backend, {}, {})
     if reason := _why_skipped(backend, reference.problem.case, reference.problem.dtype, mesh):
         return replace(nothing, skipped=reason)
@@ -275,7 +274,7 @@ def _attempt(backend: str, reference: Reference, mesh: MeshPlan | None) -> Trace
 
 
 def _with_numerics(where: dict[str, Any], backend: str, numerics: dict[str, Any]) -> dict[str, Any]:
-    """Where a case ran, with the numerics lock that it ran under, if it did."""
+    """Return the environment of a case, with its numerics lock if it ran."""
     known = where["backends"][backend]
     backends = {**where["backends"], backend: {**known, "numerics": numerics or known["numerics"]}}
     return {**where, "backends": backends}
@@ -283,12 +282,12 @@ def _with_numerics(where: dict[str, Any], backend: str, numerics: dict[str, Any]
 
 # ---- Judged ----------------------------------------------------------------------------------------------------------
 
-DIAGNOSED = 5  # cases: what is wrong with the first is mostly wrong with all
+DIAGNOSED = 5  # cases, because most failures of a run have one cause
 
 
 @dataclass(frozen=True)
 class _Judged:
-    """A trace, here without its arrays, with its comparisons and the diagnosis if it was made."""
+    """A trace without its arrays, with its comparisons and perhaps a diagnosis."""
 
     trace: Trace
     comparisons: list[Comparison]
@@ -297,12 +296,12 @@ class _Judged:
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """Its case, its dtype and what reports call its backend."""
+        """The case, the dtype, and the name of the backend in reports."""
         return self.trace.problem.case.name, self.trace.problem.dtype, self.trace.title
 
 
 def _judge_all(traces: Iterable[tuple[Trace, Reference]], on_judged: OnJudged) -> list[_Judged]:
-    """Judge each trace by its reference, and diagnose the first that are wrong."""
+    """Compare each trace with its reference, and diagnose the first that differ."""
     found: list[_Judged] = []
     for trace, expected in traces:
         diagnosis, comparisons = None, [] if trace.skipped else judge(trace, expected)
@@ -311,7 +310,7 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], on_judged: OnJudged) -
         is_wrong = not all(comparison.passed for comparison in comparisons)
         if is_wrong and trace.accumulated and sum(each.diagnosis is not None for each in found) < DIAGNOSED:
             diagnosis = diagnose_trace(trace)
-            if not diagnosis.is_wrong:  # a gradient alone is wrong, which no mistake known here explains
+            if not diagnosis.is_wrong:  # only a gradient differs, which no known bug explains
                 diagnosis = None
         lacks_gradients = expected.with_gradients and not (trace.with_gradients or trace.error)
         problem = replace(trace.problem, weights={}, inputs={})
@@ -324,15 +323,15 @@ def _judge_all(traces: Iterable[tuple[Trace, Reference]], on_judged: OnJudged) -
 
 
 def _report_of(judged: Sequence[_Judged], joined: Iterable[Trace]) -> Report:
-    """Return the report, which does not know yet where it was made.
+    """Return the report, without the environment.
 
-    The backends of all traces that were read must lack none, whether or not the traces are judged.
+    All traces that were read count as expected, even if they are not compared.
     """
     skipped = [SkippedCase(*each.place, each.trace.skipped) for each in judged if each.trace.skipped]
     ran = [each for each in judged if not each.trace.skipped]
     comparisons = [comparison for each in ran for comparison in each.comparisons]
     if not comparisons:
-        raise Refusal("there", "be something to judge", f"{len(skipped)} skipped cases and no other")
+        raise Refusal("there", "be something to compare", f"{len(skipped)} skipped cases and no other")
     missing = _missing(judged, joined)
     warnings = [*_different_locks(each.trace for each in judged)]
     for backend in dict.fromkeys(each.backend for each in missing):
@@ -371,7 +370,7 @@ def _missing(judged: Iterable[_Judged], joined: Iterable[Trace]) -> list[Skipped
 
 
 def _told_of_values(traces: Iterable[Trace]) -> Iterator[str]:
-    """Yield warnings of values that do not come from the hardware that they are of."""
+    """Yield warnings about values that were not computed by the hardware of their backend."""
     counts: Counter[tuple[str, str]] = Counter()
     others: dict[str, list[str]] = {}
     for trace in traces:
@@ -384,9 +383,9 @@ def _told_of_values(traces: Iterable[Trace]) -> Iterator[str]:
             )
     for (backend, values), count in counts.items():
         cases = "1 case" if count == 1 else f"{count} cases"
-        yield f"{backend} ran without its hardware: in {cases} its values are those of {values}"
+        yield f"{backend} ran without its hardware: in {cases} its values come from {values}"
     for backend, told in others.items():
-        yield f"{backend} ran another program than was recorded, so that golden functions count: {some_of(told, 3)}"
+        yield f"{backend} ran another program than the recorded one; golden functions decide: {some_of(told, 3)}"
 
 
 def compare_traces(
@@ -394,15 +393,15 @@ def compare_traces(
     *,
     on_judged: OnJudged = lambda trace, reference, comparisons: None,
 ) -> Report:
-    """Judge saved traces, from any number of machines and environments, against the reference made here.
+    """Compare saved traces, from any number of machines and environments, with the reference computed here.
 
     Args:
-        folders: folders of traces, their sub-folders among them, or single trace files.
-        on_judged: called with each trace that was judged, its reference and the comparisons.
+        folders: folders of traces, with subfolders, or single trace files.
+        on_judged: called with each compared trace, its reference and the comparisons.
 
     Raises:
         OSError: if a file cannot be read.
-        ValueError: if there is no trace, or a file is not a trace of a case known here.
+        ValueError: if there is no trace, or a file is not a trace of a known case.
     """
     traces = load_traces(folders)
     order = {name: index for index, name in enumerate(CASES)}

@@ -1,4 +1,4 @@
-"""Recordings of live models as a report: a layer is what a case is elsewhere."""
+"""Recordings of live models as a report, with one case per layer."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from parity.tapping.record import load_tap
 
 
 def compare_with(weights: str | os.PathLike[str], paths: Sequence[str]) -> dict[str, TapVerdict]:
-    """Judge recordings, files that `Tapped.save` wrote, each by itself, by the folder of the model that they are of.
+    """Compare recordings, files of `Tapped.save`, each with the folder of its model.
 
     Raises:
         OSError: if a file cannot be read.
-        ValueError: if it is not what it should be.
+        ValueError: if a file is not a recording of the model.
     """
     specs, held = layers_in(weights)
     return {path: judge_tap(load_tap(path), specs, held) for path in paths}
 
 
 def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[str, Weights]]:
-    """The specification of each layer of a Hugging Face model, and the weights of those with attention, by name.
+    """Return the specification of each layer of a Hugging Face model, and the weights of attention layers by name.
 
     Raises:
         OSError: if the folder cannot be read.
@@ -44,7 +44,7 @@ def layers_in(folder: str | os.PathLike[str]) -> tuple[list[ModelLayer], dict[st
 
 
 def report_of(verdicts: Mapping[str, TapVerdict]) -> Report:
-    """A report of recordings that were judged by the reference, by the names that it shall have for them."""
+    """Return the report of compared recordings, by the names that it uses for them."""
     layers = dict.fromkeys(layer.layer for verdict in verdicts.values() for layer in verdict.layers)
     report = Report([], {}, {}, layers=tuple(layers))
     for name, verdict in verdicts.items():

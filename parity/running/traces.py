@@ -1,7 +1,8 @@
-"""Traces as files: one safetensors file each, which may come from any machine."""
+"""Traces as files: one safetensors file each, from any machine."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -52,11 +53,11 @@ def save_trace(folder: str | os.PathLike[str], trace: Trace) -> Path:
 
 
 def load_trace(path: str | os.PathLike[str]) -> Trace:
-    """Read a trace, and make its problem again.
+    """Read a trace, and regenerate its problem.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it is not a trace of a case known here, or was given other weights or inputs than made here.
+        ValueError: if it is not a trace of a known case, or has other weights or inputs than the case has here.
     """
     tensors, metadata = load_tensors(path)
     wanted = {"format", "kind", "case", "dtype", "backend", "digest", "environment"}
@@ -68,7 +69,7 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         raise Refusal(path, "be of a known case, dtype and backend", str(got))
     problem = make_problem(case, metadata["dtype"])
     if problem.digest != metadata["digest"]:
-        raise Refusal(path, f"come from the weights and inputs of case {problem.case.name}, its digest differs")
+        raise Refusal(path, f"have the weights and inputs of case {problem.case.name}; its digest differs")
     parts: dict[str, dict[str, np.ndarray]] = {"accumulated": {}, "local": {}}
     for name, value in tensors.items():
         part, _, stage = name.partition("/")
@@ -94,13 +95,13 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
         raise Refusal(path, "have its environment as JSON", repr(metadata["environment"][:80])) from None
     known = list(reference.ARITHMETICS) if BACKENDS[trace.backend].has_own_arithmetic else ["ieee"]
     if arithmetic not in known:
-        raise Refusal(path, f"name an arithmetic of {trace.backend}, one of {known}", arithmetic=arithmetic)
+        raise Refusal(path, f"have an arithmetic of {trace.backend}, one of {known}", arithmetic=arithmetic)
     _check_collectives(path, trace)
     return trace
 
 
 def _check_collectives(path: str | os.PathLike[str], trace: Trace) -> None:
-    """Refuse counts that are none, or of no mesh."""
+    """Reject counts that are not counts, or have no mesh."""
     counts = trace.collectives
     are_dicts = isinstance(counts, dict) and all(isinstance(counted, dict) for counted in counts.values())
     numbers = [number for counted in counts.values() for number in counted.values()] if are_dicts else [None]
@@ -111,7 +112,7 @@ def _check_collectives(path: str | os.PathLike[str], trace: Trace) -> None:
 
 
 def load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] = ()) -> list[Trace]:
-    """All traces of folders. A backend that is here or in an earlier folder, too, is named together with its folder."""
+    """Return all traces of folders. A backend that runs here, or is in an earlier folder, is named with its folder."""
     traces = []
     seen: dict[tuple[str, str, str], str] = {}
     for path in _trace_files(folders):
@@ -125,9 +126,11 @@ def load_traces(folders: Iterable[str | os.PathLike[str]], here: Sequence[str] =
 
 def _trace_files(folders: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
     for folder in folders:
-        if not os.fspath(folder):  # which would be the current folder: an unset variable of a shell
+        if not os.fspath(folder):  # it would be the current folder, for an unset variable of a shell
             raise Refusal("a folder of traces", "have a name", repr(folder))
+        if not os.path.exists(folder):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(folder))
         files = [Path(folder)] if Path(folder).is_file() else sorted(Path(folder).rglob("*.safetensors"))
         if not files:
-            raise Refusal(folder, "be a trace or a folder of traces", "no *.safetensors there or in its sub-folders")
+            raise Refusal(folder, "be a trace or a folder of traces", "no *.safetensors in it or its subfolders")
         yield from files

@@ -1,4 +1,4 @@
-"""How fast the siblings are: beside the libraries that do the same, in one process, in turn, and beside the limit."""
+"""Speed of the implementations compared with other libraries, in turn in one process, and with the machine's limit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Make = Callable[[], Contender]
 
 
 class Side(Protocol):
-    """What a framework's part of the benchmark offers."""
+    """Interface of the benchmark of a framework."""
 
     def settings(self) -> dict[str, Any]: ...
     def matmul(self, dtype: str) -> Probe: ...
@@ -58,12 +58,12 @@ class Side(Protocol):
 
 @dataclass(frozen=True)
 class Bench:
-    """What was measured, and where.
+    """Measurements, with their environment.
 
     Attributes:
         rows: one for each piece of work in each framework.
-        environment: as in a report, and the settings that change the speed.
-        names: what is behind the names of the contenders, by framework.
+        environment: environment of a report, and the settings that change the speed.
+        names: descriptions of the contenders, by framework and name.
     """
 
     rows: list[Row]
@@ -72,12 +72,12 @@ class Bench:
 
     @property
     def growth(self) -> list[dict[str, Any]]:
-        """How time and memory grow: see `measure.growth`."""
+        """Growth of time and memory, see `measure.growth`."""
         return growth(self.rows)
 
     @property
     def left_out(self) -> dict[tuple[str, str, str], int]:
-        """What was not measured: (framework, contender, reason), and in how many rows."""
+        """Contenders that were not measured, as (framework, contender, reason), with the number of rows."""
         found: dict[tuple[str, str, str], int] = {}
         for row in self.rows:
             for name, reason in row.left_out.items():
@@ -85,7 +85,7 @@ class Bench:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole as JSON holds it."""
+        """Return the measurements for JSON."""
         left_out = [
             {"framework": framework, "name": name, "reason": reason, "rows": count}
             for (framework, name, reason), count in self.left_out.items()
@@ -110,21 +110,21 @@ def bench(
     works: Sequence[Work] | None = None,
     on_row: Callable[..., Any] = lambda *what: None,
 ) -> Bench:
-    """Measure.
+    """Measure the groups.
 
     Args:
         groups: some of `GROUPS`.
-        frameworks: some of `FRAMEWORKS`; those that are installed when absent.
-        dtypes: some of `DTYPES`; float32 when absent, on a GPU bfloat16.
-        device: where torch's tensors lie; JAX uses its default device.
+        frameworks: some of `FRAMEWORKS`; default: those that are installed.
+        dtypes: some of `DTYPES`; default: float32, on a GPU bfloat16.
+        device: device of torch; JAX uses its default device.
         quick: fewer rows, smaller shapes and less time for each.
-        works: what to measure in place of the planned pieces of work.
-        on_row: called before each row, with what it is.
+        works: pieces of work to measure instead of the planned ones.
+        on_row: called before each row, with its description.
 
     Raises:
         ModuleNotFoundError: if a framework is not installed.
-        RuntimeError: if the device is not there.
-        ValueError: if a name is not known.
+        RuntimeError: if the device does not exist.
+        ValueError: if a name is unknown.
     """
     groups, frameworks, dtypes = checked(groups, frameworks, dtypes, device)
     sides, names = open_sides(frameworks, device)
@@ -154,7 +154,7 @@ def count_rows(
     device: str = "cpu",
     quick: bool = False,
 ) -> int:
-    """How often `bench` calls `on_row`, for the same arguments, which it refuses alike."""
+    """Return how often `bench` calls `on_row` for the same arguments; it raises the same errors."""
     groups, frameworks, dtypes = checked(groups, frameworks, dtypes, device)
     works = len(plan(groups, dtypes, quick=quick, long=device == "cuda"))
     return works + (len(frameworks) + 1) * ("import" in groups) + ("convert" in groups)
@@ -163,7 +163,7 @@ def count_rows(
 def checked(
     groups: Sequence[str], frameworks: Sequence[str] | None, dtypes: Sequence[str] | None, device: str
 ) -> tuple[list[str], list[str], list[str]]:
-    """The groups, frameworks and dtypes to measure, those that are not said filled in; what is not there is refused."""
+    """Return the groups, frameworks and dtypes to measure, with defaults; reject what does not exist."""
     if device not in DEVICES:
         raise Refusal("device", f"be one of {', '.join(DEVICES)}", device=device)
     frameworks = [name for name in FRAMEWORKS if not why_missing(name)] if frameworks is None else frameworks
@@ -171,7 +171,7 @@ def checked(
     given = {"groups": (groups, GROUPS), "frameworks": (frameworks, FRAMEWORKS), "dtypes": (dtypes, DTYPES)}
     for what, (names, known) in given.items():
         if unknown := [name for name in names if name not in known]:
-            raise Refusal(what, f"be of {', '.join(known)}", ", ".join(unknown))
+            raise Refusal(what, f"be among {', '.join(known)}", ", ".join(unknown))
     for name in frameworks:
         if reason := why_missing(name):
             raise ModuleNotFoundError(reason)
@@ -181,13 +181,13 @@ def checked(
         import torch
 
         if not torch.cuda.is_available():
-            raise RuntimeError(f"a GPU must be there for cuda, got torch {torch.__version__} without one")
+            raise RuntimeError(f"cuda needs a GPU, got torch {torch.__version__} without one")
     return list(groups), list(frameworks), list(dtypes)
 
 
 def open_sides(frameworks: Sequence[str], device: str) -> tuple[dict[str, Side], dict[str, dict[str, str]]]:
-    """The parts of the benchmark of these frameworks, and what is behind the names of their contenders."""
-    if device == "cuda":  # JAX would otherwise take most of the memory for itself when it starts
+    """Return the benchmarks of these frameworks, and the descriptions of their contenders."""
+    if device == "cuda":  # otherwise JAX allocates most of the memory when it starts
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     sides, names = {}, {}
     for framework in frameworks:
@@ -198,12 +198,12 @@ def open_sides(frameworks: Sequence[str], device: str) -> tuple[dict[str, Side],
 
 
 def effort(quick: bool) -> dict[str, Any]:
-    """How long a row may take, and how many rounds it has, as `bench_work` takes them."""
+    """Return the time budget and the numbers of rounds of a row, arguments of `bench_work`."""
     return {"budget_s": 0.3 if quick else 3.0, "rounds": (3, 9) if quick else (5, 15)}
 
 
 def environment_of(sides: Mapping[str, Side]) -> dict[str, Any]:
-    """Where this was measured; the numerics lock is not held meanwhile, so its settings are left out."""
+    """Return the environment, without the numerics lock, which is not held during measurements."""
     from parity.backends.numerics import environment
 
     found = environment(sides)
@@ -223,23 +223,23 @@ def bench_work(
     budget_s: float = 3.0,
     rounds: tuple[int, int] = (5, 15),
     inputs: Inputs | None = None,
-    beside: Mapping[str, Make] | None = None,
+    more: Mapping[str, Make] | None = None,
 ) -> list[Row]:
     """Measure a piece of work in each framework.
 
     Args:
-        work: what to do.
-        sides: the frameworks' parts.
-        budget_s: about how long the rounds of a row may take.
-        rounds: how many there are at least, and at most.
-        inputs: what to do it with; drawn when absent.
-        beside: how more contenders of torch are made.
+        work: the piece of work.
+        sides: benchmarks of the frameworks.
+        budget_s: approximate time of all rounds of a row, in seconds.
+        rounds: least and largest number of rounds.
+        inputs: arrays; by default they are drawn.
+        more: functions that make more contenders of torch, by name.
     """
     inputs = draw_inputs(work) if inputs is None else inputs
     makers = {framework: side.contenders(work, inputs) for framework, side in sides.items()}
     if "torch" in makers:
-        makers["torch"] |= beside or {}
-    shown = {name: make for name, make in makers.get("torch", {}).items() if name == "SDPA" or name in (beside or {})}
+        makers["torch"] |= more or {}
+    shown = {name: make for name, make in makers.get("torch", {}).items() if name == "SDPA" or name in (more or {})}
     if "jax" in makers:
         makers["jax"] |= {f"torch {name}": _not_counted(make) for name, make in shown.items()}
     return [
@@ -260,13 +260,13 @@ def _probe(work: Work, side: Side) -> Probe | None:
 
 @cache
 def _reading() -> Probe:
-    """Reading memory with all cores: the largest value of a buffer that fits into no cache."""
+    """Return a probe that reads memory with all cores: the largest value of a buffer that exceeds every cache."""
     from concurrent.futures import ThreadPoolExecutor
 
     import numpy as np
 
     cores = os.cpu_count() or 1
-    parts = np.array_split(np.ones(2**26, np.float32), cores)  # zeros would take no memory
+    parts = np.array_split(np.ones(2**26, np.float32), cores)  # zeros would not be allocated
     pool = ThreadPoolExecutor(cores)
     return Probe(lambda: list(pool.map(np.max, parts)), 4.0 * 2**26)
 
@@ -284,7 +284,7 @@ def _bench_row(
         expected = ours.arrays(ours.run()) if work.is_timed else None
     except Exception as error:
         where = f"{work.what} {work.shape} in {work.dtype} on {framework}"
-        raise RuntimeError(f"ours must do {where}, got {type(error).__name__}: {error}") from error
+        raise RuntimeError(f"mha_{framework} must run {where}, got {type(error).__name__}: {error}") from error
     contenders, left_out = {OURS: ours}, {}
     for name, make in makers.items():
         if name == OURS:
@@ -294,14 +294,14 @@ def _bench_row(
             if expected is not None and (reason := why_refused(work, expected, contender)):
                 left_out[name] = reason
                 continue
-        except Exception as error:  # not installed, or it refuses the shape or the dtype: told in the row
+        except Exception as error:  # not installed, or the shape or dtype is not supported: the row has the reason
             left_out[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         contenders[name] = contender
     fields: dict[str, Any] = {}
     if work.is_timed:
         runs = {name: contender.run for name, contender in contenders.items()}
-        # Of a cache that fills up: half of its room for the turns, the rest for what warms up.
+        # A cache fills up: half of its room is for the turns, the rest for warm-up runs.
         room = max(1, (work.capacity - work.seq_len) // (2 * rounds[1]))
         most_repeats = {name: room for name, contender in contenders.items() if contender.carries}
         runs |= {LIMIT: probe.run} if probe else {}
@@ -328,8 +328,8 @@ def _bench_row(
 
 
 def why_refused(work: Work, expected: Sequence[Any], contender: Contender) -> str | None:
-    """Why a contender is not timed: it computes something else than ours; None if it does not."""
+    """Return why a contender is not timed, because its result differs from ours, or None."""
     error, allowed = difference(expected, contender.arrays(contender.run())), ALLOWED[work.dtype]
     if error <= allowed:
         return None
-    return f"it computes something else: it differs by {error:.1e} of the largest value, allowed are {allowed:.0e}"
+    return f"its result differs by {error:.1e} of the largest value, the tolerance is {allowed:.0e}"

@@ -1,4 +1,4 @@
-"""How fast a checkpoint is converted, beside reading and writing it with safetensors' own functions."""
+"""Speed of the conversion of a checkpoint, compared with reading and writing it with safetensors' own functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long imports take, each in a process of its own."""
+"""Times of imports, each in its own process."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ print(json.dumps([between - begin, time.perf_counter() - begin]))
 def bench_imports(
     frameworks: Sequence[str], *, repeats: int, on_row: Callable[..., Any] = lambda *what: None
 ) -> list[Row]:
-    """A row for each sibling's import, beside its framework's own, and one for `mha-parity --help`.
+    """Return a row for the import of each implementation and of its framework, and one for `mha-parity --help`.
 
     Args:
-        frameworks: whose siblings.
-        repeats: how many processes each is timed in.
-        on_row: called before each row, with what it is.
+        frameworks: frameworks of the implementations.
+        repeats: number of processes for each.
+        on_row: called before each row, with its description.
     """
     return [*(_import_row(name, repeats, on_row) for name in frameworks), _help_row(repeats, on_row)]
 
@@ -40,7 +40,7 @@ def _import_row(name: str, repeats: int, on_row: Callable[..., Any]) -> Row:
     what = f"{IMPORTS[name]}, mha_{name}"
     on_row(what)
     program = PROGRAM.format(framework=IMPORTS[name], name=name)
-    pairs = [json.loads(_run("-c", program)) for _ in range(repeats + 1)][1:]  # the first one fills the disk's cache
+    pairs = [json.loads(_run("-c", program)) for _ in range(repeats + 1)][1:]  # the first run fills the disk cache
     theirs, ours = zip(*pairs, strict=True)
     extra = 1e3 * statistics.median(total - framework for framework, total in pairs)
     fields = times_of({OURS: ours, IMPORTS[name]: theirs})

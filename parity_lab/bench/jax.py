@@ -1,4 +1,4 @@
-"""The contenders of the benchmark that run on JAX: compiled once, with their weights as arguments."""
+"""Contenders that run on JAX: compiled once, with their weights as arguments."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ NAMES = {
     "concatenation": "jax.nn by hand, keys and values concatenated to those so far, compiled for this length",
     "static cache": "jax.nn by hand, keys and values written into donated arrays, read with key_value_seq_lengths",
 }
-"""What is behind the names of the contenders."""
+"""Descriptions of the contenders, by name."""
 
 
 class Side:
-    """Everything that JAX is needed for; arrays lie on its default device."""
+    """The benchmark of JAX, on its default device."""
 
     def __init__(self) -> None:
         self._probes: dict[str, Probe] = {}
 
     def settings(self) -> dict[str, Any]:
-        """What changes the speed."""
+        """Return the settings that change the speed."""
         config: Any = jax.config
         return {
             "default_matmul_precision": config.jax_default_matmul_precision,
@@ -52,7 +52,7 @@ class Side:
         }
 
     def matmul(self, dtype: str) -> Probe:
-        """The product of two large square matrices."""
+        """Return a probe: the product of two large square matrices."""
 
         def make(size: int) -> Probe:
             matrix = jnp.full((size, size), 0.5, dtype)
@@ -64,7 +64,7 @@ class Side:
         return self._probes[dtype]
 
     def reading(self) -> Probe | None:
-        """The largest value of a buffer that fits into no cache; None where the device is not the CPU's own."""
+        """Return a probe: the largest value of a buffer that exceeds every cache; None on a CPU."""
         if jax.default_backend() == "cpu":
             return None
         if "reading" not in self._probes:
@@ -74,7 +74,7 @@ class Side:
         return self._probes["reading"]
 
     def contenders(self, work: Work, inputs: Inputs) -> dict[str, Callable[[], Contender]]:
-        """How each contender is made ready for a piece of work, ours among them; what cannot be made raises."""
+        """Return functions that prepare each contender, including ours, for a piece of work; they may raise errors."""
         makers = {"core": _Core, "layer": _Layer, "prefill": _Prefill, "decode": _Decode}
         return makers[work.kind](work, inputs).contenders()
 
@@ -89,7 +89,7 @@ def _contender(
     restore: Callable[[np.ndarray], np.ndarray] = lambda x: x,
     **options: bool,
 ) -> Contender:
-    """What `function(params, *inputs, *others)` becomes: compiled, and backward, too, where the work asks for it.
+    """Return `function(params, *inputs, *others)` compiled, with its backward pass if the work includes it.
 
     Args:
         work: the work.
@@ -218,7 +218,7 @@ class _Layer:
         return _contender(self.work, function, params, (self.x,), *others, cotangent=self.arrays.get("cotangent"))
 
     def made(self, kind: Any) -> tuple[Any, Any]:
-        """A module of ours with the weights of the work: its definition, and its weights."""
+        """Return our module with the weights of the work: its definition, and its weights."""
         module = kind(self.work.spec, param_dtype=self.dtype, rngs=nnx.Rngs(0))
         module.eval()
         graph, params = nnx.split(load_into(module, self.canonical))
@@ -330,13 +330,13 @@ class _Layer:
         return self.contender(call, params, None if shown is None else shown[:, 0])
 
     def foreign(self, name: str, **options: Any) -> Any:
-        """Another library's layer with the weights of the work."""
+        """Return another library's layer with the weights of the work."""
         adapter = load_adapter(name)
         return adapter.load_into(adapter.make(self.work.spec, self.work.dtype, **options), self.canonical)
 
 
 class _Prefill(_Layer):
-    """A prompt into an empty cache, which is made in every run."""
+    """A prompt into an empty cache, which every run creates."""
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
         return {OURS: self.ours, "static cache": self.static_cache}
@@ -365,7 +365,7 @@ class _Prefill(_Layer):
 
 
 class _Decode(_Layer):
-    """One more token with what is cached; the cache is donated."""
+    """One more token with a filled cache, which is donated."""
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
         if self.work.layer is not None:
@@ -378,7 +378,7 @@ class _Decode(_Layer):
         }
 
     def carried(self, step: Callable[..., tuple[Array, Any]], params: Any, state: Any) -> Contender:
-        """A step that takes and gives a state, compiled once."""
+        """Return a compiled step from one state to the next."""
         leaves, tree = jax.tree.flatten(params)
         held, kind = jax.tree.flatten(state)
 
@@ -409,7 +409,7 @@ class _Decode(_Layer):
         return self.carried(step, params, self.state(nnx.merge(graph, params)))
 
     def state(self, module: Any) -> Any:
-        """A cache of ours that holds what is cached."""
+        """Return our cache with the cached keys and values."""
         if "prompt" in self.arrays:
             return module(self.arrays["prompt"], module.init_cache(self.work.batch, self.work.capacity))[1]
         lengths = jnp.full((self.work.batch,), self.work.seq_len, jnp.int32)
@@ -461,5 +461,5 @@ def _project(weights: Mapping[str, Array], name: str, x: Array) -> Array:
 
 
 def _first(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function without all its results but the first."""
+    """Return the function with its first result only."""
     return lambda *args, **keywords: function(*args, **keywords)[0]

@@ -1,4 +1,4 @@
-"""Contenders for the same work, run in turn, and what their times say."""
+"""Contenders for the same work that run in turn, and statistics of their times."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-TURN_S = 0.01  # work that takes less is repeated within its turn
+TURN_S = 0.01  # shorter work is repeated within its turn
 MOST_REPEATS = 100
-PAUSE_S = 0.002  # between turns: the threads of one library spin for a while before they give up their cores
+PAUSE_S = 0.002  # between turns, because the threads of a library spin for a while before they release their cores
 ALLOWED = {"float32": 1e-3, "bfloat16": 3e-2, "float16": 3e-2}
 """Difference of two contenders, as a share of the largest value: far above rounding, far below other mathematics."""
 
@@ -25,11 +25,11 @@ class Contender:
     """An implementation that is ready to do a piece of work.
 
     Attributes:
-        run: do the work once and return when it is done; gives what the work gave.
-        arrays: what it gave as arrays to compare: the output, the attention weights, the gradients of the inputs.
-        peak_bytes: memory taken meanwhile beyond inputs and results; None where it cannot be told.
-        counts: as a peer; others are shown beside the peers.
-        carries: every run changes the state that the next one begins with: a cache holds one token more.
+        run: do the work once, and return its results when it is done.
+        arrays: results as arrays to compare: the output, the attention weights, the gradients of the inputs.
+        peak_bytes: memory during a run beyond inputs and results; None if unknown.
+        counts: compare it with ours; others are only shown.
+        carries: every run changes the state of the next one: a cache holds one token more.
     """
 
     run: Callable[[], Any]
@@ -41,7 +41,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Probe:
-    """What the limit is measured with: an amount of work that goes as fast as the machine can.
+    """Measurement of the limit: an amount of work at the full speed of the machine.
 
     Attributes:
         run: do it, and return when it is done.
@@ -53,11 +53,11 @@ class Probe:
 
 
 def large_enough(make: Callable[[int], Probe], largest: int) -> Probe:
-    """A probe of the smallest size that takes a turn, or of the largest; half precision can be slow where it is rare.
+    """Return a probe of the smallest size that fills a turn, or of the largest, because half precision can be slow.
 
     Args:
-        make: makes one of a size.
-        largest: power of 2, 256 at least.
+        make: a function of the size.
+        largest: power of 2, at least 256.
     """
     size = 256
     while True:
@@ -72,25 +72,25 @@ def large_enough(make: Callable[[int], Probe], largest: int) -> Probe:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of a piece of work in a framework; times are medians in milliseconds.
+    """Measurements of a piece of work in a framework; times are medians in milliseconds.
 
     Attributes:
-        what, framework, shape, dtype: which work.
+        what, framework, shape, dtype: the work.
         ours_ms: our time.
-        peers: times of the others by name.
-        best_peer: the fastest of the same framework.
+        peers: times of other libraries by name.
+        best_peer: the fastest library of the same framework.
         ratio: its time / ours.
-        limit_ms: time of the same matrix products, or of reading the same bytes, at the speed measured meanwhile.
+        limit_ms: time of the same matrix products, or of reading the same bytes, at the measured speed of the machine.
         limit_ratio: our time / the limit.
-        peak_bytes: memory that ours takes beyond inputs and results.
-        group: the part of the benchmark.
-        axes: the letters of the shape.
-        peers_peak_bytes: memory of the others, by name.
-        not_counted: those among `peers` that `best_peer` is not chosen from.
+        peak_bytes: our memory beyond inputs and results.
+        group: group of the benchmark.
+        axes: letters of the shape.
+        peers_peak_bytes: memory of other libraries, by name.
+        not_counted: names among `peers` that `best_peer` disregards.
         range_ms: our fastest and slowest run.
-        rounds: how often each ran.
-        left_out: why others were not measured, by name.
-        extra_ms: of an import, what ours takes after the framework's own.
+        rounds: number of runs of each.
+        left_out: by name, the reason why a library was not measured.
+        extra_ms: for an import, our time after the import of the framework.
     """
 
     what: str
@@ -114,7 +114,7 @@ class Row:
     extra_ms: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as JSON holds it."""
+        """Return the row for JSON."""
         return asdict(self)
 
 
@@ -128,13 +128,13 @@ def times_of(
     amount: float | None = None,
     probe: float | None = None,
 ) -> dict[str, Any]:
-    """The fields of a row that follow from the times of all runs.
+    """Return the fields of a row that follow from the times of all runs.
 
     Args:
-        seconds: of every round, by contender; ours is `OURS`, and the probe, if there is one, `LIMIT`.
-        not_counted: names that `best_peer` is not chosen from.
-        amount: what the work needs at least, in the probe's unit.
-        probe: what the probe does.
+        seconds: times of every round, by contender; ours is `OURS`, and the probe, if any, `LIMIT`.
+        not_counted: names that `best_peer` disregards.
+        amount: least amount of work, in the probe's unit.
+        probe: amount of work of the probe.
     """
     medians = {name: 1e3 * statistics.median(times) for name, times in seconds.items() if name != LIMIT}
     ours = medians.pop(OURS)
@@ -163,16 +163,16 @@ def run_in_turn(
     warm_up: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """The seconds of every run: rounds in which each runs once, in an order that changes.
+    """Return the seconds of every run: each contender runs once per round, in random order.
 
     Args:
-        runs: what to measure, by name; each has run before.
-        budget_s: about how long all rounds may take.
-        rounds: how many there are at least, and at most.
-        most_repeats: how often one may run within a turn, by name; `MOST_REPEATS` where it is not said.
-        warm_up: begin each turn with a run that is not timed: the contender before has left caches, threads and the
-            allocator in its own state, and repeated use is what is measured.
-        clock: tells the time.
+        runs: contenders by name; each has run before.
+        budget_s: approximate time of all rounds, in seconds.
+        rounds: least and largest number of rounds.
+        most_repeats: most runs within a turn, by name; default: `MOST_REPEATS`.
+        warm_up: begin each turn with a run that is not timed, because the previous contender has left caches, threads
+            and the allocator in another state, and repeated use is measured.
+        clock: function that returns the time in seconds.
     """
 
     def turn(name: str, repeats: int) -> float:
@@ -208,7 +208,7 @@ def run_in_turn(
 
 
 def difference(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> float:
-    """The largest difference of two contenders' arrays, as a share of our largest value; inf if shapes differ."""
+    """Return the largest difference of two contenders' arrays as a share of our largest value; inf if shapes differ."""
     if [x.shape for x in ours] != [x.shape for x in theirs]:
         return math.inf
     worst = 0.0
@@ -221,9 +221,9 @@ def difference(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> floa
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float | None:
-    """How a value grows with a size: the slope of their logarithms over the larger half; None if it cannot be told."""
+    """Return the growth of a value with a size: the slope of their logarithms over the larger half; None if unknown."""
     pairs = sorted((size, value) for size, value in zip(sizes, values, strict=True) if value > 0)
-    pairs = pairs[max(0, min(len(pairs) // 2, len(pairs) - 2)) :]  # two at least
+    pairs = pairs[max(0, min(len(pairs) // 2, len(pairs) - 2)) :]  # at least two
     if len(pairs) < 2 or pairs[0][0] == pairs[-1][0]:
         return None
     x, y = np.log([pair[0] for pair in pairs]), np.log([pair[1] for pair in pairs])
@@ -231,7 +231,7 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float | None:
 
 
 def growth(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """How time and memory grow with the tokens S and the batch B, by framework, dtype and contender."""
+    """Return the growth of time and memory with the tokens S and the batch B, by framework, dtype and contender."""
     found = []
     series: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
@@ -240,7 +240,7 @@ def growth(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 series.setdefault((row.framework, row.dtype, name), []).append(row)
     for (framework, dtype, name), of_name in series.items():
         for axis, over in enumerate("BNS"):
-            # Along S those of the smallest batch, along B those of the length that has most batches.
+            # Along S rows of the smallest batch, along B rows of the length with the most batches.
             others = {tuple(n for i, n in enumerate(row.shape) if i != axis) for row in of_name}
             lines = [[row for row in of_name if tuple(np.delete(row.shape, axis)) == rest] for rest in others]
             line = max(lines, key=len)

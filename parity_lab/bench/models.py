@@ -1,4 +1,4 @@
-"""How fast the attention of a model is, with its own weights: ours beside transformers' own modules."""
+"""Speed of the attention of a model with its own weights, compared with transformers' own modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parity_lab.bench.measure import Contender
 from parity_lab.bench.work import Work, draw_inputs
 
 TRANSFORMERS = "transformers"
-NAMES = {TRANSFORMERS: "the model's own module of transformers, with SDPA where it has that"}
+NAMES = {TRANSFORMERS: "the model's own module of transformers, with SDPA if it has that"}
 
 
 def bench_model(
@@ -37,12 +37,12 @@ def bench_model(
     """Measure the self-attention of a model: many tokens at once, and one more token with a cache.
 
     Layers that compute the same function of their weights are measured once, with the weights of the first. In torch
-    the module of transformers runs beside ours on many tokens, where it is installed, the folder has a config.json, and
-    the module computes attention alone: those of BERT and BLOOM, which add the residual, are left out.
+    the module of transformers is also measured on many tokens, if that is installed, the folder has a config.json,
+    and the module computes only attention, unlike those of BERT and BLOOM, which add the residual.
 
     Args:
-        path, layers, layout, prefix, said: as `run_model` takes them.
-        frameworks, dtypes, device, quick, on_row: as `bench` takes them.
+        path, layers, layout, prefix, said: arguments of `run_model`.
+        frameworks, dtypes, device, quick, on_row: arguments of `bench`.
 
     Raises:
         ModuleNotFoundError, OSError, RuntimeError, ValueError: as `bench` and `run_model`, or if no layer attends to
@@ -58,18 +58,18 @@ def bench_model(
             for work in (each for dtype in dtypes for each in _works(layer, label, dtype, quick)):
                 on_row(f"{work.what} {work.shape}")
                 inputs = draw_inputs(work, weights)
-                beside: dict[str, Make] = {}
+                more: dict[str, Make] = {}
                 if "torch" in sides and work.kind == "layer":
                     x = inputs.arrays["x"]
-                    beside[TRANSFORMERS] = partial(_own_module, skeleton, layer, work, sides["torch"], x)
-                rows += bench_work(work, sides, inputs=inputs, beside=beside, **effort(quick))
+                    more[TRANSFORMERS] = partial(_own_module, skeleton, layer, work, sides["torch"], x)
+                rows += bench_work(work, sides, inputs=inputs, more=more, **effort(quick))
     if "torch" in names:
         names["torch"] = names["torch"] | NAMES
     return Bench(rows, environment_of(sides), names)
 
 
 def _alike(layers: Sequence[FileLayer]) -> list[tuple[FileLayer, str]]:
-    """The first of the layers that compute the same, and which those are in words: `layers 0-4, 6`."""
+    """Return the first of equal layers, with all of them in words: `layers 0-4, 6`."""
     found: dict[Any, list[FileLayer]] = {}
     for layer in layers:
         if not layer.is_cross:
@@ -86,7 +86,7 @@ def _alike(layers: Sequence[FileLayer]) -> list[tuple[FileLayer, str]]:
 
 
 def _in_words(numbers: Sequence[int]) -> str:
-    """`layers 0-4, 6`."""
+    """Return numbers in words: `layers 0-4, 6`."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and runs[-1][-1] == number - 1:
@@ -98,7 +98,7 @@ def _in_words(numbers: Sequence[int]) -> str:
 
 
 def _is_causal(layer: FileLayer) -> bool:
-    """Whether no token sees a later one; so it is where nobody says."""
+    """Return if a layer is causal, which is the default."""
     return layer.model is None or layer.model.is_causal
 
 
@@ -112,20 +112,20 @@ def _works(layer: FileLayer, label: str, dtype: str, quick: bool) -> list[Work]:
 
 
 def _skeleton(path: str | os.PathLike[str]) -> Any:
-    """The model of transformers that the folder's config.json asks for, with SDPA if it has that."""
+    """Return the model of transformers for the folder's config.json, with SDPA if it has that."""
     try:
         return skeleton_of(path, "sdpa")
-    except ValueError:  # as BLOOM and others say
+    except ValueError:  # BLOOM and others have no SDPA
         return skeleton_of(path)
 
 
 def _own_module(skeleton: Callable[[], Any], layer: FileLayer, work: Work, side: Any, x: np.ndarray) -> Contender:
-    """The library's own module of a layer, called as its model calls it."""
+    """Return the library's own module of a layer, called like in its model."""
     import torch
     from torch.utils._pytree import tree_map_only
 
     if layer.model is None:
-        raise ValueError("its configuration does not say which module it is")
+        raise ValueError("its configuration does not determine its module")
     call = skeleton().call(layer.model, layer.label, layer.tensors(), x.astype(np.float32))
     dtype = getattr(torch, work.dtype)
     module = call.module.to(side.device, dtype)
@@ -134,7 +134,7 @@ def _own_module(skeleton: Callable[[], Any], layer: FileLayer, work: Work, side:
         return each.to(side.device, dtype if each.is_floating_point() else None)
 
     args, kwargs = tree_map_only(torch.Tensor, placed, (call.args, call.kwargs))
-    states = side.put(x)  # as ours gets them: what the model gives has gone through a norm
+    states = side.put(x)  # the inputs of our layer, instead of normalized ones of the model
     if args:
         args = (states, *args[1:])
     else:

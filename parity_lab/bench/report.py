@@ -1,4 +1,4 @@
-"""The benchmark for people: tables, how time and memory grow, and a picture of it."""
+"""Output of the benchmark: tables, growth of time and memory, and a plot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TITLES = {"jax": "JAX", "torch": "torch", "": "Command line and files"}
 
 
 def print_bench(found: Bench, out: Console) -> None:
-    """Print what was measured: a table for each framework, growth, and what was left out."""
+    """Print a table for each framework, growth, and contenders that were left out."""
     for framework in dict.fromkeys(row.framework for row in found.rows):
         _print_rows([row for row in found.rows if row.framework == framework], framework, out)
     if found.growth:
@@ -39,19 +39,19 @@ def _print_rows(rows: Sequence[Row], framework: str, out: Console) -> None:
     columns = [Column("what", overflow="fold", max_width=30)]
     columns += [Column(name, no_wrap=True) for name in ("shape", *(["dtype"] if several else []))]
     columns += [Column(name, justify="right", no_wrap=True) for name in ("ours", "ratio", "limit", "MB")]
-    columns += [Column("peers, best first (others)", overflow="fold")]
+    columns += [Column("libraries, best first (others)", overflow="fold")]
     cells = []
     for row in rows:
         shape = "x".join(map(str, row.shape)) or "—"
         numbers = (_number(row.ours_ms), _number(row.ratio), _number(row.limit_ratio), _megabytes(row.peak_bytes))
         cells.append([row.what, shape, *([row.dtype] if several else []), *numbers, _peers(row)])
     styles = ["" if row.ratio is None or row.ratio >= 1 else "yellow" for row in rows]
-    title = f"{TITLES[framework]}: times in ms; ratio: best peer / ours; limit: ours / limit"
+    title = f"{TITLES[framework]}: times in ms; ratio: best library / ours; limit: ours / limit"
     print_table(out, title, columns, cells, styles)
 
 
 def _peers(row: Row) -> str:
-    """Each peer's time, the best one first, and those that do not count in parentheses; else their memory."""
+    """Return the times of libraries, best first, others in parentheses; or their memory."""
     if row.ours_ms is None:
         peaks = sorted(row.peers_peak_bytes.items(), key=lambda item: item[1])
         return ", ".join(f"{name} {_megabytes(peak)} MB" for name, peak in peaks)
@@ -62,7 +62,7 @@ def _peers(row: Row) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Three digits."""
+    """Return a number with three digits."""
     if value is None:
         return "—"
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
@@ -92,11 +92,11 @@ def _print_growth(growth: Sequence[dict[str, Any]], out: Console) -> None:
 
 
 def plot_growth(found: Bench, path: str | os.PathLike[str]) -> None:
-    """Draw time and memory of the causal core over the sequence length, ours and the peers', whole or not at all.
+    """Draw time and memory of the causal core over the sequence length, for all libraries; whole or not at all.
 
     Args:
-        found: with rows of the group `growth`.
-        path: of the picture; `.png` or `.svg` decides its format.
+        found: measurements with rows of the group `growth`.
+        path: file to write; `.png` or `.svg` selects the format.
 
     Raises:
         ModuleNotFoundError: if matplotlib is not installed.
@@ -111,7 +111,7 @@ def plot_growth(found: Bench, path: str | os.PathLike[str]) -> None:
 
 
 def lines_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """What is drawn: for each framework, dtype and contender its milliseconds and megabytes by sequence length."""
+    """Return the milliseconds and megabytes by sequence length of each framework, dtype and contender."""
     batch = min(row.shape[0] for row in rows)
     others = {f"{row.framework} {name}" for row in rows for name in row.peers}  # each has a line of its own
     lines: dict[tuple[str, str, str], dict[str, Any]] = {}
@@ -135,11 +135,11 @@ def lines_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def _draw(rows: Sequence[Row], kind: str) -> bytes:
     import matplotlib as mpl
-    from matplotlib.figure import Figure  # without pyplot nothing global changes, and no window system is asked for
+    from matplotlib.figure import Figure  # without pyplot nothing global changes, and no window system is needed
 
     several = len({row.dtype for row in rows}) > 1
     lines = lines_of(rows)
-    colours = {"jax": "tab:blue", "torch": "tab:red"}
+    colors = {"jax": "tab:blue", "torch": "tab:red"}
     styles = ["--", ":", "-."]
     lengths = sorted({length for line in lines for length in line["time"]})
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mha-parity"}):
@@ -159,7 +159,7 @@ def _draw(rows: Sequence[Row], kind: str) -> bytes:
                     linewidth=2.2 if ours else 1.2,
                     marker="o",
                     markersize=3,
-                    color=colours[framework],
+                    color=colors[framework],
                     label=f"{label} ({line['dtype']})" if several else label,
                 )
             panel.set_xscale("log", base=2)

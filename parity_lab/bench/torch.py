@@ -1,4 +1,4 @@
-"""The contenders of the benchmark that run on torch."""
+"""Contenders that run on torch."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ NAMES = {
     "StaticCache": "SDPA by hand with transformers' StaticCache, which is read whole under a mask",
     "DynamicCache": "SDPA by hand with transformers' DynamicCache",
 }
-"""What is behind the names of the contenders."""
+"""Descriptions of the contenders, by name."""
 
 
 class Side:
-    """Everything that torch is needed for.
+    """The benchmark of torch.
 
     Args:
         device: where tensors lie, `cpu` or `cuda`.
@@ -52,7 +52,7 @@ class Side:
         self._probes: dict[str, Probe] = {}
 
     def settings(self) -> dict[str, Any]:
-        """What changes the speed."""
+        """Return the settings that change the speed."""
         return {
             "threads": torch.get_num_threads(),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
@@ -61,7 +61,7 @@ class Side:
         }
 
     def matmul(self, dtype: str) -> Probe:
-        """The product of two large square matrices."""
+        """Return a probe: the product of two large square matrices."""
 
         def make(size: int) -> Probe:
             matrix = torch.full((size, size), 0.5, dtype=getattr(torch, dtype), device=self.device)
@@ -72,7 +72,7 @@ class Side:
         return self._probes[dtype]
 
     def reading(self) -> Probe | None:
-        """The largest value of a buffer that fits into no cache; None where the device is not the CPU's own."""
+        """Return a probe: the largest value of a buffer that exceeds every cache; None on a CPU."""
         if self.device.type == "cpu":
             return None
         if "reading" not in self._probes:
@@ -81,12 +81,12 @@ class Side:
         return self._probes["reading"]
 
     def contenders(self, work: Work, inputs: Inputs) -> dict[str, Callable[[], Contender]]:
-        """How each contender is made ready for a piece of work, ours among them; what cannot be made raises."""
+        """Return functions that prepare each contender, including ours, for a piece of work; they may raise errors."""
         makers = {"core": _Core, "layer": _Layer, "prefill": _Prefill, "decode": _Decode}
         return makers[work.kind](self, work, inputs).contenders()
 
     def put(self, x: np.ndarray, requires_grad: bool = False) -> Tensor:
-        """An array on the device."""
+        """Return an array on the device."""
         return from_numpy(x).to(self.device).requires_grad_(requires_grad)
 
     def contender(
@@ -99,7 +99,7 @@ class Side:
         counts: bool = True,
         carries: bool = False,
     ) -> Contender:
-        """What a function of these inputs and weights becomes: backward, too, where the work asks for it."""
+        """Return a contender of a function of inputs and weights, with its backward pass if the work includes it."""
         differentiated = [inputs[name] for name in inputs if name != "cotangent"]
 
         def run() -> list[Tensor]:
@@ -119,7 +119,7 @@ class Side:
         return Contender(done, arrays, partial(self.peak_bytes, done), counts=counts, carries=carries)
 
     def peak_bytes(self, run: Callable[[], Any]) -> int | None:
-        """The most that is allocated during a run, without its results."""
+        """Return the peak of allocated bytes during a run, without its results."""
         if self.device.type == "cuda":
             run()
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -163,7 +163,7 @@ class _Core:
         }
 
     def shown(self) -> Tensor:
-        """Where a query sees a key, (T, S)."""
+        """Return a mask (T, S), True = attend."""
         hidden = mha_torch.create_attention_mask(
             self.work.seq_len, is_causal=True, window_size=self.work.window_size, device=self.side.device
         )
@@ -217,26 +217,26 @@ class _Layer:
         return {OURS: self.ours, **(others if self.work.layer is None else {})}
 
     def made(self, kind: Any) -> Any:
-        """A module with the weights of the work."""
+        """Return a module with the weights of the work."""
         module = kind(self.work.spec, dtype=getattr(torch, self.work.dtype))
         return self.placed(load_into(module, self.canonical))
 
     def placed(self, module: Any) -> Any:
-        """A module where and as it is measured."""
+        """Return a module on the device, in the dtype and mode of the measurement."""
         return module.to(self.side.device).eval().requires_grad_(self.work.backward)
 
     def of_module(self, forward: Callable[[], Any], module: Any) -> Contender:
         return self.side.contender(self.work, forward, self.inputs, dict(module.named_parameters()))
 
     def masks(self) -> tuple[Tensor | None, Tensor | None]:
-        """The causal mask (T, S) and the padding mask (B, S) where there are any, True = masked; made beforehand."""
+        """Return the causal mask (T, S) and the padding mask (B, S), if any, True = masked; made beforehand."""
         seq_len, device = self.work.seq_len, self.side.device
         causal = mha_torch.create_causal_mask(seq_len, device=device) if self.work.is_causal else None
         padding = None if self.lengths is None else mha_torch.create_padding_mask(self.lengths, seq_len)[:, 0, 0]
         return causal, padding
 
     def shown(self) -> Tensor | None:
-        """What SDPA takes: (B, 1, T, S) or (B, 1, 1, S), True = attend; None where `is_causal` says it all."""
+        """Return the mask of SDPA: (B, 1, T, S) or (B, 1, 1, S), True = attend; None if `is_causal` suffices."""
         causal, padding = self.masks()
         if padding is None:
             return None
@@ -309,7 +309,7 @@ class _Layer:
 
 
 class _Prefill(_Layer):
-    """A prompt into an empty cache, which is made in every run."""
+    """A prompt into an empty cache, which every run creates."""
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
         return {
@@ -327,7 +327,7 @@ class _Prefill(_Layer):
         )
 
     def attended(self, keep: Callable[[Tensor, Tensor], Any]) -> Contender:
-        """By hand, with what keeps keys and values."""
+        """Return a step by hand, with a function that keeps keys and values."""
 
         def forward() -> Tensor:
             query, key, value = self.heads(self.x)
@@ -357,7 +357,7 @@ class _Prefill(_Layer):
 
 
 class _Decode(_Layer):
-    """One more token with what is cached."""
+    """One more token with a filled cache."""
 
     def __init__(self, side: Side, work: Work, inputs: Inputs) -> None:
         super().__init__(side, work, inputs)
@@ -391,7 +391,7 @@ class _Decode(_Layer):
         return self.side.contender(self.work, forward, self.inputs, carries=True)
 
     def state(self, module: Any) -> Any:
-        """A cache of ours that holds what is cached."""
+        """Return our cache with the cached keys and values."""
         if "prompt" in self.cached:
             with torch.inference_mode():
                 return module(self.cached["prompt"], module.init_cache(self.work.batch, self.work.capacity))[1]
@@ -402,7 +402,7 @@ class _Decode(_Layer):
     def attended(
         self, extend: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]], *, carries: bool = False
     ) -> Contender:
-        """By hand, with what gives all keys, all values, and the mask that they need."""
+        """Return a step by hand, with a function that returns all keys, all values, and their mask."""
 
         def forward() -> Tensor:
             query, key, value = self.heads(self.x)
@@ -458,5 +458,5 @@ def _static_cache(capacity: int) -> Any:
 
 
 def _first(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function without all its results but the first."""
+    """Return the function with its first result only."""
     return lambda *args, **keywords: function(*args, **keywords)[0]

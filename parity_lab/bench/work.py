@@ -1,4 +1,4 @@
-"""What is measured: pieces of work, their inputs, and the arithmetic or the bytes that they cannot do without."""
+"""Pieces of work, their inputs, and their least arithmetic or bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUPS = ("cores", "scores", "layers", "decode", "memory", "import", "convert", 
 DTYPES = ("float32", "bfloat16", "float16")
 
 CORES = ((2, 8, 256), (2, 12, 512), (1, 12, 1024), (1, 16, 2048), (1, 8, 4096))  # batch, heads, tokens
-LONG_CORES = ((1, 16, 8192), (1, 16, 16384))  # where there is a device that is made for them
+LONG_CORES = ((1, 16, 8192), (1, 16, 16384))  # for a GPU
 
 
 @dataclass(frozen=True)
@@ -25,21 +25,21 @@ class Work:
 
     Attributes:
         group: the part of the benchmark that it belongs to, one of `GROUPS`.
-        kind: the attention of split heads; a whole layer; a prompt into an empty cache; or one more token with a cache.
+        kind: attention of split heads; a whole layer; a prompt into an empty cache; or one more token with a cache.
         batch: number of sequences, B.
         seq_len: tokens of each, S; in `decode`, tokens cached before the new one.
-        num_heads, head_dim: of the attention; a layer is as wide as all heads together.
-        is_causal: no token sees a later one.
-        window_size: no token sees one that many places away, or more.
-        soft_cap: scores are capped softly.
-        has_sinks: each head has a logit beside its scores.
-        has_alibi: scores lose by distance.
+        num_heads, head_dim: sizes of the heads; a layer is as wide as all heads together.
+        is_causal: tokens attend to no later token.
+        window_size: tokens attend to none that is this many places away, or more.
+        soft_cap: soft cap of the scores.
+        has_sinks: each head has a sink logit.
+        has_alibi: scores have ALiBi.
         is_padded: the sequences have different lengths, see `lengths`.
-        need_weights: the attention weights are a result, too.
-        backward: the gradients of all inputs and weights are results, too.
-        is_timed: measure the time; else only the memory.
-        layer: that of a model, which is measured in place of a plain one of those sizes.
-        label: which layers of the model those are.
+        need_weights: the attention weights are also a result.
+        backward: the gradients of all inputs and weights are also results.
+        is_timed: measure the time; otherwise only the memory.
+        layer: layer of a model, instead of a plain one of these sizes.
+        label: names of the layers of the model.
     """
 
     group: str
@@ -63,7 +63,7 @@ class Work:
 
     @property
     def what(self) -> str:
-        """The work in words; with shape, dtype and framework they identify a row."""
+        """Description of the work; with shape, dtype and framework it identifies a row."""
         if self.kind in ("prefill", "decode"):
             return f"{self.label} {self.kind}".lstrip()
         told = ["causal" * self.is_causal, "padded" * self.is_padded, "capped" * (self.soft_cap is not None)]
@@ -76,12 +76,12 @@ class Work:
 
     @property
     def axes(self) -> str:
-        """The letters of `shape`."""
+        """Letters of `shape`."""
         return "B N S H" if self.kind == "core" else "B S E"
 
     @property
     def shape(self) -> list[int]:
-        """Of the query, key and value of a core; of a layer's input; of what is cached in `decode`."""
+        """Shape of the query, key and value of a core, or of a layer's input, or of the cached tokens in `decode`."""
         if self.kind == "core":
             return [self.batch, self.num_heads, self.seq_len, self.head_dim]
         return [self.batch, self.seq_len, self.d_model]
@@ -105,17 +105,17 @@ class Work:
 
     @property
     def capacity(self) -> int:
-        """Slots of a cache: twice what is filled, for a cache is seldom full."""
+        """Slots of a cache: twice the number of filled ones, because a cache is seldom full."""
         return 2 * self.seq_len
 
     @property
     def lengths(self) -> list[int]:
-        """The real tokens of each sequence: in equal steps from all of them downwards, where there is padding."""
+        """Number of real tokens of each sequence; with padding it decreases in equal steps."""
         return [max(1, self.seq_len * (self.batch - b * self.is_padded) // self.batch) for b in range(self.batch)]
 
     @property
     def flops(self) -> float | None:
-        """Of the matrix products, those over hidden keys left out; None in `decode`, where reading takes the time."""
+        """Operations of matrix products, without hidden keys; None in `decode`, because reading dominates."""
         if self.kind == "decode":
             return None
         spec = self.spec
@@ -126,15 +126,15 @@ class Work:
         return 3.5 * core + 3 * layer if self.backward else core + layer
 
     def _num_seen(self, length: int) -> float:
-        """How many keys all queries of a sequence of so many real tokens see together."""
+        """Return the number of pairs of a query and a key that it attends to, for a sequence of this length."""
         seen = length * (length + 1) / 2 + (self.seq_len - length) * length if self.is_causal else self.seq_len * length
         window_size = self.spec.window_size
         width = length if window_size is None else min(window_size, length)
-        return seen - (length - width) * (length - width + 1) / 2  # what lies before the windows
+        return seen - (length - width) * (length - width + 1) / 2  # keys before the windows
 
     @property
     def nbytes(self) -> int | None:
-        """What must be read for one more token: the weights, and the filled part of the cache; None elsewhere."""
+        """Bytes to read for one more token: the weights, and the filled part of the cache; None for other kinds."""
         if self.kind != "decode":
             return None
         dtype = dtype_named(self.dtype)
@@ -142,7 +142,7 @@ class Work:
         return weights * dtype.itemsize + self.spec.cache_nbytes(self.batch, self.seq_len, dtype)
 
     def _num_weights(self, axes: int) -> int:
-        """How many there are in arrays of so many axes: matrices, or biases and the like."""
+        """Return the number of weights in arrays with this number of axes: 2 for matrices, 1 for biases."""
         return sum(math.prod(shape) for shape in self.spec.weight_shapes.values() if len(shape) == axes)
 
 
@@ -151,9 +151,9 @@ class Inputs:
     """The arrays of a piece of work, the same for every contender.
 
     Attributes:
-        arrays: of a core query, key, value (B, N, S, H) and, where it has them, sinks (N,); of a layer x (B, S, E); in
-            decode x (B, 1, E) and the cached keys, values (B, N, S, H), or for a layer of a model the prompt (B, S, E)
-            that fills its cache; and the cotangent of the output.
+        arrays: for a core query, key, value (B, N, S, H) and perhaps sinks (N,); for a layer x (B, S, E); for decode
+            x (B, 1, E) and the cached keys, values (B, N, S, H) or, for a layer of a model, the prompt (B, S, E) that
+            fills its cache; and the cotangent of the output.
         weights: canonical weights of a layer.
     """
 
@@ -162,7 +162,7 @@ class Inputs:
 
 
 def draw_inputs(work: Work, weights: Weights | None = None) -> Inputs:
-    """Seeded inputs for a piece of work, and the layer's weights, which are drawn, too, where none are given."""
+    """Return seeded inputs for a piece of work, and weights of the layer, which are drawn by default."""
     rng, dtype = np.random.default_rng(0), dtype_named(work.dtype)
     heads, layer = (work.batch, work.num_heads, work.seq_len, work.head_dim), (work.batch, work.seq_len, work.d_model)
     shapes = {
@@ -183,13 +183,13 @@ def draw_inputs(work: Work, weights: Weights | None = None) -> Inputs:
 
 
 def plan(groups: Sequence[str], dtypes: Sequence[str], *, quick: bool = False, long: bool = False) -> list[Work]:
-    """The pieces of work of those groups, in each dtype.
+    """Return the pieces of work of these groups, in each dtype.
 
     Args:
         groups: some of `GROUPS`; `import` and `convert` have none.
         dtypes: some of `DTYPES`.
-        quick: fewer and smaller ones.
-        long: cores of up to 16384 tokens, too.
+        quick: fewer and smaller pieces.
+        long: also cores of up to 16384 tokens.
     """
     makers = {
         "cores": _cores,
@@ -239,7 +239,7 @@ def _layers(dtype: str, quick: bool, long: bool) -> list[Work]:
     kinds += [] if quick else [padded, causal | weights]
     found = []
     for seq_len in (256,) if quick else (128, 256, 1024, 2048):
-        # Padding is that of sequences beside longer ones.
+        # Padding needs a longer sequence in the batch.
         found += [
             Work("layers", "layer", 2 if "is_padded" in options else 1, seq_len, dtype=dtype, **options)
             for options in kinds

@@ -7,25 +7,26 @@ import argparse
 from parity.cli.help import Page, Result
 from parity.cli.layers import add_layer_options, layer_options, said_of_layers
 from parity.cli.messages import refusal
-from parity.cli.options import check_names, name_list, range_list
+from parity.cli.options import check_names, dtype_list, name_list, range_list
 
 PAGE = Page(
-    "measure speed beside other libraries",
-    "Measure the layers beside other libraries, in one process and in turn, and against the limits of the "
-    "machine. With --model, measure the layers of a model with their own weights. Only ratios are claimed.",
-    "mha-parity bench --what cores,decode --quick",
+    "measure speed compared with other libraries",
+    "Measure the layers and those of other libraries, in turn in one process, and compare them with the limits of "
+    "the machine. With --model, measure the layers of a model with their own weights. Only ratios are meaningful.",
+    "mha-parity bench --suites cores,decode --quick",
     "measured",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--what", type=name_list, metavar="A,B", help="cores,scores,layers,decode,memory,import,convert,growth"
+        "--suites",
+        type=name_list,
+        metavar="A,B",
+        help="cores, scores, layers, decode, memory, import, convert, growth; default: all",
     )
-    parser.add_argument(
-        "--frameworks", type=name_list, metavar="A,B", help="jax, torch; default: all that are installed"
-    )
-    parser.add_argument("--dtypes", type=name_list, metavar="A,B", help="default: float32, on a GPU bfloat16")
+    parser.add_argument("--backends", type=name_list, metavar="A,B", help="jax, torch; default: all that are installed")
+    parser.add_argument("--dtypes", type=dtype_list, metavar="A,B", help="default: float32, on a GPU bfloat16")
     parser.add_argument("--device", default="cpu", help="device of torch, cpu or cuda; JAX uses its default device")
     parser.add_argument("--quick", action="store_true", help="fewer rows and smaller shapes, in less than 90 s")
     parser.add_argument("--plot", metavar="PATH", help="also draw time and memory over sequence length, .png or .svg")
@@ -38,22 +39,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Result:
-    """Measure, and print what was measured."""
+    """Measure, and print the results."""
     from parity.reporting.console import console, progress_bar
     from parity_lab.bench import DEVICES, DTYPES, FRAMEWORKS, GROUPS, bench, count_rows
     from parity_lab.bench.report import plot_growth, print_bench
 
-    check_names("--what", options.what, GROUPS)
-    check_names("--frameworks", options.frameworks, FRAMEWORKS)
+    check_names("--suites", options.suites, GROUPS)
+    check_names("--backends", options.backends, FRAMEWORKS)
     check_names("--dtypes", options.dtypes, DTYPES)
     check_names("--device", [options.device], DEVICES)
-    groups = options.what or GROUPS
+    groups = options.suites or GROUPS
     if options.plot is not None:
         from parity.reporting.plot import check_destination
 
         check_destination(options.plot, "--plot")
         if "growth" not in groups:
-            raise refusal("--plot", "come with growth among --what", f"--what {','.join(groups)}")
+            raise refusal("--plot", "be passed with growth among --suites", {"--suites": ",".join(groups)})
     asked = {"dtypes": options.dtypes, "device": options.device, "quick": options.quick}
     _check_model_options(options)
     if options.model is not None:
@@ -62,11 +63,11 @@ def run(options: argparse.Namespace) -> Result:
         about = {"layers": options.layers, "layout": options.layout, "prefix": options.prefix}
         with progress_bar(None) as on_row:
             found = bench_model(
-                options.model, options.frameworks, **asked, on_row=on_row, **about, **layer_options(options)
+                options.model, options.backends, **asked, on_row=on_row, **about, **layer_options(options)
             )
     else:
-        with progress_bar(count_rows(groups, options.frameworks, **asked)) as on_row:
-            found = bench(groups, options.frameworks, **asked, on_row=on_row)
+        with progress_bar(count_rows(groups, options.backends, **asked)) as on_row:
+            found = bench(groups, options.backends, **asked, on_row=on_row)
     print_bench(found, console())
     if options.plot is not None:
         plot_growth(found, options.plot)
@@ -74,9 +75,9 @@ def run(options: argparse.Namespace) -> Result:
 
 
 def _check_model_options(options: argparse.Namespace) -> None:
-    """Refuse what says something of a model that is not there, or of other work where there is one."""
+    """Reject options about a model without --model, and options about other work with it."""
     if options.model is None:
         if needless := [*(["--layers"] if options.layers is not None else []), *said_of_layers(options)]:
-            raise refusal(", ".join(needless), "come with --model")
-    elif options.what is not None or options.plot is not None:
-        raise refusal("--model", "not be combined with --what or --plot")
+            raise refusal(", ".join(needless), "be passed with --model")
+    elif options.suites is not None or options.plot is not None:
+        raise refusal("--model", "not be combined with --suites or --plot")

@@ -8,10 +8,11 @@ import fnmatch
 from parity.cli.help import Page, Result
 from parity.cli.messages import no_framework, refusal
 from parity.cli.options import check_names, name_list
+from parity.text import did_you_mean
 
 PAGE = Page(
     "inject known bugs into the layers, and check that they are found",
-    "Inject a known bug of each page into the layers. Check that it is seen at its stage and named by the diagnosis.",
+    "Inject a known bug of each page into the layers. Check that its stage differs and that the diagnosis names it.",
     "mha-parity selftest --backends torch",
     "every bug was found",
     "a bug was missed",
@@ -19,13 +20,13 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backends", type=name_list, metavar="A,B", help="default: jax,torch")
+    parser.add_argument("--backends", type=name_list, metavar="A,B", help="jax, torch; default: all that are installed")
     parser.add_argument("--cases", default="*", metavar="GLOB", help="names such as 'rope*'; default: all")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
 
 
 def run(options: argparse.Namespace) -> Result:
-    """Plant the mistakes, and print what became of them."""
+    """Inject the bugs, and print the outcomes."""
     from parity.backends import why_missing
     from parity.reporting.console import console, progress_bar
     from parity_lab.selftest import SELFTEST_CASES, SELFTESTED, mistakes_in, print_selftest, selftest
@@ -39,8 +40,8 @@ def run(options: argparse.Namespace) -> Result:
         raise ModuleNotFoundError(no_framework())
     cases = [case for case in SELFTEST_CASES if fnmatch.fnmatch(case.name, options.cases)]
     if not cases:
-        known = ", ".join(case.name for case in SELFTEST_CASES)
-        raise refusal("--cases", f"match one of {known}", {"--cases": options.cases})
+        hint = did_you_mean(options.cases, [case.name for case in SELFTEST_CASES])
+        raise refusal("--cases", "match a case of the self-test", {"--cases": options.cases}, hint=hint)
     total = len(backends) * sum(1 + len(mistakes_in(case)) for case in cases)
     with progress_bar(total) as on_mistake:
         outcomes = list(selftest(backends, cases, seeds=[options.seed], on_mistake=on_mistake))

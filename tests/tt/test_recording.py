@@ -135,7 +135,7 @@ def test_a_run_tells_where_its_values_come_from():
     case, weights = CASES["full"], random_weights(CASES["full"].spec, seed=9)
     if not tt.recording_path("full", "float32").exists():
         pytest.skip("nothing was recorded on this kind of board")
-    values = "tt ran without its hardware: in 1 case its values are those of"
+    values = "tt ran without its hardware: in 1 case its values come from"
     (told,) = run_cases([case], ["tt"]).warnings
     assert told.startswith(f"{values} a recording made on a simulated Blackhole")
     report = run_cases([case], ["tt"], weights=weights)

@@ -48,7 +48,7 @@ def test_runs_on_one_chip_of_two_and_on_both_say_what_they_judged_and_what_was_s
     assert done.returncode == 0, done.stdout + done.stderr
     alone, printed, _ = done.stdout.split("====\n")
     assert "tt agrees with the float64 reference: 1 case, 11 stages passed" in alone
-    assert "What devices send" not in alone
+    assert "Traffic between devices" not in alone
     assert "tt fused.forward: 1 all-reduce: 1" in printed
     held = json.loads(report.read_text())
     stages = {each["stage"] for each in held["results"] if each["status"] == "passed"}
@@ -78,7 +78,7 @@ def test_what_a_mesh_of_chips_does_not_divide_is_skipped_by_name():
         (["--mesh", "data=2"], refuses("mesh", "data=2")),
         (["--mesh", "sequence=2,tensor=2"], refuses("mesh", "tensor=2,sequence=2")),
         (["--mesh", "tensor=16"], refuses("mesh", "tensor=16")),
-        (["--mesh", "tensor=2", "--devices", "2"], refuses("--devices", "tt")),
+        (["--mesh", "tensor=2", "--virtual-devices", "2"], refuses("--virtual-devices", "tt")),
     ],
 )
 def test_what_chips_cannot_be_is_refused_in_one_line(arguments, refusal, capsys):
