@@ -181,7 +181,7 @@ def test_the_scale_of_a_layer_is_applied_after_the_softmax():
     torch.testing.assert_close(planted("scale-after-softmax", layer, x), layer.out_proj(y.transpose(1, 2).flatten(-2)))
 
 
-# ---- Bugs that are not injected, and why ------------------------------------------------------------------------------------
+# ---- Bugs that are not injected, and why -------------------------------------------------------------------------
 
 
 class Bare(nn.Module):
