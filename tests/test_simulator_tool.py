@@ -166,4 +166,4 @@ def test_a_module_that_divides_otherwise_is_refused(tool):
 
 def test_help_says_what_is_trusted():
     shown = subprocess.run([sys.executable, TOOL, "--help"], capture_output=True, text=True, check=True).stdout
-    assert [word for word in ("jax-tt-plugin", "wolfpine", "neither a licence", "sha256") if word not in shown] == []
+    assert [word for word in ("jax-tt-plugin", "wolfpine", "neither a license", "sha256") if word not in shown] == []
