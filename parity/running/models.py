@@ -37,15 +37,15 @@ def cases_of(name: str, spec: AttentionSpec, *, is_causal: bool | None = None, i
     Args:
         name: what the names of the cases begin with.
         spec: the layer.
-        is_causal: whether no token sees a later one; None where it is not known.
+        is_causal: whether no token attends to a later one; None where it is not known.
         is_cross: its keys come from elsewhere, as they must where they have another width.
     """
     name = printable(name, keep="")  # made of a file's
     if is_cross or spec.d_kv != spec.d_in:
         return [Case(f"{name}-cross", spec, "queries over keys from elsewhere", seq_len=6, seq_len_k=9)]
-    full = Case(f"{name}-full", spec, "every token sees every token", seq_len=9)
+    full = Case(f"{name}-full", spec, "all tokens attend to all tokens", seq_len=9)
     causal = [
-        Case(f"{name}-causal", spec, "no token sees a later one", seq_len=9, is_causal=True),
+        Case(f"{name}-causal", spec, "no token attends to a later one", seq_len=9, is_causal=True),
         Case(f"{name}-decode", spec, "a prompt, then token by token", seq_len=7, chunks=(5, 1, 1), capacity=8),
     ]
     return [full] * (is_causal is not True) + causal * (is_causal is not False)
