@@ -67,7 +67,7 @@ def test_what_a_mesh_does_not_divide_is_skipped_by_name():
     dropped = replace(CASES["gqa"], spec=AttentionSpec(32, 8, output_dropout=0.1))
     assert refuses("output_dropout").is_printed_in(torch_mesh.why_skipped(dropped, "float32", plan))
     assert torch_mesh.why_skipped(CASES["gqa"], "float32", plan) is None
-    masks = "masks and biases would have to go round with the keys"
+    masks = "masks and biases would have to circulate with the keys"
     assert torch_mesh.why_skipped(CASES["bias"], "float32", MeshPlan(sequence=1)) is None
     told = {torch_mesh.why_skipped(case, "float32", MeshPlan(sequence=2)) for case in CASES.values()}
     assert masks in told

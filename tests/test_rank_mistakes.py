@@ -218,7 +218,7 @@ def test_what_nothing_explains_is_told_with_its_rank():
 def test_heads_that_ranks_share_must_be_alike_to_be_joined():
     ranks = of_heads(problem_of(SPEC), 4)
     ranks[1]["k"] = ranks[1]["k"] + 1.0
-    with refuses("k", "others on rank 0"):
+    with refuses("k", "different values on rank 0"):
         parity.unshard_stages(ranks, SPEC, ShardPlan(4))
 
 

@@ -195,7 +195,7 @@ def test_the_bias_of_out_proj_is_added_once():
 def test_replicated_heads_in_another_order_are_refused():
     spec = AttentionSpec(16, 8, num_kv_heads=2, out_bias=False)
     parts = [held for held, _ in shards_of(random_weights(spec), spec, 4)]
-    with refuses("k_proj.weight", "others on rank 0"):
+    with refuses("k_proj.weight", "different values on rank 0"):
         unshard([parts[rank] for rank in (0, 2, 1, 3)], spec, ShardPlan(4))
 
 
@@ -203,7 +203,7 @@ def test_replicated_heads_in_another_order_are_refused():
 def test_copies_that_differ_are_refused(name):
     parts = [held for held, _ in shards_of(random_weights(LATENT), LATENT, 2)]
     parts[0][name].flat[-1] += 1.0
-    with refuses(name, "others on rank 0"):
+    with refuses(name, "different values on rank 0"):
         unshard(parts, LATENT, ShardPlan(2))
 
 

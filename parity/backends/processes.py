@@ -74,7 +74,7 @@ class Processes:
                 ended = [rank for rank, process in enumerate(self._running) if not process.is_alive()]
                 if ended or waited > PATIENCE:
                     self.stop()
-                    why = f"process {ended[0]} ended" if ended else f"nothing came within {PATIENCE} seconds"
+                    why = f"process {ended[0]} ended" if ended else f"there was no result within {PATIENCE} seconds"
                     raise RuntimeError(why) from None
                 continue
             if error:

@@ -73,12 +73,12 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
         return None
     known = {**case.hides, "is_causal": None, "key_padding_lengths": None}
     if case.random_mask or case.window_size is not None or case.bias or any(x is not None for x in known.values()):
-        return "masks and biases would have to go round with the keys"
+        return "masks and biases would have to circulate with the keys"
     if isinstance(case.spec.relative_bias, GridBias):
-        return "a ring knows the biases of distances only"
+        return "a ring supports only biases by distance"
     rope = case.spec.rope
     if rope is not None and rope.depends_on_length:
-        return "frequencies that depend on the length are not those of a part"
+        return "length-dependent frequencies of a part differ from those of the whole"
     return None
 
 

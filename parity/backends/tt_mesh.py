@@ -48,12 +48,12 @@ def make_devices(count: int) -> None:
 
 
 def check_devices(plan: MeshPlan) -> None:
-    """Open the mesh; refuse one that divides more than heads, or does not fit the board."""
+    """Open a mesh that divides only heads and fits the board."""
     if plan.size > plan.tensor:
-        raise Refusal("mesh", "be of tensor alone with tt, whose chips share heads and nothing else", str(plan))
+        raise Refusal("mesh", "divide only tensor with tt, whose chips can only divide heads", str(plan))
     if (count := port.num_chips()) % plan.tensor:
         others = ", ".join(f"{board} has {math.prod(shape)}" for board, shape in MESHES.items())
-        hint = f"MHA_TT_MOCK names another: {others}" if mha_tt.target() == "mock" else ""
+        hint = f"MHA_TT_MOCK selects another: {others}" if mha_tt.target() == "mock" else ""
         raise Refusal("mesh", "divide the chips of the board", f"{plan} and {count} chips", hint=hint)
     port.open_device((count // plan.tensor, plan.tensor))
 
@@ -68,7 +68,7 @@ def why_skipped(case: Case, dtype: str, plan: MeshPlan) -> str | None:
     except Refusal as refusal:
         return f"{refusal.argument} must {refusal.rule}"
     if case.random_mask and plan.tensor > 1:
-        return "a mask of each head is another one on each chip, where all run one program"
+        return "a mask per head would differ between chips, which run one program"
     return None
 
 

@@ -43,7 +43,7 @@ def to_numpy(x: Any) -> np.ndarray:
     for package in packages & LIBRARIES.keys():
         return LIBRARIES[package]().to_numpy(x)
     if not hasattr(x, "__array__") or any(kind.__name__ == "Tracer" for kind in type(x).__mro__):
-        raise WrongType("an array", "be one of NumPy, torch or JAX that has values", type(x).__name__)
+        raise WrongType("an array", "be a NumPy, torch or JAX array with values", type(x).__name__)
     return np.asarray(x)
 
 
@@ -94,7 +94,7 @@ def to_numpy_by_name(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
                 visit(f"{name}.{key}" if name else str(key), child)
             return
         if name in found:
-            raise Refusal("names", "differ when their levels are joined with dots", f"{name} twice")
+            raise Refusal("names", "differ after their levels are joined with dots", f"{name} twice")
         try:
             found[name] = to_numpy(node)
         except TypeError:

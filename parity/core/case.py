@@ -73,9 +73,13 @@ class Case:
         ids, lengths, each = self.segment_ids or (), self.key_padding_lengths, f"batch={self.batch}"
         rules = (
             ("seq_len", f"be the sum of chunks={self.chunks}", not self.chunks or self.seq_len == sum(self.chunks)),
-            ("new_lengths", "come with chunks", bool(self.chunks) or not self.new_lengths),
+            ("new_lengths", "be empty without chunks", bool(self.chunks) or not self.new_lengths),
             ("new_lengths", f"have {each} numbers", all(len(row) == self.batch for row in self.new_lengths)),
-            ("new_lengths", f"be of each of chunks={self.chunks}", len(self.new_lengths) in (0, len(self.chunks))),
+            (
+                "new_lengths",
+                f"have one entry per chunk of chunks={self.chunks}",
+                len(self.new_lengths) in (0, len(self.chunks)),
+            ),
             ("key_padding_lengths", f"have {each} numbers", lengths is None or len(lengths) == self.batch),
             (
                 "segment_ids",
@@ -84,7 +88,7 @@ class Case:
             ),
             (
                 "segment_ids",
-                "be those of self-attention without a cache",
+                "be None except for self-attention without a cache",
                 not ids or (not self.chunks and self.seq_len_k is None),
             ),
             ("dtype", f"be one of {', '.join(DTYPES)}, or None", self.dtype in (None, *DTYPES)),

@@ -14,7 +14,7 @@ OPTIONAL = {
     "flax": ("flax", "the backend jax; flax in `conformance --libraries`"),
     "torch": ("torch", "the backend torch; torch tensors in assert_parity"),
     "orbax-checkpoint": ("orbax.checkpoint", "orbax checkpoints"),
-    "gguf": ("gguf", "quantised tensors of GGUF files; the others are read without it"),
+    "gguf": ("gguf", "quantized tensors of GGUF files; others are read without it"),
     "jinja2": ("jinja2", "`--html`, `pytest --parity-report *.html`"),
     "pillow": ("PIL", "`run --html` and `compare --html`, for their pictures"),
     "matplotlib": ("matplotlib", "`plot`, `bench --plot`"),

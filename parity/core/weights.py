@@ -133,7 +133,7 @@ def check_held(names: Iterable[str], spec: AttentionSpec) -> None:
     missing, unexpected = sorted(wanted - held), sorted(held - wanted)
     if missing or unexpected:
         wrapped = "a projection that is wrapped, as by LoRA, must be merged first" if missing and unexpected else ""
-        rule = "hold exactly the weights of its spec"
+        rule = "have exactly the weights of its spec"
         raise Refusal("module", rule, missing=missing, unexpected=unexpected, hint=wrapped)
 
 
@@ -204,8 +204,8 @@ def load_weights(path: str | os.PathLike[str]) -> tuple[Weights, AttentionSpec]:
     tensors, metadata = load_tensors(path)
     spec = read_spec(path, metadata)
     if (unread := metadata.get("unread", "{}")) != "{}":
-        hint = "parity.load reads the rest, and names this"
-        raise Refusal(path, "say all of its layer in its spec", unread=unread, hint=hint)
+        hint = "parity.load reads the rest and reports these"
+        raise Refusal(path, "describe its whole layer in its spec", unread=unread, hint=hint)
     check_weights(tensors, spec)
     return tensors, spec
 

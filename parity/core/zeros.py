@@ -16,7 +16,7 @@ of its float32 noise) and the underflow of exponentials."""
 FLIPPED = 8.0
 """Factor by which the same-precision reference may shrink a weight that is clearly not 0."""
 
-WRONG_ZEROS = "a key that a query should see weighs exactly 0, or a hidden one does not"
+WRONG_ZEROS = "a visible key has weight exactly 0, or a hidden key has not"
 
 
 def largest_zero(expected: np.ndarray, same_precision: np.ndarray, dtype: str) -> float:

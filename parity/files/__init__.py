@@ -7,7 +7,7 @@
 | npz | `.npz` | member by member | yes |
 | msgpack | `.msgpack` as Flax writes it, with the package `msgpack` | by seeking | yes |
 | orbax | a folder | tensor by tensor | yes, but all tensors are in memory |
-| gguf | `.gguf`; quantised tensors as float32, with the package `gguf` | by seeking | no |
+| gguf | `.gguf`; quantized tensors as float32, with the package `gguf` | by seeking | no |
 
 No file is trusted: incomplete or damaged ones raise a `ValueError` or `OSError` of one line, and no content is ever
 executed. bfloat16 and float16 are preserved bit for bit.

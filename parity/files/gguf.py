@@ -66,7 +66,7 @@ def _value(cursor: Cursor, kind: int) -> str:
     if kind in _SCALARS:
         return str(cursor.unpack(_SCALARS[kind]))
     if kind != _LIST:
-        raise Refusal("values", "be of a known type", f"type {kind}")
+        raise Refusal("values", "have a known type", f"type {kind}")
     kind, count = cursor.unpack("<I"), cursor.unpack("<Q")
     if kind in _SCALARS:
         cursor.skip(count * struct.calcsize(_SCALARS[kind]))
@@ -119,7 +119,7 @@ def open_gguf(path: Path, file: BinaryIO) -> TensorFile:
     for _ in range(num_tensors):
         name, num_dims = _text(cursor), cursor.unpack("<I")
         if name in entries or num_dims > MAX_DIMS:
-            raise Refusal("each tensor", f"be there once, with at most {MAX_DIMS} axes", tensor=name)
+            raise Refusal("each tensor", f"occur once, with at most {MAX_DIMS} axes", tensor=name)
         shape = tuple(cursor.unpack("<Q") for _ in range(num_dims))[::-1]
         kind, offset = cursor.unpack("<I"), cursor.unpack("<Q")
         entries[name] = _Entry(shape, (TYPES[kind] if kind < len(TYPES) else None) or f"type {kind}", offset)

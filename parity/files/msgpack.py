@@ -154,7 +154,7 @@ class _Walker:
             for _ in range(self.next("read_map_header")):
                 key = self.node(depth + 1)
                 if not isinstance(key, (str, int)) or key in entries:
-                    raise Refusal("each entry", "have a name of its own", repr(key))
+                    raise Refusal("each entry", "have a unique name", repr(key))
                 entries[key] = self.node(depth + 1)
             return _joined(entries) if CHUNKED in entries else entries
         if 0x90 <= first <= 0x9F or first in (0xDC, 0xDD):

@@ -143,7 +143,7 @@ def _read_index(path: Path) -> dict[str, Any]:
         raise Refusal(path, "have a weight_map from the names of tensors to those of files, but it has none")
     for shard in shard_of.values():
         if shard in ("", ".", "..") or any(character in shard for character in "/\\\0"):
-            raise Refusal(path, "name shards in its own folder", repr(shard))
+            raise Refusal(path, "list shards in its own folder", repr(shard))
     return index
 
 
@@ -152,7 +152,7 @@ def _open_index(path: Path) -> TensorFile:
         index = _read_index(path)
         names = sorted(set(index["weight_map"].values()))
         if missing := [name for name in names if not (path.parent / name).exists()]:
-            raise FileNotFoundError(f"{path} must name shards that are there, got {', '.join(map(repr, missing[:3]))}")
+            raise FileNotFoundError(f"{path} must list existing shards, got {', '.join(map(repr, missing[:3]))}")
         return _open_shards(path, path.parent, names, index)
 
 

@@ -85,7 +85,7 @@ def check_target(
     stale = {name for name in shards if own.fullmatch(name) and _exists(folder / name)}
     for place in there:
         if place != index and place.name not in stale:
-            raise Refusal(place, f"be named by {index} to be replaced, but it is not")
+            raise Refusal(place, f"be listed in {index} to be replaced, but it is not")
     for name in sorted(stale):
         _refuse_others(folder / name, folder / name, kind)
     return sorted(stale - set(names))
@@ -104,7 +104,7 @@ def _refuse_source(path: Path, targets: Iterable[Path], folder: Path, source: Pa
     """Refuse to write onto the source, under any name, or into it if it is a folder."""
     if source.is_dir():
         if any(place.exists() and place.samefile(source) for place in (*targets, folder, *folder.absolute().parents)):
-            raise Refusal("the target", "lie outside the folder that is read", path=path, source=source)
+            raise Refusal("the target", "be outside the folder that is read", path=path, source=source)
         return
     read = [source, *(source.parent / name for name in (shards_in(source) if source.name.endswith(INDEX) else ()))]
     around = Path(os.path.realpath(source)).parents
@@ -186,7 +186,7 @@ def check_writable(path: str | os.PathLike[str], name: str, shown: str = "") -> 
         elif not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise Refusal(name, "name a place that can be written to", f"{shown or path}: {error.strerror}") from None
+        raise Refusal(name, "be a path that can be written to", f"{shown or path}: {error.strerror}") from None
 
 
 # ---- Scratch ---------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class TensorInfo(NamedTuple):
     def of(cls, shape: Any, dtype: np.dtype) -> TensorInfo:
         """Describe an array; its shape is validated."""
         if not isinstance(shape, (tuple, list)) or not all(type(size) is int and size >= 0 for size in shape):
-            raise Refusal("a shape", "be of integers >= 0", str(shape))
+            raise Refusal("a shape", "consist of integers >= 0", str(shape))
         return cls(tuple(shape), dtype, math.prod(shape) * dtype.itemsize)
 
 
@@ -134,7 +134,7 @@ class TensorFile:
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.infos:
-            raise Refusal("name", f"be that of a tensor in {self.path}", name=name)
+            raise Refusal("name", f"be a tensor in {self.path}", name=name)
         return self.infos[name]
 
     def sha256(self) -> str:
@@ -152,7 +152,9 @@ class TensorFile:
             raise Refusal(self.path, "have a sha256 in its metadata", str(sorted(self.metadata)))
         found = self.sha256()
         if found != expected:
-            raise Refusal(self.path, "hold what was written", f"sha256={found} and {expected} in its metadata")
+            raise Refusal(
+                self.path, "be unchanged since it was written", f"sha256={found} and {expected} in its metadata"
+            )
 
 
 # ---- Bytes and their hashes ------------------------------------------------------------------------------------------
@@ -202,7 +204,9 @@ class Tensors:
             self._last.result()  # otherwise two tensors would be in memory
         array, info = np.asarray(self.source(name)), self.infos[name]
         if array.shape != info.shape or array.dtype != info.dtype:
-            raise Refusal(name, f"be read as it was announced, {info.dtype}{info.shape}", f"{array.dtype}{array.shape}")
+            raise Refusal(
+                name, f"be read as described in infos, {info.dtype}{info.shape}", f"{array.dtype}{array.shape}"
+            )
         array = np.asarray(array, dtype=info.dtype, order="C")
         self._digests[name] = self._last = self.pool.submit(digest, array)
         return array
@@ -277,7 +281,7 @@ def flatten(tree: Any) -> dict[str, Any]:
         else:
             name = ".".join(names)
             if name in leaves:
-                raise Refusal("names", "differ when their levels are joined with dots", f"{name} twice")
+                raise Refusal("names", "differ after their levels are joined with dots", f"{name} twice")
             leaves[name] = node
             return
         for key, child in children:

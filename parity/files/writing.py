@@ -171,7 +171,7 @@ def _shards(infos: dict[str, TensorInfo], max_bytes: int | None, path: Path, kin
     if max_bytes is None:
         return [infos]
     if kind not in SHARDED:
-        raise Refusal("max_shard_bytes", f"be left out except for {SHARDED}", f"max_shard_bytes={max_bytes} for {path}")
+        raise Refusal("max_shard_bytes", f"be None except for {SHARDED}", f"max_shard_bytes={max_bytes} for {path}")
     if max_bytes <= 0:
         raise Refusal("max_shard_bytes", "be > 0", max_shard_bytes=max_bytes)
     shards: list[dict[str, TensorInfo]] = [{}]

@@ -85,7 +85,7 @@ def check_inflation(inflated: int, size: int) -> None:
         ValueError: if it expands more than 100-fold, to more than 64 MiB.
     """
     if inflated > max(100 * size, 1 << 26):
-        raise Refusal("it", "not be more than 100 times as large as it is on the disk", f"{inflated} and {size} bytes")
+        raise Refusal("it", "not expand more than 100-fold", f"{inflated} and {size} bytes")
 
 
 @contextmanager
@@ -300,7 +300,7 @@ def _load(path: Path, *, mmap: bool) -> Any:
             return library(path, "torch").load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:  # its message explains how to load it anyway
         reason = re.search(r"WeightsUnpickler error: (.*)", str(error))
-        what = reason[1] if reason else "what is in it cannot be determined"
+        what = reason[1] if reason else "its content cannot be determined"
         raise Refusal(path, f"hold tensors and nothing that is executed: {what}") from None
 
 

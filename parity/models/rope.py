@@ -116,7 +116,7 @@ def _once(own: Value | None, of_model: Value | None) -> Value | None:
     """
     if own is not None and of_model is not None and own.value != of_model.value:
         both = f"{own.origin}={own.value} and {of_model.origin}={of_model.value}"
-        raise Refusal(of_model.origin, "be said once, or the same twice", str(both))
+        raise Refusal(of_model.origin, "be set once, or to equal values", str(both))
     return own or of_model
 
 

@@ -252,9 +252,9 @@ def _family(values: Mapping[str, Any], where: str) -> Family:
     if sections_of(values) and str(values.get("model_type")) not in NOT_COVERED:
         if not any(map(_is_known, (_part(values, name) for name in sections_of(values)))):
             why = "; ".join(f"{where}{name}: {why_unknown(_part(values, name))}" for name in sections_of(values))
-            raise Refusal("a part of the model", f"be of a family that is known, and none is: {why}")
+            raise Refusal("a part of the model", f"have a known family: {why}")
         part = where.removesuffix(".") or None
-        raise Refusal("part", f"tell which part of the model: {_in_words(values, where)}", part=part)
+        raise Refusal("part", f"select a part of the model: {_in_words(values, where)}", part=part)
     name = str(values.get("model_type"))
     if name in NOT_COVERED or name in WITHOUT_ATTENTION:
         hint = why_unknown(values)
@@ -270,7 +270,7 @@ def why_unknown(values: Mapping[str, Any]) -> str:
     if isinstance(name, str) and name in NOT_COVERED:
         return f"model_type {name!r} is not covered: {NOT_COVERED[name]}"
     if isinstance(name, str) and name in WITHOUT_ATTENTION:
-        return f"model_type {name!r} has no attention of its own"
+        return f"model_type {name!r} has no attention"
     if parts := sections_of(values):
         return f"model_type {name!r} has several parts of its own: {', '.join(parts)}"
     return f"model_type {name!r} is unknown; {_unknown_keys(values)}"
@@ -302,7 +302,7 @@ def _layer(stack: Stack, place: ConfigLayer) -> ModelLayer:
     except MissingKey:
         raise
     except (TypeError, ValueError) as error:
-        raise Refusal(f"layer {place.layer}", f"be one that AttentionSpec has: {error}") from error
+        raise Refusal(f"layer {place.layer}", f"be supported by AttentionSpec: {error}") from error
     needed = KINDS[place.kind]
     if needed is not None and getattr(spec, needed) is None:
         raise Refusal(f"layer {place.layer}", f"have a {needed} to be of kind {place.kind!r}", "none in this family")

@@ -72,8 +72,8 @@ def parse_mesh(text: str, axes: AxisKind = "automatic") -> MeshPlan:
     for part in text.split(","):
         name, equals, size = (word.strip() for word in part.partition("="))
         if name not in DIMENSIONS or not equals or not size.isdecimal() or not int(size) or name in sizes:
-            known = f"of {', '.join(DIMENSIONS)}, each once with the number of its devices"
-            raise Refusal("mesh", f"be {known}, such as data=2,tensor=4", mesh=text)
+            known = f"give {', '.join(DIMENSIONS)} a number of devices, each at most once"
+            raise Refusal("mesh", f"{known}, such as data=2,tensor=4", mesh=text)
         sizes[name] = int(size)
     return MeshPlan(**sizes, axes=axes)
 
@@ -85,10 +85,10 @@ def why_not_divided(case: Case, plan: MeshPlan) -> str | None:
         if count % (devices := getattr(plan, name)):
             return f"{name}={devices} does not divide {count} {what}"
     if plan.tensor > 1 and case.spec.fused_qkv:
-        return "fused_qkv keeps q, k and v in one weight, whose heads are not neighbours"
+        return "fused_qkv keeps q, k and v in one weight, whose heads are not consecutive"
     if plan.sequence > 1:
         if case.is_cached:
-            return "tokens that come in steps are not divided"
+            return "tokens that arrive in steps cannot be divided"
         for what, count in {"query": case.seq_len, "key": case.key_len}.items():
             if count % plan.sequence:
                 return f"sequence={plan.sequence} does not divide {count} {what} tokens"
@@ -220,12 +220,12 @@ def excuse_of(case: Case, plan: MeshPlan, program: str, backend: str = "jax") ->
     """Return why a program may have additional collectives; empty if it may not."""
     if backend != "jax":  # only XLA merges collectives
         is_cross = program.endswith("gradient") and case.seq_len_k is not None
-        return "the gradients of queries' and keys' inputs are added up one by one" if is_cross else ""
+        return "the gradients of queries' and keys' inputs are summed separately" if is_cross else ""
     if plan.sequence > 1 and case.spec.relative_bias and program.endswith("gradient"):
-        return "the gradient of a bias for distances is added up by rows and by buckets"
+        return "the gradient of a bias for distances is summed by rows and by buckets"
     if plan.sequence > 1 and "." not in program:
         return "attention weights are rows over all keys, which are gathered"
     count, size = case.spec.num_kv_heads, plan.tensor
     if count % size and (size % count or not program.endswith("forward")):
-        return "devices share key/value heads, and what is computed of these in parts is gathered"
+        return "devices share key/value heads, whose partial results are gathered"
     return ""

@@ -134,7 +134,7 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
     """
     _check(spec, plan, 0)
     if len(shards) != plan.num_ranks:
-        raise Refusal("shards", "be one of each rank", f"{len(shards)} of them and {plan}")
+        raise Refusal("shards", "have one entry per rank", f"{len(shards)} of them and {plan}")
     ranks = [_checked(shard, spec, plan, rank) for rank, shard in enumerate(shards)]
     dtypes = list(dict.fromkeys(weight.dtype for held, _ in ranks for weight in held.values()))
     if len(dtypes) > 1:
@@ -151,7 +151,7 @@ def unshard(shards: Sequence[Mapping[str, Any]], spec: AttentionSpec, plan: Shar
             heads[which] = part
         for rank, which, part in parts:
             if heads[which].tobytes() != part.tobytes():
-                raise Refusal(name, "be the same on all ranks that share it", f"others on rank {rank}")
+                raise Refusal(name, "be equal on all ranks that share it", f"different values on rank {rank}")
     return whole
 
 
@@ -178,21 +178,21 @@ def _check_alone(spec: AttentionSpec) -> None:
         if norm is not None and norm.over == "width":
             raise Refusal(
                 name,
-                "be over='head' for a rank to compute its part alone, since that over the width of all heads "
+                "be over='head' for a rank to compute its part alone, since a norm over the width of all heads "
                 "needs a sum over ranks",
                 {name: norm, "alone": True},
             )
     if spec.alibi is not None:
         raise Refusal(
             "alibi",
-            "be None for a rank to compute its part alone, since its slopes follow from the number of all heads",
+            "be None for a rank to compute its part alone, since its slopes depend on the number of all heads",
             alibi=spec.alibi,
             alone=True,
         )
     if spec.output_dropout and spec.out_proj:
         raise Refusal(
             "output_dropout",
-            "be 0 for a rank to compute its part alone, since outputs are dropped after they are added up",
+            "be 0 for a rank to compute its part alone, since dropout follows the sum over ranks",
             output_dropout=spec.output_dropout,
             alone=True,
         )

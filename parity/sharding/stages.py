@@ -39,11 +39,11 @@ def unshard_stages(
             does not fit the rank's heads.
     """
     if len(shards) != plan.num_ranks:
-        raise Refusal("shards", "be one of each rank", f"{len(shards)} of them and {plan}")
+        raise Refusal("shards", "have one entry per rank", f"{len(shards)} of them and {plan}")
     held = [local_heads(spec, plan, rank) for rank in range(plan.tensor)]
     names = [name for name in shards[0] if all(name in shard for shard in shards)]
     if plan.context > 1 and (cached := [name for name in names if "cache." in name]):
-        raise Refusal("stages", "be without a cache where tokens are divided", stages=cached[0])
+        raise Refusal("stages", "have no cache if tokens are divided", stages=cached[0])
 
     def joined(name: str) -> np.ndarray:
         parts = [to_numpy(shard[name]) for shard in shards]
@@ -96,7 +96,7 @@ def _joined(name: str, parts: list[np.ndarray], spec: AttentionSpec, held: list[
         whole = by_heads.reshape(*shape[:2], -1) if axis == 2 else by_heads
     for rank, (part, own) in enumerate(zip(parts, held, strict=True)):
         if not np.array_equal(part, part_of(name, whole, spec, own), equal_nan=part.dtype.kind == "f"):
-            raise Refusal(name, "be the same on all ranks that share it", f"others on rank {rank}")
+            raise Refusal(name, "be equal on all ranks that share it", f"different values on rank {rank}")
     return whole
 
 
@@ -105,5 +105,5 @@ def _by_heads(name: str, part: np.ndarray, axis: int, count: int) -> np.ndarray:
     if axis == 2 and part.ndim == 3 and part.shape[2] % count == 0:
         return part.reshape(*part.shape[:2], count, -1)
     if axis == 2 or part.ndim != 4 or part.shape[1] != count:
-        raise Refusal(name, f"be of the {count} heads of its rank", {f"{name}.shape": part.shape})
+        raise Refusal(name, f"have the {count} heads of its rank", {f"{name}.shape": part.shape})
     return part

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 SENSES: dict[str, str] = {
     # ---- Beyond AttentionSpec ----------------------------------------------------------------------------------------
-    "rotates the other way than RoPE does elsewhere, as if positions counted down": "nanochat",
+    "rotates in the opposite direction of RoPE, as if positions decreased": "nanochat",
     "subtracts one softmax from another (lambda_q1)": "diffllama",
     "hides keys by their values (dt_proj, keep_window_size)": "doge",
     "has queries and outputs of experts that a router picks": "jetmoe",
     "multiplies the context by a softplus, not a sigmoid (gating)": "laguna",
     "has a gate with a bias for each head (gate_bias)": "beam",
     "multiplies queries by a number after their norm (qk_scale_factor)": "muse_glimmer_text muse_spark_text",
-    "takes the direction of values out of the context (exclusive_self_attention)": "neomme",
-    "convolves keys and values, and has biases of distances that queries make": "inkling2_text inkling_text",
+    "removes the direction of values from the context (exclusive_self_attention)": "neomme",
+    "convolves keys and values, and computes distance biases from queries": "inkling2_text inkling_text",
     "convolves queries and keys (conv_mask)": "zaya",
-    "lets tokens of an image see each other, both ways (use_bidirectional_attention)": (
+    "lets tokens of an image attend to each other in both directions (use_bidirectional_attention)": (
         "diffusion_gemma_text gemma4_unified_text"
     ),
-    "has shared layers that read two streams side by side (hybrid_layer_ids)": "zamba zamba2",
+    "has shared layers that read two concatenated streams (hybrid_layer_ids)": "zamba zamba2",
     "runs the same layers in cycles (H_cycles, L_cycles)": "hrm_text",
     "has other weights for each codebook": "moshi_depth",
-    "lets an indexer pick the keys that a query sees": (
+    "selects the keys of each query with an indexer": (
         "axk2 deepseek_v32 deepseek_v4 dots3_note_text glm5_next_text glm_moe_dsa hy_v4 minimax_m3_vl_text "
         "mistral_large4_text qwen4_exp_text"
     ),
-    "sees blocks or a pattern of keys that no window is (block_size, attention_window, global tokens)": (
+    "attends to blocks or patterns of keys other than windows (block_size, attention_window, global tokens)": (
         "big_bird bigbird_pegasus canine hiera led longformer longt5 pegasus_x sam2_hiera_det_model"
     ),
     "hashes queries and keys, or stands in for the softmax": (
         "autoformer informer mobilevitv2 mra nystromformer reformer swiftformer yoso"
     ),
-    "sees neighbours or windows of an image, with learned biases on two axes": (
+    "attends to neighborhoods or windows of an image, with learned biases on two axes": (
         "clap_audio_model dinat donut-swin levit maskformer-swin swin swin2sr swinv2"
     ),
     "is over windows of an image, and over channels": "florence_vision",
-    "takes keys from an image that is made smaller (sr_ratio), or projects by convolutions": (
+    "computes keys from a downsampled image (sr_ratio), or projects by convolutions": (
         "chameleon_vqgan convbert cvt glpn janus_vqgan pvt pvt_v2 segformer squeezebert"
     ),
     "adds biases on two axes of an image, made from queries (use_rel_pos)": (
@@ -47,10 +47,10 @@ SENSES: dict[str, str] = {
         "seamless_m4t seamless_m4t_v2 sew-d speecht5 vits wav2vec2-bert wav2vec2-conformer xlnet"
     ),
     "gates its biases of distances by queries": "wavlm",
-    "adds learned biases for distances that T5's buckets are not": "cpmant phi4_multimodal_audio",
-    "adds biases or scores for places on a page": "bros layoutlmv2 layoutlmv3 layoutxlm lilt udop",
+    "adds learned biases by distance, in buckets other than T5's": "cpmant phi4_multimodal_audio",
+    "adds biases or scores for positions on a page": "bros layoutlmv2 layoutlmv3 layoutxlm lilt udop",
     "orders the axes of its RoPE in another way (mrope_section)": "ernie4_5_vl_moe_text",
-    "rotates by places on two axes or three, each with frequencies of its own": (
+    "rotates by positions on two or three axes, each with its own frequencies": (
         "cohere_compass_vision dinov3_vit dots3_note_vision_encoder edgetam_video efficientloftr eomt_dinov3 "
         "ernie4_5_vl_moe_vision exaone4_5_vision gemma4_vision glm4v_moe_vision glm4v_vision glm5_next_vision "
         "glm_ocr_vision inkling2_vision kimi_k25_vision lfm3_vl_vision llama4_vision_model minimax_m3_vl_vision mlcd "
@@ -59,32 +59,32 @@ SENSES: dict[str, str] = {
         "qwen3_omni_moe_vision_encoder qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision sam2_video "
         "sam3_tracker_video sam3_vit_model sapiens2 step3p5_vision video_llama_3_vision vjepa2"
     ),
-    "samples keys at places that it computes, in some layers (deformable attention)": (
+    "samples keys at computed positions in some layers (deformable attention)": (
         "d_fine deformable_detr deimv2 grounding-dino lw_detr mask2former mm-grounding-dino omdet-turbo oneformer "
         "pp_doclayout_v2 pp_doclayout_v3 pp_doclayout_v4 rf_detr rt_detr rt_detr_v2"
     ),
-    "adds positions to queries and keys that values do not have": (
+    "adds positions to queries and keys, but not to values": (
         "conditional_detr dab-detr detr sam3_detr_decoder sam3_detr_encoder sam3_geometry_encoder "
         "sam3_lite_text_detr_decoder sam3_lite_text_detr_encoder sam3_lite_text_geometry_encoder table-transformer"
     ),
     "rounds queries, keys and probabilities to integers (quant_mode)": "ibert",
-    "takes queries and keys from another input than values (use_bottleneck)": "mobilebert",
+    "computes queries and keys from another input than values (use_bottleneck)": "mobilebert",
     "has other queries for words over entities (use_entity_aware_attention)": "luke",
     "predicts several tokens at once, in streams of n-grams": "prophetnet",
-    "adds biases that pairs of residues make (pair_bias_proj)": "esmfold2",
+    "adds biases computed from pairs of residues (pair_bias_proj)": "esmfold2",
     # ---- Not yet defined as a family ---------------------------------------------------------------------------------
-    "takes keys from another part of the model, in some layers, and no family says which": (
+    "uses keys from another part of the model in some layers, and no family says which": (
         "EvollaModel blip_2_qformer blip_text_model bridgetower edgetam_mask_decoder edgetam_video_mask_decoder "
         "evolla groupvit_vision_model idefics idefics2_perceiver idefics_perciever instructblip_qformer "
         "instructblipvideo_qformer lightglue lxmert mllama_text_model molmo2_adapter perceiver sam2_mask_decoder "
         "sam2_video_mask_decoder sam3_lite_text_mask_decoder sam3_mask_decoder sam3_tracker_mask_decoder "
         "sam3_tracker_video_mask_decoder sam_hq_mask_decoder sam_mask_decoder superglue xclip_vision_model"
     ),
-    "has weights that no layout names (qkv and projection, in_proj)": (
+    "has weights in an unsupported layout (qkv and projection, in_proj)": (
         "blip_2_vision_model blip_vision_model instructblip_vision_model instructblipvideo_vision_model "
         "tipsv2_text_model tipsv2_vision_model"
     ),
-    "lies beside the parts of its model, and is not read with them": (
+    "is outside the parts of its model, which alone are read": (
         "chameleon clipseg cohere_asr csm git gradium_phonon_tts kyutai_speech_to_text moonshine_streaming moshi "
         "nemotron3_diarization neucodec pe_audio_encoder pe_audio_video_encoder pe_video_encoder phi4_multimodal "
         "pocket_tts pp_ocrv5_mobile_rec pp_ocrv5_server_rec pp_ocrv6_small_rec tvp xclip xcodec2 zoedepth"
