@@ -329,7 +329,7 @@ def test_where_each_value_comes_from():
     assert layer.spec.rope == Rope(5e5, scaling=Llama3Scaling(8.0, 64))
     assert layer.origins["rope"] == "rope_parameters.rope_theta, rope_parameters.rope_type llama3"
     assert layer.origins["d_model"] == "hidden_size"
-    assert layer.origins["qkv_bias"] == "attention_bias is not there: this family's default"
+    assert layer.origins["qkv_bias"] == "family default: attention_bias is not set"
     assert "scale" not in layer.origins
 
 
@@ -355,7 +355,7 @@ def test_gemma3_has_two_bases_in_both_dialects():
     little["rope_scaling"] = {"factor": 8.0, "rope_type": "linear"}
     expected = specs_of(transformers.Gemma3TextConfig(**little).to_dict())
     assert [layer.spec for layer in specs_of(little)] == [layer.spec for layer in expected]
-    assert specs_of(little)[0].origins["num_heads"] == "num_attention_heads is not there: this family's default"
+    assert specs_of(little)[0].origins["num_heads"] == "family default: num_attention_heads is not set"
     without = {name: value for name, value in older(values).items() if name != "layer_types"}
     assert [layer.kind for layer in specs_of(without)] == [*["sliding_attention"] * 5, "full_attention"]
 

@@ -138,15 +138,18 @@ def mistaken(monkeypatch):
 
 
 @pytest.mark.usefixtures("mistaken")
-def test_a_mistake_of_ours_is_one_line_and_no_mismatch(capsys, monkeypatch):
+def test_a_mistake_of_ours_is_one_line_and_no_mismatch(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert main(["doctor"]) == 70
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert captured.err.startswith("mha-parity: error: a bug in mha-parity, KeyError: ")
-    assert captured.err.endswith("; MHA_PARITY_TRACEBACK=1 shows where\n")
+    (file,) = tmp_path.iterdir()
+    assert captured.err.endswith(f"with {file}, which has the command and the traceback\n")
     monkeypatch.setenv("MHA_PARITY_TRACEBACK", "1")
     assert main(["doctor"]) == 70
     assert "Traceback" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [file]
 
 
 # ---- Signals ---------------------------------------------------------------------------------------------------------

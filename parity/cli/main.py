@@ -146,24 +146,27 @@ def _words_of(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _report_of_bug(error: BaseException, words: Sequence[str]) -> str:
-    """Return how to report an error of this program. Its traceback is in a file, if one can be written."""
+def _report_of_bug(error: Exception, words: Sequence[str]) -> str:
+    """Return how to report an error of this program. A file has its traceback, unless that was printed."""
     from importlib import metadata
 
-    place = "with this command and a traceback (MHA_PARITY_TRACEBACK=1)"
-    version, urls = "unknown", []
+    version, urls = "not installed", {}
     with suppress(metadata.PackageNotFoundError):
         about = metadata.metadata("mha-parity")
-        version, urls = about["Version"], about.get_all("Project-URL") or []
-    with suppress(OSError):
-        lines = (f"mha-parity {version}, Python {sys.version}", shlex.join(("mha-parity", *words)))
-        text = "".join((*(f"{line}\n" for line in lines), "\n", *traceback.format_exception(error)))
-        with tempfile.NamedTemporaryFile("wb", prefix="mha-parity-bug-", suffix=".txt", delete=False) as file:
-            file.write(text.encode("utf-8", "backslashreplace"))
-        place = f"with {file.name}, which has the command and the traceback"
-    issues = next((url for name, _, url in (each.partition(", ") for each in urls) if name.lower() == "issues"), "")
+        version, urls = about["Version"], dict(url.split(", ", 1) for url in about.get_all("Project-URL") or ())
     what = f"{type(error).__name__}: {error}".rstrip(": ")
-    return f"a bug in mha-parity, {what}; please report it {f'at {issues} ' if issues else ''}{place}"
+    issues = f" at {urls['Issues']}" if "Issues" in urls else ""
+    advice = f"a bug in mha-parity, {what}; please report it{issues} with"
+    if not os.environ.get("MHA_PARITY_TRACEBACK"):
+        heading = f"mha-parity {version}, Python {sys.version}\n{shlex.join(('mha-parity', *words))}\n\n"
+        text = heading + "".join(traceback.format_exception(error))
+        with (
+            suppress(OSError),
+            tempfile.NamedTemporaryFile("wb", prefix="mha-parity-bug-", suffix=".txt", delete=False) as file,
+        ):
+            file.write(text.encode("utf-8", "backslashreplace"))
+            return f"{advice} {file.name}, which has the command and the traceback"
+    return f"{advice} this command and its traceback, which MHA_PARITY_TRACEBACK=1 prints"
 
 
 def _check_output() -> None:

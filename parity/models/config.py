@@ -169,4 +169,4 @@ class Config:
 
 
 def _default(name: str, value: Any) -> Value:
-    return Value(value, f"{name} is not there: this family's default")
+    return Value(value, f"family default: {name} is not set")

@@ -74,7 +74,7 @@ def read_rope(
         fields["sections"] = tuple(sections.value)
         origins.append(sections.origin)
     elif "sections" in fields:
-        origins.append("mrope_section is not there: this family's default")
+        origins.append("family default: mrope_section is not set")
     if word == "default":
         for held in (values, config):  # transformers reads neither
             held.find("factor", "original_max_position_embeddings")

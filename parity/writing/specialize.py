@@ -164,9 +164,8 @@ class _Branches(_Source):
                 yield from self._shifted(begin, after + 1, shift)
                 yield from self._lines(body, after + 1, indent + 4)
                 if others := getattr(statement, "orelse", None):
-                    raise ValueError(
-                        f"a template must not have an else of an unknown condition, got an else in line {others[0].lineno}"
-                    )
+                    place = f"an else in line {others[0].lineno}"
+                    raise ValueError(f"a template must not have an else of an unknown condition, got {place}")
             else:
                 yield from lead
                 yield from self._shifted(begin, first, shift)

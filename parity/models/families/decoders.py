@@ -160,7 +160,7 @@ def _rope_of_hunyuan(place: ConfigLayer) -> Value:
 
 def _scale_of_hyperclovax(place: ConfigLayer) -> Value:
     told = place.config.find("attention_multiplier")
-    return told or Value(head_dim(place) ** -0.5, "attention_multiplier is not there: 1 / sqrt(H)")
+    return told or Value(head_dim(place) ** -0.5, "1 / sqrt(H): attention_multiplier is not set")
 
 
 def _window_of_modernbert_decoder(place: ConfigLayer) -> Value:

@@ -64,7 +64,7 @@ def _scale(place: ConfigLayer) -> Value:
 def _width_of_values(place: ConfigLayer) -> Value:
     """Return the value width of MiniCPM3, whose released configurations omit it."""
     told, width = place.config.find("v_head_dim"), place.config.read("hidden_size")
-    return told or Value(width.value // heads(place), "v_head_dim is not there: hidden_size // num_attention_heads")
+    return told or Value(width.value // heads(place), "hidden_size // num_attention_heads: v_head_dim is not set")
 
 
 def _kind_of_kimi_linear(config: Config, index: int) -> str:
