@@ -75,6 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="layout of both weight files, or of each",
     )
     add_layer_options(parser, "the layer, in both files or each", many=True)
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="also print alternatives, patterns, nearest bugs and conventions"
+    )
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -102,12 +105,12 @@ def run(options: argparse.Namespace) -> Result:
     if is_function:
         diagnosis = _diagnose_function(options, out)
     elif len(options.files) <= 2 and _are_traces(options.files):
-        diagnosis = _diagnose_traces(options.files, out)
+        diagnosis = _diagnose_traces(options.files, out, verbose=options.verbose)
     elif len(options.files) == 2:
         return _diagnose_weights(options, out)
     else:
         raise refusal("diagnose", "be given a trace, two traces, two weight files or a function", str(options.files))
-    print_diagnosis(diagnosis, out)
+    print_diagnosis(diagnosis, out, is_right=not diagnosis.is_wrong, verbose=options.verbose)
     return 1 if diagnosis.is_wrong else 0, diagnosis.to_dict()
 
 
@@ -131,7 +134,7 @@ def _diagnose_weights(options: argparse.Namespace, out: Console) -> Result:
                     out.print(first, soft_wrap=True)
                 break
     weights, diagnosis = cast(Any, shown)  # there is a layer
-    print_weights(weights, diagnosis, out)
+    print_weights(weights, diagnosis, out, verbose=options.verbose)
     return status_of(weights.same, pairs), {
         **diagnosis.to_dict(),
         "weights": weights,
@@ -147,8 +150,8 @@ def _are_traces(files: Sequence[str]) -> bool:
     return all(kinds)
 
 
-def _diagnose_traces(files: Sequence[str], out: Console) -> Diagnosis:
-    """The diagnosis of one trace, or of the one of two that goes wrong first."""
+def _diagnose_traces(files: Sequence[str], out: Console, *, verbose: bool) -> Diagnosis:
+    """Return the diagnosis of one trace, or of the one of two whose first wrong stage comes first."""
     from parity.core.compare import first_difference
     from parity.diagnosis.traces import diagnose_worst, distances, judge_together
     from parity.reporting.diagnosis import print_divergence
@@ -163,9 +166,12 @@ def _diagnose_traces(files: Sequence[str], out: Console) -> Diagnosis:
         ]
     sides = judge_together(traces)
     if len(traces) > 1:
-        print_divergence(sides, distances(traces[0], traces[1], sides), out)
+        print_divergence(sides, distances(traces[0], traces[1], sides), out, verbose=verbose)
     elif difference := first_difference(sides[0]):
-        out.print(str(difference), style="red")
+        title, _, numbers = str(difference).partition("\n")
+        out.print(title, style="red", soft_wrap=True)
+        if verbose:
+            out.print(numbers, soft_wrap=True)
     return diagnose_worst(traces, sides)
 
 

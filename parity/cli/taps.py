@@ -51,7 +51,7 @@ def diagnose(options: argparse.Namespace) -> Result:
         return _compare_two(options.files, options, with_table=False)
     verdicts = compare_with(options.weights, options.files)
     for path, verdict in verdicts.items():
-        print_verdict(verdict, path if len(verdicts) > 1 else "", console())
+        print_verdict(verdict, path if len(verdicts) > 1 else "", console(), verbose=options.verbose)
     told = [{"recording": path, **verdict.to_dict()} for path, verdict in verdicts.items()]
     return 0 if all(verdict.passed for verdict in verdicts.values()) else 1, {"recordings": told}
 

@@ -37,7 +37,7 @@ CONFIRMS = 0.5
 SPARED = 0.25
 """The share of a layer's own time that the search may do besides: the reference makes three of its four projections."""
 
-UNCONFIRMED = "not confirmed within the limit of the search"
+UNCONFIRMED = "not confirmed because of the time limit"
 
 ALMOST = 3.0
 """A ratio up to which an error that no sample shows is called rounding."""
@@ -172,7 +172,7 @@ class _Search:
 
     def mixed(self) -> Diagnosis | None:
         """What explains it, if that takes other rows into each."""
-        with suppress(TimeoutError), self.work.counted(), self.work.inside("mistakes that mix rows"):
+        with suppress(TimeoutError), self.work.counted(), self.work.inside("bugs that mix rows"):
             for part in self.whole.mixing():
                 diagnosis = self.judged(part, Scope(part.judged, MIXING, is_quick=True))
                 if diagnosis.explanations and not diagnosis.unknowns:

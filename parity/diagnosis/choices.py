@@ -66,7 +66,7 @@ def _log_sum_exp(layer: Layer, original: Any, values: Values) -> dict[str, np.nd
 
 
 AS_THE_REFERENCE = Choice("")
-UNFUSED = Choice("every operation of RoPE and of norms gives {dtype}", "unfused")
+UNFUSED = Choice("every operation of RoPE and of norms rounds to {dtype}", "unfused")
 SCORES = Choice("scores are kept in {dtype}", "unfused-scores")
 SOFTMAX = Choice(
     "scores, and every step of the softmax, are kept in {dtype}", "unfused-scores", {"attn_weights": _kept_softmax}

@@ -244,7 +244,7 @@ def _told(view: _View, found: SearchResult, untried: str) -> Diagnosis:
 
 def _in_a_way(unknown: Unknown) -> str:
     """How a stage differs that the output does not depend on."""
-    how = f"by a law: {unknown.law.words}" if unknown.law else "in a way that is not known here"
+    how = f"by a pattern: {unknown.law.words}" if unknown.law else "in an unknown way"
     return f"differs from the reference, {how}"
 
 

@@ -52,8 +52,8 @@ def lost_in_products(replay: Replay, before: Mapping[str, Judgement], wrong: Seq
 
     def loss(mistake: Mistake, stages: Sequence[str], ratio: float) -> Explanation:
         told = ((mistake.name,), mistake.about, (mistake.fix,), (mistake.page,))
-        error = before[wrong[0]].error
-        return Explanation(stages[0], tuple(stages), *told, error, error, ratio)
+        first = before[wrong[0]]
+        return Explanation(stages[0], tuple(stages), *told, first.error, first.error, ratio, first.ratio)
 
     is_tensix = replay.arithmetic.startswith("tensix")
     if is_tensix and (kind := _fidelity(replay, wrong)):
@@ -104,7 +104,7 @@ def lost_in_dtype(replay: Replay, before: Mapping[str, Judgement], wrong: Sequen
     """
     if not wrong or any(math.isinf(before[stage].ratio) for stage in wrong):
         return None
-    own, error = _of_the_layer(wrong), before[wrong[0]].error
+    own, first = _of_the_layer(wrong), before[wrong[0]]
     for dtype in NARROWER.get(replay.problem.dtype, ()):
         results = [stage for stage in replay.stages if stage_named(stage).quantity in RESULTS]
         if not results or not all(_is_of(replay.observed[stage], dtype) for stage in {*results, *own}):
@@ -114,13 +114,10 @@ def lost_in_dtype(replay: Replay, before: Mapping[str, Judgement], wrong: Sequen
         size = float(np.sqrt(np.mean(replay.observed[own[0]].astype(np.float64) ** 2)))
         is_enough = before[own[0]].error >= LEAST_OF_DTYPE * unit_of_rounding(dtype) * size
         if max(shares) <= 1.0 and is_enough:
-            about = f"the whole layer is computed in {dtype}, and cast back"
-            fix = (
-                f"compute the layer in {replay.problem.dtype}, outside of autocast, "
-                "or compare in the dtype that it is computed in"
-            )
+            about = f"the whole layer is computed in {dtype} and cast back"
+            fix = f"compute the layer in {replay.problem.dtype}, outside of autocast, or compare in that dtype"
             told = ((f"layer-in-{dtype}",), about, (fix,), ("low-precision",))
-            return Explanation(wrong[0], tuple(own), *told, error, error, max(shares))
+            return Explanation(wrong[0], tuple(own), *told, first.error, first.error, max(shares), first.ratio)
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from parity.core.trace import Reference
 from parity.diagnosis.mistakes import wrong_layer
 from parity.diagnosis.mistakes.ranks import RankMistake, SharedProblem, rank_mistakes, without_widths
 from parity.diagnosis.mistakes.record import Changed
+from parity.diagnosis.verdicts import FINDING, Line, text_of
 from parity.sharding.shard import ShardPlan, shard_spec
 from parity.sharding.stages import part_of
 
@@ -26,11 +27,11 @@ JUDGED = ("mask", "latents", "q", "k", "v", "gate", "scores", "attn_weights", "c
 
 @dataclass(frozen=True)
 class RankDiagnosis:
-    """What is wrong with the ranks of a layer.
+    """The wrong ranks of a divided layer, and the bug that explains them.
 
     Attributes:
-        wrong: of each rank that is wrong its first stage that is, judged.
-        mistakes: those known here that explain all that every rank computed; none where nothing is wrong, or none does.
+        wrong: the first wrong stage of each wrong rank, compared.
+        mistakes: known bugs that explain the stages of all ranks; empty if none does, or nothing is wrong.
     """
 
     wrong: dict[int, Comparison]
@@ -38,27 +39,57 @@ class RankDiagnosis:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether any rank differs by more than rounding."""
+        """True if a rank differs by more than rounding."""
         return bool(self.wrong)
 
+    @property
+    def likely_bug(self) -> str:
+        """The name of the first bug; empty if there is none."""
+        return self.mistakes[0].name if self.mistakes else ""
+
+    @property
+    def first_wrong_stage(self) -> str:
+        """The first wrong stage of the first wrong rank; empty if nothing is wrong."""
+        return next((each.stage for each in self.wrong.values()), "")
+
+    @property
+    def evidence(self) -> str:
+        """A statement that the bug explains all ranks; empty without one."""
+        return "with this bug, all ranks match the reference" if self.mistakes else ""
+
+    @property
+    def fix(self) -> str:
+        """The fix of the first bug; empty if there is none."""
+        return self.mistakes[0].fix if self.mistakes else ""
+
+    @property
+    def more(self) -> str:
+        """The command that prints more; empty if there is no page."""
+        return f"mha-parity bugs {self.mistakes[0].page}" if self.mistakes else ""
+
     def __str__(self) -> str:
+        return text_of(self.lines())
+
+    def lines(self, *, verbose: bool = False) -> Iterator[Line]:
+        """Yield labels and texts, as `Diagnosis.lines` does."""
         if not self.wrong:
-            return "nothing differs by more than rounding on any rank"
-        lines = [f"rank {rank}: {each.stage} is {each.ratio:.2g} times its budget" for rank, each in self.wrong.items()]
-        if not self.mistakes:
-            return "\n".join([*lines, "no mistake of dividing that is known here explains all ranks"])
-        first, *others = self.mistakes
-        lines.append(f"all ranks match the reference if {first.about}")
-        lines += [f"  or if     {other.about}: they cannot be told apart here" for other in others]
-        lines.append(f"  mistake   {', '.join(mistake.name for mistake in self.mistakes)}")
-        lines += [f"  fix       {mistake.fix}" for mistake in self.mistakes]
-        return "\n".join([*lines, f"  see       mha-parity bugs {first.page}"])
+            yield "", "nothing differs by more than rounding on any rank"
+            return
+        yield "Likely bug", self.likely_bug or "unknown: no known bug of divided layers explains all ranks"
+        for number, mistake in enumerate(self.mistakes if verbose else self.mistakes[:2]):
+            other = f"  or {mistake.name}, {mistake.about}: the observed stages cannot distinguish them"
+            yield "", other if number else f"  {mistake.about}"
+        for rank, each in self.wrong.items():
+            yield f"First wrong stage of rank {rank}", f"{each.stage}, {each.ratio:.2g} times its budget"
+        if self.mistakes:
+            yield from (("Evidence", self.evidence), ("Fix", self.fix), ("More", self.more))
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Return the diagnosis as values of JSON."""
         mistakes = [{"name": each.name, "about": each.about, "fix": each.fix} for each in self.mistakes]
         wrong = [{"rank": rank, **each.to_dict()} for rank, each in self.wrong.items()]
-        return {"is_wrong": self.is_wrong, "wrong": wrong, "mistakes": mistakes}
+        finding = {name: getattr(self, name) for name in FINDING}
+        return {"is_wrong": self.is_wrong, **finding, "wrong": wrong, "mistakes": mistakes}
 
 
 def diagnose_ranks(

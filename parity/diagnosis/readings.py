@@ -117,14 +117,14 @@ class _Reader:
         shaped = list(self._shaped(typed))
         agreed = next(self._agreeing(typed, shaped), None)
         if not shaped:
-            return Read(None, agreed, f"has shape {x.shape}, and should have {self.expected.shape}")
+            return Read(None, agreed, f"has shape {x.shape} instead of {self.expected.shape}")
         plain = self._masked(shaped[0])
         is_right = plain.masked is not None and plain.values is not None and self.right.agrees(self.name, plain.values)
         return Read(plain, plain if is_right else agreed)
 
     def _as_typed(self, x: np.ndarray, typed: np.ndarray) -> str:
         """What to say of a mask that is no array of booleans."""
-        return "" if x.dtype == typed.dtype or self.stage.quantity != "mask" else f"is of {x.dtype}"
+        return "" if x.dtype == typed.dtype or self.stage.quantity != "mask" else f"has dtype {x.dtype}"
 
     def _typed(self, x: np.ndarray) -> np.ndarray | str:
         """The array as one of the stage's kind, or why it is none."""
@@ -136,14 +136,14 @@ class _Reader:
                 return wide > 0.0
             if not np.isnan(wide).any() and ((wide == 0.0) | (wide <= PENALTY)).all():
                 return wide < 0.0
-            return f"has dtype {x.dtype}, and should be boolean, True where a key is hidden"
+            return f"has dtype {x.dtype} instead of bool, True for a hidden key"
         if self.stage.is_exact:
             whole = x.astype(np.float64)
             is_whole = x.dtype.kind in "iuf" and bool((whole == np.floor(whole)).all())
             if is_whole:
                 return x if x.dtype == np.int32 else whole.astype(np.int32)
-            return f"has dtype {x.dtype}, and should be of integers"
-        return x if is_floating(x.dtype) else f"has dtype {x.dtype}, and should be floating-point"
+            return f"has dtype {x.dtype} instead of an integer dtype"
+        return x if is_floating(x.dtype) else f"has dtype {x.dtype} instead of a floating-point dtype"
 
     # ---- Axes --------------------------------------------------------------------------------------------------------
 
@@ -173,12 +173,12 @@ class _Reader:
             if filled := self._filled():
                 grown = self._resized("S", filled, repeated)
                 yield (
-                    "is recorded after the repeat for the query heads, of a cache that grows",
+                    "is recorded after the repeat for the query heads, in a growing cache",
                     grown,
                     lambda y: None if (z := self._shared(y)) is None else self._padded(z),
                 )
         if filled := self._filled():
-            yield "is that of a cache that grows", self._resized("S", filled, shape), self._padded
+            yield "has the size of a growing cache", self._resized("S", filled, shape), self._padded
         if spec.sinks and self.stage.quantity in ("scores", "attn_weights"):
             wider = (*shape[:-1], shape[-1] + 1)
             yield "has the sinks as a last column", wider, lambda y: y[..., :-1]
@@ -232,7 +232,7 @@ class _Reader:
         """What ours would be, for the ways that can be undone."""
         spec, quantity = self.right.problem.spec, self.stage.quantity
         if quantity == "mask":
-            yield "is True where a key is shown", ~x
+            yield "is True for visible keys", ~x
         if self.stage.is_exact:
             return
         if quantity in ("q", "k", "cache.keys") and spec.rope is not None:
@@ -242,7 +242,7 @@ class _Reader:
             for order in (pairs, np.argsort(pairs)):
                 values = np.array(x)
                 values[..., rotated] = x[..., rotated][..., order]
-                yield "has the features of its pairs in another order", values
+                yield "has its RoPE pairs in another order", values
         if quantity in ("q", "k", "cache.keys"):
             wide, scale = x.astype(np.float64), spec.score_scale
             if quantity == "q":
@@ -317,7 +317,7 @@ class _Reader:
 
     def _free_words(self) -> str:
         what = "slots" if "cache" in self.stage.quantity else "padding"
-        return f"differs in {what} that nothing reads"
+        return f"differs in unused {what}"
 
 
 def _joined(*words: str) -> str:

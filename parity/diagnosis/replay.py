@@ -64,7 +64,7 @@ class Scope:
     Attributes:
         judged: the names of the stages to judge; all that were observed when absent.
         only: names of mistakes, or what they are about; all that are known when absent.
-        is_quick: whether single mistakes are tried, and nothing is said of stages that none explains.
+        is_quick: whether single bugs are tried, and nothing is said of stages that none explains.
     """
 
     judged: frozenset[str] | None = None

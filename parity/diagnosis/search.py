@@ -134,11 +134,11 @@ class _Path:
 
 
 def _path(replay: Replay, stages: Sequence[str], found: Mistakes, work: Work) -> _Path:
-    """The shortest way to explain all stages, or one that goes far: single mistakes first, then two at once, too."""
+    """The shortest way to explain all stages, or one that goes far: single bugs first, then two at once, too."""
     best = _walk(replay, stages, found, work, most=1)
     if replay.scope.is_quick:
         return best
-    if best.unexplained and not work.is_over("two mistakes at once", FOR_MISTAKES):
+    if best.unexplained and not work.is_over("pairs of bugs", FOR_MISTAKES):
         other = _walk(replay, stages, found, work, most=2)
         if not other.unexplained or stages.index(other.unexplained) > stages.index(best.unexplained):
             return other
@@ -174,7 +174,7 @@ def _explain(
     """What explains a stage beside what was found, and spoils none that is right; the best first.
 
     What is made in every call, and not seen in an earlier or a later one, was not made; nor what gives another thing
-    than is seen there. Of a stage without one number two mistakes at once are not told: NaN is what many give.
+    than is seen there. Of a stage without one number pairs of bugs are not told: NaN is what many give.
 
     Args:
         replay: the reference.
@@ -192,7 +192,7 @@ def _explain(
     if at_once > 1 and not np.isfinite(replay.observed[stage]).any():
         return []
     expected, before = replay.stage(stage, found), replay.judgement(stage, found)
-    words = "two mistakes at once"
+    words = "pairs of bugs"
     most = 1.0 if replay.scope.is_quick else FOR_MISTAKES
 
     def changes(mistake: Mistake) -> bool:
@@ -248,7 +248,7 @@ def _alone(
             put_off = list[Mistake]()
             for mistake in tried:
                 try:
-                    with work.inside("single mistakes", share, limit):
+                    with work.inside("single bugs", share, limit):
                         if fits(mistake):
                             fitting.append((mistake,))
                 except TimeoutError:
@@ -300,7 +300,7 @@ def _unknown(replay: Replay, stage: str, found: Mistakes, work: Work) -> Unknown
     with suppress(TimeoutError):
         for mistake in replay.known:
             if mistake not in found and (may_lose or not mistake.is_loss):
-                with work.inside("the nearest mistakes"):
+                with work.inside("the nearest bugs"):
                     nearest.append((mistake.about, replay.judgement(stage, (*found, mistake), quick=True).error))
     nearest = sorted((each for each in nearest if each[1] < 0.5 * verdict.error), key=lambda each: each[1])
     return Unknown(stage, verdict.error, verdict.ratio, findings, tuple(nearest[:3]))
@@ -331,6 +331,7 @@ def _explanation(replay: Replay, stages: Sequence[str], found: Mistakes, choice:
         before.error,
         after.error,
         after.ratio,
+        before.ratio,
         tuple(map(_words, choice.others)),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,40 +20,65 @@ from parity.core.weights import check_weights, weight_shapes
 from parity.diagnosis.diagnose import Diagnosis, Unknown, diagnose
 from parity.diagnosis.replay import Replay
 from parity.diagnosis.tapped import Sequences, sequences_of
+from parity.diagnosis.verdicts import Line, excess, text_of
 from parity.models.specs import ModelLayer
 from parity.tapping.record import Tapped, TappedLayer
 
 
 @dataclass(frozen=True)
 class LikeAnother(Diagnosis):
-    """Of a layer that no mistake explains, and that is right as another one of its model.
+    """The diagnosis of a layer that no bug explains, and that is correct as another layer of its model.
 
     Attributes:
-        like: what it has of which other layer, in words.
+        like: the other layer, and the fields of its specification.
     """
 
     like: str = ""
 
     @property
-    def cause(self) -> str:
-        """What it has of the other layer."""
+    def likely_bug(self) -> str:
+        """The other layer."""
         return self.like
 
-    def __str__(self) -> str:
-        return f"{self.stage} is {self.ratio:.2g} times its budget\n{self.like}"
+    @property
+    def cause(self) -> str:
+        """The other layer."""
+        return self.like
+
+    @property
+    def evidence(self) -> str:
+        """What the other layer explains."""
+        return "with that specification, every stage matches the reference"
+
+    @property
+    def fix(self) -> str:
+        """Use the right specification."""
+        return "use this layer's own configuration"
+
+    @property
+    def more(self) -> str:
+        """Empty, because this has no page."""
+        return ""
+
+    def lines(self, *, verbose: bool = False) -> Iterator[Line]:
+        """Yield labels and texts, as `Diagnosis.lines` does."""
+        yield "Likely bug", self.like
+        yield self.first_line
+        yield "Evidence", self.evidence
+        yield "Fix", self.fix
 
 
 @dataclass(frozen=True)
 class LayerVerdict(JsonRecord):
-    """A layer alone: what it gave for what it got, against the float64 reference.
+    """The verdict on one layer: its outputs for its own inputs, compared with the float64 reference.
 
     Attributes:
-        layer: `layer 17 (sliding_attention)`, or `decoder layer 5 (cross_attention)`.
-        name: of the module.
-        index: which layer it is.
-        comparisons: of each stage that was seen.
+        layer: a title, such as `layer 17 (sliding_attention)` or `decoder layer 5 (cross_attention)`.
+        name: the name of its module.
+        index: its number.
+        comparisons: one for each recorded stage.
         diagnosis: of a layer that differs.
-        not_judged: why it was not judged; empty if it was.
+        not_judged: the reason if the layer was not compared; empty if it was.
     """
 
     layer: str
@@ -67,37 +92,45 @@ class LayerVerdict(JsonRecord):
 
     @property
     def difference(self) -> Comparison | None:
-        """Where it goes wrong, if it does."""
+        """The first stage that differs, if one does."""
         return first_difference(self.comparisons)
 
     @property
     def passed(self) -> bool:
-        """Whether it was judged, and every stage is within its budget."""
+        """True if the layer was compared and every stage is within its budget."""
         return not self.not_judged and self.difference is None
 
     @property
     def like(self) -> str:
-        """What it has of another layer of the model, which explains it where no mistake does; empty otherwise."""
+        """The other layer of the model that explains the difference if no bug does; empty otherwise."""
         return self.diagnosis.like if isinstance(self.diagnosis, LikeAnother) else ""
 
     @property
     def is_rounding(self) -> bool:
-        """Whether it is just beyond its budget, and no mistake explains that."""
+        """True if it only slightly exceeds its budget and no bug explains that."""
         return self.diagnosis is not None and self.diagnosis.kind == "rounding"
 
     def __str__(self) -> str:
+        return text_of(self.lines())
+
+    def lines(self, *, verbose: bool = False) -> Iterator[Line]:
+        """Yield labels and texts, as `Diagnosis.lines` does."""
         difference = self.difference
         if self.not_judged:
-            return f"{self.layer}: not judged, {self.not_judged}"
-        if difference is None:
-            return f"{self.layer}: ok"
-        told = f"\n{self.like or self.diagnosis}" if self.diagnosis else ""
-        return f"{self.layer}, stage {difference.stage}: {difference.worse_ratio:.2g} times its budget{told}"
+            yield "Not compared", f"{self.layer}, because {self.not_judged}"
+        elif difference is None:
+            yield "", f"{self.layer}: ok"
+        else:
+            yield "First wrong layer", self.layer
+            if self.diagnosis is None:
+                yield "First wrong stage", excess(difference.stage, difference.error, difference.worse_ratio)
+            else:
+                yield from self.diagnosis.lines(verbose=verbose)
 
 
 @dataclass(frozen=True)
 class TapVerdict(JsonRecord):
-    """Every layer of a recording, each alone."""
+    """The verdicts on all layers of a recording, each by itself."""
 
     layers: list[LayerVerdict]
 
@@ -105,28 +138,36 @@ class TapVerdict(JsonRecord):
 
     @property
     def wrong(self) -> list[LayerVerdict]:
-        """The layers that go wrong by themselves, those last that only round more than they should."""
+        """The layers that are wrong by themselves; layers with excess rounding come last."""
         return sorted((layer for layer in self.layers if layer.difference is not None), key=lambda x: x.is_rounding)
 
     @property
     def first(self) -> LayerVerdict | None:
-        """The first of them: where to begin."""
+        """The first of them."""
         return next(iter(self.wrong), None)
 
     @property
     def passed(self) -> bool:
-        """Whether some layer was judged, and none goes wrong."""
+        """True if some layer was compared and none is wrong."""
         return self.first is None and any(layer.passed for layer in self.layers)
 
     def __str__(self) -> str:
+        return text_of(self.lines())
+
+    def lines(self, *, verbose: bool = False) -> Iterator[Line]:
+        """Yield labels and texts, as `Diagnosis.lines` does."""
         wrong = self.wrong
-        lines = [str(layer) for layer in self.layers if layer.not_judged]
-        lines += [str(wrong[0])] if wrong else []
-        lines += [f"and {len(wrong) - 1} more: {', '.join(layer.layer for layer in wrong[1:])}"] if wrong[1:] else []
-        judged = sum(not layer.not_judged for layer in self.layers)
-        told = f"{judged} layers agree with the reference, each for its own input" if judged else "no layer was judged"
-        lines += [] if wrong else [told]
-        return "\n".join(lines)
+        for layer in self.layers:
+            yield from layer.lines() if layer.not_judged else ()
+        if wrong:
+            yield from wrong[0].lines(verbose=verbose)
+        if wrong[1:]:
+            yield "Other wrong layers", ", ".join(layer.layer for layer in wrong[1:])
+        compared = sum(not layer.not_judged for layer in self.layers)
+        if not compared:
+            yield "", "no layer was compared"
+        elif not wrong:
+            yield "", f"{compared} layers agree with the reference, each for its own input"
 
 
 CROSS = "cross_attention"
@@ -235,7 +276,7 @@ def _like_another(
                 continue
             if weight_shapes(like) == weight_shapes(spec) and all(_is_right(layer, *each, like) for each in problems):
                 fields = ", ".join(f"{name}={getattr(other, name)}" for name in names)
-                return f"it matches the reference with what {title} should have: {fields}"
+                return f"the configuration of {title}: {fields}"
     return ""
 
 

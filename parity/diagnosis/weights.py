@@ -58,11 +58,12 @@ def _rounded(diagnosis: Diagnosis, ways: list[str]) -> Diagnosis:
         (diagnosis.stage,),
         (way[1],),
         way[0],
-        ("keep the weights in the dtype that they were trained in, or compare with the rounded ones",),
+        ("keep the weights in the dtype of training, or compare with the rounded weights",),
         ("low-precision",),
         diagnosis.error,
         0.0,
         0.0,
+        diagnosis.ratio,
         tuple(about for about, _ in others),
     )
     return replace(diagnosis, kind="precision", explanations=[found], unknowns=[])

@@ -48,7 +48,7 @@ class ConventionWarning(UserWarning):
     """A stage is right and recorded in another way than the reference's, or computed in a way that is no mistake."""
 
 
-NEXT = "pass what was computed, problem=parity.make_problem(case, dtype): then the mistake is looked for and named"
+NEXT = "pass problem=parity.make_problem(case, dtype) instead of expected, to search for the bug"
 
 LARGEST_INTEGER = 2**53  # up to which float64 tells integers apart
 
@@ -202,27 +202,36 @@ def compare_arrays(
         return _compare_with_expected(arrays, dtype, name, arithmetic)
 
 
-def message(comparisons: Iterable[Comparison], diagnosis: Diagnosis | None = None, next_step: str = "") -> str:
-    """What a person should read: the cause, the first difference, and in a line the later ones. Empty if none differs.
+def message(
+    comparisons: Iterable[Comparison],
+    diagnosis: Diagnosis | None = None,
+    next_step: str = "",
+    *,
+    verbose: bool = False,
+) -> str:
+    """Return the message of a failure: the diagnosis, the first difference, and the other stages that differ.
 
     Args:
         comparisons: of all stages.
-        diagnosis: why they differ, if that was asked.
-        next_step: what to do to learn more.
+        diagnosis: of the difference, if there is one.
+        next_step: a way to learn more.
+        verbose: also include all of the diagnosis.
+
+    Returns:
+        The message; empty if no stage differs.
     """
     comparisons = list(comparisons)
     difference = first_difference(comparisons)
     if difference is None:
         return ""
-    diagnosis = diagnosis if diagnosis is not None and diagnosis.is_wrong else None
-    lines = [] if diagnosis is None or not diagnosis.cause else [f"{difference.case}: {diagnosis.cause}"]
+    is_diagnosed = diagnosis is not None and diagnosis.is_wrong
+    lines = [diagnosis.as_text(verbose=verbose), ""] if diagnosis is not None and is_diagnosed else []
     lines.append(str(difference))
     if agreed := [comparison.stage for comparison in comparisons if comparison.passed]:
         lines.append(f"  agree       {some_of(agreed)}")
     if later := [each.stage for each in comparisons if not each.passed and each is not difference]:
-        lines.append(f"  differ too  {some_of(later)}")
+        lines.append(f"  also differ {some_of(later)}")
     lines += [f"  next        {next_step}"] if next_step else []
-    lines += [] if diagnosis is None else [str(diagnosis)]
     return "\n".join(lines)
 
 

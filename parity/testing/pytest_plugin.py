@@ -66,7 +66,8 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
                 first = comparisons[0]
                 key = (first.case, first.dtype, first.backend)
                 recorder.diagnoses.setdefault(key, replace(diagnosis, taken={}))
-        if text := message(comparisons, diagnosis, next_step="" if options.get("problem") else NEXT):
+        verbose = request.config.get_verbosity() > 0
+        if text := message(comparisons, diagnosis, "" if options.get("problem") else NEXT, verbose=verbose):
             raise AssertionError(text)
 
     return assert_parity

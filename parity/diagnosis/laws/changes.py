@@ -138,11 +138,11 @@ def _forms(name: str, problem: Problem) -> Iterator[tuple[str, Form]]:
     """How a weight may be read that holds other numbers, or the same ones in another order."""
     w, spec = problem.weights[name], problem.spec
     if w.ndim == 1:
-        yield "the exponential of what it is", np.exp
-        yield "1 + what it is", lambda x: x + 1.0
-        yield "what it is, less 1", lambda x: x - 1.0
-        yield "the square of what it is", np.square
-        yield "without its sign", np.abs
+        yield "its exponential", np.exp
+        yield "1 + its value", lambda x: x + 1.0
+        yield "its value - 1", lambda x: x - 1.0
+        yield "its square", np.square
+        yield "its absolute value", np.abs
         yield "1 throughout", np.ones_like
     elif w.ndim == 2 and w.shape[0] == w.shape[1]:
         yield "transposed", np.transpose
@@ -166,8 +166,8 @@ def _rows(heads: int) -> Iterator[tuple[str, Form]]:
     def rolled(x: np.ndarray) -> np.ndarray:
         return np.roll(x.reshape(heads, -1, *x.shape[1:]), 1, axis=0).reshape(x.shape)
 
-    yield "read with rows (H, N), which are (N, H)", inside
-    yield "read with rows (N, H), which are (H, N)", outside
+    yield "read with rows (H, N) instead of (N, H)", inside
+    yield "read with rows (N, H) instead of (H, N)", outside
     yield "read with its heads rolled by 1", rolled
 
 
@@ -213,7 +213,7 @@ def masks_and_biases(problem: Problem) -> Iterator[Part]:
     forms = dict(_planes())
     if problem.case.is_causal and problem.case.key_padding_lengths is not None:
         yield (
-            "the mask hides what all of its parts hide, and not what one of them hides",
+            "a key is hidden only if all parts of the mask hide it, instead of any part",
             Changed({"mask": _all_of}),
             of.POLARITY,
         )
@@ -256,9 +256,9 @@ def _planes() -> Iterator[tuple[str, Form]]:
     yield "that of the sequence before", lambda x: np.roll(x, 1, axis=0)
     yield "with its heads rolled by 1", lambda x: np.roll(x, 1, axis=1)
     yield "with its heads in reverse order", lambda x: x[:, ::-1]
-    yield "in the order (N, B), read as (B, N)", lambda x: _as_rows(x.swapaxes(0, 1), x.shape)
+    yield "read as (B, N) instead of (N, B)", lambda x: _as_rows(x.swapaxes(0, 1), x.shape)
     yield (
-        "in the order (B, N), read as (N, B)",
+        "read as (N, B) instead of (B, N)",
         lambda x: x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).swapaxes(0, 1),
     )
 
@@ -270,7 +270,7 @@ def _as_rows(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 # ---- Products of heads -----------------------------------------------------------------------------------------------
 
 
-_OF_FORMS = {"of the sequence before": of.SEQUENCES, "normalised, each head by itself": of.QK_NORM}
+_OF_FORMS = {"of the sequence before": of.SEQUENCES, "normalized, each head separately": of.QK_NORM}
 
 
 def products(problem: Problem) -> Iterator[Part]:
@@ -284,12 +284,12 @@ def products(problem: Problem) -> Iterator[Part]:
         of.SWAPPED,
     )
     transposed = _given("weighed", attn_weights=lambda x: x.swapaxes(2, 3))
-    yield "the attention weights are transposed where they weigh the values", transposed, None
+    yield "the attention weights are transposed in their product with the values", transposed, None
     for method, name, whose in (("products", "k", "keys"), ("weighed", "v", "values")):
         forms: dict[str, Form] = {
             "of the token before": lambda x: np.roll(x, 1, axis=2),
             "of the sequence before": lambda x: np.roll(x, 1, axis=0),
-            "normalised, each head by itself": lambda x: x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps),
+            "normalized, each head separately": lambda x: x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps),
         }
         for words, form in forms.items():
             yield f"the {whose} used are {words}", _given(method, **{name: form}), _OF_FORMS.get(words)
@@ -299,7 +299,7 @@ def products(problem: Problem) -> Iterator[Part]:
         cap = spec.soft_cap
         yield "scores are capped twice", Changed({"capped": lambda _, f, x: f(f(x))}), of.SOFT_CAP
         yield (
-            "scores are clipped, and not capped softly",
+            "scores are clipped instead of softly capped",
             Changed({"capped": lambda _, f, x: np.clip(x, -cap, cap)}),
             of.SOFT_CAP,
         )

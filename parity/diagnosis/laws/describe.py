@@ -151,7 +151,7 @@ def _gain(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float]
         return None
     x = expected[known]
     factor = float((actual[known] * x).sum() / (x * x).sum())
-    return Law("gain", f"on the whole the values are {factor:.8g} times what they should be", {"factor": factor}, 1)
+    return Law("gain", f"all values together are {factor:.8g} times what they should be", {"factor": factor}, 1)
 
 
 def _not_by_chance(laws: list[Law]) -> list[Law]:

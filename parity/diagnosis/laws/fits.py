@@ -172,14 +172,17 @@ def fits(seen: Seen, recompute: Recompute) -> Iterator[Law]:
 def _words(number: Number, value: float | None) -> str:
     right, words = number.right, number.words
     if value is None or right is None:
-        also = "and should be none" if right is None else f"and not {said(right)}"
-        return f"{words} is {'none' if value is None else said(value)}, {also}"
+        return f"{words} is {_number(value)} instead of {_number(right)}"
     about = {"theta": THETA, "scale": DIVIDED}.get(number.name)
     if about is None:
-        return f"{words} is {said(value)} and not {said(right)}"
+        return f"{words} is {said(value)} instead of {said(right)}"
     found = f"is {said(value)}" if about is DIVIDED else said(value)
     form = as_form(value, right) if about is THETA else ""
     return about.about.format(found=found, right=said(right)) + form
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else said(value)
 
 
 def _made_in_reference(right: AttentionSpec, made: AttentionSpec) -> Changed | None:

@@ -79,7 +79,7 @@ def _law(of: str, lost: np.ndarray, kept: np.ndarray, factor: float) -> Law:
     words = (
         f"{some} of {some + np.count_nonzero(kept)} {of} are 0, and the others {said(factor)} times what they should be"
     )
-    return Law("dropout", f"{words}: dropout is on, with p = {p:.2g}", {"factor": factor, "p": p}, 1)
+    return Law("dropout", f"{words}: dropout is active, with p = {p:.2g}", {"factor": factor, "p": p}, 1)
 
 
 def _dropped_behind(seen: Seen) -> Law | None:
@@ -157,7 +157,7 @@ def lost_rows(seen: Seen) -> Iterator[Law]:
         candidate[b, t] = bias + parts[shares >= 0.5, b, t].sum(axis=0)
     if lost and seen.holds(candidate):
         count, size = len(lost), len(columns) * context.shape[0] * context.shape[2]
-        words = f"the context of {count} of {size} rows of heads is 0 there, as where a kernel loses rows"
+        words = f"the context of {count} of {size} rows of heads is 0 there, as if a kernel lost rows"
         yield Law("lost rows", words, {"head, sequence, position": lost}, 1)
 
 
@@ -198,4 +198,4 @@ def _mixture_words(mixture: np.ndarray, wrong: list[int]) -> str:
         some = [m for m in range(len(mixture)) if abs(mixture[n, m]) > LEAST]
         return " + ".join(f"{said(float(mixture[n, m]))} * head {m}" for m in some) or "0"
 
-    return f"the output is that of other heads: {and_listed([f'head {n} is {made_of(n)}' for n in wrong])}"
+    return f"the output uses other heads: {and_listed([f'head {n} is {made_of(n)}' for n in wrong])}"

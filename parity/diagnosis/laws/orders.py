@@ -64,7 +64,7 @@ def transposes(seen: Seen) -> Iterator[Law]:
                 words = f"{names[0]} and {names[1]} are exchanged: transposed"
             else:
                 axes = list(order)
-                words = f"axes are exchanged: in place of ({', '.join(seen.letters)}) they are "
+                words = f"axes are exchanged: instead of ({', '.join(seen.letters)}) they are "
                 words += f"({', '.join(seen.letters[axis] for axis in axes)})"
             yield Law("transposed", words, {"axes": [seen.letters[axis] for axis in axes]})
     if e.ndim != 4 or "H" not in seen.letters:
@@ -72,7 +72,7 @@ def transposes(seen: Seen) -> Iterator[Law]:
     batch, heads, tokens, features = e.shape
     width = e.swapaxes(1, 2).reshape(batch, tokens, heads * features)
     ways = {
-        "heads and tokens are mixed up: reshaped, and not moved": width.reshape(e.shape),
+        "heads and tokens are mixed up: reshaped without moving them": width.reshape(e.shape),
         "heads and features are mixed up: the width is split into (H, N)": np.moveaxis(
             width.reshape(batch, tokens, features, heads), 3, 1
         ),
@@ -165,9 +165,9 @@ def _block_orders(count: int) -> Iterator[tuple[np.ndarray, str]]:
     if count % 2 == 0 and count > 2:
         yield np.roll(all_of_them, count // 2), "exchanged by halves"
         side_by_side = all_of_them.reshape(2, -1).T.ravel()
-        yield np.argsort(side_by_side), "in halves, 0 2 4 … 1 3 5 …, and should be interleaved"
-        yield side_by_side, "interleaved, and should be in halves, 0 2 4 … 1 3 5 …"
-        yield all_of_them ^ 1, "exchanged with their neighbours"
+        yield np.argsort(side_by_side), "in halves, 0 2 4 … 1 3 5 …, instead of interleaved"
+        yield side_by_side, "interleaved, instead of in halves, 0 2 4 … 1 3 5 …"
+        yield all_of_them ^ 1, "exchanged with their neighbors"
     for by in (1, -1, 2, -2):
         if count > 2:
             yield np.roll(all_of_them, by), f"rolled by {by}"

@@ -140,7 +140,7 @@ def _of_order(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
         is_shared = quantity == "context" and spec.num_kv_heads < spec.num_heads
         if quantity in ("q", "k", "v", "context"):
             return (of.GROUPED, of.HEAD_ORDER) if is_shared else (of.HEAD_ORDER,)
-    is_of_pairs = axis == "H" and spec.rope is not None and ", and should be" in law.words
+    is_of_pairs = axis == "H" and spec.rope is not None and ", instead of" in law.words
     return (of.PAIRS,) if is_of_pairs and quantity in ("q", "k") else ()
 
 

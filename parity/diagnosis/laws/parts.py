@@ -66,7 +66,7 @@ def _multiplied(tried: Tried, problem: Problem, name: str) -> Iterator[Law]:
     is_whole = not (tried.seen.is_enough(1) and np.isfinite(tried.seen.actual).all())
     number = Number("multiple", name, 1.0, TIMES, lambda x: changes.multiple(name, x), is_whole)
     for times in Fitted(tried, number).values():
-        words, numbers = f"{name} is {said(times or 0.0)} times what it is", {"weight": name, "factor": times}
+        words, numbers = f"{name} is multiplied by {said(times or 0.0)}", {"weight": name, "factor": times}
         law = Law("multiple", words, numbers, int(times not in TIMES), change=number.made(times))
         family = changes.family_of(name)
         yield law if family is of.SWAPPED else with_families(law, problem.spec, family)  # a gain has no page

@@ -160,7 +160,7 @@ def _forms(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
     i = np.arange(d // 2)
     plain = 1.0 / rope.attention_factor  # which comes with the scaling
     yield _Rule("rope missing", "RoPE is missing", 0.0 * turning.right, amplitude=plain)
-    yield _Rule("rope reversed", "RoPE rotates the other way", -turning.right)
+    yield _Rule("rope reversed", "RoPE rotates in the opposite direction", -turning.right)
     if rope.scaling is not None:
         yield _Rule("rope unscaled", "RoPE's frequencies are not scaled", theta ** (-2 * i / d), amplitude=plain)
     forms = {
@@ -172,8 +172,8 @@ def _forms(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
     }
     for form, exponent in forms.items():
         same = {"i / d": theta**0.5, "4 i / d": theta**2}.get(form)
-        as_if = "" if same is None else f", or theta is {said(same)} and not {said(theta)}"
-        words = f"RoPE's frequencies are theta ** -({form}), and not theta ** -(2 i / d){as_if}"
+        as_if = "" if same is None else f", or theta is {said(same)} instead of {said(theta)}"
+        words = f"RoPE's frequencies are theta ** -({form}) instead of theta ** -(2 i / d){as_if}"
         yield _Rule("rope exponent", words, theta**-exponent, {"theta": theta, "exponent": form})
 
 
@@ -206,14 +206,14 @@ def as_form(theta: float, right: float) -> str:
     """What another base may come from."""
     for power, form in ((0.5, "i / d"), (2.0, "4 i / d")):
         if abs(theta - right**power) <= 1e-3 * theta:
-            return f", or the exponent {form} in place of 2 i / d"
+            return f", or the exponent {form} instead of 2 i / d"
     return ""
 
 
 def _any_frequencies(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
     times = turning.amplitude if abs(turning.amplitude - 1.0) > 1e-4 else 1.0
     used, right = turning.used.tolist(), turning.right.tolist()
-    words = f"RoPE's frequencies are {listed(used)} (and should be {listed(right)})"
+    words = f"RoPE's frequencies are {listed(used)} instead of {listed(right)}"
     words += f", and cosines and sines {said(times)} times what they should be" if times != 1.0 else ""
     numbers = {"used": used, "right": right, "amplitude": times}
     yield _Rule("rope frequencies", words, turning.used, numbers, len(used), amplitude=times)

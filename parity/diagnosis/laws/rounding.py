@@ -38,7 +38,7 @@ def narrow(seen: Seen) -> Iterator[Law]:
     unit = 2.0 ** (np.floor(np.log2(seen.scale)) - FORMATS[name])
     units = float(seen.errors.max()) / unit
     if units <= UNITS:
-        words = f"the values have the bits of {name}, and are off by no more than computing in it costs"
+        words = f"the values have the bits of {name}, and their error is within its rounding noise"
         yield Law("narrow", f"{words}: {_two_digits(units)} units of the largest", {"format": name, "units": units})
 
 
@@ -59,14 +59,14 @@ def rounding_signs(seen: Seen) -> Iterator[str]:
         (each for each, bits in reversed(FORMATS.items()) if bits < seen.kept and _is_within(seen, bits, 1.0)), ""
     )
     if lost and seen.count >= LEAST:
-        yield f"every error is within a unit of {lost} of its value"
+        yield f"every error is within one unit of {lost} of its value"
     values, errors = seen.expected[seen.part], seen.errors[seen.part]
     finite = np.isfinite(errors) & np.isfinite(values)
     if not finite.any():
         return
     largest, size = float(errors[finite].max()), float(np.sqrt(np.mean(values[finite] ** 2)))
     rms = float(np.sqrt(np.mean(errors[finite] ** 2)))
-    share = f", {_two_digits(100.0 * rms / size)} % of the size of the values (rms)" if size else ""
+    share = f", {_two_digits(100.0 * rms / size)}% of the size of the values (rms)" if size else ""
     if largest:
         yield f"the error is at most {_two_digits(largest)}{share}"
 

@@ -31,7 +31,7 @@ def attn_weights(seen: Seen) -> Iterator[Law]:
     factor = np.divide((a * e).sum(axis=-1, keepdims=True), size, out=np.ones_like(size), where=size > 0)
     if seen.is_enough(rows) and seen.holds(seen.within(factor * seen.expected), np.abs(factor)):
         sums = (factor * e.sum(axis=-1, keepdims=True))[seen.part.any(axis=-1, keepdims=True)]
-        words = f"each row there is multiplied by a number of its own, so that it sums to {_range(sums)}"
+        words = f"each row there is multiplied by a different number, so that it sums to {_range(sums)}"
         yield Law("rows", words, {"sums": [float(sums.min()), float(sums.max())]}, rows)
 
 
@@ -58,7 +58,7 @@ def _power(seen: Seen) -> Iterator[Law]:
         candidate = _raised(e, power)
     if seen.holds(seen.within(candidate), max(1.0, abs(power))):
         names = known_as(power, 1e-4, sizes_of(seen), seen.problem)
-        words = f"rows are those of scores times {number_words(power, names)}"
+        words = f"rows result from scores times {number_words(power, names)}"
         yield Law("power", words, {"factor": power}, 1)
 
 
@@ -73,7 +73,7 @@ def _uniform(seen: Seen) -> Iterator[Law]:
     shown = seen.expected > 0.0
     count = shown.sum(axis=-1, keepdims=True)
     if count.max(initial=0) > 1 and seen.holds(seen.within(shown / np.maximum(count, 1))):
-        yield Law("uniform", "rows are uniform over the keys that they see")
+        yield Law("uniform", "rows are uniform over the keys that they attend to")
 
 
 def _unmasked(seen: Seen) -> Iterator[Law]:
@@ -90,7 +90,7 @@ def _unmasked(seen: Seen) -> Iterator[Law]:
     factor = np.divide((a * e).sum(axis=-1, keepdims=True), size, out=np.zeros_like(size), where=size > 0.0)
     candidate = np.where(shown, factor * seen.expected, a)
     if count > 2 and seen.is_enough(rows.size) and seen.holds(candidate, np.maximum(factor, 1.0)):
-        words = "hidden cells weigh something, and shown ones are in the right proportion: a softmax that sees them all"
+        words = "hidden cells have weight, and shown ones are in the right proportion: the softmax includes hidden keys"
         yield Law("unmasked", words, {"most": float(a[seen.hidden].max())}, count)
 
 
@@ -113,10 +113,10 @@ def weights_signs(seen: Seen) -> Iterator[str]:
     if seen.hidden is not None and seen.hidden.shape == a.shape:
         weighing = seen.hidden & (a > slack) & (seen.expected <= slack)
         if weighing.any():
-            yield f"{np.count_nonzero(weighing)} hidden cells weigh something, at most {said(float(a[weighing].max()))}"
+            yield f"{np.count_nonzero(weighing)} hidden cells have weight, at most {said(float(a[weighing].max()))}"
         lost = ~seen.hidden & (seen.actual == 0.0) & (seen.expected > slack)
         if lost.any():
-            yield f"{np.count_nonzero(lost)} cells that are shown weigh 0"
+            yield f"{np.count_nonzero(lost)} visible cells have weight 0"
 
 
 def _sums_to_1(a: np.ndarray, axis: int, slack: float) -> bool:
@@ -154,7 +154,7 @@ def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> It
         gain = 1.0 + np.abs(slope) * distance.max() / max(seen.scale, 1e-300)
         if slope.any() and seen.is_enough(heads) and seen.holds(seen.within(seen.expected + slope * x), gain):
             slopes = slope[0, seen.box[1], 0, 0].tolist()
-            text = f"slope * ({words}) is added there, as ALiBi does; the slope of each head: {listed(slopes)}"
+            text = f"slope * ({words}) is added there, as in ALiBi; the slopes of the heads: {listed(slopes)}"
             yield Law("slope", text, {"slopes": slopes}, heads)
             return
     queries, keys = difference.shape[2:]
@@ -170,7 +170,7 @@ def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> It
     mean = total / np.maximum(counted, 1.0)
     if seen.holds(seen.within(seen.expected + mean[:, index].reshape(-1, queries, keys))):
         numbers = mean[seen.box[1]].ravel().tolist()
-        text = f"something is added there that depends on the distance of query and key only: {listed(numbers)}"
+        text = f"a bias that depends only on the distance of query and key is added there: {listed(numbers)}"
         yield Law("by distance", text, {"heads": list(map(int, seen.box[1])), "offsets": numbers}, parameters)
 
 
@@ -183,12 +183,12 @@ def masks(seen: Seen) -> Iterator[Law]:
         return
     is_mixed = len(np.unique(seen.expected[seen.part])) > 1  # of equal cells it says nothing about the mask
     if is_mixed and seen.holds(seen.within(1.0 - seen.expected)):
-        yield Law("inverted", "what should be hidden is shown, and the other way around")
+        yield Law("inverted", "hidden cells are shown, and shown cells hidden")
     shows, should = _band(seen.actual), _band(seen.expected)
     if shows is None or shows == should:
         return
-    right = "" if should is None else f", and should show {_band_words(should, seen)}"
-    words = f"a query is shown {_band_words(shows, seen)}{right}"
+    right = "" if should is None else f" instead of {_band_words(should, seen)}"
+    words = f"a query attends to {_band_words(shows, seen)}{right}"
     yield Law("band", words, {"first": shows[0], "last": shows[1]}, 2)
 
 
@@ -234,4 +234,4 @@ def contexts(seen: Seen) -> Iterator[Law]:
         return
     # Of expected zeros nothing is allowed in the part itself: what is left is judged by the size of the values.
     if seen.holds(seen.within(np.broadcast_to(mean, seen.expected.shape))):
-        yield Law("mean of v", "the mean of all values: the weights of a row without a key are uniform")
+        yield Law("mean of v", "rows without a key are the mean of all values: their weights are uniform")

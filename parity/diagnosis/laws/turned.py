@@ -101,9 +101,9 @@ def _positions_law(seen: Seen, places: np.ndarray) -> Law:
     """In words: by what the positions (B, N, T) are told."""
     several, kind = noun(seen.letters, 1)[1], "rope positions"
     if (places == places[:1, :1]).all():
-        told, by = places[0, 0], "tokens are turned as for the positions"
+        told, by = places[0, 0], "tokens are rotated as at the positions"
     elif (places == places[:1, :, :1]).all():
-        told, by = places[0, :, 0], f"{several} are turned by a position each, and not tokens:"
+        told, by = places[0, :, 0], f"{several} are rotated by one position each, instead of tokens:"
     else:
-        told, by = places.ravel(), "tokens are turned by positions of their own:"
+        told, by = places.ravel(), "tokens are rotated by other positions:"
     return Law(kind, f"{by} {listed(told.tolist())}", {"positions": places.tolist()}, len(told))

@@ -169,20 +169,20 @@ def _factor_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str
         return f"the values there are {number_words(factor, names)} times what they should be"
     is_row = len(axes) > 1
     each = "token of each head" if is_row else noun(seen.letters, next(iter(axes)))[0]
-    as_a_norm = ", as where a norm is missing, or one too many" if is_row else ""
-    return f"each {each} there is multiplied by a number of its own{as_a_norm}: {listed(numbers.tolist())}"
+    as_a_norm = ", as by a missing or additional norm" if is_row else ""
+    return f"each {each} there is multiplied by a different number{as_a_norm}: {listed(numbers.tolist())}"
 
 
 def _offset_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str:
     if not axes:
         return f"{said(float(numbers[0]))} is added to all values there"
     if axes == (0, 1, 2):
-        return f"each row there differs by a constant of its own ({listed(numbers.tolist())}): harmless to a softmax"
+        return f"each row there is off by a constant ({listed(numbers.tolist())}), which a softmax ignores"
     if axes == (0, 1, 3):
-        return f"something is added there that depends on the key, the same for all queries: {listed(numbers.tolist())}"
+        return f"a bias that depends only on the key is added there: {listed(numbers.tolist())}"
     ones = " and ".join(noun(seen.letters, axis)[0] for axis in axes[::-1])
-    as_a_bias = ", the same for all tokens, as a bias is" if seen.letters[axes[-1]] in _FEATURES else ""
-    return f"something is added there to each {ones}{as_a_bias}: {listed(numbers.tolist())}"
+    as_a_bias = ", the same for all tokens, like a bias" if seen.letters[axes[-1]] in _FEATURES else ""
+    return f"a number is added there to each {ones}{as_a_bias}: {listed(numbers.tolist())}"
 
 
 _FEATURES = tuple(letter for letter, (one, _) in NOUNS.items() if one == "feature")

@@ -53,7 +53,7 @@ def known_as(x: float, tolerance: float, sizes: dict[str, int], problem: Problem
 
 
 def _known(sizes: dict[str, int], problem: Problem | None) -> Iterator[tuple[str, float]]:
-    yield "the sign is turned", -1.0
+    yield "the sign is inverted", -1.0
     for name, size in sizes.items():
         if size > 1:
             if name != "N":
@@ -73,7 +73,7 @@ def _known(sizes: dict[str, int], problem: Problem | None) -> Iterator[tuple[str
     for rate in filter(None, dict.fromkeys(rates)):
         yield f"1/{1 - rate:.6g}, dropout's 1/(1 - p) with p = {rate:g}", 1.0 / (1.0 - rate)
     yield "ln 2", math.log(2.0)
-    yield "1/ln 2: powers of 2, and not of e", 1.0 / math.log(2.0)
+    yield "1/ln 2: powers of 2 instead of e", 1.0 / math.log(2.0)
 
 
 def _roots(x: float, *, squares: bool) -> Iterator[tuple[str, float]]:

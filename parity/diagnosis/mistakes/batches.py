@@ -24,13 +24,13 @@ def batches(case: Case) -> Iterator[Mistake]:
     if is_square and case.key_padding_lengths is None and spec.rope is None and case.seq_len > 1:
         yield mistake(
             "batch-as-tokens",
-            "batch and tokens are exchanged: each token attends to those at its place in the other sequences",
+            "batch and tokens are exchanged: each token attends to the tokens at its position in the other sequences",
             {"context": _exchanged(case)},
         )
     if case.batch > 1 and (is_square or not case.is_causal):
         yield mistake(
             "sequences-flattened",
-            "the sequences of a batch are one: tokens attend to those of other sequences",
+            "the sequences of a batch are joined: tokens attend to other sequences",
             {"context": _flattened(case)},
         )
 

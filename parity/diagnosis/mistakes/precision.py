@@ -54,7 +54,7 @@ def rounded_parts(case: Case) -> Iterator[Mistake]:
             f"inputs-{dtype}",
             f"the inputs are rounded to {dtype}",
             {"project": before(lambda given, places, cut=cut: ({name: cut(x) for name, x in given.items()}, places))},
-            fix="give the layer its inputs in its own dtype",
+            fix="pass the inputs in the layer's own dtype",
             stages=("q", "latents"),
         )
         if case.spec.latent is None:
@@ -73,8 +73,8 @@ def rounded_parts(case: Case) -> Iterator[Mistake]:
         "exponentials-approximated",
         "exponentials are approximated by straight lines between powers of two",
         {"attn_weights": _by_lines},
-        fix="ask the softmax for exact exponentials: on Tenstorrent's hardware math_approx_mode=False, and of fused "
-        "attention exp_approx_mode=False",
+        fix="request exact exponentials: math_approx_mode=False on Tenstorrent, exp_approx_mode=False for fused "
+        "attention",
         page="low-precision",
         stages=("attn_weights",),
         is_loss=True,
@@ -144,13 +144,13 @@ def _weights(case: Case, dtype: str, projection: str = "") -> Iterator[Mistake]:
     names = [name for name in case.spec.weight_shapes if name.startswith(projection)]
     without = [name for name in names if not name.endswith(".bias")]
     whose = f" of {projection}" if projection else ""
-    but = f", and not {'its bias' if projection else 'the biases'}"
+    but = f", but not {'its bias' if projection else 'the biases'}"
     for some, words in ((names, ""), (without, but))[: 1 + (without != names)]:
         yield of_precision(
             f"{projection}-weights-{dtype}" if projection else f"weights-{dtype}",
             f"the weights{whose} are rounded to {dtype}{words}",
             weights(_to(dtype), some),
-            fix="load the weights in the dtype that they are computed in, or compare with the rounded ones",
+            fix="load the weights in the dtype of the computation, or compare with the rounded weights",
             stages=STAGES.get(projection, ("q",)),
         )
 
@@ -194,15 +194,15 @@ def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Mistake]:
             f"rope-tables-{dtype}",
             f"RoPE's cosines and sines are rounded to {dtype}",
             {"tables": tables},
-            fix="make cosines and sines in float32, and turn queries and keys by them in float32",
+            fix="compute cosines and sines, and rotate queries and keys, in float32",
             stages=("q", "latents", "k"),
         )
     if case.is_cached:
         yield of_precision(
             f"cache-{dtype}",
-            f"what is cached is rounded to {dtype}",
+            f"the cache is rounded to {dtype}",
             {"appended": appended},
-            fix="make the cache in the dtype of the layer",
+            fix="allocate the cache in the dtype of the layer",
             stages=("cache.latents", "cache.keys"),
         )
     yield of_precision(
@@ -216,14 +216,14 @@ def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Mistake]:
         f"softmax-{dtype}",
         f"the softmax takes its scores, and gives attention weights, in {dtype}",
         of_stage("attn_weights", begins="scores"),
-        fix="take the softmax of scores in float32",
+        fix="compute the softmax in float32",
         stages=("attn_weights",),
     )
     yield of_precision(
         f"attn-weights-{dtype}",
         f"attention weights are rounded to {dtype}",
         of_stage("attn_weights"),
-        fix="weigh the values by attention weights of the layer's dtype",
+        fix="keep attention weights in the layer's dtype",
         stages=("attn_weights",),
     )
 
@@ -278,12 +278,12 @@ def _products_of(kind: str, about: str, fix: str = "raise the math fidelity to H
     In the reference that is an arithmetic of its own (`reference.MANTISSA`) and no override: which bits are lost
     depends on the order of a sum, so that only the size of the error can be told, and no value.
     """
-    return Mistake(f"precision-{kind}", f"matrix products take {about}", {}, fix, "low-precision", ("q",))
+    return Mistake(f"precision-{kind}", f"matrix products use {about}", {}, fix, "low-precision", ("q",))
 
 
 PRECISIONS = {
-    "tf32": _products_of("tf32", "their inputs as TF32, with 10 bits", "set the float32 matmul precision to highest"),
-    "bfloat16": _products_of("bfloat16", "their inputs as bfloat16", "compute products of float32 in float32"),
+    "tf32": _products_of("tf32", "TF32 inputs, with 10 bits", "set the float32 matmul precision to highest"),
+    "bfloat16": _products_of("bfloat16", "bfloat16 inputs", "compute products of float32 in float32"),
     "lofi": _products_of("lofi", "4 bits of each input (LoFi)"),
 }
 """Arithmetics that explain a difference that is everywhere and small, the finest first."""

@@ -117,38 +117,38 @@ def _of_heads(problem: Problem, plan: ShardPlan) -> Iterator[RankMistake]:
     if 1 < spec.num_kv_heads < plan.tensor:
         yield RankMistake(
             "rank-kv-heads-tiled",
-            "key/value heads are given to ranks in turn (0 1 0 1), and not to neighbours (0 0 1 1)",
-            "give rank r of R the key/value head r K // R",
+            "key/value heads are assigned to ranks in turn (0 1 0 1) instead of to neighbors (0 0 1 1)",
+            "assign the key/value head r K // R to rank r of R",
             ("k", "v", *FROM_SCORES),
             _with("k_proj", "v_proj", "k_norm", "v_norm", of=_in_turn),
         )
     yield RankMistake(
         "rank-first-heads",
-        "every rank computes the first heads of a projection that it has whole",
-        "divide the rows of q_proj, k_proj and v_proj, or take those of the rank's own heads",
+        "every rank computes the first heads of an undivided projection",
+        "divide the rows of q_proj, k_proj and v_proj, or select the rows of the rank's own heads",
         ("q", "k", "v", *FROM_SCORES),
         _with(*QKV),
     )
     if spec.sinks:
         yield RankMistake(
             "rank-first-sinks",
-            "every rank has the sinks of the first heads",
-            "divide the sinks as query heads are",
+            "every rank uses the sinks of the first heads",
+            "divide the sinks like the query heads",
             FROM_WEIGHTS,
             _with("sinks"),
         )
     if spec.gate is not None:
         yield RankMistake(
             "rank-first-gate",
-            "every rank has the rows of gate_proj of the first heads",
-            "divide the rows of gate_proj as query heads are",
+            "every rank uses the rows of gate_proj for the first heads",
+            "divide the rows of gate_proj like the query heads",
             ("gate", "output"),
             _with("gate_proj"),
         )
     if spec.wide_norms:
         yield RankMistake(
             "rank-norm-over-own-width",
-            "a norm over the width of all heads is taken over those of each rank",
+            "a norm over all heads is computed over the heads of each rank",
             "add up the mean squares of all ranks, or gather the projections before the norm",
             ("q", "k", *FROM_SCORES),
             SharedProblem.own,
@@ -156,7 +156,7 @@ def _of_heads(problem: Problem, plan: ShardPlan) -> Iterator[RankMistake]:
     if spec.out_bias and spec.out_proj:
         yield RankMistake(
             "rank-out-bias-on-each",
-            "the bias of out_proj is added on every rank, and so once for each",
+            "the bias of out_proj is added on every rank, so the sum contains it several times",
             "add it on one rank, or after the sum",
             ("output",),
             _with_bias,
@@ -168,22 +168,22 @@ def _of_tokens(problem: Problem) -> Iterator[RankMistake]:
         yield RankMistake(
             "rank-local-positions",
             "RoPE counts each rank's tokens from 0",
-            "give each rank the positions of its tokens in the whole sequence",
+            "use each token's position in the whole sequence",
             ("q", "k", *FROM_SCORES),
             _with_local_positions,
         )
     yield RankMistake(
         "rank-zigzag-left",
-        "ranks are left with the tokens of their zigzag halves",
-        "bring the halves of the context back to the ranks that had their queries",
+        "ranks keep the tokens of their zigzag halves",
+        "return the halves of the context to the ranks of their queries",
         ("context", "output"),
         _left_in_zigzag,
     )
     if not problem.spec.sinks:
         yield RankMistake(
             "rank-local-sums",
-            "the gradient takes attention weights that add up to 1 over the keys of each rank",
-            "keep the logarithm of the sum over all keys, and the whole context, for the backward pass",
+            "the gradient uses attention weights that sum to 1 over the keys of each rank",
+            "save the log-sum-exp over all keys, and the whole context, for the backward pass",
             ("grad.query",),
             _by_local_sums,
         )

@@ -35,9 +35,9 @@ def turned_otherwise(case: Case) -> Iterator[Mistake]:
     if spec.num_heads > 1 and spec.latent is None and rope.sections is None and not rope.depends_on_length:
         yield of_rope(
             "rope-over-heads",
-            "RoPE turns heads by their number, and not tokens by their position",
+            "RoPE rotates heads by their index instead of tokens by their position",
             turned("qk", _over_heads),
-            fix="let cosines and sines go along the tokens: (B, 1, T, H) beside (B, N, T, H)",
+            fix="broadcast cosines and sines along the tokens: (B, 1, T, H) with (B, N, T, H)",
         )
     if not rope.depends_on_length:
         # A quarter turn, and back by the position: the scores are those of RoPE the other way.
@@ -50,14 +50,14 @@ def turned_otherwise(case: Case) -> Iterator[Mistake]:
     if case.positions().max() > 256:
         yield of_rope(
             "rope-positions-bfloat16",
-            "RoPE positions are numbers of bfloat16, in which those above 256 collapse",
+            "RoPE positions are bfloat16 numbers, which are inexact above 256",
             {"rotate": _by_rounded_positions},
-            fix="keep positions as integers, and make the angles of them in float32",
+            fix="keep positions as integers, and compute the angles in float32",
         )
     if spec.latent is None and spec.value_head_dim == spec.head_dim and not (spec.v_norm and spec.v_norm.after_rope):
         yield of_rope(
             "rope-on-values",
-            "values are rotated, too",
+            "values are also rotated",
             positions("v", lambda places: places),
             fix="rotate queries and keys only",
             stages=("v",),
@@ -82,9 +82,9 @@ def _other_pairs(case: Case, rope: Rope, of: str, whose: str, suffix: str) -> It
 
     yield of_pairs(
         f"rope-interleaved{suffix}",
-        f"{whose} RoPE pairs are interleaved, (2 i, 2 i + 1), and not (i, i + H/2)",
+        f"{whose} RoPE pairs are interleaved, (2 i, 2 i + 1), instead of (i, i + H/2)",
         turned(of, interleaved),
-        fix="rotate the pairs (i, i + H/2), or interleave the rows of the weights when they are loaded",
+        fix="rotate the pairs (i, i + H/2), or interleave the rows of the weights on loading",
     )
     if case.spec.latent is not None:
         return
@@ -101,7 +101,7 @@ def _other_pairs(case: Case, rope: Rope, of: str, whose: str, suffix: str) -> It
         (
             "deinterleaved",
             np.argsort(order),
-            "weights were un-interleaved, though their RoPE pairs are (i, i + H/2) already",
+            "weights were de-interleaved, although their RoPE pairs are already (i, i + H/2)",
             "leave the rows of q_proj and k_proj as they are",
         ),
     ):
@@ -125,7 +125,7 @@ def _turned(rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Mistake]:
     if not rope.depends_on_length:  # of negative positions there is no length
         yield of_rope(
             f"rope-reversed{suffix}",
-            f"{whose} RoPE rotates the other way",
+            f"{whose}RoPE rotates in the opposite direction",
             positions(of, np.negative),
             fix=REVERSED_ROPE.fix,
         )
@@ -140,7 +140,7 @@ def _turned(rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Mistake]:
         f"rope-twice{suffix}",
         f"{whose} RoPE is applied twice",
         turned(of, lambda layer, x, places: layer.rotate(layer.rotate(x, places), places)),
-        fix="rotate queries and keys once: keys from a cache have been rotated",
+        fix="rotate queries and keys once: cached keys are already rotated",
     )
 
 
@@ -163,13 +163,13 @@ def _cached_positions(case: Case, of: str, whose: str, suffix: str) -> Iterator[
     )
     yield cached(
         f"cache-position-restarted{suffix}",
-        f"{whose} RoPE positions begin at 0 in every call",
+        f"{whose} RoPE positions restart at 0 in every call",
         positions(of, lambda places: places - places[:, :1]),
     )
     if any(len({*case.lengths_before(call)}) > 1 for call in range(len(case.chunks))):
         yield cached(
             f"cache-position-of-longest{suffix}",
-            f"{whose} RoPE positions of all sequences go on from the longest one",
+            f"{whose} RoPE positions of all sequences continue from the longest one",
             positions(of, lambda places: places - places[:, :1] + places[:, :1].max()),
             fix=f"{CACHE_POSITIONS.fix}, in its own sequence",
         )
@@ -190,8 +190,8 @@ def other_theta(case: Case) -> Iterator[Mistake]:
             named.add(theta)
             yield of_rope(
                 f"rope-exponents-{word}",
-                f"RoPE's frequencies are theta ** (-{exponents}) and not theta ** (-2 i / R), or theta is {theta:g} "
-                f"and not {rope.theta:g}",
+                f"RoPE's frequencies are theta ** (-{exponents}) instead of theta ** (-2 i / R), or theta is {theta:g} "
+                f"instead of {rope.theta:g}",
                 _with_theta(theta),
                 fix=EXPONENTS.fix_for(spec),
                 page=EXPONENTS.page,

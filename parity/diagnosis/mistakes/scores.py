@@ -36,7 +36,7 @@ def scale(case: Case) -> Iterator[Mistake]:
         inverse = f"1 / {spec.scale:g}"
     named: dict[float, tuple[str, str]] = {}
     for name, words, divisor in (
-        ("missing", "is missing", 1.0),
+        ("missing", "is 1 (missing)", 1.0),
         ("ignored", "is 1 / sqrt(H)", root),
         ("squared", f"is {squared}", right**2 if spec.scale else float(spec.head_dim)),
         ("by-d-model", "is 1 / sqrt(d_model)", float(np.sqrt(spec.d_model))),
@@ -46,7 +46,7 @@ def scale(case: Case) -> Iterator[Mistake]:
         ("inverted", f"is {inverse}", 1.0 / right),
     ):
         first, before = named.get(divisor, (name, ""))
-        named[divisor] = first, f"{before}, or {words}" if before else words
+        named[divisor] = first, f"{before} or {words.removeprefix('is ')}" if before else words
     for divisor, (name, words) in named.items():
         if divisor != right:
             about = family.about.format(found=words, right=meant)
@@ -56,7 +56,7 @@ def scale(case: Case) -> Iterator[Mistake]:
         divided = attn_weights(lambda layer, x: x / layer.arithmetic.wide.type(right / kept))
         yield of_scores(
             "scale-after-softmax",
-            "the scale is applied after the softmax, and not to the scores",
+            "the scale is applied after the softmax instead of to the scores",
             {"scale": instead(lambda: 1.0), **divided},
             fix=f"{fix}, before the softmax",
             page=family.page,
@@ -99,7 +99,7 @@ def soft_cap(case: Case) -> Iterator[Mistake]:
     yield mistake("soft-cap-ignored", "scores are not capped", {"capped": not_capped})
     yield mistake(
         "soft-cap-not-multiplied",
-        "scores are capped by tanh(s / cap), which is not multiplied by the cap",
+        "scores are capped by tanh(s / cap), not multiplied by the cap",
         {"capped": instead(lambda x: np.tanh(x / x.dtype.type(cap)))},
     )
     yield mistake(
@@ -110,7 +110,7 @@ def soft_cap(case: Case) -> Iterator[Mistake]:
     if case.has_mask or case.is_cached:
         yield mistake(
             "soft-cap-after-mask",
-            "scores are capped after they are masked, so that what is hidden is seen",
+            "scores are capped after the mask, so hidden keys become visible",
             {"capped": not_capped, "attn_weights": capped_after_mask},
         )
 
@@ -151,16 +151,16 @@ def not_finite(case: Case) -> Iterator[Mistake]:
             "nan-swallowed",
             "a row whose scores are NaN is 0, as if every key were hidden",
             {stage: _without_nan(stage) for stage in ("attn_weights", "context")},
-            fix="let a row be empty because every key is masked, never because of its scores",
+            fix="treat a row as empty only if every key is masked, never because of its scores",
             page="not-finite",
             stages=("attn_weights",),
         )
     if case.not_finite and case.has_mask:
         yield Mistake(
             "nan-leaks",
-            "a NaN in a value that is hidden reaches the rows that may not see it: 0 * NaN is NaN",
+            "a NaN in a hidden value reaches rows that do not attend to it: 0 * NaN is NaN",
             {"context": lambda layer, original, values: layer.weighed(values)},
-            fix="put 0 in the place of hidden values before they are weighed",
+            fix="replace hidden values by 0 before the weighted sum",
             page="not-finite",
             stages=("context", "module.output"),
         )
