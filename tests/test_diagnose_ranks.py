@@ -45,7 +45,7 @@ def test_ranks_of_a_layer_in_a_file_are_judged_and_the_mistake_named(write, laye
     wrong = write(of_heads(problem, 4, cut(problem, "sinks")), query=query)
     assert main([*right, *wrong, "--json", str(tmp_path / "found.json")]) == 1
     said = capsys.readouterr().out
-    assert "the layer is taken to be causal; --not-causal says that every token sees every other" in said
+    assert "the layer is assumed to be causal; with --not-causal, every token attends to all tokens" in said
     assert "First wrong stage of rank 1: attn_weights, " in said
     assert "Likely bug: rank-first-sinks\n" in said
     found = json.loads((tmp_path / "found.json").read_text())

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from selection import rest_thorough
 from shell import environment, run
+from shown import commands_of, shows, updated
 
 import parity
 from parity.core.stages import STAGES
@@ -164,11 +165,6 @@ def blocks_of(path):
     return re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def without_numbers(text):
-    """The lines of a text, with a mark for every number and without trailing blanks."""
-    return [re.sub(r"-?\d[\d.]*(e[-+]\d+)?", "#", line).rstrip() for line in text.splitlines()]
-
-
 def run_code(path, code, names, folder):
     """Run a block of Python after those before it; save one that begins with a file name, for commands to run."""
     if file := re.match(r"# (\w+\.py)\n", code):
@@ -179,22 +175,14 @@ def run_code(path, code, names, folder):
 
 def run_session(block, folder):
     """Run the commands of a block, and return what they print."""
-    commands = [line.removeprefix("$ ") for line in block.splitlines() if line.startswith("$ ")]
     printed = ""
-    for command in commands:
+    for command in commands_of(block)[0]:
         status, output, errors = run(command, folder, environment())
         wanted = next((status for start, status in STATUS.items() if command.startswith(start)), 0)
         assert status == wanted, f"{command}: {output}{errors}"
         assert wanted or not errors, f"{command}: {errors}"
         printed += output + errors
     return printed
-
-
-def shows(block, printed):
-    """Return if the lines below the commands of a block are what was printed; … stands for any lines."""
-    expected = without_numbers("\n".join(line for line in block.splitlines() if not line.startswith("$ ")))
-    pattern = "\n".join(".*" if line == "…" else re.escape(line).replace("…", ".*") for line in expected)
-    return re.fullmatch(pattern, "\n".join(without_numbers(printed)), re.DOTALL)
 
 
 def imports_tt(code):
@@ -220,7 +208,9 @@ def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
             run_code(path, block, names, tmp_path)
         elif block.startswith("$ ") and os.name == "posix":
             printed = run_session(block, tmp_path)
-            assert shows(block, printed), f"run `python tests/test_docs.py {path.name}` to update it:\n{printed}"
+            assert shows(commands_of(block)[1], printed), (
+                f"run `python tests/test_docs.py {path.name}` to update it:\n{printed}"
+            )
     for test in [value for name, value in names.items() if name.startswith("test_")]:
         test(parity.assert_parity)
 
@@ -298,17 +288,6 @@ def test_links_lead_to_files_and_headings_that_are_there(path):
 # ---- Update ----------------------------------------------------------------------------------------------------------
 
 
-def updated(block, printed):
-    """Return a block of commands with what they print, below the `…` that it begins with, if it does."""
-    commands = [line for line in block.splitlines() if line.startswith("$ ")]
-    head, *shown = [line for line in block.splitlines() if not line.startswith("$ ")] or [""]
-    lines = printed.splitlines()
-    if head == "…" and shown:  # what the page shows is the end, from the line that begins as its first one
-        begin = next(place for place, line in enumerate(lines) if line.startswith(shown[0].partition(":")[0]))
-        lines = [head, *lines[begin:]]
-    return "\n".join([*commands, *lines, ""])
-
-
 def update(names):
     """Write what reproductions and sessions print into pages: those of bugs by default, or those named."""
     for page in PAGES if not names else [name for name in names if name in PAGES]:
@@ -326,7 +305,7 @@ def update(names):
                     run_code(path, block, names_of_page, Path(folder))
                 elif block.startswith("$ "):
                     printed = run_session(block, Path(folder))
-                    if not shows(block, printed):
+                    if not shows(commands_of(block)[1], printed):
                         text = path.read_text("utf-8")
                         path.write_text(text.replace(block, updated(block, printed)), "utf-8")
                         print(path.name)

@@ -335,7 +335,7 @@ def test_a_stage_that_is_computed_in_a_narrow_format_is_told():
     wrong = run(problem)
     wrong["scores"] = narrow(narrow(wrong["scores"]) * np.float32(1.004))
     laws = told(problem, wrong, "scores")
-    assert any(law.startswith("the values have the bits of bfloat16, and are off by no more") for law in laws)
+    assert any(law.startswith("the values have the bits of bfloat16, and their error is within") for law in laws)
     wrong["scores"] = narrow(wrong["scores"] + 0.3 * np.random.default_rng(0).standard_normal(wrong["scores"].shape))
     assert told(problem, wrong, "scores") == ()
 

@@ -357,14 +357,14 @@ def test_the_command_says_that_it_took_a_function_for_causal(tmp_path, monkeypat
     told = ["diagnose", "port:encoder", "--framework", "torch", "--weights", str(tmp_path / "w.safetensors")]
     assert main(told) == 1
     out = capsys.readouterr().out
-    assert "port:encoder is taken to be causal; --not-causal says" in out
-    assert "with --not-causal nothing differs" in out
+    assert "port:encoder is assumed to be causal; with --not-causal" in out
+    assert "with --not-causal, nothing differs" in out
     assert main([*told, "--not-causal"]) == 0
     wrong = {"transposed": weights["out_proj.weight"].T.copy(), "other": weights["out_proj.weight"] ** 3}
     for name, weight in wrong.items():
         save_weights(tmp_path / "w.safetensors", weights | {"out_proj.weight": weight}, spec)
         assert main(told) == 1
-        words = "with --not-causal all that differs is explained by out_proj-transposed"
+        words = "with --not-causal, known bugs explain every difference: out_proj-transposed"
         assert (words in capsys.readouterr().out) == (name == "transposed")
     assert main(["diagnose", "port:Encoder", *told[2:]]) == 2
     assert refuses("port:Encoder", "class").is_printed_in(capsys.readouterr().err)

@@ -1,4 +1,4 @@
-"""The port to JAX, first draft: it runs, every shape is right, and three things are wrong."""
+"""The port to JAX, first draft: it runs, every shape is right, and it has three bugs."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""The port to JAX, right: the draft with its three mistakes mended."""
+"""The correct port to JAX: the draft with its three bugs fixed."""
 
 from collections.abc import Mapping
 

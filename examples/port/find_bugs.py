@@ -1,4 +1,4 @@
-"""Three mistakes in the port, found and mended one by one: `python find_bugs.py`."""
+"""Find the three bugs of the port and fix them one by one: `python find_bugs.py`."""
 
 import textwrap
 from collections.abc import Mapping
@@ -14,52 +14,52 @@ from layer import ORIGINAL, PROBLEM, STATE
 
 import parity
 
-MENDED_IN = {
+FIXED_IN = {
     "rope-interleaved": "rotary",
     "kv-heads-tiled": "for_query_heads",
     "out_proj-transposed": "from_torch",
 }
-"""The function of the port in which each mistake lies."""
+"""The function of the port that has each bug."""
 
 draft = partial(attention_jax.stages, attention_jax.from_torch(STATE))
-"""The port with its weights, before anything is mended: for `mha-parity diagnose find_bugs:draft`."""
+"""The port with its weights, before any fix: for `mha-parity diagnose find_bugs:draft`."""
 
 
 def main() -> None:
     query = PROBLEM.inputs["query"]
     with torch.no_grad():
-        tell("the original, its output alone", {"output": ORIGINAL(torch.tensor(query)).numpy()})
+        report("the original, its output alone", {"output": ORIGINAL(torch.tensor(query)).numpy()})
 
     stages = run_port(query)
-    tell("the draft, its output alone", {"output": stages["output"]})
-    diagnosis = tell("the draft, stage by stage", stages)
+    report("the draft, its output alone", {"output": stages["output"]})
+    diagnosis = report("the draft, stage by stage", stages)
 
     while diagnosis.explanations:
-        mistake = diagnosis.explanations[0].hypotheses[0]
-        mend(MENDED_IN[mistake])
-        print(f"\n== {MENDED_IN[mistake]} mended ==")
+        function = FIXED_IN[diagnosis.likely_bug]
+        fix(function)
+        print(f"\n== {function} fixed ==")
         stages = run_port(query)
-        tell("its output alone", {"output": stages["output"]})
-        diagnosis = tell("stage by stage", stages, in_full=False)
+        report("its output alone", {"output": stages["output"]})
+        diagnosis = report("stage by stage", stages, in_full=False)
 
 
 def run_port(query: np.ndarray) -> dict[str, Any]:
-    """The stages of the port as it now is."""
+    """Return the stages of the port in its current state."""
     return attention_jax.stages(attention_jax.from_torch(STATE), jnp.asarray(query))
 
 
-def tell(title: str, stages: Mapping[str, Any], *, in_full: bool = True) -> parity.Diagnosis:
-    """Ask why these stages differ from the reference, and print the answer, or only the names of the mistakes."""
+def report(title: str, stages: Mapping[str, Any], *, in_full: bool = True) -> parity.Diagnosis:
+    """Diagnose stages, and print the names of the bugs; the whole diagnosis also if `in_full`."""
     diagnosis = parity.diagnose(stages, PROBLEM)
-    mistakes = ", ".join(" and ".join(explanation.hypotheses) for explanation in diagnosis.explanations)
-    print(f"{title}: {mistakes or diagnosis}")
-    if mistakes and in_full:
+    bugs = ", ".join(explanation.likely_bug for explanation in diagnosis.explanations)
+    print(f"{title}: {bugs or diagnosis.headline}")
+    if diagnosis.is_wrong and in_full:
         print(textwrap.indent(str(diagnosis), "  "))
     return diagnosis
 
 
-def mend(function: str) -> None:
-    """Put a function of the fixed port in its place, as one would in the editor."""
+def fix(function: str) -> None:
+    """Replace a function of the draft by the fixed one, as you would in the editor."""
     setattr(attention_jax, function, getattr(attention_jax_fixed, function))
 
 

@@ -186,22 +186,24 @@ def _diagnose_function(options: argparse.Namespace, out: Console) -> Diagnosis:
         arithmetic = settings.get("arithmetic", "ieee")
         diagnosis = diagnose(observe(function, problem, framework), problem, arithmetic=arithmetic)
         if case.is_causal:
-            told = f"{options.files[0]} is taken to be causal; --not-causal says that every token sees every other"
-            out.print(told, soft_wrap=True, highlight=False)
+            assumed = (
+                f"{options.files[0]} is assumed to be causal; with --not-causal, every token attends to all tokens"
+            )
+            out.print(assumed, soft_wrap=True, highlight=False)
         if case.is_causal and diagnosis.is_wrong:
             other = replace(problem, case=replace(case, is_causal=False))
             observed, seconds = observe(function, other, framework), SECONDS if diagnosis.unknowns else 0.0
             if words := _words_of(diagnose(observed, other, arithmetic=arithmetic, seconds=seconds)):
-                out.print(f"with --not-causal {words}", style="bold", soft_wrap=True, highlight=False)
+                out.print(f"with --not-causal, {words}", style="bold", soft_wrap=True, highlight=False)
     return diagnosis
 
 
 def _words_of(diagnosis: Diagnosis) -> str:
-    """What would be said otherwise, if that leaves nothing open."""
+    """Return a diagnosis in a few words, if it explains everything."""
     if not diagnosis.is_wrong:
         return "nothing differs"
     names = [name for explanation in diagnosis.explanations for name in explanation.hypotheses]
-    return "" if diagnosis.unknowns or not names else f"all that differs is explained by {', '.join(names)}"
+    return "" if diagnosis.unknowns or not names else f"known bugs explain every difference: {', '.join(names)}"
 
 
 def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:

@@ -125,7 +125,7 @@ def _problem_of_layer(options: argparse.Namespace, files: Mapping[str, Stages]) 
             raise refusal(name, f"have {of_layer}", {f"{name}.shape": x.shape, "dtype": x.dtype})
     is_causal = not options.not_causal and "key" not in inputs
     if is_causal:
-        told = "the layer is taken to be causal; --not-causal says that every token sees every other"
+        told = "the layer is assumed to be causal; with --not-causal, every token attends to all tokens"
         console().print(told, soft_wrap=True)
     case = Case(
         "ranks",
