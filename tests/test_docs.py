@@ -60,7 +60,7 @@ def block_of(text, language):
 def without_errors(text):
     """The text with the errors in it, which depend on the machine, replaced by #."""
     number = r"\d+(\.\d+)?(e[+-]?\d+)?"
-    places = r"the error (of|falls) .*$|, \S+ times its budget$"
+    places = r"the error (of|falls|is) .*$|, \S+ times its budget$"
     return re.sub(places, lambda found: re.sub(number, "#", found[0]), text, flags=re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""Which ranks of a divided layer are wrong, and why: what each of them computed, held against its part of the whole."""
+"""The diagnosis of a divided layer: which ranks are wrong, and which bug explains them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from parity.sharding.shard import ShardPlan, shard_spec
 from parity.sharding.stages import part_of
 
 JUDGED = ("mask", "latents", "q", "k", "v", "gate", "scores", "attn_weights", "context", "output")
-"""Stages of a rank that are looked at; of ranks that share tokens also `grad.query`."""
+"""The compared stages of a rank; with divided tokens also `grad.query`."""
 
 
 @dataclass(frozen=True)
@@ -95,19 +95,19 @@ class RankDiagnosis:
 def diagnose_ranks(
     observed: Sequence[Mapping[str, Any]], problem: Problem, *, tensor: int = 1, tokens: int = 1
 ) -> RankDiagnosis:
-    """Find the ranks of a divided layer that are wrong, and the mistake in dividing it that explains all of them.
+    """Find the wrong ranks of a divided layer, and the bug that explains all of them.
 
     Args:
-        observed: of each rank, in order, what it computed, by the names of `STAGES`, in arrays of any framework. Ranks
-            that share heads have the stages of their own heads, and of `output` their part of the sum; ranks that share
-            tokens have those of their own tokens, in order and as many on each, and `grad.query`, if they have it.
-        problem: what all of them together were given; without a cache.
+        observed: the stages of each rank, in order, by the names of `STAGES`, in arrays of any framework. Ranks that
+            share heads have the stages of their own heads, and as `output` their summand. Ranks that share tokens have
+            the stages of their own tokens, in order and equally many, and optionally `grad.query`.
+        problem: of the whole layer, without a cache.
         tensor: number of ranks that share the heads.
-        tokens: of those that share the tokens. One of both is 1.
+        tokens: number of ranks that share the tokens. One of both is 1.
 
     Raises:
         ValueError: if a rank is missing or has none of these stages, both or neither are divided, or the problem cannot
-            be divided so.
+            be divided in this way.
     """
     if (tensor > 1) == (tokens > 1):
         raise Refusal("either tensor or tokens", "be above 1", tensor=tensor, tokens=tokens)
@@ -132,12 +132,12 @@ def diagnose_ranks(
 
 
 class _RankStages:
-    """What each rank should compute, and what it computes with a mistake."""
+    """The right stages of each rank, and those with a bug."""
 
     def __init__(self, problem: Problem, plan: ShardPlan, tokens: int, *, with_gradients: bool) -> None:
         self.problem, self.plan, self.tokens = problem, plan, tokens
         self.spec = problem.spec
-        shard_spec(without_widths(self.spec), plan, 0)  # or it is refused
+        shard_spec(without_widths(self.spec), plan, 0)  # or it raises an error
         self.reference = Reference(problem, with_gradients)
         self.ranks = SharedProblem(problem, plan, tokens, self._changed)
 
@@ -145,7 +145,7 @@ class _RankStages:
         return run_steps(wrong_layer(self.problem, "float64", [changed]).steps())
 
     def first_wrong(self, observed: Values, rank: int, mistake: RankMistake | None = None) -> Comparison | None:
-        """The first stage of a rank that differs from what it should be, or from what a mistake gives, judged."""
+        """Return the first stage of a rank that differs from its right values, or from those with a bug."""
         right, noisy = self._own(rank, self.reference.accumulated, np.float64), self._noisy(rank)
         exact = right
         if mistake is not None:
@@ -155,13 +155,13 @@ class _RankStages:
         return next((each for each in judged if not each.passed), None)
 
     def is_explained(self, given: Sequence[Values], mistake: RankMistake) -> bool:
-        """Whether every rank computed what it computes with a mistake, as far as that says."""
+        """Return True if the stages of every rank match a bug, as far as the bug predicts them."""
         return all(self.first_wrong(observed, rank, mistake) is None for rank, observed in enumerate(given))
 
     def _judged(
         self, name: str, actual: np.ndarray, exact: Values, noisy: Values, rank: int, right: Values
     ) -> Comparison:
-        """A stage held against what it should be, with the noise that the right one has."""
+        """Compare a stage with its expected values, with the noise of the right ones."""
         noise = noisy[name]
         if exact[name] is not right[name]:
             noise = exact[name] + (noise.astype(np.float64) - right[name])
@@ -176,7 +176,7 @@ class _RankStages:
         return self._own(rank, self.reference.same_precision(local=False), np.dtype(same).type)
 
     def _own(self, rank: int, whole: Values, dtype: Any) -> dict[str, np.ndarray]:
-        """A rank's part of the stages of the whole layer; of outputs that are added up its summand."""
+        """Return a rank's part of the stages of the whole layer; for outputs, its summand."""
         if self.tokens > 1:
             part = self.problem.case.seq_len // self.tokens
             return self.ranks.of_tokens(whole, np.arange(rank * part, (rank + 1) * part))

@@ -1,4 +1,4 @@
-"""Which layer of a tapped model goes wrong, at which stage, and why: against the reference, or beside another tap."""
+"""The diagnosis of a tapped model: the wrong layer, its first wrong stage and its bug, compared with the reference."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class LikeAnother(Diagnosis):
 
     @property
     def evidence(self) -> str:
-        """What the other layer explains."""
+        """A statement that the other layer explains everything."""
         return "with that specification, every stage matches the reference"
 
     @property
     def fix(self) -> str:
-        """Use the right specification."""
+        """The fix: the layer's own specification."""
         return "use this layer's own configuration"
 
     @property
@@ -180,23 +180,23 @@ LayerWeights = Mapping[int, Mapping[str, Any]] | Mapping[str, Mapping[str, Any]]
 def judge_tap(
     tapped: Tapped, specs: Specs, weights: LayerWeights, *, is_causal: bool | None = None, diagnoses: bool = True
 ) -> TapVerdict:
-    """Judge each layer of a recording alone, by what the float64 reference gives for the layer's own input.
+    """Compare each layer of a recording by itself with the float64 reference for the layer's own input.
 
     Prompt and steps are joined, padding is left out.
 
     Args:
         tapped: the recording.
-        specs: what each layer should be, by its index, or as `parity.specs_of` gives them.
-        weights: the canonical weights that each layer should have, by its index, or by the name of its module, as
-            models with an encoder and a decoder need it.
-        is_causal: whether tokens should not see later ones; as `specs` say when absent, else true.
-        diagnoses: whether a layer that differs is diagnosed.
+        specs: the specification of each layer, by its index, or from `parity.specs_of`.
+        weights: the canonical weights of each layer, by its index, or by the name of its module, which models with an
+            encoder and a decoder need.
+        is_causal: True if tokens do not attend to later ones; by default as in `specs`, else True.
+        diagnoses: False to skip the search for bugs.
 
     Returns:
-        A verdict on each layer that was tapped, in order.
+        A verdict on each tapped layer, in order.
 
     Raises:
-        TypeError, ValueError: if weights are not those of their spec, or the calls of a layer do not follow each other.
+        TypeError, ValueError: if weights do not fit their spec, or the calls of a layer do not follow each other.
     """
     is_transformers = bool(tapped.config)
     asked = {"is_named_so": is_transformers, "diagnoses": diagnoses}
@@ -228,13 +228,13 @@ def _judge_layer(
     problems: list[tuple[Sequences, Problem]] = []
     for sequences in sequences_of(layer):
         if known.path and is_named_so and not known.is_at(layer.name):
-            sequences = sequences.without("output")  # the module is a part of the layer, as of BERT's
+            sequences = sequences.without("output")  # the module is only a part of the layer, as in BERT
         problem = sequences.problem(verdict.layer, known.spec, checked, is_causal=causal)
         problems.append((sequences, problem))
         is_explained = verdict.diagnosis is not None and verdict.diagnosis.is_known
         comparisons, diagnosis = _judge(sequences, problem, layer, diagnoses=diagnoses and not is_explained)
         if verdict.diagnosis is not None and (diagnosis is None or not diagnosis.is_known):
-            diagnosis = verdict.diagnosis  # that of the first that differ, if none is explained
+            diagnosis = verdict.diagnosis  # the first one if none is explained
         verdict = replace(verdict, comparisons=[*verdict.comparisons, *comparisons], diagnosis=diagnosis)
     if not verdict.comparisons:
         return replace(verdict, not_judged="nothing was seen of it but its input")
@@ -247,12 +247,12 @@ def _judge_layer(
 
 
 def _title(layer: ModelLayer) -> str:
-    """What reports call it."""
+    """Return the title of a layer in reports."""
     return f"{layer.part} {TappedLayer('', layer.index, '', layer.kind).title}".strip()
 
 
 def _others(known: ModelLayer, specs: Specs) -> dict[str, AttentionSpec]:
-    """The specifications of the other layers, each once, by the first that has it."""
+    """Return the specifications of the other layers, each once, by the first layer that has it."""
     layers = specs if isinstance(specs, Sequence) else [ModelLayer(i, "", spec, {}) for i, spec in specs.items()]
     found: dict[AttentionSpec, str] = {}
     for layer in layers:
@@ -264,7 +264,7 @@ def _others(known: ModelLayer, specs: Specs) -> dict[str, AttentionSpec]:
 def _like_another(
     layer: TappedLayer, problems: Sequence[tuple[Sequences, Problem]], others: Mapping[str, AttentionSpec]
 ) -> str:
-    """What a layer has of another one, one field or all, and then is right."""
+    """Return the layer whose specification, one field or all, makes every stage right; empty if there is none."""
     spec = problems[0][1].spec
     own = spec.values()
     for title, other in others.items():
@@ -272,7 +272,7 @@ def _like_another(
         for names in [*([name] for name in differ), differ]:
             try:
                 like = replace(spec, **{name: getattr(other, name) for name in names})
-            except (TypeError, ValueError):  # a field that goes with another one
+            except (TypeError, ValueError):  # a field that depends on another one
                 continue
             if weight_shapes(like) == weight_shapes(spec) and all(_is_right(layer, *each, like) for each in problems):
                 fields = ", ".join(f"{name}={getattr(other, name)}" for name in names)
@@ -281,15 +281,16 @@ def _like_another(
 
 
 def _is_right(layer: TappedLayer, sequences: Sequences, problem: Problem, spec: AttentionSpec) -> bool:
-    """Whether every stage is right if the layer is another one."""
+    """Return True if every stage is right with another specification."""
     problem = replace(problem, case=replace(problem.case, spec=spec))
     return first_difference(_judge(sequences, problem, layer, diagnoses=False)[0]) is None
 
 
 def _known(layer: TappedLayer, specs: Specs) -> list[ModelLayer]:
-    """What a layer should be: those at the longest part of its name, or with its index; several if that cannot be told.
+    """Return the specification of a layer, by the longest match of its name or by its index; several if it is
+    ambiguous.
 
-    Parts of a model may have layers of the same path: of these it is that of the part in the layer's name.
+    Parts of a model may have layers of the same path: then the part in the layer's name decides.
     """
     if isinstance(specs, Mapping):
         return [ModelLayer(layer.index, "", specs.get(layer.index), {}, is_causal=not layer.is_cross)]
@@ -303,9 +304,9 @@ def _known(layer: TappedLayer, specs: Specs) -> list[ModelLayer]:
 
 
 def _held(layer: TappedLayer, weights: LayerWeights) -> Mapping[str, Any] | None:
-    """The weights of a layer, by its name, which may lack its beginning or its end, or by its index.
+    """Return the weights of a layer, by its name, which may lack its beginning or its end, or by its index.
 
-    Modules of another library have other names; there it is the number in the name, where only one has it.
+    Modules of another library have other names; there the number in the name decides if it is unique.
     """
     named = {name: each for name, each in weights.items() if isinstance(name, str)}
     found = [each for name, each in named.items() if _is_at(layer.name, name)]
@@ -314,7 +315,7 @@ def _held(layer: TappedLayer, weights: LayerWeights) -> Mapping[str, Any] | None
 
 
 def _is_at(name: str, other: str) -> bool:
-    """Whether one name has all parts of the other, one after the other."""
+    """Return True if one name contains all parts of the other, in sequence."""
     return bool(other) and (f".{other}." in f".{name}." or f".{name}." in f".{other}.")
 
 
@@ -331,7 +332,7 @@ def _why_not(layer: TappedLayer, known: ModelLayer, *, has_weights: bool) -> str
 
 
 def _why_not_cross(layer: TappedLayer, known: ModelLayer) -> str:
-    """Why the other sequence that a layer attends to, or should, keeps it from being judged."""
+    """Return the reason why a layer with another sequence of keys, or without one, cannot be compared."""
     should = known.kind == CROSS
     if not layer.is_cross:
         return "the sequence that it attends to was not seen" if should else ""
@@ -347,7 +348,7 @@ def _why_not_cross(layer: TappedLayer, known: ModelLayer) -> str:
 def _judge(
     sequences: Sequences, problem: Problem, layer: TappedLayer, *, diagnoses: bool
 ) -> tuple[list[Comparison], Diagnosis | None]:
-    """The stages of some sequences, and, if that is asked, what explains what differs."""
+    """Return the comparisons of the stages of some sequences, and optionally the diagnosis."""
     reference = Reference(problem)
     sequences = sequences.in_our_order(reference)
     sequences = sequences.unscaled(reference) if layer.scale == 1.0 else sequences
@@ -373,7 +374,7 @@ def _judge(
 
 
 def _of_other_keys(sequences: Sequences, reference: Reference, backend: str, arithmetic: str) -> list[Comparison]:
-    """What later calls have as keys and values of another sequence, where it is not what the first one had."""
+    """Return the keys and values of another sequence in later calls that differ from those of the first call."""
     problem, found = reference.problem, list[Comparison]()
     for (step, part), cached in sequences.caches.items() if sequences.is_cross else ():
         label = Label(problem.case.name, backend, problem.dtype, part[0])
@@ -383,18 +384,18 @@ def _of_other_keys(sequences: Sequences, reference: Reference, backend: str, ari
 
 
 def _arithmetic_of(layer: TappedLayer) -> str:
-    """How a layer that is right rounds."""
+    """Return the rounding of a right layer."""
     each, with_scores = UNFUSED
     return "ieee" if not layer.attention else with_scores if layer.attention == "eager" else each
 
 
 def _diagnosed(ways: list[tuple[dict[str, np.ndarray], Problem]], arithmetic: str) -> Diagnosis:
-    """What explains some stages: of all tokens at once, call by call, or of the prompt alone.
+    """Diagnose stages: all tokens at once, call by call, or the prompt alone.
 
-    A wrong mask of the prompt does not show the tokens after it, as that of all tokens at once would.
+    A wrong mask of the prompt does not affect later tokens, as a wrong mask of all tokens at once would.
 
-    What a layer does within its attention function with the right mask, as if it had a wrong one, no mistake in the
-    mask explains while the right one is among the stages; so what stays unknown is asked again without it.
+    If the attention function behaves as with a wrong mask although the recorded mask is right, no bug in the mask
+    explains it. So an unexplained difference is searched again without the mask.
     """
     first = None
     for stages, problem in ways:
@@ -413,7 +414,7 @@ def _diagnosed(ways: list[tuple[dict[str, np.ndarray], Problem]], arithmetic: st
 def _compared(
     observed: Mapping[str, np.ndarray], reference: Reference, backend: str, arithmetic: str
 ) -> list[Comparison]:
-    """Each stage against the reference: from the layer's input, and from the stages that were seen before it."""
+    """Compare each stage with the reference: from the layer's input, and from the recorded stages before it."""
     replay = Replay(reference.problem, observed, arithmetic)
     found = []
     for stage in (stage for stage in reference.accumulated if stage in observed):

@@ -1,4 +1,4 @@
-"""Parts of a layer that another stands in for: the stage is computed again with each, and with numbers fitted."""
+"""Parts of a layer that another one replaces: the stage is computed again with each, and with fitted numbers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from parity.diagnosis.laws.words import listed, said
 from parity.diagnosis.mistakes import families as of
 
 MOST_TOLD = 3
-"""Parts that are told where several explain a stage."""
+"""The number of parts that are reported if several explain a stage."""
 
 TIMES = (-1.0, 0.0, 2.0, 0.5)
-"""What a weight may be multiplied by, before any number is fitted."""
+"""Multiples of a weight that are tried before a number is fitted."""
 
 
 def parts(seen: Seen, recompute: Recompute) -> Iterator[Law]:
-    """The parts that would explain the stage, each of them alone."""
+    """Yield the parts that would each explain the stage."""
     problem = seen.problem
     if problem is None or not np.isfinite(seen.expected).all():
         return
@@ -56,13 +56,13 @@ def _told(tried: Tried, problem: Problem) -> Iterator[Law]:
 
 
 def _moves(tried: Tried, name: str) -> bool:
-    """Whether the stage depends on a weight."""
+    """Return True if the stage depends on a weight."""
     x, seen = tried.stage(changes.multiple(name, 2.0)), tried.seen
     return x is not None and not bool((np.abs(x - seen.expected) <= seen.allowed["max"]).all())
 
 
 def _multiplied(tried: Tried, problem: Problem, name: str) -> Iterator[Law]:
-    """A multiple of a weight that would explain the stage."""
+    """Return a multiple of a weight that would explain the stage."""
     is_whole = not (tried.seen.is_enough(1) and np.isfinite(tried.seen.actual).all())
     number = Number("multiple", name, 1.0, TIMES, lambda x: changes.multiple(name, x), is_whole)
     for times in Fitted(tried, number).values():
@@ -73,7 +73,7 @@ def _multiplied(tried: Tried, problem: Problem, name: str) -> Iterator[Law]:
 
 
 def _met(tried: Tried, problem: Problem) -> Iterator[Law]:
-    """Query heads that meet other key/value heads than theirs: each the one that is nearest."""
+    """Yield query heads that use other key/value heads: the nearest one for each."""
     seen, count, size = tried.seen, problem.spec.num_kv_heads, problem.spec.num_heads
     if seen.letters[1:2] != ("N",) or seen.stage.quantity not in ("scores", "context"):
         return

@@ -1,4 +1,4 @@
-"""Laws of what attention has in rows: scores, attention weights, masks, and the context of rows without a key."""
+"""Patterns of rows: scores, attention weights, masks, and the context of rows without a key."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from parity.diagnosis.laws.words import known_as, listed, number_words, said
 from parity.text import and_listed
 
 SUMS = {0: "the batch", 1: "the heads", 2: "the queries"}
-"""The other axes of attention weights that a softmax may be taken over by mistake."""
+"""The other axes over which a softmax may wrongly be applied."""
 
 
 # ---- Attention weights -----------------------------------------------------------------------------------------------
 
 
 def attn_weights(seen: Seen) -> Iterator[Law]:
-    """Rows of another softmax: scores times a number, uniform rows, rows times a number each."""
+    """Yield rows of another softmax: scores times a number, uniform rows, each row times a number."""
     if not seen.stage.is_attn_weights or seen.actual.ndim != 4:
         return
     yield from _power(seen)
@@ -36,14 +36,14 @@ def attn_weights(seen: Seen) -> Iterator[Law]:
 
 
 def _power(seen: Seen) -> Iterator[Law]:
-    """Weights of scores that are multiplied by a number: softmax(c s) goes with softmax(s) to the power of c."""
+    """Yield weights of multiplied scores: softmax(c s) is proportional to softmax(s) to the power of c."""
     a, e = seen.actual, seen.expected
     shown = seen.usable & (a > 1e-12) & (e > 1e-12)
     counts = shown.sum(axis=-1, keepdims=True)
     if np.count_nonzero(shown) - np.count_nonzero(counts) < 3:
         return
     logs = [np.log(x, out=np.zeros_like(x), where=shown) for x in (a, e)]
-    weight = np.where(shown, np.minimum(a, e), 0.0)  # the logarithm of what is small is not known well
+    weight = np.where(shown, np.minimum(a, e), 0.0)  # logarithms of small weights are inexact
     total = np.maximum(weight.sum(axis=-1, keepdims=True), 1e-300)
     y, x = (np.where(shown, each - (weight * each).sum(axis=-1, keepdims=True) / total, 0.0) for each in logs)
     size = float((weight * x * x).sum())
@@ -51,7 +51,7 @@ def _power(seen: Seen) -> Iterator[Law]:
     if not power or abs(power) > 1e4:
         return
     candidate = _raised(e, power)
-    # What small weights lose moves the fit of their logarithms: a step of Gauss and Newton fits the weights themselves.
+    # Errors of small weights move the fit of their logarithms: a Gauss-Newton step fits the weights themselves.
     slope = np.where(shown, candidate * (logs[1] - (candidate * logs[1]).sum(axis=-1, keepdims=True)), 0.0)
     if size := float((slope * slope).sum()):
         power += float((slope * np.where(shown, a - candidate, 0.0)).sum()) / size
@@ -63,7 +63,7 @@ def _power(seen: Seen) -> Iterator[Law]:
 
 
 def _raised(weights: np.ndarray, power: float) -> np.ndarray:
-    """Rows of weights to a power, which sum to 1 again."""
+    """Return rows of weights to a power, which sum to 1 again."""
     raised = np.power(weights, power, out=np.zeros_like(weights), where=weights > 0.0)
     sums = raised.sum(axis=-1, keepdims=True)
     return raised / np.where(sums > 0.0, sums, 1.0)
@@ -77,7 +77,7 @@ def _uniform(seen: Seen) -> Iterator[Law]:
 
 
 def _unmasked(seen: Seen) -> Iterator[Law]:
-    """Shown keys weigh what they should to each other, and hidden ones weigh something, too."""
+    """Yield weights of hidden keys, if shown keys are in the right proportion."""
     if seen.hidden is None or seen.hidden.shape != seen.actual.shape:
         return
     shown, a = ~seen.hidden, np.where(np.isfinite(seen.actual), seen.actual, 0.0)
@@ -85,7 +85,7 @@ def _unmasked(seen: Seen) -> Iterator[Law]:
     rows = (seen.hidden & (a > seen.allowed["max"])).any(axis=-1)
     if not np.allclose(a.sum(axis=-1)[rows], 1.0, atol=1e-3):
         return
-    count = int(np.count_nonzero(shown.sum(axis=-1)[rows] > 1))  # of one key there is no proportion
+    count = int(np.count_nonzero(shown.sum(axis=-1)[rows] > 1))  # one key has no proportion
     size = (e * e).sum(axis=-1, keepdims=True)
     factor = np.divide((a * e).sum(axis=-1, keepdims=True), size, out=np.zeros_like(size), where=size > 0.0)
     candidate = np.where(shown, factor * seen.expected, a)
@@ -95,7 +95,7 @@ def _unmasked(seen: Seen) -> Iterator[Law]:
 
 
 def weights_signs(seen: Seen) -> Iterator[str]:
-    """What attention weights should not be: rows that do not sum to 1, hidden cells that weigh something."""
+    """Yield unexpected properties of attention weights: rows that do not sum to 1, hidden cells with weight."""
     if not seen.stage.is_attn_weights or seen.actual.ndim != 4:
         return
     slack = seen.allowed["max"] * np.sqrt(seen.actual.shape[-1]) + 1e-12
@@ -133,7 +133,7 @@ def _range(numbers: np.ndarray) -> str:
 
 
 def scores(seen: Seen) -> Iterator[Law]:
-    """Differences of scores that grow with the distance of a key, or depend on it alone."""
+    """Yield differences of scores that grow with the distance of a key, or depend on it alone."""
     if seen.stage.quantity != "scores" or seen.actual.ndim != 4 or not seen.usable.any():
         return
     a, e = seen.known
@@ -143,7 +143,7 @@ def scores(seen: Seen) -> Iterator[Law]:
 
 
 def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> Iterator[Law]:
-    """What is added depends on the distance between query and key: linearly, as ALiBi's, or in any way."""
+    """Yield a bias that depends on the distance between query and key: linearly, as in ALiBi, or in any way."""
     heads = len(seen.box[1])
     for words, x in (("key - query", distance), ("|key - query|", np.abs(distance))):
         x = np.where(seen.usable, x, 0).astype(np.float64)
@@ -178,10 +178,10 @@ def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> It
 
 
 def masks(seen: Seen) -> Iterator[Law]:
-    """A mask that is turned around, or shows other distances than it should."""
+    """Yield a mask that is inverted, or shows other distances."""
     if seen.stage.kind != "mask" or seen.actual.ndim != 4:
         return
-    is_mixed = len(np.unique(seen.expected[seen.part])) > 1  # of equal cells it says nothing about the mask
+    is_mixed = len(np.unique(seen.expected[seen.part])) > 1  # equal cells say nothing about the mask
     if is_mixed and seen.holds(seen.within(1.0 - seen.expected)):
         yield Law("inverted", "hidden cells are shown, and shown cells hidden")
     shows, should = _band(seen.actual), _band(seen.expected)
@@ -193,7 +193,7 @@ def masks(seen: Seen) -> Iterator[Law]:
 
 
 def _band(mask: np.ndarray) -> tuple[int, int] | None:
-    """The least and the greatest distance key - query that a mask shows, if it shows all between and no other."""
+    """Return the least and the greatest distance (key - query) that a mask shows, if it shows exactly those between."""
     queries, keys = mask.shape[2:]
     distance = np.arange(keys) - np.arange(queries)[:, None]
     shown = distance[mask[0, 0] == 0]
@@ -222,7 +222,7 @@ def _away(distance: int) -> str:
 
 
 def contexts(seen: Seen) -> Iterator[Law]:
-    """Rows without a key that have the mean of all values."""
+    """Yield rows without a key that have the mean of all values."""
     if seen.stage.quantity != "context" or seen.place.cells != "empty rows":
         return
     prefix = "" if seen.stage.step is None else f"step{seen.stage.step}."
@@ -232,6 +232,6 @@ def contexts(seen: Seen) -> Iterator[Law]:
     mean = np.repeat(v.astype(np.float64).mean(axis=2, keepdims=True), seen.expected.shape[1] // v.shape[1], axis=1)
     if mean.shape[3] != seen.expected.shape[3]:
         return
-    # Of expected zeros nothing is allowed in the part itself: what is left is judged by the size of the values.
+    # The tolerance of expected zeros is 0 in the part itself: the remainder is compared with the size of the values.
     if seen.holds(seen.within(np.broadcast_to(mean, seen.expected.shape))):
         yield Law("mean of v", "rows without a key are the mean of all values: their weights are uniform")

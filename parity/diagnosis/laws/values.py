@@ -1,4 +1,4 @@
-"""Laws of values: constants, factors and offsets, of everything or by head, position or feature."""
+"""Patterns of values: constants, factors and offsets, of everything or by head, position or feature."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CONSTANTS = {
     "about the smallest bfloat16": -3.3895313892515355e38,
     "the smallest float16": -65504.0,
 }
-"""What implementations put in the place of -infinity."""
+"""Numbers that implementations use instead of -infinity."""
 
 
 # ---- Constants -------------------------------------------------------------------------------------------------------
 
 
 def constants(seen: Seen) -> Iterator[Law]:
-    """The same value everywhere in the part."""
+    """Yield one value in the whole part."""
     values = seen.actual[seen.part]
     if not values.size:
         return
@@ -50,14 +50,14 @@ def constants(seen: Seen) -> Iterator[Law]:
 # ---- Factors and offsets ---------------------------------------------------------------------------------------------
 
 ALTERNATIONS = 200
-"""Rounds in which the factors of tokens and those of features are fitted in turn."""
+"""Rounds in which the factors of tokens and of features are fitted in turn."""
 
 LATER = ("N", "K", "B", "T", "S", "H", "E", "W", "G", "d_in", "d_kv", "out", "in")
-"""The axes by which factors and offsets are looked for, in this order."""
+"""The axes whose factors and offsets are tried, in this order."""
 
 
 def factors(seen: Seen) -> Iterator[Law]:
-    """A multiple of what is expected: of everything, or of each head, sequence, position, feature by itself."""
+    """Yield a multiple of the expected values: one factor, or one for each head, sequence, position or feature."""
     if seen.stage.is_exact:
         return
     a, e = seen.known
@@ -79,7 +79,7 @@ def factors(seen: Seen) -> Iterator[Law]:
 
 
 def offsets(seen: Seen) -> Iterator[Law]:
-    """Something added to what is expected: to everything, or by feature, head, position."""
+    """Yield an offset of the expected values: one number, or one for each feature, head or position."""
     if seen.stage.kind == "mask":
         return
     a, e = seen.known
@@ -98,7 +98,7 @@ def offsets(seen: Seen) -> Iterator[Law]:
 
 
 def rows_and_features(seen: Seen) -> Iterator[Law]:
-    """A multiple of what is expected, by a number for each token and one for each feature, in each head by itself."""
+    """Yield a multiple of the expected values with one factor per token and one per feature, in each head."""
     if seen.letters[-1] not in ("H", "W") or seen.actual.ndim != 4 or not seen.usable.all():
         return
     (batch, heads, tokens, features), (a, e) = seen.actual.shape, seen.known
@@ -119,19 +119,19 @@ def rows_and_features(seen: Seen) -> Iterator[Law]:
 
 
 def _ratio(a: np.ndarray, x: np.ndarray, axis: int) -> np.ndarray:
-    """The numbers along an axis that x is to be multiplied by, to be nearest to a."""
+    """Return the factors along an axis that bring x closest to a."""
     size = (x * x).sum(axis=axis, keepdims=True)
     return np.divide((a * x).sum(axis=axis, keepdims=True), size, out=np.ones_like(size), where=size > 0)
 
 
 def _choices(seen: Seen) -> list[tuple[int, ...]]:
-    """No axis, then each alone."""
+    """Return no axis, then each alone."""
     axes = [seen.letters.index(letter) for letter in LATER if letter in seen.letters]
     return [(), *((axis,) for axis in axes or range(seen.actual.ndim))]
 
 
 def _pairs(seen: Seen) -> Iterator[tuple[int, ...]]:
-    """Features of each head, as a bias has them; and, of scores, rows and columns."""
+    """Yield features of each head, as for a bias; for scores also rows and columns."""
     if seen.letters[-1] in "HW" and len(seen.letters) == 4:
         yield (1, 3)
     if seen.letters[-2:] == ("T", "S") and not seen.stage.is_exact:
@@ -144,7 +144,7 @@ def _parameters(seen: Seen, axes: tuple[int, ...]) -> int:
 
 
 def _in_box(seen: Seen, numbers: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """The numbers of the wrong indices."""
+    """Return the numbers of the wrong indices."""
     kept = [seen.box[axis] if axis in axes else np.arange(1) for axis in range(numbers.ndim)]
     return numbers[np.ix_(*kept)].ravel()
 
@@ -154,7 +154,7 @@ def _told(seen: Seen, axes: tuple[int, ...], name: str, numbers: np.ndarray) -> 
 
 
 def sizes_of(seen: Seen) -> dict[str, int]:
-    """How large heads and layers are, by the letters that formulas have for them."""
+    """Return the sizes of heads and layers, by their letters in formulas."""
     sizes = {letter: seen.actual.shape[seen.letters.index(letter)] for letter in "HNE" if letter in seen.letters}
     if seen.problem is not None:
         spec = seen.problem.spec

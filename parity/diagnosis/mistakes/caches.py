@@ -1,4 +1,4 @@
-"""Mistakes in what is cached, and where."""
+"""Bugs in the contents and the slots of a cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parity.diagnosis.mistakes.record import Mistake, Override
 from parity.diagnosis.mistakes.sites import before
 
 New = dict[str, np.ndarray]
-"""Heads or latents that are cached, by `keys` and `values`, or by `latents`."""
+"""Cached heads or latents, by `keys` and `values`, or by `latents`."""
 
 
 def caches(case: Case) -> Iterator[Mistake]:
@@ -81,12 +81,12 @@ def caches(case: Case) -> Iterator[Mistake]:
 
 
 def _caching(change: Callable[[New], New]) -> dict[str, Override]:
-    """Append something else than what is new."""
+    """Append something other than the new tokens."""
     return {"appended": before(lambda cache, values, new, *slots: (cache, values, change(new), *slots))}
 
 
 def _into_slots(slots: Callable[..., tuple[np.ndarray, np.ndarray]]) -> dict[str, Override]:
-    """Write as many tokens, and from there on, as `slots(seq_len, before, added)` says; the lengths stay right."""
+    """Write the number of tokens, from the slot, that `slots(seq_len, before, added)` returns; lengths stay right."""
 
     def appended(
         _: object, original: Override, cache: str, values: Values, new: New, before: np.ndarray, added: np.ndarray

@@ -1,4 +1,4 @@
-"""Mistakes in what scores lose or gain for the places of their keys: ALiBi, T5's relative bias, and that of a grid."""
+"""Bugs in biases by distance: ALiBi, T5's relative bias, and the bias of a grid."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESTARTED = (
     "the distance is counted from the first key in each call with a cache",
     {"scores": lambda _, original, values, *places: original(values)},
 )
-"""The words and overrides of a mistake that both can have."""
+"""The description and overrides of a bug that both can have."""
 
 
 # ---- ALiBi -----------------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def alibi(case: Case) -> Iterator[Mistake]:
 
     num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
     n, largest = np.arange(1, num_heads + 1), 1 << (num_heads.bit_length() - 1)
-    exponents = {}  # as shares of the largest
+    exponents = {}  # relative to the largest
     if largest != num_heads:
         exponents["evenly"] = n / num_heads, "slopes are 2 ** (-8 n / N) although N is not a power of two"
         about = "slopes are the first ones for the next power of two"
@@ -129,7 +129,7 @@ def _with(*, bidirectional: bool) -> Overrides:
 
 
 class _Linear(RelativeBias):
-    """Buckets of equal width where they have more than one distance."""
+    """Use buckets of equal width for more than one distance."""
 
     def buckets(self) -> np.ndarray:
         distances = np.arange(-self.max_distance, self.max_distance + 1)

@@ -1,4 +1,4 @@
-"""Families of mistakes: a page of parity/bugs and a fix, for the known mistakes of it and for what a law fits."""
+"""Families of bugs: a page of parity/bugs and a fix, for known bugs and for fitted patterns."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from parity.diagnosis.mistakes.record import Mistake
 
 @dataclass(frozen=True)
 class MistakeFamily:
-    """Mistakes that differ in a number, an order or a weight only.
+    """Bugs that differ only in a number, an order or a weight.
 
     Attributes:
-        page: of parity/bugs that says more. It is also the name of a mistake that a law fits.
-        fix: what to do, with places for `spec`, which is right, and for `root`, sqrt(head_dim), and `scaling`, of RoPE.
-        about: what is the case, with places for `found` and `right`, where known mistakes and laws share the words.
+        page: their page in parity/bugs. It is also the name of a fitted pattern.
+        fix: an instruction, with places for `spec`, which is right, `root`, sqrt(head_dim), and RoPE's `scaling`.
+        about: a description, with places for `found` and `right`, if known bugs and patterns share it.
     """
 
     page: str
@@ -25,12 +25,12 @@ class MistakeFamily:
     about: str = ""
 
     def fix_for(self, spec: AttentionSpec) -> str:
-        """Return the fix of a layer."""
+        """Return the fix for a layer."""
         scaling = "none" if spec.rope is None or spec.rope.scaling is None else spec.rope.scaling
         return self.fix.format(spec=spec, root=math.sqrt(spec.head_dim), scaling=scaling)
 
     def seen_in(self, *stages: str) -> partial[Mistake]:
-        """Return a `Mistake` of this family that lacks its name, words and overrides."""
+        """Return a `Mistake` of this family that lacks its name, description and overrides."""
         return partial(Mistake, fix=self.fix, page=self.page, stages=stages)
 
 
@@ -134,5 +134,5 @@ PRECISION = MistakeFamily("low-precision", "keep these values in the problem's d
 
 
 def scale_family(spec: AttentionSpec) -> MistakeFamily:
-    """Return the family of scales, by whether a layer has one of its own."""
+    """Return the family of scales, with or without a scale of the layer's own."""
     return DIVIDED if spec.scale is None else MULTIPLIED

@@ -1,4 +1,4 @@
-"""Mistakes in the gate of the context."""
+"""Bugs in the gate of the context."""
 
 from __future__ import annotations
 

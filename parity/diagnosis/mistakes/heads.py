@@ -1,4 +1,4 @@
-"""Mistakes in how heads are split, shared, ordered and combined."""
+"""Bugs in the split, sharing, order and combination of heads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def split_or_combined(case: Case) -> Iterator[Mistake]:
 
 
 def padded(case: Case) -> Iterator[Mistake]:
-    """Values that are narrower than keys, padded for a kernel that takes one width, and cut where it is too late."""
+    """Values narrower than keys are padded for a kernel of one width, and cut too late."""
     spec = case.spec
     features, missing = spec.value_head_dim, spec.head_dim - spec.value_head_dim
 
@@ -81,20 +81,20 @@ def reordered(case: Case) -> Iterator[Mistake]:
         heads = np.arange(count)
         if count > 1:
             yield _reordered(name, "reversed", "reversed", heads[::-1])
-        if count > 2:  # of two it is the same as reversed
+        if count > 2:  # with two heads it equals reversed
             yield _reordered(name, "rolled", "rolled", np.roll(heads, 1))
 
 
 def permuted_heads(expected: Values, observed: Values) -> list[Mistake]:
-    """The heads of q, k or v in whatever order they were observed in, where that is an order at all.
+    """Return the heads of q, k or v in their observed order, if they are in another order.
 
     Args:
-        expected, observed: stages by name; of steps with a cache the first is looked at.
+        expected, observed: stages by name; with a cache, the first step decides.
     """
     found = []
     for name in "qkv":
         stage = next((stage for stage in (name, f"step0.{name}") if stage in observed), None)
-        if stage is None or expected[stage].shape[1] < 3:  # of two heads the one other order is known by name
+        if stage is None or expected[stage].shape[1] < 3:  # with two heads the other order is a known bug
             continue
         right, seen = (values[stage].astype(np.float64).swapaxes(0, 1) for values in (expected, observed))
         order = np.array([int(((right - head) ** 2).sum(axis=(1, 2, 3)).argmin()) for head in seen])
@@ -105,7 +105,7 @@ def permuted_heads(expected: Values, observed: Values) -> list[Mistake]:
 
 
 def permuted(name: str, order: np.ndarray) -> Mistake:
-    """The heads of q, k or v in any order."""
+    """Return the heads of q, k or v in any order."""
     return _reordered(name, "permuted", f"in the order {' '.join(map(str, order))}", order)
 
 

@@ -1,4 +1,4 @@
-"""Mistakes in latents: what queries, keys and values are made of, and the scale of their scores."""
+"""Bugs in latents: the projections of queries, keys and values, and the scale of their scores."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _with(**factors: float) -> Overrides:
 
 
 def _columns_read_otherwise(spec: AttentionSpec, latent: Latent, own_features: int) -> Iterator[Mistake]:
-    """Features of a projection, cut in another order than its weight has."""
+    """Split the features of a projection in another order than its weight."""
     num_heads, value_dim, shared = spec.num_heads, spec.value_head_dim, latent.rope_dim
     of_keys, of_values = np.arange(num_heads * own_features), np.arange(num_heads * value_dim)
     if num_heads > 1:
@@ -107,7 +107,7 @@ def _rolled(num_heads: int, size: int, by: int) -> np.ndarray:
 
 
 def _read(projection: str, order: np.ndarray) -> Overrides:
-    """Read what a projection gives in another order."""
+    """Read the output of a projection in another order."""
     return {"linear": lambda _, original, of, x: original(of, x)[..., order] if of == projection else original(of, x)}
 
 
@@ -138,7 +138,7 @@ def _other_scales(spec: AttentionSpec, latent: Latent, own_features: int) -> Ite
 
 
 def _whole_mscale(spec: AttentionSpec) -> float:
-    """mscale where mscale_all_dim is 1; 1 without one."""
+    """Return mscale for mscale_all_dim = 1; 1 without one."""
     scaling = None if spec.rope is None else spec.rope.scaling
     if not isinstance(scaling, YarnScaling) or scaling.mscale_all_dim is None:
         return 1.0

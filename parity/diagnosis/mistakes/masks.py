@@ -1,4 +1,4 @@
-"""Mistakes in masks: how they are made, and how they are used."""
+"""Bugs in masks: in their construction, and in their use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _of_no_pair(t: np.ndarray, s: np.ndarray, *_: object) -> np.ndarray:
 
 
 def used_or_made(case: Case) -> Iterator[Mistake]:
-    """A mask that is made as it should be and used otherwise, which is the more usual, or made otherwise."""
+    """A right mask that is wrongly used, which is more usual, or a wrong mask."""
     flipped = partial(
         Mistake,
         "mask-flipped",
@@ -132,7 +132,7 @@ def causal(case: Case) -> Iterator[Mistake]:
 
 
 def _is_not_filled(t: np.ndarray, s: np.ndarray) -> np.ndarray:
-    """In a call with a cache, hide the slots after all of its tokens; else nothing."""
+    """In a call with a cache, hide the slots after all of its tokens; otherwise nothing."""
     return s > (t.max(axis=2, keepdims=True) if t.ndim == 4 else np.full_like(t, s.max()))
 
 
@@ -159,7 +159,7 @@ def padding(case: Case) -> Iterator[Mistake]:
             {"is_padding": before(lambda s, lengths, step=step: (s, lengths + step))},
         )
     count = len(lengths)
-    seen = {lengths, (key_len,) * count}  # the second of them is padding-ignored
+    seen = {lengths, (key_len,) * count}  # the second is padding-ignored
     for name, words, wrong, change in (
         ("the-longest", "the longest one", (max(lengths),) * count, lambda x: np.full_like(x, x.max())),
         ("the-shortest", "the shortest one", (min(lengths),) * count, lambda x: np.full_like(x, x.min())),

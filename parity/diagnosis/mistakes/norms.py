@@ -1,4 +1,4 @@
-"""Mistakes in norms of queries, keys, values and the context."""
+"""Bugs in norms of queries, keys, values and the context."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parity.core.reference import Layer
 from parity.diagnosis.mistakes.record import Mistake, Override
 from parity.diagnosis.mistakes.sites import Overrides, norm_with, read_as, weights
 
-SEEN_EPS = 1e-3  # a smaller one is lost in the rounding of float32
+SEEN_EPS = 1e-3  # a smaller one disappears in the rounding of float32
 
 of_norms = partial(Mistake, page="qk-norm", stages=("q", "k"))
 
@@ -112,11 +112,11 @@ def _of_weights(norm: Norm) -> Iterator[Mistake]:
     )
 
 
-# ---- What is normalised ----------------------------------------------------------------------------------------------
+# ---- Norms -----------------------------------------------------------------------------------------------------------
 
 
 def _standardised(wrong: Override) -> Overrides:
-    """Divide queries and keys by something else than the root of their mean square."""
+    """Divide queries and keys by something other than the root of their mean square."""
 
     def override(_: Layer, original: Override, name: str, x: np.ndarray, norm: Norm) -> np.ndarray:
         return wrong(original, name, x, norm) if name in ("q", "k") else original(name, x, norm)

@@ -1,4 +1,4 @@
-"""Mistakes in the rotary position embedding."""
+"""Bugs in the rotary position embedding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parity.diagnosis.mistakes.families import CACHE_POSITIONS, EXPONENTS, MISSI
 from parity.diagnosis.mistakes.record import Mistake, Override
 from parity.diagnosis.mistakes.sites import after, positions, turned, weights
 
-THETAS = (1e2, 1e3, 1e4, 1e5, 5e5, 1e6, 1e7)  # bases that are in use
+THETAS = (1e2, 1e3, 1e4, 1e5, 5e5, 1e6, 1e7)  # bases in use
 
 of_rope = partial(Mistake, page="rope-positions", stages=("q", "latents", "k"))
 of_pairs = partial(of_rope, page="rope-pairs")
@@ -40,7 +40,7 @@ def turned_otherwise(case: Case) -> Iterator[Mistake]:
             fix="broadcast cosines and sines along the tokens: (B, 1, T, H) with (B, N, T, H)",
         )
     if not rope.depends_on_length:
-        # A quarter turn, and back by the position: the scores are those of RoPE the other way.
+        # A quarter turn, and back by the position: the scores equal those of the opposite rotation.
         yield of_rope(
             "rope-sin-cos-exchanged",
             "RoPE's sines and cosines are exchanged",
@@ -68,7 +68,7 @@ def turned_otherwise(case: Case) -> Iterator[Mistake]:
 
 
 def _pairs_side_by_side(rope: Rope, size: int) -> np.ndarray:
-    """So many features, those of each pair one after the other: 0, R/2, 1, R/2 + 1, …"""
+    """Return indices of features, those of each pair next to each other: 0, R/2, 1, R/2 + 1, …"""
     order = np.arange(size)
     rotated = np.arange(size)[rope.rotated_features(size)]
     order[rotated] = rotated.reshape(2, -1).T.ravel()
@@ -122,7 +122,7 @@ def _turned(rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Mistake]:
         turned(of, lambda layer, x, places: x),
         fix=MISSING_ROPE.fix,
     )
-    if not rope.depends_on_length:  # of negative positions there is no length
+    if not rope.depends_on_length:  # negative positions have no length
         yield of_rope(
             f"rope-reversed{suffix}",
             f"{whose}RoPE rotates in the opposite direction",
@@ -149,7 +149,7 @@ def _over_heads(layer: Layer, x: np.ndarray, _: np.ndarray) -> np.ndarray:
 
 
 def _by_rounded_positions(_: Layer, original: Override, x: np.ndarray, places: np.ndarray, *way: int) -> np.ndarray:
-    """Whole numbers above 256 have more bits than a bfloat16 has."""
+    """Integers above 256 have more bits than a bfloat16."""
     step = np.maximum(np.exp2(np.floor(np.log2(np.maximum(places, 1))) - 7), 1)
     return original(x, (np.round(places / step) * step).astype(places.dtype), *way)
 
@@ -179,12 +179,12 @@ def _cached_positions(case: Case, of: str, whose: str, suffix: str) -> Iterator[
 
 
 def other_theta(case: Case) -> Iterator[Mistake]:
-    """Another base, or other exponents, which are another base, too: both are said where that one is in use."""
+    """Another base, or other exponents, which equal another base: both are reported if that base is in use."""
     spec, rope = case.spec, case.spec.rope
     if rope is None:
         return
     named = {rope.theta}
-    if not isinstance(rope.scaling, (YarnScaling, DynamicScaling)):  # which look at theta for more than its powers
+    if not isinstance(rope.scaling, (YarnScaling, DynamicScaling)):  # which use theta for more than its powers
         for word, exponents, power in (("halved", "i / R", 0.5), ("doubled", "4 i / R", 2.0)):
             theta = rope.theta**power
             named.add(theta)

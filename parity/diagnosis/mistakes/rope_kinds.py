@@ -1,4 +1,4 @@
-"""Mistakes in the kinds of RoPE: scaled frequencies, parts of a head, positions on several axes."""
+"""Bugs in kinds of RoPE: scaled frequencies, parts of a head, positions on several axes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ of_axes = partial(of_rope, page="rope-sections")
 
 
 def _as(wrong: Rope) -> Overrides:
-    """Rotate queries and keys as another `Rope` says."""
+    """Rotate queries and keys by another `Rope`."""
     return {"rope": instead(lambda: wrong)}
 
 
@@ -93,7 +93,7 @@ def scaled(case: Case) -> Iterator[Mistake]:
 
 
 def _lengths(case: Case, rope: Rope) -> tuple[bool, bool, bool]:
-    """Tell whether calls of a sequence end beyond the original length, within it, and beyond with tokens within it."""
+    """Return if calls of a sequence end beyond the original length, within it, and beyond with tokens within it."""
     if not isinstance(rope.scaling, (DynamicScaling, LongRopeScaling)):
         return False, False, False
     calls = range(len(case.chunks)) if case.is_cached else [None]
@@ -104,7 +104,7 @@ def _lengths(case: Case, rope: Rope) -> tuple[bool, bool, bool]:
 
 
 def _inverted(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Mistake]:
-    """The ramp runs the wrong way, if it has any frequency on it."""
+    """The ramp has the opposite direction, if it contains any frequency."""
     head_dim, single = case.spec.head_dim, np.float32
     right = np.array(frequencies(rope, head_dim, 0))
     plain = np.array(frequencies(replace(rope, scaling=None), head_dim, 0), single)
@@ -169,7 +169,7 @@ def partly(case: Case) -> Iterator[Mistake]:
         _as(replace(rope, rotated=other)),
         fix=f"rotate the {rope.rotated} {count} features",
     )
-    if not isinstance(rope.scaling, DynamicScaling):  # which makes a base of its own of the exponents' divisor
+    if not isinstance(rope.scaling, DynamicScaling):  # which derives a base from the divisor of the exponents
         yield of_part(
             "rope-frequencies-over-head-dim",
             f"the exponents of RoPE's frequencies are divided by head_dim, {size}, instead of rotary_dim, {count}",
@@ -208,7 +208,7 @@ def _proportional(rope: Rope, scaling: ProportionalScaling, size: int) -> Iterat
     )
 
 
-# ---- Several axes, neighbours ----------------------------------------------------------------------------------------
+# ---- Several axes, neighbors -----------------------------------------------------------------------------------------
 
 
 def on_several_axes(case: Case) -> Iterator[Mistake]:
@@ -263,7 +263,7 @@ def on_several_axes(case: Case) -> Iterator[Mistake]:
 
 
 def neighbours(case: Case) -> Iterator[Mistake]:
-    """Pairs of neighbours that are taken for halves; the other way round is `rope-interleaved`."""
+    """Pairs of neighbors are read as halves; the opposite is `rope-interleaved`."""
     rope = case.spec.rope
     if rope is not None and rope.pairs != "half":
         yield of_pairs(

@@ -1,4 +1,4 @@
-"""Mistakes from the scores to the attention weights: scale, bias, softmax, and NaN."""
+"""Bugs from the scores to the attention weights: scale, bias, softmax, and NaN."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ of_scores = partial(Mistake, stages=("scores",))
 
 
 def scale(case: Case) -> Iterator[Mistake]:
-    """Scores are divided by sqrt(H), or by 1 / scale where a layer has a scale of its own: not by anything else.
+    """Scores are divided by another number than sqrt(H), or than 1 / scale if the layer has its own scale.
 
-    What YaRN multiplies them by is kept.
+    YaRN's factor is kept.
     """
     spec = case.spec
     root, kept = float(np.sqrt(spec.head_dim)), yarn_factor(spec)
@@ -64,7 +64,7 @@ def scale(case: Case) -> Iterator[Mistake]:
 
 
 def yarn_factor(spec: AttentionSpec) -> float:
-    """mscale², which is in the scale of layers with latents and YaRN; 1 elsewhere."""
+    """Return mscale², which scales layers with latents and YaRN; 1 otherwise."""
     scaling = None if spec.rope is None or spec.latent is None or spec.scale is not None else spec.rope.scaling
     return scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0
 
@@ -73,7 +73,7 @@ def yarn_factor(spec: AttentionSpec) -> float:
 
 
 def soft_cap(case: Case) -> Iterator[Mistake]:
-    """Scores are capped softly after they are scaled, before the bias is added and the mask hides."""
+    """Scores are softly capped after the scale, before the bias and the mask."""
     cap, scale = case.spec.soft_cap, case.spec.score_scale
     if cap is None:
         return
@@ -92,7 +92,7 @@ def soft_cap(case: Case) -> Iterator[Mistake]:
         return {"scores": capped(biased, biased.dtype.type(cap))}
 
     def capped_after_mask(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
-        """Give what is hidden the lowest score that there is, -cap."""
+        """Set hidden scores to the lowest possible one, -cap."""
         shown = capped(np.where(values["mask"], -np.inf, values["scores"]))
         return original({**values, "scores": shown, "mask": np.zeros_like(values["mask"])})
 
@@ -126,7 +126,7 @@ def bias(case: Case) -> Iterator[Mistake]:
 
     def scaled(layer: Layer, original: Override) -> np.ndarray | None:
         added, a = original(), layer.arithmetic
-        return None if added is None else a.widen(added) / a.wide.type(layer.scale())  # a pair may leave it out
+        return None if added is None else a.widen(added) / a.wide.type(layer.scale())  # a pair may omit it
 
     def with_bias(layer: Layer, x: np.ndarray) -> np.ndarray:
         return x + layer.arithmetic.widen(np.asarray(layer.problem.bias))

@@ -1,4 +1,4 @@
-"""Mistakes in the softmax: its mask, its function, its axis, dropout, sinks, and rows that see no key."""
+"""Bugs in the softmax: its mask, its function, its axis, dropout, sinks, and rows without a visible key."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ of_softmax = partial(Mistake, stages=("attn_weights",))
 
 
 def mask_as_number(case: Case) -> Iterator[Mistake]:
-    """Hidden keys have other scores, and are seen."""
+    """Hidden keys have other scores, and are visible."""
     if not (case.has_mask or case.is_cached):
         return
     for name, about, wrong in (
@@ -56,7 +56,7 @@ def mask_as_number(case: Case) -> Iterator[Mistake]:
 
 
 def _numbered(wrong: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Override:
-    """Take the softmax of `wrong(scores, mask)`, of which nothing is hidden."""
+    """Apply the softmax to `wrong(scores, mask)`, without hiding anything."""
 
     def attn_weights(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
         scores, mask = layer.arithmetic.widen(values["scores"]), values["mask"]
@@ -84,7 +84,7 @@ def after_softmax(case: Case) -> Iterator[Mistake]:
 
 
 def other_functions(case: Case) -> Iterator[Mistake]:
-    """Functions that are taken for a softmax."""
+    """Functions that are used instead of a softmax."""
     mistake = partial(
         of_softmax, fix="use softmax(scores) over the keys, once, with powers of e", page="softmax-function"
     )
@@ -109,7 +109,7 @@ def other_functions(case: Case) -> Iterator[Mistake]:
     if case.spec.sinks:
         return
     yield mistake("softmax-sigmoid", "each weight is the sigmoid of its score", {"attn_weights": sigmoid})
-    if not (case.has_mask or case.is_cached):  # what is hidden would weigh -inf
+    if not (case.has_mask or case.is_cached):  # hidden keys would have weight -inf
         logarithm = attn_weights(lambda _, x: np.log(x))
         yield mistake("softmax-log", "the weights are the logarithms of a softmax", logarithm)
 
@@ -120,7 +120,7 @@ def other_functions(case: Case) -> Iterator[Mistake]:
 def softmax_axis(case: Case) -> Iterator[Mistake]:
     for axis, words, length in (
         (2, "queries", case.seq_len),
-        (1, "heads", 1 if case.spec.sinks else case.spec.num_heads),  # sinks are those of heads
+        (1, "heads", 1 if case.spec.sinks else case.spec.num_heads),  # sinks belong to heads
         (0, "batch", case.batch),
     ):
         if length > 1:
@@ -145,7 +145,7 @@ def _over(axis: int) -> Override:
 
 
 def dropout(_: Case) -> Iterator[Mistake]:
-    """The factor of a dropout that drops nothing. What is dropped is drawn, and cannot be computed again."""
+    """The factor of a dropout that drops nothing. Dropped values are random and cannot be computed again."""
     for percent in (10, 20, 50):
         share = 1.0 - percent / 100.0
         yield DROPOUT.seen_in("attn_weights")(
@@ -203,7 +203,7 @@ def _mask_not_shifted(layer: Layer, original: Override, values: Values) -> dict[
 
 
 def empty_rows(case: Case) -> Iterator[Mistake]:
-    """Masks may empty rows, wrong ones at least; a sink fills them."""
+    """Masks may empty rows, at least wrong ones; a sink fills them."""
     if not (case.has_mask or case.is_cached) or case.spec.sinks:
         return
     for name, about, of_scores in (
@@ -224,7 +224,7 @@ def empty_rows(case: Case) -> Iterator[Mistake]:
 
 
 def _made(of_scores: Callable[[np.ndarray], np.ndarray]) -> Override:
-    """Make another row for one without a key, of its scores as they are before anything is hidden."""
+    """Replace rows without a key, from their scores before the mask."""
 
     def of_empty_rows(
         layer: Layer, _: Override, attn_weights: np.ndarray, scores: np.ndarray, is_empty: np.ndarray

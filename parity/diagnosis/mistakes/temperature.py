@@ -1,4 +1,4 @@
-"""Mistakes in the temperature of queries."""
+"""Bugs in the temperature of queries."""
 
 from __future__ import annotations
 

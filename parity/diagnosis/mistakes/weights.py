@@ -1,4 +1,4 @@
-"""Mistakes that lie in the weights or in how they are read."""
+"""Bugs in the weights, or in how they are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parity.diagnosis.mistakes.sites import Overrides, packed, projected, read_a
 from parity.text import and_listed
 
 STAGES = {"q_proj": ("q", "k"), "k_proj": ("k",), "v_proj": ("v",), "out_proj": ("output",)}
-"""Stages that show a mistake in a projection first."""
+"""Stages that show a bug in a projection first."""
 
 
 def transposed(case: Case) -> Iterator[Mistake]:
@@ -38,9 +38,10 @@ def transposed(case: Case) -> Iterator[Mistake]:
 
 
 def swapped(case: Case) -> Iterator[Mistake]:
-    """Two projections exchanged; or their weights alone, which are loaded by themselves: that is only searched for."""
+    """Two projections are exchanged, or their weights alone. The latter are only searched for: loaders load each by
+    itself."""
     spec = case.spec
-    q, k, v = spec.qkv_biases  # one that only one of two has would not be loaded into the other
+    q, k, v = spec.qkv_biases  # a bias that only one of two has would not be loaded into the other
     has_one_width = spec.value_head_dim == spec.head_dim
     pairs = [("k", "v", k, v)] if has_one_width else []
     if spec.num_heads == spec.num_kv_heads and spec.d_in == spec.d_kv:
@@ -110,7 +111,7 @@ def fused_qkv(case: Case) -> Iterator[Mistake]:
             mistake = partial(Mistake, name, fix=fix, page="fused-qkv", stages=("q", "k"))
             read = partial(packed, QKV, spec.num_kv_heads, by_head=by_head)
             yield mistake(about, read(leaves=("weight", "bias")))
-            if any(spec.qkv_biases):  # which are loaded by themselves: only searched for
+            if any(spec.qkv_biases):  # loaded by themselves: only searched for
                 yield mistake(f"{about}, but not its bias", read(leaves=("weight",)))
 
 
@@ -192,9 +193,11 @@ def no_out_proj(case: Case) -> Iterator[Mistake]:
 
 
 def out_columns(case: Case) -> Iterator[Mistake]:
-    """The columns of out_proj in another order of heads than the context has."""
+    """The columns of out_proj are in another order of heads than the context."""
     num_heads, size = case.spec.num_heads, case.spec.value_head_dim
-    if case.spec.out_proj and 1 not in (num_heads, size) and num_heads != size:  # else it is heads-combined-innermost
+    if (
+        case.spec.out_proj and 1 not in (num_heads, size) and num_heads != size
+    ):  # otherwise it is heads-combined-innermost
         yield HEAD_ORDER.seen_in("output")(
             "out_proj-heads-innermost",
             "the columns of out_proj are in the order (H, N) instead of (N, H)",
@@ -204,7 +207,7 @@ def out_columns(case: Case) -> Iterator[Mistake]:
 
 
 def residual(case: Case) -> Iterator[Mistake]:
-    """The residual connection of a block, added by its attention."""
+    """The residual connection of a block is added by its attention."""
     spec = case.spec
 
     def output(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
