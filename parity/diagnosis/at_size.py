@@ -164,8 +164,10 @@ class _Search:
     def _merged(self, diagnosis: Diagnosis, again: Diagnosis, words: str) -> Diagnosis:
         """Return the joint diagnosis of samples; among alternatives the confirming sample, which is larger, decides."""
         by_name = self.found | {"\n".join(each.hypotheses): each for each in again.explanations}
-        told = {each.hypotheses for each in again.explanations}
-        explanations = [each for each in by_name.values() if each.hypotheses in told or not _is_other(each, again)]
+        confirmed_names = {each.hypotheses for each in again.explanations}
+        explanations = [
+            each for each in by_name.values() if each.hypotheses in confirmed_names or not _is_other(each, again)
+        ]
         kind = "precision" if diagnosis.kind == again.kind == "precision" else "structure"
         first, shown = self.first if self.first is not None else (None, diagnosis)
         words = f"{first.words}, {words}" if first is not None else words

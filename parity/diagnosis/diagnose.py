@@ -101,8 +101,8 @@ def diagnose_stages(
 
     def explained(stages: Mapping[str, np.ndarray], right: Replay, work: Work) -> Diagnosis:
         with work.counted():
-            taken = _taken(stages, right)
-            return taken if isinstance(taken, Diagnosis) else _explained(*taken, work.left)
+            taken = _read_stages(stages, right)
+            return taken if isinstance(taken, Diagnosis) else _explain(*taken, work.left)
 
     def judge(part: Part, scope: Scope, work: Work) -> Diagnosis:
         base = remembering(part.remembered)
@@ -157,7 +157,7 @@ def _other_dtypes(stages: Mapping[str, np.ndarray], problem: Problem) -> dict[st
     }
 
 
-def _taken(stages: Mapping[str, np.ndarray], first: Replay) -> Diagnosis | tuple[list[_View], _View | None]:
+def _read_stages(stages: Mapping[str, np.ndarray], first: Replay) -> Diagnosis | tuple[list[_View], _View | None]:
     """Read stages in every possible way; if they agree in one, nothing is wrong."""
     views: list[_View] = []
     right, reference = None, None
@@ -175,7 +175,7 @@ def _taken(stages: Mapping[str, np.ndarray], first: Replay) -> Diagnosis | tuple
     return views, right
 
 
-def _explained(views: Sequence[_View], right: _View | None, seconds: float) -> Diagnosis:
+def _explain(views: Sequence[_View], right: _View | None, seconds: float) -> Diagnosis:
     """Search each reading for bugs, and return the best diagnosis."""
     plain = views[0]
     others = sorted((view for view in views if len(view.wrong) < len(plain.wrong)), key=lambda view: len(view.wrong))
@@ -184,15 +184,15 @@ def _explained(views: Sequence[_View], right: _View | None, seconds: float) -> D
     for view in searched:
         if not found or found[0].unknowns or found[0].count > 1:
             work = Work(seconds / len(searched))
-            found.append(_searched(view.replay, work))
+            found.append(_search(view.replay, work))
             untried = untried or work.untried
     if right is not None and found[0].unknowns:
         return right.diagnosis("convention")
     best = min(range(len(found)), key=lambda index: found[index].cost)
-    return _told(searched[best], found[best], untried)
+    return _conclude(searched[best], found[best], untried)
 
 
-def _searched(replay: Replay, work: Work) -> SearchResult:
+def _search(replay: Replay, work: Work) -> SearchResult:
     """Search for bugs. If a stage has NaN of its own, also search with NaN in rows without a key."""
     with work.counted():
         found = search(replay, work)
@@ -212,7 +212,7 @@ def _has_nan_of_its_own(replay: Replay, stage: str) -> bool:
     return bool((np.isnan(actual) & ~np.isnan(expected)).any())
 
 
-def _told(view: _View, found: SearchResult, untried: str) -> Diagnosis:
+def _conclude(view: _View, found: SearchResult, untried: str) -> Diagnosis:
     """Return the diagnosis that follows from a search."""
     explanations, unknowns = found.explanations, found.unknowns
     losses = {mistake.name for mistake in view.replay.known if mistake.is_loss}
@@ -225,7 +225,7 @@ def _told(view: _View, found: SearchResult, untried: str) -> Diagnosis:
     if unknowns and not explanations:
         has_wrong_zeros = any(view.replay.has_wrong_zeros(unknown.stage) for unknown in unknowns)
         if view.agrees_in_the_end and not (has_wrong_zeros or any(_is_serious(unknown) for unknown in unknowns)):
-            words = {each.stage: _in_a_way(each) for each in unknowns}
+            words = {each.stage: _describe(each) for each in unknowns}
             conventions = {**view.conventions, **words}
             return replace(view.diagnosis("convention"), conventions=conventions, unknowns=unknowns)
         has_laws = any(unknown.laws for unknown in unknowns)
@@ -243,7 +243,7 @@ def _told(view: _View, found: SearchResult, untried: str) -> Diagnosis:
     )
 
 
-def _in_a_way(unknown: Unknown) -> str:
+def _describe(unknown: Unknown) -> str:
     """Describe the difference of a stage that the output does not depend on."""
     how = f"by a pattern: {unknown.law.words}" if unknown.law else "in an unknown way"
     return f"differs from the reference, {how}"

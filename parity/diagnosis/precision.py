@@ -51,9 +51,9 @@ def lost_in_products(replay: Replay, before: Mapping[str, Judgement], wrong: Seq
     """
 
     def loss(mistake: Mistake, stages: Sequence[str], ratio: float) -> Explanation:
-        told = ((mistake.name,), mistake.about, (mistake.fix,), (mistake.page,))
+        record = ((mistake.name,), mistake.about, (mistake.fix,), (mistake.page,))
         first = before[wrong[0]]
-        return Explanation(stages[0], tuple(stages), *told, first.error, first.error, ratio, first.ratio)
+        return Explanation(stages[0], tuple(stages), *record, first.error, first.error, ratio, first.ratio)
 
     is_tensix = replay.arithmetic.startswith("tensix")
     if is_tensix and (kind := _fidelity(replay, wrong)):
@@ -116,8 +116,8 @@ def lost_in_dtype(replay: Replay, before: Mapping[str, Judgement], wrong: Sequen
         if max(shares) <= 1.0 and is_enough:
             about = f"the whole layer is computed in {dtype} and cast back"
             fix = f"compute the layer in {replay.problem.dtype}, outside of autocast, or compare in that dtype"
-            told = ((f"layer-in-{dtype}",), about, (fix,), ("low-precision",))
-            return Explanation(wrong[0], tuple(own), *told, first.error, first.error, max(shares), first.ratio)
+            record = ((f"layer-in-{dtype}",), about, (fix,), ("low-precision",))
+            return Explanation(wrong[0], tuple(own), *record, first.error, first.error, max(shares), first.ratio)
     return None
 
 

@@ -152,16 +152,16 @@ class _Reader:
         target = self.expected.shape
         if x.shape == target:
             yield Reading("", x, is_certain=True)
-        told = []
+        found = []
         for words, larger, undo in self._targets():
             for axes, y in _in_axes(x, larger, self.letters, may_broadcast=self.stage.is_exact):
                 values = undo(y)
                 if values is None or (values.shape == x.shape and not words and np.array_equal(values, x)):
                     continue
-                said = _joined(f"has axes {axes}" if axes else "", words)
-                if said not in told:
-                    told.append(said)
-                    yield Reading(said, values, is_certain=True)
+                words_of_form = _joined(f"has axes {axes}" if axes else "", words)
+                if words_of_form not in found:
+                    found.append(words_of_form)
+                    yield Reading(words_of_form, values, is_certain=True)
 
     def _targets(self) -> Iterator[tuple[str, tuple[int, ...], Callable[[np.ndarray], np.ndarray | None]]]:
         """Yield expected shapes that are larger or smaller than the reference's, and functions that undo it."""
@@ -213,8 +213,8 @@ class _Reader:
 
     def _agreeing(self, x: np.ndarray, shaped: Sequence[Reading]) -> Iterator[Reading]:
         """Yield the readings in which the array agrees with the reference."""
-        told = self._free()
-        for free, aside in ((None, ""), *([] if told is None else [(told, self._free_words())])):
+        found = self._free()
+        for free, aside in ((None, ""), *([] if found is None else [(found, self._free_words())])):
             for form in shaped:
                 if form.values is None:
                     continue

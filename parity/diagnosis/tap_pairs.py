@@ -64,8 +64,8 @@ class LayerDifference(JsonRecord):
         return self.grows[0] if self.is_culprit else ""
 
     def __str__(self) -> str:
-        told = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
-        return f"{self.layer}: {told}"
+        errors = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
+        return f"{self.layer}: {errors}"
 
 
 @dataclass(frozen=True)

@@ -242,8 +242,8 @@ def _judge_layer(
     if unknown is None or unknown.is_known:
         return verdict
     like = _like_another(layer, problems, _others(known, specs))
-    told = LikeAnother(**{**vars(unknown), "kind": "like", "like": like}) if like else unknown
-    return replace(verdict, diagnosis=told)
+    explained = LikeAnother(**{**vars(unknown), "kind": "like", "like": like}) if like else unknown
+    return replace(verdict, diagnosis=explained)
 
 
 def _title(layer: ModelLayer) -> str:

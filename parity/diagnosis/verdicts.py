@@ -121,7 +121,7 @@ class Explanation(JsonRecord):
         yield "More", self.more
         if verbose:
             yield "Explained", ", ".join(self.stages)
-            yield from (("Sign", sign) for sign in (self.findings.signs if self.findings else ()))
+            yield from (("Also", sign) for sign in (self.findings.signs if self.findings else ()))
 
 
 @dataclass(frozen=True)
@@ -216,14 +216,14 @@ class Unknown(JsonRecord):
             self.stage,
             self.stages or (self.stage,),
             law.pages[:1],
-            law.words,
+            self._in_place(law.words),
             tuple(dict.fromkeys(fix for each in alike for fix in each.fixes)),
             tuple(pages),
             self.error,
             None,
             1.0,
             self.ratio,
-            tuple(each.words for each in others),
+            tuple(self._in_place(each.words) for each in others),
             self.findings,
         )
 
@@ -231,12 +231,16 @@ class Unknown(JsonRecord):
     def headline(self) -> str:
         """The simplest pattern, or a statement that nothing explains the stage."""
         if self.law is not None:
-            return f"not a known bug: in {_some(self.stages or (self.stage,))}, {self.law.words}"
+            return f"not a known bug: in {_some(self.stages or (self.stage,))}, {self._in_place(self.law.words)}"
         return f"unknown: no known bug explains {self.stage}"
+
+    def _in_place(self, words: str) -> str:
+        """Return the description of a pattern; `there` refers to a place, unless it is the whole stage."""
+        return words.replace(" there", "", 1) if self.where == EVERYWHERE else words
 
     def lines(self, wrong_stage: Line, *, verbose: bool = False) -> Iterator[Line]:
         """Yield the labels and texts of the stage, as `Explanation.lines` does."""
-        laws = list(dict.fromkeys(self.laws))
+        laws = list(dict.fromkeys(self._in_place(law) for law in self.laws))
         if laws:
             yield "", laws[0]
             yield from (("", f"or {law}") for law in laws[1 : None if verbose else 2])
@@ -248,7 +252,7 @@ class Unknown(JsonRecord):
         for words, error in self.nearest if verbose else self.nearest[:1]:
             yield "Nearest", f"the error falls to {error:.2g} if {words}"
         if verbose and self.law is not None:
-            yield from (("Sign", sign) for sign in (self.findings.signs if self.findings else ()))
+            yield from (("Also", sign) for sign in (self.findings.signs if self.findings else ()))
 
 
 Finding = Explanation | Unknown

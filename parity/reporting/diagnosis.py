@@ -38,8 +38,10 @@ def print_diagnosis(diagnosis: Findings, out: Console, *, is_right: bool, verbos
         line = Text(f"{label}: " if label else "", style="bold")
         line.append(text, "bold green" if is_right else "bold red" if label.startswith("Likely bug") else "not bold")
         if out.is_terminal:
-            first, *rest = line.wrap(out, out.width - 4) or [line]
-            line = Text("\n    ").join([first, *rest])
+            parts = line.wrap(out, out.width - 4) or [line]
+            for part in parts:
+                part.rstrip()
+            line = Text("\n    ").join(parts)
         out.print(line, soft_wrap=True)
 
 

@@ -32,19 +32,19 @@ def assert_with_pcc(expected: Any, actual: Any, pcc: float = PCC, **options: Any
     """
     __tracebackhide__ = True
     comparisons = compare_arrays(actual, expected, **options)
-    told = "; ".join(map(_told, comparisons))
+    summary = "; ".join(map(_summary, comparisons))
     less = [each for each in comparisons if each.pcc is not None and each.pcc < pcc]
     difference = first_difference(comparisons)
     if difference is not None and difference not in less:
-        raise AssertionError(f"PCC {_correlation(difference)} and wrong: {told}\n{message(comparisons)}")
+        raise AssertionError(f"PCC {_correlation(difference)} and wrong: {summary}\n{message(comparisons)}")
     if less:
         within = "\nthe error is within its budget" if difference is None else f"\n{message(comparisons)}"
-        raise AssertionError(f"PCC {_correlation(less[0])} is less than {pcc}: {told}{within}")
-    print(told)
-    return True, told
+        raise AssertionError(f"PCC {_correlation(less[0])} is less than {pcc}: {summary}{within}")
+    print(summary)
+    return True, summary
 
 
-def _told(comparison: Comparison) -> str:
+def _summary(comparison: Comparison) -> str:
     return f"{comparison.stage}: PCC {_correlation(comparison)}, {comparison.ratio:.2g} of its budget"
 
 

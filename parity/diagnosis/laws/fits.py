@@ -14,7 +14,7 @@ from mha_spec import AttentionSpec, LinearScaling, RelativeBias, Rope
 from mha_spec.scaling import Scaling
 from parity.diagnosis.laws.record import Law, OtherSpec, Seen
 from parity.diagnosis.laws.rotation import as_form
-from parity.diagnosis.laws.words import said
+from parity.diagnosis.laws.words import readable
 from parity.diagnosis.mistakes.families import DIVIDED, THETA
 from parity.diagnosis.mistakes.record import Change, Changed, instead
 
@@ -175,14 +175,14 @@ def _words(number: Number, value: float | None) -> str:
         return f"{words} is {_number(value)} instead of {_number(right)}"
     about = {"theta": THETA, "scale": DIVIDED}.get(number.name)
     if about is None:
-        return f"{words} is {said(value)} instead of {said(right)}"
-    found = f"is {said(value)}" if about is DIVIDED else said(value)
+        return f"{words} is {readable(value)} instead of {readable(right)}"
+    found = f"is {readable(value)}" if about is DIVIDED else readable(value)
     form = as_form(value, right) if about is THETA else ""
-    return about.about.format(found=found, right=said(right)) + form
+    return about.about.format(found=found, right=readable(right)) + form
 
 
 def _number(value: float | None) -> str:
-    return "none" if value is None else said(value)
+    return "none" if value is None else readable(value)
 
 
 def _made_in_reference(right: AttentionSpec, made: AttentionSpec) -> Changed | None:

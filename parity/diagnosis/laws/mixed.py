@@ -12,7 +12,7 @@ import numpy as np
 
 from parity.core.stages import Stage
 from parity.diagnosis.laws.record import Law, Seen
-from parity.diagnosis.laws.words import said
+from parity.diagnosis.laws.words import readable
 from parity.text import and_listed
 
 LEAST_FACTOR = 1.01
@@ -76,10 +76,9 @@ def _is_dropout(lost: np.ndarray, kept: np.ndarray, factor: float) -> bool:
 
 def _law(of: str, lost: np.ndarray, kept: np.ndarray, factor: float) -> Law:
     some, p = np.count_nonzero(lost), 1.0 - 1.0 / factor
-    words = (
-        f"{some} of {some + np.count_nonzero(kept)} {of} are 0, and the others {said(factor)} times what they should be"
-    )
-    return Law("dropout", f"{words}: dropout is active, with p = {p:.2g}", {"factor": factor, "p": p}, 1)
+    zeros = f"{some} of {some + np.count_nonzero(kept)} {of} are 0"
+    others = f"the others {readable(factor)} times what they should be"
+    return Law("dropout", f"{zeros}, and {others}: dropout is active, with p = {p:.2g}", {"factor": factor, "p": p}, 1)
 
 
 def _dropped_behind(seen: Seen) -> Law | None:
@@ -196,6 +195,6 @@ def _mixture_words(mixture: np.ndarray, wrong: list[int]) -> str:
 
     def made_of(n: int) -> str:
         some = [m for m in range(len(mixture)) if abs(mixture[n, m]) > LEAST]
-        return " + ".join(f"{said(float(mixture[n, m]))} * head {m}" for m in some) or "0"
+        return " + ".join(f"{readable(float(mixture[n, m]))} * head {m}" for m in some) or "0"
 
     return f"the output uses other heads: {and_listed([f'head {n} is {made_of(n)}' for n in wrong])}"

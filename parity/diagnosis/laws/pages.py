@@ -182,8 +182,8 @@ def _of_rope_factor(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
     if not _has_positions(seen):
         return ()
     factor = float(law.numbers["factor" if law.name == "rope scaling" else "value"])
-    is_told = factor > 1.0 or (spec.rope is not None and spec.rope.scaling is not None)
-    return (of.SCALING,) if is_told else (of.SCALING, of.POSITIONS)
+    is_scaling = factor > 1.0 or (spec.rope is not None and spec.rope.scaling is not None)
+    return (of.SCALING,) if is_scaling else (of.SCALING, of.POSITIONS)
 
 
 def _of_leak(_: Law, seen: Seen, __: AttentionSpec) -> Families:

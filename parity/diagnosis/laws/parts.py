@@ -12,10 +12,10 @@ from parity.diagnosis.laws import changes
 from parity.diagnosis.laws.fits import Fitted, Number, Recompute, Tried
 from parity.diagnosis.laws.pages import with_families
 from parity.diagnosis.laws.record import Law, Seen
-from parity.diagnosis.laws.words import listed, said
+from parity.diagnosis.laws.words import listed, readable
 from parity.diagnosis.mistakes import families as of
 
-MOST_TOLD = 3
+MOST_PARTS = 3
 """The number of parts that are reported if several explain a stage."""
 
 TIMES = (-1.0, 0.0, 2.0, 0.5)
@@ -28,12 +28,12 @@ def parts(seen: Seen, recompute: Recompute) -> Iterator[Law]:
     if problem is None or not np.isfinite(seen.expected).all():
         return
     try:
-        yield from _told(Tried(seen, recompute), problem)
+        yield from _weights_and_parts(Tried(seen, recompute), problem)
     except TimeoutError:
         return
 
 
-def _told(tried: Tried, problem: Problem) -> Iterator[Law]:
+def _weights_and_parts(tried: Tried, problem: Problem) -> Iterator[Law]:
     named = [name for name in problem.weights if _moves(tried, name)]
     groups = {
         "weight": changes.weights(problem, named),
@@ -47,9 +47,9 @@ def _told(tried: Tried, problem: Problem) -> Iterator[Law]:
         for words, change, family in group
         if tried.explains(change)
     )
-    told = list(islice(found, MOST_TOLD))
-    yield from told
-    if not told:
+    found_parts = list(islice(found, MOST_PARTS))
+    yield from found_parts
+    if not found_parts:
         for name in named:
             yield from _multiplied(tried, problem, name)
         yield from _met(tried, problem)
@@ -66,7 +66,7 @@ def _multiplied(tried: Tried, problem: Problem, name: str) -> Iterator[Law]:
     is_whole = not (tried.seen.is_enough(1) and np.isfinite(tried.seen.actual).all())
     number = Number("multiple", name, 1.0, TIMES, lambda x: changes.multiple(name, x), is_whole)
     for times in Fitted(tried, number).values():
-        words, numbers = f"{name} is multiplied by {said(times or 0.0)}", {"weight": name, "factor": times}
+        words, numbers = f"{name} is multiplied by {readable(times or 0.0)}", {"weight": name, "factor": times}
         law = Law("multiple", words, numbers, int(times not in TIMES), change=number.made(times))
         family = changes.family_of(name)
         yield law if family is of.SWAPPED else with_families(law, problem.spec, family)  # a gain has no page

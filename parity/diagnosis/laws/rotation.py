@@ -17,7 +17,7 @@ import numpy as np
 from mha_spec import Rope
 from parity.core.reference.rope import frequencies, pairs
 from parity.diagnosis.laws.record import Law, Seen
-from parity.diagnosis.laws.words import listed, said
+from parity.diagnosis.laws.words import listed, readable
 from parity.diagnosis.mistakes.families import THETA
 from parity.diagnosis.mistakes.record import Changed
 
@@ -172,7 +172,7 @@ def _forms(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
     }
     for form, exponent in forms.items():
         same = {"i / d": theta**0.5, "4 i / d": theta**2}.get(form)
-        as_if = "" if same is None else f", or theta is {said(same)} instead of {said(theta)}"
+        as_if = "" if same is None else f", or theta is {readable(same)} instead of {readable(theta)}"
         words = f"RoPE's frequencies are theta ** -({form}) instead of theta ** -(2 i / d){as_if}"
         yield _Rule("rope exponent", words, theta**-exponent, {"theta": theta, "exponent": form})
 
@@ -182,7 +182,7 @@ def _scaled(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
     is_more = abs(factor) > 1.0
     for value in filter(None, _rounded(factor if is_more else 1.0 / factor if factor else 0.0)):
         times = value if is_more else 1.0 / value
-        words = f"RoPE's positions are {'multiplied' if is_more else 'divided'} by {said(value)}"
+        words = f"RoPE's positions are {'multiplied' if is_more else 'divided'} by {readable(value)}"
         yield _Rule("rope scaling", words, times * turning.right, {"factor": 1.0 / times}, 1)
 
 
@@ -198,7 +198,7 @@ def _theta(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
         logarithm += float((slope * (turning.used - found)).sum() / (slope**2).sum())
         logarithm = min(max(logarithm, LOGARITHMS[0]), LOGARITHMS[-1])
     for value in _rounded(math.exp(logarithm)):
-        words = THETA.about.format(found=said(value), right=said(rope.theta)) + as_form(value, rope.theta)
+        words = THETA.about.format(found=readable(value), right=readable(rope.theta)) + as_form(value, rope.theta)
         yield _Rule("rope theta", words, value**-share, {"theta": value, "expected": rope.theta}, 1)
 
 
@@ -214,7 +214,7 @@ def _any_frequencies(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_
     times = turning.amplitude if abs(turning.amplitude - 1.0) > 1e-4 else 1.0
     used, right = turning.used.tolist(), turning.right.tolist()
     words = f"RoPE's frequencies are {listed(used)} instead of {listed(right)}"
-    words += f", and cosines and sines {said(times)} times what they should be" if times != 1.0 else ""
+    words += f", and cosines and sines {readable(times)} times what they should be" if times != 1.0 else ""
     numbers = {"used": used, "right": right, "amplitude": times}
     yield _Rule("rope frequencies", words, turning.used, numbers, len(used), amplitude=times)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from parity.diagnosis.laws.record import Law, Seen
-from parity.diagnosis.laws.words import said
+from parity.diagnosis.laws.words import readable
 
 FORMATS = {"bfloat16": 7, "float16 or TF32": 10}
 """Explicit mantissa bits of narrow formats, the coarsest first."""
@@ -89,7 +89,7 @@ def _format_of(seen: Seen) -> str | None:
 
 
 def _two_digits(x: float) -> str:
-    return said(float(f"{x:.2g}"))
+    return readable(float(f"{x:.2g}"))
 
 
 def _lost(values: np.ndarray, bits: int) -> np.ndarray:

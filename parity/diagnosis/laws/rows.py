@@ -8,7 +8,7 @@ import numpy as np
 
 from parity.diagnosis.laws.record import Law, Seen
 from parity.diagnosis.laws.values import sizes_of
-from parity.diagnosis.laws.words import known_as, listed, number_words, said
+from parity.diagnosis.laws.words import known_as, listed, number_words, readable
 from parity.text import and_listed
 
 SUMS = {0: "the batch", 1: "the heads", 2: "the queries"}
@@ -113,7 +113,7 @@ def weights_signs(seen: Seen) -> Iterator[str]:
     if seen.hidden is not None and seen.hidden.shape == a.shape:
         weighing = seen.hidden & (a > slack) & (seen.expected <= slack)
         if weighing.any():
-            yield f"{np.count_nonzero(weighing)} hidden cells have weight, at most {said(float(a[weighing].max()))}"
+            yield f"{np.count_nonzero(weighing)} hidden cells have weight, at most {readable(float(a[weighing].max()))}"
         lost = ~seen.hidden & (seen.actual == 0.0) & (seen.expected > slack)
         if lost.any():
             yield f"{np.count_nonzero(lost)} visible cells have weight 0"
@@ -125,7 +125,7 @@ def _sums_to_1(a: np.ndarray, axis: int, slack: float) -> bool:
 
 
 def _range(numbers: np.ndarray) -> str:
-    low, high = said(float(numbers.min())), said(float(numbers.max()))
+    low, high = readable(float(numbers.min())), readable(float(numbers.max()))
     return low if low == high else f"{low} … {high}"
 
 

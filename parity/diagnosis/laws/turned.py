@@ -104,9 +104,9 @@ def _positions_law(seen: Seen, places: np.ndarray) -> Law:
     """Return the pattern of positions (B, N, T), with its description."""
     several, kind = noun(seen.letters, 1)[1], "rope positions"
     if (places == places[:1, :1]).all():
-        told, by = places[0, 0], "tokens are rotated as at the positions"
+        used, by = places[0, 0], "tokens are rotated as at the positions"
     elif (places == places[:1, :, :1]).all():
-        told, by = places[0, :, 0], f"{several} are rotated by one position each, instead of tokens:"
+        used, by = places[0, :, 0], f"{several} are rotated by one position each, instead of tokens:"
     else:
-        told, by = places.ravel(), "tokens are rotated by other positions:"
-    return Law(kind, f"{by} {listed(told.tolist())}", {"positions": places.tolist()}, len(told))
+        used, by = places.ravel(), "tokens are rotated by other positions:"
+    return Law(kind, f"{by} {listed(used.tolist())}", {"positions": places.tolist()}, len(used))

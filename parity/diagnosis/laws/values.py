@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from parity.diagnosis.laws.record import Law, Seen
-from parity.diagnosis.laws.words import NOUNS, known_as, listed, noun, number_words, said
+from parity.diagnosis.laws.words import NOUNS, known_as, listed, noun, number_words, readable
 
 CONSTANTS = {
     "the smallest float32": float(np.finfo(np.float32).min),
@@ -74,7 +74,9 @@ def factors(seen: Seen) -> Iterator[Law]:
             continue
         if seen.holds(seen.within(factor * seen.expected), np.where(seen.part, np.abs(factor), 1.0)):
             numbers = _in_box(seen, factor, axes)
-            yield Law("factor", _factor_words(seen, axes, numbers), _told(seen, axes, "factors", numbers), parameters)
+            yield Law(
+                "factor", _factor_words(seen, axes, numbers), _numbers(seen, axes, "factors", numbers), parameters
+            )
             return
 
 
@@ -93,7 +95,9 @@ def offsets(seen: Seen) -> Iterator[Law]:
         offset = differences.sum(axis=over, keepdims=True) / np.maximum(counted.sum(axis=over, keepdims=True), 1.0)
         if seen.holds(seen.within(seen.expected + offset)):
             numbers = _in_box(seen, offset, axes)
-            yield Law("offset", _offset_words(seen, axes, numbers), _told(seen, axes, "offsets", numbers), parameters)
+            yield Law(
+                "offset", _offset_words(seen, axes, numbers), _numbers(seen, axes, "offsets", numbers), parameters
+            )
             return
 
 
@@ -149,7 +153,7 @@ def _in_box(seen: Seen, numbers: np.ndarray, axes: tuple[int, ...]) -> np.ndarra
     return numbers[np.ix_(*kept)].ravel()
 
 
-def _told(seen: Seen, axes: tuple[int, ...], name: str, numbers: np.ndarray) -> dict[str, object]:
+def _numbers(seen: Seen, axes: tuple[int, ...], name: str, numbers: np.ndarray) -> dict[str, object]:
     return {"axes": [seen.letters[axis] for axis in axes], name: numbers.tolist()}
 
 
@@ -175,7 +179,7 @@ def _factor_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str
 
 def _offset_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str:
     if not axes:
-        return f"{said(float(numbers[0]))} is added to all values there"
+        return f"{readable(float(numbers[0]))} is added to all values there"
     if axes == (0, 1, 2):
         return f"each row there is off by a constant ({listed(numbers.tolist())}), which a softmax ignores"
     if axes == (0, 1, 3):

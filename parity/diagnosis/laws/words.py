@@ -23,7 +23,7 @@ LOOSEST = 0.01
 # ---- Numbers ---------------------------------------------------------------------------------------------------------
 
 
-def said(x: float) -> str:
+def readable(x: float) -> str:
     """Return a number with a readable number of digits."""
     return f"{x:.0f}" if 1e4 <= abs(x) < 1e9 and x == round(x) else f"{x:.4g}"
 
@@ -31,8 +31,8 @@ def said(x: float) -> str:
 def listed(numbers: Sequence[float]) -> str:
     """Return numbers as a list, or as a range."""
     if len(numbers) <= MOST_LISTED:
-        return ", ".join(map(said, numbers))
-    return f"from {said(min(numbers))} to {said(max(numbers))}"
+        return ", ".join(map(readable, numbers))
+    return f"from {readable(min(numbers))} to {readable(max(numbers))}"
 
 
 def known_as(x: float, tolerance: float, sizes: dict[str, int], problem: Problem | None = None) -> list[str]:
@@ -91,8 +91,8 @@ def _roots(x: float, *, squares: bool) -> Iterator[tuple[str, float]]:
 
 def number_words(x: float, names: Sequence[str]) -> str:
     """Return a number and its names."""
-    others = [name for name in names if name != said(x)]
-    return f"{said(x)} ({', or '.join(others)})" if others else said(x)
+    others = [name for name in names if name != readable(x)]
+    return f"{readable(x)} ({', or '.join(others)})" if others else readable(x)
 
 
 # ---- Indices ---------------------------------------------------------------------------------------------------------
