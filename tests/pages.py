@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,14 +26,10 @@ def page_of(names, backends=("torch",), dtypes=("float32",), **keywords) -> tupl
 
 
 class Diagnosis:
-    """A diagnosis with one explanation."""
+    """A diagnosis with any text."""
 
-    def __init__(self, text, *hypotheses):
+    def __init__(self, text):
         self.text = self.cause = text
-        self.explanations = [SimpleNamespace(hypotheses=hypotheses or (text,), docs=("some-page",))]
-
-    def __str__(self):
-        return self.text
 
 
 @contextmanager

@@ -214,7 +214,7 @@ def test_the_limit_of_a_search_holds(problems, work):
     output = given_by(problem, "k_proj-transposed")["output"]
     work.clear()
     diagnosis = diagnose({"output": output}, problem, seconds=0.01)
-    assert "single mistakes" in diagnosis.untried
+    assert "single bugs" in diagnosis.untried
     assert sum(work) < 4 * multiplications(problem)
 
 

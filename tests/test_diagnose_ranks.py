@@ -46,11 +46,12 @@ def test_ranks_of_a_layer_in_a_file_are_judged_and_the_mistake_named(write, laye
     assert main([*right, *wrong, "--json", str(tmp_path / "found.json")]) == 1
     said = capsys.readouterr().out
     assert "the layer is assumed to be causal; if it is not, pass --no-causal" in said
-    assert "rank 1: attn_weights is" in said
-    assert "mistake   rank-first-sinks" in said
+    assert "First wrong stage of rank 1: attn_weights, " in said
+    assert "Likely bug: rank-first-sinks\n" in said
     found = json.loads((tmp_path / "found.json").read_text())
     assert [each["rank"] for each in found["wrong"]] == [1, 2, 3]
     assert [each["name"] for each in found["mistakes"]] == ["rank-first-sinks"]
+    assert found["likely_bug"] == "rank-first-sinks"
 
 
 def test_ranks_that_share_tokens_have_each_their_own_input(write, layer, capsys):
@@ -61,7 +62,7 @@ def test_ranks_that_share_tokens_have_each_their_own_input(write, layer, capsys)
     paths = write(ranks)
     assert main(["diagnose", "--mesh", "sequence=2", "--weights", weights, *paths]) == 0
     assert main(["diagnose", "--mesh", "sequence=2", "--weights", weights, *write(ranks[::-1])]) == 1
-    assert "rank 0: " in capsys.readouterr().out
+    assert "of rank 0: " in capsys.readouterr().out
 
 
 def test_ranks_of_a_case_need_no_weights(write, capsys):
@@ -71,7 +72,7 @@ def test_ranks_of_a_case_need_no_weights(write, capsys):
     assert main([*named, *write(ranks)]) == 0
     ranks[1] = ranks[1] | {"v": -ranks[1]["v"]}
     assert main([*named, *write(ranks)]) == 1
-    assert "rank 1: v is" in capsys.readouterr().out
+    assert "of rank 1: v, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

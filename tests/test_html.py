@@ -113,13 +113,12 @@ def test_the_first_divergence_is_marked_explained_and_can_be_run_again():
 
 
 @pytest.mark.usefixtures("broken_softmax")
-def test_a_diagnosis_is_shown_with_the_page_of_its_class_of_bugs():
+def test_a_diagnosis_is_shown_as_its_text():
     report, maps, _ = page_of(["causal"])
-    diagnosis = Diagnosis("the mask is shifted by one\n  fix it <so>", "mask shifted", "keys <twice>")
+    diagnosis = Diagnosis("the mask is shifted by one\n  fix it <so>")
     object.__setattr__(report, "diagnoses", {("causal", "float32", "torch"): diagnosis})
     text = Page(html_page(report, maps)).text
     assert "the mask is shifted by one\n  fix it <so>" in text
-    assert "mask shifted + keys <twice>: mha-parity bugs some-page" in text
 
 
 def test_what_was_skipped_is_told_with_its_reason(good):

@@ -329,7 +329,7 @@ def test_nan_is_placed_though_other_values_are_wrong_too():
 FACTORS = [
     (1 / 0.9, "1.111 (1/0.9, dropout's 1/(1 - p) with p = 0.1)"),
     (2.0, "2 (1/0.5"),
-    (-1.0, "-1 (the sign is turned)"),
+    (-1.0, "-1 (the sign is inverted)"),
     (math.sqrt(8), "2.828 (sqrt(H))"),
     (1 / math.sqrt(8), "0.3536 (1/sqrt(H))"),
     (0.125, "0.125 (1/H)"),
@@ -386,7 +386,7 @@ def test_rows_that_lack_a_norm_are_told(stage):
     normed = x / np.sqrt((x**2).mean(axis=-1, keepdims=True))
     findings = described(stage, x, normed, rng)
     assert names(findings) == ["factor"]
-    assert "as where a norm is missing" in findings.laws[0]
+    assert "as by a missing or additional norm" in findings.laws[0]
 
 
 @quick
@@ -404,12 +404,12 @@ def test_an_offset_is_told(stage, part, seed):
 @pytest.mark.parametrize(
     ("stage", "shape", "words"),
     [
-        ("output", (12,), "something is added there to each feature, the same for all tokens, as a bias is"),
-        ("v", (8,), "something is added there to each feature, the same for all tokens, as a bias is"),
-        ("q", (4, 1, 8), "something is added there to each feature and head, the same for all tokens, as a bias is"),
-        ("scores", (4, 1, 1), "something is added there to each head"),
-        ("scores", (2, 4, 6, 1), "each row there differs by a constant of its own"),
-        ("scores", (2, 4, 1, 7), "something is added there that depends on the key, the same for all queries"),
+        ("output", (12,), "a number is added there to each feature, the same for all tokens, like a bias"),
+        ("v", (8,), "a number is added there to each feature, the same for all tokens, like a bias"),
+        ("q", (4, 1, 8), "a number is added there to each feature and head, the same for all tokens, like a bias"),
+        ("scores", (4, 1, 1), "a number is added there to each head"),
+        ("scores", (2, 4, 6, 1), "each row there is off by a constant"),
+        ("scores", (2, 4, 1, 7), "a bias that depends only on the key is added there"),
     ],
 )
 def test_offsets_by_axis_are_told(stage, shape, words):
@@ -449,8 +449,8 @@ def test_any_order_of_any_axis_is_found(stage, axis, seed):
         ("q", 1, [0, 1, 0, 1], "heads 2 3 are those of 0 1"),
         ("q", 3, [4, 5, 6, 7, 0, 1, 2, 3], "features are exchanged by halves"),
         ("q", 3, [0, 2, 4, 6, 1, 3, 5, 7], "features are in halves, 0 2 4"),
-        ("q", 3, [0, 4, 1, 5, 2, 6, 3, 7], "features are interleaved, and should be in halves"),
-        ("q", 3, [1, 0, 3, 2, 5, 4, 7, 6], "features are exchanged with their neighbours"),
+        ("q", 3, [0, 4, 1, 5, 2, 6, 3, 7], "features are interleaved, instead of in halves"),
+        ("q", 3, [1, 0, 3, 2, 5, 4, 7, 6], "features are exchanged with their neighbors"),
         ("q", 2, [5, 4, 3, 2, 1, 0], "positions are in reverse order"),
         ("q", 2, [0, 0, 1, 2, 3, 4], "positions are those of the one before"),
         ("output", 0, [1, 0], "sequences 0 and 1 are exchanged"),
@@ -495,7 +495,7 @@ def test_axes_in_any_other_order_are_told():
     rng = np.random.default_rng(0)
     k = rng.standard_normal((2, 4, 4, 4))
     findings = described("k", k.transpose(0, 2, 3, 1), k, rng)
-    assert findings.laws == ("axes are exchanged: in place of (B, K, S, H) they are (B, S, H, K)",)
+    assert findings.laws == ("axes are exchanged: instead of (B, K, S, H) they are (B, S, H, K)",)
 
 
 def test_values_of_other_stages_are_told():
@@ -524,7 +524,7 @@ def test_what_grows_with_the_distance_is_told():
     distance = np.arange(12) - np.arange(12)[:, None]
     slopes = 2.0 ** -np.arange(1, 5)[:, None, None]
     findings = described("scores", expected - slopes * np.abs(distance), expected, rng)
-    assert findings.laws[0].startswith("slope * (|key - query|) is added there, as ALiBi does")
+    assert findings.laws[0].startswith("slope * (|key - query|) is added there, as in ALiBi")
     assert findings.found[0].numbers["slopes"] == pytest.approx([-0.5, -0.25, -0.125, -0.0625], abs=1e-5)
     learned = rng.standard_normal((4, 23))[:, distance + 11]
     assert names(described("scores", expected + learned, expected, rng)) == ["by distance"]
@@ -545,7 +545,7 @@ def test_uniform_rows_are_told():
     expected = softmax(rng.standard_normal((2, 4, 6, 7)), causal())
     uniform = softmax(np.zeros((2, 4, 6, 7)), causal())
     assert described("attn_weights", uniform, expected, rng, hidden=causal()).laws == (
-        "rows are uniform over the keys that they see",
+        "rows are uniform over the keys that they attend to",
     )
     hidden = hidden_and_empty()
     expected = softmax(rng.standard_normal((2, 4, 6, 7)), hidden)
@@ -576,11 +576,11 @@ def test_hidden_cells_that_weigh_something_are_counted():
     rng = np.random.default_rng(0)
     scores, hidden = rng.standard_normal((2, 4, 6, 7)), causal()
     findings = described("attn_weights", softmax(scores), softmax(scores, hidden), rng, hidden=hidden)
-    assert any(sign.startswith(f"{hidden.sum()} hidden cells weigh something, at most 0.") for sign in findings.signs)
+    assert any(sign.startswith(f"{hidden.sum()} hidden cells have weight, at most 0.") for sign in findings.signs)
     assert names(findings) == ["unmasked"]
     one_less = hidden | (np.arange(7) == np.arange(6)[:, None] - 1)
     findings = described("attn_weights", softmax(scores, one_less), softmax(scores, hidden), rng, hidden=hidden)
-    assert "40 cells that are shown weigh 0" in findings.signs
+    assert "40 visible cells have weight 0" in findings.signs
 
 
 def test_hidden_cells_that_weigh_something_beside_right_rows_are_no_softmax():
@@ -594,14 +594,14 @@ def test_masks_are_told_by_what_they_show():
     right = causal(6, 6).astype(bool)
     distance = np.arange(6) - np.arange(6)[:, None]
     for wrong, law, words in (
-        (~right, "inverted", "what should be hidden is shown, and the other way around"),
+        (~right, "inverted", "hidden cells are shown, and shown cells hidden"),
         (right & False, "constant", "none of them is hidden"),
         (right | True, "constant", "all of them are hidden"),
         (
             right | (distance <= -3),
             "band",
-            "a query is shown the keys from 2 before its own to its own, "
-            "and should show the keys from the first key to its own",
+            "a query attends to the keys from 2 before its own to its own "
+            "instead of the keys from the first key to its own",
         ),
         (right.swapaxes(2, 3), "transposed", "queries and keys are exchanged: transposed"),
         (np.roll(right, 1, axis=2), "order", "queries are rolled by 1"),
@@ -691,7 +691,7 @@ def test_errors_as_large_as_those_of_a_narrow_format_are_a_sign_and_no_law():
     wrong = expected * (1.0 + 2.0**-9 * rng.uniform(-1.0, 1.0, expected.shape))
     findings = described("q", wrong, expected, rng)
     assert findings.laws == ()
-    assert "every error is within a unit of bfloat16 of its value" in findings.signs
+    assert "every error is within one unit of bfloat16 of its value" in findings.signs
     assert not any("within a unit" in sign for sign in described("q", expected + 0.01, expected, rng).signs)
 
 
@@ -780,19 +780,19 @@ def with_rope(rope=ROPE, **fields):
 @pytest.mark.parametrize(
     ("wrong", "stage", "words"),
     [
-        (with_rope(theta=500000.0), "q", "RoPE's theta is 500000 and not 10000"),
-        (with_rope(theta=123456.0), "k", "RoPE's theta is 123456 and not 10000"),
+        (with_rope(theta=500000.0), "q", "RoPE's theta is 500000 instead of 10000"),
+        (with_rope(theta=123456.0), "k", "RoPE's theta is 123456 instead of 10000"),
         (
             with_rope(theta=100.0),
             "q",
-            "RoPE's frequencies are theta ** -(i / d), and not theta ** -(2 i / d), or theta is 100 and not 10000",
+            "RoPE's frequencies are theta ** -(i / d) instead of theta ** -(2 i / d), or theta is 100 instead of 10000",
         ),
         (with_rope(scaling=LinearScaling(4.0)), "q", "RoPE's positions are divided by 4"),
         (with_rope(scaling=LinearScaling(0.5)), "k", "RoPE's positions are multiplied by 2"),
-        (with_rope(rotary_dim=8), "q", "the number of features that RoPE rotates is 8 and not 16"),
-        (replace(SPEC, scale=0.3), "scores", "the scale of the scores is 0.3, and not 0.25"),
-        (replace(SPEC, soft_cap=2.5), "scores", "the soft cap is 2.5, and should be none"),
-        (replace(SPEC, window_size=5), "mask", "the window is 5, and should be none"),
+        (with_rope(rotary_dim=8), "q", "the number of features that RoPE rotates is 8 instead of 16"),
+        (replace(SPEC, scale=0.3), "scores", "the scale of the scores is 0.3 instead of 0.25"),
+        (replace(SPEC, soft_cap=2.5), "scores", "the soft cap is 2.5 instead of none"),
+        (replace(SPEC, window_size=5), "mask", "the window is 5 instead of none"),
     ],
 )
 def test_a_number_of_the_specification_is_fitted(wrong, stage, words):
@@ -802,15 +802,15 @@ def test_a_number_of_the_specification_is_fitted(wrong, stage, words):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (with_rope(theta=500000.0), "RoPE's theta is 500000 and not 10000"),
+        (with_rope(theta=500000.0), "RoPE's theta is 500000 instead of 10000"),
         (
             with_rope(theta=100.0),
-            "RoPE's theta is 100 and not 10000, or the exponent i / d in place of 2 i / d",
+            "RoPE's theta is 100 instead of 10000, or the exponent i / d instead of 2 i / d",
         ),
         (with_rope(scaling=LinearScaling(4.0)), "the factor that RoPE's positions are divided by is 4"),
-        (replace(SPEC, scale=0.3), "the scale of the scores is 0.3, and not 0.25"),
-        (replace(SPEC, soft_cap=2.5), "the soft cap is 2.5, and should be none"),
-        (replace(SPEC, window_size=5), "the window is 5, and should be none"),
+        (replace(SPEC, scale=0.3), "the scale of the scores is 0.3 instead of 0.25"),
+        (replace(SPEC, soft_cap=2.5), "the soft cap is 2.5 instead of none"),
+        (replace(SPEC, window_size=5), "the window is 5 instead of none"),
     ],
 )
 def test_a_number_is_fitted_from_the_output_alone(wrong, words):
@@ -823,13 +823,13 @@ RECORDS = {
         replace(SPEC, qk_norm=Norm(eps=1e-6)),
         replace(SPEC, qk_norm=Norm(eps=2.5e-3)),
         "q",
-        "the eps of q_norm and k_norm is 0.0025 and not 1e-06",
+        "the eps of q_norm and k_norm is 0.0025 instead of 1e-06",
     ),
     "attention factor": (
         replace(SPEC, rope=YARN),
         replace(SPEC, rope=replace(YARN, scaling=YarnScaling(4.0, 16, attention_factor=1.5))),
         "q",
-        "RoPE's attention factor is 1.5 and not 1.139",
+        "RoPE's attention factor is 1.5 instead of 1.139",
     ),
     "unscaled": (replace(SPEC, rope=YARN), SPEC, "k", "RoPE's frequencies are not scaled"),
     "missing": (replace(SPEC, rope=YARN), replace(SPEC, rope=None), "k", "RoPE is missing"),
@@ -838,49 +838,49 @@ RECORDS = {
         replace(SPEC, alibi=Alibi(8.0)),
         replace(SPEC, alibi=Alibi(6.0)),
         "scores",
-        "ALiBi's max_bias is 6 and not 8",
+        "ALiBi's max_bias is 6 instead of 8",
     ),
     "temperature": (
         replace(SPEC, temperature=Temperature(8)),
         replace(SPEC, temperature=Temperature(8, 0.3)),
         "q",
-        "the scale of the temperature is 0.3 and not 0.1",
+        "the scale of the temperature is 0.3 instead of 0.1",
     ),
     "capped": (
         replace(SPEC, soft_cap=2.0),
         SPEC,
         "scores",
-        "the soft cap is none, and not 2",
+        "the soft cap is none instead of 2",
     ),
     "window": (
         replace(SPEC, window_size=5),
         replace(SPEC, window_size=4),
         "mask",
-        "the window is 4 and not 5",
+        "the window is 4 instead of 5",
     ),
     "chunk for window": (
         replace(SPEC, window_size=5),
         replace(SPEC, chunk_size=6),
         "mask",
-        "the chunk size, with no window, is 6, and should be none",
+        "the chunk size, with no window, is 6 instead of none",
     ),
     "window for chunk": (
         replace(SPEC, chunk_size=6),
         replace(SPEC, window_size=5),
         "mask",
-        "the window, with no chunks, is 5, and should be none",
+        "the window, with no chunks, is 5 instead of none",
     ),
     "temperature length": (
         replace(SPEC, temperature=Temperature(8)),
         replace(SPEC, temperature=Temperature(16)),
         "q",
-        "the length of the temperature is 16 and not 8",
+        "the length of the temperature is 16 instead of 8",
     ),
     "chunk": (
         replace(SPEC, chunk_size=8),
         replace(SPEC, chunk_size=6),
         "mask",
-        "the chunk size is 6 and not 8",
+        "the chunk size is 6 instead of 8",
     ),
 }
 
@@ -889,7 +889,7 @@ RECORDS = {
 def test_that_nothing_is_out_of_reach_is_said_once(field):
     words = {"window_size": "the window", "chunk_size": "the chunk size"}[field]
     laws = diagnosed(replace(SPEC, **{field: 6}), SPEC, "output", alone=True).laws
-    assert laws == (f"{words} is none, and not 6",)
+    assert laws == (f"{words} is none instead of 6",)
 
 
 @pytest.mark.parametrize(("right", "wrong", "stage", "words"), RECORDS.values(), ids=[*RECORDS])
@@ -924,7 +924,7 @@ def test_numbers_of_scalings_are_fitted(right, wrong, is_alone):
     specs = [with_rope(scaling=right), with_rope(scaling=replace(right, **wrong))]
     laws = diagnosed(*specs, stage, alone=is_alone).laws
     expected = getattr(right, name)
-    assert f"the {name} of RoPE's {right.kind} scaling is {value:g} and not {expected:g}" in laws
+    assert f"the {name} of RoPE's {right.kind} scaling is {value:g} instead of {expected:g}" in laws
 
 
 @pytest.mark.parametrize("offset", [1, 2, 17, 100])
@@ -946,7 +946,7 @@ def test_what_latents_are_rotated_by_is_told():
     rope = Rope(10000.0, rotary_dim=8, rotated="last")
     spec = AttentionSpec(64, 4, rope=rope, latent=Latent(16, 8))
     findings = diagnosed(spec, replace(spec, rope=replace(rope, theta=500.0)), "latents")
-    assert findings.laws == ("RoPE's theta is 500 and not 10000",)
+    assert findings.laws == ("RoPE's theta is 500 instead of 10000",)
 
 
 def test_no_number_is_fitted_to_random_errors():

@@ -87,7 +87,7 @@ WEIGHTS = {
         PLAIN,
         lambda w: {"v_proj.weight": rows_inside(w["v_proj.weight"])},
         "v",
-        "v_proj.weight is read with rows (H, N), which are (N, H)",
+        "v_proj.weight is read with rows (H, N) instead of (N, H)",
     ),
     "heads exchanged": (
         GROUPED,
@@ -102,19 +102,19 @@ WEIGHTS = {
         PLAIN,
         lambda w: {"out_proj.weight": np.float32(1.01) * w["out_proj.weight"]},
         "output",
-        "out_proj.weight is 1.01 times what it is",
+        "out_proj.weight is multiplied by 1.01",
     ),
     "subtracted": (
         replace(GROUPED, spec=replace(GROUPED.spec, out_bias=True)),
         lambda w: {"out_proj.bias": -w["out_proj.bias"]},
         "output",
-        "out_proj.bias is -1 times what it is",
+        "out_proj.bias is multiplied by -1",
     ),
     "a new layer's": (
         NORMED,
         lambda w: {"q_norm.weight": np.zeros_like(w["q_norm.weight"])},
         "q",
-        "q_norm.weight is 0 times what it is",
+        "q_norm.weight is multiplied by 0",
     ),
     "1": (
         replace(NORMED, spec=replace(NORMED.spec, qk_norm=Norm())),
@@ -126,7 +126,7 @@ WEIGHTS = {
         NORMED,
         lambda w: {"sinks": np.exp(w["sinks"])},
         "output",
-        "sinks is the exponential of what it is",
+        "sinks is its exponential",
     ),
 }
 
@@ -170,7 +170,7 @@ def test_tokens_of_other_places_and_sequences_are_told():
         (lambda b: -b, "subtracted"),
         (lambda b: b.swapaxes(2, 3), "transposed"),
         (lambda b: np.broadcast_to(b[:, :1], b.shape), "that of the first head"),
-        (lambda b: np.ascontiguousarray(b.swapaxes(0, 1)).reshape(b.shape), "in the order (N, B), read as (B, N)"),
+        (lambda b: np.ascontiguousarray(b.swapaxes(0, 1)).reshape(b.shape), "read as (B, N) instead of (N, B)"),
     ],
 )
 def test_a_bias_of_the_scores_that_is_used_otherwise_is_told(change, words):
@@ -193,7 +193,7 @@ def test_masks_that_are_joined_otherwise_are_told_from_the_output():
     both = np.broadcast_to(causal & padding, (2, 3, 6, 6))
     wrong = run(problem, overriding(mask=lambda _: lambda values: {"mask": both}))
     (law,) = told(problem, {"output": wrong["output"]}, "output")
-    assert law.startswith("the mask hides what all of its parts hide")
+    assert law.startswith("a key is hidden only if all parts of the mask hide it")
 
 
 PRODUCTS = {
@@ -207,7 +207,7 @@ PRODUCTS = {
         SQUARE,
         "context",
         {"weighed": lambda _: lambda values: {"context": values["attn_weights"].swapaxes(2, 3) @ values["v"]}},
-        "the attention weights are transposed where they weigh the values",
+        "the attention weights are transposed in their product with the values",
     ),
     "capped twice": (
         CAPPED,
@@ -219,7 +219,7 @@ PRODUCTS = {
         CAPPED,
         "scores",
         {"capped": lambda _: lambda x: np.clip(x, -1.0, 1.0)},
-        "scores are clipped, and not capped softly",
+        "scores are clipped instead of softly capped",
     ),
     "values of others": (
         GROUPED,
@@ -251,8 +251,8 @@ def test_what_is_wrong_before_rope_is_told_there():
     assert laws == ("before RoPE: 0.5 is added to all values there",)
     problem, wrong = with_weights(NORMED, lambda w: {"k_norm.weight": w["k_norm.weight"] + np.float32(1.0)})
     laws = told(problem, run(wrong), "k")
-    assert "k_norm.weight is 1 + what it is" in laws
-    assert any(law.startswith("before RoPE: each feature there is multiplied by a number of its own") for law in laws)
+    assert "k_norm.weight is 1 + its value" in laws
+    assert any(law.startswith("before RoPE: each feature there is multiplied by a different number") for law in laws)
 
 
 def test_a_norm_over_another_axis_is_told():
@@ -268,9 +268,9 @@ def test_a_norm_over_another_axis_is_told():
 @pytest.mark.parametrize(
     ("positions", "words"),
     [
-        (lambda n, t: (t + 8) % 9, "tokens are turned as for the positions 8, 0, 1, 2, 3, 4, 5, 6, 7"),
-        (lambda n, t: n + 0 * t, "heads are turned by a position each, and not tokens: 0, 1, 2, 3, 4, 5"),
-        (lambda n, t: np.where(n == 2, (2 * t + 1) % 9, t), "tokens are turned by positions of their own:"),
+        (lambda n, t: (t + 8) % 9, "tokens are rotated as at the positions 8, 0, 1, 2, 3, 4, 5, 6, 7"),
+        (lambda n, t: n + 0 * t, "heads are rotated by one position each, instead of tokens: 0, 1, 2, 3, 4, 5"),
+        (lambda n, t: np.where(n == 2, (2 * t + 1) % 9, t), "tokens are rotated by other positions:"),
     ],
 )
 def test_positions_of_others_are_told(positions, words):
@@ -300,7 +300,7 @@ def test_dropout_is_told_where_it_is_seen(stage):
         wrong = {**run(problem), stage: wrong[stage]}
         wrong = {"output": wrong["output"]} if stage == "output" else wrong
     (law,) = told(problem, wrong, stage)
-    assert law.endswith("are 0, and the others 1.25 times what they should be: dropout is on, with p = 0.2")
+    assert law.endswith("are 0, and the others 1.25 times what they should be: dropout is active, with p = 0.2")
 
 
 def test_zeros_that_nothing_makes_up_for_are_no_dropout():
@@ -321,7 +321,7 @@ def test_heads_that_are_mixed_in_the_output_are_told():
     wrong = run(problem, overriding(combine_heads=mixing))
     (law,) = told(problem, {"output": wrong["output"]}, "output")
     assert law == (
-        "the output is that of other heads: head 0 is 0.5 * head 0, head 1 is 0.25 * head 0 + 0.25 * head 1 "
+        "the output uses other heads: head 0 is 0.5 * head 0, head 1 is 0.25 * head 0 + 0.25 * head 1 "
         "+ 0.25 * head 2 + 0.25 * head 3, head 2 is 1 * head 3 and head 3 is 1 * head 2"
     )
 
@@ -335,7 +335,7 @@ def test_a_stage_that_is_computed_in_a_narrow_format_is_told():
     wrong = run(problem)
     wrong["scores"] = narrow(narrow(wrong["scores"]) * np.float32(1.004))
     laws = told(problem, wrong, "scores")
-    assert any(law.startswith("the values have the bits of bfloat16, and are off by no more") for law in laws)
+    assert any(law.startswith("the values have the bits of bfloat16, and their error is within") for law in laws)
     wrong["scores"] = narrow(wrong["scores"] + 0.3 * np.random.default_rng(0).standard_normal(wrong["scores"].shape))
     assert told(problem, wrong, "scores") == ()
 

@@ -22,7 +22,7 @@ def test_results_are_shown_as_their_text():
     q = np.zeros((batch_size, problem.spec.num_heads, seq_len, problem.spec.head_dim))
     shown = parity.diagnose({"q": q.astype(np.float32)}, problem)._repr_html_()
     assert shown.startswith("<pre")
-    assert "q is " in shown
+    assert "First wrong stage: q, " in shown
     report = parity.run_cases([parity.CASES["textbook"]], ["torch"])
     assert "1 case, stages: 11 passed, 0 failed" in report._repr_html_()
     assert str(report.comparisons[0]).endswith(" of its budget")

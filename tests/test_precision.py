@@ -70,7 +70,7 @@ def test_weights_that_are_rounded_without_their_biases_are_named(projection, onl
     diagnosis = diagnose(only(exactly(replace(problem, weights={**problem.weights, **rounded}))), problem)
     (explanation,) = diagnosis.explanations
     assert explanation.hypotheses == ("-".join(filter(None, [projection, "weights-bfloat16"])),)
-    assert explanation.about.endswith(f"rounded to bfloat16, and not {'its bias' if projection else 'the biases'}")
+    assert explanation.about.endswith(f"rounded to bfloat16, but not {'its bias' if projection else 'the biases'}")
 
 
 @pytest.mark.parametrize("name", ["weights-bfloat16", "scores-float16"])
@@ -132,13 +132,13 @@ def test_a_layer_in_a_narrower_dtype_is_told(dtype, is_cast, only):
     stages = {"output": stages["output"]} if only else stages
     diagnosis = diagnose(stages, problem)
     assert (diagnosis.kind, names_of(diagnosis)) == ("precision", [f"layer-in-{dtype}"])
-    first = str(diagnosis).splitlines()[0]
+    last = str(diagnosis).splitlines()[-1]
     if is_cast:
-        assert "dtype" not in first
+        assert "Dtype" not in last
     elif only:
-        assert first == f"output has dtype {dtype}, of a float32 problem"
+        assert last == f"Dtype: output is {dtype} in a float32 problem"
     else:
-        assert first == f"q, k, v and {len(diagnosis.dtypes) - 3} more have dtype {dtype}, of a float32 problem"
+        assert last == f"Dtype: q, k, v and {len(diagnosis.dtypes) - 3} more are {dtype} in a float32 problem"
 
 
 def test_a_float64_layer_in_float32_is_told():
@@ -153,7 +153,7 @@ def test_another_mistake_in_a_narrower_dtype_is_not_called_precision():
     coarse = (1.5 * output).astype(ml_dtypes.bfloat16)
     diagnosis = diagnose({"output": coarse}, problem)
     assert (diagnosis.kind, names_of(diagnosis)) == ("unknown", [])
-    assert str(diagnosis).startswith("output has dtype bfloat16, of a float32 problem\n")
+    assert "Dtype: output is bfloat16 in a float32 problem" in str(diagnosis)
 
 
 # ---- Rows without a key ----------------------------------------------------------------------------------------------

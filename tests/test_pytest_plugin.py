@@ -268,7 +268,7 @@ def test_the_message_leads_with_the_first_stage_of_the_data_flow_that_differs():
     wrong = {**right, "attn_weights": 2 * ONE, "output": 2 * ONE, "scores": 2 * ONE}
     lines = why(wrong, right).splitlines()
     assert lines[0] == "parity/scores: actual differs from expected (float32)"
-    assert lines[-3:-1] == ["  agree       q, k", "  differ too  attn_weights, output"]
+    assert lines[-3:-1] == ["  agree       q, k", "  also differ attn_weights, output"]
     assert NEXT in lines[-1]
 
 
@@ -284,7 +284,7 @@ def test_stages_of_other_names_stay_in_the_order_of_expected():
     right = dict.fromkeys(["norm", "v", "q"], ONE)
     text = why(dict.fromkeys(["q", "v", "norm"], 2 * ONE), right)
     assert text.startswith("parity/norm")
-    assert "differ too  v, q\n" in text
+    assert "also differ v, q\n" in text
 
 
 # ---- The fixture -----------------------------------------------------------------------------------------------------
@@ -423,6 +423,9 @@ def test_wrong(assert_parity):
 """
 
 
+NAMES = ("fused-qkv-read-per-head", "out_proj-bias-missing")
+
+
 @pytest.mark.parametrize(("suffix", "processes"), [("json", "1"), ("xml", "0"), ("html", "0")])
 def test_every_report_has_the_diagnosis(pytester, suffix, processes):
     """Of a layer whose stages have other axes; a worker sends it on."""
@@ -430,12 +433,13 @@ def test_every_report_has_the_diagnosis(pytester, suffix, processes):
     result = pytester.runpytest_inprocess("-W", "ignore", "-n", processes, "--parity-report", f"report.{suffix}")
     result.assert_outcomes(passed=1, failed=1)
     text = (pytester.path / f"report.{suffix}").read_text("utf-8")
-    assert all(f"mistake   {name}" in text for name in ("fused-qkv-read-per-head", "out_proj-bias-missing"))
+    assert all(f"{number} of 2: {name}" in text for number, name in enumerate(NAMES, 1))
     if suffix == "json":
         report = json.loads(text)
         right, wrong = report["diagnoses"]
         assert (right["kind"], wrong["kind"], wrong["stage"]) == ("convention", "structure", "q")
-        assert wrong["text"].count("mistake   ") == 2
+        assert wrong["text"].count("Likely bug ") == 2
+        assert (wrong["likely_bug"], wrong["first_wrong_stage"]) == (NAMES[0], "q")
         assert all(each["ratio"] is not None for each in report["results"])
         assert all(each["ratio"] <= 1.0 for each in report["results"] if each["case"].endswith("test_right"))
     if suffix == "xml":

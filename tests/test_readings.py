@@ -229,9 +229,9 @@ def test_the_search_ends_in_time_and_says_what_it_did_not_try():
     problem, values = right(GQA)
     observed = {"output": values["output"] + np.random.default_rng(0).standard_normal(values["output"].shape)}
     diagnosis = diagnose(observed, problem, seconds=0.0)
-    untried = "single mistakes, two mistakes at once, numbers and parts of the layer, the nearest mistakes"
+    untried = "single bugs, pairs of bugs, numbers and parts of the layer, the nearest bugs"
     assert (diagnosis.kind, diagnosis.untried) == ("unknown", untried)
-    assert "not tried for want of time: single mistakes" in str(diagnosis)
+    assert "Not tried: single bugs" in str(diagnosis)
     assert diagnose(observed, problem, seconds=math.inf).untried == ""
 
 
@@ -288,8 +288,8 @@ def test_the_first_of_two_mistakes_leads_where_axes_differ_too():
     judged, diagnosis = judge(values, problem=problem)
     assert [each.hypotheses for each in diagnosis.explanations] == [(name,) for name in names]
     assert all(math.isfinite(each.ratio) for each in judged)
-    assert message(judged, diagnosis).splitlines()[0] == f"parity: {diagnosis.cause}"
-    assert diagnosis.cause.startswith(names[0])
+    assert message(judged, diagnosis).splitlines()[0] == f"Likely bug 1 of 2: {diagnosis.likely_bug}"
+    assert diagnosis.likely_bug == names[0]
 
 
 def test_what_passes_in_another_form_has_the_distance_of_ours():
@@ -316,7 +316,7 @@ def test_a_message_names_some_stages_and_counts_the_others():
     problem, values = right(CACHED)
     wrong = {name: x + 1 if x.dtype == np.float32 else x for name, x in values.items()}
     comparisons = compare_arrays(wrong, problem=problem)
-    (line,) = (line for line in message(comparisons).splitlines() if "differ too" in line)
+    (line,) = (line for line in message(comparisons).splitlines() if "also differ" in line)
     assert sum(each.stage in line.replace(",", "").split() for each in comparisons) == 8
 
 
@@ -358,13 +358,13 @@ def test_the_command_says_that_it_took_a_function_for_causal(tmp_path, monkeypat
     assert main(told) == 1
     out = capsys.readouterr().out
     assert "port:encoder is assumed to be causal; if it is not, pass --no-causal" in out
-    assert "with --no-causal nothing differs" in out
+    assert "with --no-causal, nothing differs" in out
     assert main([*told, "--no-causal"]) == 0
     wrong = {"transposed": weights["out_proj.weight"].T.copy(), "other": weights["out_proj.weight"] ** 3}
     for name, weight in wrong.items():
         save_weights(tmp_path / "w.safetensors", weights | {"out_proj.weight": weight}, spec)
         assert main(told) == 1
-        words = "with --no-causal all differences are explained by out_proj-transposed"
+        words = "with --no-causal, known bugs explain every difference: out_proj-transposed"
         assert (words in capsys.readouterr().out) == (name == "transposed")
     assert main(["diagnose", "port:Encoder", *told[2:]]) == 2
     assert refuses("port:Encoder", "class").is_printed_in(capsys.readouterr().err)

@@ -90,5 +90,5 @@ def test_two_traces_are_set_side_by_side(terminal):
     sides = [list(compared("jax")), list(compared("torch", wrong=[WRONG]))]
     print_divergence(sides, dict.fromkeys(STAGES, 0.5), terminal)
     lines, text = words(terminal)
-    assert f"torchgoeswrongat{WRONG}" in text
+    assert f"torchiswrongfrom{WRONG}" in text
     assert f"{WRONG}:jax" in text if terminal.width == 40 else any(WRONG in line for line in lines if "│" in line)

@@ -643,8 +643,9 @@ def test_none_is_named_where_none_is_planted(name):
 
 def test_what_a_verdict_says():
     verdict = judged(of_six_layers("gemma2"), MISTAKES["window wide"], 4)
-    assert str(verdict).startswith("layer 4 (sliding_attention), stage mask: ")
-    assert "the sliding window is one too wide" in str(verdict)
+    lines = ["First wrong layer: layer 4 (sliding_attention)", "Likely bug: window-one-too-wide"]
+    assert str(verdict).splitlines()[:2] == lines
+    assert "First wrong stage: mask, which should be exact" in str(verdict)
     told = verdict.to_dict()
     assert [layer["passed"] for layer in told["layers"]] == [True] * 4 + [False, True]
     assert told["layers"][4]["diagnosis"]["explanations"][0]["hypotheses"] == ["window-one-too-wide"]
@@ -842,7 +843,7 @@ def test_what_cannot_be_tapped_or_judged_is_refused():
         pass
     verdict = parity.judge_tap(none, specs, weights)
     assert not verdict.passed
-    assert "layer 0 (full_attention): not judged, it was not called" in str(verdict)
+    assert "Not compared: layer 0 (full_attention), because it was not called" in str(verdict)
 
 
 # ---- Flax ------------------------------------------------------------------------------------------------------------
@@ -989,7 +990,7 @@ def test_layers_of_another_nnx_library_are_judged_by_the_folder_of_transformers(
     assert [layer.index for layer in parity.judge_tap(tapped, specs, named).wrong] == [10]
     nameless = parity.judge_tap(tapped, specs, {"one": weights[0]})
     assert not nameless.passed
-    assert str(nameless).endswith("no layer was judged")
+    assert str(nameless).endswith("no layer was compared")
 
 
 @pytest.mark.thorough
@@ -1049,8 +1050,8 @@ def test_a_recording_is_diagnosed_by_its_model(recordings, tmp_path, capsys):
     model, right, wrong = recordings
     assert main(["diagnose", wrong, "--model", model, "--json", str(tmp_path / "told.json")]) == 1
     out = capsys.readouterr().out
-    assert "layer 4 (sliding_attention), stage mask: inf times its budget" in out
-    assert "mistake   window-one-too-wide" in out
+    assert "First wrong layer: layer 4 (sliding_attention)" in out
+    assert "Likely bug: window-one-too-wide" in out
     (told,) = json.loads((tmp_path / "told.json").read_text())["recordings"]
     assert [layer["passed"] for layer in told["layers"]] == [True] * 4 + [False, True]
     page = tmp_path / "page.html"

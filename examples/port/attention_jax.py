@@ -1,4 +1,4 @@
-"""The first draft of the JAX port: it runs, every shape is right, and it has three bugs."""
+"""The port to JAX, first draft: it runs, every shape is right, and it has three bugs."""
 
 from collections.abc import Mapping
 

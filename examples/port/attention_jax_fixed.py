@@ -1,4 +1,4 @@
-"""The correct JAX port: the draft with its three bugs fixed."""
+"""The correct port to JAX: the draft with its three bugs fixed."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Find three bugs in the port, and fix them one by one: `python find_bugs.py`."""
+"""Find the three bugs of the port and fix them one by one: `python find_bugs.py`."""
 
 import textwrap
 from collections.abc import Mapping
@@ -19,28 +19,28 @@ FIXED_IN = {
     "kv-heads-tiled": "for_query_heads",
     "out_proj-transposed": "from_torch",
 }
-"""The function of the port that contains each bug."""
+"""The function of the port that has each bug."""
 
 draft = partial(attention_jax.stages, attention_jax.from_torch(STATE))
-"""The unfixed port with its weights, for `mha-parity diagnose find_bugs:draft`."""
+"""The port with its weights, before any fix: for `mha-parity diagnose find_bugs:draft`."""
 
 
 def main() -> None:
     query = PROBLEM.inputs["query"]
     with torch.no_grad():
-        tell("the original, its output alone", {"output": ORIGINAL(torch.tensor(query)).numpy()})
+        report("the original, its output alone", {"output": ORIGINAL(torch.tensor(query)).numpy()})
 
     stages = run_port(query)
-    tell("the draft, its output alone", {"output": stages["output"]})
-    diagnosis = tell("the draft, stage by stage", stages)
+    report("the draft, its output alone", {"output": stages["output"]})
+    diagnosis = report("the draft, stage by stage", stages)
 
     while diagnosis.explanations:
-        function = FIXED_IN[diagnosis.explanations[0].hypotheses[0]]
+        function = FIXED_IN[diagnosis.likely_bug]
         fix(function)
         print(f"\n== {function} fixed ==")
         stages = run_port(query)
-        tell("its output alone", {"output": stages["output"]})
-        diagnosis = tell("stage by stage", stages, in_full=False)
+        report("its output alone", {"output": stages["output"]})
+        diagnosis = report("stage by stage", stages, in_full=False)
 
 
 def run_port(query: np.ndarray) -> dict[str, Any]:
@@ -48,18 +48,18 @@ def run_port(query: np.ndarray) -> dict[str, Any]:
     return attention_jax.stages(attention_jax.from_torch(STATE), jnp.asarray(query))
 
 
-def tell(title: str, stages: Mapping[str, Any], *, in_full: bool = True) -> parity.Diagnosis:
-    """Diagnose the stages, and print the diagnosis, or only the names of the bugs."""
+def report(title: str, stages: Mapping[str, Any], *, in_full: bool = True) -> parity.Diagnosis:
+    """Diagnose stages, and print the names of the bugs; the whole diagnosis also if `in_full`."""
     diagnosis = parity.diagnose(stages, PROBLEM)
-    bugs = ", ".join(" and ".join(explanation.hypotheses) for explanation in diagnosis.explanations)
-    print(f"{title}: {bugs or diagnosis}")
-    if bugs and in_full:
+    bugs = ", ".join(explanation.likely_bug for explanation in diagnosis.explanations)
+    print(f"{title}: {bugs or diagnosis.headline}")
+    if diagnosis.is_wrong and in_full:
         print(textwrap.indent(str(diagnosis), "  "))
     return diagnosis
 
 
 def fix(function: str) -> None:
-    """Replace a function by that of the fixed port, as you would in the editor."""
+    """Replace a function of the draft by the fixed one, as you would in the editor."""
     setattr(attention_jax, function, getattr(attention_jax_fixed, function))
 
 

@@ -76,6 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_layer_options(parser, "the layer, in both files or each", many=True)
     add_html_option(parser)
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="also print alternatives, patterns, nearest bugs and conventions"
+    )
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -114,14 +117,14 @@ def run(options: argparse.Namespace) -> Result:
     if is_function:
         diagnosis, report = _diagnose_function(options, out)
     elif len(options.files) <= 2 and _are_traces(options.files):
-        diagnosis = _diagnose_traces(options.files, out)
+        diagnosis = _diagnose_traces(options.files, out, verbose=options.verbose)
         report = None if options.html is None else compare_traces(options.files, on_judged=maps)
     elif len(options.files) == 2:
         return _diagnose_weights(options, out)
     else:
         kinds = "PKG.MODULE:FUNCTION, one or two traces, one or two recordings, or two weight files"
         raise refusal("INPUT", f"be {kinds}", files)
-    print_diagnosis(diagnosis, out)
+    print_diagnosis(diagnosis, out, is_right=not diagnosis.is_wrong, verbose=options.verbose)
     write_page(options, report, maps)
     return 1 if diagnosis.is_wrong else 0, diagnosis.to_dict()
 
@@ -148,7 +151,7 @@ def _diagnose_weights(options: argparse.Namespace, out: Console) -> Result:
                     out.print(first, soft_wrap=True)
                 break
     weights, diagnosis = cast(Any, shown)  # there is a layer
-    print_weights(weights, diagnosis, out)
+    print_weights(weights, diagnosis, out, verbose=options.verbose)
     return status_of(weights.same, pairs), {
         **diagnosis.to_dict(),
         "weights": weights,
@@ -164,8 +167,8 @@ def _are_traces(files: Sequence[str]) -> bool:
     return all(kinds)
 
 
-def _diagnose_traces(files: Sequence[str], out: Console) -> Diagnosis:
-    """Return the diagnosis of a trace; of two traces, the one that goes wrong first."""
+def _diagnose_traces(files: Sequence[str], out: Console, *, verbose: bool) -> Diagnosis:
+    """Return the diagnosis of one trace, or of the one of two whose first wrong stage comes first."""
     from parity.core.compare import first_difference
     from parity.diagnosis.traces import diagnose_worst, distances, judge_together
     from parity.reporting.diagnosis import print_divergence
@@ -180,9 +183,12 @@ def _diagnose_traces(files: Sequence[str], out: Console) -> Diagnosis:
         ]
     sides = judge_together(traces)
     if len(traces) > 1:
-        print_divergence(sides, distances(traces[0], traces[1], sides), out)
+        print_divergence(sides, distances(traces[0], traces[1], sides), out, verbose=verbose)
     elif difference := first_difference(sides[0]):
-        out.print(str(difference), style="red")
+        title, _, numbers = str(difference).partition("\n")
+        out.print(title, style="red", soft_wrap=True)
+        if verbose:
+            out.print(numbers, soft_wrap=True)
     return diagnose_worst(traces, sides)
 
 
@@ -208,7 +214,7 @@ def _diagnose_function(options: argparse.Namespace, out: Console) -> tuple[Diagn
             other = replace(problem, case=replace(case, is_causal=False))
             observed, seconds = observe(function, other, framework), SECONDS if diagnosis.unknowns else 0.0
             if words := _words_of(diagnose(observed, other, arithmetic=arithmetic, seconds=seconds)):
-                out.print(f"with --no-causal {words}", style="bold", soft_wrap=True, highlight=False)
+                out.print(f"with --no-causal, {words}", style="bold", soft_wrap=True, highlight=False)
     return diagnosis, report
 
 
@@ -217,7 +223,7 @@ def _words_of(diagnosis: Diagnosis) -> str:
     if not diagnosis.is_wrong:
         return "nothing differs"
     names = [name for explanation in diagnosis.explanations for name in explanation.hypotheses]
-    return "" if diagnosis.unknowns or not names else f"all differences are explained by {', '.join(names)}"
+    return "" if diagnosis.unknowns or not names else f"known bugs explain every difference: {', '.join(names)}"
 
 
 def _function(options: argparse.Namespace) -> tuple[Any, Problem, str]:

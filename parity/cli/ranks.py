@@ -30,6 +30,7 @@ def diagnose(options: argparse.Namespace) -> Result:
     from parity.core.weights import load_tensors
     from parity.diagnosis.ranks import diagnose_ranks
     from parity.reporting.console import console
+    from parity.reporting.diagnosis import print_diagnosis
 
     divided = _divided(options.mesh)
     size, paths = max(divided.values()), options.files
@@ -43,8 +44,7 @@ def diagnose(options: argparse.Namespace) -> Result:
     problem = _problem_of_case(options, files) if options.weights is None else _problem_of_layer(options, files)
     observed = [{name: x for name, x in held.items() if name not in INPUTS} for held in files.values()]
     diagnosis = diagnose_ranks(observed, problem, **divided)
-    style = "" if diagnosis.is_wrong else "bold green"
-    console().print(str(diagnosis), style=style, soft_wrap=True)
+    print_diagnosis(diagnosis, console(), is_right=not diagnosis.is_wrong, verbose=options.verbose)
     return 1 if diagnosis.is_wrong else 0, diagnosis.to_dict()
 
 

@@ -52,7 +52,7 @@ def diagnose(options: argparse.Namespace) -> Result:
     maps = attention_maps(options)
     verdicts = compare_with(options.model, options.files)
     for path, verdict in verdicts.items():
-        print_verdict(verdict, path if len(verdicts) > 1 else "", console())
+        print_verdict(verdict, path if len(verdicts) > 1 else "", console(), verbose=options.verbose)
     write_page(options, report_of(verdicts), maps)
     told = [{"recording": path, **verdict.to_dict()} for path, verdict in verdicts.items()]
     return 0 if all(verdict.passed for verdict in verdicts.values()) else 1, {"recordings": told}

@@ -1,1 +1,1 @@
-"""Why two implementations differ: the known mistakes, and the search among them."""
+"""The diagnosis of differences between two implementations: the known bugs, and the search for them."""

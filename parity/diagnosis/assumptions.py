@@ -1,6 +1,6 @@
-"""Laws as assumptions: a law that explains a stage is made in the reference, and what follows is searched with it.
+"""Patterns as assumptions: a pattern that explains a stage is injected into the reference, and the search continues.
 
-So a bug of no known name hides no other: neither one after it, nor the same one in later calls.
+So an unknown bug hides no other: neither a later one, nor itself in later calls.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from parity.diagnosis.verdicts import Unknown
 
 
 def assumption(replay: Replay, unknown: Unknown, found: Mistakes) -> Mistakes:
-    """Make the law of a stage a mistake in the layer.
+    """Turn the pattern of a stage into a bug of the layer.
 
     Args:
-        replay: the reference, and what was observed.
-        unknown: the stage, with its laws.
-        found: the mistakes that are there already.
+        replay: the reference, and the observed stages.
+        unknown: the stage, with its patterns.
+        found: the bugs that are already injected.
 
     Returns:
-        One mistake that explains the stage and spoils no stage that is right; nothing if no law makes one.
+        One bug that explains the stage and spoils no correct stage; empty if no pattern does.
     """
     quantity = stage_named(unknown.stage).quantity
     path = stage_named(unknown.stage).path
-    of_path = [stage for stage in replay.stages if stage_named(stage).path == path]  # earlier ones, too
+    of_path = [stage for stage in replay.stages if stage_named(stage).path == path]  # including earlier ones
     wrong = replay.wrong(of_path, found)
     right = [stage for stage in of_path if stage not in wrong]
     for law in () if unknown.findings is None else unknown.findings.found:
@@ -42,7 +42,7 @@ def assumption(replay: Replay, unknown: Unknown, found: Mistakes) -> Mistakes:
 
 
 def _changes(law: Law, quantity: str) -> Iterator[Change]:
-    """The law in the whole layer; if it is one of RoPE, then in queries or in keys alone."""
+    """Yield the pattern in the whole layer, and a pattern of RoPE also in queries or in keys alone."""
     if law.change is None:
         return
     yield law.change
@@ -51,7 +51,7 @@ def _changes(law: Law, quantity: str) -> Iterator[Change]:
 
 
 class _Alone:
-    """A change that is made where queries, or keys, are turned."""
+    """A change in the rotation of queries or keys."""
 
     def __init__(self, quantity: str, change: Change) -> None:
         def turned(layer: Any, original: Any, name: str, *inputs: Any) -> Any:
@@ -66,5 +66,5 @@ class _Alone:
 
 
 def _mistake(law: Law, change: Change) -> Mistake:
-    """The law as a mistake of no name, which no report mentions."""
+    """Return the pattern as a bug without a name, which no report mentions."""
     return Mistake(law.name, law.words, change.in_reference, fix="", page="", stages=())

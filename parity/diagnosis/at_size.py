@@ -1,6 +1,6 @@
-"""The diagnosis of a large layer, by samples: each mistake is tried in one, and what is found is confirmed in another.
+"""The diagnosis of a large layer in samples: each bug is tried in one sample, and confirmed in another.
 
-The samples, their order and the work in them follow from the problem alone, and so does the verdict.
+The samples, their order and the work in them depend on the problem alone, and so does the result.
 """
 
 from __future__ import annotations
@@ -17,40 +17,41 @@ from parity.diagnosis.sampling import FIRST_CALL, Part, Whole, multiplications
 from parity.diagnosis.verdicts import Diagnosis, Explanation, Unknown
 
 Judge = Callable[[Part, Scope, Work], Diagnosis]
-"""Diagnose a sample, within a scope and some work."""
+"""Diagnose a sample, within a scope and a limit of work."""
 
 JudgeAll = Callable[[Scope, Work], Diagnosis]
-"""Diagnose all of a problem, within a scope and some work."""
+"""Diagnose the whole problem, within a scope and a limit of work."""
 
 Difference = Callable[[Mapping[str, str]], Comparison | None]
-"""Compare all of a problem but stages that are recorded otherwise, and find the first that differs."""
+"""Compare the whole problem except stages in another convention, and return the first that differs."""
 
 MIXING = frozenset({"softmax-over-queries", "heads-not-moved-back"})
-"""Mistakes that take other rows into each, which no sample of some rows shows as the whole layer does."""
+"""Bugs that mix rows, so a sample of some rows does not show them."""
 
 SEARCHES = 0.8
-"""The share of the work left that the search in a sample may do; the rest confirms, or looks for other mistakes."""
+"""The share of the remaining work for the search in a sample; the rest is for confirmation, or other bugs."""
 
 CONFIRMS = 0.5
-"""The share of the work left that a confirmation may do."""
+"""The share of the remaining work for a confirmation."""
 
 SPARED = 0.25
-"""The share of a layer's own time that the search may do besides: the reference makes three of its four projections."""
+"""The share of a layer's own time that the search may use in addition: the reference computes three of its four
+projections."""
 
-UNCONFIRMED = "not confirmed within the limit of the search"
+UNCONFIRMED = "not confirmed because of the time limit"
 
 ALMOST = 3.0
-"""A ratio up to which an error that no sample shows is called rounding."""
+"""The largest ratio of an error outside of all samples that is called rounding."""
 
 
 def diagnosed_by_samples(whole: Whole, judge: Judge, difference: Difference, seconds: float) -> Diagnosis:
-    """What explains the stages of a large problem.
+    """Diagnose the stages of a large problem.
 
     Args:
         whole: the problem, without a cache, and its stages in any order of axes.
         judge: diagnoses a sample.
-        difference: compares all of it; called where no sample differs.
-        seconds: work of the search, see `parity.core.work`, beside `SPARED`.
+        difference: compares the whole layer; called if no sample differs.
+        seconds: work of the search, see `parity.core.work`, in addition to `SPARED`.
     """
     own = PER_MULTIPLICATION * multiplications(whole.problem)
     search = _Search(whole, judge, Work(seconds + SPARED * own))
@@ -66,7 +67,7 @@ def diagnosed_by_samples(whole: Whole, judge: Judge, difference: Difference, sec
 
 
 def diagnosed_by_first_call(first: Whole | None, judge: Judge, judge_all: JudgeAll, seconds: float) -> Diagnosis:
-    """What explains the calls of a large layer with a cache: what explains the first one, or anything else.
+    """Diagnose the calls of a large layer with a cache: by the first call, or else by all calls.
 
     Args:
         first: the first call, if it is a layer by itself.
@@ -90,7 +91,7 @@ def diagnosed_by_first_call(first: Whole | None, judge: Judge, judge_all: JudgeA
 
 
 def _of_first_call(found: Diagnosis) -> Diagnosis:
-    """What explains the first call, in the names of its stages."""
+    """Return the diagnosis of the first call, with the names of its stages in the whole."""
     explanations = [
         replace(each, stage=FIRST_CALL + each.stage, stages=tuple(FIRST_CALL + stage for stage in each.stages))
         for each in found.explanations
@@ -106,10 +107,10 @@ class _Search:
     Attributes:
         whole: the problem.
         judge: diagnoses a sample.
-        work: how much it may do.
-        found: explanations of samples, by the names of their mistakes.
+        work: the limit of the search.
+        found: explanations of samples, by the names of their bugs.
         first: the first sample that differs, and its diagnosis.
-        agreed: the diagnosis of the last sample that does not.
+        agreed: the diagnosis of the last sample that agrees.
     """
 
     whole: Whole
@@ -120,14 +121,14 @@ class _Search:
     agreed: Diagnosis | None = None
 
     def judged(self, part: Part, scope: Scope, share: float = 1.0) -> Diagnosis:
-        """A sample, diagnosed with a share of the work that is left."""
+        """Diagnose a sample with a share of the remaining work."""
         if not part.observed:
             return Diagnosis("none")
         with self.work.counted(), single_threaded():
             return self.judge(part, scope, Work(share * self.work.left))
 
     def over(self, parts: Iterable[Part]) -> Diagnosis | None:
-        """What the first sample shows that another one confirms."""
+        """Return the diagnosis of the first sample that another one confirms."""
         for part in parts:
             diagnosis = self.judged(part, Scope(part.judged, is_quick=True), SEARCHES)
             if not diagnosis.is_wrong:
@@ -139,7 +140,7 @@ class _Search:
         return None
 
     def confirmed(self, diagnosis: Diagnosis) -> Diagnosis | None:
-        """What a sample shows, if all that another one shows is explained by it, too."""
+        """Return the diagnosis of a sample if it also explains another one."""
         self.found |= {"\n".join(each.hypotheses): each for each in diagnosis.explanations}
         if not diagnosis.explanations:
             return None
@@ -156,23 +157,25 @@ class _Search:
 
     @property
     def _names(self) -> frozenset[str]:
-        """The mistakes found so far, and what explains as much, in words."""
+        """The names of the bugs found so far, and descriptions of their alternatives."""
         names = {name for each in self.found.values() for name in each.hypotheses}
         return frozenset(names | {words for each in self.found.values() for words in each.others})
 
     def _merged(self, diagnosis: Diagnosis, again: Diagnosis, words: str) -> Diagnosis:
-        """What samples show together: of alternatives what the confirming one says, which is the larger."""
+        """Return the joint diagnosis of samples; among alternatives the confirming sample, which is larger, decides."""
         by_name = self.found | {"\n".join(each.hypotheses): each for each in again.explanations}
-        told = {each.hypotheses for each in again.explanations}
-        explanations = [each for each in by_name.values() if each.hypotheses in told or not _is_other(each, again)]
+        confirmed_names = {each.hypotheses for each in again.explanations}
+        explanations = [
+            each for each in by_name.values() if each.hypotheses in confirmed_names or not _is_other(each, again)
+        ]
         kind = "precision" if diagnosis.kind == again.kind == "precision" else "structure"
         first, shown = self.first if self.first is not None else (None, diagnosis)
         words = f"{first.words}, {words}" if first is not None else words
         return replace(shown, kind=kind, explanations=explanations, unknowns=[], untried="", sample=words)
 
     def mixed(self) -> Diagnosis | None:
-        """What explains it, if that takes other rows into each."""
-        with suppress(TimeoutError), self.work.counted(), self.work.inside("mistakes that mix rows"):
+        """Return an explanation by a bug that mixes rows."""
+        with suppress(TimeoutError), self.work.counted(), self.work.inside("bugs that mix rows"):
             for part in self.whole.mixing():
                 diagnosis = self.judged(part, Scope(part.judged, MIXING, is_quick=True))
                 if diagnosis.explanations and not diagnosis.unknowns:
@@ -180,7 +183,7 @@ class _Search:
         return None
 
     def thorough(self) -> Diagnosis:
-        """Pairs and laws in the first sample that is wrong, or in the one that did not confirm what was found there."""
+        """Search for pairs and patterns in the first wrong sample, or in the one that did not confirm a bug."""
         if self.first is None:
             return Diagnosis("none")
         part = self.first[0] if self.first[0].problem.case.seq_len == self.whole.problem.case.seq_len else None
@@ -196,7 +199,7 @@ class _Search:
         return self._law(part, diagnosis) if is_law else replace(diagnosis, sample=part.words)
 
     def _law(self, part: Part, diagnosis: Diagnosis) -> Diagnosis:
-        """What a sample shows to follow a law, if another one shows the same law; else what nothing explains."""
+        """Return the pattern of a sample if another one shows the same; else the sample is unexplained."""
         other = self.whole.confirming()[0]
         again = self.judged(other, Scope(other.judged, frozenset()))
         laws = [[(each.stage, each.law and each.law.name) for each in found.unknowns] for found in (diagnosis, again)]
@@ -206,7 +209,7 @@ class _Search:
         return replace(diagnosis, kind="unknown", unknowns=unknowns, sample=part.words)
 
     def of_worst(self, worst: Comparison | None) -> Diagnosis:
-        """What explains a difference that the samples do not show: samples with the worst place in them."""
+        """Diagnose a difference outside of all samples, in samples that contain the largest error."""
         if confirmed := self.over(self.whole.parts({} if worst is None else worst.worst_index)):
             return confirmed
         if self.first is not None:
@@ -221,5 +224,5 @@ class _Search:
 
 
 def _is_other(explanation: Explanation, confirmed: Diagnosis) -> bool:
-    """Return whether a confirmed diagnosis explains the stages of an explanation by another mistake."""
+    """Return True if a confirmed diagnosis explains the stages of an explanation by another bug."""
     return any({*explanation.stages} & {*each.stages} for each in confirmed.explanations)

@@ -1,4 +1,4 @@
-"""Where attention weights come from: a live module, a trace, or a layer and its input."""
+"""Sources of attention weights: a module, a trace, or a layer and its input."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from parity.core.weights import Weights, is_finite, is_floating
 
 
 def attention_of(module: Any, *inputs: Any, **keywords: Any) -> np.ndarray:
-    """The attention weights of a live `MultiHeadAttention` of any sibling, (B, N, T, S).
+    """Return the attention weights of a `MultiHeadAttention` of any framework, (B, N, T, S).
 
     Args:
         module: the layer.
-        inputs, keywords: what it is called with, in its own framework's arrays.
+        inputs, keywords: of its call, in arrays of its framework.
 
     Raises:
-        TypeError: if the module is of another kind, which does not give its attention weights.
+        TypeError: if the module does not return attention weights.
     """
     backend = backend_of(module)
     call = getattr(module, "forward", module)
@@ -38,17 +38,19 @@ def attention_of(module: Any, *inputs: Any, **keywords: Any) -> np.ndarray:
 
 
 def attention_in(trace: Trace, stage: str | None = None) -> tuple[str, np.ndarray]:
-    """The attention weights of a trace, (B, N, T, S), and their stage.
+    """Return the attention weights of a trace, (B, N, T, S), and their stage.
 
     Args:
-        trace: a recorded one.
-        stage: one of its stages `attn_weights`; with a cache that of the last step when absent.
+        trace: the trace.
+        stage: one of its stages `attn_weights`; by default that of the last step.
 
     Raises:
         ValueError: if the trace has no such stage.
     """
     stages = [name for name in trace.accumulated if stage_named(name).is_attn_weights]
-    stages.sort(key=lambda name: stage_named(name).kind != "attn_weights", reverse=True)  # the module's own come before
+    stages.sort(
+        key=lambda name: stage_named(name).kind != "attn_weights", reverse=True
+    )  # those of the module come first
     if not stages:
         why = trace.error or trace.skipped or "no stage attn_weights"
         raise Refusal("the trace", "have attention weights", why)
@@ -66,7 +68,7 @@ def attention_for(
     *,
     is_causal: bool = False,
 ) -> np.ndarray:
-    """The attention weights of a layer for an input, (B, N, T, S), by the float64 reference.
+    """Return the attention weights of a layer for an input, (B, N, T, S), by the float64 reference.
 
     Args:
         weights: canonical weights.
@@ -76,7 +78,7 @@ def attention_for(
         is_causal: hide every key after the query's own position.
 
     Raises:
-        TypeError: if an input does not hold floating-point numbers.
+        TypeError: if an input is not floating-point.
         ValueError: if shapes do not fit the layer, or a value is not finite.
     """
     inputs = {"query": _input("query", query, spec.d_in)}
@@ -95,7 +97,7 @@ def attention_for(
 
 
 def attention_in_case(weights: Weights, spec: AttentionSpec, case: Case) -> tuple[str, np.ndarray]:
-    """The attention weights of a layer for the inputs of a case, drawn for its widths, and their stage."""
+    """Return the attention weights of a layer for the inputs of a case, drawn for its widths, and their stage."""
     problem = make_problem(replace(case, spec=spec), "float64", weights)
     values = run_steps(reference.steps(problem, "float64"))
     stage = [name for name in values if stage_named(name).kind == "attn_weights"][-1]
@@ -103,11 +105,11 @@ def attention_in_case(weights: Weights, spec: AttentionSpec, case: Case) -> tupl
 
 
 def read_array(path: str | os.PathLike[str]) -> np.ndarray:
-    """The array in a `.npy` file, never unpickled.
+    """Return the array in a `.npy` file, without unpickling.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it holds no single array.
+        ValueError: if it does not hold a single array.
     """
     try:
         with open(path, "rb") as file:

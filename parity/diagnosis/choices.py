@@ -1,7 +1,7 @@
-"""What implementations may choose: how finely scores are kept, and how the softmax is written. None of it is a mistake.
+"""Legitimate choices of implementations: the precision of scores, and the form of the softmax. None is a bug.
 
-Each has a noise of its own, which the budgets of the stages take up: a layer that keeps its scores in bfloat16 is less
-exact than one that keeps them in float32, in the scores and in all that follows.
+Each has its own noise, which the budgets of the stages include: a layer that keeps its scores in bfloat16 is less exact
+in the scores and everything after them than one that keeps them in float32.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Choice:
     """Another way to compute the same.
 
     Attributes:
-        about: in words, with `{dtype}` for that of the problem.
-        arithmetic: of the same-precision reference; that of the hardware where it says nothing.
+        about: a description, with `{dtype}` for that of the problem.
+        arithmetic: of the same-precision reference; by default that of the hardware.
         in_reference: overrides of the same-precision reference.
     """
 
@@ -35,7 +35,7 @@ class Choice:
 
 
 def _kept_softmax(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
-    """Every step of the softmax is kept."""
+    """Round every step of the softmax."""
     a = layer.arithmetic
     shown = np.where(values["mask"], -np.inf, a.widen(values["scores"]))
     highest = shown.max(axis=-1, keepdims=True, initial=-np.inf)
@@ -49,7 +49,7 @@ def _kept_softmax(layer: Layer, original: Any, values: Values) -> dict[str, np.n
 
 
 def _log_sum_exp(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
-    """exp(s - log sum exp): the logarithm is as large as the scores, and rounded as they are."""
+    """Return exp(s - log sum exp): the logarithm is as large as the scores, and rounded like them."""
     a = layer.arithmetic
     shown = np.where(values["mask"], -np.inf, values["scores"].astype(a.wide))
     sinks = layer.sinks()
@@ -66,7 +66,7 @@ def _log_sum_exp(layer: Layer, original: Any, values: Values) -> dict[str, np.nd
 
 
 AS_THE_REFERENCE = Choice("")
-UNFUSED = Choice("every operation of RoPE and of norms gives {dtype}", "unfused")
+UNFUSED = Choice("every operation of RoPE and of norms rounds to {dtype}", "unfused")
 SCORES = Choice("scores are kept in {dtype}", "unfused-scores")
 SOFTMAX = Choice(
     "scores, and every step of the softmax, are kept in {dtype}", "unfused-scores", {"attn_weights": _kept_softmax}
@@ -75,7 +75,7 @@ LOG_SUM_EXP = Choice("attention weights are exp(s - log sum exp)", "", {"attn_we
 
 
 def choices_for(dtype: str, observed: Mapping[str, np.ndarray]) -> Iterator[Choice]:
-    """What to allow, the reference's own first, unless the dtype of recorded scores says that they are kept in it."""
+    """Yield the allowed choices, first the reference's own, unless recorded scores have a 16-bit dtype."""
     kept = {x.dtype.name for name, x in observed.items() if stage_named(name).kind == "scores"}
     if dtype not in HALF or kept != {dtype}:
         yield AS_THE_REFERENCE

@@ -1,13 +1,11 @@
-"""Why do two implementations differ? The reference is run again with named mistakes in it, until it differs no more.
+"""Find out why two implementations differ: the reference is computed again with known bugs until it differs no more.
 
-The end comes first: where the output agrees, a stage that differs is recorded otherwise, most likely, and the ways in
-which others do that are tried before any mistake (`parity.diagnosis.readings`). What others may choose to compute less
-exactly is allowed as it is (`parity.diagnosis.choices`).
+Convention differences come first: if the output agrees, a stage that differs is probably only recorded in another
+convention (`parity.diagnosis.readings`). Legitimate choices of precision are allowed (`parity.diagnosis.choices`).
 
-Then what was observed is taken stage by stage: each stage is computed again from the observed stages before it, so that
-two mistakes in different places are found one after the other. A stage that is not there (of an implementation that
-gives its output only) is computed with the mistakes found so far. A mistake explains a stage if what is left of the
-error is within the budget of `parity.core.compare`, that is, if nothing but rounding is left.
+Then each stage is computed again from the observed stages before it, so two bugs in different places are found one
+after the other. A stage that was not observed is computed with the bugs found so far. A bug explains a stage if the
+remaining error is within the budget of `parity.core.compare`, that is, if only rounding remains.
 """
 
 from __future__ import annotations
@@ -42,32 +40,35 @@ from parity.diagnosis.verdicts import Diagnosis, Explanation, Unknown
 __all__ = ["Diagnosis", "Explanation", "Unknown", "diagnose", "diagnose_trace", "observe"]
 
 ALMOST = 3.0
-"""A ratio up to which an error that nothing explains is called rounding."""
+"""The largest ratio of an unexplained error that is called rounding."""
 
 SECONDS = 5.0
-"""Work of the search for mistakes, see `diagnose`."""
+"""Work of the search for bugs, see `diagnose`."""
 
 MOST_VIEWS = 3
-"""Ways to take what was observed that are searched for mistakes."""
+"""Readings of the observed stages that are searched for bugs."""
 
 
 def diagnose(
     observed: Mapping[str, Any], problem: Problem, *, arithmetic: str | None = None, seconds: float = SECONDS
 ) -> Diagnosis:
-    """Find the mistakes that explain what an implementation gave.
+    """Find the bugs that explain the difference between an implementation and the reference.
 
     Args:
-        observed: its stages by name, as `STAGES` has them, in arrays of any framework; the output alone will do, but
-            then two mistakes may be told for one, or not at all.
-        problem: what it was given.
-        arithmetic: of its hardware, one of `reference.ARITHMETICS`, or its rounding, one of `reference.UNFUSED`. When
-            absent it is `tensix` if an array is TTNN's, and its device a card or a simulator, else `ieee`.
-        seconds: work of the search, in seconds of one core of a usual machine. It is counted by the sizes of what is
-            computed, so that no load changes the verdict. The search of a large layer does a quarter of the layer's own
-            work besides. The report lists what was not tried. Infinity tries everything.
+        observed: stages by name, as in `STAGES`, in arrays of any framework. The output alone is enough, but then
+            two
+            bugs may look like one, or may not be found.
+        problem: the case, weights and inputs.
+        arithmetic: of the hardware, one of `reference.ARITHMETICS`, or its rounding, one of `reference.UNFUSED`.
+            The
+            default is `tensix` for TTNN arrays on a card or a simulator, else `ieee`.
+        seconds: work of the search, in seconds of one core of a usual machine. Work is counted by the sizes of the
+            computation, so the load of the machine does not change the result. For a large layer the search does a
+            quarter of the layer's own work in addition. The report lists the parts that were not tried. Infinity
+            tries everything.
 
     Raises:
-        ValueError: if there is no stage of the problem among the names, or no such arithmetic.
+        ValueError: if no name is a stage of the problem, or the arithmetic is unknown.
     """
     if arithmetic not in (None, *ARITHMETICS, *UNFUSED):
         known = [*ARITHMETICS, *UNFUSED]
@@ -84,14 +85,14 @@ def diagnose_stages(
     seconds: float = SECONDS,
     difference: Comparison | None = None,
 ) -> Diagnosis:
-    """Find the mistakes in stages that were compared already, or may be.
+    """Find the bugs in stages that may already be compared.
 
     Args:
-        stages: the stages by name, in NumPy's arrays.
-        reference: of their problem; what it computed is not computed again.
+        stages: the stages by name, in NumPy arrays.
+        reference: of their problem; its stages are not computed again.
         arithmetic: of the hardware.
         seconds: work of the search, see `diagnose`.
-        difference: the first stage that differs; found by comparing, if need be, when absent.
+        difference: the first stage that differs; by default the stages are compared if necessary.
 
     Raises:
         ValueError: if no stage is one of the problem's.
@@ -100,8 +101,8 @@ def diagnose_stages(
 
     def explained(stages: Mapping[str, np.ndarray], right: Replay, work: Work) -> Diagnosis:
         with work.counted():
-            taken = _taken(stages, right)
-            return taken if isinstance(taken, Diagnosis) else _explained(*taken, work.left)
+            taken = _read_stages(stages, right)
+            return taken if isinstance(taken, Diagnosis) else _explain(*taken, work.left)
 
     def judge(part: Part, scope: Scope, work: Work) -> Diagnosis:
         base = remembering(part.remembered)
@@ -134,7 +135,7 @@ def diagnose_stages(
 def _first_difference(
     stages: Mapping[str, np.ndarray | None], reference: Reference, arithmetic: str
 ) -> Comparison | None:
-    """The first stage that differs, of those that are recorded as the reference's are."""
+    """Return the first stage that differs, of those recorded in the reference's convention."""
     expected, dtype = reference.accumulated, reference.problem.dtype
     given = {name: x for name, x in stages.items() if x is not None and name in expected}
     given = {name: given[name] for name in expected if name in given and given[name].shape == expected[name].shape}
@@ -144,7 +145,7 @@ def _first_difference(
 
 
 def _other_dtypes(stages: Mapping[str, np.ndarray], problem: Problem) -> dict[str, str]:
-    """The dtypes of stages that are not the problem's; scores and attention weights may be kept in a wider one."""
+    """Return the dtypes of stages that are not the problem's; scores and attention weights may have a wider one."""
     wide = (np.float32, np.float64)
     found = {name: x.dtype for name, x in stages.items() if is_floating(x.dtype) and stage_named(name).kind in STAGES}
     may_differ = ("scores", "attn_weights")
@@ -156,8 +157,8 @@ def _other_dtypes(stages: Mapping[str, np.ndarray], problem: Problem) -> dict[st
     }
 
 
-def _taken(stages: Mapping[str, np.ndarray], first: Replay) -> Diagnosis | tuple[list[_View], _View | None]:
-    """Take stages in each way that they may be; where they agree in one, nothing is wrong."""
+def _read_stages(stages: Mapping[str, np.ndarray], first: Replay) -> Diagnosis | tuple[list[_View], _View | None]:
+    """Read stages in every possible way; if they agree in one, nothing is wrong."""
     views: list[_View] = []
     right, reference = None, None
     for choice in choices_for(first.problem.dtype, stages):
@@ -169,13 +170,13 @@ def _taken(stages: Mapping[str, np.ndarray], first: Replay) -> Diagnosis | tuple
     if not views:
         raise Refusal("observed", "have stages of the problem", str(sorted(stages)))
     lacking = next((view for view in views if not view.wrong), None)
-    if right is None and lacking is not None:  # what is there agrees, and a stage cannot be taken at all
+    if right is None and lacking is not None:  # the comparable stages agree, but one has an unexpected shape or dtype
         return lacking.diagnosis("unknown")
     return views, right
 
 
-def _explained(views: Sequence[_View], right: _View | None, seconds: float) -> Diagnosis:
-    """What a search finds."""
+def _explain(views: Sequence[_View], right: _View | None, seconds: float) -> Diagnosis:
+    """Search each reading for bugs, and return the best diagnosis."""
     plain = views[0]
     others = sorted((view for view in views if len(view.wrong) < len(plain.wrong)), key=lambda view: len(view.wrong))
     searched = [plain, *([] if right is not None else others[: MOST_VIEWS - 1])]
@@ -183,16 +184,16 @@ def _explained(views: Sequence[_View], right: _View | None, seconds: float) -> D
     for view in searched:
         if not found or found[0].unknowns or found[0].count > 1:
             work = Work(seconds / len(searched))
-            found.append(_searched(view.replay, work))
+            found.append(_search(view.replay, work))
             untried = untried or work.untried
     if right is not None and found[0].unknowns:
         return right.diagnosis("convention")
     best = min(range(len(found)), key=lambda index: found[index].cost)
-    return _told(searched[best], found[best], untried)
+    return _conclude(searched[best], found[best], untried)
 
 
-def _searched(replay: Replay, work: Work) -> SearchResult:
-    """What a search finds; where a stage has NaN of its own, that of rows without a key is a mistake beside others."""
+def _search(replay: Replay, work: Work) -> SearchResult:
+    """Search for bugs. If a stage has NaN of its own, also search with NaN in rows without a key."""
     with work.counted():
         found = search(replay, work)
     begin = tuple(mistake for mistake in replay.known if mistake.name == "empty-row-nan")
@@ -204,15 +205,15 @@ def _searched(replay: Replay, work: Work) -> SearchResult:
 
 
 def _has_nan_of_its_own(replay: Replay, stage: str) -> bool:
-    """Whether a stage is NaN where the reference is not, and a number elsewhere: NaN alone says nothing of rows."""
+    """Return True if a stage is NaN where the reference is not, and finite elsewhere: NaN alone shows no rows."""
     expected, actual = replay.stage(stage), replay.observed[stage]
     if expected.shape != actual.shape or stage_named(stage).is_exact or np.isnan(actual).all():
         return False
     return bool((np.isnan(actual) & ~np.isnan(expected)).any())
 
 
-def _told(view: _View, found: SearchResult, untried: str) -> Diagnosis:
-    """What a search says."""
+def _conclude(view: _View, found: SearchResult, untried: str) -> Diagnosis:
+    """Return the diagnosis that follows from a search."""
     explanations, unknowns = found.explanations, found.unknowns
     losses = {mistake.name for mistake in view.replay.known if mistake.is_loss}
     are_losses = all({*explanation.hypotheses} <= losses for explanation in explanations)
@@ -224,7 +225,7 @@ def _told(view: _View, found: SearchResult, untried: str) -> Diagnosis:
     if unknowns and not explanations:
         has_wrong_zeros = any(view.replay.has_wrong_zeros(unknown.stage) for unknown in unknowns)
         if view.agrees_in_the_end and not (has_wrong_zeros or any(_is_serious(unknown) for unknown in unknowns)):
-            words = {each.stage: _in_a_way(each) for each in unknowns}
+            words = {each.stage: _describe(each) for each in unknowns}
             conventions = {**view.conventions, **words}
             return replace(view.diagnosis("convention"), conventions=conventions, unknowns=unknowns)
         has_laws = any(unknown.laws for unknown in unknowns)
@@ -242,31 +243,31 @@ def _told(view: _View, found: SearchResult, untried: str) -> Diagnosis:
     )
 
 
-def _in_a_way(unknown: Unknown) -> str:
-    """How a stage differs that the output does not depend on."""
-    how = f"by a law: {unknown.law.words}" if unknown.law else "in a way that is not known here"
+def _describe(unknown: Unknown) -> str:
+    """Describe the difference of a stage that the output does not depend on."""
+    how = f"by a pattern: {unknown.law.words}" if unknown.law else "in an unknown way"
     return f"differs from the reference, {how}"
 
 
 def _is_serious(unknown: Unknown) -> bool:
-    """Whether a stage is wrong, although the output agrees: it is not finite, or it is rotated in another way."""
+    """Return True if a stage is wrong although the output agrees: it is not finite, or differently rotated."""
     found = () if unknown.findings is None else unknown.findings.found
     return not math.isfinite(unknown.error) or any(law.name.startswith("rope") for law in found)
 
 
-# ---- What was observed, in each way that it may be taken -------------------------------------------------------------
+# ---- Readings of the observed stages ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _View:
-    """Observed stages, taken in one way.
+    """Observed stages in one reading.
 
     Attributes:
         replay: the reference, and the stages.
-        before: how far each stage is from the reference's, computed from the stages before it.
-        conventions: how stages are recorded, where not as ours.
-        malformed: stages that cannot be taken, and why.
-        is_weak: whether a mistake that explains all is to be preferred.
+        before: the error of each stage, computed from the stages before it.
+        conventions: descriptions of stages that are recorded in another convention.
+        malformed: stages that cannot be compared, and why.
+        is_weak: True if a bug that explains everything is preferred to this reading.
     """
 
     replay: Replay
@@ -282,10 +283,10 @@ class _View:
 
     @property
     def agrees_in_the_end(self) -> bool:
-        """Whether something was recorded at the end of every call, and agrees with all that led there.
+        """True if the end of every call was recorded and agrees with the stages before it.
 
-        What a cache keeps shows in later calls only, and nothing follows the outputs of a module's own paths: they must
-        agree, too.
+        A wrong cache shows in later calls only, and nothing follows the outputs of a module's own paths, so
+        these must also agree.
         """
         replay = self.replay
         ends = [name for names in replay.steps for name in names if stage_named(name).kind == "output"]
@@ -294,7 +295,7 @@ class _View:
         return is_given and all(replay.right.agrees(name, replay.observed[name]) for name in (*ends, *kept))
 
     def diagnosis(self, kind: str, **more: Any) -> Diagnosis:
-        """What there is to say of it."""
+        """Return a diagnosis of a kind with the data of this reading."""
         wrong = self.wrong
         first = wrong[0] if wrong else next(iter(self.malformed), "")
         verdict = self.before.get(first, NOT_MEASURED) if first else Judgement(0.0, 0.0)
@@ -313,7 +314,7 @@ class _View:
 
 
 def _views(stages: Mapping[str, np.ndarray], right: Replay) -> list[_View]:
-    """What was observed by its shapes alone, and in the ways in which it agrees with the reference, if that is more."""
+    """Return the readings of observed stages: by their shapes alone, and in the conventions in which they agree."""
     found = read(stages, right)
     if not found:
         return []
@@ -338,7 +339,7 @@ def _views(stages: Mapping[str, np.ndarray], right: Replay) -> list[_View]:
 
 
 def _is_borne_out(name: str, found: Mapping[str, Read]) -> bool:
-    """Whether something that is made of a stage was recorded in its step, too, and can be judged."""
+    """Return True if a stage that depends on this one was also recorded in its step and can be compared."""
     reading = found[name].agreed
     if reading is None or reading.is_certain or not reading.words:
         return True
@@ -353,7 +354,7 @@ def _is_borne_out(name: str, found: Mapping[str, Read]) -> bool:
 
 
 def diagnose_trace(trace: Trace) -> Diagnosis:
-    """Find the mistakes in what a backend computed.
+    """Find the bugs in the trace of a backend.
 
     Raises:
         ValueError: if it has no stages.
@@ -362,23 +363,23 @@ def diagnose_trace(trace: Trace) -> Diagnosis:
 
 
 def observe(function: Callable[..., Any], problem: Problem, framework: str) -> dict[str, np.ndarray]:
-    """The stages that somebody's function gives for a problem.
+    """Return the stages that a function computes for a problem.
 
     Args:
-        function: called with the query (B, T, d_in) and, for cross-attention, the key (B, S, d_kv); it has its own
-            weights and masks. It gives the output, or (output, attention weights), or stages by name.
-        problem: what it is given.
-        framework: whose arrays it takes, `torch`, `jax` or `ttnn`.
+        function: called with the query (B, T, d_in) and, for cross-attention, the key (B, S, d_kv). It has its own
+            weights and masks, and returns the output, or (output, attention weights), or stages by name.
+        problem: the case and its inputs.
+        framework: of the function's arrays, `torch`, `jax` or `ttnn`.
 
     Raises:
-        ValueError: if it gives something else.
+        ValueError: if it returns anything else, or raises an exception.
     """
     backend = load_backend(FRAMEWORKS[framework])
     with backend.lock(problem.dtype):
         arrays = [backend.from_numpy(problem.inputs[name]) for name in ("query", "key") if name in problem.inputs]
         try:
             given = function(*arrays)
-        except Exception as error:  # whatever somebody's function raises
+        except Exception as error:  # any exception of the function
             raise Refusal("the function", "take the inputs", f"{type(error).__name__}: {error}") from error
         if isinstance(given, tuple) and len(given) == 2:
             given = {name: x for name, x in zip(("output", "attn_weights"), given, strict=True) if x is not None}

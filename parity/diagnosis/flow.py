@@ -1,4 +1,4 @@
-"""What each step of the reference depends on, so that a mistake that does not touch it need not compute it again."""
+"""The dependencies of each step of the reference, so that steps which a bug does not affect are not computed again."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from parity.core.reference import Arithmetic, Layer
 from parity.core.stages import STEPS, STEPS_OF_A_CALL
 
 TOKENS = 2
-"""Tokens of the layer that is watched: what a step depends on does not depend on their number."""
+"""Tokens of the layer that is traced: dependencies do not depend on their number."""
 
 
 @dataclass(frozen=True)
 class Flow:
-    """What a step depends on.
+    """The dependencies of a step.
 
     Attributes:
-        methods: those of the layer that it calls.
-        reads: the stages before it that it takes.
+        methods: the methods of the layer that it calls.
+        reads: the earlier stages that it reads.
     """
 
     methods: frozenset[str]
@@ -31,7 +31,7 @@ class Flow:
 
 
 class _Values(dict[str, np.ndarray]):
-    """Stages by name that know which of them were read."""
+    """Stages by name that record which of them were read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class _Values(dict[str, np.ndarray]):
         return super().__getitem__(name)
 
     def keys(self) -> Any:
-        """All of them: whoever copies them reads them."""
+        """Return all stages: copying reads them."""
         self.read.update(self)
         return super().keys()
 
@@ -52,7 +52,7 @@ class _Values(dict[str, np.ndarray]):
 
 
 def flow_of(problem: Problem) -> list[Flow]:
-    """What each step of a problem depends on, in the reference."""
+    """Return the dependencies of each step of a problem in the reference."""
     called: set[str] = set()
     methods = {name for name in dir(Layer) if not name.startswith("_") and callable(getattr(Layer, name))}
 
@@ -63,7 +63,7 @@ def flow_of(problem: Problem) -> list[Flow]:
             return super().__getattribute__(name)
 
         def linear(self, name: str, x: np.ndarray) -> np.ndarray:
-            """Zeros: the product takes long, and nothing depends on its values."""
+            """Return zeros: the product is expensive, and nothing depends on its values."""
             self.has_bias(name)
             return np.zeros((*x.shape[:-1], len(self.parameter(f"{name}.weight"))))
 
@@ -81,7 +81,7 @@ def flow_of(problem: Problem) -> list[Flow]:
 
 
 def _small(problem: Problem) -> Problem:
-    """A problem of the same layer and of few tokens, one in each call with a cache."""
+    """Return a problem of the same layer with few tokens, one in each call with a cache."""
     case = problem.case
     if calls := len(case.chunks):
         few = replace(case, seq_len=calls, chunks=(1,) * calls, new_lengths=(), capacity=calls)

@@ -1,8 +1,8 @@
-"""Which ranks of a divided layer are wrong, and why: what each of them computed, held against its part of the whole."""
+"""The diagnosis of a divided layer: which ranks are wrong, and which bug explains them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,20 +17,21 @@ from parity.core.trace import Reference
 from parity.diagnosis.mistakes import wrong_layer
 from parity.diagnosis.mistakes.ranks import RankMistake, SharedProblem, rank_mistakes, without_widths
 from parity.diagnosis.mistakes.record import Changed
+from parity.diagnosis.verdicts import FINDING, Line, text_of
 from parity.sharding.shard import ShardPlan, shard_spec
 from parity.sharding.stages import part_of
 
 JUDGED = ("mask", "latents", "q", "k", "v", "gate", "scores", "attn_weights", "context", "output")
-"""Stages of a rank that are looked at; of ranks that share tokens also `grad.query`."""
+"""The compared stages of a rank; with divided tokens also `grad.query`."""
 
 
 @dataclass(frozen=True)
 class RankDiagnosis:
-    """What is wrong with the ranks of a layer.
+    """The wrong ranks of a divided layer, and the bug that explains them.
 
     Attributes:
-        wrong: of each rank that is wrong its first stage that is, judged.
-        mistakes: those known here that explain all that every rank computed; none where nothing is wrong, or none does.
+        wrong: the first wrong stage of each wrong rank, compared.
+        mistakes: known bugs that explain the stages of all ranks; empty if none does, or nothing is wrong.
     """
 
     wrong: dict[int, Comparison]
@@ -38,45 +39,75 @@ class RankDiagnosis:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether any rank differs by more than rounding."""
+        """True if a rank differs by more than rounding."""
         return bool(self.wrong)
 
+    @property
+    def likely_bug(self) -> str:
+        """The name of the first bug; empty if there is none."""
+        return self.mistakes[0].name if self.mistakes else ""
+
+    @property
+    def first_wrong_stage(self) -> str:
+        """The first wrong stage of the first wrong rank; empty if nothing is wrong."""
+        return next((each.stage for each in self.wrong.values()), "")
+
+    @property
+    def evidence(self) -> str:
+        """A statement that the bug explains all ranks; empty without one."""
+        return "with this bug, all ranks match the reference" if self.mistakes else ""
+
+    @property
+    def fix(self) -> str:
+        """The fix of the first bug; empty if there is none."""
+        return self.mistakes[0].fix if self.mistakes else ""
+
+    @property
+    def more(self) -> str:
+        """The command that prints more; empty if there is no page."""
+        return f"mha-parity bugs {self.mistakes[0].page}" if self.mistakes else ""
+
     def __str__(self) -> str:
+        return text_of(self.lines())
+
+    def lines(self, *, verbose: bool = False) -> Iterator[Line]:
+        """Yield labels and texts, as `Diagnosis.lines` does."""
         if not self.wrong:
-            return "nothing differs by more than rounding on any rank"
-        lines = [f"rank {rank}: {each.stage} is {each.ratio:.2g} times its budget" for rank, each in self.wrong.items()]
-        if not self.mistakes:
-            return "\n".join([*lines, "no mistake of dividing that is known here explains all ranks"])
-        first, *others = self.mistakes
-        lines.append(f"all ranks match the reference if {first.about}")
-        lines += [f"  or if     {other.about}: they cannot be told apart here" for other in others]
-        lines.append(f"  mistake   {', '.join(mistake.name for mistake in self.mistakes)}")
-        lines += [f"  fix       {mistake.fix}" for mistake in self.mistakes]
-        return "\n".join([*lines, f"  see       mha-parity bugs {first.page}"])
+            yield "", "nothing differs by more than rounding on any rank"
+            return
+        yield "Likely bug", self.likely_bug or "unknown: no known bug of divided layers explains all ranks"
+        for number, mistake in enumerate(self.mistakes if verbose else self.mistakes[:2]):
+            other = f"  or {mistake.name}, {mistake.about}: the observed stages cannot distinguish them"
+            yield "", other if number else f"  {mistake.about}"
+        for rank, each in self.wrong.items():
+            yield f"First wrong stage of rank {rank}", f"{each.stage}, {each.ratio:.2g} times its budget"
+        if self.mistakes:
+            yield from (("Evidence", self.evidence), ("Fix", self.fix), ("More", self.more))
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """Return the diagnosis as values of JSON."""
         mistakes = [{"name": each.name, "about": each.about, "fix": each.fix} for each in self.mistakes]
         wrong = [{"rank": rank, **each.to_dict()} for rank, each in self.wrong.items()]
-        return {"is_wrong": self.is_wrong, "wrong": wrong, "mistakes": mistakes}
+        finding = {name: getattr(self, name) for name in FINDING}
+        return {"is_wrong": self.is_wrong, **finding, "wrong": wrong, "mistakes": mistakes}
 
 
 def diagnose_ranks(
     observed: Sequence[Mapping[str, Any]], problem: Problem, *, tensor: int = 1, tokens: int = 1
 ) -> RankDiagnosis:
-    """Find the ranks of a divided layer that are wrong, and the mistake in dividing it that explains all of them.
+    """Find the wrong ranks of a divided layer, and the bug that explains all of them.
 
     Args:
-        observed: of each rank, in order, what it computed, by the names of `STAGES`, in arrays of any framework. Ranks
-            that share heads have the stages of their own heads, and of `output` their part of the sum; ranks that share
-            tokens have those of their own tokens, in order and as many on each, and `grad.query`, if they have it.
-        problem: what all of them together were given; without a cache.
+        observed: the stages of each rank, in order, by the names of `STAGES`, in arrays of any framework. Ranks that
+            share heads have the stages of their own heads, and as `output` their summand. Ranks that share tokens have
+            the stages of their own tokens, in order and equally many, and optionally `grad.query`.
+        problem: of the whole layer, without a cache.
         tensor: number of ranks that share the heads.
-        tokens: of those that share the tokens. One of both is 1.
+        tokens: number of ranks that share the tokens. One of both is 1.
 
     Raises:
         ValueError: if a rank is missing or has none of these stages, both or neither are divided, or the problem cannot
-            be divided so.
+            be divided in this way.
     """
     if (tensor > 1) == (tokens > 1):
         raise Refusal("either tensor or tokens", "be above 1", tensor=tensor, tokens=tokens)
@@ -101,12 +132,12 @@ def diagnose_ranks(
 
 
 class _RankStages:
-    """What each rank should compute, and what it computes with a mistake."""
+    """The right stages of each rank, and those with a bug."""
 
     def __init__(self, problem: Problem, plan: ShardPlan, tokens: int, *, with_gradients: bool) -> None:
         self.problem, self.plan, self.tokens = problem, plan, tokens
         self.spec = problem.spec
-        shard_spec(without_widths(self.spec), plan, 0)  # or it is refused
+        shard_spec(without_widths(self.spec), plan, 0)  # or it raises an error
         self.reference = Reference(problem, with_gradients)
         self.ranks = SharedProblem(problem, plan, tokens, self._changed)
 
@@ -114,7 +145,7 @@ class _RankStages:
         return run_steps(wrong_layer(self.problem, "float64", [changed]).steps())
 
     def first_wrong(self, observed: Values, rank: int, mistake: RankMistake | None = None) -> Comparison | None:
-        """The first stage of a rank that differs from what it should be, or from what a mistake gives, judged."""
+        """Return the first stage of a rank that differs from its right values, or from those with a bug."""
         right, noisy = self._own(rank, self.reference.accumulated, np.float64), self._noisy(rank)
         exact = right
         if mistake is not None:
@@ -124,13 +155,13 @@ class _RankStages:
         return next((each for each in judged if not each.passed), None)
 
     def is_explained(self, given: Sequence[Values], mistake: RankMistake) -> bool:
-        """Whether every rank computed what it computes with a mistake, as far as that says."""
+        """Return True if the stages of every rank match a bug, as far as the bug predicts them."""
         return all(self.first_wrong(observed, rank, mistake) is None for rank, observed in enumerate(given))
 
     def _judged(
         self, name: str, actual: np.ndarray, exact: Values, noisy: Values, rank: int, right: Values
     ) -> Comparison:
-        """A stage held against what it should be, with the noise that the right one has."""
+        """Compare a stage with its expected values, with the noise of the right ones."""
         noise = noisy[name]
         if exact[name] is not right[name]:
             noise = exact[name] + (noise.astype(np.float64) - right[name])
@@ -145,7 +176,7 @@ class _RankStages:
         return self._own(rank, self.reference.same_precision(local=False), np.dtype(same).type)
 
     def _own(self, rank: int, whole: Values, dtype: Any) -> dict[str, np.ndarray]:
-        """A rank's part of the stages of the whole layer; of outputs that are added up its summand."""
+        """Return a rank's part of the stages of the whole layer; for outputs, its summand."""
         if self.tokens > 1:
             part = self.problem.case.seq_len // self.tokens
             return self.ranks.of_tokens(whole, np.arange(rank * part, (rank + 1) * part))

@@ -1,7 +1,7 @@
-"""The ways in which others record a stage: other axes, before RoPE, a mask where True shows; and what each is in ours.
+"""Conventions of recorded stages: other axes, before RoPE, a mask with True for visible keys; and their conversion.
 
-A stage that differs may be right and recorded otherwise. Which it is what follows tells: if that agrees with the
-reference, then nothing is wrong.
+A stage that differs may be right in another convention. The stages after it decide: if they agree with the reference,
+nothing is wrong.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from parity.diagnosis.mistakes.record import Changed, instead
 from parity.diagnosis.replay import Replay
 
 PENALTY = -100.0
-"""What an additive mask takes from hidden scores at least."""
+"""The least penalty of an additive mask."""
 
 MASKED = -9e3
-"""The largest score that is taken for a mask's, which fills with -1e4, -1e9 or -inf, or adds one of them."""
+"""The largest score that may be a mask's number: masks fill with, or add, -1e4, -1e9 or -inf."""
 
 FAR_BELOW = 20.0
-"""How far below every expected score such a cell lies at least."""
+"""The least distance of such a cell below every expected score."""
 
 AFTER_MASK = "is recorded after the mask"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a recorded array is.
+    """A reading of a recorded array.
 
     Attributes:
-        words: what to say after the name of the stage; nothing where it is as ours.
-        values: the stage as ours is; None where it cannot be told from what was recorded.
-        is_certain: whether nothing that follows has to bear it out: it is a matter of axes, or of what nothing reads.
-        is_weak: whether what nothing reads holds something, and not 0: a mistake that explains all would say why.
-        masked: the cells of scores that hold a mask's number instead of a score, and so are not judged; None if
-            there are none. The values are the reference's there.
+        words: a description that follows the name of the stage; empty for the reference's convention.
+        values: the stage in the reference's convention; None if it cannot be computed from the recorded array.
+        is_certain: True if no later stage has to confirm it, because it concerns only axes, or unused values.
+        is_weak: True if unused values are not 0: a bug that explains everything is preferred.
+        masked: cells of scores that hold a mask's number and are not compared; None if there are none. There the values
+            are the reference's.
     """
 
     words: str
@@ -54,12 +54,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class Read:
-    """A recorded stage as it is taken.
+    """The readings of a recorded stage.
 
     Attributes:
-        plain: by its shape alone; None where its shape fits in no way.
-        agreed: the reading under which it is what the reference gives, if there is one.
-        reason: why there is no plain one, in words.
+        plain: by its shape alone; None if no order of axes fits.
+        agreed: the reading that agrees with the reference, if there is one.
+        reason: a description of why there is no plain one.
     """
 
     plain: Reading | None
@@ -79,7 +79,7 @@ PRODUCTS = Changed({**BEFORE_SCALE.in_reference, **BEFORE_CAP.in_reference, **BE
 
 
 def read(observed: Mapping[str, np.ndarray], right: Replay) -> dict[str, Read]:
-    """How each recorded stage of the reference's may be taken; what is no stage of it is left out."""
+    """Return the readings of each recorded stage that the reference has."""
     return {name: _Reader(name, right).read(x) for name, x in observed.items() if name in right.values}
 
 
@@ -89,7 +89,7 @@ def _over_heads(attn_weights: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Reader:
-    """How one stage may be recorded."""
+    """The reader of one stage."""
 
     name: str
     right: Replay
@@ -107,7 +107,7 @@ class _Reader:
         return STAGES[self.stage.kind]
 
     def read(self, x: np.ndarray) -> Read:
-        """All readings, until one agrees."""
+        """Return the readings, up to the first that agrees."""
         typed = self._typed(x)
         if isinstance(typed, str):
             return Read(None, None, typed)
@@ -117,17 +117,17 @@ class _Reader:
         shaped = list(self._shaped(typed))
         agreed = next(self._agreeing(typed, shaped), None)
         if not shaped:
-            return Read(None, agreed, f"has shape {x.shape}, and should have {self.expected.shape}")
+            return Read(None, agreed, f"has shape {x.shape} instead of {self.expected.shape}")
         plain = self._masked(shaped[0])
         is_right = plain.masked is not None and plain.values is not None and self.right.agrees(self.name, plain.values)
         return Read(plain, plain if is_right else agreed)
 
     def _as_typed(self, x: np.ndarray, typed: np.ndarray) -> str:
-        """What to say of a mask that is no array of booleans."""
-        return "" if x.dtype == typed.dtype or self.stage.quantity != "mask" else f"is of {x.dtype}"
+        """Return a description of a mask that is not boolean."""
+        return "" if x.dtype == typed.dtype or self.stage.quantity != "mask" else f"has dtype {x.dtype}"
 
     def _typed(self, x: np.ndarray) -> np.ndarray | str:
-        """The array as one of the stage's kind, or why it is none."""
+        """Return the array with the stage's dtype, or the reason why it cannot have it."""
         if self.stage.quantity == "mask":
             if x.dtype == np.bool_:
                 return x
@@ -136,35 +136,35 @@ class _Reader:
                 return wide > 0.0
             if not np.isnan(wide).any() and ((wide == 0.0) | (wide <= PENALTY)).all():
                 return wide < 0.0
-            return f"has dtype {x.dtype}, and should be boolean, True where a key is hidden"
+            return f"has dtype {x.dtype} instead of bool, True for a hidden key"
         if self.stage.is_exact:
             whole = x.astype(np.float64)
             is_whole = x.dtype.kind in "iuf" and bool((whole == np.floor(whole)).all())
             if is_whole:
                 return x if x.dtype == np.int32 else whole.astype(np.int32)
-            return f"has dtype {x.dtype}, and should be of integers"
-        return x if is_floating(x.dtype) else f"has dtype {x.dtype}, and should be floating-point"
+            return f"has dtype {x.dtype} instead of an integer dtype"
+        return x if is_floating(x.dtype) else f"has dtype {x.dtype} instead of a floating-point dtype"
 
     # ---- Axes --------------------------------------------------------------------------------------------------------
 
     def _shaped(self, x: np.ndarray) -> Iterator[Reading]:
-        """The array with the axes of the stage, in every way that its shape allows; as it is first."""
+        """Yield the array with the axes of the stage, in every way that its shape allows; unchanged first."""
         target = self.expected.shape
         if x.shape == target:
             yield Reading("", x, is_certain=True)
-        told = []
+        found = []
         for words, larger, undo in self._targets():
             for axes, y in _in_axes(x, larger, self.letters, may_broadcast=self.stage.is_exact):
                 values = undo(y)
                 if values is None or (values.shape == x.shape and not words and np.array_equal(values, x)):
                     continue
-                said = _joined(f"has axes {axes}" if axes else "", words)
-                if said not in told:
-                    told.append(said)
-                    yield Reading(said, values, is_certain=True)
+                words_of_form = _joined(f"has axes {axes}" if axes else "", words)
+                if words_of_form not in found:
+                    found.append(words_of_form)
+                    yield Reading(words_of_form, values, is_certain=True)
 
     def _targets(self) -> Iterator[tuple[str, tuple[int, ...], Callable[[np.ndarray], np.ndarray | None]]]:
-        """Shapes that are larger or smaller than ours for a reason, and what makes ours of them."""
+        """Yield expected shapes that are larger or smaller than the reference's, and functions that undo it."""
         shape, spec = self.expected.shape, self.right.problem.spec
         yield "", shape, lambda y: y
         if "K" in self.letters and spec.num_kv_heads < spec.num_heads:
@@ -173,28 +173,28 @@ class _Reader:
             if filled := self._filled():
                 grown = self._resized("S", filled, repeated)
                 yield (
-                    "is recorded after the repeat for the query heads, of a cache that grows",
+                    "is recorded after the repeat for the query heads, in a growing cache",
                     grown,
                     lambda y: None if (z := self._shared(y)) is None else self._padded(z),
                 )
         if filled := self._filled():
-            yield "is that of a cache that grows", self._resized("S", filled, shape), self._padded
+            yield "has the size of a growing cache", self._resized("S", filled, shape), self._padded
         if spec.sinks and self.stage.quantity in ("scores", "attn_weights"):
             wider = (*shape[:-1], shape[-1] + 1)
             yield "has the sinks as a last column", wider, lambda y: y[..., :-1]
             yield "has the sinks as a first column", wider, lambda y: y[..., 1:]
 
     def _resized(self, axis: str, size: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """A shape of the stage's axes with another size of one."""
+        """Return a shape with another size of one axis."""
         return tuple(size if letter == axis else old for letter, old in zip(self.letters, shape, strict=True))
 
     def _shared(self, y: np.ndarray) -> np.ndarray | None:
-        """Heads that are equal within their groups, once."""
+        """Return one head of each group, if the heads are equal within their groups."""
         groups = y.reshape(y.shape[0], self.right.problem.spec.num_kv_heads, -1, *y.shape[2:])
         return groups[:, :, 0] if np.array_equal(groups, np.broadcast_to(groups[:, :, :1], groups.shape)) else None
 
     def _filled(self) -> int:
-        """How many slots of the longest sequence are filled after the stage's step; 0 without a cache."""
+        """Return the number of filled slots of the longest sequence after the stage's step; 0 without a cache."""
         case, step = self.right.problem.case, self.stage.step
         is_of_slots = self.stage.quantity in ("mask", "scores", "attn_weights") or "cache" in self.stage.quantity
         if step is None or "S" not in self.letters or not is_of_slots:
@@ -203,7 +203,7 @@ class _Reader:
         return int(filled) if filled < case.capacity else 0
 
     def _padded(self, y: np.ndarray) -> np.ndarray:
-        """With the slots that are not filled, as the reference has them."""
+        """Return the array with unfilled slots, as in the reference."""
         axis = self.letters.index("S")
         values = np.array(self.expected).astype(y.dtype)
         values[(slice(None),) * axis + (slice(y.shape[axis]),)] = y
@@ -212,9 +212,9 @@ class _Reader:
     # ---- Values ------------------------------------------------------------------------------------------------------
 
     def _agreeing(self, x: np.ndarray, shaped: Sequence[Reading]) -> Iterator[Reading]:
-        """The readings under which the array is what the reference gives."""
-        told = self._free()
-        for free, aside in ((None, ""), *([] if told is None else [(told, self._free_words())])):
+        """Yield the readings in which the array agrees with the reference."""
+        found = self._free()
+        for free, aside in ((None, ""), *([] if found is None else [(found, self._free_words())])):
             for form in shaped:
                 if form.values is None:
                     continue
@@ -229,10 +229,10 @@ class _Reader:
         yield from self._averaged(x)
 
     def _restored(self, x: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """What ours would be, for the ways that can be undone."""
+        """Yield the array in the reference's convention, for conventions that can be undone."""
         spec, quantity = self.right.problem.spec, self.stage.quantity
         if quantity == "mask":
-            yield "is True where a key is shown", ~x
+            yield "is True for visible keys", ~x
         if self.stage.is_exact:
             return
         if quantity in ("q", "k", "cache.keys") and spec.rope is not None:
@@ -242,7 +242,7 @@ class _Reader:
             for order in (pairs, np.argsort(pairs)):
                 values = np.array(x)
                 values[..., rotated] = x[..., rotated][..., order]
-                yield "has the features of its pairs in another order", values
+                yield "has its RoPE pairs in another order", values
         if quantity in ("q", "k", "cache.keys"):
             wide, scale = x.astype(np.float64), spec.score_scale
             if quantity == "q":
@@ -254,7 +254,7 @@ class _Reader:
             yield f"{AFTER_MASK} and before the scale", values
 
     def _masked(self, form: Reading) -> Reading:
-        """Scores that were recorded after a mask, which are judged in the other cells; anything else as it is."""
+        """Return scores after a mask, which are compared in the other cells only; other stages unchanged."""
         if self.stage.quantity != "scores" or form.values is None:
             return form
         hidden = self.right.values[str(Stage("mask", self.stage.path, step=self.stage.step))]
@@ -265,7 +265,7 @@ class _Reader:
         return Reading(_joined(form.words, AFTER_MASK), values, is_certain=True, masked=cells)
 
     def _shown(self) -> Iterator[tuple[str, Changed]]:
-        """How the reference itself would record it."""
+        """Yield the conventions that the reference itself can compute."""
         spec, quantity = self.right.problem.spec, self.stage.quantity
         if quantity in ("q", "k", "cache.keys", "latents", "cache.latents"):
             if spec.rope is not None:
@@ -282,7 +282,7 @@ class _Reader:
                 yield "is recorded before the scale, the soft cap and the bias", PRODUCTS
 
     def _averaged(self, x: np.ndarray) -> Iterator[Reading]:
-        """Attention weights, averaged over heads."""
+        """Yield attention weights, averaged over heads."""
         if not self.stage.is_attn_weights or x.ndim != 3:
             return
         if self.right.agrees(self.name, x, form=_over_heads):
@@ -291,7 +291,7 @@ class _Reader:
     # ---- What nothing reads ------------------------------------------------------------------------------------------
 
     def _free(self) -> np.ndarray | None:
-        """Where it does not matter what the stage holds: tokens of padding, slots that are not filled."""
+        """Return the cells whose values do not matter: tokens of padding, unfilled slots."""
         case, step = self.right.problem.case, self.stage.step
         lengths: dict[str, Any] = {}
         if step is not None:
@@ -317,7 +317,7 @@ class _Reader:
 
     def _free_words(self) -> str:
         what = "slots" if "cache" in self.stage.quantity else "padding"
-        return f"differs in {what} that nothing reads"
+        return f"differs in unused {what}"
 
 
 def _joined(*words: str) -> str:
@@ -327,14 +327,14 @@ def _joined(*words: str) -> str:
 def _in_axes(
     x: np.ndarray, target: tuple[int, ...], letters: tuple[str, ...], *, may_broadcast: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """An array with the axes of `letters` in their order, in every way that its shape allows, and which they were."""
+    """Yield an array with the axes of `letters` in order, in every way that its shape allows, and its own axes."""
     count = len(target)
     for order in orders(letters):
         shape, names = [target[axis] for axis in order], [letters[axis] for axis in order]
         back = np.argsort(order)
         if x.shape == tuple(shape):
             yield ("" if order == tuple(range(count)) else f"({', '.join(names)})"), x.transpose(back)
-        for first in range(count - 1):  # two neighbours as one
+        for first in range(count - 1):  # two neighbors joined
             joined = (*shape[:first], shape[first] * shape[first + 1], *shape[first + 2 :])
             if x.shape == joined and joined != target:
                 words = [*names[:first], f"{names[first]} * {names[first + 1]}", *names[first + 2 :]]
@@ -353,18 +353,18 @@ def _in_axes(
 
 @cache
 def orders(letters: tuple[str, ...]) -> list[tuple[int, ...]]:
-    """The orders of axes, the more usual first."""
+    """Return the orders of axes, usual ones first."""
     return sorted(itertools.permutations(range(len(letters))), key=lambda order: _unusual(order, letters))
 
 
 def _unusual(order: Sequence[int], letters: tuple[str, ...]) -> int:
-    """How unusual an order of axes is: ours, then (B, T, N, H), then those that keep the last axis, then all."""
+    """Return how unusual an order of axes is: ours, then (B, T, N, H), then those that keep the last axis, then all."""
     usual = [tuple(range(len(letters))), (0, 2, 1, 3)[: len(letters)], (2, 0, 1, 3), (1, 0, 2), (0, 1, 3, 2)]
     return usual.index(tuple(order)) if tuple(order) in usual else len(usual) + (order[-1] != len(letters) - 1)
 
 
 def _subsets(count: int) -> Iterator[tuple[int, ...]]:
-    """Of so many axes, the last ones first."""
+    """Yield the subsets of a number of axes, those with the last axes first."""
     for size in range(count - 1, -1, -1):
         yield from sorted(itertools.combinations(range(count), size), reverse=True)
 
@@ -378,10 +378,10 @@ def _masked_cells(
     """Find the cells of recorded scores that hold a mask's number.
 
     Args:
-        x: what was recorded, (B, N, T, S), floating-point.
+        x: recorded scores, (B, N, T, S), floating-point.
         expected: the scores before the mask, float64.
         hidden: the cells that the mask should hide.
-        agrees: whether scores are what is expected, up to rounding.
+        agrees: returns True if scores are the expected ones, up to rounding.
 
     Returns:
         The cells, boolean; None if there are none.
@@ -393,7 +393,7 @@ def _masked_cells(
 
 
 def _far_below(x: np.ndarray, expected: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-    """Cells at a large negative number. Their values alone decide, because the mask itself may be wrong."""
+    """Return cells with a large negative number. Their values alone decide, because the mask itself may be wrong."""
     lowest = expected.min(initial=0.0, where=np.isfinite(expected))
     cells = x <= min(MASKED, lowest - FAR_BELOW)
     others = x[~cells & ~np.isnan(x)]
@@ -403,7 +403,7 @@ def _far_below(x: np.ndarray, expected: np.ndarray, hidden: np.ndarray) -> np.nd
 
 
 def _alike(x: np.ndarray, expected: np.ndarray, hidden: np.ndarray, agrees: Callable[[np.ndarray], bool]) -> np.ndarray:
-    """All hidden cells, if one number fills them, or is added to them while all other scores are right."""
+    """Return all hidden cells, if one number fills them, or is added to them while all other scores are right."""
     none = np.zeros(x.shape, bool)
     if np.count_nonzero(hidden) < 2 or not np.isfinite(x[hidden]).all() or not np.isfinite(expected).all():
         return none

@@ -1,4 +1,4 @@
-"""The reference again, with mistakes in it, from what was observed: each stage from the observed stages before it."""
+"""The reference with bugs injected, recomputed from the observed stages before each stage."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ Changes = tuple[Change, ...]
 Form = Callable[[np.ndarray], np.ndarray]
 
 ALL = "qkv"
-"""What a step that projects makes, where no more is said."""
+"""Stages of a step that projects, by default."""
 
 MOST_KEPT = 256  # wrong layers
 MOST_BYTES = 2**29  # of all of them
 
 _Layer = tuple[Changes, str, str, str]
-"""What is changed in a layer, its dtype, its arithmetic if that is not the hardware's, and what it projects."""
+"""The changes of a layer, its dtype, its arithmetic if it is not the hardware's, and its projections."""
 
 
 def remembering(found: Remembered | None = None) -> Changed:
-    """Return the reference that computes a projection of an input, and a table, once for each arithmetic, as a change.
+    """Return a reference that computes each projection and table once for each arithmetic, as a change.
 
-    It must be the innermost change, and serve layers of one set of weights and inputs.
+    It must be the innermost change, and serve layers with the same weights and inputs.
     """
     found = found or Remembered()
     return Changed({"linear": found.linear, "tables": found.tables})
@@ -62,9 +62,9 @@ class Scope:
     """Limits of a search.
 
     Attributes:
-        judged: the names of the stages to judge; all that were observed when absent.
-        only: names of mistakes, or what they are about; all that are known when absent.
-        is_quick: whether single mistakes are tried, and nothing is said of stages that none explains.
+        judged: names of the stages to compare; all observed stages by default.
+        only: names or descriptions of the bugs to try; all known bugs by default.
+        is_quick: True to try single bugs only, and to leave unexplained stages without a description.
     """
 
     judged: frozenset[str] | None = None
@@ -78,21 +78,21 @@ EVERYTHING = Scope()
 class Replay:
     """Stages of a problem with changes of the reference, each computed from the observed stages before it.
 
-    Every question of the diagnosis is asked here: what a stage would be with a change, what it may be off by, and so
-    whether the change leaves nothing but rounding. What was computed is kept, and work is counted. Of nothing observed
-    every stage is computed from its own stages before.
+    It answers every question of the diagnosis: the values of a stage with a change, their tolerance, and if only
+        rounding remains. Results are cached, and work is counted. Without observed stages, every stage is computed
+        from its own stages before it.
 
     Attributes:
-        observed: the stages, in their shapes.
+        observed: the stages, in the reference's shapes.
 
     Args:
-        problem: what was computed.
-        observed: stages of the reference's, in its shapes.
+        problem: the case, weights and inputs.
+        observed: observed stages, in the reference's shapes.
         arithmetic: of the hardware.
-        choice: what is allowed in the same precision.
-        base: what every layer is made of, see `remembering`.
-        scope: which stages are judged, and by which mistakes.
-        reference: of the problem, whose stages are not computed again.
+        choice: an allowed way to compute in the same precision.
+        base: the innermost change of every layer, see `remembering`.
+        scope: the stages to compare, and the bugs to try.
+        reference: of the problem; its stages are not computed again.
     """
 
     def __init__(
@@ -117,21 +117,21 @@ class Replay:
     _is_nudged = False
 
     def _observe(self, observed: Mapping[str, np.ndarray], masked: Mapping[str, np.ndarray]) -> None:
-        """Begin with other stages, and cells of them that are not judged."""
+        """Start with other stages, and cells of them that are not compared."""
         known = self.right.values if observed else {}
         self.observed = {name: x for name, x in observed.items() if name in known}  # gradients are not explained
         self._masked = masked
         self._forget()
 
     def observing(self, observed: Mapping[str, np.ndarray], masked: Mapping[str, np.ndarray]) -> Replay:
-        """Return the replay of other stages, and cells of them that are not judged."""
+        """Return the replay of other stages, and cells of them that are not compared."""
         other = copy(self)
         other._right = self.right
         other._observe(observed, masked)
         return other
 
     def with_choice(self, choice: Choice) -> Replay:
-        """Return the replay where something else is allowed: what was computed in float64 it has, too."""
+        """Return the replay with another choice; it shares the results in float64."""
         other = copy(self)
         other.choice = choice
         other._forget()
@@ -139,7 +139,7 @@ class Replay:
         return other
 
     def _forget(self) -> None:
-        """Begin with nothing that was computed."""
+        """Start without cached results."""
         for name in ("stages", "known", "_unseen_before", "_recounts"):
             vars(self).pop(name, None)
         self._layers: dict[_Layer, Sequence[Step]] = {}
@@ -152,12 +152,12 @@ class Replay:
 
     @property
     def right(self) -> Replay:
-        """The replay of nothing observed."""
+        """The replay without observed stages."""
         return self if self._right is None else self._right
 
     @cached_property
     def by_step(self) -> list[dict[str, np.ndarray]]:
-        """Every stage of the right layer in float64, from its own stages before, step by step."""
+        """Every stage of the right layer in float64, from its own stages before it, step by step."""
         if self._right is not None:
             return self._right.by_step
         found = [] if self._reference is None else self._reference.by_step("float64", self.arithmetic)
@@ -175,7 +175,7 @@ class Replay:
 
     @cached_property
     def steps(self) -> list[list[str]]:
-        """The names of the stages that each step gives."""
+        """The names of the stages of each step."""
         return [list(found) for found in self.by_step]
 
     @cached_property
@@ -187,30 +187,30 @@ class Replay:
 
     @cached_property
     def stages(self) -> list[str]:
-        """The names of the stages that are judged, in the order of the data flow."""
+        """The names of the compared stages, in the order of the data flow."""
         judged = self.scope.judged
         return [name for name in self.values if name in self.observed and (judged is None or name in judged)]
 
     @cached_property
     def known(self) -> list[Mistake]:
-        """The mistakes that could be in them."""
+        """The bugs that could affect them."""
         known = [*mistakes_for(self.problem.case), *permuted_heads(self.values, self.observed)]
-        known += low_products() if len(self.stages) == 1 else []  # of more the size of the noise tells
+        known += low_products() if len(self.stages) == 1 else []  # with more, the size of the noise decides
         if (only := self.scope.only) is not None:
             known = [each for each in known if each.name in only or each.about in only]
-        may_lose = self.problem.dtype in ("float32", "float64")  # what is narrow may be rounded to itself
+        may_lose = self.problem.dtype in ("float32", "float64")  # narrow values may round to themselves
         return [each for each in known if may_lose or not each.is_loss or each.shows_in_narrow]
 
     # ---- Stages with changes -----------------------------------------------------------------------------------------
 
     def stage(self, name: str, changes: Changes = (), dtype: str = "float64", kind: str = "") -> np.ndarray:
-        """Compute a stage with changes in it."""
+        """Return a stage with changes."""
         return self.computed(self.step_of[name], changes, dtype, kind, name)[name]
 
     def computed(
         self, index: int, changes: Changes, dtype: str = "float64", kind: str = "", stage: str = ""
     ) -> dict[str, np.ndarray]:
-        """Compute a step with changes in it; or a stage of it at least, if one is all that is asked for."""
+        """Return a step with changes, or at least one stage of it if only that is requested."""
         if dtype == "float64" and not (changes or kind or self.observed):
             return self.by_step[index]
         whole = (changes, dtype, kind, ALL)
@@ -221,14 +221,14 @@ class Replay:
                 return self._found[each][index]
         try:
             return self._until(index, layer)[1]
-        except KeyError:  # a mistake takes one of them for another
+        except KeyError:  # a bug confuses two of them
             return self._until(index, whole)[1]
 
     def _until(self, index: int, layer: _Layer) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """What there is before a step of a layer, and the step; empty arrays where changes do not fit together.
+        """Return the values before a step of a layer, and the step; empty arrays if changes do not fit together.
 
-        Of steps before it those are run that others are made of, and that were not observed. What no change touches is
-        the right layer's.
+        It runs the earlier steps that later ones depend on and that were not observed. Steps without a change
+        are those of the right layer.
         """
         values, changed, step = dict(self.observed), set(self.observed), dict[str, np.ndarray]()
         overridden = self._overridden(layer)
@@ -247,14 +247,14 @@ class Replay:
         return values, step
 
     def _overridden(self, layer: _Layer) -> set[str] | None:
-        """The methods that changes of a layer override; None where all of it is another than the right one."""
+        """Return the methods that changes of a layer override; None if the whole layer is replaced."""
         changes, dtype, kind, _ = layer
         if dtype != "float64" or kind or not self._flow or any(isinstance(each, OtherSpec) for each in changes):
             return None
         return {method for each in changes for method in each.in_reference}
 
     def _run(self, index: int, layer: _Layer, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """A step of a layer, after those before it."""
+        """Return a step of a layer, after the steps before it."""
         if (kept := self._found.get(layer, {}).get(index)) is not None:
             if next(iter(kept.values())).shape == (0,):
                 raise ValueError("changes do not fit together")
@@ -269,13 +269,13 @@ class Replay:
         return found
 
     def _known(self, layer: _Layer) -> Sequence[dict[str, np.ndarray]]:
-        """What the reference computed already of a layer that is right and only less exact, step by step."""
+        """Return the stages that the reference already computed for a right layer of lower precision, step by step."""
         changes, dtype, kind, _ = layer
         is_other = changes or kind or self.observed or self.choice.in_reference or self.choice.arithmetic
         return () if self._reference is None or is_other else self._reference.by_step(dtype, self.arithmetic)
 
     def _steps(self, layer: _Layer) -> Sequence[Step]:
-        """The stages of the reference with changes in it, as functions."""
+        """Return the steps of the reference with changes, as functions."""
         changes, dtype, kind, asked = layer
         problem = self.problem
         for change in changes:
@@ -286,7 +286,7 @@ class Replay:
         return wrong_layer(problem, dtype, (*changes, self._base), kind or self.arithmetic, asked).steps()
 
     def _keep(self, index: int, layer: _Layer, found: dict[str, np.ndarray]) -> None:
-        """Remember a step, and forget those of wrong layers where they become too many."""
+        """Cache a step, and drop the oldest steps of wrong layers if there are too many."""
         self._bytes += sum(x.nbytes for x in found.values())
         if len(self._found) > MOST_KEPT or self._bytes > MOST_BYTES:
             kept = {each: steps for each, steps in self._found.items() if not each[0] or each == layer}
@@ -296,22 +296,22 @@ class Replay:
         self._found.setdefault(layer, {})[index] = found
 
     def cost(self, index: int, mistake: Mistake) -> int:
-        """How much of a layer is computed again with a mistake in it: the fewer steps, the less."""
+        """Return the share of a layer that a bug makes necessary to compute again: fewer steps are cheaper."""
         touched = (not flow.methods.isdisjoint(mistake.in_reference) for flow in self._flow[: index + 1])
         return next((index - step for step, is_touched in enumerate(touched) if is_touched and step > 0), 0)
 
     @cached_property
     def _flow(self) -> list[Flow]:
-        """What each step of the right layer depends on; nothing where numbers are nudged."""
+        """Return the dependencies of each step of the right layer; empty for nudged numbers."""
         if self._is_nudged:
             return []
         return flow_of(self.problem) if self._right is None else self._right._flow
 
     @cached_property
     def _unseen_before(self) -> list[list[int]]:
-        """For each step those before it that others are made of, and that were not observed.
+        """Return for each step the earlier steps that it depends on and that were not observed.
 
-        What a module gives in one call only the module itself takes up in the next, and it takes up nothing else.
+        The results of a module in one call affect only the module itself in the next, and nothing else does.
         """
         unseen = [
             any(name not in self.observed and not stage_named(name).is_end for name in names) for names in self.steps
@@ -325,13 +325,13 @@ class Replay:
     # ---- What they may be off by -------------------------------------------------------------------------------------
 
     def judgement(self, stage: str, changes: Changes, *, quick: bool = False, kind: str = "") -> Judgement:
-        """Judge an observed stage by the one with changes in it.
+        """Compare an observed stage with the one that has changes.
 
         Args:
             stage: the stage.
-            changes: in what it is compared with.
-            quick: take about the budget of the right layer.
-            kind: of the arithmetic that gives the budget.
+            changes: of the expected values.
+            quick: use approximately the budget of the right layer.
+            kind: the arithmetic that determines the budget.
         """
         key = (stage, changes, quick, kind)
         if key not in self._judgements:
@@ -353,7 +353,7 @@ class Replay:
         return found
 
     def _actual(self, stage: str, expected: np.ndarray) -> np.ndarray:
-        """An observed stage, with what is expected in the cells that are not judged."""
+        """Return an observed stage, with the expected values in cells that are not compared."""
         actual, masked = self.observed[stage], self._masked.get(stage)
         if masked is None or expected.shape != actual.shape:
             return actual
@@ -367,7 +367,7 @@ class Replay:
         free: np.ndarray | None = None,
         form: Form = np.asarray,
     ) -> bool:
-        """Whether an array is a stage with changes in it, in a form, up to rounding, but where that does not matter."""
+        """Return True if an array is a stage with changes, in a form, up to rounding, except in unused cells."""
         expected = form(self.stage(stage, changes))
         if actual.shape != expected.shape:
             return False
@@ -378,7 +378,7 @@ class Replay:
     def allowed(
         self, stage: str, changes: Changes, kind: str = "", dtype: str = "", form: Form = np.asarray
     ) -> dict[str, float]:
-        """The budget of a stage with changes in it, in some form; in a dtype, or that of the problem."""
+        """Return the budget of a stage with changes, in a form; in a dtype, by default that of the problem."""
         if stage_named(stage).is_exact:
             return NOTHING
         key = (stage, changes, kind, dtype, form)
@@ -392,7 +392,7 @@ class Replay:
         return self._budgets[key]
 
     def _about_allowed(self, stage: str, expected: np.ndarray) -> dict[str, float]:
-        """The budget of the right layer, for values of another size: noise grows with them."""
+        """Return the budget of the right layer for values of another size: noise grows with them."""
         if stage_named(stage).is_exact:
             return NOTHING
         sizes = [norms_of(x, np.isfinite(x))["rms"] for x in (expected, self.stage(stage))]
@@ -400,7 +400,7 @@ class Replay:
         return {norm: growth * limit for norm, limit in self.allowed(stage, ()).items()}
 
     def has_wrong_zeros(self, stage: str) -> bool:
-        """Whether attention weights are 0 where a key is seen, or not 0 where it is hidden."""
+        """Return True if attention weights are 0 for a visible key, or not 0 for a hidden key."""
         expected, actual = self.stage(stage), self.observed[stage]
         if not stage_named(stage).is_attn_weights or expected.shape != actual.shape:
             return False
@@ -408,9 +408,9 @@ class Replay:
 
     @cached_property
     def _recounts(self) -> list[Replay]:
-        """The same of numbers that are off by a unit of rounding, at random: one run is one sample of the noise.
+        """Return the stage with inputs that are off by a random unit of rounding: one run is one sample of the noise.
 
-        They decide where a mistake explains all but a little: see `parity.core.trace.Reference.recounted`.
+        It decides if a bug explains nearly everything, see `parity.core.trace.Reference.recounted`.
         """
         dtype, rng, found = SAME_PRECISION[self.problem.dtype], np.random.default_rng(0), []
         for _ in range(RECOUNTS if dtype == "float32" else 0):
@@ -426,30 +426,31 @@ class Replay:
     # ---- What explains them ------------------------------------------------------------------------------------------
 
     def wrong(self, stages: Iterable[str], changes: Changes) -> list[str]:
-        """Those of the stages that changes do not explain."""
+        """Return the stages that changes do not explain."""
         return [stage for stage in stages if self.judgement(stage, changes).ratio > 1.0]
 
     def explained(self, stages: Iterable[str], changes: Changes, added: Changes) -> list[str]:
-        """Those of the stages that are wrong with some changes, and right with more."""
+        """Return the stages that are wrong with some changes, and right with more."""
         wrong = self.wrong(stages, changes) if added else []
         still = self.wrong(wrong, (*changes, *added))
         return [stage for stage in wrong if stage not in still]
 
     def is_same(self, index: int, changes: Changes, added: Changes, names: Iterable[str] = ()) -> bool:
-        """Whether more changes leave stages of a step as they are, or all of it."""
+        """Return True if more changes leave stages of a step, or the whole step, unchanged."""
         before, after = self.computed(index, changes), self.computed(index, (*changes, *added))
         return all(np.array_equal(before[name], after[name], equal_nan=True) for name in names or self.steps[index])
 
     def findings(
         self, stage: str, changes: Changes, limited: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> Findings | None:
-        """Where a stage differs from the one with changes in it, and by what law; None if it has another shape.
+        """Describe where and by which pattern a stage differs from the one with changes; None if it has another shape.
 
         Args:
             stage: the stage.
-            changes: in what it is compared with.
-            limited: a context that raises a TimeoutError where numbers of the specification, or parts of the layer,
-                take too much work.
+            changes: of the expected values.
+            limited: a context that raises a TimeoutError if numbers of the specification, or parts of the
+                layer,
+                exceed the limit of work.
         """
         index, known = self.step_of[stage], stage_named(stage)
         values = self._until(index, (changes, "float64", "", ALL))[0]
@@ -458,7 +459,7 @@ class Replay:
         if actual.shape != expected.shape:
             return None
 
-        again = copy(self)  # so that what is kept of known mistakes stays
+        again = copy(self)  # so that results of known bugs stay cached
         again._layers, again._found, again._bytes = {}, {}, 0
 
         def recompute(change: Change) -> np.ndarray:

@@ -1,9 +1,8 @@
-"""Samples of a large problem: small ones in which its mistakes show as they do in all of it.
+"""Samples of a large problem: small problems that show its bugs as the whole layer does.
 
-A mistake is tried in a sample, which takes the same time whatever the size of the layer, and confirmed in another one.
-There are two kinds. The first tokens of a causal layer are a small layer by themselves: what comes later does not reach
-them. And some rows of queries, with all keys, are computed as they are in the whole. Of the output some features are
-enough.
+A bug is tried in a sample, which takes the same time at every size of the layer, and confirmed in another one. There
+are two kinds. The first tokens of a causal layer are a small layer by themselves, because later tokens do not affect
+them. Some rows of queries, with all keys, have the same values as in the whole layer. A few output features are enough.
 """
 
 from __future__ import annotations
@@ -25,28 +24,29 @@ from parity.core.work import uncounted
 from parity.diagnosis.readings import orders
 
 LARGE = 2**25
-"""Multiplications of a layer above which a sample is searched: below, all of it takes some hundredths of a second."""
+"""Multiplications of a layer above which samples are searched: below, the whole layer takes a few hundredths of a
+second."""
 
 TOKENS, ROWS, FEATURES = 32, 4, 128
-"""The first tokens in a sample of them, of all sequences together; the rows in one of rows; the features of both."""
+"""The number of first tokens in a sample, over all sequences; of rows in a sample of rows; of features in both."""
 
 CONFIRMED = 4
-"""How many times as many tokens a sample has that confirms what was found."""
+"""The factor by which a confirming sample has more tokens."""
 
 AFFORDABLE = 2**32
-"""Multiplications that a projection of all keys may take in a sample that confirms what another one shows."""
+"""The largest number of multiplications of a projection of all keys in a confirming sample."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A sample of a problem, and of what was observed of it.
+    """A sample of a problem and of its observed stages.
 
     Attributes:
         problem: the sampled problem.
-        observed: the stages of the sample; those whose axes are not understood are left out.
-        remembered: projections that are known already.
-        words: what is in it.
-        judged: the stages that it can judge; all when absent.
+        observed: the stages of the sample, without those of unknown axes.
+        remembered: known projections.
+        words: a description of the sample.
+        judged: the stages to compare; all by default.
     """
 
     problem: Problem
@@ -57,17 +57,17 @@ class Part:
 
 
 OF_TOKENS = frozenset({"q", "k", "v", "gate", "latents"})
-"""The stages that are made of each token by itself."""
+"""The stages that depend on single tokens."""
 
 FIRST_CALL = "step0."
-"""What the names of stages of the first call with a cache begin with."""
+"""The prefix of stage names of the first call with a cache."""
 
 OF_PAIRS = OF_TOKENS | {"mask", "scores"}
-"""The stages that are made of each query and each key by itself."""
+"""The stages that depend on one query and one key."""
 
 
 def multiplications(problem: Problem) -> int:
-    """Those of the whole layer, about."""
+    """Return the approximate number of multiplications of the whole layer."""
     case, spec = problem.case, problem.spec
     queries = case.seq_len * (spec.d_in * spec.q_width + spec.context_width * spec.output_width)
     keys = case.key_len * spec.d_kv * (spec.k_width + spec.v_width)
@@ -76,19 +76,19 @@ def multiplications(problem: Problem) -> int:
 
 
 def is_large(problem: Problem) -> bool:
-    """Whether samples are searched and not the whole layer."""
+    """Return True if samples are searched instead of the whole layer."""
     return problem.sample is None and multiplications(problem) > LARGE
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A large problem, and the samples of it.
+    """A large problem, and its samples.
 
     Attributes:
         problem: the problem.
         observed: its stages.
         remembered: projections of its inputs, which samples of rows share.
-        unlike: how many of the last rows are left out of samples: they see more than the problem has.
+        unlike: number of last rows that samples leave out, because they attend to more than the problem has.
     """
 
     problem: Problem
@@ -97,7 +97,7 @@ class Whole:
     unlike: int = 0
 
     def parts(self, worst: Mapping[str, int] | None = None) -> Iterator[Part]:
-        """Samples to search, the cheaper first.
+        """Yield samples to search, the cheaper first.
 
         Args:
             worst: a row "T", a feature "E" that a sample must have.
@@ -110,9 +110,9 @@ class Whole:
         yield self._of_rows(_rows(case.seq_len - self.unlike, ROWS, worst.get("T")), features)
 
     def confirming(self) -> list[Part]:
-        """Independent samples, of other features, each of which may confirm what was found in the others.
+        """Return independent samples with other features, which may confirm a bug.
 
-        Rows from everywhere, if their keys do not take too long; and more of the first tokens of a causal layer.
+        They are rows from everywhere, if their keys are affordable, and more of the first tokens of a causal layer.
         """
         case, spec = self.problem.case, self.problem.spec
         features, tokens, found = self._features(1, None), CONFIRMED * self._tokens, list[Part]()
@@ -125,11 +125,11 @@ class Whole:
         return found
 
     def mixing(self) -> Iterator[Part]:
-        """Samples for mistakes that take other rows into each.
+        """Yield samples for bugs that mix rows.
 
-        In the first rows of a context whose heads were not moved back are the first tokens of its first head. Where the
-        first rows see the first keys alone, or attention weights were recorded, a softmax over the queries shows in all
-        queries of these keys. Else the other queries are one row for it.
+        If heads were not moved back, the first rows of a context are the first tokens of its first head. If the first
+        rows attend to the first keys alone, or attention weights were recorded, a softmax over the queries shows in all
+        queries of these keys. Otherwise the other queries are one row for it.
         """
         case, heads = self.problem.case, self.problem.spec.num_heads
         first, features = max(TOKENS, heads), self._features(0, None)
@@ -143,7 +143,7 @@ class Whole:
             return
         if "attn_weights" in self.observed:
             yield self._mixing(replace(of_first_keys, kept=None), frozenset({"attn_weights"}), words)
-        elif "bias" not in self.problem.inputs:  # that of the other queries is no row
+        elif "bias" not in self.problem.inputs:  # the logarithm of the other queries is not a row
             rows = _rows(case.seq_len - self.unlike, ROWS, None)
             sample = Sample(rows, features, kept=len(rows), others=self._others(rows))
             judged = frozenset(self.observed.keys() & {"context", "output"})
@@ -152,7 +152,7 @@ class Whole:
         yield self._mixing(Sample(np.arange(first), features, None, None, rows_out), frozenset({"output"}), words)
 
     def complete(self) -> Part | None:
-        """The first tokens as a small problem, with every row and feature; None of a layer that is not causal."""
+        """Return the first tokens as a small problem, with every row and feature; None if the layer is not causal."""
         if not is_causal(self.problem) or is_by_length(self.problem) or self._tokens >= self.problem.case.seq_len:
             return None
         part = self._of_tokens(self._tokens, np.arange(self.problem.spec.output_width))
@@ -160,11 +160,11 @@ class Whole:
 
     @property
     def _tokens(self) -> int:
-        """How many of the first tokens of each sequence are in a sample of them."""
+        """The number of first tokens of each sequence in a sample."""
         return max(TOKENS // self.problem.case.batch, 8)
 
     def _features(self, turn: int, worst: int | None) -> np.ndarray:
-        """Some features of the output: the first ones, or those after them, and the worst."""
+        """Return some features of the output: the first ones, or those after them, and the worst."""
         width = self.problem.spec.output_width
         found = np.arange(min(FEATURES, width)) + turn * min(FEATURES, max(width - FEATURES, 0))
         return found if worst is None else np.union1d(found, [worst])
@@ -175,7 +175,9 @@ class Whole:
         part = replace(self.problem, inputs=self.problem.inputs | some, sample=Sample(rows, features, absorbs=absorbs))
         words = f"{len(rows)} of {self.problem.case.seq_len} query tokens"
         cut = self._cut(part)
-        by_tokens = not is_by_length(self.problem) and OF_TOKENS & self.observed.keys()  # which the first tokens judge
+        by_tokens = (
+            not is_by_length(self.problem) and OF_TOKENS & self.observed.keys()
+        )  # the first tokens are compared there
         return Part(part, cut, self.remembered, words, frozenset(cut.keys() - OF_TOKENS) if by_tokens else None)
 
     def _of_tokens(self, tokens: int, features: np.ndarray) -> Part:
@@ -198,9 +200,9 @@ class Whole:
         return Part(part, cut, self.remembered, words, judged)
 
     def _others(self, rows: np.ndarray) -> np.ndarray:
-        """The logarithms of the sums, over all queries but some, of the exponentials of their scores, (B, N, 1, S)."""
+        """Return the log-sum-exp of the scores of each key over all queries except some, (B, N, 1, S)."""
         case, spec = self.problem.case, self.problem.spec
-        # Right layers compute all scores, too: their work is not counted.
+        # Right layers also compute all scores: their work is not counted.
         layer = self.remembered.serve(Layer(self.problem, Arithmetic(np.dtype(np.float64))))
         values = {**layer.mask({}), **layer.qkv({})}
         values |= {
@@ -215,12 +217,12 @@ class Whole:
             highest = np.maximum(found, shown.max(axis=2, keepdims=True))
             highest = np.where(np.isfinite(highest), highest, 0.0)
             total = np.exp(found - highest) + np.exp(shown - highest).sum(axis=2, keepdims=True)
-            with np.errstate(divide="ignore"):  # a key that nobody sees
+            with np.errstate(divide="ignore"):  # a key without a query
                 found = highest + np.log(total)
         return found
 
     def _cut(self, part: Problem) -> dict[str, np.ndarray]:
-        """The stages of a sample, in whatever order of axes they were recorded."""
+        """Return the stages of a sample, in any recorded order of axes."""
         found, sample = {}, part.sample
         for name, x in self.observed.items():
             stage = stage_named(name)
@@ -234,10 +236,10 @@ class Whole:
 
 
 def first_call(problem: Problem, observed: Mapping[str, np.ndarray]) -> Whole | None:
-    """The first call with a cache as a layer without one; None if it is short, or another one than that.
+    """Return the first call with a cache as a layer without one; None if it is short or differs from one.
 
-    Scores and attention weights are left out, because others have slots where this has keys; so is the last row, after
-    which there is an empty slot.
+    Scores and attention weights are omitted, because others have slots instead of keys. The last row is also omitted,
+    because an empty slot follows it.
     """
     case, spec = problem.case, problem.spec
     tokens = case.chunks[0]
@@ -255,34 +257,34 @@ def first_call(problem: Problem, observed: Mapping[str, np.ndarray]) -> Whole | 
 
 
 def is_causal(problem: Problem) -> bool:
-    """Whether the first tokens of a layer attend to nothing that comes later."""
+    """Return True if the first tokens of a layer attend to no later token."""
     return problem.case.seq_len_k is None and (problem.case.is_causal or problem.case.window_size is not None)
 
 
 def is_by_length(problem: Problem) -> bool:
-    """Whether the first tokens of a layer are others in a longer sequence, or there are several sequences of keys."""
+    """Return True if the first tokens of a layer change in a longer sequence, or keys are of several sequences."""
     scaling = None if problem.spec.rope is None else problem.spec.rope.scaling
     is_stretched = isinstance(scaling, (DynamicScaling, LongRopeScaling))
     return is_stretched or problem.case.seq_len_k is not None or problem.case.not_finite is not None
 
 
 def _rows(seq_len: int, count: int, worst: int | None) -> np.ndarray:
-    """Some rows of so many, evenly, the first and the last among them, and the worst."""
+    """Return some of a number of rows, evenly spaced, with the first, the last and the worst."""
     found = np.unique(np.linspace(min(1, seq_len - 1), seq_len - 1, count, dtype=int))
     return found if worst is None else np.union1d(found, [worst])
 
 
-# ---- What was observed of it -----------------------------------------------------------------------------------------
+# ---- Observed stages -------------------------------------------------------------------------------------------------
 
 
 def in_order(problem: Problem, name: str, x: np.ndarray) -> np.ndarray:
-    """A stage with the reference's axes in their order; as it is where its shape fits in no way."""
+    """Return a stage with its axes in the reference's order; unchanged if no order fits its shape."""
     stage = stage_named(name)
     if stage.kind not in STAGES or stage.is_gradient:
         return x
     flat = [part for group in _axes_of(problem, name, x.shape) for part in group]
     letters = [letter for letter, _ in flat]
-    if not {*STAGES[stage.kind]} - {"B"} <= {*letters}:  # averaged over heads, or the same for all of them
+    if not {*STAGES[stage.kind]} - {"B"} <= {*letters}:  # averaged over heads, or equal for all of them
         return x
     split = x.reshape([size for _, size in flat])
     found = split.transpose([letters.index(letter) for letter in STAGES[stage.kind] if letter in letters])
@@ -290,7 +292,7 @@ def in_order(problem: Problem, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def _taken(x: np.ndarray, axes: Sequence[tuple[tuple[str, int], ...]], picked: Mapping[str, np.ndarray]) -> np.ndarray:
-    """An array with what was picked of some axes, each of which is one or several in a row."""
+    """Return an array with the chosen indices of some axes, each of which combines one or several letters."""
     split = x.reshape([size for group in axes for _, size in group])
     flat = [letter for group in axes for letter, _ in group]
     for axis, letter in enumerate(flat):
@@ -301,7 +303,7 @@ def _taken(x: np.ndarray, axes: Sequence[tuple[tuple[str, int], ...]], picked: M
 
 
 def _axes_of(problem: Problem, name: str, shape: tuple[int, ...]) -> list[tuple[tuple[str, int], ...]]:
-    """Which letters of a stage each axis of an array holds, and their sizes; nothing if its shape fits in no way."""
+    """Return the letters of each axis of an array, and their sizes; empty if no order fits its shape."""
     case, spec, stage = problem.case, problem.spec, stage_named(name)
     sizes = {"B": case.batch, "N": spec.num_heads, "K": spec.num_kv_heads, "T": case.seq_len, "S": case.key_len}
     sizes |= {"E": spec.output_width}
@@ -323,14 +325,14 @@ def _axes_of(problem: Problem, name: str, shape: tuple[int, ...]) -> list[tuple[
 
 
 def _fits(group: tuple[str, ...], size: int, sizes: Mapping[str, int], *, may_be_one: bool) -> bool:
-    """Whether an axis of that size holds the letters; the size of a letter that is not known is any."""
+    """Return True if an axis of a size can hold letters; unknown letters may have any size."""
     if len(group) == 1 and (group[0] not in sizes or (may_be_one and size == 1)):
         return True
     return all(letter in sizes for letter in group) and math.prod(sizes[letter] for letter in group) == size
 
 
 def _groups(letters: tuple[str, ...], *, may_lack: bool) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Letters in every order, the more usual first, each alone, or two neighbors as one, or some left out."""
+    """Yield letters in every order, usual ones first: each alone, two neighbors joined, or some left out."""
     for order in orders(letters):
         yield tuple((letters[axis],) for axis in order)
     for order in orders(letters):

@@ -1,4 +1,4 @@
-"""The search for the mistakes that explain stages: one alone first, then two at once, until its work is done."""
+"""The search for bugs that explain stages: single bugs, then pairs, up to a limit of work."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ PARTS = {
     "fused": "in the fused path: ",
     "blocks": "in the fused path, block by block: ",
 }
-"""The parts of a trace, which may each have mistakes of their own: "", the stage functions, and each path of a module;
-and what to say of it."""
+"""Parts of a trace that may have bugs of their own, with a description: "" is the stage functions, the others are paths
+of a module."""
 
-MOST_MISTAKES = 4  # that are looked for at the same time
+MOST_MISTAKES = 4  # searched at the same time
 MOST_BRANCHES = 6  # ways to explain a stage that are followed
-NEARLY = 10.0  # what one mistake leaves of the error, over what is allowed, beside which another is but noise
-CHANCE = 0.5  # the share of an error that a mistake leaves, above which it does not explain it
-SMALL = 0.25  # the share of a stage up to which its error may be lost precision
-CHEAP = 0.1  # the share of the work that a mistake may do before it is put off until the others were tried
-FOR_LOSSES = 0.6  # of the work in a sample, with what others did before: other samples may show more
-FOR_MISTAKES = 0.7  # of the work; the rest is for what can be said of stages that none explains
+NEARLY = 10.0  # the remaining error of one bug, over the tolerance, below which a second bug only fits noise
+CHANCE = 0.5  # the share of an error that a bug may leave and still explain it
+SMALL = 0.25  # the largest share of a stage that lost precision may change
+CHEAP = 0.1  # the share of the work that a bug may take before it is postponed until the others were tried
+FOR_LOSSES = 0.6  # of the work in a sample, including earlier work: other samples may show more
+FOR_MISTAKES = 0.7  # of the work; the rest describes stages that no bug explains
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        explanations: the mistakes, in the order of the stages that they explain.
-        unknowns: the stages that differ by themselves all the same.
-        count: how many mistakes there are.
+        explanations: the bugs, in the order of the stages that they explain.
+        unknowns: the stages that still differ by themselves.
+        count: the number of bugs.
     """
 
     explanations: list[Explanation]
@@ -54,17 +54,17 @@ class SearchResult:
 
     @property
     def cost(self) -> tuple[int, int]:
-        """How good it is: the fewer stages are left, and the fewer mistakes it needs, the better."""
+        """The cost of the result: fewer unexplained stages are better, then fewer bugs."""
         return len(self.unknowns), self.count
 
 
 def search(replay: Replay, work: Work, begin: Mistakes = ()) -> SearchResult:
-    """The mistakes that explain all stages that differ, as far as there are some.
+    """Search for the bugs that explain all stages that differ, as far as possible.
 
     Args:
-        replay: the reference, and what was observed.
-        work: how much it may do.
-        begin: mistakes that are there, whatever else is.
+        replay: the reference, and the observed stages.
+        work: the limit of the search.
+        begin: bugs that are assumed from the start.
     """
     explanations: list[Explanation] = []
     unknowns: list[Unknown] = []
@@ -72,7 +72,7 @@ def search(replay: Replay, work: Work, begin: Mistakes = ()) -> SearchResult:
     count = len(begin)
     for part, words in PARTS.items():
         of_part = [stage for stage in replay.stages if stage_named(stage).path == part]
-        # A path of the module has those mistakes of the stages that lie in what they share.
+        # A path of a module shares the bugs of the stage functions that both use.
         counts = range(len(of_stages), -1, -1)
         shared: list[Mistakes] = [some for number in counts for some in itertools.combinations(of_stages, number)]
         found: Mistakes = min(shared, key=lambda mistakes: len(replay.wrong(of_part, mistakes)))
@@ -93,14 +93,14 @@ def search(replay: Replay, work: Work, begin: Mistakes = ()) -> SearchResult:
             found = (*found, *assumed)
             of_part = of_part[of_part.index(path.unexplained) + 1 :]
         of_stages = found if part == "" else of_stages
-        if unknowns:  # the paths of a module have the same in them
+        if unknowns:  # the paths of a module contain the same
             break
     found_all = SearchResult(explanations, unknowns, count)
     return _with_begin(replay, found_all, begin, tuple(made)) if begin else found_all
 
 
 def _with_begin(replay: Replay, found: SearchResult, begin: Mistakes, others: Mistakes) -> SearchResult:
-    """What was found, with what the mistakes that it began with explain beside the others; without, if nothing."""
+    """Return a result with the assumed bugs and the stages that they explain; without them if there are none."""
     wrong = replay.wrong(replay.stages, others)
     still = replay.wrong(wrong, (*begin, *others))
     explained = next((stage for stage in wrong if stage not in still), "")
@@ -114,7 +114,7 @@ def _with_begin(replay: Replay, found: SearchResult, begin: Mistakes, others: Mi
 
 @dataclass(frozen=True)
 class _Choice:
-    """What explains a stage, and what does so as well."""
+    """Bugs that explain a stage, and alternatives."""
 
     stage: str
     mistakes: Mistakes
@@ -123,7 +123,7 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Path:
-    """Choices one after the other, and the first stage that they do not explain, or nothing."""
+    """Choices one after the other, and the first stage that they do not explain; empty if there is none."""
 
     choices: tuple[_Choice, ...] = ()
     unexplained: str = ""
@@ -134,11 +134,11 @@ class _Path:
 
 
 def _path(replay: Replay, stages: Sequence[str], found: Mistakes, work: Work) -> _Path:
-    """The shortest way to explain all stages, or one that goes far: single mistakes first, then two at once, too."""
+    """Return the shortest way to explain all stages, or one that reaches far: single bugs first, then also pairs."""
     best = _walk(replay, stages, found, work, most=1)
     if replay.scope.is_quick:
         return best
-    if best.unexplained and not work.is_over("two mistakes at once", FOR_MISTAKES):
+    if best.unexplained and not work.is_over("pairs of bugs", FOR_MISTAKES):
         other = _walk(replay, stages, found, work, most=2)
         if not other.unexplained or stages.index(other.unexplained) > stages.index(best.unexplained):
             return other
@@ -171,18 +171,18 @@ def _walk(replay: Replay, stages: Sequence[str], found: Mistakes, work: Work, *,
 def _explain(
     replay: Replay, stages: Sequence[str], stage: str, found: Mistakes, work: Work, *, at_once: int
 ) -> list[Mistakes]:
-    """What explains a stage beside what was found, and spoils none that is right; the best first.
+    """Return the bugs that explain a stage in addition to those found, the best first; no correct stage gets worse.
 
-    What is made in every call, and not seen in an earlier or a later one, was not made; nor what gives another thing
-    than is seen there. Of a stage without one number two mistakes at once are not told: NaN is what many give.
+    A bug that affects every call must also show in earlier and later calls, with the observed values. Pairs are not
+    tried if a stage has no finite number, because many bugs cause NaN.
 
     Args:
-        replay: the reference.
-        stages: those to explain.
+        replay: the reference, and the observed stages.
+        stages: the stages to explain.
         stage: the first of them that differs.
-        found: the mistakes before it.
-        work: how much it may do.
-        at_once: how many mistakes to add.
+        found: the bugs before it.
+        work: the limit of the search.
+        at_once: number of bugs to add.
     """
     index = replay.step_of[stage]
     of_part = [each for each in replay.stages if stage_named(each).path == stage_named(stage).path]
@@ -192,7 +192,7 @@ def _explain(
     if at_once > 1 and not np.isfinite(replay.observed[stage]).any():
         return []
     expected, before = replay.stage(stage, found), replay.judgement(stage, found)
-    words = "two mistakes at once"
+    words = "pairs of bugs"
     most = 1.0 if replay.scope.is_quick else FOR_MISTAKES
 
     def changes(mistake: Mistake) -> bool:
@@ -200,8 +200,8 @@ def _explain(
 
     def explains(added: Mistakes) -> bool:
         mistakes = (*found, *added)
-        # The budget of each wrong layer takes long; that of the right one is near it. Of lost precision it is not, but
-        # what explains so much less than nearly all may be the loss of another part.
+        # The budget of each wrong layer is expensive; that of the right layer is close to it. Not so for lost
+        # precision, but a bug that explains much less than nearly all may be the loss in another part.
         if replay.judgement(stage, mistakes, quick=True).ratio > 100.0:
             return False
         if at_once > 1 and any(replay.judgement(stage, (*found, one)).ratio <= NEARLY for one in added):
@@ -235,20 +235,20 @@ def _explain(
 def _alone(
     known: Sequence[Mistake], work: Work, fits: Callable[[Mistake], bool], most: float, scope: Scope
 ) -> list[Mistakes]:
-    """The mistakes that fit, each alone, as far as a share of the work allows: those that lose precision last."""
+    """Return the bugs that fit, each alone, within a share of the work; bugs that only lose precision come last."""
     fitting = list[Mistakes]()
     for is_loss in (False, True):
         if is_loss and fitting and scope.is_quick:
-            break  # what is explained in full is not lost precision
+            break  # a full explanation is not lost precision
         tried = [mistake for mistake in known if mistake.is_loss == is_loss]
         share = most * FOR_LOSSES if is_loss and scope.is_quick else most
-        for limit in (CHEAP * work.seconds, math.inf):  # what takes long is put off
+        for limit in (CHEAP * work.seconds, math.inf):  # expensive bugs are postponed
             if limit == math.inf and fitting and scope.is_quick and scope.only is None:
-                break  # another sample has to confirm what fits
+                break  # another sample has to confirm the result
             put_off = list[Mistake]()
             for mistake in tried:
                 try:
-                    with work.inside("single mistakes", share, limit):
+                    with work.inside("single bugs", share, limit):
                         if fits(mistake):
                             fitting.append((mistake,))
                 except TimeoutError:
@@ -258,7 +258,7 @@ def _alone(
 
 
 def _orders(known: Sequence[Mistake], at_once: int) -> Iterator[Mistakes]:
-    """So many mistakes at once, all of them usual ones first; in every order if they override the same, else in one."""
+    """Yield combinations of bugs, usual ones first; in every order if they override the same method."""
     for places in sorted(itertools.combinations(range(len(known)), at_once), key=lambda places: places[::-1]):
         some = tuple(known[place] for place in places)
         overridden = [method for mistake in some for method in mistake.in_reference]
@@ -266,22 +266,22 @@ def _orders(known: Sequence[Mistake], at_once: int) -> Iterator[Mistakes]:
 
 
 def _is_less(after: Judgement, before: Judgement, added: Mistakes) -> bool:
-    """Whether an error is less by far, and not by chance: a mistake that is none here moves what is rounded, too.
+    """Return True if an error falls by far. A wrong bug also moves rounded values, so a small gain is chance.
 
-    What loses precision leaves errors of the size that they had; that they are allowed is what explains them.
+    Lost precision leaves errors of the same size; it explains them because they are within the tolerance.
     """
     return any(mistake.is_loss for mistake in added) or not after.error > CHANCE * before.error
 
 
 def _is_made_in_sight(replay: Replay, index: int, found: Mistakes, mistake: Mistake) -> bool:
-    """Whether a mistake changes no step before one of which nothing was observed: of what is made there, two at once
-    explain too much, and what nobody knows looks like two that are known."""
+    """Return True if a bug changes no step before which nothing was observed. Two bugs in unobserved steps explain too
+    much, and an unknown bug looks like two known ones."""
     unseen = (i for i in range(index) if not any(name in replay.observed for name in replay.steps[i]))
     return all(replay.is_same(i, found, (mistake,)) for i in unseen)
 
 
 def _is_small(replay: Replay, stage: str, found: Mistakes) -> bool:
-    """Whether so little of a stage is wrong that lost precision may be why."""
+    """Return True if the error of a stage is so small that lost precision may cause it."""
     expected = replay.stage(stage, found)
     if stage_named(stage).is_exact:
         return False
@@ -289,7 +289,8 @@ def _is_small(replay: Replay, stage: str, found: Mistakes) -> bool:
 
 
 def _unknown(replay: Replay, stage: str, found: Mistakes, work: Work) -> Unknown:
-    """A stage that nothing explains: where it differs and by what law, and what lessens its error most."""
+    """Describe a stage that no bug explains: where it differs, by which pattern, and the bugs that reduce its error
+    most."""
     verdict, may_lose = replay.judgement(stage, found), _is_small(replay, stage, found)
     if replay.scope.is_quick:
         return Unknown(stage, verdict.error, verdict.ratio)
@@ -300,21 +301,21 @@ def _unknown(replay: Replay, stage: str, found: Mistakes, work: Work) -> Unknown
     with suppress(TimeoutError):
         for mistake in replay.known:
             if mistake not in found and (may_lose or not mistake.is_loss):
-                with work.inside("the nearest mistakes"):
+                with work.inside("the nearest bugs"):
                     nearest.append((mistake.about, replay.judgement(stage, (*found, mistake), quick=True).error))
     nearest = sorted((each for each in nearest if each[1] < 0.5 * verdict.error), key=lambda each: each[1])
     return Unknown(stage, verdict.error, verdict.ratio, findings, tuple(nearest[:3]))
 
 
 def _of_sample(findings: Findings) -> Findings | None:
-    """Laws of the whole sample, of one number at most: those of places, rows and columns need all of the layer."""
+    """Return the patterns of a whole sample with at most one number; others need the whole layer."""
     laws = tuple(law for law in findings.found if law.parameters <= 1)
     return Findings(findings.place, laws) if laws and findings.place.words == EVERYWHERE else None
 
 
 def _explanation(replay: Replay, stages: Sequence[str], found: Mistakes, choice: _Choice, words: str) -> Explanation:
     def made_in(mistake: Mistake) -> int:
-        """The first step that a mistake changes."""
+        """Return the first step that a bug changes."""
         steps = range(len(replay.steps))
         return next((step for step in steps if not replay.is_same(step, found, (mistake,))), len(steps))
 
@@ -331,6 +332,7 @@ def _explanation(replay: Replay, stages: Sequence[str], found: Mistakes, choice:
         before.error,
         after.error,
         after.ratio,
+        before.ratio,
         tuple(map(_words, choice.others)),
     )
 

@@ -1,7 +1,8 @@
-"""Two recordings side by side: how far apart the same tokens are, layer by layer, and where that begins.
+"""Two recordings compared with each other: the distance of the same tokens, layer by layer, and where it begins to
+grow.
 
-Without weights there is no reference, and no budget: what is allowed cannot be known, but where a difference grows can.
-A layer that is given nearly the same and gives something else explains what comes after it.
+Without weights there is no reference and no budget, so no tolerance is known. But a layer whose inputs nearly agree and
+whose outputs do not explains what follows.
 """
 
 from __future__ import annotations
@@ -18,28 +19,29 @@ from parity.diagnosis.tapped import OF_KEYS, Sequences, sequences_by_prompt
 from parity.tapping.record import Tapped, TappedLayer
 
 GROWTH = 8.0
-"""How many times as far apart a layer may leave what it was given, or a unit of rounding where that is more.
+"""The factor by which the outputs of a layer may be further apart than its inputs, or than a unit of rounding if that
+is more.
 
-Between models that compute the same, seven families with random weights, it was 2.7 at most: a prompt at once and in
-steps, eager attention and that of torch, float32 and bfloat16.
+Between equivalent models, seven families with random weights, it was 2.7 at most: a prompt at once and in steps, eager
+attention and torch's, float32 and bfloat16.
 """
 
 GIVEN = ("input", "key_input")
-"""What a layer is given."""
+"""The inputs of a layer."""
 
 STAGES = ("mask", "q", "k", "v", "attn_weights", "context", "output")
 
 
 @dataclass(frozen=True)
 class LayerDifference(JsonRecord):
-    """How far apart two recordings of a layer are.
+    """The distance of two recordings of a layer.
 
     Attributes:
-        layer: `layer 17 (sliding_attention)`.
+        layer: a title, `layer 17 (sliding_attention)`.
         names: of the modules.
-        tokens: how many tokens of all sequences both have.
-        errors: by stage, and of the `input` and `key_input`: root mean square of the difference, as a share of that of
-            the first. Infinite where shapes differ.
+        tokens: number of tokens, over all sequences, that both have.
+        errors: by stage, and for `input` and `key_input`: root mean square of the difference, relative to that of the
+            first. Infinite if shapes differ.
         grows: the stages that are further apart than the input explains, in order.
     """
 
@@ -53,29 +55,29 @@ class LayerDifference(JsonRecord):
 
     @property
     def is_culprit(self) -> bool:
-        """Whether the layer gives something else for nearly the same, or hides other keys."""
+        """True if the outputs differ for nearly equal inputs, or other keys are hidden."""
         return "output" in self.grows or "mask" in self.grows
 
     @property
     def stage(self) -> str:
-        """Where it begins; empty if nothing does."""
+        """The first such stage; empty if there is none."""
         return self.grows[0] if self.is_culprit else ""
 
     def __str__(self) -> str:
-        told = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
-        return f"{self.layer}: {told}"
+        errors = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
+        return f"{self.layer}: {errors}"
 
 
 @dataclass(frozen=True)
 class TapDifference(JsonRecord):
-    """Two recordings side by side.
+    """Two recordings, compared with each other.
 
     Attributes:
-        layers: those that both have, in the order of the first.
-        alone: names of the modules that only one of them has, or that one never called.
+        layers: the layers of both, in the order of the first.
+        alone: names of the modules that one recording lacks, or never called.
         unit: of rounding, of the coarser of their dtypes.
-        left_out: how many tokens that both have were not compared: those from the first on that was another one, as
-            where each went on with what it had generated.
+        left_out: number of common tokens that were not compared, because the recordings generated different tokens
+            before them.
     """
 
     layers: list[LayerDifference]
@@ -87,17 +89,17 @@ class TapDifference(JsonRecord):
 
     @property
     def differs_before(self) -> bool:
-        """Whether the first layer is given different things already."""
+        """True if the inputs of the first layer already differ."""
         return bool(self.layers) and self.layers[0].errors["input"] > GROWTH * self.unit
 
     @property
     def first(self) -> LayerDifference | None:
-        """The first layer that explains what comes after it."""
+        """The first layer that explains the difference."""
         return next((layer for layer in self.layers if layer.is_culprit), None)
 
     @property
     def agrees(self) -> bool:
-        """Whether no layer makes a difference grow, and both were given the same."""
+        """True if the inputs agree and no layer makes a difference grow."""
         return bool(self.layers) and self.first is None and not self.differs_before and not self.left_out
 
     def __str__(self) -> str:
@@ -120,13 +122,12 @@ class TapDifference(JsonRecord):
 
 
 def judge_taps(one: Tapped, other: Tapped) -> TapDifference:
-    """Compare two recordings, layer by layer, each token with that of the other at the same position.
+    """Compare two recordings, layer by layer, each token with the token of the other at the same position.
 
-    A prompt that one was given at once may have come in steps in the other. Layers are those of the same index; prompts
-    are compared in the order in which they came.
+    A prompt at once may be compared with a prompt in steps. Layers are matched by their index, prompts by their order.
 
     Args:
-        one, other: of the same tokens.
+        one, other: recordings of the same tokens.
 
     Raises:
         ValueError: if they have no layer or no token in common, batches differ, or the calls of a layer do not follow
@@ -142,7 +143,7 @@ def judge_taps(one: Tapped, other: Tapped) -> TapDifference:
 
 
 def _pairs(one: Tapped, other: Tapped) -> tuple[list[tuple[TappedLayer, TappedLayer]], list[str]]:
-    """The layers of the same index; of several with one index, as of encoders and decoders, in their order."""
+    """Return the layers of the same index; if several have one index, as in encoders and decoders, in their order."""
     keyed: list[dict[tuple[int, int], TappedLayer]] = []
     for tapped in (one, other):
         found: dict[tuple[int, int], TappedLayer] = {}
@@ -161,13 +162,13 @@ def _was_called(layer: TappedLayer) -> bool:
 
 
 Which = tuple[int, int]
-"""Which prompt, and which sequence of its batch."""
+"""A prompt, and a sequence of its batch."""
 
 
 def _same_tokens(one: TappedLayer, other: TappedLayer, allowed: float) -> tuple[dict[Which, int], int]:
-    """How many tokens of each sequence the first layer was given in both, and how many came after another one.
+    """Return the number of common tokens of each sequence in the first layer, and of the tokens after a different one.
 
-    All, if the first already is another: then nothing is to be learnt by leaving some out.
+    All are compared if the first one already differs, because then nothing can be learned from leaving some out.
     """
     counts: dict[Which, int] = {}
     left_out = 0
@@ -201,7 +202,7 @@ def _difference(one: TappedLayer, other: TappedLayer, unit: float, same: dict[Wh
 
 @dataclass(frozen=True)
 class _Row:
-    """One sequence of some that were recorded together."""
+    """One of the sequences that were recorded together."""
 
     sequences: Sequences
     row: int
@@ -225,7 +226,7 @@ class _Row:
 
 
 def _common(one: TappedLayer, other: TappedLayer) -> Iterator[tuple[Which, _Row, _Row, np.ndarray, np.ndarray]]:
-    """Each sequence that both have: which it is, where it is in each, and the places of the tokens that both have."""
+    """Yield each sequence that both have: its key, its place in each, and the places of the common tokens."""
     prompts = zip(sequences_by_prompt(one), sequences_by_prompt(other), strict=False)
     for prompt, both in enumerate(prompts):
         rows, others = (
@@ -240,7 +241,7 @@ def _common(one: TappedLayer, other: TappedLayer) -> Iterator[tuple[Which, _Row,
 
 
 def _squares(x: np.ndarray, y: np.ndarray) -> tuple[float, float, int]:
-    """Mean squares of a difference and of the first, and how many numbers that is of."""
+    """Return mean squares of a difference and of the first, and the number of values."""
     if x.shape != y.shape:
         return np.inf, 1.0, 1
     x, y = x.astype(np.float64), y.astype(np.float64)

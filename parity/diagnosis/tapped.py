@@ -16,32 +16,32 @@ from parity.core.weights import Weights, dtype_named
 from parity.tapping.record import TappedCall, TappedLayer, is_hidden
 
 TOKENS = {"input": 1, "value_input": 1, "q": 2, "k": 2, "v": 2, "context": 2, "output": 1, "segment_ids": 1}
-"""The axis of tokens of what is joined along it."""
+"""The token axis along which values are joined."""
 
 OF_KEYS = ("key_input", "value_input", "key_is_real", "k", "v")
-"""What has no tokens of queries where keys are made of another sequence: the first call's is that of all."""
+"""Values without query tokens if keys come from another sequence: those of the first call apply to all."""
 
 NO_STAGES = ("input", "positions", "segment_ids", "key_input", "value_input", "key_is_real")
-"""What the reference is given, and does not compute."""
+"""Inputs of the reference, which it does not compute."""
 
 
 @dataclass(frozen=True)
 class TappedCase(Case):
-    """A case whose tokens stand where those of a recording stood.
+    """A case whose tokens have the positions of a recording.
 
     Attributes:
-        places: positions of all tokens, (B or 1, T), or (axes, B or 1, T) with sections; 0, 1, … if absent.
+        places: positions of all tokens, (B or 1, T), or (axes, B or 1, T) with sections; by default 0, 1, …
     """
 
     places: np.ndarray | None = field(default=None, compare=False)
 
     def first_tokens(self, count: int) -> Case:
-        """Return the case that has only so many of the first tokens."""
+        """Return the case with the first tokens only."""
         places = None if self.places is None else self.places[..., :count]
         return replace(super().first_tokens(count), places=places)
 
     def positions(self, step: int | None = None) -> np.ndarray:
-        """The positions of all tokens, or of those of the call of that index."""
+        """Return the positions of all tokens, or of those of one call."""
         if self.places is None:
             places = np.arange(self.seq_len)[None]
             sections = None if self.spec.rope is None else self.spec.rope.sections
@@ -56,14 +56,14 @@ class TappedCase(Case):
 
 @dataclass(frozen=True)
 class Sequences:
-    """What a layer saw of sequences with the same padding, from their first token on.
+    """The recorded values of sequences with the same padding, from their first token.
 
     Attributes:
-        rows: which sequences of the batch they are.
-        tokens: which tokens of the calls are real.
-        chunks: how many of them each call brought.
-        values: what was seen, joined over the calls, by the names of `VALUES`; of real tokens only.
-        caches: by call and name, the keys and values that were attended to where they are not those of the calls.
+        rows: indices of the sequences in the batch.
+        tokens: indices of the real tokens in the calls.
+        chunks: number of real tokens of each call.
+        values: recorded values of real tokens, joined over the calls, by the names of `VALUES`.
+        caches: by call and name, the attended keys and values, if they differ from those of the calls.
     """
 
     rows: np.ndarray
@@ -74,12 +74,12 @@ class Sequences:
 
     @property
     def is_cross(self) -> bool:
-        """Whether keys are made of another sequence."""
+        """True if keys come from another sequence."""
         return "key_input" in self.values
 
     @property
     def places(self) -> np.ndarray:
-        """Where the tokens of each sequence stand, (rows, T): their positions, or, where these say less, 0, 1, …"""
+        """The positions of the tokens of each sequence, (rows, T); 0, 1, … if they were not recorded."""
         positions = self.values.get("positions")
         if positions is None or positions.ndim != 2 or any(len(set(row)) < len(row) for row in positions.tolist()):
             positions = np.arange(len(self.tokens))[None]
@@ -87,12 +87,12 @@ class Sequences:
 
     @property
     def stages(self) -> dict[str, np.ndarray]:
-        """What the reference computes, too, as if all tokens had come at once."""
+        """The stages that the reference also computes, as if all tokens had come at once."""
         return {name: x for name, x in self.values.items() if name not in NO_STAGES}
 
     @property
     def stages_by_step(self) -> dict[str, np.ndarray]:
-        """The same, call by call, as the reference names them with a cache, and what was cached."""
+        """The stages call by call, as the reference names them with a cache, and the cached values."""
         found: dict[str, np.ndarray] = {}
         length, stop = len(self.tokens), 0
         for step, chunk in enumerate(self.chunks):
@@ -108,10 +108,10 @@ class Sequences:
         return found
 
     def in_our_order(self, reference: Reference) -> Sequences:
-        """The same with features of queries and keys in the order of the reference.
+        """Return the sequences with features of queries and keys in the order of the reference.
 
-        Layers with latents that turn interleaved pairs may leave them as halves. Scores are the same, since queries and
-        keys do so alike.
+        Layers with latents that rotate interleaved pairs may leave them in halves. Scores are equal, because queries
+        and keys have the same order.
         """
         spec, expected = reference.problem.spec, reference.accumulated["k"]
         q, k = (self.values.get(name) for name in "qk")
@@ -129,9 +129,9 @@ class Sequences:
         return replace(self, values={**self.values, "q": q[..., order], "k": k[..., order]}, caches=caches)
 
     def unscaled(self, reference: Reference) -> Sequences:
-        """The same with queries as they are before they are scaled, where that is nearer in size to the reference's.
+        """Return the sequences with unscaled queries, if that is closer in size to the reference.
 
-        Layers may scale them before they attend, as Whisper's do, whose function is told that scores need no scale.
+        Layers may scale them before the attention function. Whisper's do, and pass a scale of 1.
         """
         spec, expected, q = reference.problem.spec, reference.accumulated["q"], self.values.get("q")
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
@@ -143,7 +143,7 @@ class Sequences:
         return replace(self, values={**self.values, "q": (q.astype(np.float64) / scale).astype(q.dtype)})
 
     def problem(self, name: str, spec: AttentionSpec, weights: Weights, *, is_causal: bool) -> Problem:
-        """What the reference is given: the layer's own input, all tokens at once."""
+        """Return the problem of the layer's own input, all tokens at once."""
         x, inputs, segments = self.values["input"], self._inputs(spec), self.values.get("segment_ids")
         dtype = x.dtype.name
         case = TappedCase(
@@ -174,30 +174,30 @@ class Sequences:
         return inputs
 
     def problem_of_its_own(self, problem: Problem) -> Problem:
-        """The same with no other tokens."""
+        """Return the sequences without other tokens."""
         length = len(self.tokens)
         case = replace(problem.case, seq_len=length, places=self.values.get("positions"))
         return replace(problem, case=case, inputs={"query": problem.inputs["query"][:, :length]})
 
     def problem_by_step(self, problem: Problem) -> Problem:
-        """The same, call by call, with a cache."""
+        """Return the problem call by call, with a cache."""
         case = replace(problem.case, is_causal=False, chunks=self.chunks, capacity=len(self.tokens))
         return replace(problem, case=case)
 
     def without(self, name: str) -> Sequences:
-        """The same without one of the values."""
+        """Return the sequences without one of the values."""
         return replace(self, values={each: x for each, x in self.values.items() if each != name})
 
     @property
     def prompt(self) -> Sequences:
-        """What the first call brought, alone."""
+        """The first call alone."""
         tokens = np.arange(self.chunks[0])
         rows = np.arange(len(self.rows))
         values = {name: _taken(name, x, rows, tokens, is_cross=self.is_cross) for name, x in self.values.items()}
         return Sequences(self.rows, self.tokens[tokens], self.chunks[:1], values, {})
 
     def must_be_stepped(self, spec: AttentionSpec) -> bool:
-        """Whether all tokens at once are not what they are call by call."""
+        """Return True if all tokens at once give other results than call by call."""
         if self.is_cross:
             return False
         scaling = None if spec.rope is None else spec.rope.scaling
@@ -205,10 +205,10 @@ class Sequences:
 
 
 def sequences_of(layer: TappedLayer) -> list[Sequences]:
-    """The sequences that a layer saw, of one prompt after the other, those with the same padding together.
+    """Return the recorded sequences of a layer, prompt by prompt; those with the same padding together.
 
     Raises:
-        ValueError: if a call does not follow the one before it, or there is nothing to judge.
+        ValueError: if a call does not follow the one before it, or nothing can be compared.
     """
     if not any("input" in call.values and "output" in call.values for call in layer.calls):
         raise Refusal(layer.name, "be called while it is tapped", f"{len(layer.calls)} calls with an output")
@@ -216,7 +216,7 @@ def sequences_of(layer: TappedLayer) -> list[Sequences]:
 
 
 def sequences_by_prompt(layer: TappedLayer) -> list[list[Sequences]]:
-    """The same, those of each prompt and its steps together: all sequences of a batch.
+    """Return the recorded sequences, those of each prompt and its steps together: all sequences of a batch.
 
     Raises:
         ValueError: if a call does not follow the one before it.
@@ -225,11 +225,11 @@ def sequences_by_prompt(layer: TappedLayer) -> list[list[Sequences]]:
 
 
 def _runs(layer: TappedLayer) -> list[list[TappedCall]]:
-    """The calls of each prompt and its steps."""
+    """Return the calls of each prompt and its steps."""
     runs: list[list[TappedCall]] = []
     for call in layer.calls:
         if call.past is None:
-            raise Refusal(layer.name, "say how many tokens its cache holds, and that cannot be told")
+            raise Refusal(layer.name, "record how many tokens its cache holds")
         if not call.past:
             runs.append([])
         elif not runs:
@@ -267,7 +267,7 @@ def _by_padding(calls: list[TappedCall]) -> Iterator[Sequences]:
         if f"cache.{part}" in call.values
     }
     patterns, which = np.unique(is_real, axis=0, return_inverse=True)
-    for number in np.argsort(-patterns.sum(axis=1), kind="stable"):  # those without padding tell more, and come first
+    for number in np.argsort(-patterns.sum(axis=1), kind="stable"):  # those without padding show more, and come first
         pattern = patterns[number]
         rows, tokens = np.flatnonzero(which.reshape(-1) == number), np.flatnonzero(pattern)
         if not tokens.size:
@@ -281,7 +281,7 @@ def _by_padding(calls: list[TappedCall]) -> Iterator[Sequences]:
 
 
 def _joined(calls: list[TappedCall], total: int) -> Iterator[tuple[str, np.ndarray]]:
-    """What all calls have, as one array each: those of keys and queries with a place for every token."""
+    """Return the values of all calls, as one array each; values of keys and queries have a place for every token."""
     is_cross = "key_input" in calls[0].values
 
     def in_all(name: str) -> bool:
@@ -305,7 +305,7 @@ def _joined(calls: list[TappedCall], total: int) -> Iterator[tuple[str, np.ndarr
 
 
 def _joined_of_keys(calls: list[TappedCall]) -> Iterator[tuple[str, np.ndarray]]:
-    """The same of a layer whose keys are made of another sequence, once."""
+    """Yield the values of a layer whose keys come from another sequence, once."""
     first = calls[0].values
     yield from ((name, first[name]) for name in OF_KEYS if name in first)
     if all("attn_weights" in call.values for call in calls):
@@ -317,7 +317,7 @@ def _joined_of_keys(calls: list[TappedCall]) -> Iterator[tuple[str, np.ndarray]]
 
 
 def _placed(calls: list[TappedCall], name: str, total: int, fill: float) -> np.ndarray:
-    """What calls have of queries and keys, in one array; `fill` of keys that a call did not have."""
+    """Join the values of queries and keys over calls; `fill` for keys that a call did not have."""
     first = calls[0].values
     batch, heads = first["q" if "q" in first else name].shape[:2]
     dtype = np.dtype(bool) if name == "mask" else first[name].dtype
@@ -326,7 +326,7 @@ def _placed(calls: list[TappedCall], name: str, total: int, fill: float) -> np.n
         start = call.past or 0
         stop = start + call.values["input"].shape[1]
         x = call.values.get(name)
-        if x is None:  # one token without a mask, which sees all that there is
+        if x is None:  # one token without a mask, which attends to all keys
             found[:, :, start:stop, call.first_key : stop] = False
             continue
         x = is_hidden(x) if name == "mask" else x
@@ -335,7 +335,7 @@ def _placed(calls: list[TappedCall], name: str, total: int, fill: float) -> np.n
 
 
 def _cache(call: TappedCall, joined: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """All keys or values that a call attended to; those that its cache has dropped are as they were."""
+    """Return all keys or values that a call attended to; those that its cache dropped are unchanged."""
     cached = call.values["cache.keys" if name == "k" else "cache.values"]
     if not call.first_key:
         return cached
@@ -343,7 +343,7 @@ def _cache(call: TappedCall, joined: Mapping[str, np.ndarray], name: str) -> np.
 
 
 def _taken(name: str, x: np.ndarray, rows: np.ndarray, tokens: np.ndarray, *, is_cross: bool) -> np.ndarray:
-    """Some sequences and tokens of what was joined."""
+    """Return some sequences and tokens of joined values."""
     if is_cross and name in OF_KEYS:
         return x[rows]
     if name == "positions":

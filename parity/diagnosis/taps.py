@@ -1,9 +1,9 @@
-"""Which layer of a tapped model goes wrong, at which stage, and why: against the reference, or beside another tap."""
+"""The diagnosis of a tapped model: the wrong layer, its first wrong stage and its bug, compared with the reference."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,40 +20,65 @@ from parity.core.weights import check_weights, weight_shapes
 from parity.diagnosis.diagnose import Diagnosis, Unknown, diagnose
 from parity.diagnosis.replay import Replay
 from parity.diagnosis.tapped import Sequences, sequences_of
+from parity.diagnosis.verdicts import Line, excess, text_of
 from parity.models.specs import ModelLayer
 from parity.tapping.record import Tapped, TappedLayer
 
 
 @dataclass(frozen=True)
 class LikeAnother(Diagnosis):
-    """Of a layer that no mistake explains, and that is right as another one of its model.
+    """The diagnosis of a layer that no bug explains, and that is correct as another layer of its model.
 
     Attributes:
-        like: what it has of which other layer, in words.
+        like: the other layer, and the fields of its specification.
     """
 
     like: str = ""
 
     @property
-    def cause(self) -> str:
-        """What it has of the other layer."""
+    def likely_bug(self) -> str:
+        """The other layer."""
         return self.like
 
-    def __str__(self) -> str:
-        return f"{self.stage} is {self.ratio:.2g} times its budget\n{self.like}"
+    @property
+    def cause(self) -> str:
+        """The other layer."""
+        return self.like
+
+    @property
+    def evidence(self) -> str:
+        """A statement that the other layer explains everything."""
+        return "with that specification, every stage matches the reference"
+
+    @property
+    def fix(self) -> str:
+        """The fix: the layer's own specification."""
+        return "use this layer's own configuration"
+
+    @property
+    def more(self) -> str:
+        """Empty, because this has no page."""
+        return ""
+
+    def lines(self, *, verbose: bool = False) -> Iterator[Line]:
+        """Yield labels and texts, as `Diagnosis.lines` does."""
+        yield "Likely bug", self.like
+        yield self.first_line
+        yield "Evidence", self.evidence
+        yield "Fix", self.fix
 
 
 @dataclass(frozen=True)
 class LayerVerdict(JsonRecord):
-    """A layer alone: what it gave for what it got, against the float64 reference.
+    """The verdict on one layer: its outputs for its own inputs, compared with the float64 reference.
 
     Attributes:
-        layer: `layer 17 (sliding_attention)`, or `decoder layer 5 (cross_attention)`.
-        name: of the module.
-        index: which layer it is.
-        comparisons: of each stage that was seen.
+        layer: a title, such as `layer 17 (sliding_attention)` or `decoder layer 5 (cross_attention)`.
+        name: the name of its module.
+        index: its number.
+        comparisons: one for each recorded stage.
         diagnosis: of a layer that differs.
-        not_judged: why it was not judged; empty if it was.
+        not_judged: the reason if the layer was not compared; empty if it was.
     """
 
     layer: str
@@ -67,37 +92,45 @@ class LayerVerdict(JsonRecord):
 
     @property
     def difference(self) -> Comparison | None:
-        """Where it goes wrong, if it does."""
+        """The first stage that differs, if one does."""
         return first_difference(self.comparisons)
 
     @property
     def passed(self) -> bool:
-        """Whether it was judged, and every stage is within its budget."""
+        """True if the layer was compared and every stage is within its budget."""
         return not self.not_judged and self.difference is None
 
     @property
     def like(self) -> str:
-        """What it has of another layer of the model, which explains it where no mistake does; empty otherwise."""
+        """The other layer of the model that explains the difference if no bug does; empty otherwise."""
         return self.diagnosis.like if isinstance(self.diagnosis, LikeAnother) else ""
 
     @property
     def is_rounding(self) -> bool:
-        """Whether it is just beyond its budget, and no mistake explains that."""
+        """True if it only slightly exceeds its budget and no bug explains that."""
         return self.diagnosis is not None and self.diagnosis.kind == "rounding"
 
     def __str__(self) -> str:
+        return text_of(self.lines())
+
+    def lines(self, *, verbose: bool = False) -> Iterator[Line]:
+        """Yield labels and texts, as `Diagnosis.lines` does."""
         difference = self.difference
         if self.not_judged:
-            return f"{self.layer}: not judged, {self.not_judged}"
-        if difference is None:
-            return f"{self.layer}: ok"
-        told = f"\n{self.like or self.diagnosis}" if self.diagnosis else ""
-        return f"{self.layer}, stage {difference.stage}: {difference.worse_ratio:.2g} times its budget{told}"
+            yield "Not compared", f"{self.layer}, because {self.not_judged}"
+        elif difference is None:
+            yield "", f"{self.layer}: ok"
+        else:
+            yield "First wrong layer", self.layer
+            if self.diagnosis is None:
+                yield "First wrong stage", excess(difference.stage, difference.error, difference.worse_ratio)
+            else:
+                yield from self.diagnosis.lines(verbose=verbose)
 
 
 @dataclass(frozen=True)
 class TapVerdict(JsonRecord):
-    """Every layer of a recording, each alone."""
+    """The verdicts on all layers of a recording, each by itself."""
 
     layers: list[LayerVerdict]
 
@@ -105,28 +138,36 @@ class TapVerdict(JsonRecord):
 
     @property
     def wrong(self) -> list[LayerVerdict]:
-        """The layers that go wrong by themselves, those last that only round more than they should."""
+        """The layers that are wrong by themselves; layers with excess rounding come last."""
         return sorted((layer for layer in self.layers if layer.difference is not None), key=lambda x: x.is_rounding)
 
     @property
     def first(self) -> LayerVerdict | None:
-        """The first of them: where to begin."""
+        """The first of them."""
         return next(iter(self.wrong), None)
 
     @property
     def passed(self) -> bool:
-        """Whether some layer was judged, and none goes wrong."""
+        """True if some layer was compared and none is wrong."""
         return self.first is None and any(layer.passed for layer in self.layers)
 
     def __str__(self) -> str:
+        return text_of(self.lines())
+
+    def lines(self, *, verbose: bool = False) -> Iterator[Line]:
+        """Yield labels and texts, as `Diagnosis.lines` does."""
         wrong = self.wrong
-        lines = [str(layer) for layer in self.layers if layer.not_judged]
-        lines += [str(wrong[0])] if wrong else []
-        lines += [f"and {len(wrong) - 1} more: {', '.join(layer.layer for layer in wrong[1:])}"] if wrong[1:] else []
-        judged = sum(not layer.not_judged for layer in self.layers)
-        told = f"{judged} layers agree with the reference, each for its own input" if judged else "no layer was judged"
-        lines += [] if wrong else [told]
-        return "\n".join(lines)
+        for layer in self.layers:
+            yield from layer.lines() if layer.not_judged else ()
+        if wrong:
+            yield from wrong[0].lines(verbose=verbose)
+        if wrong[1:]:
+            yield "Other wrong layers", ", ".join(layer.layer for layer in wrong[1:])
+        compared = sum(not layer.not_judged for layer in self.layers)
+        if not compared:
+            yield "", "no layer was compared"
+        elif not wrong:
+            yield "", f"{compared} layers agree with the reference, each for its own input"
 
 
 CROSS = "cross_attention"
@@ -139,23 +180,23 @@ LayerWeights = Mapping[int, Mapping[str, Any]] | Mapping[str, Mapping[str, Any]]
 def judge_tap(
     tapped: Tapped, specs: Specs, weights: LayerWeights, *, is_causal: bool | None = None, diagnoses: bool = True
 ) -> TapVerdict:
-    """Judge each layer of a recording alone, by what the float64 reference gives for the layer's own input.
+    """Compare each layer of a recording by itself with the float64 reference for the layer's own input.
 
     Prompt and steps are joined, padding is left out.
 
     Args:
         tapped: the recording.
-        specs: what each layer should be, by its index, or as `parity.specs_of` gives them.
-        weights: the canonical weights that each layer should have, by its index, or by the name of its module, as
-            models with an encoder and a decoder need it.
-        is_causal: whether tokens should not see later ones; as `specs` say when absent, else true.
-        diagnoses: whether a layer that differs is diagnosed.
+        specs: the specification of each layer, by its index, or from `parity.specs_of`.
+        weights: the canonical weights of each layer, by its index, or by the name of its module, which models with an
+            encoder and a decoder need.
+        is_causal: True if tokens do not attend to later ones; by default as in `specs`, else True.
+        diagnoses: False to skip the search for bugs.
 
     Returns:
-        A verdict on each layer that was tapped, in order.
+        A verdict on each tapped layer, in order.
 
     Raises:
-        TypeError, ValueError: if weights are not those of their spec, or the calls of a layer do not follow each other.
+        TypeError, ValueError: if weights do not fit their spec, or the calls of a layer do not follow each other.
     """
     is_transformers = bool(tapped.config)
     asked = {"is_named_so": is_transformers, "diagnoses": diagnoses}
@@ -187,13 +228,13 @@ def _judge_layer(
     problems: list[tuple[Sequences, Problem]] = []
     for sequences in sequences_of(layer):
         if known.path and is_named_so and not known.is_at(layer.name):
-            sequences = sequences.without("output")  # the module is a part of the layer, as of BERT's
+            sequences = sequences.without("output")  # the module is only a part of the layer, as in BERT
         problem = sequences.problem(verdict.layer, known.spec, checked, is_causal=causal)
         problems.append((sequences, problem))
         is_explained = verdict.diagnosis is not None and verdict.diagnosis.is_known
         comparisons, diagnosis = _judge(sequences, problem, layer, diagnoses=diagnoses and not is_explained)
         if verdict.diagnosis is not None and (diagnosis is None or not diagnosis.is_known):
-            diagnosis = verdict.diagnosis  # that of the first that differ, if none is explained
+            diagnosis = verdict.diagnosis  # the first one if none is explained
         verdict = replace(verdict, comparisons=[*verdict.comparisons, *comparisons], diagnosis=diagnosis)
     if not verdict.comparisons:
         return replace(verdict, not_judged="nothing was seen of it but its input")
@@ -201,17 +242,17 @@ def _judge_layer(
     if unknown is None or unknown.is_known:
         return verdict
     like = _like_another(layer, problems, _others(known, specs))
-    told = LikeAnother(**{**vars(unknown), "kind": "like", "like": like}) if like else unknown
-    return replace(verdict, diagnosis=told)
+    explained = LikeAnother(**{**vars(unknown), "kind": "like", "like": like}) if like else unknown
+    return replace(verdict, diagnosis=explained)
 
 
 def _title(layer: ModelLayer) -> str:
-    """What reports call it."""
+    """Return the title of a layer in reports."""
     return f"{layer.part} {TappedLayer('', layer.index, '', layer.kind).title}".strip()
 
 
 def _others(known: ModelLayer, specs: Specs) -> dict[str, AttentionSpec]:
-    """The specifications of the other layers, each once, by the first that has it."""
+    """Return the specifications of the other layers, each once, by the first layer that has it."""
     layers = specs if isinstance(specs, Sequence) else [ModelLayer(i, "", spec, {}) for i, spec in specs.items()]
     found: dict[AttentionSpec, str] = {}
     for layer in layers:
@@ -223,7 +264,7 @@ def _others(known: ModelLayer, specs: Specs) -> dict[str, AttentionSpec]:
 def _like_another(
     layer: TappedLayer, problems: Sequence[tuple[Sequences, Problem]], others: Mapping[str, AttentionSpec]
 ) -> str:
-    """What a layer has of another one, one field or all, and then is right."""
+    """Return the layer whose specification, one field or all, makes every stage right; empty if there is none."""
     spec = problems[0][1].spec
     own = spec.values()
     for title, other in others.items():
@@ -231,24 +272,25 @@ def _like_another(
         for names in [*([name] for name in differ), differ]:
             try:
                 like = replace(spec, **{name: getattr(other, name) for name in names})
-            except (TypeError, ValueError):  # a field that goes with another one
+            except (TypeError, ValueError):  # a field that depends on another one
                 continue
             if weight_shapes(like) == weight_shapes(spec) and all(_is_right(layer, *each, like) for each in problems):
                 fields = ", ".join(f"{name}={getattr(other, name)}" for name in names)
-                return f"it matches the reference with what {title} should have: {fields}"
+                return f"the configuration of {title}: {fields}"
     return ""
 
 
 def _is_right(layer: TappedLayer, sequences: Sequences, problem: Problem, spec: AttentionSpec) -> bool:
-    """Whether every stage is right if the layer is another one."""
+    """Return True if every stage is right with another specification."""
     problem = replace(problem, case=replace(problem.case, spec=spec))
     return first_difference(_judge(sequences, problem, layer, diagnoses=False)[0]) is None
 
 
 def _known(layer: TappedLayer, specs: Specs) -> list[ModelLayer]:
-    """What a layer should be: those at the longest part of its name, or with its index; several if that cannot be told.
+    """Return the specification of a layer, by the longest match of its name or by its index; several if it is
+    ambiguous.
 
-    Parts of a model may have layers of the same path: of these it is that of the part in the layer's name.
+    Parts of a model may have layers of the same path: then the part in the layer's name decides.
     """
     if isinstance(specs, Mapping):
         return [ModelLayer(layer.index, "", specs.get(layer.index), {}, is_causal=not layer.is_cross)]
@@ -262,9 +304,9 @@ def _known(layer: TappedLayer, specs: Specs) -> list[ModelLayer]:
 
 
 def _held(layer: TappedLayer, weights: LayerWeights) -> Mapping[str, Any] | None:
-    """The weights of a layer, by its name, which may lack its beginning or its end, or by its index.
+    """Return the weights of a layer, by its name, which may lack its beginning or its end, or by its index.
 
-    Modules of another library have other names; there it is the number in the name, where only one has it.
+    Modules of another library have other names; there the number in the name decides if it is unique.
     """
     named = {name: each for name, each in weights.items() if isinstance(name, str)}
     found = [each for name, each in named.items() if _is_at(layer.name, name)]
@@ -273,7 +315,7 @@ def _held(layer: TappedLayer, weights: LayerWeights) -> Mapping[str, Any] | None
 
 
 def _is_at(name: str, other: str) -> bool:
-    """Whether one name has all parts of the other, one after the other."""
+    """Return True if one name contains all parts of the other, in sequence."""
     return bool(other) and (f".{other}." in f".{name}." or f".{name}." in f".{other}.")
 
 
@@ -290,7 +332,7 @@ def _why_not(layer: TappedLayer, known: ModelLayer, *, has_weights: bool) -> str
 
 
 def _why_not_cross(layer: TappedLayer, known: ModelLayer) -> str:
-    """Why the other sequence that a layer attends to, or should, keeps it from being judged."""
+    """Return the reason why a layer with another sequence of keys, or without one, cannot be compared."""
     should = known.kind == CROSS
     if not layer.is_cross:
         return "the sequence that it attends to was not seen" if should else ""
@@ -306,7 +348,7 @@ def _why_not_cross(layer: TappedLayer, known: ModelLayer) -> str:
 def _judge(
     sequences: Sequences, problem: Problem, layer: TappedLayer, *, diagnoses: bool
 ) -> tuple[list[Comparison], Diagnosis | None]:
-    """The stages of some sequences, and, if that is asked, what explains what differs."""
+    """Return the comparisons of the stages of some sequences, and optionally the diagnosis."""
     reference = Reference(problem)
     sequences = sequences.in_our_order(reference)
     sequences = sequences.unscaled(reference) if layer.scale == 1.0 else sequences
@@ -332,7 +374,7 @@ def _judge(
 
 
 def _of_other_keys(sequences: Sequences, reference: Reference, backend: str, arithmetic: str) -> list[Comparison]:
-    """What later calls have as keys and values of another sequence, where it is not what the first one had."""
+    """Return the keys and values of another sequence in later calls that differ from those of the first call."""
     problem, found = reference.problem, list[Comparison]()
     for (step, part), cached in sequences.caches.items() if sequences.is_cross else ():
         label = Label(problem.case.name, backend, problem.dtype, part[0])
@@ -342,18 +384,18 @@ def _of_other_keys(sequences: Sequences, reference: Reference, backend: str, ari
 
 
 def _arithmetic_of(layer: TappedLayer) -> str:
-    """How a layer that is right rounds."""
+    """Return the rounding of a right layer."""
     each, with_scores = UNFUSED
     return "ieee" if not layer.attention else with_scores if layer.attention == "eager" else each
 
 
 def _diagnosed(ways: list[tuple[dict[str, np.ndarray], Problem]], arithmetic: str) -> Diagnosis:
-    """What explains some stages: of all tokens at once, call by call, or of the prompt alone.
+    """Diagnose stages: all tokens at once, call by call, or the prompt alone.
 
-    A wrong mask of the prompt does not show the tokens after it, as that of all tokens at once would.
+    A wrong mask of the prompt does not affect later tokens, as a wrong mask of all tokens at once would.
 
-    What a layer does within its attention function with the right mask, as if it had a wrong one, no mistake in the
-    mask explains while the right one is among the stages; so what stays unknown is asked again without it.
+    If the attention function behaves as with a wrong mask although the recorded mask is right, no bug in the mask
+    explains it. So an unexplained difference is searched again without the mask.
     """
     first = None
     for stages, problem in ways:
@@ -372,7 +414,7 @@ def _diagnosed(ways: list[tuple[dict[str, np.ndarray], Problem]], arithmetic: st
 def _compared(
     observed: Mapping[str, np.ndarray], reference: Reference, backend: str, arithmetic: str
 ) -> list[Comparison]:
-    """Each stage against the reference: from the layer's input, and from the stages that were seen before it."""
+    """Compare each stage with the reference: from the layer's input, and from the recorded stages before it."""
     replay = Replay(reference.problem, observed, arithmetic)
     found = []
     for stage in (stage for stage in reference.accumulated if stage in observed):

@@ -1,4 +1,4 @@
-"""Traces of one problem side by side: how far each is from the reference and from the other, and what explains it."""
+"""Traces of one problem: their errors, their distance from each other, and the diagnosis."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from parity.diagnosis.diagnose import Diagnosis, Unknown, diagnose_trace
 
 
 def judge_together(traces: Sequence[Trace]) -> list[list[Comparison]]:
-    """The comparisons of each trace with the reference, which is computed once for all."""
+    """Compare each trace with the reference, which is computed once for all."""
     expected = Reference(traces[0].problem, any(trace.with_gradients for trace in traces))
     return [judge(trace, expected) for trace in traces]
 
 
 def distances(one: Trace, other: Trace, sides: Sequence[Sequence[Comparison]]) -> dict[str, float]:
-    """Stage by stage, the largest difference between two traces; infinite where a stage cannot be compared."""
+    """Return the largest difference between two traces, stage by stage; infinite if a stage cannot be compared."""
     a, b = one.accumulated, other.accumulated
 
     def distance(stage: str) -> float:
@@ -31,7 +31,7 @@ def distances(one: Trace, other: Trace, sides: Sequence[Sequence[Comparison]]) -
 
 
 def diagnose_worst(traces: Sequence[Trace], sides: Sequence[Sequence[Comparison]]) -> Diagnosis:
-    """The diagnosis of the trace that goes wrong first.
+    """Diagnose the trace whose first wrong stage comes first.
 
     Args:
         traces: of one problem.
@@ -44,6 +44,6 @@ def diagnose_worst(traces: Sequence[Trace], sides: Sequence[Sequence[Comparison]
     diagnosis, difference = diagnose_trace(traces[worst]), wrong[worst]
     if diagnosis.is_wrong or difference is None or difference.stage in diagnosis.conventions:
         return diagnosis
-    # A gradient, a dtype, a stage that is missing: nothing that a mistake in the formulas would explain.
+    # A gradient, a dtype or a missing stage: no bug in the formulas would explain it.
     about = (difference.stage, difference.error, difference.worse_ratio)
     return Diagnosis("unknown", *about, unknowns=[Unknown(*about)])

@@ -1,6 +1,6 @@
-"""Why two sets of weights differ: a known mistake in one of them, found on probe inputs.
+"""The diagnosis of two sets of weights: a known bug in one of them, found on probe inputs.
 
-What `parity.conversion.differences` says of the tensors comes first; mistakes explain what no law does, and have pages.
+`parity.conversion.differences` compares the tensors first; bugs explain what no pattern does, and have pages.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from parity.diagnosis.diagnose import Diagnosis, Explanation, Unknown, diagnose
 
 @np.errstate(over="ignore", invalid="ignore")
 def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, other_spec: AttentionSpec) -> Diagnosis:
-    """Find the mistakes in the second of two sets of weights that should hold the same attention.
+    """Find the bugs in the second of two sets of weights that should hold the same attention.
 
-    Its kind is never `rounding`: both are computed alike, so that nothing but the weights differs. It is `precision`
-    only where every tensor that differs is that of the first one in fewer bits, exactly.
+    The kind is never `rounding`, because both are computed alike and only the weights differ. It is `precision` only if
+    every differing tensor is exactly that of the first in fewer bits.
 
     Raises:
         ValueError: if the layers differ in more than their weights.
@@ -43,31 +43,32 @@ def diagnose_weights(weights: Weights, spec: AttentionSpec, other: Weights, othe
 
 
 def _common_ways(weights: Weights, other: Weights) -> list[str]:
-    """In which words every tensor that differs is that of the first weights in fewer bits, exactly; all that hold."""
+    """Return the descriptions in which every differing tensor is exactly that of the first weights in fewer bits."""
     differing = [name for name, x in weights.items() if not np.array_equal(x, other[name], equal_nan=True)]
     ways = [ways_to_fewer_bits(weights[name], other[name]) for name in differing]
     common = [way for way in ways[0] if all(way in each for each in ways)] if ways else []
-    return sorted(common, key=lambda way: "TF32" in way)  # dtypes that weights are kept in first
+    return sorted(common, key=lambda way: "TF32" in way)  # usual dtypes of weights first
 
 
 def _rounded(diagnosis: Diagnosis, ways: list[str]) -> Diagnosis:
-    """The diagnosis of weights that are others in fewer bits, by the ways in which they may have been made."""
+    """Return the diagnosis of weights in fewer bits, by the ways in which they may have been rounded."""
     way, *others = [(f"the weights are {words}", f"weights-{_dtype(words)}") for words in ways]
     found = Explanation(
         diagnosis.stage,
         (diagnosis.stage,),
         (way[1],),
         way[0],
-        ("keep the weights in the dtype that they were trained in, or compare with the rounded ones",),
+        ("keep the weights in the dtype of training, or compare with the rounded weights",),
         ("low-precision",),
         diagnosis.error,
         0.0,
         0.0,
+        diagnosis.ratio,
         tuple(about for about, _ in others),
     )
     return replace(diagnosis, kind="precision", explanations=[found], unknowns=[])
 
 
 def _dtype(words: str) -> str:
-    """The dtype of `rounded to bfloat16`, as names of mistakes have it."""
+    """Return the dtype of `rounded to bfloat16`, as in the names of bugs."""
     return words.split(" to ")[1].split()[0].lower()

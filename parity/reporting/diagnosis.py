@@ -1,8 +1,9 @@
-"""Results of a diagnosis, and the stage at which two traces diverge."""
+"""Diagnoses and diverging traces on a terminal."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 from rich.table import Column
@@ -16,30 +17,64 @@ if TYPE_CHECKING:
     from parity.diagnosis.diagnose import Diagnosis
 
 
-def print_diagnosis(diagnosis: Diagnosis, out: Console) -> None:
-    """Print the diagnosis."""
-    style = {"none": "bold green", "structure": "bold", "precision": "bold"}.get(diagnosis.kind, "")
-    out.print(Text(str(diagnosis), style=style), soft_wrap=True)
+class Findings(Protocol):
+    """A diagnosis of a layer, of ranks or of a recording."""
+
+    def lines(self, *, verbose: bool = False) -> Iterator[tuple[str, str]]: ...
 
 
-def print_weights(weights: WeightsComparison, diagnosis: Diagnosis, out: Console) -> None:
-    """Print which tensors of two files differ, the pattern of the difference, and the bug that explains it."""
+def print_diagnosis(diagnosis: Findings, out: Console, *, is_right: bool, verbose: bool = False) -> None:
+    """Print a diagnosis: likely bug, first wrong stage, evidence, fix, more.
+
+    On a terminal, labels are bold and long lines continue with an indent.
+
+    Args:
+        diagnosis: of a layer, of ranks or of a recording.
+        out: the console.
+        is_right: True if nothing is wrong.
+        verbose: also print alternatives, patterns, nearest bugs and conventions.
+    """
+    for label, text in diagnosis.lines(verbose=verbose):
+        line = Text(f"{label}: " if label else "", style="bold")
+        line.append(text, "bold green" if is_right else "bold red" if label.startswith("Likely bug") else "not bold")
+        if out.is_terminal:
+            parts = line.wrap(out, out.width - 4) or [line]
+            for part in parts:
+                part.rstrip()
+            line = Text("\n    ").join(parts)
+        out.print(line, soft_wrap=True)
+
+
+def print_failure(comparison: Comparison, diagnosis: Diagnosis | None, out: Console, *, verbose: bool = False) -> None:
+    """Print the first difference of a case and its diagnosis; the numbers only if verbose, or if no bug is known."""
+    title, _, numbers = str(comparison).partition("\n")
+    out.print(Text(title, style="red"), soft_wrap=True)
+    if diagnosis is not None:
+        print_diagnosis(diagnosis, out, is_right=False, verbose=verbose)
+    if numbers and (verbose or diagnosis is None or not diagnosis.likely_bug):
+        out.print(Text(numbers), soft_wrap=True)
+
+
+def print_weights(weights: WeightsComparison, diagnosis: Diagnosis, out: Console, *, verbose: bool = False) -> None:
+    """Print the tensors of two files that differ and the pattern of each, then the diagnosis."""
     out.print(Text(str(weights), style="bold green" if weights.same else ""), soft_wrap=True)
-    print_explanation(weights, diagnosis, out)
+    print_explanation(weights, diagnosis, out, verbose=verbose)
 
 
-def print_explanation(weights: WeightsComparison, diagnosis: Diagnosis, out: Console) -> None:
-    """Print the bug that explains why weights differ, or that none does if no pattern explains a tensor."""
+def print_explanation(weights: WeightsComparison, diagnosis: Diagnosis, out: Console, *, verbose: bool = False) -> None:
+    """Print the diagnosis of weights that differ, unless patterns explain all tensors and no bug does."""
     if weights.same:
         return
     if diagnosis.kind == "none":
-        out.print("on probe inputs no stage differs by more than the rounding error of its dtype", soft_wrap=True)
+        out.print("on probe inputs, no stage differs by more than rounding", soft_wrap=True)
     elif diagnosis.kind == "structure" or weights.unexplained:
-        print_diagnosis(diagnosis, out)
+        print_diagnosis(diagnosis, out, is_right=not diagnosis.is_wrong, verbose=verbose)
 
 
-def print_divergence(sides: list[list[Comparison]], distances: dict[str, float], out: Console) -> None:
-    """Print the distances of two traces from the reference and from each other, stage by stage."""
+def print_divergence(
+    sides: list[list[Comparison]], distances: dict[str, float], out: Console, *, verbose: bool = False
+) -> None:
+    """Print the errors of two traces and their distance, stage by stage, and the first wrong stage of each."""
     names = [side[0].backend for side in sides]
     title = "Error / budget of each against the reference, and their difference"
     by_stage = [{comparison.stage: comparison for comparison in side} for side in sides]
@@ -53,7 +88,7 @@ def print_divergence(sides: list[list[Comparison]], distances: dict[str, float],
     print_table(out, title, columns, rows, styles)
     for side in sides:
         wrong = first_difference(side)
-        words = "is right" if wrong is None else f"goes wrong at {wrong.stage}"
+        words = "is right" if wrong is None else f"is wrong from {wrong.stage}"
         out.print(Text(f"{side[0].backend} {words}", style="green" if wrong is None else "red"), soft_wrap=True)
-        if wrong is not None:
-            out.print(Text(str(wrong), style="red"))
+        if wrong is not None and verbose:
+            out.print(Text(str(wrong)))

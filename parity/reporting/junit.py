@@ -75,15 +75,15 @@ def _test(case: str, dtype: str, backend: str, test: tuple[str, str] | None = No
 
 
 def _failure(difference: Comparison, report: Report) -> ElementTree.Element:
-    """Return the failure of a case: its cause in one line, if known, then the difference and the diagnosis."""
+    """Return the failure of a case: its cause as the message if it is known; then the diagnosis and the difference."""
     diagnosis = report.diagnoses.get((difference.case, difference.dtype, difference.backend))
     raised = difference.stage == "run"  # the backend did not reach any stage
     cause = diagnosis.cause if diagnosis is not None else ""
     message = cause or f"{difference.stage}: {difference.worse_ratio:.3g} times the error budget"
     message = difference.reason if raised else message
     again = reproduction(difference, report)
-    told = "" if diagnosis is None else str(diagnosis)
-    text = "\n".join(filter(None, (str(difference), f"  again       {again}" if again else "", told)))
+    found = "" if diagnosis is None else f"{diagnosis.text}\n"
+    text = "\n".join(filter(None, (found, str(difference), f"  again       {again}" if again else "")))
     return _element("error" if raised else "failure", text, message=message, type=difference.stage)
 
 

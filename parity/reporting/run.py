@@ -12,7 +12,7 @@ from parity.core.cases import find_case
 from parity.core.compare import Comparison
 from parity.core.stages import stage_named
 from parity.reporting.console import NARROWEST, print_table, short_ratio
-from parity.reporting.diagnosis import print_diagnosis
+from parity.reporting.diagnosis import print_failure
 from parity.reporting.summary import reproduction, sent_by_program, skipped_reasons, summary_line, worst_of
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ DETAILED_FAILURES = 5  # in full on the terminal; all are in the JSON
 def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: bool = False) -> None:
     """Print a report: cases, stages, differences, skipped cases with reasons, and a last line.
 
-    `verbose` adds every comparison; `quiet` leaves only differences and the last line.
+    `verbose` adds every comparison and all of each diagnosis; `quiet` leaves only what is wrong and the last line.
     """
     if verbose:
         print_comparison_table(report, out)
@@ -35,10 +35,9 @@ def print_report(report: Report, out: Console, *, verbose: bool = False, quiet: 
         print_collectives(report, out)
     differences = report.first_differences()
     for comparison in differences[:DETAILED_FAILURES]:
+        diagnosis = report.diagnoses.get((comparison.case, comparison.dtype, comparison.backend))
         out.print()
-        out.print(Text(str(comparison), style="red"))
-        if diagnosis := report.diagnoses.get((comparison.case, comparison.dtype, comparison.backend)):
-            print_diagnosis(diagnosis, out)
+        print_failure(comparison, diagnosis, out, verbose=verbose)
         if command := reproduction(comparison, report):
             out.print(f"  again       {command}", soft_wrap=True)
     if len(differences) > DETAILED_FAILURES:

@@ -1,4 +1,4 @@
-"""Verdicts on recordings of live models, on a terminal."""
+"""Verdicts on recordings of running models, on a terminal."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from rich.text import Text
 from parity.diagnosis.tap_pairs import STAGES, TapDifference
 from parity.diagnosis.taps import TapVerdict
 from parity.reporting.console import print_table
+from parity.reporting.diagnosis import print_diagnosis
 
 
-def print_verdict(verdict: TapVerdict, name: str, out: Console) -> None:
-    """Print which layer of a recording goes wrong, and why, below its name if there are several."""
+def print_verdict(verdict: TapVerdict, name: str, out: Console, *, verbose: bool = False) -> None:
+    """Print the first wrong layer of a recording and its diagnosis, below the recording's name if there are several."""
     if name:
         out.print(Text(name, style="bold"), soft_wrap=True)
-    out.print(Text(str(verdict), style="bold green" if verdict.passed else "red"), soft_wrap=True)
+    print_diagnosis(verdict, out, is_right=verdict.passed, verbose=verbose)
 
 
 def print_difference(difference: TapDifference, out: Console, *, with_table: bool) -> None:

@@ -1,4 +1,4 @@
-"""One assertion for the tests of a port: arrays, or stages by name, agree up to rounding, or it says where not."""
+"""`assert_parity`: arrays, or stages by name, must agree up to rounding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from parity.text import some_of
 Stages = Mapping[str, np.ndarray]
 
 UNITS = {"float64": 16, "float32": 16, "bfloat16": 4, "float16": 4}
-"""How many units of rounding are allowed where the noise is not known, relative to the scale of what is expected.
+"""Tolerance in units of rounding, relative to the scale of the expected values, if the noise is unknown.
 
 Measured on all forward stages of all `CASES` but the trained ones. Between torch and JAX 5.3 are needed in float32 and
 float64, and 1.3 in bfloat16 and float16, which round results but not sums; from either to the float64 reference 10.8
@@ -45,12 +45,12 @@ and 1.9. This is without random-1, whose logits reach 51: it needs 71 in float32
 
 
 class ConventionWarning(UserWarning):
-    """A stage is right and recorded in another way than the reference's, or computed in a way that is no mistake."""
+    """A stage is right and recorded in another convention, or computed in a legitimate other way."""
 
 
-NEXT = "pass what was computed, problem=parity.make_problem(case, dtype): then the mistake is looked for and named"
+NEXT = "pass problem=parity.make_problem(case, dtype) instead of expected, to search for the bug"
 
-LARGEST_INTEGER = 2**53  # up to which float64 tells integers apart
+LARGEST_INTEGER = 2**53  # up to which float64 represents integers exactly
 
 
 def assert_parity(
@@ -65,41 +65,41 @@ def assert_parity(
     diagnose: bool = True,
     arithmetic: str | None = None,
 ) -> None:
-    """Raise an AssertionError that says what differs, where and by how much, unless actual agrees with expected.
+    """Raise an AssertionError that describes the first difference, unless actual agrees with expected.
 
-    What is allowed is not an argument: it follows from the rounding. Booleans and integers must be equal. NaN or
-    infinity, another shape or kind of dtype, an empty array, a missing or additional stage: differences, always.
+    The tolerance is not an argument, because it follows from rounding. Booleans and integers must be equal. NaN or
+    infinity, another shape or kind of dtype, an empty array, a missing or additional stage always differ.
 
     Args:
         actual: an array of NumPy, torch, JAX or TTNN, or a mapping of such arrays by stage: `q`, `scores`, `output` and
-            whatever else, see `STAGES`. The message leads with the first stage that differs, in the order of the data
-            flow; if there are stages of other names, in the order of `expected`.
-        expected: what it should be, likewise: best in float64. To be left out with `problem`.
+            others, see `STAGES`. The message begins with the first stage that differs, in the order of the data flow,
+            or for other names in the order of `expected`.
+        expected: the expected values, likewise, best in float64; omit it with `problem`.
         same_precision: the same computation by another correct implementation in the precision of `actual`, likewise.
-            Then `actual` may be off by what `compare` allows: 4 times the error of `same_precision`, and one
-            unit of rounding. The best choice where there is no `problem`.
-        problem: what was computed. Then the expected values and their noise come from the float64 reference, for the
-            stages that `actual` has.
-        dtype: name of the dtype that was computed in, where no array shows it; the narrowest floating-point dtype of
-            all arrays when absent.
-        name: of what is compared, for the message.
-        stage: what the arrays are, if they are no mappings.
-        diagnose: with `problem`, look for the mistake that explains a difference, which may take 5 seconds. Where none
-            is to be explained, since a stage is only recorded in another customary way and what follows it agrees, or
-            scores are kept in 16 bits, that is a `ConventionWarning` and no error.
-        arithmetic: how the hardware computes, one of `reference.ARITHMETICS`: `ieee`, or `tensix`, Tenstorrent's. When
-            absent it is `tensix` if an array of `actual` is TTNN's, and its device a card or a simulator.
+            Then the tolerance is that of `compare`: 4 times the error of `same_precision`, and one unit of rounding.
+            The best choice without a `problem`.
+        problem: the case, weights and inputs. Then the expected values and their noise come from the float64 reference,
+            for the stages of `actual`.
+        dtype: name of the dtype of the computation, if no array shows it; by default the narrowest floating-point dtype
+            of all arrays.
+        name: a title for the message.
+        stage: the stage of the arrays, if they are not mappings.
+        diagnose: with `problem`, search for the bug that explains a difference, for up to 5 seconds. If nothing is
+            wrong, because a stage is only recorded in another convention or scores are kept in 16 bits, a
+            `ConventionWarning` is issued instead of an error.
+        arithmetic: of the hardware, one of `reference.ARITHMETICS`: `ieee`, or `tensix`, Tenstorrent's. The default is
+            `tensix` if an array of `actual` is TTNN's on a card or a simulator.
 
-    With neither `same_precision` nor `problem` a crude rule holds: the root mean square of the error may be 16 units of
-    rounding (4 in bfloat16 and float16, see `UNITS`) of the root mean square of `expected`, and its maximum as many of
-    the maximum. That is 2e-6 in float32 and 3 % in bfloat16. Forward stages of correct implementations stay within it
-    while logits are small. Large logits may need more, and gradients do: give `same_precision` or `problem` for those,
-    and to see smaller mistakes.
+    Without `same_precision` and `problem` a coarse rule applies: the root mean square of the error may be 16 units of
+    rounding (4 in bfloat16 and float16, see `UNITS`) of the root mean square of `expected`, and its maximum the same of
+    the maximum. That is 2e-6 in float32 and 3% in bfloat16. Forward stages of correct implementations stay within it
+    while logits are small. Large logits and gradients may exceed it: pass `same_precision` or `problem` for those, and
+    to detect smaller bugs.
 
     Raises:
         AssertionError: if they differ.
-        TypeError: if the arguments do not go together, or something is not an array.
-        ValueError: if there is no dtype of that name.
+        TypeError: if the arguments cannot be combined, or something is not an array.
+        ValueError: if the dtype is unknown.
     """
     __tracebackhide__ = True
     comparisons, diagnosis = judge(
@@ -127,11 +127,11 @@ def judge(
     arithmetic: str | None = None,
     **options: Any,
 ) -> tuple[list[Comparison], Diagnosis | None]:
-    """Compare arrays as `assert_parity` does, and diagnose what differs from the reference of a problem.
+    """Compare arrays as `assert_parity` does, and diagnose differences from the reference of a problem.
 
     Returns:
         The comparisons, of which those that a convention explains pass, with a warning if nothing is wrong; and the
-        diagnosis, or None if there is nothing to diagnose.
+        diagnosis, or None if nothing differs.
     """
     reference = _reference_for(actual, problem, stage)  # once for both
     about: dict[str, Any] = {"problem": problem, "stage": stage, "arithmetic": arithmetic, "reference": reference}
@@ -154,7 +154,7 @@ def _reference_for(actual: Any, problem: Problem | None, stage: str) -> Referenc
         return None
     stages = [stage_named(name) for name in (actual if isinstance(actual, Mapping) else [stage])]
     with_gradients = any(each.is_gradient for each in stages) and problem.case.has_gradients
-    is_known = all(each.kind in STAGES for each in stages)  # else all are listed
+    is_known = all(each.kind in STAGES for each in stages)  # otherwise all are listed
     return Reference(problem, with_gradients, frozenset(map(str, stages)) if is_known else None)
 
 
@@ -170,7 +170,7 @@ def compare_arrays(
     arithmetic: str | None = None,
     reference: Reference | None = None,
 ) -> list[Comparison]:
-    """Return the comparisons that `assert_parity` judges by, one for each stage, in the order of the data flow."""
+    """Return the comparisons of `assert_parity`, one for each stage, in the order of the data flow."""
     if dtype is not None and dtype not in DTYPES:
         raise Refusal("dtype", f"be one of {list(DTYPES)}", dtype=dtype)
     if arithmetic not in (None, *ARITHMETICS):
@@ -178,7 +178,7 @@ def compare_arrays(
     if (expected is None) == (problem is None):
         raise WrongType("one of expected and problem", "be given", str("neither" if problem is None else "both"))
     if problem is not None and not (same_precision is None and dtype is None):
-        raise WrongType("problem", "not be combined with same_precision or dtype: it gives both")
+        raise WrongType("problem", "not be combined with same_precision or dtype, because it determines both")
     if problem is not None and not isinstance(problem, Problem):
         raise WrongType("problem", "be a Problem, see parity.make_problem", type(problem).__name__)
     if actual is None:
@@ -195,43 +195,52 @@ def compare_arrays(
         nowhere = Label(name, "actual", dtype or "no dtype", stage)
         return [failure(np.empty(0), "there are no stages to compare", nowhere)]
     arithmetic = arithmetic or arithmetic_of(actual)
-    with np.errstate(over="ignore", invalid="ignore"):  # what is infinite is part of the verdict
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite errors are reported
         if problem is not None:
             reference = reference or _reference_for(actual, problem, stage) or Reference(problem)
             return _compare_with_reference(arrays["actual"], reference, name, arithmetic)
         return _compare_with_expected(arrays, dtype, name, arithmetic)
 
 
-def message(comparisons: Iterable[Comparison], diagnosis: Diagnosis | None = None, next_step: str = "") -> str:
-    """What a person should read: the cause, the first difference, and in a line the later ones. Empty if none differs.
+def message(
+    comparisons: Iterable[Comparison],
+    diagnosis: Diagnosis | None = None,
+    next_step: str = "",
+    *,
+    verbose: bool = False,
+) -> str:
+    """Return the message of a failure: the diagnosis, the first difference, and the other stages that differ.
 
     Args:
         comparisons: of all stages.
-        diagnosis: why they differ, if that was asked.
-        next_step: what to do to learn more.
+        diagnosis: of the difference, if there is one.
+        next_step: a way to learn more.
+        verbose: also include all of the diagnosis.
+
+    Returns:
+        The message; empty if no stage differs.
     """
     comparisons = list(comparisons)
     difference = first_difference(comparisons)
     if difference is None:
         return ""
-    diagnosis = diagnosis if diagnosis is not None and diagnosis.is_wrong else None
-    lines = [] if diagnosis is None or not diagnosis.cause else [f"{difference.case}: {diagnosis.cause}"]
+    is_diagnosed = diagnosis is not None and diagnosis.is_wrong
+    lines = [diagnosis.as_text(verbose=verbose), ""] if diagnosis is not None and is_diagnosed else []
     lines.append(str(difference))
     if agreed := [comparison.stage for comparison in comparisons if comparison.passed]:
         lines.append(f"  agree       {some_of(agreed)}")
     if later := [each.stage for each in comparisons if not each.passed and each is not difference]:
-        lines.append(f"  differ too  {some_of(later)}")
+        lines.append(f"  also differ {some_of(later)}")
     lines += [f"  next        {next_step}"] if next_step else []
-    lines += [] if diagnosis is None else [str(diagnosis)]
     return "\n".join(lines)
 
 
 def _as_recorded(
     comparisons: list[Comparison], diagnosis: Diagnosis, reference: Reference, arithmetic: str
 ) -> list[Comparison]:
-    """Judge stages after undoing what the diagnosis found to be a way to record them.
+    """Compare stages again after undoing the conventions of a diagnosis.
 
-    What a diagnosis does not judge, such as gradients, stays as it is. If nothing is wrong, all other stages pass.
+    Stages outside of the diagnosis, such as gradients, are unchanged. If nothing is wrong, all other stages pass.
     """
     shapes = {each.stage: each.shape for each in comparisons if not each.passed}
     taken = {name: x for name, x in diagnosis.taken.items() if shapes.get(name) == x.shape}
@@ -248,7 +257,7 @@ def _passed_as_recorded(comparison: Comparison, diagnosis: Diagnosis, is_again: 
     if stage.is_gradient or stage.kind not in STAGES or (diagnosis.is_wrong and (is_again or not words)):
         return comparison
     passed = replace(comparison, status="passed", reason=words or diagnosis.choice)
-    # What cannot be brought into the reference's form agrees with the reference in the form that it has.
+    # A stage that cannot be converted to the reference's convention agrees with the reference in its own.
     if is_again or (not words and math.isfinite(comparison.ratio)):
         return passed
     no_distance = {"error": 0.0, "ratio": 0.0, "max_abs": 0.0, "max_ulp": 0.0, "mismatched": 0, "pcc": None}
@@ -287,7 +296,7 @@ def _compare_stage(arrays: Mapping[str, Stages], stage: str, dtype: str, name: s
     there = {role: stages[stage] for role, stages in arrays.items() if stage in stages}
     if lacking := [role for role in arrays if role not in there]:
         shown = there.get("expected", next(iter(there.values())))
-        return failure(shown, f"{' and '.join(lacking)} must have this stage, too", label)
+        return failure(shown, f"{' and '.join(lacking)} must also have this stage", label)
     actual, expected, same_precision = there["actual"], there["expected"], there.get("same_precision")
     if reason := _why_incomparable(actual, expected, same_precision):
         return failure(expected, reason, label)
@@ -304,13 +313,13 @@ def _compare_stage(arrays: Mapping[str, Stages], stage: str, dtype: str, name: s
 
 
 def _check_has(arithmetic: str, dtype: str) -> None:
-    """Refuse a dtype that the hardware does not have."""
+    """Reject a dtype that the hardware does not have."""
     if arithmetic.startswith("tensix") and dtype not in TENSIX_FLOOR:
         raise Refusal("dtype", f"be one of {list(TENSIX_FLOOR)} with arithmetic='tensix'", dtype=dtype)
 
 
 def _explained(comparison: Comparison, noise: str = "") -> Comparison:
-    """A comparison that says, if it failed, what rule it broke."""
+    """Return a comparison with the violated rule as its reason, if it failed."""
     if comparison.passed or comparison.reason:
         return comparison
     if noise:
@@ -325,7 +334,7 @@ def _explained(comparison: Comparison, noise: str = "") -> Comparison:
 
 
 def _why_incomparable(actual: np.ndarray, expected: np.ndarray, same_precision: np.ndarray | None) -> str:
-    """Why arrays cannot be compared, in words; empty if they can."""
+    """Return the reason why arrays cannot be compared; empty if they can."""
     if reason := why_incomparable(actual, expected):
         return reason
     for array in (actual, expected):
@@ -348,7 +357,7 @@ def _why_incomparable(actual: np.ndarray, expected: np.ndarray, same_precision: 
 
 
 def _kind(array: np.ndarray) -> str:
-    """What an array holds; empty if that cannot be compared."""
+    """Return the kind of values of an array; empty if it cannot be compared."""
     if array.dtype.kind in "biu":
         return "bool" if array.dtype.kind == "b" else "integer"
     return "floating" if array.dtype.name in DTYPES else ""
@@ -365,7 +374,7 @@ def _share_an_array(actual: Any, other: Any) -> bool:
 
 
 def _in_order(stages: Iterable[str]) -> list[str]:
-    """Stages in the order of the data flow (`jax.jit` returns mappings sorted by name); unknown ones stay in place."""
+    """Return stages in the order of the data flow (`jax.jit` sorts mappings by name); unknown ones stay in place."""
     stages, order = list(stages), list(STAGES)
     known = {stage: stage_named(stage) for stage in stages}
     if not all(stage.kind in STAGES for stage in known.values()):

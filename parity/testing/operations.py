@@ -1,4 +1,4 @@
-"""Each operation of a program in ttnn held against its golden function: the first that is off, and its place."""
+"""Each ttnn operation of a program, compared with its golden function: the first wrong one, and its place."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MOVES = ("from_torch", "as_tensor", "to_torch", "to_device", "from_device", "dea
 
 @dataclass
 class Operations:
-    """What became of the operations of a block.
+    """The operations of a block.
 
     Attributes:
-        judged: how many were held against their golden functions.
-        not_judged: by name, why others were not.
+        judged: number of operations that were compared with their golden functions.
+        not_judged: the reasons why others were not, by name.
     """
 
     judged: int = 0
@@ -32,20 +32,20 @@ class Operations:
 
 @contextmanager
 def assert_operations(*, arithmetic: str | None = None) -> Iterator[Operations]:
-    """Raise an AssertionError at the first operation of ttnn, in a `with` block, that its golden function disowns.
+    """Raise an AssertionError at the first ttnn operation, in a `with` block, that differs from its golden function.
 
-    Each is judged by itself: its golden function gets the values that went into it on the device, so that nothing adds
-    up, and may be off by a few units of the rounding of the result's dtype, as in `assert_parity`. Every tensor is read
-    back, so it is slow. On a mock board, whose values are those of golden functions, nothing is ever off.
+    Each operation is compared by itself: its golden function receives the inputs on the device, so errors do not add
+    up. The tolerance is a few units of rounding of the result's dtype, as in `assert_parity`. Every tensor is read
+    back, so it is slow. A mock board returns the values of golden functions, so nothing ever differs there.
 
     Args:
-        arithmetic: of the device, as `assert_parity` takes it.
+        arithmetic: of the device, as in `assert_parity`.
 
     Yields:
-        What was judged and what was not, which grows as the block runs.
+        The compared operations, which grow as the block runs.
 
     Raises:
-        AssertionError: at the first operation that is off: its number and name, where it was called, and by how much.
+        AssertionError: at the first wrong operation, with its number, name, call site and error.
         ModuleNotFoundError: if ttnn is not installed.
     """
     import ttnn  # pyright: ignore[reportMissingImports]  (it lies in the other environment)
@@ -60,14 +60,14 @@ def assert_operations(*, arithmetic: str | None = None) -> Iterator[Operations]:
 
 
 class _Judge:
-    """What is known of the operation that runs: its golden function, and what went into it."""
+    """The current operation: its golden function, and its inputs."""
 
     def __init__(self, arithmetic: str | None) -> None:
         self.found, self._arithmetic, self._count, self._is_reading = Operations(), arithmetic, 0, False
         self._given: tuple[Any, Any] | None = None
 
     def before(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Read what goes in, which the operation may overwrite."""
+        """Read the inputs, which the operation may overwrite."""
         if self._is_reading:
             return
         self._count, self._given = self._count + 1, None
@@ -81,7 +81,7 @@ class _Judge:
             self._given = tuple(map(_read, arguments)), {key: _read(x) for key, x in keywords.items()}
 
     def after(self, operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
-        """Judge what came out."""
+        """Compare the results."""
         if self._is_reading or self._given is None:
             return
         name, (given, named) = operation.python_fully_qualified_name, self._given
@@ -98,7 +98,7 @@ class _Judge:
             return
         actual, expected = to_numpy(tensor), to_numpy(value)
         if actual.shape == expected.shape and "int" not in actual.dtype.name:
-            is_known = np.isfinite(expected)  # what nobody writes is NaN, and a mask may be infinite
+            is_known = np.isfinite(expected)  # unwritten values are NaN, and a mask may be infinite
             actual, expected = (np.where(is_known, x, np.zeros_like(x)) for x in (actual, expected.astype(np.float32)))
         if not actual.size:
             return
@@ -110,7 +110,7 @@ class _Judge:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """While tensors are read, which takes operations, too."""
+        """True while tensors are read, which also runs operations."""
         self._is_reading = True
         try:
             yield
@@ -125,7 +125,7 @@ def _golden(operation: Any) -> Any:
 
 
 def _read(x: Any) -> Any:
-    """An argument as golden functions take it: tensors as torch's, floating-point ones in float32."""
+    """Return an argument for golden functions: tensors as torch's, floating-point ones in float32."""
     if isinstance(x, list | tuple):
         return type(x)(map(_read, x))
     if not hasattr(x, "tensor_id"):
@@ -135,7 +135,7 @@ def _read(x: Any) -> Any:
 
 
 def _place() -> str:
-    """Where the operation was called: the first line outside of ttnn and of this module."""
+    """Return the call site of the operation: the first line outside of ttnn and of this module."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("ttnn", "parity"):
         frame = frame.f_back

@@ -1,6 +1,6 @@
 """The pytest plugin: the fixture `assert_parity`, and `--parity-report PATH`.
 
-Every run of pytest where this package is installed imports this file: it imports nothing but pytest until it is used.
+Every run of pytest where this package is installed imports this file: it imports only pytest until it is used.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """`parity.assert_parity(actual, expected, …)`, titled by the test and collected for `--parity-report`."""
+    """Return `parity.assert_parity(actual, expected, …)`, titled by the test and collected for `--parity-report`."""
     recorder = request.config.pluginmanager.get_plugin(_Recorder.NAME)
 
     def assert_parity(actual: Any, expected: Any = None, *, name: str = "", **options: Any) -> None:
@@ -66,14 +66,15 @@ def assert_parity(request: pytest.FixtureRequest) -> Callable[..., None]:
                 first = comparisons[0]
                 key = (first.case, first.dtype, first.backend)
                 recorder.diagnoses.setdefault(key, replace(diagnosis, taken={}))
-        if text := message(comparisons, diagnosis, next_step="" if options.get("problem") else NEXT):
+        verbose = request.config.get_verbosity() > 0
+        if text := message(comparisons, diagnosis, "" if options.get("problem") else NEXT, verbose=verbose):
             raise AssertionError(text)
 
     return assert_parity
 
 
 def _test_of(node: pytest.Item, name: str) -> tuple[str, str]:
-    """The class and the name of a test, as pytest's own `--junit-xml` has them, and what was compared in it."""
+    """Return the class and the name of a test, as in pytest's own `--junit-xml`, and the title of the comparison."""
     chain = node.listchain()
     file = max((index for index, each in enumerate(chain) if isinstance(each, pytest.File)), default=0)
     module = chain[file].nodeid.removesuffix(".py").replace("/", ".")
@@ -81,7 +82,7 @@ def _test_of(node: pytest.Item, name: str) -> tuple[str, str]:
 
 
 class _Recorder:
-    """Collects the comparisons of a session."""
+    """The collected comparisons of a session."""
 
     NAME = "mha_parity_report"
 
@@ -91,7 +92,7 @@ class _Recorder:
 
 
 class _Worker(_Recorder):
-    """In a process of pytest-xdist: hands what it collected to the controller, which takes plain data."""
+    """In a process of pytest-xdist: sends its comparisons to the controller, as plain data."""
 
     def __init__(self, config: pytest.Config) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ class _Controller(_Recorder):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        self.silent: dict[str, None] = {}  # workers that have handed over nothing
+        self.silent: dict[str, None] = {}  # workers that have sent nothing
         self.error: OSError | ValueError | None = None
 
     @pytest.hookimpl(optionalhook=True)
@@ -120,7 +121,7 @@ class _Controller(_Recorder):
     def pytest_testnodedown(self, node: Any) -> None:
         import pickle
 
-        output = getattr(node, "workeroutput", {})  # a worker that crashed has none
+        output = getattr(node, "workeroutput", {})  # a crashed worker has none
         if FROM_WORKER in output:
             comparisons, diagnoses = pickle.loads(output[FROM_WORKER])  # of our own process
             self.comparisons = sorted([*self.comparisons, *comparisons], key=lambda comparison: comparison.case)
@@ -145,7 +146,7 @@ class _Controller(_Recorder):
         terminalreporter.write_sep("-", f"parity report: {self.path} ({counts})")
 
     def check(self) -> None:
-        """Refuse what cannot be written before the tests run, not after them."""
+        """Reject a report that cannot be written before the tests run."""
         from mha_spec import Refusal
         from parity.files.target import check_writable
 
@@ -154,7 +155,7 @@ class _Controller(_Recorder):
             raise Refusal("--parity-report", f"end in one of {', '.join(WRITERS)}", {"--parity-report": self.path})
         check_writable(self.path, "--parity-report")
         module = importlib.import_module(WRITERS[suffix][0])
-        getattr(module, "check_installed", lambda: None)()  # the page's libraries are imported when it is written
+        getattr(module, "check_installed", lambda: None)()  # the libraries of the page are imported when it is written
 
     def write(self) -> None:
         from parity.backends.numerics import environment

@@ -61,7 +61,7 @@ def test_its_tests_hold_and_fail_for_the_draft(tests, device, name):
 
     getattr(tests, name)(parity.assert_parity, device)
     tests.attention_tt_fixed = attention_tt
-    with pytest.raises(AssertionError, match="mistake   rope-interleaved"):
+    with pytest.raises(AssertionError, match="Likely bug: rope-interleaved"):
         getattr(tests, name)(parity.assert_parity, device)
 
 

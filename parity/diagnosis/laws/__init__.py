@@ -1,8 +1,8 @@
-"""What is wrong with a stage that no known mistake explains: where, and by what law.
+"""Patterns: where and how a stage differs that no known bug explains.
 
-`describe` says which heads, sequences, positions and features are beyond the budget, and what was done to the expected
-values there: multiplied, exchanged, rotated by another frequency. A law is told only if it was verified: applied to the
-expected values, it leaves nothing but rounding.
+`describe` returns the heads, sequences, positions and features that exceed the budget, and the operation on the
+expected values there: multiplied, exchanged, rotated by another frequency. A pattern is verified: applied to the
+expected values, it leaves only rounding error.
 """
 
 from parity.diagnosis.laws.describe import describe

@@ -1,4 +1,4 @@
-"""Replacements of a part of a layer: another weight, input, mask or order of axes; in words and as a change."""
+"""Replacements of a part of a layer: another weight, input, mask or order of axes; each a description and a change."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from parity.diagnosis.mistakes.record import Changed
 from parity.text import and_listed
 
 Part = tuple[str, Changed, MistakeFamily | None]
-"""Words for a change, the change of the reference, and its family of mistakes, if any."""
+"""The description of a change, the change of the reference, and its family of bugs, if any."""
 
 Form = Callable[[np.ndarray], np.ndarray]
 
 MOST_HEADS = 16
-"""Of a projection, of which two may be exchanged."""
+"""The largest number of heads of a projection of which two may be exchanged."""
 
 GIVEN_OTHERS = (QKV[:1], QKV[1:2], QKV[2:], QKV[1:])
-"""Projections that may be given another input: each alone, and keys and values together."""
+"""Projections that may read another input: each alone, and keys and values together."""
 
 
 # ---- Weights ---------------------------------------------------------------------------------------------------------
 
 
 def weights(problem: Problem, names: list[str]) -> Iterator[Part]:
-    """A weight that is another, two that are exchanged, one or all projections' read in another form.
+    """Yield replacements of weights: by another one, two exchanged, one or all projections in another form.
 
     Args:
-        problem: whose weights they are.
-        names: those that the stage depends on.
+        problem: with the weights.
+        names: the weights that the stage depends on.
     """
     held = problem.weights
     for one in names:
@@ -62,7 +62,7 @@ def weights(problem: Problem, names: list[str]) -> Iterator[Part]:
 
 
 def _projections(held: Mapping[str, np.ndarray], names: list[str]) -> Iterator[Part]:
-    """A projection that is another, its bias, too."""
+    """Yield replacements of a projection, including its bias, by another one."""
     leaves = {one: {leaf: w.shape for leaf, w in _leaves(held, one).items()} for one in (*QKV, "out_proj")}
     for one, shapes in leaves.items():
         for other in leaves:
@@ -72,11 +72,11 @@ def _projections(held: Mapping[str, np.ndarray], names: list[str]) -> Iterator[P
 
 
 def _heads_exchanged(problem: Problem, names: list[str]) -> Iterator[Part]:
-    """Two heads of a projection that are exchanged, its bias, too; heads next to each other first."""
+    """Yield exchanges of two heads of a projection, including its bias; neighboring heads first."""
     spec = problem.spec
     counts = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
     for projection, count in counts.items() if spec.latent is None else ():
-        if f"{projection}.weight" not in names or not 2 < count <= MOST_HEADS:  # of two a known mistake tells
+        if f"{projection}.weight" not in names or not 2 < count <= MOST_HEADS:  # for two heads it is a known bug
             continue
         for one, other in sorted(combinations(range(count), 2), key=lambda pair: pair[1] - pair[0]):
             order = np.arange(count)
@@ -89,7 +89,7 @@ def _heads_exchanged(problem: Problem, names: list[str]) -> Iterator[Part]:
 
 
 def family_of(name: str) -> MistakeFamily:
-    """Return the family of mistakes in a weight by its name."""
+    """Return the family of bugs in a weight by its name."""
     if name.endswith("_proj.bias"):
         return of.BIAS
     if name.startswith(("q_norm", "k_norm", "v_norm", "context_norm")):
@@ -106,7 +106,7 @@ def _leaves(held: Mapping[str, np.ndarray], projection: str) -> dict[str, np.nda
 
 
 def multiple(name: str, times: float) -> Changed:
-    """A weight, times a number."""
+    """Multiply a weight by a number."""
 
     def parameter(_: Any, original: Any, which: str) -> np.ndarray:
         return original(which).astype(np.float64) * times if which == name else original(which)
@@ -122,7 +122,7 @@ def _replaced(others: Mapping[str, np.ndarray]) -> Changed:
 
 
 def _together(names: list[str]) -> Iterator[list[str]]:
-    """Weights that are read alike: each alone, then those of several projections."""
+    """Yield weights that may be wrong alike: each alone, then those of several projections."""
     yield from ([name] for name in names)
     for leaf in ("weight", "bias"):
         of = [name for name in (f"{projection}.{leaf}" for projection in (*QKV, "out_proj")) if name in names]
@@ -135,14 +135,14 @@ def _be(some: Sequence[str]) -> str:
 
 
 def _forms(name: str, problem: Problem) -> Iterator[tuple[str, Form]]:
-    """How a weight may be read that holds other numbers, or the same ones in another order."""
+    """Yield forms of a weight with other numbers, or with the same ones in another order."""
     w, spec = problem.weights[name], problem.spec
     if w.ndim == 1:
-        yield "the exponential of what it is", np.exp
-        yield "1 + what it is", lambda x: x + 1.0
-        yield "what it is, less 1", lambda x: x - 1.0
-        yield "the square of what it is", np.square
-        yield "without its sign", np.abs
+        yield "its exponential", np.exp
+        yield "1 + its value", lambda x: x + 1.0
+        yield "its value - 1", lambda x: x - 1.0
+        yield "its square", np.square
+        yield "its absolute value", np.abs
         yield "1 throughout", np.ones_like
     elif w.ndim == 2 and w.shape[0] == w.shape[1]:
         yield "transposed", np.transpose
@@ -155,7 +155,7 @@ def _forms(name: str, problem: Problem) -> Iterator[tuple[str, Form]]:
 
 
 def _rows(heads: int) -> Iterator[tuple[str, Form]]:
-    """The rows of a projection in another order."""
+    """Yield orders of the rows of a projection."""
 
     def inside(x: np.ndarray) -> np.ndarray:
         return x.reshape(heads, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
@@ -166,8 +166,8 @@ def _rows(heads: int) -> Iterator[tuple[str, Form]]:
     def rolled(x: np.ndarray) -> np.ndarray:
         return np.roll(x.reshape(heads, -1, *x.shape[1:]), 1, axis=0).reshape(x.shape)
 
-    yield "read with rows (H, N), which are (N, H)", inside
-    yield "read with rows (N, H), which are (H, N)", outside
+    yield "read with rows (H, N) instead of (N, H)", inside
+    yield "read with rows (N, H) instead of (H, N)", outside
     yield "read with its heads rolled by 1", rolled
 
 
@@ -175,7 +175,7 @@ def _rows(heads: int) -> Iterator[tuple[str, Form]]:
 
 
 def inputs(problem: Problem) -> Iterator[Part]:
-    """Projections of the other input, of another sequence, or of other tokens."""
+    """Yield projections of the other input, of another sequence, or of other tokens."""
     if problem.case.is_cached or problem.spec.latent is not None:
         return
     query, key = problem.inputs["query"], problem.inputs.get("key")
@@ -201,7 +201,7 @@ def inputs(problem: Problem) -> Iterator[Part]:
 
 
 def _projecting(others: Mapping[str, np.ndarray]) -> Changed:
-    """The layer whose projections of some names are of other inputs."""
+    """Return the layer whose projections of some names read other inputs."""
     return Changed({"linear": lambda _, original, name, x: original(name, others.get(name, x))})
 
 
@@ -209,11 +209,11 @@ def _projecting(others: Mapping[str, np.ndarray]) -> Changed:
 
 
 def masks_and_biases(problem: Problem) -> Iterator[Part]:
-    """A mask, and a bias of the scores, in other axes or of another head or sequence."""
+    """Yield a mask, and a bias of the scores, in other axes or of another head or sequence."""
     forms = dict(_planes())
     if problem.case.is_causal and problem.case.key_padding_lengths is not None:
         yield (
-            "the mask hides what all of its parts hide, and not what one of them hides",
+            "a key is hidden only if all parts of the mask hide it, instead of any part",
             Changed({"mask": _all_of}),
             of.POLARITY,
         )
@@ -232,7 +232,7 @@ def masks_and_biases(problem: Problem) -> Iterator[Part]:
 
 
 def _family_of_mask(problem: Problem, words: str) -> MistakeFamily | None:
-    """Return the family of a mask in another form, where the masks of a case leave one."""
+    """Return the family of a mask in another form, if the masks of a case determine one."""
     case = problem.case
     if words == "transposed":
         return of.CAUSAL if case.is_causal and not case.random_mask else of.POLARITY
@@ -240,7 +240,7 @@ def _family_of_mask(problem: Problem, words: str) -> MistakeFamily | None:
 
 
 def _all_of(layer: Any, original: Any, values: Values) -> dict[str, np.ndarray]:
-    """Return the mask of what both causality and padding hide."""
+    """Return the mask of keys that both causality and padding hide."""
     none = np.zeros((1, 1), bool)
     with layer.overriding(is_later=lambda *_: none):
         padding = original(values)["mask"]
@@ -249,16 +249,16 @@ def _all_of(layer: Any, original: Any, values: Values) -> dict[str, np.ndarray]:
 
 
 def _planes() -> Iterator[tuple[str, Form]]:
-    """Queries by keys of each sequence and head, in other orders."""
+    """Yield orders of queries by keys of each sequence and head."""
     yield "transposed", lambda x: x.swapaxes(2, 3)
     yield "that of the first head", lambda x: np.broadcast_to(x[:, :1], x.shape)
     yield "that of the first sequence", lambda x: np.broadcast_to(x[:1], x.shape)
     yield "that of the sequence before", lambda x: np.roll(x, 1, axis=0)
     yield "with its heads rolled by 1", lambda x: np.roll(x, 1, axis=1)
     yield "with its heads in reverse order", lambda x: x[:, ::-1]
-    yield "in the order (N, B), read as (B, N)", lambda x: _as_rows(x.swapaxes(0, 1), x.shape)
+    yield "read as (B, N) instead of (N, B)", lambda x: _as_rows(x.swapaxes(0, 1), x.shape)
     yield (
-        "in the order (B, N), read as (N, B)",
+        "read as (N, B) instead of (B, N)",
         lambda x: x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).swapaxes(0, 1),
     )
 
@@ -270,11 +270,11 @@ def _as_rows(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 # ---- Products of heads -----------------------------------------------------------------------------------------------
 
 
-_OF_FORMS = {"of the sequence before": of.SEQUENCES, "normalised, each head by itself": of.QK_NORM}
+_OF_FORMS = {"of the sequence before": of.SEQUENCES, "normalized, each head separately": of.QK_NORM}
 
 
 def products(problem: Problem) -> Iterator[Part]:
-    """Scores and contexts of other keys and values, or of the same ones in other axes."""
+    """Yield scores and contexts of other keys and values, or of the same ones in other axes."""
     spec = problem.spec
     eps = Norm().eps if spec.qk_norm is None else spec.qk_norm.eps
     yield "the keys are not transposed in the product", _given("products", k=lambda x: x.swapaxes(2, 3)), None
@@ -284,12 +284,12 @@ def products(problem: Problem) -> Iterator[Part]:
         of.SWAPPED,
     )
     transposed = _given("weighed", attn_weights=lambda x: x.swapaxes(2, 3))
-    yield "the attention weights are transposed where they weigh the values", transposed, None
+    yield "the attention weights are transposed in their product with the values", transposed, None
     for method, name, whose in (("products", "k", "keys"), ("weighed", "v", "values")):
         forms: dict[str, Form] = {
             "of the token before": lambda x: np.roll(x, 1, axis=2),
             "of the sequence before": lambda x: np.roll(x, 1, axis=0),
-            "normalised, each head by itself": lambda x: x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps),
+            "normalized, each head separately": lambda x: x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps),
         }
         for words, form in forms.items():
             yield f"the {whose} used are {words}", _given(method, **{name: form}), _OF_FORMS.get(words)
@@ -299,7 +299,7 @@ def products(problem: Problem) -> Iterator[Part]:
         cap = spec.soft_cap
         yield "scores are capped twice", Changed({"capped": lambda _, f, x: f(f(x))}), of.SOFT_CAP
         yield (
-            "scores are clipped, and not capped softly",
+            "scores are clipped instead of softly capped",
             Changed({"capped": lambda _, f, x: np.clip(x, -cap, cap)}),
             of.SOFT_CAP,
         )
@@ -307,7 +307,7 @@ def products(problem: Problem) -> Iterator[Part]:
 
 
 def _given(method: str, **forms: Form) -> Changed:
-    """The layer of which a method is given other values."""
+    """Return the layer in which a method receives other values."""
 
     def override(_: Any, original: Any, values: Values) -> Any:
         return original({**values, **{name: form(values[name]) for name, form in forms.items()}})
@@ -316,7 +316,7 @@ def _given(method: str, **forms: Form) -> Changed:
 
 
 def _heads_of(method: str, whose: str, count: int, shared: int) -> Iterator[Part]:
-    """Keys, or values, of other key/value heads."""
+    """Yield the use of keys, or values, of other key/value heads."""
     if shared == 1:
         return
     own = np.arange(count) // (count // shared)
@@ -333,7 +333,7 @@ def _heads_of(method: str, whose: str, count: int, shared: int) -> Iterator[Part
 
 
 def meeting(order: np.ndarray, method: str = "") -> Changed:
-    """The layer whose query heads meet other key/value heads: in scores and contexts, or in what one method gives."""
+    """Return the layer whose query heads use other key/value heads: in scores and contexts, or in one method."""
 
     def heads(x: np.ndarray) -> np.ndarray:
         return x[:, order]

@@ -1,4 +1,4 @@
-"""What is wrong with a stage: where it is beyond its budget, and what was done to the expected values there."""
+"""The description of a wrong stage: where it exceeds its budget, and by which pattern."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ GROUPS: tuple[Callable[[Seen], Iterator[Law]], ...] = (
     lost_rows,
     mixtures,
 )
-"""The laws, of those with as many fitted numbers the more usual ones first."""
+"""The patterns; among those with equally many fitted numbers, usual ones first."""
 
 OF_SAMPLES = (constants, factors, rounded, narrow, offsets)
-"""Those that a sample of rows and features can show: the others need all of a stage."""
+"""The patterns that a sample of rows and features can show: the others need the whole stage."""
 
 IMPLIED_BY = {
     "factor": {"zeros"},
@@ -68,16 +68,16 @@ IMPLIED_BY = {
     "rope low_freq_factor": {"rope original_length"},
     "rope high_freq_factor": {"rope original_length"},
 }
-"""Laws that are not told beside one that says the same in a plainer way."""
+"""Patterns that are omitted if a simpler one explains the same."""
 
 OF_SCALING = {"rope factor", "rope low_freq_factor", "rope high_freq_factor", "rope beta_fast", "rope beta_slow"}
-"""Laws of numbers of RoPE's scaling that are fitted."""
+"""Patterns of fitted numbers of RoPE's scaling."""
 
 PLAIN = 4
-"""So many fitted numbers a law has at most beside which no part of the layer is looked for that would say the same."""
+"""The largest number of fitted numbers of a pattern that makes the search for parts of the layer unnecessary."""
 
 MANTISSA = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
-"""Explicit bits of the dtypes that stages are kept in."""
+"""Explicit mantissa bits of the dtypes of stages."""
 
 
 def describe(
@@ -91,20 +91,20 @@ def describe(
     recompute: Recompute | None = None,
     others: Mapping[str, np.ndarray] | None = None,
 ) -> Findings:
-    """Say where a stage is wrong, and by what law.
+    """Describe where a stage is wrong, and by which pattern.
 
     Args:
-        stage: its name, whose axes `STAGES` gives.
-        actual: what was observed: of values that are rounded to bfloat16 something is said only where the dtype of the
-            problem, or theirs where that is not known, holds more.
+        stage: its name; `STAGES` has its axes.
+        actual: observed values. Rounding to bfloat16 is reported only if the dtype of the problem, or of these values
+            if that is unknown, is wider.
         expected: float64, computed from the stages before it.
-        allowed: errors by norm, `rms` and `max`, as `parity.core.compare.budget` gives them; 0 of masks and lengths.
-        hidden: which cells the mask hides, (B, N, T, S), boolean, where that is known.
-        problem: what was computed, where that is known.
-        recompute: computes what would be expected with a change of the reference, from the same stages before it. With
-            it and the problem numbers of the specification are fitted, and, where no plainer law holds, parts are tried
-            that others may stand in for.
-        others: other stages by name, as they should be or were observed, of which this one may have the values.
+        allowed: errors by norm, `rms` and `max`, from `parity.core.compare.budget`; 0 for masks and lengths.
+        hidden: cells that the mask hides, (B, N, T, S), boolean, if known.
+        problem: the case, weights and inputs, if known.
+        recompute: computes the expected values with a change of the reference, from the same stages before it. With it
+            and the problem, numbers of the specification are fitted. If no simple pattern fits, replacements of parts
+            are tried.
+        others: other stages by name, expected or observed, whose values this one may have.
 
     Raises:
         ValueError: if the shapes of the two arrays differ.
@@ -145,19 +145,19 @@ def describe(
 
 
 def _gain(actual: np.ndarray, expected: np.ndarray, allowed: Mapping[str, float]) -> Law | None:
-    """The factor of all values together, where single ones hide it in their rounding; none if the slope allows it."""
+    """Return the common factor of all values if the rounding of single ones hides it; None if the slope is allowed."""
     known = np.isfinite(actual) & np.isfinite(expected)
     if "slope" not in allowed or slope(actual, expected, known) <= allowed["slope"]:
         return None
     x = expected[known]
     factor = float((actual[known] * x).sum() / (x * x).sum())
-    return Law("gain", f"on the whole the values are {factor:.8g} times what they should be", {"factor": factor}, 1)
+    return Law("gain", f"all values together are {factor:.8g} times what they should be", {"factor": factor}, 1)
 
 
 def _not_by_chance(laws: list[Law]) -> list[Law]:
-    """The laws without fitted numbers of RoPE's scaling that nobody wrote, if its frequencies are known exactly.
+    """Return the patterns without implausible numbers of RoPE's scaling, if its frequencies are known exactly.
 
-    Where a scaling moves one frequency, any of its numbers can be fitted to that one.
+    If a scaling changes one frequency, any of its numbers can be fitted to it.
     """
     names = [law.name for law in laws]
     if "rope frequencies" not in names:
@@ -168,18 +168,18 @@ def _not_by_chance(laws: list[Law]) -> list[Law]:
 
 
 def _digits(number: float) -> int:
-    """How many digits a number has, without zeros at its ends."""
+    """Return the number of digits of a number, without zeros at its ends."""
     return len(f"{number:.12e}".partition("e")[0].replace(".", "").strip("-0"))
 
 
 def _unlike(laws: list[Law]) -> Iterator[Law]:
-    """The laws without those that say what a plainer one says, of more numbers."""
+    """Yield the patterns without those that explain the same as a simpler one, with more numbers."""
     names = {law.name for law in laws}
     yield from (law for law in laws if not names & IMPLIED_BY.get(law.name, set()))
 
 
 def _nan(seen: Seen) -> Iterator[str]:
-    """Where there is NaN that should not be."""
+    """Yield the place of unexpected NaN."""
     lost = np.isnan(seen.actual) & ~np.isnan(seen.expected)
     if not lost.any():
         return

@@ -1,4 +1,4 @@
-"""Numbers of the specification that would explain a stage, one at a time: the reference is computed again with each."""
+"""Numbers of the specification that would explain a stage: the reference is computed again with each of them."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from mha_spec import AttentionSpec, LinearScaling, RelativeBias, Rope
 from mha_spec.scaling import Scaling
 from parity.diagnosis.laws.record import Law, OtherSpec, Seen
 from parity.diagnosis.laws.rotation import as_form
-from parity.diagnosis.laws.words import said
+from parity.diagnosis.laws.words import readable
 from parity.diagnosis.mistakes.families import DIVIDED, THETA
 from parity.diagnosis.mistakes.record import Change, Changed, instead
 
 Recompute = Callable[[Change], np.ndarray]
-"""Computes the stage with a change of the reference, from the same stages before it; TimeoutError without time."""
+"""Computes the stage with a change of the reference, from the same stages before it; TimeoutError at the limit."""
 
 STEPS = 8
-"""Of Gauss and Newton, from the best number of a grid."""
+"""Steps of Gauss-Newton, from the best number of a grid."""
 
 LARGEST = 64
-"""So many whole numbers are tried."""
+"""The number of integers that are tried."""
 
 
 class Tried:
-    """What a stage is with changes of the reference."""
+    """A stage with changes of the reference."""
 
     def __init__(self, seen: Seen, recompute: Recompute) -> None:
         self.seen, self._recompute = seen, recompute
 
     def stage(self, change: Change) -> np.ndarray | None:
-        """Compute the stage; None where there is no such layer."""
+        """Return the stage; None if there is no such layer."""
         try:
             with np.errstate(all="ignore"):
                 x = np.asarray(self._recompute(change), np.float64)
-        except (ValueError, IndexError, OverflowError):  # what does not fit, or the rules of a specification forbid
+        except (ValueError, IndexError, OverflowError):  # shapes that do not fit, or an invalid specification
             return None
         return x if x.shape == self.seen.expected.shape else None
 
     def is_enough(self, x: np.ndarray | None) -> bool:
-        """Whether a stage with a change leaves nothing but rounding."""
+        """Return True if a stage with a change leaves only rounding."""
         if x is None or np.array_equal(x, self.seen.expected):
             return False
         size = _size(self.seen.expected)
         return self.seen.holds(x, max(1.0, _size(x) / size if size else 1.0))
 
     def explains(self, change: Change) -> bool:
-        """Whether a change leaves nothing but rounding."""
+        """Return True if a change leaves only rounding."""
         return self.is_enough(self.stage(change))
 
 
@@ -61,15 +61,15 @@ def _size(x: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Number:
-    """A number that a layer may have another of.
+    """A number of a layer that may be wrong.
 
     Attributes:
-        name: of the law.
-        words: what it is called.
-        right: as it should be; None where there should be none.
+        name: of the pattern.
+        words: its name in reports.
+        right: the right number; None if there should be none.
         grid: the first guesses.
-        made: what gives another one: a change of the reference, or a specification.
-        is_whole: whether only the guesses are tried, as of an integer.
+        made: returns a change of the reference, or a specification, with another number.
+        is_whole: True if only the guesses are tried, as for integers.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Number:
 
 
 class Fitted:
-    """A number, fitted to a stage: the best of some guesses, refined by Gauss and Newton in its logarithm."""
+    """A number that is fitted to a stage: the best guess, refined by Gauss-Newton in its logarithm."""
 
     def __init__(self, tried: Tried, number: Number) -> None:
         self.tried, self.number, self.actual = tried, number, tried.seen.actual
@@ -89,16 +89,16 @@ class Fitted:
         self._found: dict[float | None, np.ndarray | None] = {}
 
     def stage(self, value: float | None) -> np.ndarray | None:
-        """Compute the stage with a value of the number; None where there is no such layer."""
+        """Return the stage with a value of the number; None if there is no such layer."""
         if value not in self._found:
             try:
                 self._found[value] = self.tried.stage(self.number.made(value))
-            except (ValueError, OverflowError):  # the rules of a specification forbid it
+            except (ValueError, OverflowError):  # an invalid specification
                 self._found[value] = None
         return self._found[value]
 
     def error(self, value: float | None) -> float:
-        """Root mean square of what is left."""
+        """Return the root mean square of the remaining error."""
         if (x := self.stage(value)) is None:
             return math.inf
         with np.errstate(all="ignore"):
@@ -106,13 +106,13 @@ class Fitted:
         return found if math.isfinite(found) else math.inf
 
     def has_effect(self) -> bool:
-        """Whether the stage depends on the number at all, by two of the guesses."""
+        """Return True if the stage depends on the number, by two of the guesses."""
         guesses = [value for value in self.number.grid if value != self.number.right]
         some = [x for x in map(self.stage, {guesses[0]: 0, guesses[-1]: 0}) if x is not None] if guesses else []
         return any(not np.array_equal(x, self.tried.seen.expected, equal_nan=True) for x in some)
 
     def values(self) -> Iterator[float | None]:
-        """Find the value that explains the stage, the roundest; nothing if none does."""
+        """Yield the roundest value that explains the stage; none if no value does."""
         value = self._best()
         whole = value is None or self.number.is_whole or value in self.number.grid
         candidates = [value] if whole else [*(float(f"{value:.{digits}g}") for digits in (1, 2, 3, 6)), value]
@@ -138,7 +138,7 @@ class Fitted:
         return value
 
     def _move(self, value: float) -> float:
-        """A step in the logarithm of the number; 0 where there is none."""
+        """Return a step in the logarithm of the number; 0 if there is none."""
         step = 1e-5
         here, there = self.stage(value), self.stage(value * math.exp(step))
         if here is None or there is None:
@@ -152,7 +152,7 @@ class Fitted:
 
 
 def fits(seen: Seen, recompute: Recompute) -> Iterator[Law]:
-    """The numbers of the specification that would explain the stage, each of them alone."""
+    """Yield the numbers of the specification that would each explain the stage."""
     if seen.problem is None or not np.isfinite(seen.expected).all():
         return
     tried = Tried(seen, recompute)
@@ -172,18 +172,21 @@ def fits(seen: Seen, recompute: Recompute) -> Iterator[Law]:
 def _words(number: Number, value: float | None) -> str:
     right, words = number.right, number.words
     if value is None or right is None:
-        also = "and should be none" if right is None else f"and not {said(right)}"
-        return f"{words} is {'none' if value is None else said(value)}, {also}"
+        return f"{words} is {_number(value)} instead of {_number(right)}"
     about = {"theta": THETA, "scale": DIVIDED}.get(number.name)
     if about is None:
-        return f"{words} is {said(value)} and not {said(right)}"
-    found = f"is {said(value)}" if about is DIVIDED else said(value)
+        return f"{words} is {readable(value)} instead of {readable(right)}"
+    found = f"is {readable(value)}" if about is DIVIDED else readable(value)
     form = as_form(value, right) if about is THETA else ""
-    return about.about.format(found=found, right=said(right)) + form
+    return about.about.format(found=found, right=readable(right)) + form
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else readable(value)
 
 
 def _made_in_reference(right: AttentionSpec, made: AttentionSpec) -> Changed | None:
-    """The layer that has what another specification has, where one method of the reference reads that."""
+    """Return the change to another specification, if one method of the reference reads the difference."""
     differ = [name for name, value in vars(made).items() if value != vars(right)[name]]
     values = {"rope": made.rope, "scale": 1.0 / made.score_scale, "relative_bias": made.relative_bias}
     if len(differ) != 1 or differ[0] not in values or values[differ[0]] is None:
@@ -199,7 +202,7 @@ EPSILONS = tuple(10.0**-power for power in range(12, 0, -1))
 FACTORS = (0.5, 2.0, 4.0, 8.0, 16.0, 32.0)
 LENGTHS = tuple(2**power for power in range(3, 21))
 DISTANCES = (128, 256, 64, 512, 32, 20, 40, 50, 100, 16, 24, 48, 80, 96, 160, 200, 8, 10, 12, 400, 500, 800, 1000, 1024)
-"""Maximum distances of relative biases, the more usual first, because short inputs do not distinguish long ones."""
+"""Return maximum distances of relative biases, usual ones first, because short inputs do not distinguish long ones."""
 
 TIMES = (0.25, 0.5, 2.0, 4.0)
 
@@ -221,12 +224,12 @@ def _numbers(spec: AttentionSpec, shape: tuple[int, ...]) -> Iterator[Number]:
 
 
 def _of_reach(spec: AttentionSpec, shape: tuple[int, ...]) -> Iterator[Number]:
-    """The window or the chunk, and each in place of the other."""
+    """Yield the window or the chunk, and each instead of the other."""
     largest = {"window_size": max(shape[-1], shape[-2] if len(shape) > 1 else 1), "chunk_size": LARGEST}
 
     def number(name: str, words: str) -> Number:
         right, none = getattr(spec, name), {"window_size": None, "chunk_size": None}
-        # In the other's place there is some: that there is none is said of the other.
+        # The other one has a number: that this one is missing is reported there.
         is_instead = right is None and (spec.window_size or spec.chunk_size) is not None
         return Number(
             name.removesuffix("_size") + (" instead" if is_instead else ""),
@@ -286,7 +289,7 @@ def _of_rope(spec: AttentionSpec, rope: Rope) -> Iterator[Number]:
 
 
 def _of_scaling(scaling: Scaling, made: Callable[[Scaling], AttentionSpec]) -> Iterator[Number]:
-    """The numbers of a scaling of RoPE, but its attention factor."""
+    """Yield the numbers of a RoPE scaling, except its attention factor."""
     guesses: dict[str, Callable[[float], tuple[float, ...]]] = {
         "factor": lambda right: (1.0, *FACTORS),
         "original_length": lambda right: (*_taken_for(int(right), scaling), *LENGTHS),
@@ -309,13 +312,13 @@ def _of_scaling(scaling: Scaling, made: Callable[[Scaling], AttentionSpec]) -> I
 
 
 def _taken_for(length: int, scaling: Scaling) -> tuple[int, int]:
-    """What the length before scaling and the one after it are when one is taken for the other."""
+    """Return the lengths before and after scaling if one is used as the other."""
     factor = getattr(scaling, "factor", 1.0)
     return round(length * factor), max(1, round(length / factor))
 
 
 def _of_records(spec: AttentionSpec) -> Iterator[Number]:
-    """Numbers of norms, the temperature and ALiBi."""
+    """Yield numbers of norms, the temperature and ALiBi."""
     words_of = {"qk_norm": "the eps of q_norm and k_norm"}
     words_of |= {name: f"the eps of {name}" for name in ("v_norm", "context_norm")}
     for name, words in words_of.items():
@@ -340,5 +343,5 @@ def _of_records(spec: AttentionSpec) -> Iterator[Number]:
 
 
 def _with(spec: AttentionSpec, name: str, record: Any, field: str) -> Callable[[Any], AttentionSpec]:
-    """The specification with another number in one of its records."""
+    """Return a function that replaces a number in a record of the specification."""
     return lambda x: replace(spec, **{name: replace(record, **{field: x})})

@@ -1,7 +1,7 @@
-"""Laws of what is weighed and put together: dropout that was left on, heads that are mixed in the output.
+"""Patterns of weighted sums: active dropout, and heads that are mixed in the output.
 
-Dropout of attention weights is seen behind them, too: the weights that a context was made of are solved for, where a
-row sees no more keys than values have features.
+Dropout of attention weights also shows in later stages: the weights of a context are solved for if a row attends to no
+more keys than values have features.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ import numpy as np
 
 from parity.core.stages import Stage
 from parity.diagnosis.laws.record import Law, Seen
-from parity.diagnosis.laws.words import said
+from parity.diagnosis.laws.words import readable
 from parity.text import and_listed
 
 LEAST_FACTOR = 1.01
-"""What dropout multiplies by what it keeps, at least."""
+"""The least factor of dropout."""
 
 KEPT = 8
-"""So many values that are kept, and so many that are not, tell dropout from a few that are lost."""
+"""The least number of dropped and of kept values that distinguishes dropout from a few lost values."""
 
 DEVIATIONS = 5.0
-"""How far the share that is lost may be from the one that the factor says."""
+"""The largest difference between the dropped share and the share that follows from the factor."""
 
 MOST_ROWS = 4096
 """Rows whose weights are solved for."""
 
 MOST_WIDE = 512
-"""The width of an out_proj that is inverted; of a wider one that takes seconds."""
+"""The largest width of an out_proj that is inverted; wider ones take seconds."""
 
 MOST_HEADS = 16
-"""Heads whose parts of an output are told apart."""
+"""The largest number of heads whose parts of an output are distinguished."""
 
 LEAST = 1e-3
-"""How far a number of a mixture of heads is from what it should be, at least: less is told of the whole."""
+"""The least error of a number in a mixture of heads; smaller ones are reported for the whole output."""
 
 WORST = 1e4
-"""The condition up to which out_proj is undone."""
+"""The largest condition number of an out_proj that is inverted."""
 
 
 # ---- Dropout ---------------------------------------------------------------------------------------------------------
 
 
 def dropouts(seen: Seen) -> Iterator[Law]:
-    """Values that are 0 here and there, and the others multiplied: in the stage, or in the weights behind it."""
+    """Yield dropout in the stage, or in the weights before it."""
     if seen.stage.is_exact or not np.isfinite(seen.actual).all() or not np.isfinite(seen.expected).all():
         return
     law = _dropped(seen)
@@ -66,7 +66,7 @@ def _dropped(seen: Seen) -> Law | None:
 
 
 def _is_dropout(lost: np.ndarray, kept: np.ndarray, factor: float) -> bool:
-    """Whether about as much is lost as what is kept makes up for."""
+    """Return True if the dropped share fits the factor of the kept values."""
     some, others = np.count_nonzero(lost), np.count_nonzero(kept)
     if factor < LEAST_FACTOR or some < KEPT or others < KEPT:
         return False
@@ -76,14 +76,13 @@ def _is_dropout(lost: np.ndarray, kept: np.ndarray, factor: float) -> bool:
 
 def _law(of: str, lost: np.ndarray, kept: np.ndarray, factor: float) -> Law:
     some, p = np.count_nonzero(lost), 1.0 - 1.0 / factor
-    words = (
-        f"{some} of {some + np.count_nonzero(kept)} {of} are 0, and the others {said(factor)} times what they should be"
-    )
-    return Law("dropout", f"{words}: dropout is on, with p = {p:.2g}", {"factor": factor, "p": p}, 1)
+    zeros = f"{some} of {some + np.count_nonzero(kept)} {of} are 0"
+    others = f"the others {readable(factor)} times what they should be"
+    return Law("dropout", f"{zeros}, and {others}: dropout is active, with p = {p:.2g}", {"factor": factor, "p": p}, 1)
 
 
 def _dropped_behind(seen: Seen) -> Law | None:
-    """Dropout of the attention weights that a context, or an output, was made of."""
+    """Return dropout of the attention weights before a context, or an output."""
     weights, v = (seen.others.get(str(Stage(name))) for name in ("attn_weights", "v"))
     problem = seen.problem
     if problem is None or seen.stage.step is not None or seen.stage.path or weights is None or v is None:
@@ -101,7 +100,7 @@ def _dropped_behind(seen: Seen) -> Law | None:
         solved[b, n, t, shown] = np.linalg.lstsq(v[b, n, shown].T, context[b, n, t], rcond=None)[0]
     size = weights.max(axis=-1, keepdims=True)
     ratio = np.divide(solved, weights, out=np.ones_like(solved), where=weights > 0.0)
-    large = weights > 0.05 * size  # of what is small the ratio is not known well
+    large = weights > 0.05 * size  # ratios of small values are inexact
     kept = (ratio > 0.5) & (weights > 0.0)
     factor = float(np.median(ratio[kept & large])) if (kept & large).any() else 0.0
     lost = (ratio <= 0.5) & (weights > 0.0)
@@ -113,7 +112,7 @@ def _dropped_behind(seen: Seen) -> Law | None:
 
 
 def _undone(seen: Seen) -> np.ndarray | None:
-    """The context that an output was made of; None where it cannot be told."""
+    """Return the context of an output; None if it cannot be computed."""
     if (projection := _out_proj(seen)) is None:
         return None
     weight, bias = projection
@@ -130,7 +129,7 @@ def _combined(seen: Seen, context: np.ndarray) -> np.ndarray:
 
 
 def _out_proj(seen: Seen) -> tuple[np.ndarray, np.ndarray] | None:
-    """Its weight and its bias, in a layer in which nothing lies between it and the context."""
+    """Return the weight and bias of out_proj, if nothing lies between it and the context."""
     problem = seen.problem
     if problem is None or problem.spec.gate is not None or not problem.spec.out_proj:
         return None
@@ -143,7 +142,7 @@ def _out_proj(seen: Seen) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def lost_rows(seen: Seen) -> Iterator[Law]:
-    """An output in which the context of some heads is 0 in some rows, as a kernel leaves it that loses them."""
+    """Yield an output in which the context of some heads is 0 in some rows, as if a kernel lost them."""
     found = _heads_of_output(seen)
     if found is None or not seen.is_enough(1):
         return
@@ -157,12 +156,12 @@ def lost_rows(seen: Seen) -> Iterator[Law]:
         candidate[b, t] = bias + parts[shares >= 0.5, b, t].sum(axis=0)
     if lost and seen.holds(candidate):
         count, size = len(lost), len(columns) * context.shape[0] * context.shape[2]
-        words = f"the context of {count} of {size} rows of heads is 0 there, as where a kernel loses rows"
+        words = f"the context of {count} of {size} rows of heads is 0 there, as if a kernel lost rows"
         yield Law("lost rows", words, {"head, sequence, position": lost}, 1)
 
 
 def mixtures(seen: Seen) -> Iterator[Law]:
-    """An output whose heads are multiplied, exchanged or mixed: one number for each two of them."""
+    """Yield an output whose heads are multiplied, exchanged or mixed: one number for each pair of heads."""
     found = _heads_of_output(seen)
     if found is None:
         return
@@ -180,7 +179,7 @@ def mixtures(seen: Seen) -> Iterator[Law]:
 
 
 def _heads_of_output(seen: Seen) -> tuple[np.ndarray, list[np.ndarray], np.ndarray] | None:
-    """The context (B, N, T, Hv) that an output (B, T, E) is made of, the columns of out_proj by head, and its bias."""
+    """Return the context (B, N, T, Hv) of an output (B, T, E), the columns of out_proj by head, and its bias."""
     context = seen.others.get(str(Stage("context", step=seen.stage.step)))
     projection = _out_proj(seen)
     if seen.stage.quantity != "output" or context is None or projection is None or seen.expected.ndim != 3:
@@ -192,10 +191,10 @@ def _heads_of_output(seen: Seen) -> tuple[np.ndarray, list[np.ndarray], np.ndarr
 
 
 def _mixture_words(mixture: np.ndarray, wrong: list[int]) -> str:
-    """What those heads are that are others than they should be."""
+    """Describe the wrong heads of a mixture."""
 
     def made_of(n: int) -> str:
         some = [m for m in range(len(mixture)) if abs(mixture[n, m]) > LEAST]
-        return " + ".join(f"{said(float(mixture[n, m]))} * head {m}" for m in some) or "0"
+        return " + ".join(f"{readable(float(mixture[n, m]))} * head {m}" for m in some) or "0"
 
-    return f"the output is that of other heads: {and_listed([f'head {n} is {made_of(n)}' for n in wrong])}"
+    return f"the output uses other heads: {and_listed([f'head {n} is {made_of(n)}' for n in wrong])}"

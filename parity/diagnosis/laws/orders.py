@@ -1,4 +1,4 @@
-"""Laws of order: heads, features, sequences or tokens exchanged, shifted, turned around; the values of other stages."""
+"""Patterns of order: heads, features, sequences or tokens exchanged, shifted, reversed; the values of other stages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from parity.diagnosis.laws.record import Law, Seen
 from parity.diagnosis.laws.words import MOST_LISTED, noun
 
 LARGEST = 1024
-"""The longest axis whose order is looked for."""
+"""The longest axis whose order is searched."""
 
 
 def orders(seen: Seen) -> Iterator[Law]:
-    """Slices of one axis that have the values of others."""
+    """Yield slices of one axis that have the values of others."""
     for axis in _axes(seen):
         box, size = seen.box[axis], seen.expected.shape[axis]
         order = _order(seen, axis)
@@ -31,9 +31,9 @@ def orders(seen: Seen) -> Iterator[Law]:
 
 
 def shifts(seen: Seen) -> Iterator[Law]:
-    """Tokens one place too late or too early, whatever came in at the end."""
+    """Yield tokens one place too late or too early, with any values at the end."""
     for axis in _axes(seen):
-        if seen.letters[axis] not in ("T", "S") or len(seen.box[axis]) < 3:  # one of them proves nothing
+        if seen.letters[axis] not in ("T", "S") or len(seen.box[axis]) < 3:  # a single one proves nothing
             continue
         one = noun(seen.letters, axis)[0]
         for by, words in ((1, "before"), (-1, "after")):
@@ -52,7 +52,7 @@ def shifts(seen: Seen) -> Iterator[Law]:
 
 
 def transposes(seen: Seen) -> Iterator[Law]:
-    """Two axes of one length exchanged; heads split or combined by a reshape alone."""
+    """Yield exchanges of two axes of one length, and heads split or combined by a reshape alone."""
     e = seen.expected
     if len(seen.letters) < 3 and e.ndim != 2:
         return
@@ -64,7 +64,7 @@ def transposes(seen: Seen) -> Iterator[Law]:
                 words = f"{names[0]} and {names[1]} are exchanged: transposed"
             else:
                 axes = list(order)
-                words = f"axes are exchanged: in place of ({', '.join(seen.letters)}) they are "
+                words = f"axes are exchanged: instead of ({', '.join(seen.letters)}) they are "
                 words += f"({', '.join(seen.letters[axis] for axis in axes)})"
             yield Law("transposed", words, {"axes": [seen.letters[axis] for axis in axes]})
     if e.ndim != 4 or "H" not in seen.letters:
@@ -72,7 +72,7 @@ def transposes(seen: Seen) -> Iterator[Law]:
     batch, heads, tokens, features = e.shape
     width = e.swapaxes(1, 2).reshape(batch, tokens, heads * features)
     ways = {
-        "heads and tokens are mixed up: reshaped, and not moved": width.reshape(e.shape),
+        "heads and tokens are mixed up: reshaped without moving them": width.reshape(e.shape),
         "heads and features are mixed up: the width is split into (H, N)": np.moveaxis(
             width.reshape(batch, tokens, features, heads), 3, 1
         ),
@@ -83,12 +83,12 @@ def transposes(seen: Seen) -> Iterator[Law]:
 
 
 def _moved(order: tuple[int, ...]) -> int:
-    """How many axes are elsewhere."""
+    """Return the number of displaced axes."""
     return sum(axis != other for axis, other in enumerate(order))
 
 
 def other_stages(seen: Seen) -> Iterator[Law]:
-    """The values of another stage, or of the step before."""
+    """Yield the values of another stage, or of the step before."""
     for name, values in seen.others.items():
         other = stage_named(name)
         same = (other.quantity, other.step) == (seen.stage.quantity, seen.stage.step)  # on another path
@@ -114,16 +114,16 @@ def _as_they_fit(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[np.nda
 
 
 def _axes(seen: Seen) -> Iterator[int]:
-    """Heads and features first, then sequences and tokens."""
+    """Return the axes: heads and features first, then sequences and tokens."""
     priority = "NKHEWGBTS"
     axes = [axis for axis in range(seen.expected.ndim) if 1 < seen.expected.shape[axis] <= LARGEST]
     yield from sorted(axes, key=lambda axis: f"{priority}".find(seen.letters[axis][:1]))
 
 
 def _order(seen: Seen, axis: int) -> np.ndarray | None:
-    """Whose expected values each wrong slice has, by the nearest; the plainest where several are as near."""
+    """Return the source of each wrong slice by the nearest expected values; the simplest order if several tie."""
     box, size = seen.box[axis], seen.expected.shape[axis]
-    if seen.place.cells or seen.place.wrong < 2 * len(box):  # one number proves nothing
+    if seen.place.cells or seen.place.wrong < 2 * len(box):  # a single number proves nothing
         return None
     whole = [which if each != axis else np.arange(size) for each, which in enumerate(seen.box)]
     e = np.moveaxis(seen.expected[np.ix_(*whole)], axis, 0).reshape(size, -1)
@@ -140,9 +140,9 @@ def _order(seen: Seen, axis: int) -> np.ndarray | None:
 
 
 def _plain_orders(box: np.ndarray, size: int, *, in_time: bool) -> Iterator[tuple[np.ndarray, str]]:
-    """Orders of the wrong indices that have names, the plainest first: whose values each has, and words."""
+    """Yield named orders of the wrong indices, the simplest first: the source of each, and a description."""
     begin, end = int(box[0]), int(box[-1])
-    # Some orders leave their ends where they are.
+    # Some orders leave their ends in place.
     runs = [np.arange(*ends) for ends in ((0, size), (begin - 1, end + 2), (begin - 1, end + 1), (begin, end + 2))]
     blocks = [box, *(run for run in runs if run[0] >= 0 and run[-1] < size)]
     for block in blocks:
@@ -159,22 +159,22 @@ def _plain_orders(box: np.ndarray, size: int, *, in_time: bool) -> Iterator[tupl
 
 
 def _block_orders(count: int) -> Iterator[tuple[np.ndarray, str]]:
-    """Orders of 0 … count - 1 that have names."""
+    """Yield named orders of 0 … count - 1."""
     all_of_them = np.arange(count)
     yield all_of_them[::-1], "in reverse order"
     if count % 2 == 0 and count > 2:
         yield np.roll(all_of_them, count // 2), "exchanged by halves"
         side_by_side = all_of_them.reshape(2, -1).T.ravel()
-        yield np.argsort(side_by_side), "in halves, 0 2 4 … 1 3 5 …, and should be interleaved"
-        yield side_by_side, "interleaved, and should be in halves, 0 2 4 … 1 3 5 …"
-        yield all_of_them ^ 1, "exchanged with their neighbours"
+        yield np.argsort(side_by_side), "in halves, 0 2 4 … 1 3 5 …, instead of interleaved"
+        yield side_by_side, "interleaved, instead of in halves, 0 2 4 … 1 3 5 …"
+        yield all_of_them ^ 1, "exchanged with their neighbors"
     for by in (1, -1, 2, -2):
         if count > 2:
             yield np.roll(all_of_them, by), f"rolled by {by}"
 
 
 def _order_words(seen: Seen, axis: int, box: np.ndarray, order: np.ndarray) -> tuple[str, int]:
-    """What an order is called, and how many numbers it takes to say it."""
+    """Return the description of an order, and the number of indices in it."""
     one, several = noun(seen.letters, axis)
     if len(box) == 1:
         return f"{one} {box[0]} has the values of {one} {order[0]}", 1

@@ -1,4 +1,4 @@
-"""Which family a law is of: a law that could be of several has the pages of all, or none."""
+"""The family of a pattern: a pattern with several possible families has the pages of all, or none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parity.diagnosis.mistakes import families as of
 from parity.diagnosis.mistakes.families import MistakeFamily
 
 NEAR = 0.02
-"""How near numbers are to those of an order of heads, and a theta to the right one that is only rounded."""
+"""The tolerance for the numbers of an order of heads, and for a theta that is only rounded."""
 
 ONE_FAMILY = {
     "rope unscaled": of.SCALING,
@@ -33,19 +33,19 @@ ONE_FAMILY = {
     "rounded": of.PRECISION,
     "tokens and features": of.QK_NORM,
 }
-"""Laws that are of one family, whatever stage they are found in."""
+"""Patterns that belong to one family, in any stage."""
 
 Families = tuple[MistakeFamily, ...]
 
 
 def with_families(law: Law, spec: AttentionSpec, *families: MistakeFamily) -> Law:
-    """Return a law with the pages and fixes of its families."""
+    """Return a pattern with the pages and fixes of its families."""
     fixes = dict.fromkeys(family.fix_for(spec) for family in families)
     return replace(law, pages=tuple(dict.fromkeys(family.page for family in families)), fixes=tuple(fixes))
 
 
 def with_pages(law: Law, seen: Seen) -> Law:
-    """Return a law with its pages, where its stage and its numbers say which."""
+    """Return a pattern with its pages, if its stage and its numbers determine them."""
     if law.pages or seen.problem is None:
         return law
     one, spec = ONE_FAMILY.get(law.name), seen.problem.spec
@@ -54,7 +54,7 @@ def with_pages(law: Law, seen: Seen) -> Law:
 
 
 def _of_nothing(_: Law, __: Seen, ___: AttentionSpec) -> Families:
-    """Return no family: such laws name none."""
+    """Return no family."""
     return ()
 
 
@@ -64,7 +64,7 @@ def _of_scaling(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
 
 
 def _has_positions(seen: Seen) -> bool:
-    """Return whether there is more than one position: one tells no frequencies from an offset."""
+    """Return True if there are several positions: one does not distinguish frequencies from an offset."""
     return seen.problem is not None and seen.problem.case.positions(seen.stage.step).shape[-1] > 1
 
 
@@ -73,13 +73,13 @@ def _is_of_steps(seen: Seen) -> bool:
 
 
 def _of_scale(_: Law, seen: Seen, spec: AttentionSpec) -> Families:
-    """Return the family of scales; behind the scores that of norms, too, which multiply queries and keys as well."""
+    """Return the family of scales; after the scores also that of norms, which multiply queries and keys as well."""
     is_behind = seen.stage.quantity in ("context", "output") and spec.qk_norm is not None
     return (of.scale_family(spec), *([of.QK_NORM] if is_behind else []))
 
 
 def _of_theta(law: Law, _: Seen, __: AttentionSpec) -> Families:
-    """Return the family of thetas, but for one that is the right one, rounded."""
+    """Return the family of thetas, unless it is the right one, rounded."""
     right = law.numbers["expected"]
     return (
         () if abs(law.numbers["theta" if "theta" in law.numbers else "value"] - right) <= NEAR * right else (of.THETA,)
@@ -87,7 +87,7 @@ def _of_theta(law: Law, _: Seen, __: AttentionSpec) -> Families:
 
 
 def _span_of(spec: AttentionSpec) -> MistakeFamily:
-    """Return the family of the span that a layer has."""
+    """Return the family of the layer's window or chunk."""
     if spec.chunk_size is not None:
         return of.CHUNK
     return of.WINDOW if spec.window_size is not None else of.NO_WINDOW
@@ -140,7 +140,7 @@ def _of_order(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
         is_shared = quantity == "context" and spec.num_kv_heads < spec.num_heads
         if quantity in ("q", "k", "v", "context"):
             return (of.GROUPED, of.HEAD_ORDER) if is_shared else (of.HEAD_ORDER,)
-    is_of_pairs = axis == "H" and spec.rope is not None and ", and should be" in law.words
+    is_of_pairs = axis == "H" and spec.rope is not None and ", instead of" in law.words
     return (of.PAIRS,) if is_of_pairs and quantity in ("q", "k") else ()
 
 
@@ -182,8 +182,8 @@ def _of_rope_factor(law: Law, seen: Seen, spec: AttentionSpec) -> Families:
     if not _has_positions(seen):
         return ()
     factor = float(law.numbers["factor" if law.name == "rope scaling" else "value"])
-    is_told = factor > 1.0 or (spec.rope is not None and spec.rope.scaling is not None)
-    return (of.SCALING,) if is_told else (of.SCALING, of.POSITIONS)
+    is_scaling = factor > 1.0 or (spec.rope is not None and spec.rope.scaling is not None)
+    return (of.SCALING,) if is_scaling else (of.SCALING, of.POSITIONS)
 
 
 def _of_leak(_: Law, seen: Seen, __: AttentionSpec) -> Families:
@@ -191,7 +191,7 @@ def _of_leak(_: Law, seen: Seen, __: AttentionSpec) -> Families:
         return ()
     right = Layer(seen.problem, Arithmetic(np.dtype(np.float64))).mask({})["mask"]
     is_right = seen.hidden is not None and np.array_equal(right, seen.hidden)
-    return (of.LEAKING,) if is_right else ()  # else the mask is wrong, or not the one in use
+    return (of.LEAKING,) if is_right else ()  # otherwise the mask is wrong, or another one is used
 
 
 def _of_distances(_: Law, __: Seen, spec: AttentionSpec) -> Families:

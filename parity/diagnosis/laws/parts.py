@@ -1,4 +1,4 @@
-"""Parts of a layer that another stands in for: the stage is computed again with each, and with numbers fitted."""
+"""Parts of a layer that another one replaces: the stage is computed again with each, and with fitted numbers."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from parity.diagnosis.laws import changes
 from parity.diagnosis.laws.fits import Fitted, Number, Recompute, Tried
 from parity.diagnosis.laws.pages import with_families
 from parity.diagnosis.laws.record import Law, Seen
-from parity.diagnosis.laws.words import listed, said
+from parity.diagnosis.laws.words import listed, readable
 from parity.diagnosis.mistakes import families as of
 
-MOST_TOLD = 3
-"""Parts that are told where several explain a stage."""
+MOST_PARTS = 3
+"""The number of parts that are reported if several explain a stage."""
 
 TIMES = (-1.0, 0.0, 2.0, 0.5)
-"""What a weight may be multiplied by, before any number is fitted."""
+"""Multiples of a weight that are tried before a number is fitted."""
 
 
 def parts(seen: Seen, recompute: Recompute) -> Iterator[Law]:
-    """The parts that would explain the stage, each of them alone."""
+    """Yield the parts that would each explain the stage."""
     problem = seen.problem
     if problem is None or not np.isfinite(seen.expected).all():
         return
     try:
-        yield from _told(Tried(seen, recompute), problem)
+        yield from _weights_and_parts(Tried(seen, recompute), problem)
     except TimeoutError:
         return
 
 
-def _told(tried: Tried, problem: Problem) -> Iterator[Law]:
+def _weights_and_parts(tried: Tried, problem: Problem) -> Iterator[Law]:
     named = [name for name in problem.weights if _moves(tried, name)]
     groups = {
         "weight": changes.weights(problem, named),
@@ -47,33 +47,33 @@ def _told(tried: Tried, problem: Problem) -> Iterator[Law]:
         for words, change, family in group
         if tried.explains(change)
     )
-    told = list(islice(found, MOST_TOLD))
-    yield from told
-    if not told:
+    found_parts = list(islice(found, MOST_PARTS))
+    yield from found_parts
+    if not found_parts:
         for name in named:
             yield from _multiplied(tried, problem, name)
         yield from _met(tried, problem)
 
 
 def _moves(tried: Tried, name: str) -> bool:
-    """Whether the stage depends on a weight."""
+    """Return True if the stage depends on a weight."""
     x, seen = tried.stage(changes.multiple(name, 2.0)), tried.seen
     return x is not None and not bool((np.abs(x - seen.expected) <= seen.allowed["max"]).all())
 
 
 def _multiplied(tried: Tried, problem: Problem, name: str) -> Iterator[Law]:
-    """A multiple of a weight that would explain the stage."""
+    """Return a multiple of a weight that would explain the stage."""
     is_whole = not (tried.seen.is_enough(1) and np.isfinite(tried.seen.actual).all())
     number = Number("multiple", name, 1.0, TIMES, lambda x: changes.multiple(name, x), is_whole)
     for times in Fitted(tried, number).values():
-        words, numbers = f"{name} is {said(times or 0.0)} times what it is", {"weight": name, "factor": times}
+        words, numbers = f"{name} is multiplied by {readable(times or 0.0)}", {"weight": name, "factor": times}
         law = Law("multiple", words, numbers, int(times not in TIMES), change=number.made(times))
         family = changes.family_of(name)
         yield law if family is of.SWAPPED else with_families(law, problem.spec, family)  # a gain has no page
 
 
 def _met(tried: Tried, problem: Problem) -> Iterator[Law]:
-    """Query heads that meet other key/value heads than theirs: each the one that is nearest."""
+    """Yield query heads that use other key/value heads: the nearest one for each."""
     seen, count, size = tried.seen, problem.spec.num_kv_heads, problem.spec.num_heads
     if seen.letters[1:2] != ("N",) or seen.stage.quantity not in ("scores", "context"):
         return

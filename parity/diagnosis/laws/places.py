@@ -1,4 +1,4 @@
-"""Where: which heads, sequences, positions, features and cells are beyond the budget."""
+"""Places: the heads, sequences, positions, features and cells that exceed the budget."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from parity.diagnosis.laws.record import Place
 from parity.diagnosis.laws.words import indices, noun
 
 FIELDS = {"sequences": "B", "heads": "NK", "positions": "TS", "keys": "S"}
-"""The axes of a stage that a place tells, by their letters; the features are the last one."""
+"""The axes of a stage in a place, by their letters; features are the last one."""
 
 SAID_BY = {"diagonal": "TS", "after": "TS", "before": "TS", "hidden": "TS", "empty rows": "BTS"}
-"""The axes whose indices need no words beside what cells have in common."""
+"""The axes that are omitted if the wrong cells have a property in common."""
 
 SPARSE = 0.5
-"""The share of the rows in the wrong slices up to which single rows are told, and no slices."""
+"""The largest share of the rows in the wrong slices at which single rows are reported instead of slices."""
 
 Box = tuple[np.ndarray, ...]
 
 
 def wrong_elements(errors: np.ndarray, allowed: Mapping[str, float]) -> tuple[np.ndarray, Box]:
-    """Which elements are beyond the budget, and the indices of each axis that have such elements.
+    """Return the elements that exceed the budget, and the indices of each axis with such elements.
 
-    Where single elements are within it and all together are not, slices are judged by their root mean square, and all
-    elements of what the wrong ones have in common are taken for wrong.
+    If single elements are within it and all together are not, slices are compared by their root mean square, and all
+    elements of the common part of wrong slices count as wrong.
     """
     bad = errors > allowed["max"]
     axes = range(errors.ndim)
@@ -50,15 +50,15 @@ def _but(axes: range, axis: int) -> tuple[int, ...]:
 def find_place(
     stage: Stage, letters: tuple[str, ...], bad: np.ndarray, box: Box, hidden: np.ndarray | None, spec: Any = None
 ) -> tuple[Place, np.ndarray]:
-    """Where elements are wrong, and all elements of the place that is told.
+    """Return the place of wrong elements, and all elements of that place.
 
     Args:
-        stage: which stage.
+        stage: the stage.
         letters: of its axes.
-        bad: which elements are wrong, at least one.
-        box: which indices of each axis have wrong elements.
-        hidden: which cells the mask hides, (B, N, T, S), where that is known.
-        spec: the `AttentionSpec`, where that is known.
+        bad: wrong elements, at least one.
+        box: indices of each axis with wrong elements.
+        hidden: cells that the mask hides, (B, N, T, S), if known.
+        spec: the `AttentionSpec`, if known.
     """
     in_box = np.zeros(bad.shape, bool)
     in_box[np.ix_(*box)] = True
@@ -68,7 +68,7 @@ def find_place(
     else:
         name, cells, part = next(_cells(stage, letters, bad, in_box, hidden), ("", "", in_box))
         axes = [axis for axis in range(bad.ndim) if letters[axis] not in SAID_BY.get(name, "")]
-        if name == "rows":  # of scattered ones only what they share is said
+        if name == "rows":  # for scattered rows, only common properties are reported
             axes = [axis for axis in axes if len(box[axis]) == 1]
         slices = [_of_axis(stage, letters, bad, box, axis, spec) for axis in axes]
         words = ", ".join(filter(None, [*slices, cells])) or "everywhere"
@@ -81,7 +81,7 @@ def _one(letters: tuple[str, ...], box: Box) -> Iterator[str]:
 
 
 def _fields(letters: tuple[str, ...], box: Box) -> dict[str, tuple[int, ...]]:
-    """The indices of the axes by what they are called."""
+    """Return the indices of the axes by their names."""
     found: dict[str, tuple[int, ...]] = {}
     for name, which in FIELDS.items():
         axis = next((axis for axis, letter in enumerate(letters) if letter in which), None)
@@ -95,7 +95,7 @@ def _fields(letters: tuple[str, ...], box: Box) -> dict[str, tuple[int, ...]]:
 def _of_axis(
     stage: Stage, letters: tuple[str, ...], bad: np.ndarray, box: Box, axis: int, spec: AttentionSpec | None
 ) -> str:
-    """The wrong indices of one axis, in words; nothing if it is all of them."""
+    """Describe the wrong indices of one axis; empty if all are wrong."""
     names, letter = noun(letters, axis), letters[axis]
     if letter == "S" and stage.quantity.startswith("cache."):
         names = ("slot", "slots")
@@ -108,7 +108,7 @@ def _of_axis(
 
 
 def _what_they_are(stage: Stage, letter: str, which: np.ndarray, size: int, spec: AttentionSpec) -> str:
-    """What some features or heads are in the layer, or nothing."""
+    """Describe the role of some features or heads in the layer; empty if they have none."""
     group = spec.num_heads // spec.num_kv_heads
     if letter == "N" and 1 < group == len(which) and which[0] % group == 0 and which[-1] - which[0] == group - 1:
         return f", which are those of key/value head {which[0] // group}"
@@ -124,7 +124,7 @@ def _what_they_are(stage: Stage, letter: str, which: np.ndarray, size: int, spec
 def _cells(
     stage: Stage, letters: tuple[str, ...], bad: np.ndarray, in_box: np.ndarray, hidden: np.ndarray | None
 ) -> Iterator[tuple[str, str, np.ndarray]]:
-    """What wrong cells share beside their slices: a name, words, and all cells of that; the narrowest first."""
+    """Yield common properties of wrong cells besides their slices: a name, a description, and all such cells."""
     if hidden is not None and not stage.is_exact:
         yield from _by_mask(letters, bad, in_box, hidden)
     if letters[-2:] == ("T", "S"):
@@ -138,7 +138,7 @@ def _cells(
         part = np.broadcast_to(rows[..., None], bad.shape) & in_box
         yield "rows", f"in {wrong} of {rows.size} rows", part
     if hidden is not None and hidden.shape == bad.shape and (bad & ~hidden).any() and not (bad & hidden).any():
-        yield "", "", in_box & ~hidden  # what is hidden is right, and may hold anything
+        yield "", "", in_box & ~hidden  # hidden cells are right, and may have any value
 
 
 def _by_mask(
@@ -160,7 +160,7 @@ def _by_distance(bad: np.ndarray, heads: np.ndarray) -> Iterator[tuple[str, str,
     distance = np.arange(keys) - np.arange(queries)[:, None]
     rows, columns = bad.nonzero()[-2:]
     distances = np.unique(columns - rows)
-    if len(np.unique(rows)) < min(3, queries):  # in so few rows it may be chance
+    if len(np.unique(rows)) < min(3, queries):  # with so few rows it may be chance
         return
     if len(distances) == 1:
         away = int(distances[0])

@@ -1,4 +1,4 @@
-"""Records: a place, a law, what was found; and the arrays that are looked at, with what may be known beside them."""
+"""Records: a place, a pattern, findings; and the arrays of a stage with the known context."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from parity.core.stages import Stage
 from parity.diagnosis.mistakes.record import Change, Override
 
 LEAST_GAIN = 0.5
-"""The share of the error, root mean square, that a law may leave. A law with half as many numbers as there are elements
-takes 0.29 of any error that is just beyond the budget, and so must not be told for that."""
+"""The share of the error, root mean square, that a pattern may leave. A pattern with half as many numbers as elements
+removes all but 0.29 of any error just above the budget, so it must not be reported for that."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The part of a stage that is beyond its budget.
+    """The part of a stage that exceeds its budget.
 
     Attributes:
-        words: the same, as a person would say it.
-        sequences, heads, positions, keys, features: which of each are wrong; None where the stage has no such axis. The
-            positions are those of query tokens where the stage has them, else of key tokens or slots.
-        cells: what the wrong cells of scores, attention weights or a mask have in common: `hidden`, `empty rows`,
-            `diagonal`, `after`, `before`, `rows`; nothing where they are in no other than those above.
-        wrong, size: number of elements beyond the budget, and of all.
+        words: its description.
+        sequences, heads, positions, keys, features: wrong indices; None if the stage has no such axis. Positions are
+            those of query tokens if the stage has them, else of key tokens or slots.
+        cells: the common property of wrong cells of scores, attention weights or a mask: `hidden`, `empty rows`,
+            `diagonal`, `after`, `before`, `rows`; empty if they have none.
+        wrong, size: number of elements above the budget, and of all.
     """
 
     words: str
@@ -46,16 +46,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Law:
-    """What was done to the expected values in a place: applied to them, it leaves nothing but rounding.
+    """A pattern: an operation on the expected values in a place that leaves only rounding.
 
     Attributes:
         name: of its kind, such as `factor`.
-        words: the same for a person, with the numbers.
-        numbers: what was found, by name, as JSON takes it.
-        parameters: how many numbers were fitted: the fewer, the simpler.
-        pages: of parity/bugs that say more: those of its families; none of a law that has no family.
-        fixes: what to do about it.
-        change: makes it in the reference, in every call; None if it is a law of this stage alone. JSON leaves it out.
+        words: its description, with the numbers.
+        numbers: the fitted numbers by name, for JSON.
+        parameters: number of fitted numbers: fewer are simpler.
+        pages: pages of its families in parity/bugs; empty without a family.
+        fixes: a fix for each family.
+        change: injects it into the reference, in every call; None if it concerns this stage alone. JSON omits it.
     """
 
     name: str
@@ -75,18 +75,18 @@ class OtherSpec:
 
     @property
     def in_reference(self) -> Mapping[str, Override]:
-        """No overrides."""
+        """Empty."""
         return {}
 
 
 @dataclass(frozen=True)
 class Findings(JsonRecord):
-    """What is wrong with a stage.
+    """The description of a wrong stage.
 
     Attributes:
-        place: where.
-        found: the laws that hold there, each by itself, the simplest first.
-        signs: what is true of the actual values and should not be. It explains nothing by itself.
+        place: where it is wrong.
+        found: the patterns that each explain it, the simplest first.
+        signs: unexpected properties of the actual values, which explain nothing by themselves.
     """
 
     place: Place
@@ -95,37 +95,37 @@ class Findings(JsonRecord):
 
     @property
     def where(self) -> str:
-        """The place in words."""
+        """The description of the place."""
         return self.place.words
 
     @property
     def laws(self) -> tuple[str, ...]:
-        """The laws in words, the simplest first."""
+        """The descriptions of the patterns, the simplest first."""
         return tuple(law.words for law in self.found)
 
     def plain(self) -> Findings:
-        """The same as plain data, without what makes the laws in the reference."""
+        """Return the findings as plain data, without changes of the reference."""
         return replace(self, found=tuple(replace(law, change=None) for law in self.found))
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A stage as it is and as it should be.
+    """The actual and the expected values of a stage.
 
     Attributes:
-        stage: which.
+        stage: the stage.
         letters: of its axes.
         actual, expected: float64.
         allowed: errors by norm, `rms` and `max`.
-        errors: absolute; infinite where one is NaN and the other is not.
-        bad: which elements are wrong.
-        box: which indices of each axis have wrong elements.
-        part: the elements of the place that was told: those of the box, or the cells in it that are wrong.
+        errors: absolute; infinite if one is NaN and the other is not.
+        bad: wrong elements.
+        box: indices of each axis with wrong elements.
+        part: elements of the reported place: those of the box, or its wrong cells.
         place: that place.
-        hidden: which cells the mask hides, (B, N, T, S), where that is known.
-        problem: what was computed, where that is known.
-        others: other stages by name, where some are known.
-        kept: mantissa bits of the dtype that the actual values were given in, without the leading 1.
+        hidden: cells that the mask hides, (B, N, T, S), if known.
+        problem: the case, weights and inputs, if known.
+        others: other known stages by name.
+        kept: mantissa bits of the dtype of the actual values, without the leading 1.
     """
 
     stage: Stage
@@ -150,52 +150,52 @@ class Seen:
 
     @cached_property
     def scale(self) -> float:
-        """The largest expected value, in size."""
+        """The largest absolute expected value."""
         return float(np.abs(self.expected).max(initial=0.0, where=np.isfinite(self.expected)))
 
     @cached_property
     def precision(self) -> float:
-        """What is allowed, as a share of the largest expected value."""
+        """The tolerance, relative to the largest expected value."""
         return self.allowed["max"] / self.scale if self.scale else 0.0
 
     @cached_property
     def usable(self) -> np.ndarray:
-        """The elements of the part from which numbers can be taken: both values are finite."""
+        """The finite elements of the part, from which numbers can be fitted."""
         return self.part & np.isfinite(self.actual) & np.isfinite(self.expected)
 
     @cached_property
     def known(self) -> tuple[np.ndarray, np.ndarray]:
-        """The actual and the expected values of what is usable, 0 elsewhere."""
+        """The actual and the expected values of usable elements, 0 elsewhere."""
         return np.where(self.usable, self.actual, 0.0), np.where(self.usable, self.expected, 0.0)
 
     def axis(self, letters: str) -> int | None:
-        """The first axis with one of these letters."""
+        """Return the first axis with one of these letters."""
         return next((axis for axis, letter in enumerate(self.letters) if letter in letters), None)
 
     def within(self, values: np.ndarray | float) -> np.ndarray:
-        """The expected values, others in the part."""
+        """Return the expected values, with others in the part."""
         return np.where(self.part, values, self.expected)
 
     def in_slices(self, values: np.ndarray) -> np.ndarray:
-        """The expected values, others in all of the wrong slices."""
+        """Return the expected values, with others in all wrong slices."""
         box = np.ix_(*self.box)
         found = self.expected.copy()
         found[box] = values[box]
         return found
 
     def is_enough(self, parameters: int) -> bool:
-        """Whether the part has so many elements that a law with some fitted numbers says something about the rest."""
+        """Return True if the part has enough elements to verify a pattern with some fitted numbers."""
         spare = 1 if self.stage.is_exact else 3
         return self.count >= 2 * parameters and self.count - parameters >= spare
 
     def holds(self, candidate: np.ndarray, gain: np.ndarray | float = 1.0) -> bool:
-        """Whether a law explains everything, what is not in its part, too.
+        """Return True if a pattern explains everything, also outside of its part.
 
         Args:
-            candidate: the expected values, the law applied to them.
-            gain: by how much the law multiplies rounding errors, broadcast to them.
+            candidate: the expected values after the pattern.
+            gain: the factor by which the pattern multiplies rounding errors, broadcast to them.
         """
-        step = max(1, self.expected.size // 512) | 1  # odd, so that it meets other features in every row
+        step = max(1, self.expected.size // 512) | 1  # odd, so that every row has other features
         some = slice(None, None, step)
         gain = np.broadcast_to(np.maximum(gain, 1.0), candidate.shape)
         if step > 1 and not self._fits(self.actual.ravel()[some], candidate.ravel()[some], gain.reshape(-1)[some]):
@@ -210,7 +210,7 @@ class Seen:
             return False
         if not self.allowed["max"]:
             return not left.any()
-        # A result has the rounding errors of what it was made of, and one of its own size.
+        # A result has the rounding errors of its inputs, and one of its own size.
         size = np.where(np.isfinite(candidate), np.abs(candidate), 0.0) / self.scale if self.scale else 0.0
         scaled = left / np.maximum(gain, size)
         if scaled.max(initial=0.0) > self.allowed["max"]:

@@ -1,8 +1,8 @@
-"""Laws of RoPE: by which frequencies and from which position queries and keys were rotated, read off the angles.
+"""Patterns of RoPE: the frequencies and offsets by which queries and keys were rotated, from the angles.
 
-A pair of features that should be rotated by position * f, and was by (position + offset) * g, is the expected one,
-rotated by position * (g - f) + offset * g. All g follow from how that angle grows from token to token, and the offset
-from where it begins. Then the plainest rule is told that gives these frequencies.
+A pair of features that should be rotated by position * f, and was rotated by (position + offset) * g, is the expected
+one, rotated by position * (g - f) + offset * g. The growth of that angle from token to token determines every g, and
+its start the offset. Then the simplest rule with these frequencies is reported.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ import numpy as np
 from mha_spec import Rope
 from parity.core.reference.rope import frequencies, pairs
 from parity.diagnosis.laws.record import Law, Seen
-from parity.diagnosis.laws.words import listed, said
+from parity.diagnosis.laws.words import listed, readable
 from parity.diagnosis.mistakes.families import THETA
 from parity.diagnosis.mistakes.record import Changed
 
 OFFSETS = np.arange(-4096, 4097)
-"""Offsets of positions that are looked for."""
+"""Offsets of positions that are tried."""
 
 LOGARITHMS = np.linspace(math.log(1.2), math.log(1e9), 4001)
-"""Of the bases that are looked for first; the best is refined."""
+"""Number of bases that are tried first; the best one is refined."""
 
 
 @dataclass(frozen=True)
 class _Turning:
-    """What is rotated, and how it was.
+    """The rotated features, and their rotation.
 
     Attributes:
         first, second: the features of each pair.
         positions: of the tokens, (B or 1, T).
-        right: frequencies as they should be, (pairs,).
-        used: as they were.
+        right: expected frequencies, (pairs,).
+        used: observed frequencies.
         begin: the angle at position 0, (pairs,).
-        amplitude: what the rotated features are multiplied by.
+        amplitude: the factor of rotated features.
     """
 
     first: list[int]
@@ -50,7 +50,7 @@ class _Turning:
     amplitude: float
 
     def turned(self, seen: Seen, rule: _Rule) -> np.ndarray:
-        """What is expected, rotated by other frequencies, and what is rotated multiplied by a number."""
+        """Return the expected values, rotated by other frequencies and multiplied by a number."""
         angles = self.positions[..., None] * (rule.used - self.right) + rule.offset * rule.used  # (B or 1, T, pairs)
         cos, sin = rule.amplitude * np.cos(angles)[:, None], rule.amplitude * np.sin(angles)[:, None]
         x, y = seen.expected[..., self.first], seen.expected[..., self.second]
@@ -61,7 +61,7 @@ class _Turning:
         return np.where(wrong, found, seen.expected)
 
     def made(self, rule: _Rule) -> Changed:
-        """The same in the reference, for queries and keys in every call."""
+        """Return the rotation as a change of the reference, for queries and keys in every call."""
         more = rule.used - self.right
 
         def angles(layer: Any, original: Any, positions: np.ndarray) -> np.ndarray:
@@ -76,7 +76,7 @@ class _Turning:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Frequencies that may be used, positions that are too high by an offset, and what features are multiplied by."""
+    """Possible frequencies, an offset of positions, and a factor of the features."""
 
     name: str
     words: str
@@ -88,7 +88,7 @@ class _Rule:
 
 
 def rotations(seen: Seen) -> Iterator[Law]:
-    """Other frequencies, or other positions, of queries or keys."""
+    """Yield other frequencies, or other positions, of queries or keys."""
     turning = _turning(seen)
     if turning is None or seen.problem is None or seen.problem.spec.rope is None:
         return
@@ -101,7 +101,7 @@ def rotations(seen: Seen) -> Iterator[Law]:
 
 
 def _turning(seen: Seen) -> _Turning | None:
-    """By what the queries or keys were rotated; None where that cannot be said."""
+    """Return the rotation of the queries or keys; None if it cannot be determined."""
     if (
         seen.problem is None
         or seen.stage.path
@@ -120,7 +120,7 @@ def _turning(seen: Seen) -> _Turning | None:
     box = np.ix_(seen.box[0], seen.box[1])
     a, e = (x[box][..., first] + 1j * x[box][..., second] for x in (seen.actual, seen.expected))
     cross = a * e.conj()
-    # Sequences have positions of their own, or all the same.
+    # Sequences have different positions, or all the same.
     where = positions[seen.box[0]] if len(positions) > 1 else positions
     cross = cross.sum(axis=1) if len(positions) > 1 else cross.sum(axis=(0, 1))[None]  # (B or 1, T, pairs)
     follows = np.diff(where, axis=1) == 1.0
@@ -128,7 +128,7 @@ def _turning(seen: Seen) -> _Turning | None:
         return None
     steps = (cross[:, 1:] * cross[:, :-1].conj() * follows[..., None]).sum(axis=(0, 1))
     slope = np.angle(steps)
-    for _ in range(3):  # the slope of what is left around the mean angle, weighed by how well it is known
+    for _ in range(3):  # the slope of the remainder around the mean angle, weighted by its accuracy
         level = cross * np.exp(-1j * where[..., None] * slope)
         mean = level.sum(axis=(0, 1))
         rest, weight = np.angle(level * mean.conj()), np.abs(cross)
@@ -148,19 +148,19 @@ def _turning(seen: Seen) -> _Turning | None:
 
 def _offset(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
     misfit = np.abs(np.exp(1j * (OFFSETS[:, None] * turning.right - turning.begin)) - 1.0).sum(axis=1)
-    nearest = misfit <= misfit.min() + 1e-3  # by slow pairs alone some offsets cannot be told apart
+    nearest = misfit <= misfit.min() + 1e-3  # slow pairs alone do not distinguish some offsets
     offset = int(min(OFFSETS[nearest], key=abs))
     words = f"RoPE's positions are {abs(offset)} too {'high' if offset > 0 else 'low'}"
     yield _Rule("rope offset", words, turning.right, {"offset": offset}, 1, offset)
 
 
 def _forms(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
-    """The right base with an exponent of another form, and no rotation."""
+    """Yield the right base with an exponent of another form, and no rotation."""
     theta, d = rope.theta, 2 * len(turning.right)
     i = np.arange(d // 2)
-    plain = 1.0 / rope.attention_factor  # which comes with the scaling
+    plain = 1.0 / rope.attention_factor  # which belongs to the scaling
     yield _Rule("rope missing", "RoPE is missing", 0.0 * turning.right, amplitude=plain)
-    yield _Rule("rope reversed", "RoPE rotates the other way", -turning.right)
+    yield _Rule("rope reversed", "RoPE rotates in the opposite direction", -turning.right)
     if rope.scaling is not None:
         yield _Rule("rope unscaled", "RoPE's frequencies are not scaled", theta ** (-2 * i / d), amplitude=plain)
     forms = {
@@ -172,8 +172,8 @@ def _forms(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
     }
     for form, exponent in forms.items():
         same = {"i / d": theta**0.5, "4 i / d": theta**2}.get(form)
-        as_if = "" if same is None else f", or theta is {said(same)} and not {said(theta)}"
-        words = f"RoPE's frequencies are theta ** -({form}), and not theta ** -(2 i / d){as_if}"
+        as_if = "" if same is None else f", or theta is {readable(same)} instead of {readable(theta)}"
+        words = f"RoPE's frequencies are theta ** -({form}) instead of theta ** -(2 i / d){as_if}"
         yield _Rule("rope exponent", words, theta**-exponent, {"theta": theta, "exponent": form})
 
 
@@ -182,7 +182,7 @@ def _scaled(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
     is_more = abs(factor) > 1.0
     for value in filter(None, _rounded(factor if is_more else 1.0 / factor if factor else 0.0)):
         times = value if is_more else 1.0 / value
-        words = f"RoPE's positions are {'multiplied' if is_more else 'divided'} by {said(value)}"
+        words = f"RoPE's positions are {'multiplied' if is_more else 'divided'} by {readable(value)}"
         yield _Rule("rope scaling", words, times * turning.right, {"factor": 1.0 / times}, 1)
 
 
@@ -198,29 +198,29 @@ def _theta(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
         logarithm += float((slope * (turning.used - found)).sum() / (slope**2).sum())
         logarithm = min(max(logarithm, LOGARITHMS[0]), LOGARITHMS[-1])
     for value in _rounded(math.exp(logarithm)):
-        words = THETA.about.format(found=said(value), right=said(rope.theta)) + as_form(value, rope.theta)
+        words = THETA.about.format(found=readable(value), right=readable(rope.theta)) + as_form(value, rope.theta)
         yield _Rule("rope theta", words, value**-share, {"theta": value, "expected": rope.theta}, 1)
 
 
 def as_form(theta: float, right: float) -> str:
-    """What another base may come from."""
+    """Return an exponent that is equivalent to another base."""
     for power, form in ((0.5, "i / d"), (2.0, "4 i / d")):
         if abs(theta - right**power) <= 1e-3 * theta:
-            return f", or the exponent {form} in place of 2 i / d"
+            return f", or the exponent {form} instead of 2 i / d"
     return ""
 
 
 def _any_frequencies(turning: _Turning, rope: Rope, head_dim: int) -> Iterator[_Rule]:
     times = turning.amplitude if abs(turning.amplitude - 1.0) > 1e-4 else 1.0
     used, right = turning.used.tolist(), turning.right.tolist()
-    words = f"RoPE's frequencies are {listed(used)} (and should be {listed(right)})"
-    words += f", and cosines and sines {said(times)} times what they should be" if times != 1.0 else ""
+    words = f"RoPE's frequencies are {listed(used)} instead of {listed(right)}"
+    words += f", and cosines and sines {readable(times)} times what they should be" if times != 1.0 else ""
     numbers = {"used": used, "right": right, "amplitude": times}
     yield _Rule("rope frequencies", words, turning.used, numbers, len(used), amplitude=times)
 
 
 def _rounded(x: float) -> Iterator[float]:
-    """A number that somebody may have written, then the number as it is."""
+    """Yield a round number near a number, then the number itself."""
     for digits in (1, 2, 3, 6):
         yield float(f"{x:.{digits}g}")
     yield x

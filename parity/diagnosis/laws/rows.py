@@ -1,4 +1,4 @@
-"""Laws of what attention has in rows: scores, attention weights, masks, and the context of rows without a key."""
+"""Patterns of rows: scores, attention weights, masks, and the context of rows without a key."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 
 from parity.diagnosis.laws.record import Law, Seen
 from parity.diagnosis.laws.values import sizes_of
-from parity.diagnosis.laws.words import known_as, listed, number_words, said
+from parity.diagnosis.laws.words import known_as, listed, number_words, readable
 from parity.text import and_listed
 
 SUMS = {0: "the batch", 1: "the heads", 2: "the queries"}
-"""The other axes of attention weights that a softmax may be taken over by mistake."""
+"""The other axes over which a softmax may wrongly be applied."""
 
 
 # ---- Attention weights -----------------------------------------------------------------------------------------------
 
 
 def attn_weights(seen: Seen) -> Iterator[Law]:
-    """Rows of another softmax: scores times a number, uniform rows, rows times a number each."""
+    """Yield rows of another softmax: scores times a number, uniform rows, each row times a number."""
     if not seen.stage.is_attn_weights or seen.actual.ndim != 4:
         return
     yield from _power(seen)
@@ -31,19 +31,19 @@ def attn_weights(seen: Seen) -> Iterator[Law]:
     factor = np.divide((a * e).sum(axis=-1, keepdims=True), size, out=np.ones_like(size), where=size > 0)
     if seen.is_enough(rows) and seen.holds(seen.within(factor * seen.expected), np.abs(factor)):
         sums = (factor * e.sum(axis=-1, keepdims=True))[seen.part.any(axis=-1, keepdims=True)]
-        words = f"each row there is multiplied by a number of its own, so that it sums to {_range(sums)}"
+        words = f"each row there is multiplied by a different number, so that it sums to {_range(sums)}"
         yield Law("rows", words, {"sums": [float(sums.min()), float(sums.max())]}, rows)
 
 
 def _power(seen: Seen) -> Iterator[Law]:
-    """Weights of scores that are multiplied by a number: softmax(c s) goes with softmax(s) to the power of c."""
+    """Yield weights of multiplied scores: softmax(c s) is proportional to softmax(s) to the power of c."""
     a, e = seen.actual, seen.expected
     shown = seen.usable & (a > 1e-12) & (e > 1e-12)
     counts = shown.sum(axis=-1, keepdims=True)
     if np.count_nonzero(shown) - np.count_nonzero(counts) < 3:
         return
     logs = [np.log(x, out=np.zeros_like(x), where=shown) for x in (a, e)]
-    weight = np.where(shown, np.minimum(a, e), 0.0)  # the logarithm of what is small is not known well
+    weight = np.where(shown, np.minimum(a, e), 0.0)  # logarithms of small weights are inexact
     total = np.maximum(weight.sum(axis=-1, keepdims=True), 1e-300)
     y, x = (np.where(shown, each - (weight * each).sum(axis=-1, keepdims=True) / total, 0.0) for each in logs)
     size = float((weight * x * x).sum())
@@ -51,19 +51,19 @@ def _power(seen: Seen) -> Iterator[Law]:
     if not power or abs(power) > 1e4:
         return
     candidate = _raised(e, power)
-    # What small weights lose moves the fit of their logarithms: a step of Gauss and Newton fits the weights themselves.
+    # Errors of small weights move the fit of their logarithms: a Gauss-Newton step fits the weights themselves.
     slope = np.where(shown, candidate * (logs[1] - (candidate * logs[1]).sum(axis=-1, keepdims=True)), 0.0)
     if size := float((slope * slope).sum()):
         power += float((slope * np.where(shown, a - candidate, 0.0)).sum()) / size
         candidate = _raised(e, power)
     if seen.holds(seen.within(candidate), max(1.0, abs(power))):
         names = known_as(power, 1e-4, sizes_of(seen), seen.problem)
-        words = f"rows are those of scores times {number_words(power, names)}"
+        words = f"rows result from scores times {number_words(power, names)}"
         yield Law("power", words, {"factor": power}, 1)
 
 
 def _raised(weights: np.ndarray, power: float) -> np.ndarray:
-    """Rows of weights to a power, which sum to 1 again."""
+    """Return rows of weights to a power, which sum to 1 again."""
     raised = np.power(weights, power, out=np.zeros_like(weights), where=weights > 0.0)
     sums = raised.sum(axis=-1, keepdims=True)
     return raised / np.where(sums > 0.0, sums, 1.0)
@@ -73,11 +73,11 @@ def _uniform(seen: Seen) -> Iterator[Law]:
     shown = seen.expected > 0.0
     count = shown.sum(axis=-1, keepdims=True)
     if count.max(initial=0) > 1 and seen.holds(seen.within(shown / np.maximum(count, 1))):
-        yield Law("uniform", "rows are uniform over the keys that they see")
+        yield Law("uniform", "rows are uniform over the keys that they attend to")
 
 
 def _unmasked(seen: Seen) -> Iterator[Law]:
-    """Shown keys weigh what they should to each other, and hidden ones weigh something, too."""
+    """Yield weights of hidden keys, if shown keys are in the right proportion."""
     if seen.hidden is None or seen.hidden.shape != seen.actual.shape:
         return
     shown, a = ~seen.hidden, np.where(np.isfinite(seen.actual), seen.actual, 0.0)
@@ -85,17 +85,17 @@ def _unmasked(seen: Seen) -> Iterator[Law]:
     rows = (seen.hidden & (a > seen.allowed["max"])).any(axis=-1)
     if not np.allclose(a.sum(axis=-1)[rows], 1.0, atol=1e-3):
         return
-    count = int(np.count_nonzero(shown.sum(axis=-1)[rows] > 1))  # of one key there is no proportion
+    count = int(np.count_nonzero(shown.sum(axis=-1)[rows] > 1))  # one key has no proportion
     size = (e * e).sum(axis=-1, keepdims=True)
     factor = np.divide((a * e).sum(axis=-1, keepdims=True), size, out=np.zeros_like(size), where=size > 0.0)
     candidate = np.where(shown, factor * seen.expected, a)
     if count > 2 and seen.is_enough(rows.size) and seen.holds(candidate, np.maximum(factor, 1.0)):
-        words = "hidden cells weigh something, and shown ones are in the right proportion: a softmax that sees them all"
+        words = "hidden cells have weight, and shown ones are in the right proportion: the softmax includes hidden keys"
         yield Law("unmasked", words, {"most": float(a[seen.hidden].max())}, count)
 
 
 def weights_signs(seen: Seen) -> Iterator[str]:
-    """What attention weights should not be: rows that do not sum to 1, hidden cells that weigh something."""
+    """Yield unexpected properties of attention weights: rows that do not sum to 1, hidden cells with weight."""
     if not seen.stage.is_attn_weights or seen.actual.ndim != 4:
         return
     slack = seen.allowed["max"] * np.sqrt(seen.actual.shape[-1]) + 1e-12
@@ -113,10 +113,10 @@ def weights_signs(seen: Seen) -> Iterator[str]:
     if seen.hidden is not None and seen.hidden.shape == a.shape:
         weighing = seen.hidden & (a > slack) & (seen.expected <= slack)
         if weighing.any():
-            yield f"{np.count_nonzero(weighing)} hidden cells weigh something, at most {said(float(a[weighing].max()))}"
+            yield f"{np.count_nonzero(weighing)} hidden cells have weight, at most {readable(float(a[weighing].max()))}"
         lost = ~seen.hidden & (seen.actual == 0.0) & (seen.expected > slack)
         if lost.any():
-            yield f"{np.count_nonzero(lost)} cells that are shown weigh 0"
+            yield f"{np.count_nonzero(lost)} visible cells have weight 0"
 
 
 def _sums_to_1(a: np.ndarray, axis: int, slack: float) -> bool:
@@ -125,7 +125,7 @@ def _sums_to_1(a: np.ndarray, axis: int, slack: float) -> bool:
 
 
 def _range(numbers: np.ndarray) -> str:
-    low, high = said(float(numbers.min())), said(float(numbers.max()))
+    low, high = readable(float(numbers.min())), readable(float(numbers.max()))
     return low if low == high else f"{low} … {high}"
 
 
@@ -133,7 +133,7 @@ def _range(numbers: np.ndarray) -> str:
 
 
 def scores(seen: Seen) -> Iterator[Law]:
-    """Differences of scores that grow with the distance of a key, or depend on it alone."""
+    """Yield differences of scores that grow with the distance of a key, or depend on it alone."""
     if seen.stage.quantity != "scores" or seen.actual.ndim != 4 or not seen.usable.any():
         return
     a, e = seen.known
@@ -143,7 +143,7 @@ def scores(seen: Seen) -> Iterator[Law]:
 
 
 def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> Iterator[Law]:
-    """What is added depends on the distance between query and key: linearly, as ALiBi's, or in any way."""
+    """Yield a bias that depends on the distance between query and key: linearly, as in ALiBi, or in any way."""
     heads = len(seen.box[1])
     for words, x in (("key - query", distance), ("|key - query|", np.abs(distance))):
         x = np.where(seen.usable, x, 0).astype(np.float64)
@@ -154,7 +154,7 @@ def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> It
         gain = 1.0 + np.abs(slope) * distance.max() / max(seen.scale, 1e-300)
         if slope.any() and seen.is_enough(heads) and seen.holds(seen.within(seen.expected + slope * x), gain):
             slopes = slope[0, seen.box[1], 0, 0].tolist()
-            text = f"slope * ({words}) is added there, as ALiBi does; the slope of each head: {listed(slopes)}"
+            text = f"slope * ({words}) is added there, as in ALiBi; the slopes of the heads: {listed(slopes)}"
             yield Law("slope", text, {"slopes": slopes}, heads)
             return
     queries, keys = difference.shape[2:]
@@ -170,7 +170,7 @@ def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> It
     mean = total / np.maximum(counted, 1.0)
     if seen.holds(seen.within(seen.expected + mean[:, index].reshape(-1, queries, keys))):
         numbers = mean[seen.box[1]].ravel().tolist()
-        text = f"something is added there that depends on the distance of query and key only: {listed(numbers)}"
+        text = f"a bias that depends only on the distance of query and key is added there: {listed(numbers)}"
         yield Law("by distance", text, {"heads": list(map(int, seen.box[1])), "offsets": numbers}, parameters)
 
 
@@ -178,22 +178,22 @@ def _by_distance(seen: Seen, difference: np.ndarray, distance: np.ndarray) -> It
 
 
 def masks(seen: Seen) -> Iterator[Law]:
-    """A mask that is turned around, or shows other distances than it should."""
+    """Yield a mask that is inverted, or shows other distances."""
     if seen.stage.kind != "mask" or seen.actual.ndim != 4:
         return
-    is_mixed = len(np.unique(seen.expected[seen.part])) > 1  # of equal cells it says nothing about the mask
+    is_mixed = len(np.unique(seen.expected[seen.part])) > 1  # equal cells say nothing about the mask
     if is_mixed and seen.holds(seen.within(1.0 - seen.expected)):
-        yield Law("inverted", "what should be hidden is shown, and the other way around")
+        yield Law("inverted", "hidden cells are shown, and shown cells hidden")
     shows, should = _band(seen.actual), _band(seen.expected)
     if shows is None or shows == should:
         return
-    right = "" if should is None else f", and should show {_band_words(should, seen)}"
-    words = f"a query is shown {_band_words(shows, seen)}{right}"
+    right = "" if should is None else f" instead of {_band_words(should, seen)}"
+    words = f"a query attends to {_band_words(shows, seen)}{right}"
     yield Law("band", words, {"first": shows[0], "last": shows[1]}, 2)
 
 
 def _band(mask: np.ndarray) -> tuple[int, int] | None:
-    """The least and the greatest distance key - query that a mask shows, if it shows all between and no other."""
+    """Return the least and the greatest distance (key - query) that a mask shows, if it shows exactly those between."""
     queries, keys = mask.shape[2:]
     distance = np.arange(keys) - np.arange(queries)[:, None]
     shown = distance[mask[0, 0] == 0]
@@ -222,7 +222,7 @@ def _away(distance: int) -> str:
 
 
 def contexts(seen: Seen) -> Iterator[Law]:
-    """Rows without a key that have the mean of all values."""
+    """Yield rows without a key that have the mean of all values."""
     if seen.stage.quantity != "context" or seen.place.cells != "empty rows":
         return
     prefix = "" if seen.stage.step is None else f"step{seen.stage.step}."
@@ -232,6 +232,6 @@ def contexts(seen: Seen) -> Iterator[Law]:
     mean = np.repeat(v.astype(np.float64).mean(axis=2, keepdims=True), seen.expected.shape[1] // v.shape[1], axis=1)
     if mean.shape[3] != seen.expected.shape[3]:
         return
-    # Of expected zeros nothing is allowed in the part itself: what is left is judged by the size of the values.
+    # The tolerance of expected zeros is 0 in the part itself: the remainder is compared with the size of the values.
     if seen.holds(seen.within(np.broadcast_to(mean, seen.expected.shape))):
-        yield Law("mean of v", "the mean of all values: the weights of a row without a key are uniform")
+        yield Law("mean of v", "rows without a key are the mean of all values: their weights are uniform")

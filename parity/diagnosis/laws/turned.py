@@ -1,7 +1,7 @@
-"""Laws of queries and keys before RoPE: both are turned back, and told in the features that the projections gave.
+"""Patterns of queries and keys before RoPE: the rotation is undone, and the features of the projections are compared.
 
-A bias that is missing is an offset by feature there, a norm's weight a factor by feature, heads that were split
-otherwise another order. Turning back leaves rounding errors as large as they are, pair by pair.
+There a missing bias is an offset by feature, a norm's weight a factor by feature, and wrongly split heads another
+order. Undoing RoPE leaves the size of rounding errors unchanged, pair by pair.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from parity.diagnosis.laws.values import factors, offsets, rows_and_features
 from parity.diagnosis.laws.words import listed, noun
 
 GROUPS: tuple[Callable[[Seen], Iterator[Law]], ...] = (factors, orders, transposes, offsets, rows_and_features)
-"""What the projection and the norm before RoPE may do."""
+"""Patterns of the projection and the norm before RoPE."""
 
 MOST = 2**24
-"""Numbers that the search for positions may hold at once."""
+"""The largest number of values in memory during the search for positions."""
 
 BEYOND = 8
-"""So many positions after the last one are looked at."""
+"""The number of positions after the last one that are tried."""
 
 
 def turned(seen: Seen) -> Iterator[Law]:
-    """Laws of what is turned back, and of the positions of a rotation that are those of other tokens."""
+    """Yield patterns before RoPE, and rotations with the positions of other tokens."""
     problem = seen.problem
     if problem is None or seen.stage.quantity not in ("q", "k") or seen.stage.path or seen.actual.ndim != 4:
         return
@@ -57,7 +57,10 @@ def turned(seen: Seen) -> Iterator[Law]:
 
 
 def _laws_of(seen: Seen, actual: np.ndarray, expected: np.ndarray) -> list[Law]:
-    allowed = {**seen.allowed, "max": np.sqrt(2.0) * seen.allowed["max"]}  # one of a pair may have the errors of both
+    allowed = {
+        **seen.allowed,
+        "max": np.sqrt(2.0) * seen.allowed["max"],
+    }  # one feature of a pair may have the errors of both
     errors = errors_of(actual, expected)
     bad, box = wrong_elements(errors, allowed)
     if not bad.any():
@@ -70,7 +73,7 @@ def _laws_of(seen: Seen, actual: np.ndarray, expected: np.ndarray) -> list[Law]:
 
 
 def _positions(seen: Seen, positions: np.ndarray) -> Iterator[Law]:
-    """Every token of every head turned by a whole position, each the one that is nearest."""
+    """Yield rotations of every token of every head by an integer position, the nearest for each."""
     problem, (tokens, features) = seen.problem, seen.expected.shape[2:]
     if problem is None or problem.spec.rope is None or problem.spec.rope.depends_on_length:
         return
@@ -86,7 +89,7 @@ def _positions(seen: Seen, positions: np.ndarray) -> Iterator[Law]:
     turns = np.exp(1j * away[:, :, None, :, None] * right)
     actual = seen.actual[..., first] + 1j * seen.actual[..., second]
     distances = (np.abs(turns * x - actual) ** 2).sum(axis=-1)  # (places, B, N, T)
-    own = positions[:, None] - begin  # where others are no nearer, its own
+    own = positions[:, None] - begin  # its own position if no other is nearer
     is_own = np.take_along_axis(distances, np.broadcast_to(own, distances.shape[1:])[None], axis=0)[0]
     slack = features * seen.allowed["max"] ** 2
     nearest = np.where(is_own <= distances.min(axis=0) + slack, own, distances.argmin(axis=0))
@@ -98,12 +101,12 @@ def _positions(seen: Seen, positions: np.ndarray) -> Iterator[Law]:
 
 
 def _positions_law(seen: Seen, places: np.ndarray) -> Law:
-    """In words: by what the positions (B, N, T) are told."""
+    """Return the pattern of positions (B, N, T), with its description."""
     several, kind = noun(seen.letters, 1)[1], "rope positions"
     if (places == places[:1, :1]).all():
-        told, by = places[0, 0], "tokens are turned as for the positions"
+        used, by = places[0, 0], "tokens are rotated as at the positions"
     elif (places == places[:1, :, :1]).all():
-        told, by = places[0, :, 0], f"{several} are turned by a position each, and not tokens:"
+        used, by = places[0, :, 0], f"{several} are rotated by one position each, instead of tokens:"
     else:
-        told, by = places.ravel(), "tokens are turned by positions of their own:"
-    return Law(kind, f"{by} {listed(told.tolist())}", {"positions": places.tolist()}, len(told))
+        used, by = places.ravel(), "tokens are rotated by other positions:"
+    return Law(kind, f"{by} {listed(used.tolist())}", {"positions": places.tolist()}, len(used))

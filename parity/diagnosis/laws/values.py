@@ -1,4 +1,4 @@
-"""Laws of values: constants, factors and offsets, of everything or by head, position or feature."""
+"""Patterns of values: constants, factors and offsets, of everything or by head, position or feature."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from parity.diagnosis.laws.record import Law, Seen
-from parity.diagnosis.laws.words import NOUNS, known_as, listed, noun, number_words, said
+from parity.diagnosis.laws.words import NOUNS, known_as, listed, noun, number_words, readable
 
 CONSTANTS = {
     "the smallest float32": float(np.finfo(np.float32).min),
@@ -16,14 +16,14 @@ CONSTANTS = {
     "about the smallest bfloat16": -3.3895313892515355e38,
     "the smallest float16": -65504.0,
 }
-"""What implementations put in the place of -infinity."""
+"""Numbers that implementations use instead of -infinity."""
 
 
 # ---- Constants -------------------------------------------------------------------------------------------------------
 
 
 def constants(seen: Seen) -> Iterator[Law]:
-    """The same value everywhere in the part."""
+    """Yield one value in the whole part."""
     values = seen.actual[seen.part]
     if not values.size:
         return
@@ -50,14 +50,14 @@ def constants(seen: Seen) -> Iterator[Law]:
 # ---- Factors and offsets ---------------------------------------------------------------------------------------------
 
 ALTERNATIONS = 200
-"""Rounds in which the factors of tokens and those of features are fitted in turn."""
+"""Rounds in which the factors of tokens and of features are fitted in turn."""
 
 LATER = ("N", "K", "B", "T", "S", "H", "E", "W", "G", "d_in", "d_kv", "out", "in")
-"""The axes by which factors and offsets are looked for, in this order."""
+"""The axes whose factors and offsets are tried, in this order."""
 
 
 def factors(seen: Seen) -> Iterator[Law]:
-    """A multiple of what is expected: of everything, or of each head, sequence, position, feature by itself."""
+    """Yield a multiple of the expected values: one factor, or one for each head, sequence, position or feature."""
     if seen.stage.is_exact:
         return
     a, e = seen.known
@@ -74,12 +74,14 @@ def factors(seen: Seen) -> Iterator[Law]:
             continue
         if seen.holds(seen.within(factor * seen.expected), np.where(seen.part, np.abs(factor), 1.0)):
             numbers = _in_box(seen, factor, axes)
-            yield Law("factor", _factor_words(seen, axes, numbers), _told(seen, axes, "factors", numbers), parameters)
+            yield Law(
+                "factor", _factor_words(seen, axes, numbers), _numbers(seen, axes, "factors", numbers), parameters
+            )
             return
 
 
 def offsets(seen: Seen) -> Iterator[Law]:
-    """Something added to what is expected: to everything, or by feature, head, position."""
+    """Yield an offset of the expected values: one number, or one for each feature, head or position."""
     if seen.stage.kind == "mask":
         return
     a, e = seen.known
@@ -93,12 +95,14 @@ def offsets(seen: Seen) -> Iterator[Law]:
         offset = differences.sum(axis=over, keepdims=True) / np.maximum(counted.sum(axis=over, keepdims=True), 1.0)
         if seen.holds(seen.within(seen.expected + offset)):
             numbers = _in_box(seen, offset, axes)
-            yield Law("offset", _offset_words(seen, axes, numbers), _told(seen, axes, "offsets", numbers), parameters)
+            yield Law(
+                "offset", _offset_words(seen, axes, numbers), _numbers(seen, axes, "offsets", numbers), parameters
+            )
             return
 
 
 def rows_and_features(seen: Seen) -> Iterator[Law]:
-    """A multiple of what is expected, by a number for each token and one for each feature, in each head by itself."""
+    """Yield a multiple of the expected values with one factor per token and one per feature, in each head."""
     if seen.letters[-1] not in ("H", "W") or seen.actual.ndim != 4 or not seen.usable.all():
         return
     (batch, heads, tokens, features), (a, e) = seen.actual.shape, seen.known
@@ -119,19 +123,19 @@ def rows_and_features(seen: Seen) -> Iterator[Law]:
 
 
 def _ratio(a: np.ndarray, x: np.ndarray, axis: int) -> np.ndarray:
-    """The numbers along an axis that x is to be multiplied by, to be nearest to a."""
+    """Return the factors along an axis that bring x closest to a."""
     size = (x * x).sum(axis=axis, keepdims=True)
     return np.divide((a * x).sum(axis=axis, keepdims=True), size, out=np.ones_like(size), where=size > 0)
 
 
 def _choices(seen: Seen) -> list[tuple[int, ...]]:
-    """No axis, then each alone."""
+    """Return no axis, then each alone."""
     axes = [seen.letters.index(letter) for letter in LATER if letter in seen.letters]
     return [(), *((axis,) for axis in axes or range(seen.actual.ndim))]
 
 
 def _pairs(seen: Seen) -> Iterator[tuple[int, ...]]:
-    """Features of each head, as a bias has them; and, of scores, rows and columns."""
+    """Yield features of each head, as for a bias; for scores also rows and columns."""
     if seen.letters[-1] in "HW" and len(seen.letters) == 4:
         yield (1, 3)
     if seen.letters[-2:] == ("T", "S") and not seen.stage.is_exact:
@@ -144,17 +148,17 @@ def _parameters(seen: Seen, axes: tuple[int, ...]) -> int:
 
 
 def _in_box(seen: Seen, numbers: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """The numbers of the wrong indices."""
+    """Return the numbers of the wrong indices."""
     kept = [seen.box[axis] if axis in axes else np.arange(1) for axis in range(numbers.ndim)]
     return numbers[np.ix_(*kept)].ravel()
 
 
-def _told(seen: Seen, axes: tuple[int, ...], name: str, numbers: np.ndarray) -> dict[str, object]:
+def _numbers(seen: Seen, axes: tuple[int, ...], name: str, numbers: np.ndarray) -> dict[str, object]:
     return {"axes": [seen.letters[axis] for axis in axes], name: numbers.tolist()}
 
 
 def sizes_of(seen: Seen) -> dict[str, int]:
-    """How large heads and layers are, by the letters that formulas have for them."""
+    """Return the sizes of heads and layers, by their letters in formulas."""
     sizes = {letter: seen.actual.shape[seen.letters.index(letter)] for letter in "HNE" if letter in seen.letters}
     if seen.problem is not None:
         spec = seen.problem.spec
@@ -169,20 +173,20 @@ def _factor_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str
         return f"the values there are {number_words(factor, names)} times what they should be"
     is_row = len(axes) > 1
     each = "token of each head" if is_row else noun(seen.letters, next(iter(axes)))[0]
-    as_a_norm = ", as where a norm is missing, or one too many" if is_row else ""
-    return f"each {each} there is multiplied by a number of its own{as_a_norm}: {listed(numbers.tolist())}"
+    as_a_norm = ", as by a missing or additional norm" if is_row else ""
+    return f"each {each} there is multiplied by a different number{as_a_norm}: {listed(numbers.tolist())}"
 
 
 def _offset_words(seen: Seen, axes: tuple[int, ...], numbers: np.ndarray) -> str:
     if not axes:
-        return f"{said(float(numbers[0]))} is added to all values there"
+        return f"{readable(float(numbers[0]))} is added to all values there"
     if axes == (0, 1, 2):
-        return f"each row there differs by a constant of its own ({listed(numbers.tolist())}): harmless to a softmax"
+        return f"each row there is off by a constant ({listed(numbers.tolist())}), which a softmax ignores"
     if axes == (0, 1, 3):
-        return f"something is added there that depends on the key, the same for all queries: {listed(numbers.tolist())}"
+        return f"a bias that depends only on the key is added there: {listed(numbers.tolist())}"
     ones = " and ".join(noun(seen.letters, axis)[0] for axis in axes[::-1])
-    as_a_bias = ", the same for all tokens, as a bias is" if seen.letters[axes[-1]] in _FEATURES else ""
-    return f"something is added there to each {ones}{as_a_bias}: {listed(numbers.tolist())}"
+    as_a_bias = ", the same for all tokens, like a bias" if seen.letters[axes[-1]] in _FEATURES else ""
+    return f"a number is added there to each {ones}{as_a_bias}: {listed(numbers.tolist())}"
 
 
 _FEATURES = tuple(letter for letter, (one, _) in NOUNS.items() if one == "feature")

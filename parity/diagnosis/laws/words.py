@@ -1,4 +1,4 @@
-"""Words: numbers that people know, and lists of indices as a person says them."""
+"""Descriptions of numbers that have names, and of lists of indices."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from parity.core.problem import Problem
 from parity.text import and_listed
 
 MOST_LISTED = 16
-"""Numbers that are listed; of more the first and the last are said."""
+"""The number of listed numbers; longer lists are shortened to a range."""
 
 RATES = (0.1, 0.2, 0.05, 0.15, 0.25, 0.3, 0.4, 0.5)
-"""Dropout rates that are in use."""
+"""Usual dropout rates."""
 
 LOOSEST = 0.01
-"""How near a number must be to a known one at least, whatever is allowed."""
+"""The largest relative difference from a named number."""
 
 
 # ---- Numbers ---------------------------------------------------------------------------------------------------------
 
 
-def said(x: float) -> str:
-    """A number with as many digits as a person wants to read."""
+def readable(x: float) -> str:
+    """Return a number with a readable number of digits."""
     return f"{x:.0f}" if 1e4 <= abs(x) < 1e9 and x == round(x) else f"{x:.4g}"
 
 
 def listed(numbers: Sequence[float]) -> str:
-    """Numbers one after the other, or from where to where they go."""
+    """Return numbers as a list, or as a range."""
     if len(numbers) <= MOST_LISTED:
-        return ", ".join(map(said, numbers))
-    return f"from {said(min(numbers))} to {said(max(numbers))}"
+        return ", ".join(map(readable, numbers))
+    return f"from {readable(min(numbers))} to {readable(max(numbers))}"
 
 
 def known_as(x: float, tolerance: float, sizes: dict[str, int], problem: Problem | None = None) -> list[str]:
-    """What a factor is known as, the plainest first; nothing if it is near no known number.
+    """Return the names of a factor, the simplest first; empty if it is near no named number.
 
     Args:
         x: the factor.
-        tolerance: how far it may be from the number, relative to it; `LOOSEST` at most.
-        sizes: of heads and layers by the letters that formulas have for them, `H`, `N`, `E`.
-        problem: of which dropout and scale are known.
+        tolerance: relative to the number; at most `LOOSEST`.
+        sizes: of heads and layers by their letters in formulas, `H`, `N`, `E`.
+        problem: with dropout and scale, if known.
     """
     tolerance = min(max(tolerance, 1e-9), LOOSEST)
     names = [name for name, value in _known(sizes, problem) if abs(x - value) <= tolerance * abs(value)]
-    if not names or "H" not in sizes:  # scores do not show how wide heads are
+    if not names or "H" not in sizes:  # scores do not show the width of heads
         some = _roots(x, squares="H" not in sizes)
         names += [name for name, value in some if abs(x - value) <= min(tolerance, 1e-4) * abs(value)]
     return list(dict.fromkeys(names))[:3]
 
 
 def _known(sizes: dict[str, int], problem: Problem | None) -> Iterator[tuple[str, float]]:
-    yield "the sign is turned", -1.0
+    yield "the sign is inverted", -1.0
     for name, size in sizes.items():
         if size > 1:
             if name != "N":
@@ -73,11 +73,11 @@ def _known(sizes: dict[str, int], problem: Problem | None) -> Iterator[tuple[str
     for rate in filter(None, dict.fromkeys(rates)):
         yield f"1/{1 - rate:.6g}, dropout's 1/(1 - p) with p = {rate:g}", 1.0 / (1.0 - rate)
     yield "ln 2", math.log(2.0)
-    yield "1/ln 2: powers of 2, and not of e", 1.0 / math.log(2.0)
+    yield "1/ln 2: powers of 2 instead of e", 1.0 / math.log(2.0)
 
 
 def _roots(x: float, *, squares: bool) -> Iterator[tuple[str, float]]:
-    """Whole numbers, their roots, and one over these, that x may be; roots of squares only where they are asked for."""
+    """Yield integers, their roots and the inverses that x may be; roots of squares only on request."""
     sign = "-" if x < 0 else ""
     for power, plain, inverse in ((1.0, "{}", "1/{}"), (2.0, "sqrt({})", "1/sqrt({})")):
         size = abs(x) ** power
@@ -90,9 +90,9 @@ def _roots(x: float, *, squares: bool) -> Iterator[tuple[str, float]]:
 
 
 def number_words(x: float, names: Sequence[str]) -> str:
-    """A number and what it is known as."""
-    others = [name for name in names if name != said(x)]
-    return f"{said(x)} ({', or '.join(others)})" if others else said(x)
+    """Return a number and its names."""
+    others = [name for name in names if name != readable(x)]
+    return f"{readable(x)} ({', or '.join(others)})" if others else readable(x)
 
 
 # ---- Indices ---------------------------------------------------------------------------------------------------------
@@ -112,11 +112,11 @@ NOUNS = {
     "out": ("row", "rows"),
     "in": ("column", "columns"),
 }
-"""What an index of each axis is called."""
+"""The names of an index of each axis."""
 
 
 def noun(letters: Sequence[str], axis: int) -> tuple[str, str]:
-    """What one and several indices of an axis are called, in a stage of these axes."""
+    """Return the names of one and several indices of an axis, in a stage of these axes."""
     letter = letters[axis]
     if "T" in letters and "S" in letters and letter in "TS":
         return ("query", "queries") if letter == "T" else ("key", "keys")
@@ -124,14 +124,14 @@ def noun(letters: Sequence[str], axis: int) -> tuple[str, str]:
 
 
 def indices(which: np.ndarray, size: int, names: tuple[str, str], *, in_time: bool, of: str = "") -> str:
-    """Some of the indices 0 … size - 1, in words; nothing if it is all of them.
+    """Describe some of the indices 0 … size - 1; empty for all of them.
 
     Args:
         which: in rising order, at least one.
         size: of the axis.
-        names: what one and several of them are called.
-        in_time: whether they are tokens, which have a first, a last, and later ones.
-        of: whose halves two halves are.
+        names: of one and of several indices.
+        in_time: True for tokens, which have a first, a last, and later ones.
+        of: the owner of halves.
     """
     one, several = names
     first, last, count = int(which[0]), int(which[-1]), len(which)

@@ -1,6 +1,6 @@
-"""The known mistakes of attention layers: a record each, by family.
+"""The known bugs of attention layers: one record each, by family.
 
-`parity.diagnose` asks which of them, made in the reference, gives what an implementation gave.
+`parity.diagnose` searches for the bugs that, injected into the reference, reproduce an implementation.
 """
 
 from __future__ import annotations
@@ -103,27 +103,27 @@ WITHOUT_LATENTS = frozenset(
         *(rope_kinds.partly, heads.reordered),
     }
 )
-"""Groups of mistakes in q_proj, k_proj and v_proj."""
+"""Groups of bugs in q_proj, k_proj and v_proj."""
 
 
 def mistakes_for(case: Case) -> list[Mistake]:
-    """Every mistake that could be in a case, in an order in which the more usual come first."""
+    """Return every bug that a case could have, usual ones first."""
     groups = [group for group in GROUPS if case.spec.latent is None or group not in WITHOUT_LATENTS]
     return [mistake for group in groups for mistake in group(case)]
 
 
 @cache
 def mistake_by_name() -> dict[str, Mistake]:
-    """Every mistake that a layer could have, as the first case has it that could."""
+    """Return every bug that a layer could have, by name, as in the first case that could have it."""
     in_any_order = (heads.permuted(name, np.arange(0)) for name in "qkv")
-    cases = (*CASES.values(), replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)))  # one that is between
+    cases = (*CASES.values(), replace(CASES["padding"], batch=3, key_padding_lengths=(2, 1, 3)))  # one in the middle
     found = [mistake for case in cases for mistake in mistakes_for(case)]
     found += [*PRECISIONS.values(), *FIDELITIES.values(), *in_any_order]
     return {mistake.name: mistake for mistake in reversed(found)}
 
 
 def page_by_mistake() -> dict[str, str]:
-    """The page of every mistake that is known, by its name."""
+    """Return the page of every known bug, by its name."""
     pages = {name: mistake.page for name, mistake in mistake_by_name().items()}
     return pages | dict.fromkeys(ranks.NAMES, ranks.PAGE)
 
@@ -131,7 +131,7 @@ def page_by_mistake() -> dict[str, str]:
 def wrong_layer(
     problem: Problem, dtype: str, mistakes: Sequence[Change], arithmetic: str = "ieee", asked: str = "qkv"
 ) -> Layer:
-    """The reference with mistakes in it, the first of them outermost, computed in a dtype and an arithmetic."""
+    """Return the reference with bugs injected, the first of them outermost, in a dtype and an arithmetic."""
     layer = Layer(problem, Arithmetic(dtype_named(dtype), arithmetic), asked)
     for mistake in reversed(mistakes):
         for method, override in mistake.in_reference.items():

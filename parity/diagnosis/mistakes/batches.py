@@ -1,4 +1,4 @@
-"""Mistakes in what the axes of a batch are: attention that goes from one sequence to another."""
+"""Bugs in the batch axis: attention across sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parity.diagnosis.mistakes.record import Mistake, Override
 
 
 def batches(case: Case) -> Iterator[Mistake]:
-    """The context of the wrong tokens; the weights, where they have the shape that they should have, are right."""
+    """Compute the context of the wrong tokens; weights of the expected shape are right."""
     spec = case.spec
     mistake = SEQUENCES.seen_in("context", "module.output")
     is_by_place = spec.alibi or spec.relative_bias or spec.window_size or spec.chunk_size or case.window_size
@@ -24,13 +24,13 @@ def batches(case: Case) -> Iterator[Mistake]:
     if is_square and case.key_padding_lengths is None and spec.rope is None and case.seq_len > 1:
         yield mistake(
             "batch-as-tokens",
-            "batch and tokens are exchanged: each token attends to those at its place in the other sequences",
+            "batch and tokens are exchanged: each token attends to the tokens at its position in the other sequences",
             {"context": _exchanged(case)},
         )
     if case.batch > 1 and (is_square or not case.is_causal):
         yield mistake(
             "sequences-flattened",
-            "the sequences of a batch are one: tokens attend to those of other sequences",
+            "the sequences of a batch are joined: tokens attend to other sequences",
             {"context": _flattened(case)},
         )
 
@@ -40,7 +40,7 @@ def _attending(
     left: Callable[[np.ndarray, tuple[int, ...]], np.ndarray],
     mask: Callable[[Layer], np.ndarray],
 ) -> Override:
-    """Attend in other axes: `entered` puts heads into them, `left` puts the context back."""
+    """Attend in other axes: `entered` moves heads into them, `left` moves the context back."""
 
     def context(layer: Layer, _: Override, values: Values) -> dict[str, np.ndarray]:
         found = {name: entered(layer, values[name]) for name in "qkv"}
@@ -54,7 +54,7 @@ def _attending(
 
 def _exchanged(case: Case) -> Override:
     def entered(layer: Layer, x: np.ndarray) -> np.ndarray:
-        """Return the tokens that attend, as sequences."""
+        """Return the attending tokens as sequences."""
         rows = slice(None) if layer.problem.sample is None else layer.problem.sample.rows
         return (x[:, :, rows] if x.shape[2] == layer.problem.case.seq_len else x).swapaxes(0, 2)
 

@@ -1,4 +1,4 @@
-"""Mistakes in what is cached, and where."""
+"""Bugs in the contents and the slots of a cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parity.diagnosis.mistakes.record import Mistake, Override
 from parity.diagnosis.mistakes.sites import before
 
 New = dict[str, np.ndarray]
-"""Heads or latents that are cached, by `keys` and `values`, or by `latents`."""
+"""Cached heads or latents, by `keys` and `values`, or by `latents`."""
 
 
 def caches(case: Case) -> Iterator[Mistake]:
@@ -24,9 +24,9 @@ def caches(case: Case) -> Iterator[Mistake]:
     if spec.value_head_dim == spec.head_dim and spec.latent is None:
         yield cached(
             "cache-keys-as-values",
-            "the cache of values holds keys",
+            "the cache of values contains keys",
             _caching(lambda new: {**new, "values": new["keys"]}),
-            fix="append keys to keys and values to values",
+            fix="append new keys to the keys, and new values to the values",
             stages=("cache.values",),
         )
     if spec.latent is None:
@@ -48,21 +48,21 @@ def caches(case: Case) -> Iterator[Mistake]:
             "cache-rows-rolled",
             "the new tokens of each sequence are cached in the row of the next one",
             _caching(lambda new: {name: np.roll(x, 1, axis=0) for name, x in new.items()}),
-            fix="let row b of the cache be sequence b, and reorder it with the sequences",
+            fix="keep sequence b in row b of the cache, and reorder the rows with the sequences",
         )
     yield cached(
         "cache-slot-late",
-        "after the first call tokens are cached one slot too late",
+        "after the first call, tokens are cached one slot too late",
         _into_slots(lambda _, before, added: (np.minimum(before + (before > 0), capacity - added), added)),
     )
     yield cached(
         "cache-slot-early",
-        "after the first call tokens are cached one slot too early, over the last one",
+        "after the first call, tokens are cached one slot too early and overwrite the last one",
         _into_slots(lambda _, before, added: (np.maximum(before - 1, 0), added)),
     )
     yield cached(
         "cache-slot-first",
-        "every call caches its tokens from slot 0 on, over the first ones",
+        "every call caches its tokens from slot 0 and overwrites the first ones",
         _into_slots(lambda _, before, added: (np.zeros_like(before), added)),
     )
     yield cached(
@@ -81,12 +81,12 @@ def caches(case: Case) -> Iterator[Mistake]:
 
 
 def _caching(change: Callable[[New], New]) -> dict[str, Override]:
-    """Append something else than what is new."""
+    """Append something other than the new tokens."""
     return {"appended": before(lambda cache, values, new, *slots: (cache, values, change(new), *slots))}
 
 
 def _into_slots(slots: Callable[..., tuple[np.ndarray, np.ndarray]]) -> dict[str, Override]:
-    """Write as many tokens, and from there on, as `slots(seq_len, before, added)` says; the lengths stay right."""
+    """Write the number of tokens, from the slot, that `slots(seq_len, before, added)` returns; lengths stay right."""
 
     def appended(
         _: object, original: Override, cache: str, values: Values, new: New, before: np.ndarray, added: np.ndarray

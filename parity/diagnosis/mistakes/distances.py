@@ -1,4 +1,4 @@
-"""Mistakes in what scores lose or gain for the places of their keys: ALiBi, T5's relative bias, and that of a grid."""
+"""Bugs in biases by distance: ALiBi, T5's relative bias, and the bias of a grid."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESTARTED = (
     "the distance is counted from the first key in each call with a cache",
     {"scores": lambda _, original, values, *places: original(values)},
 )
-"""The words and overrides of a mistake that both can have."""
+"""The description and overrides of a bug that both can have."""
 
 
 # ---- ALiBi -----------------------------------------------------------------------------------------------------------
@@ -30,26 +30,26 @@ def alibi(case: Case) -> Iterator[Mistake]:
         return
     mistake = ALIBI.seen_in("scores")
     factors = {
-        "missing": (0.0, "scores lose nothing for the distance of their keys"),
-        "added": (-1.0, "scores gain for the distance of their keys, and do not lose"),
+        "missing": (0.0, "nothing is subtracted from scores for the distance of their keys"),
+        "added": (-1.0, "the distance of a key is added to its score instead of subtracted"),
     }
     if spec.score_scale != 1.0 and right.scaled:
-        factors["not-scaled"] = 1.0 / spec.score_scale, "slopes are not scaled as scores are"
+        factors["not-scaled"] = 1.0 / spec.score_scale, "slopes are not scaled like the scores"
     elif spec.score_scale != 1.0:
-        factors["scaled"] = spec.score_scale, "slopes are scaled as scores are"
+        factors["scaled"] = spec.score_scale, "slopes are scaled like the scores"
     for name, (factor, about) in factors.items():
         yield mistake(f"alibi-{name}", about, {"slopes": after(lambda slopes, factor=factor: factor * slopes)})
 
     num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
     n, largest = np.arange(1, num_heads + 1), 1 << (num_heads.bit_length() - 1)
-    exponents = {}  # as shares of the largest
+    exponents = {}  # relative to the largest
     if largest != num_heads:
-        exponents["evenly"] = n / num_heads, "slopes are 2 ** (-8 n / N) though N is no power of two"
-        about = "slopes are the first of those of the next power of two"
+        exponents["evenly"] = n / num_heads, "slopes are 2 ** (-8 n / N) although N is not a power of two"
+        about = "slopes are the first ones for the next power of two"
         exponents["of-next-power"] = n / (2 * largest), about
     if num_kv_heads < num_heads:
         of_group = 1 + (n - 1) // (num_heads // num_kv_heads)
-        about = "slopes are those of as many heads as there are key/value heads"
+        about = "slopes are computed for the number of key/value heads"
         exponents["of-kv-heads"] = of_group / num_kv_heads, about
     for name, (shares, about) in exponents.items():
         slopes = 2.0 ** (-right.max_bias * shares) * (spec.score_scale if right.scaled else 1.0)
@@ -67,7 +67,7 @@ def relative_bias(case: Case) -> Iterator[Mistake]:
     if right is None:
         return
     mistake = RELATIVE_BIAS.seen_in("scores")
-    yield mistake("relative-bias-ignored", "scores gain nothing for the distance of their keys", _times(0.0))
+    yield mistake("relative-bias-ignored", "no bias for the distance of keys is added to the scores", _times(0.0))
     yield from _of_grid(right) if isinstance(right, GridBias) else _of_distances(right)
     if spec.score_scale != 1.0:
         yield mistake(
@@ -82,25 +82,27 @@ def relative_bias(case: Case) -> Iterator[Mistake]:
 def _of_distances(right: RelativeBias) -> Iterator[Mistake]:
     mistake = RELATIVE_BIAS.seen_in("scores")
     if right.bidirectional and right.max_distance > right.num_buckets // 2:
-        about = "keys after the query share its own bucket, as in a decoder"
+        about = "later keys share the query's own bucket, as in a decoder"
         yield mistake("relative-bias-one-directional", about, _with(bidirectional=False))
     if not right.bidirectional and right.num_buckets >= 4 and right.num_buckets % 2 == 0:
-        about = "half of the buckets are for keys after the query, as in an encoder"
+        about = "half of the buckets are for later keys, as in an encoder"
         yield mistake("relative-bias-bidirectional", about, _with(bidirectional=True))
     yield mistake(
-        "relative-bias-flipped", "distances are query - key", {"bucket": before(lambda distance: (-distance,))}
+        "relative-bias-flipped",
+        "distances are counted as query - key instead of key - query",
+        {"bucket": before(lambda distance: (-distance,))},
     )
     about = "queries are counted from 1, keys from 0"
     yield mistake("relative-bias-off-by-one", about, {"bucket": before(lambda distance: (distance - 1,))})
     if not np.array_equal(_Linear(**asdict(right)).buckets(), right.buckets()):
-        about = "all buckets of more than one distance are of equal width"
+        about = "all buckets of more than one distance have equal width"
         yield mistake("relative-bias-linear", about, {"share_of_logarithm": _share_of_distance})
 
 
 def _of_grid(right: GridBias) -> Iterator[Mistake]:
     mistake = RELATIVE_BIAS.seen_in("scores")
     first = int(right.class_token)
-    about = "differences of rows and columns are key - query"
+    about = "differences of rows and columns are counted as key - query instead of query - key"
     yield mistake("grid-bias-flipped", about, {"bucket_on": before(lambda grid, query, key: (grid, key, query))})
     if right.height > 1 and right.width > 1:
 
@@ -111,7 +113,7 @@ def _of_grid(right: GridBias) -> Iterator[Mistake]:
         columns = before(lambda grid, query, key: (grid, by_column(query), by_column(key)))
         yield mistake("grid-bias-by-columns", "tokens are counted column by column", {"bucket_on": columns})
     if right.class_token:
-        about = "the class token as a query has its bucket as a key, and the other way round"
+        about = "the buckets of the class token as query and as key are exchanged"
         as_query, as_key = right.num_buckets - 3, right.num_buckets - 2
         swap = {as_query: as_key, as_key: as_query}
         swapped = after(lambda buckets: np.vectorize(lambda bucket: swap.get(bucket, bucket))(buckets))
@@ -127,7 +129,7 @@ def _with(*, bidirectional: bool) -> Overrides:
 
 
 class _Linear(RelativeBias):
-    """Buckets of equal width where they have more than one distance."""
+    """Use buckets of equal width for more than one distance."""
 
     def buckets(self) -> np.ndarray:
         distances = np.arange(-self.max_distance, self.max_distance + 1)

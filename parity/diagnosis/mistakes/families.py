@@ -1,4 +1,4 @@
-"""Families of mistakes: a page of parity/bugs and a fix, for the known mistakes of it and for what a law fits."""
+"""Families of bugs: a page of parity/bugs and a fix, for known bugs and for fitted patterns."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from parity.diagnosis.mistakes.record import Mistake
 
 @dataclass(frozen=True)
 class MistakeFamily:
-    """Mistakes that differ in a number, an order or a weight only.
+    """Bugs that differ only in a number, an order or a weight.
 
     Attributes:
-        page: of parity/bugs that says more. It is also the name of a mistake that a law fits.
-        fix: what to do, with places for `spec`, which is right, and for `root`, sqrt(head_dim), and `scaling`, of RoPE.
-        about: what is the case, with places for `found` and `right`, where known mistakes and laws share the words.
+        page: their page in parity/bugs. It is also the name of a fitted pattern.
+        fix: an instruction, with places for `spec`, which is right, `root`, sqrt(head_dim), and RoPE's `scaling`.
+        about: a description, with places for `found` and `right`, if known bugs and patterns share it.
     """
 
     page: str
@@ -25,31 +25,27 @@ class MistakeFamily:
     about: str = ""
 
     def fix_for(self, spec: AttentionSpec) -> str:
-        """Return the fix of a layer."""
+        """Return the fix for a layer."""
         scaling = "none" if spec.rope is None or spec.rope.scaling is None else spec.rope.scaling
         return self.fix.format(spec=spec, root=math.sqrt(spec.head_dim), scaling=scaling)
 
     def seen_in(self, *stages: str) -> partial[Mistake]:
-        """Return a `Mistake` of this family that lacks its name, words and overrides."""
+        """Return a `Mistake` of this family that lacks its name, description and overrides."""
         return partial(Mistake, fix=self.fix, page=self.page, stages=stages)
 
 
 # ---- Weights and inputs ----------------------------------------------------------------------------------------------
 
 TRANSPOSED = MistakeFamily(
-    "transposed-kernel", "canonical kernels are (out, in), Flax's and GPT-2's Conv1D are (in, out)"
+    "transposed-kernel", "canonical kernels are (out, in), those of Flax and GPT-2's Conv1D (in, out)"
 )
 SWAPPED = MistakeFamily(
-    "swapped-projections", "give each projection its own weight, in the order of a packed projection"
+    "swapped-projections", "use each projection's own weight; check the order of a packed projection"
 )
-INPUTS = MistakeFamily("swapped-projections", "make q of the query, and k and v of the key")
+INPUTS = MistakeFamily("swapped-projections", "project q from the query, and k and v from the key")
 BIAS = MistakeFamily("missing-bias", "add the bias of each projection once, its own")
-QK_NORM = MistakeFamily(
-    "qk-norm", "normalize by the layer's own norms, with their own weight and eps, where the spec has them"
-)
-SEQUENCES = MistakeFamily(
-    "batch-axis", "let every query attend to the keys of its own sequence: heads are (B, N, T, H), batch first"
-)
+QK_NORM = MistakeFamily("qk-norm", "normalize with the layer's own norms, weights and eps, at the specified place")
+SEQUENCES = MistakeFamily("batch-axis", "attend within each sequence: heads are (B, N, T, H), batch first")
 LATENTS = MistakeFamily("latents", "use the latents' own norms and projections")
 GATE = MistakeFamily("gate", "multiply the context by sigmoid(gate_proj(query)), before out_proj")
 
@@ -58,25 +54,27 @@ GATE = MistakeFamily("gate", "multiply the context by sigmoid(gate_proj(query)),
 HEAD_ORDER = MistakeFamily(
     "head-order", "split into (B, T, N, H), move N before T, and keep the heads in the weights' order"
 )
-GROUPED = MistakeFamily("grouped-heads", "let query head n use key/value head n // (N // K): repeat, not tile")
+GROUPED = MistakeFamily("grouped-heads", "use key/value head n // (N // K) for query head n: repeat, not tile")
 
 # ---- RoPE ------------------------------------------------------------------------------------------------------------
 
 THETA = MistakeFamily(
     "rope-theta",
-    "set the theta of its Rope to {spec.rope.theta:g}",
-    "RoPE's theta is {found} and not {right}",
+    "set RoPE's theta to {spec.rope.theta:g}",
+    "RoPE's theta is {found} instead of {right}",
 )
 EXPONENTS = MistakeFamily(
-    "rope-theta", "let pair i of R features have the exponent 2 i / R, of theta = {spec.rope.theta:g}"
+    "rope-theta", "use the exponent 2 i / R for pair i of R features, with theta = {spec.rope.theta:g}"
 )
-SCALING = MistakeFamily("rope-scaling", "let RoPE's frequencies have the scaling that the spec says: {scaling}")
+SCALING = MistakeFamily("rope-scaling", "scale RoPE's frequencies as specified: {scaling}")
 ROTARY_DIM = MistakeFamily(
-    "rope-partial", "rotate as many features of a head as the spec says, by frequencies of these alone"
+    "rope-partial", "rotate rotary_dim features of each head, with frequencies for these features alone"
 )
 AMPLITUDE = MistakeFamily("rope-attention-factor", "multiply cosines and sines by {spec.rope.attention_factor:g}, once")
-PAIRS = MistakeFamily("rope-pairs", "let the rows of q_proj and k_proj have the order of the pairs that are rotated")
-POSITIONS = MistakeFamily("rope-positions", "the first token is at position 0, a new one at the number of those cached")
+PAIRS = MistakeFamily("rope-pairs", "order the rows of q_proj and k_proj as the rotated pairs")
+POSITIONS = MistakeFamily(
+    "rope-positions", "start at position 0; the position of a new token is the number of cached tokens"
+)
 MISSING_ROPE = MistakeFamily("rope-positions", "rotate both queries and keys by their positions")
 REVERSED_ROPE = MistakeFamily("rope-positions", "rotate (x, y) to (x cos - y sin, y cos + x sin)")
 CACHE_POSITIONS = MistakeFamily("cache-positions", "a new token's position is the number of tokens cached before it")
@@ -86,27 +84,27 @@ CACHE_SLOTS = MistakeFamily("cache-slots", "write new token i into slot length +
 
 CAUSAL = MistakeFamily("causal-alignment", "hide every key whose position is greater than the query's: s > t")
 POLARITY = MistakeFamily("mask-polarity", "let True hide, and hide a key that any of the masks hides")
-PADDING = MistakeFamily("padding", "hide the keys from each sequence's own length on: s >= length")
+PADDING = MistakeFamily("padding", "hide the keys from each sequence's own length: s >= length")
 WINDOW = MistakeFamily(
-    "sliding-window", "hide the keys at t - window_size and before: a query sees window_size keys, its own included"
+    "sliding-window", "hide the keys s <= t - window_size: a query attends to window_size keys, including its own"
 )
-NO_WINDOW = MistakeFamily("sliding-window", "hide no keys for their distance")
-CHUNK = MistakeFamily(
-    "sliding-window", "hide the keys of other chunks: those for which s // chunk_size is not t // chunk_size"
-)
+NO_WINDOW = MistakeFamily("sliding-window", "hide no keys because of their distance")
+CHUNK = MistakeFamily("sliding-window", "hide the keys of other chunks, where s // chunk_size is not t // chunk_size")
 LEAKING = MistakeFamily(
-    "mask-as-number", "hide keys with -inf before the softmax: a boolean mask is not a number to be added"
+    "mask-as-number", "hide keys with -inf before the softmax: do not add a boolean mask to the scores"
 )
 
 # ---- Scores and what comes of them -----------------------------------------------------------------------------------
 
 DIVIDED = MistakeFamily(
-    "scale", "divide the scores by sqrt(head_dim) = {root:g}, once", "the scale of the scores {found}, and not {right}"
+    "scale",
+    "divide the scores by sqrt(head_dim) = {root:g}, once",
+    "the scale of the scores {found} instead of {right}",
 )
 MULTIPLIED = MistakeFamily("scale", "multiply the scores by {spec.scale:g}, once", DIVIDED.about)
 SOFT_CAP = MistakeFamily(
     "soft-cap",
-    "scale the scores, then take {spec.soft_cap:g} * tanh(scores / {spec.soft_cap:g}), then add the bias and mask",
+    "scale the scores, cap them with {spec.soft_cap:g} * tanh(scores / {spec.soft_cap:g}), then add the bias and mask",
 )
 NO_CAP = MistakeFamily("soft-cap", "do not cap the scores")
 SCORE_BIAS = MistakeFamily(
@@ -114,15 +112,15 @@ SCORE_BIAS = MistakeFamily(
 )
 ALIBI = MistakeFamily(
     "alibi",
-    "take slope * distance from the scaled scores, the distance counted from the place of the query among all keys",
+    "subtract slope * distance from the scaled scores; count the distance from the query's place among all keys",
 )
 RELATIVE_BIAS = MistakeFamily(
     "relative-bias",
-    "add to the scaled scores what the table has for the bucket of key - query, counted from the first of all keys",
+    "add the table's bias for the bucket of (key - query) to the scaled scores; count positions from the first key",
 )
 SINKS = MistakeFamily(
     "sinks",
-    "put each head's sink beside its scaled and masked scores, take the softmax, leave out the sink's weight",
+    "append each head's sink to its scaled and masked scores, apply the softmax, drop the sink's weight",
 )
 TEMPERATURE = MistakeFamily(
     "temperature",
@@ -130,11 +128,11 @@ TEMPERATURE = MistakeFamily(
 )
 DROPOUT = MistakeFamily("dropout", "leave out dropout in evaluation: model.eval(), dropout_p=0, deterministic=True")
 EMPTY_ROWS = MistakeFamily(
-    "empty-rows", "give 0 for a row whose every key is hidden, by the mask and not by its scores"
+    "empty-rows", "return 0 for a row if the mask hides all its keys; do not decide by its scores"
 )
-PRECISION = MistakeFamily("low-precision", "keep these values in the problem's dtype, and compute them in float32")
+PRECISION = MistakeFamily("low-precision", "keep these values in the problem's dtype and compute them in float32")
 
 
 def scale_family(spec: AttentionSpec) -> MistakeFamily:
-    """Return the family of scales, by whether a layer has one of its own."""
+    """Return the family of scales, with or without a scale of the layer's own."""
     return DIVIDED if spec.scale is None else MULTIPLIED

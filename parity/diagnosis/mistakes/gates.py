@@ -1,4 +1,4 @@
-"""Mistakes in the gate of the context."""
+"""Bugs in the gate of the context."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def gates(case: Case) -> Iterator[Mistake]:
     yield mistake("gate-missing", "the context is not gated", {"openness": after(np.ones_like)})
     yield mistake(
         "gate-without-sigmoid",
-        "the context is multiplied by what gate_proj gives, and not by its sigmoid",
+        "the context is multiplied by the output of gate_proj instead of its sigmoid",
         {"openness": after(lambda openness: np.log(openness) - np.log1p(-openness))},
     )
     if not spec.gate.per_head and spec.num_heads > 1 and spec.gate.bias == spec.qkv_biases[0]:
         yield mistake(
             "gate-read-as-halves",
-            "a weight that holds queries and gate head by head is read as all queries, then all gates",
+            "a weight with queries and gate per head is read as all queries, then all gates",
             packed(("q_proj", "gate_proj"), spec.num_heads, ("weight", "bias"), by_head=True),
             fix="split the packed weight into heads first, and each head into queries and gate",
             stages=("q",),

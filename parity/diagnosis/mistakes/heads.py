@@ -1,4 +1,4 @@
-"""Mistakes in how heads are split, shared, ordered and combined."""
+"""Bugs in the split, sharing, order and combination of heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def shared(case: Case) -> Iterator[Mistake]:
     if 1 < num_kv_heads < num_heads:
         yield GROUPED.seen_in("scores")(
             "kv-heads-tiled",
-            "key/value heads are tiled (0 1 0 1) and not repeated (0 0 1 1)",
+            "key/value heads are tiled (0 1 0 1) instead of repeated (0 0 1 1)",
             {"per_query_head": instead(lambda x: x[:, np.arange(num_heads) % num_kv_heads])},
         )
 
@@ -29,32 +29,32 @@ def split_or_combined(case: Case) -> Iterator[Mistake]:
     split, combined = HEAD_ORDER.seen_in("q", "k"), HEAD_ORDER.seen_in("output")
     yield split(
         "heads-innermost",
-        "the width is split into (H, N) and not (N, H)",
+        "the width is split into (H, N) instead of (N, H)",
         {"split_heads": instead(lambda x, n: x.reshape(*x.shape[:2], -1, n).transpose(0, 3, 1, 2))},
         fix="split heads outermost: reshape to (B, T, N, H), then move N before T",
     )
     yield split(
         "heads-not-moved",
-        "heads are split by a reshape to (B, N, T, H) that does not move them before the tokens",
+        "heads are split by a reshape to (B, N, T, H), without moving them before the tokens",
         {"split_heads": instead(lambda x, n: x.reshape(x.shape[0], n, x.shape[1], -1))},
         fix="reshape to (B, T, N, H), then swap the middle axes",
     )
     yield combined(
         "heads-combined-innermost",
-        "the heads are combined as (H, N) and not (N, H)",
+        "the heads are combined as (H, N) instead of (N, H)",
         {"combine_heads": instead(lambda x: x.transpose(0, 2, 3, 1).reshape(x.shape[0], x.shape[2], -1))},
         fix="combine heads outermost: move N after T, then reshape to (B, T, N * H)",
     )
     yield combined(
         "heads-not-moved-back",
-        "heads are combined by a reshape that does not move them after the tokens",
+        "heads are combined by a reshape, without moving them after the tokens",
         {"combine_heads": instead(lambda x: x.reshape(x.shape[0], x.shape[2], -1))},
         fix="swap the middle axes, then reshape to (B, T, N * H)",
     )
 
 
 def padded(case: Case) -> Iterator[Mistake]:
-    """Values that are narrower than keys, padded for a kernel that takes one width, and cut where it is too late."""
+    """Values narrower than keys are padded for a kernel of one width, and cut too late."""
     spec = case.spec
     features, missing = spec.value_head_dim, spec.head_dim - spec.value_head_dim
 
@@ -65,7 +65,7 @@ def padded(case: Case) -> Iterator[Mistake]:
     if missing > 0 and spec.num_heads > 1:
         yield Mistake(
             "value-padding-combined",
-            "values are padded to head_dim, and the context is cut to value_head_dim after its heads are combined",
+            "values are padded to head_dim, but the context is cut to value_head_dim after its heads are combined",
             {"combine_heads": combine_heads},
             fix="cut each head of the context to value_head_dim, then combine the heads",
             page="value-head-dim",
@@ -81,20 +81,20 @@ def reordered(case: Case) -> Iterator[Mistake]:
         heads = np.arange(count)
         if count > 1:
             yield _reordered(name, "reversed", "reversed", heads[::-1])
-        if count > 2:  # of two it is the same as reversed
+        if count > 2:  # with two heads it equals reversed
             yield _reordered(name, "rolled", "rolled", np.roll(heads, 1))
 
 
 def permuted_heads(expected: Values, observed: Values) -> list[Mistake]:
-    """The heads of q, k or v in whatever order they were observed in, where that is an order at all.
+    """Return the heads of q, k or v in their observed order, if they are in another order.
 
     Args:
-        expected, observed: stages by name; of steps with a cache the first is looked at.
+        expected, observed: stages by name; with a cache, the first step decides.
     """
     found = []
     for name in "qkv":
         stage = next((stage for stage in (name, f"step0.{name}") if stage in observed), None)
-        if stage is None or expected[stage].shape[1] < 3:  # of two heads the one other order is known by name
+        if stage is None or expected[stage].shape[1] < 3:  # with two heads the other order is a known bug
             continue
         right, seen = (values[stage].astype(np.float64).swapaxes(0, 1) for values in (expected, observed))
         order = np.array([int(((right - head) ** 2).sum(axis=(1, 2, 3)).argmin()) for head in seen])
@@ -105,7 +105,7 @@ def permuted_heads(expected: Values, observed: Values) -> list[Mistake]:
 
 
 def permuted(name: str, order: np.ndarray) -> Mistake:
-    """The heads of q, k or v in any order."""
+    """Return the heads of q, k or v in any order."""
     return _reordered(name, "permuted", f"in the order {' '.join(map(str, order))}", order)
 
 
@@ -115,5 +115,5 @@ def _reordered(name: str, word: str, about: str, order: np.ndarray) -> Mistake:
         f"{name}-heads-{word}",
         f"{name}'s heads are {about}",
         projected(lambda heads: {name: heads[name][:, order]}),
-        fix=f"keep the heads of {name} in the order in which the weights hold them",
+        fix=f"keep the heads of {name} in the order of the weights",
     )

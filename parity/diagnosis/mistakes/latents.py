@@ -1,4 +1,4 @@
-"""Mistakes in latents: what queries, keys and values are made of, and the scale of their scores."""
+"""Bugs in latents: the projections of queries, keys and values, and the scale of their scores."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def latents(case: Case) -> Iterator[Mistake]:
 def _norm_missing(name: str, words: str, stage: str) -> Mistake:
     return LATENTS.seen_in(stage)(
         f"latent-{name}-norm-missing",
-        f"{words} is not normalised",
+        f"{words} is not normalized",
         {"normed": lambda _, original, of, x, norm: x if of == f"{name}_a" else original(of, x, norm)},
-        fix=f"apply {name}_a_norm to {words}, before what is made of it",
+        fix=f"apply {name}_a_norm to {words}before it is projected",
     )
 
 
@@ -52,14 +52,14 @@ def _other_factors(latent: Latent) -> Iterator[Mistake]:
             )
             yield mistake(
                 f"latent-{of}-factor-twice",
-                f"the latent of {words} is multiplied by its factor twice, or by it without its square root",
+                f"the latent of {words} is multiplied by its factor twice, or by the factor without its square root",
                 _with(**{name: factor**2}),
                 fix=fix,
             )
     if latent.q_rank is not None and latent.q_factor != latent.kv_factor:
         yield LATENTS.seen_in("q", "latents")(
             "latent-factors-swapped",
-            "the latent of queries is multiplied by the factor of keys and values, and theirs by that of queries",
+            "the factors of the two latents, of queries and of keys and values, are exchanged",
             _with(q_factor=latent.kv_factor, kv_factor=latent.q_factor),
             fix=f"multiply queries' latent by {latent.q_factor:.6g}, that of keys and values by {latent.kv_factor:.6g}",
         )
@@ -71,34 +71,34 @@ def _with(**factors: float) -> Overrides:
 
 
 def _columns_read_otherwise(spec: AttentionSpec, latent: Latent, own_features: int) -> Iterator[Mistake]:
-    """Features of a projection, cut in another order than its weight has."""
+    """Split the features of a projection in another order than its weight."""
     num_heads, value_dim, shared = spec.num_heads, spec.value_head_dim, latent.rope_dim
     of_keys, of_values = np.arange(num_heads * own_features), np.arange(num_heads * value_dim)
     if num_heads > 1:
         halves = [of_keys.reshape(num_heads, -1), len(of_keys) + of_values.reshape(num_heads, -1)]
         yield LATENTS.seen_in("k", "v")(
             "latent-kv-in-halves",
-            "kv_b_proj is read as all keys and then all values, and not head by head",
+            "kv_b_proj is read as all keys, then all values, instead of head by head",
             _read("kv_b_proj", np.concatenate(halves, axis=1).ravel()),
-            fix="cut what kv_b_proj gives into heads first, and each head into its key and its value",
+            fix="split the output of kv_b_proj into heads first, and each head into its key and its value",
         )
     yield LATENTS.seen_in("k", "v")(
         "latent-values-first",
-        "in a head of kv_b_proj the value is read before the key",
+        "in each head of kv_b_proj, the value is read before the key",
         _read("kv_b_proj", _rolled(num_heads, own_features + value_dim, -value_dim)),
-        fix="take the first features of each head of kv_b_proj as its key",
+        fix="use the first features of each head of kv_b_proj as its key",
     )
     yield LATENTS.seen_in("latents")(
         "latent-shared-first",
-        "what the heads share of their keys is read before the latent",
+        "the features that all heads share are read before the latent",
         _read("kv_a_proj", _rolled(1, latent.width, -shared)),
-        fix="take the first kv_rank features of what kv_a_proj gives as the latent",
+        fix="use the first kv_rank features of the output of kv_a_proj as the latent",
     )
     yield LATENTS.seen_in("q")(
         "latent-rope-first",
-        "in a head of the queries the features that are rotated are read first",
+        "in each head of the queries, the rotated features are read first",
         _read("q_proj" if latent.q_rank is None else "q_b_proj", _rolled(num_heads, spec.head_dim, -shared)),
-        fix="take the last rope_dim features of each head of the queries as those that are rotated",
+        fix="rotate the last rope_dim features of each head of the queries",
     )
 
 
@@ -107,7 +107,7 @@ def _rolled(num_heads: int, size: int, by: int) -> np.ndarray:
 
 
 def _read(projection: str, order: np.ndarray) -> Overrides:
-    """Read what a projection gives in another order."""
+    """Read the output of a projection in another order."""
     return {"linear": lambda _, original, of, x: original(of, x)[..., order] if of == projection else original(of, x)}
 
 
@@ -121,10 +121,10 @@ def _other_scales(spec: AttentionSpec, latent: Latent, own_features: int) -> Ite
     whole = _whole_mscale(spec)
     for name, words, divisor in (
         ("scale-by-own-features", "is 1 / sqrt(head_dim - rope_dim)", own / kept),
-        ("scale-by-width", "is 1 / sqrt(kv_rank + rope_dim), that of what is absorbed", width / kept),
+        ("scale-by-width", "is 1 / sqrt(kv_rank + rope_dim), the width of absorbed heads", width / kept),
         ("mscale-missing", "is 1 / sqrt(head_dim), without mscale", root),
-        ("mscale-once", "has mscale in it once, and not squared", root / float(np.sqrt(kept))),
-        ("mscale-all-dim-ignored", "has 0.1 ln(factor) + 1 for mscale, without mscale_all_dim", root / whole**2),
+        ("mscale-once", "contains mscale once instead of squared", root / float(np.sqrt(kept))),
+        ("mscale-all-dim-ignored", "uses 0.1 ln(factor) + 1 as mscale, without mscale_all_dim", root / whole**2),
     ):
         if not np.isclose(divisor, known).any():
             known.append(divisor)
@@ -138,7 +138,7 @@ def _other_scales(spec: AttentionSpec, latent: Latent, own_features: int) -> Ite
 
 
 def _whole_mscale(spec: AttentionSpec) -> float:
-    """mscale where mscale_all_dim is 1; 1 without one."""
+    """Return mscale for mscale_all_dim = 1; 1 without one."""
     scaling = None if spec.rope is None else spec.rope.scaling
     if not isinstance(scaling, YarnScaling) or scaling.mscale_all_dim is None:
         return 1.0

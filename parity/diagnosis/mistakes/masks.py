@@ -1,4 +1,4 @@
-"""Mistakes in masks: how they are made, and how they are used."""
+"""Bugs in masks: in their construction, and in their use."""
 
 from __future__ import annotations
 
@@ -23,31 +23,35 @@ def _of_no_pair(t: np.ndarray, s: np.ndarray, *_: object) -> np.ndarray:
 
 
 def used_or_made(case: Case) -> Iterator[Mistake]:
-    """A mask that is made as it should be and used otherwise, which is the more usual, or made otherwise."""
+    """A right mask that is wrongly used, which is more usual, or a wrong mask."""
     flipped = partial(
         Mistake,
         "mask-flipped",
-        fix="True hides a key here; PyTorch's SDPA, JAX and Flax show it: use ~mask at the one edge between them",
+        fix="invert the mask once: True hides a key here, but shows it in PyTorch's SDPA, JAX and Flax",
         page="mask-polarity",
     )
     ignored = partial(
         Mistake,
         "mask-ignored",
-        fix="pass the mask on, on every path (with weights, without, cached)",
+        fix="pass the mask on every path (with attention weights, without, cached)",
         page="mask-ignored",
     )
     if case.has_mask or case.is_cached:
         used, made = ("attn_weights",), ("mask",)
-        yield flipped("the mask is used with the other polarity", _using(np.logical_not), stages=used)
+        yield flipped(
+            "the mask is used with inverted polarity: hidden keys are visible, and visible ones hidden",
+            _using(np.logical_not),
+            stages=used,
+        )
         yield ignored("the mask is ignored", _using(np.zeros_like), stages=used)
-        yield flipped("the mask is made with the other polarity", _making(np.logical_not), stages=made)
+        yield flipped("the mask is built with inverted polarity", _making(np.logical_not), stages=made)
         yield ignored("the mask is empty", _making(np.zeros_like), stages=made)
     if case.segment_ids is not None:
         yield of_mask(
             "segment-ids-ignored",
-            "sequences that are packed in a row attend to each other",
+            "packed sequences attend to each other",
             {"is_in_another_segment": instead(lambda ids: np.zeros((*ids.shape[:2], 1, 1), bool))},
-            fix="hide the keys of other segments: those whose id is not the query's",
+            fix="hide the keys whose segment id is not the query's",
             page="mask-ignored",
         )
 
@@ -69,12 +73,12 @@ def causal(case: Case) -> Iterator[Mistake]:
     if is_causal:
         yield mistake(
             "causal-off-by-one",
-            "each token sees the next one, too: the causal mask is one late",
+            "each token also attends to the next one: the causal mask starts one key too late",
             {"is_later": instead(lambda t, s: s > t + 1)},
         )
         yield mistake(
             "causal-excludes-self",
-            "no token sees itself: the causal mask is one early",
+            "no token attends to itself: the causal mask starts one key too early",
             {"is_later": instead(lambda t, s: s >= t)},
         )
     is_square = case.seq_len == case.key_len and not case.is_cached and case.seq_len > 1
@@ -82,31 +86,31 @@ def causal(case: Case) -> Iterator[Mistake]:
     if is_triangle:
         yield mistake(
             "causal-transposed",
-            "each token sees itself and those after it: the causal mask is transposed",
+            "each token attends to itself and later tokens: the causal mask is transposed",
             {"is_later": instead(lambda t, s: s < t)},
             fix="hide every key after the query, s > t: the upper triangle without the diagonal",
         )
     if (is_triangle and case.key_padding_lengths) or (is_square and case.random_mask):
         yield of_mask(
             "mask-transposed",
-            "the whole mask is transposed, (B, N, S, T) for (B, N, T, S)",
+            "the whole mask is transposed, (B, N, S, T) instead of (B, N, T, S)",
             _making(lambda masked: masked.swapaxes(2, 3)),
-            fix="let rows of a mask be queries, and columns keys",
+            fix="use rows of a mask for queries, and columns for keys",
             page="mask-polarity",
         )
     if case.is_cached:
         yield mistake(
             "causal-top-left",
-            "the causal mask of new tokens is aligned to the first cached key, and not to their own positions",
+            "the causal mask of new tokens is aligned to the first cached key instead of their own positions",
             {"is_later": instead(lambda t, s: s > t - t[:, :, :1])},
-            fix="let a new token see every key up to its own position: those cached before it, too",
+            fix="hide no cached key from a new token: it attends to all keys up to its own position",
         )
     if case.is_causal and case.key_len != case.seq_len:
         yield mistake(
             "causal-bottom-right",
-            "the causal mask is aligned to the last key, and not to the first",
+            "the causal mask is aligned to the last key instead of the first",
             {"is_later": instead(lambda t, s: s > t + case.key_len - case.seq_len)},
-            fix="count positions from the first key: query i sees keys 0 … i",
+            fix="count positions from the first key: query i attends to keys 0 … i",
         )
     reach = case.window_size or case.spec.window_size or case.spec.chunk_size
     is_beside = case.key_padding_lengths or case.random_mask or case.segment_ids
@@ -115,20 +119,20 @@ def causal(case: Case) -> Iterator[Mistake]:
             "causal-ignored",
             "the causal mask is missing from the others",
             {"is_later": instead(_is_not_filled)},
-            fix="hide what any of the masks hides",
+            fix="hide a key if any of the masks hides it",
             page="mask-ignored",
         )
     if not (is_causal or case.random_mask) and case.seq_len > 1:
         yield mistake(
             "causal-unasked",
-            "a causal mask is used that nobody asked for",
+            "the layer is causal, although the problem is not",
             _making(lambda masked: masked | ~np.tri(*masked.shape[2:], dtype=bool)),
-            fix="leave out the causal mask: every token may see every other",
+            fix="remove the causal mask: every token attends to all tokens",
         )
 
 
 def _is_not_filled(t: np.ndarray, s: np.ndarray) -> np.ndarray:
-    """In a call with a cache, hide the slots after all of its tokens; else nothing."""
+    """In a call with a cache, hide the slots after all of its tokens; otherwise nothing."""
     return s > (t.max(axis=2, keepdims=True) if t.ndim == 4 else np.full_like(t, s.max()))
 
 
@@ -144,9 +148,9 @@ def padding(case: Case) -> Iterator[Mistake]:
         yield mistake("padding-ignored", "padding is not hidden", {"is_padding": instead(_of_no_pair)})
     yield mistake(
         "padding-on-the-left",
-        "padding is hidden on the left, and lies on the right",
+        "padding is hidden on the left, but is on the right",
         {"is_padding": instead(lambda s, lengths: s < key_len - lengths)},
-        fix="hide the keys from each sequence's own length on, or move the tokens to the other end",
+        fix="hide the keys from each sequence's own length, or move the padding to the left",
     )
     for by, words, step in (("one", "shows one padding key", 1), ("minus-one", "hides one real key", -1)):
         yield mistake(
@@ -155,7 +159,7 @@ def padding(case: Case) -> Iterator[Mistake]:
             {"is_padding": before(lambda s, lengths, step=step: (s, lengths + step))},
         )
     count = len(lengths)
-    seen = {lengths, (key_len,) * count}  # the second of them is padding-ignored
+    seen = {lengths, (key_len,) * count}  # the second is padding-ignored
     for name, words, wrong, change in (
         ("the-longest", "the longest one", (max(lengths),) * count, lambda x: np.full_like(x, x.max())),
         ("the-shortest", "the shortest one", (min(lengths),) * count, lambda x: np.full_like(x, x.min())),
@@ -168,12 +172,12 @@ def padding(case: Case) -> Iterator[Mistake]:
                 f"padding-of-{name}",
                 f"each sequence has the padding of {words}",
                 {"is_padding": before(lambda s, x, change=change: (s, change(x)))},
-                fix="hide the keys from each sequence's own length on, row b of the mask for sequence b",
+                fix="hide the keys from each sequence's own length: use row b of the mask for sequence b",
             )
     if key_len == case.seq_len:
         yield mistake(
             "padding-of-queries",
-            "the queries of padding are hidden from, and not its keys",
+            "the mask hides the queries of padding instead of its keys",
             {"is_padding": lambda _, original, s, lengths: original(s, lengths).swapaxes(2, 3)},
             fix="hide the keys of padding from every query: (B, 1, 1, S)",
         )
@@ -184,7 +188,7 @@ def window(case: Case) -> Iterator[Mistake]:
         yield from _windows(WINDOW.fix, "is_before_window")
         yield WINDOW.seen_in("mask")(
             "window-ignored",
-            "the window is ignored, only later keys are hidden",
+            "the window is ignored: only later keys are hidden",
             {"is_before_window": instead(_of_no_pair)},
         )
 
@@ -193,7 +197,7 @@ def _windows(fix: str, *methods: str) -> Iterator[Mistake]:
     for word, step in (("wide", 1), ("narrow", -1)):
         yield of_mask(
             f"window-one-too-{word}",
-            f"the sliding window is one too {word}",
+            f"the sliding window is one key too {word}",
             dict.fromkeys(methods, before(lambda t, s, size, step=step: (t, s, size + step))),
             fix=fix,
             page=WINDOW.page,
@@ -203,7 +207,7 @@ def _windows(fix: str, *methods: str) -> Iterator[Mistake]:
 def reach(case: Case) -> Iterator[Mistake]:
     """A layer's own window, or its chunks."""
     if case.spec.window_size is not None:
-        fix = "hide the keys at t - window_size and before, and those at t + window_size and after"
+        fix = "hide the keys s <= t - window_size and s >= t + window_size"
         yield from _windows(fix, "is_before_window", "is_after_window")
         yield of_mask(
             "window-ignored",
@@ -219,7 +223,7 @@ def reach(case: Case) -> Iterator[Mistake]:
         ("ignored", "the chunks are ignored", _of_no_pair),
         (
             "as-window",
-            "each token sees a sliding window as long as a chunk, and not its own chunk",
+            "each token attends to a sliding window as long as a chunk instead of its own chunk",
             lambda t, s, _: (s <= t - size) | (s >= t + size),
         ),
         (

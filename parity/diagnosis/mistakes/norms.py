@@ -1,4 +1,4 @@
-"""Mistakes in norms of queries, keys, values and the context."""
+"""Bugs in norms of queries, keys, values and the context."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parity.core.reference import Layer
 from parity.diagnosis.mistakes.record import Mistake, Override
 from parity.diagnosis.mistakes.sites import Overrides, norm_with, read_as, weights
 
-SEEN_EPS = 1e-3  # a smaller one is lost in the rounding of float32
+SEEN_EPS = 1e-3  # a smaller one disappears in the rounding of float32
 
 of_norms = partial(Mistake, page="qk-norm", stages=("q", "k"))
 
@@ -49,40 +49,40 @@ def norms(case: Case) -> Iterator[Mistake]:
             )
             yield of_norms(
                 "k-norm-from-q",
-                "keys are normalised with the weight of q_norm",
+                "keys are normalized with the weight of q_norm",
                 {"parameter": read_as({"k_norm": "q_norm"})},
-                fix="give keys a norm of their own, k_norm",
+                fix="use k_norm for the keys",
                 stages=("k",),
             )
     if spec.rope is not None and norm.over == "head" and (norm.weight is not None or norm.kind == "layer"):
         right, wrong = ("after", "before") if norm.after_rope else ("before", "after")
         yield of_norms(
             f"qk-norm-{wrong}-rope",
-            f"queries and keys are normalised {wrong} RoPE, and not {right} it",
+            f"queries and keys are normalized {wrong} RoPE instead of {right} it",
             norm_with(after_rope=not norm.after_rope),
-            fix=f"normalise {right} the rotation: with a weight the two do not commute",
+            fix=f"normalize {right} RoPE: with a weight, the two do not commute",
         )
     is_rms = norm.kind == "rms"
     yield of_norms(
         "qk-norm-mean-subtracted" if is_rms else "qk-norm-mean-kept",
         f"the norm of queries and keys {'subtracts their mean' if is_rms else 'does not subtract their mean'}",
         norm_with(kind="layer" if is_rms else "rms"),
-        fix=f"take the {'RMS' if is_rms else 'layer'} norm",
+        fix=f"use the {'RMS' if is_rms else 'layer'} norm",
     )
     if spec.num_heads > 1:
         is_width = norm.over == "width"
         yield of_norms(
             "qk-norm-per-head" if is_width else "qk-norm-over-width",
-            f"queries and keys are normalised {'head by head' if is_width else 'over all heads together'}",
+            f"queries and keys are normalized {'head by head' if is_width else 'over all heads together'}",
             _over_heads(spec.num_heads, spec.num_kv_heads) if is_width else _over_width(),
-            fix="normalise before the heads are split, over their whole width"
+            fix="normalize over the whole width, before the heads are split"
             if is_width
-            else "normalise each head by itself",
+            else "normalize each head separately",
         )
     if norm.eps >= SEEN_EPS:
         yield of_norms(
             "qk-norm-eps-outside",
-            "eps is added to the root of the mean square, and not to the mean square",
+            "eps is added to the root of the mean square instead of the mean square",
             _standardised(_with_eps_outside),
             fix=f"divide by sqrt(mean(x²) + {norm.eps:g})",
         )
@@ -90,7 +90,7 @@ def norms(case: Case) -> Iterator[Mistake]:
 
 def _missing(name: str, of: Collection[str], whose: str, **more: Any) -> Mistake:
     without = {"norm": lambda _, original, which: None if which in of else original(which)}
-    return of_norms(name, f"{whose} are not normalised", without, fix=f"normalise the {whose}", **more)
+    return of_norms(name, f"{whose} are not normalized", without, fix=f"normalize the {whose}", **more)
 
 
 def _of_weights(norm: Norm) -> Iterator[Mistake]:
@@ -99,24 +99,24 @@ def _of_weights(norm: Norm) -> Iterator[Mistake]:
         names = [f"{each}_norm.{leaf}" for each in "qk"]
         yield of_norms(
             f"qk-norm-{leaf}-missing",
-            f"the {leaf} of the norm of queries and keys is that of a new layer",
+            f"the {leaf} of the norm of queries and keys has its initial value",
             weights(lambda x, value=value: np.full_like(x, value), names),
             fix=f"load {names[0]} and {names[1]}",
         )
     is_w = norm.weight == "w"
     yield of_norms(
         "qk-norm-weight-plus-one" if is_w else "qk-norm-weight-without-one",
-        f"the norm multiplies by {'1 + w' if is_w else 'w'}, and not by {norm.weight}",
+        f"the norm multiplies by {'1 + w' if is_w else 'w'} instead of {norm.weight}",
         norm_with(weight="1+w" if is_w else "w"),
-        fix=f"multiply by {norm.weight}, or {'subtract 1 from' if is_w else 'add 1 to'} the weight when it is loaded",
+        fix=f"multiply by {norm.weight}, or {'subtract 1 from' if is_w else 'add 1 to'} the weight on loading",
     )
 
 
-# ---- What is normalised ----------------------------------------------------------------------------------------------
+# ---- Norms -----------------------------------------------------------------------------------------------------------
 
 
 def _standardised(wrong: Override) -> Overrides:
-    """Divide queries and keys by something else than the root of their mean square."""
+    """Divide queries and keys by something other than the root of their mean square."""
 
     def override(_: Layer, original: Override, name: str, x: np.ndarray, norm: Norm) -> np.ndarray:
         return wrong(original, name, x, norm) if name in ("q", "k") else original(name, x, norm)

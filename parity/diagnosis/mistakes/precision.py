@@ -1,8 +1,8 @@
-"""Precision that is lost: weights, inputs and stages rounded to a narrower dtype, and products that lose too much.
+"""Lost precision: weights, inputs and stages rounded to a narrower dtype, and imprecise products.
 
-What is rounded can be computed again, so that nothing but float32's own rounding is left where it was. Which way a
-number goes that lies about in the middle between two narrower ones the rounding before it decides; there the
-same-precision reference stays in the middle, and the budget allows both.
+Rounding can be computed again, so only float32's own rounding remains. A number close to the middle between two
+narrower ones may be rounded either way; there the same-precision reference stays in the middle, and the budget allows
+both.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from parity.diagnosis.mistakes.record import Mistake, Override
 from parity.diagnosis.mistakes.sites import Overrides, before, weights
 
 DTYPES = ("bfloat16", "float16")
-"""Dtypes that float32 is rounded to."""
+"""Dtypes to which float32 is rounded."""
 
 STAGES = {"q_proj": ("q",), "k_proj": ("k",), "v_proj": ("v",), "out_proj": ("output",)}
 """Stages that show a projection first."""
 
 OF_INPUTS = ("q_proj", "k_proj", "v_proj", "gate_proj", "q_a_proj", "kv_a_proj")
-"""The projections of what the layer is given."""
+"""The projections of the layer's inputs."""
 
 NEAR = 2.0**-20
-"""Distance from the middle of two narrower numbers, by its size, at which a float32 may be rounded either way."""
+"""Relative distance from the middle of two narrower numbers at which a float32 may be rounded either way."""
 
 LAST = np.uint32(63)
 """The last bits of a float32's mantissa."""
 
 Cut = Callable[[np.ndarray], np.ndarray]
-"""Takes bits away."""
+"""Removes bits."""
 
 of_precision = partial(Mistake, page="low-precision", is_loss=True)
 
 
 def rounded_parts(case: Case) -> Iterator[Mistake]:
-    """One part after the other, in each dtype; those that are the more usual first."""
+    """Lost precision in one part after the other, in each dtype; usual ones first."""
     projections = [name for name in STAGES if name != "out_proj" or case.spec.out_proj]
     for dtype in DTYPES:
         cut = _to(dtype)
@@ -54,7 +54,7 @@ def rounded_parts(case: Case) -> Iterator[Mistake]:
             f"inputs-{dtype}",
             f"the inputs are rounded to {dtype}",
             {"project": before(lambda given, places, cut=cut: ({name: cut(x) for name, x in given.items()}, places))},
-            fix="give the layer its inputs in its own dtype",
+            fix="pass the inputs in the layer's own dtype",
             stages=("q", "latents"),
         )
         if case.spec.latent is None:
@@ -73,8 +73,8 @@ def rounded_parts(case: Case) -> Iterator[Mistake]:
         "exponentials-approximated",
         "exponentials are approximated by straight lines between powers of two",
         {"attn_weights": _by_lines},
-        fix="ask the softmax for exact exponentials: on Tenstorrent's hardware math_approx_mode=False, and of fused "
-        "attention exp_approx_mode=False",
+        fix="request exact exponentials: math_approx_mode=False on Tenstorrent, exp_approx_mode=False for fused "
+        "attention",
         page="low-precision",
         stages=("attn_weights",),
         is_loss=True,
@@ -83,12 +83,12 @@ def rounded_parts(case: Case) -> Iterator[Mistake]:
 
 
 LINE = 0.043
-"""Distance of the straight lines below the powers of two that they stand for, in the exponent: so that both are as far
-from them above as below."""
+"""Distance of the straight lines below the powers of two that they approximate, in the exponent: so that the largest
+errors above and below are equal."""
 
 
 def _by_lines(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
-    """Compute as vector units do that are asked to be fast: 2^n (1 + f) for 2^(n + f), up to 6 % off."""
+    """Compute like fast vector units: 2^n (1 + f) for 2^(n + f), up to 6% off."""
     kept = original(values)["attn_weights"]
     if not kept.shape[-1]:
         return {"attn_weights": kept}
@@ -107,7 +107,7 @@ def _by_lines(_: Layer, original: Override, values: Values) -> dict[str, np.ndar
 
 
 def _to(dtype: str) -> Cut:
-    """Rounds to a dtype, and back to the array's own."""
+    """Return a function that rounds to a dtype, and back to the array's own."""
 
     def cut(x: np.ndarray) -> np.ndarray:
         begin(PER_ROUNDED * x.size)
@@ -117,9 +117,9 @@ def _to(dtype: str) -> Cut:
 
 
 def _rounded(layer: Layer, x: np.ndarray, cut: Cut) -> np.ndarray:
-    """Cut computed numbers; in the same-precision reference in the middle where it may be cut either way.
+    """Round computed numbers; the same-precision reference stays in the middle if either way is possible.
 
-    A number whose last bits are 0 is exact, most likely: an input, or a sum of short numbers; all cut it alike.
+    A number whose last bits are 0 is probably exact: an input, or a sum of short numbers. All round it alike.
     """
     if layer.arithmetic.dtype != np.float32 or not x.size:
         return cut(x)
@@ -131,7 +131,7 @@ def _rounded(layer: Layer, x: np.ndarray, cut: Cut) -> np.ndarray:
 
 
 def _entering(layer: Layer, projection: str, x: np.ndarray, cut: Cut) -> np.ndarray:
-    """Cut the input of a projection: inputs of the layer are what they are."""
+    """Round the input of a projection: inputs of the layer are exact."""
     wide = layer.arithmetic.widen(x)
     return cut(wide) if projection in OF_INPUTS else _rounded(layer, wide, cut)
 
@@ -140,23 +140,23 @@ def _entering(layer: Layer, projection: str, x: np.ndarray, cut: Cut) -> np.ndar
 
 
 def _weights(case: Case, dtype: str, projection: str = "") -> Iterator[Mistake]:
-    """Weights of the layer, or of one projection; with the biases, or without."""
+    """Weights of the layer, or of one projection, with or without the biases."""
     names = [name for name in case.spec.weight_shapes if name.startswith(projection)]
     without = [name for name in names if not name.endswith(".bias")]
     whose = f" of {projection}" if projection else ""
-    but = f", and not {'its bias' if projection else 'the biases'}"
+    but = f", but not {'its bias' if projection else 'the biases'}"
     for some, words in ((names, ""), (without, but))[: 1 + (without != names)]:
         yield of_precision(
             f"{projection}-weights-{dtype}" if projection else f"weights-{dtype}",
             f"the weights{whose} are rounded to {dtype}{words}",
             weights(_to(dtype), some),
-            fix="load the weights in the dtype that they are computed in, or compare with the rounded ones",
+            fix="load the weights in the dtype of the computation, or compare with the rounded weights",
             stages=STAGES.get(projection, ("q",)),
         )
 
 
 def _projection(projection: str, cut: Cut) -> Overrides:
-    """Input, weights and what comes out are of the narrower dtype; it is summed in float32, as all hardware does."""
+    """Round input, weights and result to the narrower dtype; sums are in float32, as on all hardware."""
 
     def linear(layer: Layer, original: Override, name: str, x: np.ndarray) -> np.ndarray:
         if name != projection:
@@ -180,7 +180,7 @@ def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Mistake]:
         return original(cache, values, {name: _rounded(layer, x, cut) for name, x in new.items()}, *rest)
 
     def of_stage(stage: str, *, begins: str = "") -> Overrides:
-        """Round what a method gives, and perhaps one of the stages that it begins with."""
+        """Round the result of a method, and optionally one of its input stages."""
 
         def override(layer: Layer, original: Override, values: Values, *rest: Any) -> dict[str, np.ndarray]:
             if begins:
@@ -194,15 +194,15 @@ def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Mistake]:
             f"rope-tables-{dtype}",
             f"RoPE's cosines and sines are rounded to {dtype}",
             {"tables": tables},
-            fix="make cosines and sines in float32, and turn queries and keys by them in float32",
+            fix="compute cosines and sines, and rotate queries and keys, in float32",
             stages=("q", "latents", "k"),
         )
     if case.is_cached:
         yield of_precision(
             f"cache-{dtype}",
-            f"what is cached is rounded to {dtype}",
+            f"the cache is rounded to {dtype}",
             {"appended": appended},
-            fix="make the cache in the dtype of the layer",
+            fix="allocate the cache in the dtype of the layer",
             stages=("cache.latents", "cache.keys"),
         )
     yield of_precision(
@@ -216,14 +216,14 @@ def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Mistake]:
         f"softmax-{dtype}",
         f"the softmax takes its scores, and gives attention weights, in {dtype}",
         of_stage("attn_weights", begins="scores"),
-        fix="take the softmax of scores in float32",
+        fix="compute the softmax in float32",
         stages=("attn_weights",),
     )
     yield of_precision(
         f"attn-weights-{dtype}",
         f"attention weights are rounded to {dtype}",
         of_stage("attn_weights"),
-        fix="weigh the values by attention weights of the layer's dtype",
+        fix="keep attention weights in the layer's dtype",
         stages=("attn_weights",),
     )
 
@@ -232,9 +232,9 @@ def _stages(case: Case, dtype: str, cut: Cut) -> Iterator[Mistake]:
 
 
 def low_products() -> Iterator[Mistake]:
-    """Every product of inputs with fewer bits, bit by bit: what explains an output alone."""
+    """Compute every product with fewer bits of its inputs: it explains an output alone."""
     for kind, mistake in PRECISIONS.items():
-        for is_rounded in (True, False):  # as a conversion does, or a matrix unit that is given float32
+        for is_rounded in (True, False):  # like a conversion, or a matrix unit with float32 inputs
             cut = partial(_with_bits, bits=MANTISSA[kind], is_rounded=is_rounded)
             yield replace(mistake, in_reference=_of_products(cut), is_loss=True)
 
@@ -242,7 +242,7 @@ def low_products() -> Iterator[Mistake]:
 def _of_products(cut: Cut) -> Overrides:
     def linear(layer: Layer, _: Override, name: str, x: np.ndarray) -> np.ndarray:
         a, weight = layer.arithmetic, layer.parameter(f"{name}.weight")
-        ask(PER_MULTIPLICATION * multiplications(x, weight.T))  # before anything is cut for it
+        ask(PER_MULTIPLICATION * multiplications(x, weight.T))  # before anything is rounded for it
         weight = cut(a.widen(weight))
         bias = a.widen(layer.parameter(f"{name}.bias")) if layer.has_bias(name) else 0.0
         return a.keep(a.matmul(_entering(layer, name, x, cut), weight.T, bias))
@@ -258,12 +258,12 @@ def _of_products(cut: Cut) -> Overrides:
 
 
 def _with_bits(x: np.ndarray, bits: int, *, is_rounded: bool) -> np.ndarray:
-    """Return float32 or float64 numbers with so many explicit bits of their mantissa; NaN and infinity stay.
+    """Return float32 or float64 numbers with fewer explicit mantissa bits; NaN and infinity are unchanged.
 
     Args:
         x: the numbers.
-        bits: how many are left.
-        is_rounded: to the nearest number of so many bits, half to even; else towards 0.
+        bits: number of remaining bits.
+        is_rounded: True to round to nearest, half to even; False to truncate.
     """
     integer, explicit = (np.uint64, 52) if x.dtype == np.float64 else (np.uint32, 23)
     number, lost = x.view(integer), integer(explicit - bits)
@@ -273,24 +273,24 @@ def _with_bits(x: np.ndarray, bits: int, *, is_rounded: bool) -> np.ndarray:
 
 
 def _products_of(kind: str, about: str, fix: str = "raise the math fidelity to HiFi4") -> Mistake:
-    """Every matrix product takes inputs of so many explicit mantissa bits.
+    """Return the bug that every matrix product rounds its inputs.
 
-    In the reference that is an arithmetic of its own (`reference.MANTISSA`) and no override: which bits are lost
-    depends on the order of a sum, so that only the size of the error can be told, and no value.
+    In the reference it is another arithmetic (`reference.MANTISSA`) instead of an override. The lost bits depend on the
+    order of a sum, so only the size of the error can be predicted, not its value.
     """
-    return Mistake(f"precision-{kind}", f"matrix products take {about}", {}, fix, "low-precision", ("q",))
+    return Mistake(f"precision-{kind}", f"matrix products use {about}", {}, fix, "low-precision", ("q",))
 
 
 PRECISIONS = {
-    "tf32": _products_of("tf32", "their inputs as TF32, with 10 bits", "set the float32 matmul precision to highest"),
-    "bfloat16": _products_of("bfloat16", "their inputs as bfloat16", "compute products of float32 in float32"),
+    "tf32": _products_of("tf32", "TF32 inputs, with 10 bits", "set the float32 matmul precision to highest"),
+    "bfloat16": _products_of("bfloat16", "bfloat16 inputs", "compute products of float32 in float32"),
     "lofi": _products_of("lofi", "4 bits of each input (LoFi)"),
 }
-"""Arithmetics that explain a difference that is everywhere and small, the finest first."""
+"""Arithmetics that explain a small difference everywhere, the finest first."""
 
 FIDELITIES = {
     "tensix-hifi2": _products_of("hifi2", "6 explicit bits of their first operand and 9 of their second (HiFi2)"),
     "tensix-lofi": _products_of("lofi", "6 explicit bits of their first operand and 4 of their second (LoFi)"),
 }
-"""Arithmetics of Tenstorrent's hardware, where float32 and bfloat16 lose bits. ttnn takes LoFi where a product is
-given a `program_config` or a `core_grid` and no arithmetic."""
+"""Arithmetics of Tenstorrent's hardware, in which float32 and bfloat16 lose bits. ttnn uses LoFi for a product with a
+`program_config` or a `core_grid` and no arithmetic."""

@@ -1,4 +1,4 @@
-"""Mistakes in how a layer is divided over ranks: each makes what a rank computes, of its heads or of its tokens."""
+"""Bugs of divided layers: each changes the computation of a rank, for its heads or its tokens."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ NAMES = (
     *("rank-kv-heads-tiled", "rank-first-heads", "rank-first-sinks", "rank-first-gate", "rank-norm-over-own-width"),
     *("rank-out-bias-on-each", "rank-local-positions", "rank-zigzag-left", "rank-local-sums"),
 )
-"""Names of all, which no single problem could have."""
+"""The names of all; no single problem could have all."""
 
 Computed = Callable[["SharedProblem", int], Values]
-"""Computes what a rank does with a mistake, in float64: the stages that the mistake is about."""
+"""Computes the stages of a rank with a bug, in float64: those that the bug concerns."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class SharedProblem:
     """A problem that ranks share, each with some of the heads, or with some of the tokens.
 
     Attributes:
-        problem: the whole.
-        plan: how the heads are divided.
-        tokens: over how many ranks the tokens are.
-        changed: computes a problem with the reference changed in a way.
+        problem: the whole problem.
+        plan: the division of the heads.
+        tokens: number of ranks that share the tokens.
+        changed: computes the whole problem with a change of the reference.
     """
 
     problem: Problem
@@ -58,12 +58,12 @@ class SharedProblem:
         return local_heads(self.problem.spec, self.plan, rank)
 
     def of_tokens(self, values: Values, rows: Any) -> dict[str, np.ndarray]:
-        """Stages by (B, …, T, ·), of some tokens."""
+        """Return stages of axes (B, …, T, ·) for some tokens."""
         kinds = ("q", "k", "v", "gate", "latents", "scores", "attn_weights", "context", "mask", "output", "grad.query")
         return {name: np.take(values[name], rows, axis=values[name].ndim - 2) for name in kinds if name in values}
 
     def own(self, rank: int, weights: Weights | None = None, spec: AttentionSpec | None = None) -> Values:
-        """What the reference makes of a rank's weights and its specification, or of others."""
+        """Compute the reference with a rank's weights and specification, or with others."""
         held, own = self.divided(rank)
         case = replace(self.problem.case, spec=own if spec is None else spec)
         queries = list(self.held(rank).queries)
@@ -72,27 +72,27 @@ class SharedProblem:
         return Reference(problem).accumulated
 
     def divided(self, rank: int) -> tuple[Weights, AttentionSpec]:
-        """The weights of a rank and its specification, in which a norm over the width is over that of its heads."""
+        """Return the weights and the specification of a rank, with a norm over the width of its own heads."""
         return shard(self.problem.weights, self.problem.spec, self.plan, rank, alone=False)
 
 
 def without_widths(spec: AttentionSpec) -> AttentionSpec:
-    """The same layer without norms over the width, of which alone a rank's specification says too little here."""
+    """Return the layer without norms over the width, which the specification of a rank does not describe here."""
     kept = {name: getattr(spec, name) for name in NORMS}
     return replace(spec, **{name: norm if norm is None or norm.over == "head" else None for name, norm in kept.items()})
 
 
 @dataclass(frozen=True, eq=False)
 class RankMistake:
-    """A mistake that ranks could make.
+    """A bug that ranks could have.
 
     Attributes:
-        name: what reports and the command line call it.
-        about: what would be the case, so that "if" may stand before it.
-        fix: what to do about it.
-        stages: what it is known by: the first ones that show it.
-        computed: what a rank computes with it; of a stage that is not among them nothing is said.
-        page: the page of parity/bugs that says more.
+        name: its name in reports and on the command line.
+        about: a description.
+        fix: an instruction.
+        stages: the first stages that show it.
+        computed: computes the stages of a rank with it; others are not predicted.
+        page: its page in parity/bugs.
     """
 
     name: str
@@ -104,7 +104,7 @@ class RankMistake:
 
 
 def rank_mistakes(problem: Problem, plan: ShardPlan, tokens: int = 1) -> Iterator[RankMistake]:
-    """Every mistake that ranks could make of a problem."""
+    """Yield every bug that ranks could have in a problem."""
     yield from _of_heads(problem, plan) if plan.tensor > 1 else _of_tokens(problem)
 
 
@@ -117,38 +117,38 @@ def _of_heads(problem: Problem, plan: ShardPlan) -> Iterator[RankMistake]:
     if 1 < spec.num_kv_heads < plan.tensor:
         yield RankMistake(
             "rank-kv-heads-tiled",
-            "key/value heads are given to ranks in turn (0 1 0 1), and not to neighbours (0 0 1 1)",
-            "give rank r of R the key/value head r K // R",
+            "key/value heads are assigned to ranks in turn (0 1 0 1) instead of to neighbors (0 0 1 1)",
+            "assign the key/value head r K // R to rank r of R",
             ("k", "v", *FROM_SCORES),
             _with("k_proj", "v_proj", "k_norm", "v_norm", of=_in_turn),
         )
     yield RankMistake(
         "rank-first-heads",
-        "every rank computes the first heads of a projection that it has whole",
-        "divide the rows of q_proj, k_proj and v_proj, or take those of the rank's own heads",
+        "every rank computes the first heads of an undivided projection",
+        "divide the rows of q_proj, k_proj and v_proj, or select the rows of the rank's own heads",
         ("q", "k", "v", *FROM_SCORES),
         _with(*QKV),
     )
     if spec.sinks:
         yield RankMistake(
             "rank-first-sinks",
-            "every rank has the sinks of the first heads",
-            "divide the sinks as query heads are",
+            "every rank uses the sinks of the first heads",
+            "divide the sinks like the query heads",
             FROM_WEIGHTS,
             _with("sinks"),
         )
     if spec.gate is not None:
         yield RankMistake(
             "rank-first-gate",
-            "every rank has the rows of gate_proj of the first heads",
-            "divide the rows of gate_proj as query heads are",
+            "every rank uses the rows of gate_proj for the first heads",
+            "divide the rows of gate_proj like the query heads",
             ("gate", "output"),
             _with("gate_proj"),
         )
     if spec.wide_norms:
         yield RankMistake(
             "rank-norm-over-own-width",
-            "a norm over the width of all heads is taken over those of each rank",
+            "a norm over all heads is computed over the heads of each rank",
             "add up the mean squares of all ranks, or gather the projections before the norm",
             ("q", "k", *FROM_SCORES),
             SharedProblem.own,
@@ -156,7 +156,7 @@ def _of_heads(problem: Problem, plan: ShardPlan) -> Iterator[RankMistake]:
     if spec.out_bias and spec.out_proj:
         yield RankMistake(
             "rank-out-bias-on-each",
-            "the bias of out_proj is added on every rank, and so once for each",
+            "the bias of out_proj is added on every rank, so the sum contains it several times",
             "add it on one rank, or after the sum",
             ("output",),
             _with_bias,
@@ -168,38 +168,38 @@ def _of_tokens(problem: Problem) -> Iterator[RankMistake]:
         yield RankMistake(
             "rank-local-positions",
             "RoPE counts each rank's tokens from 0",
-            "give each rank the positions of its tokens in the whole sequence",
+            "use each token's position in the whole sequence",
             ("q", "k", *FROM_SCORES),
             _with_local_positions,
         )
     yield RankMistake(
         "rank-zigzag-left",
-        "ranks are left with the tokens of their zigzag halves",
-        "bring the halves of the context back to the ranks that had their queries",
+        "ranks keep the tokens of their zigzag halves",
+        "return the halves of the context to the ranks of their queries",
         ("context", "output"),
         _left_in_zigzag,
     )
     if not problem.spec.sinks:
         yield RankMistake(
             "rank-local-sums",
-            "the gradient takes attention weights that add up to 1 over the keys of each rank",
-            "keep the logarithm of the sum over all keys, and the whole context, for the backward pass",
+            "the gradient uses attention weights that sum to 1 over the keys of each rank",
+            "save the log-sum-exp over all keys, and the whole context, for the backward pass",
             ("grad.query",),
             _by_local_sums,
         )
 
 
-# ---- What a rank has instead -----------------------------------------------------------------------------------------
+# ---- Wrong values of a rank ------------------------------------------------------------------------------------------
 
 
 def _in_turn(ranks: SharedProblem, rank: int) -> int:
-    """Return a rank that has the key/value head whose turn it is."""
+    """Return a rank that has the key/value head of this rank's turn."""
     heads = ranks.problem.spec.num_kv_heads
     return rank % heads * (ranks.size // heads)
 
 
 def _with(*parts: str, of: Callable[[SharedProblem, int], int] = lambda ranks, rank: 0) -> Computed:
-    """Compute with some weights of another rank, of the first one by default."""
+    """Compute with some weights of another rank, by default the first one."""
 
     def computed(ranks: SharedProblem, rank: int) -> Values:
         own, others = ranks.divided(rank)[0], ranks.divided(of(ranks, rank))[0]
@@ -236,16 +236,16 @@ def _by_local_sums(ranks: SharedProblem, rank: int) -> Values:
 
 @dataclass(frozen=True)
 class _LocalSums(Backward):
-    """Gradients from attention weights whose sum is 1 over the keys of each rank, and not over all.
+    """Gradients with attention weights that sum to 1 over the keys of each rank instead of all keys.
 
     Attributes:
-        part: how many keys a rank has.
+        part: number of keys of a rank.
     """
 
     part: int = 1
 
     def recomputed_attn_weights(self, values: Values) -> np.ndarray:
-        """The weights of the keys of each rank by themselves."""
+        """Return the weights of the keys of each rank, normalized separately."""
         weights = super().recomputed_attn_weights(values)
         parts = weights.reshape(*weights.shape[:-1], -1, self.part)
         total = parts.sum(axis=-1, keepdims=True)

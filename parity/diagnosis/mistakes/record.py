@@ -1,4 +1,4 @@
-"""Records of mistakes: their words, and how they are made in the reference."""
+"""Records of bugs: their descriptions, and their overrides of the reference."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 Override = Callable[..., Any]
-"""Stands in for a method of the reference: `override(layer, original, *inputs)`.
+"""Replaces a method of the reference: `override(layer, original, *inputs)`.
 
-The original is what stood there before: where two mistakes are made, perhaps the other's override."""
+The original is the replaced method, or the override of another bug.
+"""
 
 
 class Change(Protocol):
@@ -21,26 +22,25 @@ class Change(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Changed:
-    """Overrides by the methods of `reference.Layer`, and no more."""
+    """Overrides by the methods of `reference.Layer` alone."""
 
     in_reference: Mapping[str, Override]
 
 
 @dataclass(frozen=True, eq=False)
 class Mistake:
-    """A mistake that could be in a case.
+    """A bug that a case could have.
 
     Attributes:
-        name: what reports and the command line call it; two forms of a mistake may share one.
-        about: what would be the case, so that "it matches the reference if" may stand before it.
-        in_reference: makes it in the reference: overrides by the methods of `reference.Layer`.
-        fix: what to do about it.
-        page: the page of parity/bugs that says more.
-        stages: one of them must be the first that shows it.
-        is_loss: whether only precision is lost. Such a one is searched for last and alone, where little is wrong.
-        shows_in_narrow: whether a loss of precision is seen in bfloat16 and float16, too, which may be rounded to
-            themselves.
-        shows_alone: whether it can be seen in a layer that is right otherwise; else it is searched for beside others.
+        name: its name in reports and on the command line; two forms of a bug may share one.
+        about: a description, such as `the scores are not scaled`.
+        in_reference: overrides that inject it, by the methods of `reference.Layer`.
+        fix: an instruction in one line.
+        page: its page in parity/bugs.
+        stages: the stages of which one must show it first.
+        is_loss: True if it only loses precision. Such bugs are tried last and alone, if the error is small.
+        shows_in_narrow: True if lost precision also shows in bfloat16 and float16.
+        shows_alone: True if it shows in a layer that is otherwise right; otherwise it is tried with others.
     """
 
     name: str
@@ -55,5 +55,5 @@ class Mistake:
 
 
 def instead(function: Callable[..., Any]) -> Override:
-    """An override that needs only the inputs."""
+    """Return an override that needs only the inputs."""
     return lambda _, original, *inputs: function(*inputs)

@@ -1,4 +1,4 @@
-"""Mistakes in the rotary position embedding."""
+"""Bugs in the rotary position embedding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parity.diagnosis.mistakes.families import CACHE_POSITIONS, EXPONENTS, MISSI
 from parity.diagnosis.mistakes.record import Mistake, Override
 from parity.diagnosis.mistakes.sites import after, positions, turned, weights
 
-THETAS = (1e2, 1e3, 1e4, 1e5, 5e5, 1e6, 1e7)  # bases that are in use
+THETAS = (1e2, 1e3, 1e4, 1e5, 5e5, 1e6, 1e7)  # bases in use
 
 of_rope = partial(Mistake, page="rope-positions", stages=("q", "latents", "k"))
 of_pairs = partial(of_rope, page="rope-pairs")
@@ -35,12 +35,12 @@ def turned_otherwise(case: Case) -> Iterator[Mistake]:
     if spec.num_heads > 1 and spec.latent is None and rope.sections is None and not rope.depends_on_length:
         yield of_rope(
             "rope-over-heads",
-            "RoPE turns heads by their number, and not tokens by their position",
+            "RoPE rotates heads by their index instead of tokens by their position",
             turned("qk", _over_heads),
-            fix="let cosines and sines go along the tokens: (B, 1, T, H) beside (B, N, T, H)",
+            fix="broadcast cosines and sines along the tokens: (B, 1, T, H) with (B, N, T, H)",
         )
     if not rope.depends_on_length:
-        # A quarter turn, and back by the position: the scores are those of RoPE the other way.
+        # A quarter turn, and back by the position: the scores equal those of the opposite rotation.
         yield of_rope(
             "rope-sin-cos-exchanged",
             "RoPE's sines and cosines are exchanged",
@@ -50,14 +50,14 @@ def turned_otherwise(case: Case) -> Iterator[Mistake]:
     if case.positions().max() > 256:
         yield of_rope(
             "rope-positions-bfloat16",
-            "RoPE positions are numbers of bfloat16, in which those above 256 collapse",
+            "RoPE positions are bfloat16 numbers, which are inexact above 256",
             {"rotate": _by_rounded_positions},
-            fix="keep positions as integers, and make the angles of them in float32",
+            fix="keep positions as integers, and compute the angles in float32",
         )
     if spec.latent is None and spec.value_head_dim == spec.head_dim and not (spec.v_norm and spec.v_norm.after_rope):
         yield of_rope(
             "rope-on-values",
-            "values are rotated, too",
+            "values are also rotated",
             positions("v", lambda places: places),
             fix="rotate queries and keys only",
             stages=("v",),
@@ -68,7 +68,7 @@ def turned_otherwise(case: Case) -> Iterator[Mistake]:
 
 
 def _pairs_side_by_side(rope: Rope, size: int) -> np.ndarray:
-    """So many features, those of each pair one after the other: 0, R/2, 1, R/2 + 1, …"""
+    """Return indices of features, those of each pair next to each other: 0, R/2, 1, R/2 + 1, …"""
     order = np.arange(size)
     rotated = np.arange(size)[rope.rotated_features(size)]
     order[rotated] = rotated.reshape(2, -1).T.ravel()
@@ -82,9 +82,9 @@ def _other_pairs(case: Case, rope: Rope, of: str, whose: str, suffix: str) -> It
 
     yield of_pairs(
         f"rope-interleaved{suffix}",
-        f"{whose} RoPE pairs are interleaved, (2 i, 2 i + 1), and not (i, i + H/2)",
+        f"{whose} RoPE pairs are interleaved, (2 i, 2 i + 1), instead of (i, i + H/2)",
         turned(of, interleaved),
-        fix="rotate the pairs (i, i + H/2), or interleave the rows of the weights when they are loaded",
+        fix="rotate the pairs (i, i + H/2), or interleave the rows of the weights on loading",
     )
     if case.spec.latent is not None:
         return
@@ -101,7 +101,7 @@ def _other_pairs(case: Case, rope: Rope, of: str, whose: str, suffix: str) -> It
         (
             "deinterleaved",
             np.argsort(order),
-            "weights were un-interleaved, though their RoPE pairs are (i, i + H/2) already",
+            "weights were de-interleaved, although their RoPE pairs are already (i, i + H/2)",
             "leave the rows of q_proj and k_proj as they are",
         ),
     ):
@@ -122,10 +122,10 @@ def _turned(rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Mistake]:
         turned(of, lambda layer, x, places: x),
         fix=MISSING_ROPE.fix,
     )
-    if not rope.depends_on_length:  # of negative positions there is no length
+    if not rope.depends_on_length:  # negative positions have no length
         yield of_rope(
             f"rope-reversed{suffix}",
-            f"{whose} RoPE rotates the other way",
+            f"{whose}RoPE rotates in the opposite direction",
             positions(of, np.negative),
             fix=REVERSED_ROPE.fix,
         )
@@ -140,7 +140,7 @@ def _turned(rope: Rope, of: str, whose: str, suffix: str) -> Iterator[Mistake]:
         f"rope-twice{suffix}",
         f"{whose} RoPE is applied twice",
         turned(of, lambda layer, x, places: layer.rotate(layer.rotate(x, places), places)),
-        fix="rotate queries and keys once: keys from a cache have been rotated",
+        fix="rotate queries and keys once: cached keys are already rotated",
     )
 
 
@@ -149,7 +149,7 @@ def _over_heads(layer: Layer, x: np.ndarray, _: np.ndarray) -> np.ndarray:
 
 
 def _by_rounded_positions(_: Layer, original: Override, x: np.ndarray, places: np.ndarray, *way: int) -> np.ndarray:
-    """Whole numbers above 256 have more bits than a bfloat16 has."""
+    """Integers above 256 have more bits than a bfloat16."""
     step = np.maximum(np.exp2(np.floor(np.log2(np.maximum(places, 1))) - 7), 1)
     return original(x, (np.round(places / step) * step).astype(places.dtype), *way)
 
@@ -163,13 +163,13 @@ def _cached_positions(case: Case, of: str, whose: str, suffix: str) -> Iterator[
     )
     yield cached(
         f"cache-position-restarted{suffix}",
-        f"{whose} RoPE positions begin at 0 in every call",
+        f"{whose} RoPE positions restart at 0 in every call",
         positions(of, lambda places: places - places[:, :1]),
     )
     if any(len({*case.lengths_before(call)}) > 1 for call in range(len(case.chunks))):
         yield cached(
             f"cache-position-of-longest{suffix}",
-            f"{whose} RoPE positions of all sequences go on from the longest one",
+            f"{whose} RoPE positions of all sequences continue from the longest one",
             positions(of, lambda places: places - places[:, :1] + places[:, :1].max()),
             fix=f"{CACHE_POSITIONS.fix}, in its own sequence",
         )
@@ -179,19 +179,19 @@ def _cached_positions(case: Case, of: str, whose: str, suffix: str) -> Iterator[
 
 
 def other_theta(case: Case) -> Iterator[Mistake]:
-    """Another base, or other exponents, which are another base, too: both are said where that one is in use."""
+    """Another base, or other exponents, which equal another base: both are reported if that base is in use."""
     spec, rope = case.spec, case.spec.rope
     if rope is None:
         return
     named = {rope.theta}
-    if not isinstance(rope.scaling, (YarnScaling, DynamicScaling)):  # which look at theta for more than its powers
+    if not isinstance(rope.scaling, (YarnScaling, DynamicScaling)):  # which use theta for more than its powers
         for word, exponents, power in (("halved", "i / R", 0.5), ("doubled", "4 i / R", 2.0)):
             theta = rope.theta**power
             named.add(theta)
             yield of_rope(
                 f"rope-exponents-{word}",
-                f"RoPE's frequencies are theta ** (-{exponents}) and not theta ** (-2 i / R), or theta is {theta:g} "
-                f"and not {rope.theta:g}",
+                f"RoPE's frequencies are theta ** (-{exponents}) instead of theta ** (-2 i / R), or theta is {theta:g} "
+                f"instead of {rope.theta:g}",
                 _with_theta(theta),
                 fix=EXPONENTS.fix_for(spec),
                 page=EXPONENTS.page,

@@ -1,4 +1,4 @@
-"""Mistakes in the kinds of RoPE: scaled frequencies, parts of a head, positions on several axes."""
+"""Bugs in kinds of RoPE: scaled frequencies, parts of a head, positions on several axes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ of_axes = partial(of_rope, page="rope-sections")
 
 
 def _as(wrong: Rope) -> Overrides:
-    """Rotate queries and keys as another `Rope` says."""
+    """Rotate queries and keys by another `Rope`."""
     return {"rope": instead(lambda: wrong)}
 
 
@@ -51,14 +51,14 @@ def scaled(case: Case) -> Iterator[Mistake]:
             "rope-scaling-missing",
             f"RoPE's frequencies are not scaled ({scaling.kind})",
             _as(replace(rope, scaling=None)),
-            fix="read the scaling from the model's configuration, and give it to the Rope",
+            fix="read the RoPE scaling from the model's configuration and apply it",
         )
     if isinstance(scaling, (DynamicScaling, Llama3Scaling, YarnScaling)):
         yield of_scaling(
             "rope-scaling-linear",
             f"all RoPE frequencies are divided by the factor ({scaling.kind} divides some)",
             _as(replace(rope, scaling=LinearScaling(scaling.factor))),
-            fix=f"scale the frequencies as {type(scaling).__name__} says, not all by the factor",
+            fix=f"scale the frequencies as {type(scaling).__name__} specifies, not all by the factor",
         )
     if isinstance(scaling, Llama3Scaling):
         yield from _inverted(case, rope, scaling)
@@ -76,15 +76,15 @@ def scaled(case: Case) -> Iterator[Mistake]:
             if is_seen:
                 yield of_scaling(
                     f"rope-longrope-{name}-only",
-                    f"LongRoPE takes the {name} factors whatever the length of the call",
+                    f"LongRoPE always uses the {name} factors",
                     _as(replace(rope, scaling=replace(scaling, short_factors=factors, long_factors=factors))),
-                    fix="take the long factors where the last position + 1 is above the original length, else the "
+                    fix="use the long factors if the last position + 1 exceeds the original length, else the "
                     "short ones",
                 )
     if is_divided:
         yield of_scaling(
             "rope-length-by-token",
-            "RoPE's frequencies depend on each token's own position, and not on the last one of the call",
+            "RoPE's frequencies depend on each token's own position instead of the last one of the call",
             {"lengths": instead(lambda positions: positions + 1)},
             fix="choose the frequencies once for a call, by its last position",
         )
@@ -93,7 +93,7 @@ def scaled(case: Case) -> Iterator[Mistake]:
 
 
 def _lengths(case: Case, rope: Rope) -> tuple[bool, bool, bool]:
-    """Tell whether calls of a sequence end beyond the original length, within it, and beyond with tokens within it."""
+    """Return if calls of a sequence end beyond the original length, within it, and beyond with tokens within it."""
     if not isinstance(rope.scaling, (DynamicScaling, LongRopeScaling)):
         return False, False, False
     calls = range(len(case.chunks)) if case.is_cached else [None]
@@ -104,7 +104,7 @@ def _lengths(case: Case, rope: Rope) -> tuple[bool, bool, bool]:
 
 
 def _inverted(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Mistake]:
-    """The ramp runs the wrong way, if it has any frequency on it."""
+    """The ramp has the opposite direction, if it contains any frequency."""
     head_dim, single = case.spec.head_dim, np.float32
     right = np.array(frequencies(rope, head_dim, 0))
     plain = np.array(frequencies(replace(rope, scaling=None), head_dim, 0), single)
@@ -123,14 +123,14 @@ def _inverted(case: Case, rope: Rope, scaling: Llama3Scaling) -> Iterator[Mistak
         "rope-llama3-inverted",
         "llama3's ramp runs the wrong way: its faster frequencies are divided by the factor, its slower ones are kept",
         {"angles": angles},
-        fix="let smooth = (original_length / wavelength - low) / (high - low), and the frequency f be "
+        fix="for smooth = (original_length / wavelength - low) / (high - low), the frequency f becomes "
         "(1 - smooth) * f / factor + smooth * f",
     )
 
 
 def _attention_factor(rope: Rope, scaling: YarnScaling | LongRopeScaling) -> Iterator[Mistake]:
     right = rope.attention_factor
-    fix = f"multiply cosines and sines by {right:.6g}, once, and let the scores' scale be"
+    fix = f"multiply cosines and sines by {right:.6g}, once, and leave the scale of the scores unchanged"
     plain = replace(scaling, mscale=None, mscale_all_dim=None) if isinstance(scaling, YarnScaling) else scaling
     for name, about, wrong in (
         ("missing", "cosines and sines are not multiplied by the attention factor", 1.0),
@@ -141,7 +141,7 @@ def _attention_factor(rope: Rope, scaling: YarnScaling | LongRopeScaling) -> Ite
     if isinstance(plain, YarnScaling) and plain != scaling and plain.amplitude() != right:
         yield of_factor(
             "rope-yarn-mscale-ignored",
-            "YaRN's attention factor is 0.1 ln(factor) + 1, and not the ratio that mscale and mscale_all_dim make",
+            "YaRN's attention factor is 0.1 ln(factor) + 1 instead of the ratio of mscale and mscale_all_dim",
             _as(replace(rope, scaling=plain)),
             fix="divide 0.1 mscale ln(factor) + 1 by the same of mscale_all_dim",
         )
@@ -165,21 +165,21 @@ def partly(case: Case) -> Iterator[Mistake]:
     other = "first" if rope.rotated == "last" else "last"
     yield of_part(
         f"rope-rotates-{other}",
-        f"the {other} {count} features of a head are rotated, and not the {rope.rotated} ones",
+        f"the {other} {count} features of a head are rotated instead of the {rope.rotated} ones",
         _as(replace(rope, rotated=other)),
         fix=f"rotate the {rope.rotated} {count} features",
     )
-    if not isinstance(rope.scaling, DynamicScaling):  # which makes a base of its own of the exponents' divisor
+    if not isinstance(rope.scaling, DynamicScaling):  # which derives a base from the divisor of the exponents
         yield of_part(
             "rope-frequencies-over-head-dim",
-            f"the exponents of RoPE's frequencies are divided by head_dim, {size}, and not by rotary_dim, {count}",
+            f"the exponents of RoPE's frequencies are divided by head_dim, {size}, instead of rotary_dim, {count}",
             _as(replace(rope, theta=rope.theta ** (count / size))),
-            fix="let the frequencies be theta ** (-2 i / rotary_dim)",
+            fix="use the frequencies theta ** (-2 i / rotary_dim)",
         )
     if rope.scaling is None and int(count / size * size // 2) == count // 2 and size % 2 == 0:
         yield of_part(
             "rope-partial-as-proportional",
-            "partial RoPE is read as proportional: pairs and exponents are those of the whole head",
+            "partial RoPE is read as proportional: pairs and exponents span the whole head",
             _as(replace(rope, rotary_dim=None, rotated="first", scaling=ProportionalScaling(count / size))),
             fix="pair features within the rotary_dim, and divide the exponents by it",
         )
@@ -188,9 +188,9 @@ def partly(case: Case) -> Iterator[Mistake]:
 def _whole_head(wrong: Rope, count: int, size: int) -> Mistake:
     return of_part(
         "rope-whole-head",
-        f"all {size} features of a head are rotated, and not {count} of them",
+        f"all {size} features of a head are rotated instead of {count}",
         _as(wrong),
-        fix=f"rotate {count} features, and let the others pass",
+        fix=f"rotate {count} features and leave the others unchanged",
     )
 
 
@@ -202,13 +202,13 @@ def _proportional(rope: Rope, scaling: ProportionalScaling, size: int) -> Iterat
     yield _whole_head(replace(rope, scaling=plain), count, size)
     yield of_part(
         "rope-proportional-as-partial",
-        "proportional RoPE is read as partial: pairs and exponents are those of a smaller head",
+        "proportional RoPE is read as partial: pairs and exponents span a smaller head",
         _as(replace(rope, scaling=plain, rotary_dim=count)),
-        fix="pair features across the whole head, divide the exponents by head_dim, and let the other frequencies be 0",
+        fix="pair features across the whole head, divide the exponents by head_dim, and set the other frequencies to 0",
     )
 
 
-# ---- Several axes, neighbours ----------------------------------------------------------------------------------------
+# ---- Several axes, neighbors -----------------------------------------------------------------------------------------
 
 
 def on_several_axes(case: Case) -> Iterator[Mistake]:
@@ -219,7 +219,7 @@ def on_several_axes(case: Case) -> Iterator[Mistake]:
     other = "contiguous" if rope.section_order == "interleaved" else "interleaved"
     yield of_axes(
         f"rope-sections-{other}",
-        f"the sections of M-RoPE are {other}, and not {rope.section_order}",
+        f"the sections of M-RoPE are {other} instead of {rope.section_order}",
         _as(replace(rope, section_order=other)),
         fix=f"set section_order to {rope.section_order!r}",
     )
@@ -231,7 +231,7 @@ def on_several_axes(case: Case) -> Iterator[Mistake]:
             continue
         yield of_axes(
             f"rope-sections-{series}",
-            f"the frequencies of the axes are {series}, and not {rope.section_frequencies}",
+            f"the frequencies of the axes are {series} instead of {rope.section_frequencies}",
             _as(replace(rope, section_frequencies=series)),
             fix=f"set section_frequencies to {rope.section_frequencies!r}",
         )
@@ -258,17 +258,17 @@ def on_several_axes(case: Case) -> Iterator[Mistake]:
             f"rope-sections-{name}",
             f"{about} (M-RoPE)",
             {"turned": before(lambda of, x, positions, read=read: (of, x, read(positions)))},
-            fix="give positions as (time, row, column), and each section those of its own axis",
+            fix="pass positions as (time, row, column), and rotate each section by its own axis",
         )
 
 
 def neighbours(case: Case) -> Iterator[Mistake]:
-    """Pairs of neighbours that are taken for halves; the other way round is `rope-interleaved`."""
+    """Pairs of neighbors are read as halves; the opposite is `rope-interleaved`."""
     rope = case.spec.rope
     if rope is not None and rope.pairs != "half":
         yield of_pairs(
             "rope-half-split",
-            "the RoPE pairs are (i, i + R/2), and not interleaved, (2 i, 2 i + 1)",
+            "the RoPE pairs are (i, i + R/2) instead of (2 i, 2 i + 1)",
             _as(replace(rope, pairs="half")),
-            fix="rotate the pairs (2 i, 2 i + 1), or un-interleave the rows of the weights when they are loaded",
+            fix="rotate the pairs (2 i, 2 i + 1), or de-interleave the rows of the weights on loading",
         )

@@ -1,4 +1,4 @@
-"""Mistakes from the scores to the attention weights: scale, bias, softmax, and NaN."""
+"""Bugs from the scores to the attention weights: scale, bias, softmax, and NaN."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ of_scores = partial(Mistake, stages=("scores",))
 
 
 def scale(case: Case) -> Iterator[Mistake]:
-    """Scores are divided by sqrt(H), or by 1 / scale where a layer has a scale of its own: not by anything else.
+    """Scores are divided by another number than sqrt(H), or than 1 / scale if the layer has its own scale.
 
-    What YaRN multiplies them by is kept.
+    YaRN's factor is kept.
     """
     spec = case.spec
     root, kept = float(np.sqrt(spec.head_dim)), yarn_factor(spec)
@@ -36,7 +36,7 @@ def scale(case: Case) -> Iterator[Mistake]:
         inverse = f"1 / {spec.scale:g}"
     named: dict[float, tuple[str, str]] = {}
     for name, words, divisor in (
-        ("missing", "is missing", 1.0),
+        ("missing", "is 1 (missing)", 1.0),
         ("ignored", "is 1 / sqrt(H)", root),
         ("squared", f"is {squared}", right**2 if spec.scale else float(spec.head_dim)),
         ("by-d-model", "is 1 / sqrt(d_model)", float(np.sqrt(spec.d_model))),
@@ -46,7 +46,7 @@ def scale(case: Case) -> Iterator[Mistake]:
         ("inverted", f"is {inverse}", 1.0 / right),
     ):
         first, before = named.get(divisor, (name, ""))
-        named[divisor] = first, f"{before}, or {words}" if before else words
+        named[divisor] = first, f"{before} or {words.removeprefix('is ')}" if before else words
     for divisor, (name, words) in named.items():
         if divisor != right:
             about = family.about.format(found=words, right=meant)
@@ -56,7 +56,7 @@ def scale(case: Case) -> Iterator[Mistake]:
         divided = attn_weights(lambda layer, x: x / layer.arithmetic.wide.type(right / kept))
         yield of_scores(
             "scale-after-softmax",
-            "the scale is applied after the softmax, and not to the scores",
+            "the scale is applied after the softmax instead of to the scores",
             {"scale": instead(lambda: 1.0), **divided},
             fix=f"{fix}, before the softmax",
             page=family.page,
@@ -64,7 +64,7 @@ def scale(case: Case) -> Iterator[Mistake]:
 
 
 def yarn_factor(spec: AttentionSpec) -> float:
-    """mscale², which is in the scale of layers with latents and YaRN; 1 elsewhere."""
+    """Return mscale², which scales layers with latents and YaRN; 1 otherwise."""
     scaling = None if spec.rope is None or spec.latent is None or spec.scale is not None else spec.rope.scaling
     return scaling.score_factor if isinstance(scaling, YarnScaling) else 1.0
 
@@ -73,7 +73,7 @@ def yarn_factor(spec: AttentionSpec) -> float:
 
 
 def soft_cap(case: Case) -> Iterator[Mistake]:
-    """Scores are capped softly after they are scaled, before the bias is added and the mask hides."""
+    """Scores are softly capped after the scale, before the bias and the mask."""
     cap, scale = case.spec.soft_cap, case.spec.score_scale
     if cap is None:
         return
@@ -92,14 +92,14 @@ def soft_cap(case: Case) -> Iterator[Mistake]:
         return {"scores": capped(biased, biased.dtype.type(cap))}
 
     def capped_after_mask(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
-        """Give what is hidden the lowest score that there is, -cap."""
+        """Set hidden scores to the lowest possible one, -cap."""
         shown = capped(np.where(values["mask"], -np.inf, values["scores"]))
         return original({**values, "scores": shown, "mask": np.zeros_like(values["mask"])})
 
     yield mistake("soft-cap-ignored", "scores are not capped", {"capped": not_capped})
     yield mistake(
         "soft-cap-not-multiplied",
-        "scores are capped by tanh(s / cap), which is not multiplied by the cap",
+        "scores are capped by tanh(s / cap), not multiplied by the cap",
         {"capped": instead(lambda x: np.tanh(x / x.dtype.type(cap)))},
     )
     yield mistake(
@@ -110,7 +110,7 @@ def soft_cap(case: Case) -> Iterator[Mistake]:
     if case.has_mask or case.is_cached:
         yield mistake(
             "soft-cap-after-mask",
-            "scores are capped after they are masked, so that what is hidden is seen",
+            "scores are capped after the mask, so hidden keys become visible",
             {"capped": not_capped, "attn_weights": capped_after_mask},
         )
 
@@ -126,7 +126,7 @@ def bias(case: Case) -> Iterator[Mistake]:
 
     def scaled(layer: Layer, original: Override) -> np.ndarray | None:
         added, a = original(), layer.arithmetic
-        return None if added is None else a.widen(added) / a.wide.type(layer.scale())  # a pair may leave it out
+        return None if added is None else a.widen(added) / a.wide.type(layer.scale())  # a pair may omit it
 
     def with_bias(layer: Layer, x: np.ndarray) -> np.ndarray:
         return x + layer.arithmetic.widen(np.asarray(layer.problem.bias))
@@ -151,16 +151,16 @@ def not_finite(case: Case) -> Iterator[Mistake]:
             "nan-swallowed",
             "a row whose scores are NaN is 0, as if every key were hidden",
             {stage: _without_nan(stage) for stage in ("attn_weights", "context")},
-            fix="let a row be empty because every key is masked, never because of its scores",
+            fix="treat a row as empty only if every key is masked, never because of its scores",
             page="not-finite",
             stages=("attn_weights",),
         )
     if case.not_finite and case.has_mask:
         yield Mistake(
             "nan-leaks",
-            "a NaN in a value that is hidden reaches the rows that may not see it: 0 * NaN is NaN",
+            "a NaN in a hidden value reaches rows that do not attend to it: 0 * NaN is NaN",
             {"context": lambda layer, original, values: layer.weighed(values)},
-            fix="put 0 in the place of hidden values before they are weighed",
+            fix="replace hidden values by 0 before the weighted sum",
             page="not-finite",
             stages=("context", "module.output"),
         )

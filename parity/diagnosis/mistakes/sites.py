@@ -1,4 +1,4 @@
-"""Places in the reference where mistakes are made: each takes a change of what is there, and gives the overrides."""
+"""Sites of bugs in the reference: each turns a change of values into overrides."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Overrides = dict[str, Override]
 
 
 def before(change: Callable[..., tuple[Any, ...]]) -> Override:
-    """Return an override that changes what a method is given."""
+    """Return an override that changes the inputs of a method."""
     return lambda _, original, *inputs: original(*change(*inputs))
 
 
 def after(change: Change) -> Override:
-    """Return an override that changes what a method gives, unless another mistake leaves it out."""
+    """Return an override that changes the result of a method, unless another bug omits it."""
 
     def override(_: Layer, original: Any, *inputs: Any) -> Any:
         found = original(*inputs)
@@ -56,10 +56,10 @@ def packed(names: tuple[str, ...], count: int, leaves: Collection[str], *, by_he
     """Read a packed weight in the wrong order.
 
     Args:
-        names: the projections that are packed.
-        count: how many heads, or groups of heads, each of them has.
-        leaves: which of weight and bias are packed.
-        by_head: whether it is packed head by head, and read projection by projection; else the other way round.
+        names: the packed projections.
+        count: number of heads, or groups of heads, of each of them.
+        leaves: the packed ones of weight and bias.
+        by_head: True if it is packed head by head and read projection by projection; False for the opposite.
     """
 
     def parameter(_: Layer, original: Any, name: str) -> np.ndarray:
@@ -82,12 +82,12 @@ def packed(names: tuple[str, ...], count: int, leaves: Collection[str], *, by_he
 
 
 def projected(change: Callable[[Values], Values]) -> Overrides:
-    """Change heads as they enter attention: `change` gives those that are other."""
+    """Change heads at the input of attention: `change` returns the changed ones."""
     return {"project": after(lambda heads: {**heads, **change(heads)})}
 
 
 def norm_with(**fields: Any) -> Overrides:
-    """Give the norm of queries and keys other fields."""
+    """Change fields of the norm of queries and keys."""
 
     def norm(_: Layer, original: Any, name: str) -> Norm | None:
         found = original(name)
@@ -114,7 +114,7 @@ def positions(of: str, change: Change) -> Overrides:
 
 
 def attn_weights(change: Callable[[Layer, np.ndarray], np.ndarray]) -> Overrides:
-    """Change the attention weights that the softmax gives, in wide numbers."""
+    """Change the attention weights after the softmax, in wide numbers."""
 
     def override(layer: Layer, original: Any, values: Values) -> dict[str, np.ndarray]:
         found, a = original(values)["attn_weights"], layer.arithmetic

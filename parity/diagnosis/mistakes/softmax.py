@@ -1,4 +1,4 @@
-"""Mistakes in the softmax: its mask, its function, its axis, dropout, sinks, and rows that see no key."""
+"""Bugs in the softmax: its mask, its function, its axis, dropout, sinks, and rows without a visible key."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ of_softmax = partial(Mistake, stages=("attn_weights",))
 
 
 def mask_as_number(case: Case) -> Iterator[Mistake]:
-    """Hidden keys have other scores, and are seen."""
+    """Hidden keys have other scores, and are visible."""
     if not (case.has_mask or case.is_cached):
         return
     for name, about, wrong in (
         (
             "added",
-            "the mask is added to the scores as 0 and 1, so that what it should hide weighs more",
+            "the mask is added to the scores as 0 and 1, so hidden keys get more weight",
             lambda scores, mask: scores + mask,
         ),
         (
             "added-inverted",
-            "the mask of what is seen is added to the scores as 0 and 1, and hides nothing",
+            "the mask, True for visible keys, is added to the scores as 0 and 1 and hides nothing",
             lambda scores, mask: scores + ~mask,
         ),
         (
             "multiplied",
-            "the scores of hidden keys are 0 (multiplied by the mask, or filled with 1e-9), and not -inf",
+            "the scores of hidden keys are 0 (multiplied by the mask, or filled with 1e-9) instead of -inf",
             lambda scores, mask: np.where(mask, np.zeros((), scores.dtype), scores),
         ),
         (
             "penalty-added",
-            f"{PENALTY:g} is added to the scores of hidden keys, and not -inf",
+            f"{PENALTY:g} is added to the scores of hidden keys instead of -inf",
             lambda scores, mask: scores + scores.dtype.type(PENALTY) * mask,
         ),
         (
             "penalty-filled",
-            f"the scores of hidden keys are {PENALTY:g}, and not -inf",
+            f"the scores of hidden keys are {PENALTY:g} instead of -inf",
             lambda scores, mask: np.where(mask, scores.dtype.type(PENALTY), scores),
         ),
     ):
@@ -56,7 +56,7 @@ def mask_as_number(case: Case) -> Iterator[Mistake]:
 
 
 def _numbered(wrong: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Override:
-    """Take the softmax of `wrong(scores, mask)`, of which nothing is hidden."""
+    """Apply the softmax to `wrong(scores, mask)`, without hiding anything."""
 
     def attn_weights(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
         scores, mask = layer.arithmetic.widen(values["scores"]), values["mask"]
@@ -73,7 +73,7 @@ def after_softmax(case: Case) -> Iterator[Mistake]:
     if case.has_mask or case.is_cached:
         yield of_softmax(
             "mask-after-softmax",
-            "the mask is applied after the softmax, so that rows do not sum to 1",
+            "the mask is applied after the softmax, so rows do not sum to 1",
             {"attn_weights": masked},
             fix="hide keys before the softmax",
             page="mask-ignored",
@@ -84,9 +84,9 @@ def after_softmax(case: Case) -> Iterator[Mistake]:
 
 
 def other_functions(case: Case) -> Iterator[Mistake]:
-    """Functions that are taken for a softmax."""
+    """Functions that are used instead of a softmax."""
     mistake = partial(
-        of_softmax, fix="take softmax(scores) over the keys, once, with powers of e", page="softmax-function"
+        of_softmax, fix="use softmax(scores) over the keys, once, with powers of e", page="softmax-function"
     )
 
     def twice(_: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
@@ -103,13 +103,13 @@ def other_functions(case: Case) -> Iterator[Mistake]:
         return {"attn_weights": a.keep(np.where(values["mask"], np.zeros((), a.wide), weights))}
 
     yield mistake(
-        "softmax-twice", "the softmax is taken twice, the second time of the weights", {"attn_weights": twice}
+        "softmax-twice", "the softmax is applied twice, the second time to the weights", {"attn_weights": twice}
     )
-    yield mistake("softmax-base-2", "the softmax takes powers of 2, and not of e", {"attn_weights": base_2})
+    yield mistake("softmax-base-2", "the softmax uses powers of 2 instead of e", {"attn_weights": base_2})
     if case.spec.sinks:
         return
     yield mistake("softmax-sigmoid", "each weight is the sigmoid of its score", {"attn_weights": sigmoid})
-    if not (case.has_mask or case.is_cached):  # what is hidden would weigh -inf
+    if not (case.has_mask or case.is_cached):  # hidden keys would have weight -inf
         logarithm = attn_weights(lambda _, x: np.log(x))
         yield mistake("softmax-log", "the weights are the logarithms of a softmax", logarithm)
 
@@ -120,15 +120,15 @@ def other_functions(case: Case) -> Iterator[Mistake]:
 def softmax_axis(case: Case) -> Iterator[Mistake]:
     for axis, words, length in (
         (2, "queries", case.seq_len),
-        (1, "heads", 1 if case.spec.sinks else case.spec.num_heads),  # sinks are those of heads
+        (1, "heads", 1 if case.spec.sinks else case.spec.num_heads),  # sinks belong to heads
         (0, "batch", case.batch),
     ):
         if length > 1:
             yield of_softmax(
                 f"softmax-over-{words}",
-                f"the softmax is over the {words}, and not over the keys",
+                f"the softmax is over the {words} instead of the keys",
                 {"attn_weights": _over(axis)},
-                fix="take the softmax over the last axis of (B, N, T, S)",
+                fix="apply the softmax over the last axis of (B, N, T, S)",
                 page="softmax-axis",
             )
 
@@ -145,12 +145,12 @@ def _over(axis: int) -> Override:
 
 
 def dropout(_: Case) -> Iterator[Mistake]:
-    """The factor of a dropout that drops nothing. What is dropped is drawn, and cannot be computed again."""
+    """The factor of a dropout that drops nothing. Dropped values are random and cannot be computed again."""
     for percent in (10, 20, 50):
         share = 1.0 - percent / 100.0
         yield DROPOUT.seen_in("attn_weights")(
             f"dropout-factor-{percent}",
-            f"the weights are divided by {share:g}, as a dropout of {percent} % does that drops nothing",
+            f"the attention weights are divided by {share:g}, as by a dropout of {percent}% that drops nothing",
             attn_weights(lambda layer, x, share=share: x / layer.arithmetic.wide.type(share)),
         )
 
@@ -164,24 +164,24 @@ def sinks(case: Case) -> Iterator[Mistake]:
         return
     mistake = SINKS.seen_in("attn_weights")
     none = {"sinks": instead(lambda: None)}
-    yield mistake("sinks-ignored", "there are no sinks", none)
+    yield mistake("sinks-ignored", "the sinks are missing", none)
     yield mistake("sinks-zero", "every sink is 0, as before training", {"sinks": after(lambda sinks: sinks * 0.0)})
     if spec.score_scale != 1.0:
         scaled = after(lambda sinks: sinks * spec.score_scale)
-        yield mistake("sinks-scaled", "sinks are scaled as the scores are", {"sinks": scaled})
+        yield mistake("sinks-scaled", "sinks are scaled like the scores", {"sinks": scaled})
     if 1 < spec.num_kv_heads < spec.num_heads:
         order = np.arange(spec.num_heads).reshape(-1, spec.num_kv_heads).T.ravel()
         tiled = after(lambda sinks: sinks[:, order])
-        yield mistake("sinks-of-other-heads", "sinks are those of other heads, tiled", {"sinks": tiled})
+        yield mistake("sinks-of-other-heads", "sinks belong to other heads: they are tiled", {"sinks": tiled})
     yield mistake(
         "sinks-share-kept",
-        "weights are multiplied by the share of the sink, and not by what it leaves",
+        "weights are multiplied by the share of the sink instead of the rest",
         attn_weights(_share_kept),
     )
     if case.has_mask or case.is_cached:
         yield mistake(
             "sinks-mask-not-shifted",
-            "the sink is the first of the keys, and the mask is that of the keys alone",
+            "the sink is prepended to the keys, but the mask is not shifted",
             {**none, "attn_weights": _mask_not_shifted},
         )
 
@@ -203,17 +203,17 @@ def _mask_not_shifted(layer: Layer, original: Override, values: Values) -> dict[
 
 
 def empty_rows(case: Case) -> Iterator[Mistake]:
-    """Masks may empty rows, wrong ones at least; a sink fills them."""
+    """Masks may empty rows, at least wrong ones; a sink fills them."""
     if not (case.has_mask or case.is_cached) or case.spec.sinks:
         return
     for name, about, of_scores in (
         ("nan", "rows without a key are NaN", lambda scores: np.full_like(scores, np.nan)),
         (
             "mean",
-            "rows without a key weigh all keys alike",
+            "rows without a key have equal weights for all keys",
             lambda scores: np.full_like(scores, 1.0 / scores.shape[-1]),
         ),
-        ("unmasked", "rows without a key see every key", _softmax),
+        ("unmasked", "rows without a key attend to all keys", _softmax),
     ):
         yield EMPTY_ROWS.seen_in("attn_weights")(
             f"empty-row-{name}",
@@ -224,7 +224,7 @@ def empty_rows(case: Case) -> Iterator[Mistake]:
 
 
 def _made(of_scores: Callable[[np.ndarray], np.ndarray]) -> Override:
-    """Make another row for one without a key, of its scores as they are before anything is hidden."""
+    """Replace rows without a key, from their scores before the mask."""
 
     def of_empty_rows(
         layer: Layer, _: Override, attn_weights: np.ndarray, scores: np.ndarray, is_empty: np.ndarray

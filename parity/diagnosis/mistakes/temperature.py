@@ -1,4 +1,4 @@
-"""Mistakes in the temperature of queries."""
+"""Bugs in the temperature of queries."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def temperature(case: Case) -> Iterator[Mistake]:
     counted = 0 if right.first_position else 1
     yield mistake(
         "temperature-off-by-one",
-        f"the temperature counts positions from {counted}, and not from {right.first_position}",
+        f"the temperature counts positions from {counted} instead of {right.first_position}",
         {"factors": before(lambda positions: (positions + (counted - right.first_position),))},
     )
     yield mistake(
         "temperature-not-floored",
-        "the temperature grows with every token, and not with every length",
+        "the temperature grows with every token instead of every length",
         {"lengths_passed": lambda _, original, positions, length: positions / length},
     )
     if case.spec.latent is None:
         yield mistake(
             "temperature-of-keys-too",
-            "keys are multiplied by the temperature, too",
+            "keys are also multiplied by the temperature",
             {"tempered": before(lambda name, *rest: ("q" if name == "k" else name, *rest))},
             fix="multiply queries only, before keys are cached",
             stages=("k",),

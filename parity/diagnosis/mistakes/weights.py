@@ -1,4 +1,4 @@
-"""Mistakes that lie in the weights or in how they are read."""
+"""Bugs in the weights, or in how they are read."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from parity.core.weights import QKV
 from parity.diagnosis.mistakes.families import BIAS, HEAD_ORDER, SWAPPED, TRANSPOSED
 from parity.diagnosis.mistakes.record import Mistake, Override
 from parity.diagnosis.mistakes.sites import Overrides, packed, projected, read_as, weights
+from parity.text import and_listed
 
 STAGES = {"q_proj": ("q", "k"), "k_proj": ("k",), "v_proj": ("v",), "out_proj": ("output",)}
-"""Stages that show a mistake in a projection first."""
+"""Stages that show a bug in a projection first."""
 
 
 def transposed(case: Case) -> Iterator[Mistake]:
@@ -37,9 +38,10 @@ def transposed(case: Case) -> Iterator[Mistake]:
 
 
 def swapped(case: Case) -> Iterator[Mistake]:
-    """Two projections exchanged; or their weights alone, which are loaded by themselves: that is only searched for."""
+    """Two projections are exchanged, or their weights alone. The latter are only searched for: loaders load each by
+    itself."""
     spec = case.spec
-    q, k, v = spec.qkv_biases  # one that only one of two has would not be loaded into the other
+    q, k, v = spec.qkv_biases  # a bias that only one of two has would not be loaded into the other
     has_one_width = spec.value_head_dim == spec.head_dim
     pairs = [("k", "v", k, v)] if has_one_width else []
     if spec.num_heads == spec.num_kv_heads and spec.d_in == spec.d_kv:
@@ -61,7 +63,7 @@ def swapped(case: Case) -> Iterator[Mistake]:
     for one, other, *biases in pairs:
         if any(biases):
             names = {f"{one}_proj.weight": f"{other}_proj.weight", f"{other}_proj.weight": f"{one}_proj.weight"}
-            about = f"the weights of {one}_proj and {other}_proj are exchanged, and not their biases"
+            about = f"the weights of {one}_proj and {other}_proj are exchanged, but not their biases"
             yield mistake(one, other, about, {"parameter": read_as(names)})
     if spec.rope is not None and has_one_width:  # without it the same as the first
         yield SWAPPED.seen_in("k")(
@@ -85,7 +87,7 @@ def fused_qkv(case: Case) -> Iterator[Mistake]:
     if spec.value_head_dim != spec.head_dim:
         yield Mistake(
             "kv-read-as-halves",
-            "a weight that holds keys and values head by head is read as all keys, then all values",
+            "a weight with keys and values per head is read as all keys, then all values",
             packed(QKV[1:], spec.num_kv_heads, ("weight", "bias"), by_head=True),
             fix="split the packed weight into heads first, and each head into head_dim keys and value_head_dim values",
             page="value-head-dim",
@@ -95,22 +97,22 @@ def fused_qkv(case: Case) -> Iterator[Mistake]:
         for name, about, fix, by_head in (
             (
                 "fused-qkv-read-per-head",
-                "a fused QKV weight that holds all q, all k, all v is read head by head (or group by group)",
+                "a fused QKV weight with all q, all k, all v is read per head (or per group)",
                 "split the fused weight into q, k and v first, then into heads",
                 False,
             ),
             (
                 "fused-qkv-read-as-thirds",
-                "a fused QKV weight that holds q, k, v head by head (or group by group) is read as all q, all k, all v",
-                "split the fused weight into heads (or groups) first, as GPT-NeoX and Falcon keep it",
+                "a fused QKV weight with q, k, v per head (or per group) is read as all q, all k, all v",
+                "split the fused weight into heads (or groups) first, as in GPT-NeoX and Falcon",
                 True,
             ),
         ):
             mistake = partial(Mistake, name, fix=fix, page="fused-qkv", stages=("q", "k"))
             read = partial(packed, QKV, spec.num_kv_heads, by_head=by_head)
             yield mistake(about, read(leaves=("weight", "bias")))
-            if any(spec.qkv_biases):  # which are loaded by themselves: only searched for
-                yield mistake(f"{about}, and not its bias", read(leaves=("weight",)))
+            if any(spec.qkv_biases):  # loaded by themselves: only searched for
+                yield mistake(f"{about}, but not its bias", read(leaves=("weight",)))
 
 
 def missing_biases(case: Case) -> Iterator[Mistake]:
@@ -119,7 +121,7 @@ def missing_biases(case: Case) -> Iterator[Mistake]:
     out = ("out_proj",) if spec.out_proj and spec.out_bias else ()
 
     def missing(name: str, projections: tuple[str, ...], whose: str = "") -> Mistake:
-        whose = whose or ", ".join(projections)
+        whose = whose or and_listed(projections)
         return BIAS.seen_in(*STAGES[projections[0]])(
             f"{name}-bias-missing",
             f"the bias of {whose} is missing",
@@ -135,9 +137,9 @@ def missing_biases(case: Case) -> Iterator[Mistake]:
         exchanged = _of_others({"k_proj": "v_proj", "v_proj": "k_proj"})
         yield BIAS.seen_in("k")(
             "v-bias-on-k",
-            "the bias of v_proj is added to the keys, and not to the values",
+            "the bias of v_proj is added to the keys instead of the values",
             {"has_bias": exchanged, "parameter": read_as({"k_proj.bias": "v_proj.bias"})},
-            fix="give v_proj its bias and k_proj none: where biases are packed, with zeros in the place of k's",
+            fix="load the bias of v_proj for v_proj, and none for k_proj (in packed biases, zeros for k)",
         )
     if out:
         yield missing("out_proj", out)
@@ -148,7 +150,7 @@ def missing_biases(case: Case) -> Iterator[Mistake]:
             "out_proj-bias-per-head",
             f"the bias of out_proj is added once for each of {spec.num_heads} heads",
             weights(lambda bias: bias * bias.dtype.type(spec.num_heads), ["out_proj.bias"]),
-            fix="add the bias of out_proj once, after what heads (or ranks) give has been summed",
+            fix="add the bias of out_proj once, after the sum over heads (or ranks)",
         )
     for one, other, have_one_width in (
         ("k_proj", "q_proj", spec.k_width == spec.q_width),
@@ -164,12 +166,12 @@ def missing_biases(case: Case) -> Iterator[Mistake]:
 
 
 def not_clipped(case: Case) -> Iterator[Mistake]:
-    for of, whose in (("qkv", "the projections give"), ("v", "v_proj gives")) if case.spec.clip_qkv else ():
+    for of, whose in (("qkv", "q, k and v are"), ("v", "v is")) if case.spec.clip_qkv else ():
         yield Mistake(
             "clip-qkv-missing" if of == "qkv" else f"clip-qkv-missing-{of}",
-            f"what {whose} is not clipped",
+            f"{whose} not clipped",
             {"clipped": lambda _, original, name, x, of=of: x if name in of else original(name, x)},
-            fix="clip what q_proj, k_proj and v_proj give to [-clip_qkv, clip_qkv]",
+            fix="clip the outputs of q_proj, k_proj and v_proj to [-clip_qkv, clip_qkv]",
             page="clip-qkv",
             stages=STAGES["v_proj"] if of == "v" else STAGES["q_proj"],
         )
@@ -191,19 +193,21 @@ def no_out_proj(case: Case) -> Iterator[Mistake]:
 
 
 def out_columns(case: Case) -> Iterator[Mistake]:
-    """The columns of out_proj in another order of heads than the context has."""
+    """The columns of out_proj are in another order of heads than the context."""
     num_heads, size = case.spec.num_heads, case.spec.value_head_dim
-    if case.spec.out_proj and 1 not in (num_heads, size) and num_heads != size:  # else it is heads-combined-innermost
+    if (
+        case.spec.out_proj and 1 not in (num_heads, size) and num_heads != size
+    ):  # otherwise it is heads-combined-innermost
         yield HEAD_ORDER.seen_in("output")(
             "out_proj-heads-innermost",
-            "the columns of out_proj are in the order (H, N) and not (N, H)",
+            "the columns of out_proj are in the order (H, N) instead of (N, H)",
             weights(lambda x: x.reshape(-1, num_heads, size).swapaxes(1, 2).reshape(x.shape), ["out_proj.weight"]),
             fix="reshape the columns of out_proj.weight to (N, H), heads outermost, as they are combined",
         )
 
 
 def residual(case: Case) -> Iterator[Mistake]:
-    """The residual connection of a block, added by its attention."""
+    """The residual connection of a block is added by its attention."""
     spec = case.spec
 
     def output(layer: Layer, original: Override, values: Values) -> dict[str, np.ndarray]:
@@ -215,7 +219,7 @@ def residual(case: Case) -> Iterator[Mistake]:
             "residual-added",
             "the input is added to the output",
             {"output": output},
-            fix="compare attention without the residual connection of its block, or give it without",
+            fix="compare attention without the residual connection of its block",
             page="residual",
             stages=STAGES["out_proj"],
         )
