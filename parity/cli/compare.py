@@ -19,7 +19,7 @@ PAGE = Page(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("traces", nargs="+", metavar="DIR", help="folders of traces, single traces, or recordings")
+    parser.add_argument("traces", nargs="+", metavar="INPUT", help="folders of traces, single traces, or recordings")
     parser.add_argument("--model", metavar="FOLDER", help="with recordings: the model, with config.json and weights")
     add_length_options(parser)
     add_report_options(parser)

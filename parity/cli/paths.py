@@ -13,7 +13,7 @@ REPORTS = ("json", "junit", "html")
 
 STANDARD_OUTPUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
-POSITIONAL = {"source": "SRC", "target": "DST", "file": "FILE", "files": "FILE", "traces": "DIR"}
+POSITIONAL = {"source": "SRC", "target": "DST", "file": "FILE", "files": "FILE", "traces": "INPUT"}
 
 PATHS = (*POSITIONAL, "weights", "input", "key_input", "labels_file", "join", "model")
 PATHS += ("save_traces", "plot", "output", *REPORTS)

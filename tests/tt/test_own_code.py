@@ -94,7 +94,7 @@ def words(function, *questions, **declared):
 @pytest.mark.board
 def test_a_function_is_examined_and_exits_0(own, capsys):
     assert main(["conformance", "own_tt:attention", "--framework", "ttnn", "--json", "c.json"]) == 0
-    assert "no broken promises" in capsys.readouterr().out
+    assert "no broken guarantees" in capsys.readouterr().out
     (subject,) = json.loads((own / "c.json").read_text())["subjects"]
     assert subject["framework"] == "ttnn"
     assert {answer["question"]: answer["words"] for answer in subject["answers"]} == {
