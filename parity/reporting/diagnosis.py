@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from parity.diagnosis.diagnose import Diagnosis
 
 
-class Lines(Protocol):
+class HasLines(Protocol):
     """A diagnosis of a layer, of ranks or of a recording."""
 
     def lines(self, *, verbose: bool = False) -> Iterator[tuple[str, str]]: ...
 
 
-def print_diagnosis(diagnosis: Lines, out: Console, *, is_right: bool, verbose: bool = False) -> None:
+def print_diagnosis(diagnosis: HasLines, out: Console, *, is_right: bool, verbose: bool = False) -> None:
     """Print a diagnosis: likely bug, first wrong stage, evidence, fix, more.
 
     On a terminal, labels are bold and long lines continue with an indent.
