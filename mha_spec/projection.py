@@ -11,7 +11,7 @@ class Projection(NamedTuple):
     Attributes:
         widths: width of each part of the output: one part, or q, k and v, which are initialized separately.
         d_in: width of its input.
-        has_bias: whether a bias is added.
+        has_bias: True if a bias is added.
     """
 
     widths: tuple[int, ...]

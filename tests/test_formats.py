@@ -1372,7 +1372,7 @@ def test_the_same_member_twice_is_refused(tmp_path):
 def test_a_zip_bomb_is_refused(tmp_path):
     np.savez_compressed(tmp_path / "w.npz", a=np.zeros(10**7))
     assert (tmp_path / "w.npz").stat().st_size < 10**5
-    refuses_to_open(tmp_path / "w.npz", "100 times")
+    refuses_to_open(tmp_path / "w.npz", "100-fold")
 
 
 def test_zeros_among_weights_are_no_bomb(tmp_path):

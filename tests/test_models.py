@@ -948,7 +948,7 @@ def test_the_command_says_which_parts_are_not_read_and_why(dialect, tmp_path, ca
     assert main(["spec", str(tmp_path), "--json", str(tmp_path / "s.json")]) == 0
     out = said_by(capsys)
     assert "layers 0 to 79 of 80: full_attention" in out
-    why = "model_type 'qwen2_vl_vision' is not covered: its attention rotates by places on two axes"
+    why = "model_type 'qwen2_vl_vision' is not covered: its attention rotates by positions on two or three axes"
     assert f"vision_config not read: {why}" in out
     said = json.loads((tmp_path / "s.json").read_text())
     assert why in said["not_read"]["vision_config"]
@@ -964,4 +964,4 @@ def test_layers_beside_the_parts_of_a_model_are_not_passed_over(tmp_path, capsys
     assert main(["spec", str(tmp_path)]) == 0
     out = said_by(capsys)
     assert "depth_decoder_config csm_depth_decoder_model, layers 0 to 3 of 4: full_attention" in out
-    assert "csm not read: model_type 'csm' is not covered: its attention lies beside the parts of its model" in out
+    assert "csm not read: model_type 'csm' is not covered: its attention is outside the parts of its model" in out

@@ -163,7 +163,7 @@ def test_meshes_are_written_as_they_are_typed():
             MeshPlan(sequence=5),
             "sequence=5 does not divide 7 key tok",
         ),
-        (Case("a", AttentionSpec(32, 4), "", chunks=(4, 1), capacity=8), MeshPlan(sequence=5), "tokens that come in"),
+        (Case("a", AttentionSpec(32, 4), "", chunks=(4, 1), capacity=8), MeshPlan(sequence=5), "tokens that arrive in"),
         (Case("a", AttentionSpec(32, 4, fused_qkv=True), ""), MeshPlan(data=2), None),
     ],
 )
