@@ -16,6 +16,7 @@ from mha_spec.projection import Projection, shapes_of
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
 from mha_spec.relative_bias import GridBias, RelativeBias
+from mha_spec.relative_products import RelativeProducts
 from mha_spec.rope import Rope, check_rotated
 from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups
 from mha_spec.scaling import YarnScaling
@@ -70,6 +71,8 @@ class AttentionSpec(Record):
         alibi: what scores lose for the distance of their keys, after the soft cap, or None for nothing.
         relative_bias: what scores gain for that distance, after the soft cap, or None for nothing: a learned number for
             each bucket of distances, or of places on a grid, and each query head.
+        relative_products: which products of queries and keys with learned vectors for their distance scores gain, or
+            None. They are multiplied by the scale.
         window_size: a query sees keys less than this many tokens away only: with causality so many, its own the last.
         chunk_size: a query sees the keys of its own chunk only, the chunks being so many tokens long.
         dropout: rate at which attention weights are dropped in training.
@@ -78,13 +81,13 @@ class AttentionSpec(Record):
     Raises:
         TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not a `Norm`, gate not a
             `Gate`, temperature not a `Temperature`, alibi not an `Alibi`, relative_bias not a `RelativeBias` or
-            a `GridBias`, latent not a `Latent`, clip_qkv, scale, soft_cap or a rate not a number, or what a layer has
-            or has not no boolean.
+            a `GridBias`, relative_products not a `RelativeProducts`, latent not a `Latent`, clip_qkv, scale, soft_cap
+            or a rate not a number, or what a layer has or has not no boolean.
         ValueError: if the widths, heads or rates do not fit, clip_qkv, scale or soft_cap is not positive and finite, or
             there are both a window and chunks, or one of them and a grid, both ALiBi and a relative bias, a temperature
             and positions on several axes, or latents and what they leave no place for: fewer key/value heads, one
             qkv_proj, norms of heads, a clip, RoPE of other features; or a norm of the context that is not over its
-            width, or comes with a gate.
+            width, or comes with a gate; or relative products with a soft cap or latents.
     """
 
     d_model: int
@@ -112,6 +115,7 @@ class AttentionSpec(Record):
     sinks: bool = False
     alibi: Alibi | None = None
     relative_bias: RelativeBias | GridBias | None = None
+    relative_products: RelativeProducts | None = None
     window_size: int | None = None
     chunk_size: int | None = None
     dropout: float = 0.0
@@ -131,6 +135,7 @@ class AttentionSpec(Record):
             raise WrongType("gate", "be a Gate or None", gate=self.gate)
         self._check_temperature()
         self._check_distance_bias()
+        self._check_relative_products()
         self._check_qkv_bias()
         self._check_norms()
         for name in FACTORS:
@@ -166,6 +171,7 @@ class AttentionSpec(Record):
         check_latent_rope(self.latent, self.rope)
         needed = {"num_kv_heads": self.num_heads, "d_kv": self.d_in, "fused_qkv": False}
         needed |= {"qk_norm": None, "v_norm": None, "clip_qkv": None, "context_norm": None}
+        needed["relative_products"] = None
         for name, value in needed.items():
             if getattr(self, name) != value:
                 raise Refusal(name, f"be {value} with latent", {name: getattr(self, name), "latent": self.latent})
@@ -198,6 +204,15 @@ class AttentionSpec(Record):
                 raise Refusal(name, "be None with a grid", {name: getattr(self, name), "grid": self.relative_bias})
         if self.alibi is not None:
             raise Refusal("alibi", "be None with a relative_bias", alibi=self.alibi, relative_bias=self.relative_bias)
+
+    def _check_relative_products(self) -> None:
+        products = self.relative_products
+        if products is None:
+            return
+        if not isinstance(products, RelativeProducts):
+            raise WrongType("relative_products", "be a RelativeProducts or None", relative_products=products)
+        if self.soft_cap is not None:
+            raise Refusal("soft_cap", "be None with relative_products", soft_cap=self.soft_cap)
 
     def _check_qkv_bias(self) -> None:
         biases = self.qkv_bias if isinstance(self.qkv_bias, (tuple, list)) else (self.qkv_bias,) * 3
@@ -277,8 +292,8 @@ class AttentionSpec(Record):
 
     @property
     def has_distance_bias(self) -> bool:
-        """Whether scores depend on the distance of their keys: ALiBi, or a relative bias."""
-        return self.alibi is not None or self.relative_bias is not None
+        """Whether scores depend on the distance of their keys: ALiBi, a relative bias, or relative products."""
+        return self.alibi is not None or self.relative_bias is not None or self.relative_products is not None
 
     @property
     def alibi_slopes(self) -> tuple[float, ...] | None:
@@ -394,6 +409,8 @@ class AttentionSpec(Record):
         of_scores: dict[str, tuple[int, ...]] = {"sinks": (self.num_heads,)} if self.sinks else {}
         if self.relative_bias is not None:
             of_scores["relative_bias"] = (self.relative_bias.num_buckets, self.num_heads)
+        if self.relative_products is not None:
+            of_scores |= self.relative_products.tables(self.num_heads, self.head_dim)
         return of_norms | of_scores
 
     @property

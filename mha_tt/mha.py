@@ -31,7 +31,7 @@ from mha_tt.masks import CausalMask, Mask, MaskKeywords
 from mha_tt.parallel.local import all_reduce
 from mha_tt.projections import project_output, project_qkv
 from mha_tt.rope import Rotation, rotation_of
-from mha_tt.scores import Scores
+from mha_tt.scores import LEARNED, Scores
 from mha_tt.stages import check_attention, drop
 from mha_tt.weights import project_with, upload_weights
 
@@ -89,9 +89,9 @@ class FunctionalLayer:
 
     def scores(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Scores:
         """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
-        learned = self.weights.get("sinks"), self.weights.get("relative_bias")
+        learned = {name: self.weights.get(name) for name in LEARNED}
         dropout = self.spec.dropout if self.training else 0.0
-        return Scores(self.spec, bias, *learned, dropout, self.dropout_keep, self.seed)
+        return Scores(self.spec, bias, dropout=dropout, dropout_keep=self.dropout_keep, seed=self.seed, **learned)
 
     @property
     def plain_weights(self) -> Mapping[str, Tensor]:
@@ -211,9 +211,9 @@ class AttentionLayer:
 
     def scores(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Scores:
         """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
-        learned = self.weights.get("sinks"), self.weights.get("relative_bias")
+        learned = {name: self.weights.get(name) for name in LEARNED}
         dropout = self.spec.dropout if self.training else 0.0
-        return Scores(self.spec, bias, *learned, dropout, seed=self._draw_seed())
+        return Scores(self.spec, bias, dropout=dropout, seed=self._draw_seed(), **learned)
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """The output with some of it dropped, in training and at a rate above 0."""
