@@ -120,6 +120,10 @@ RELATIVE_BIAS = MistakeFamily(
     "relative-bias",
     "add to the scaled scores what the table has for the bucket of key - query, counted from the first of all keys",
 )
+RELATIVE_PRODUCTS = MistakeFamily(
+    "relative-products",
+    "add scaled products with the vectors of the bucket of key - query, counted from the first of all keys",
+)
 SINKS = MistakeFamily(
     "sinks",
     "put each head's sink beside its scaled and masked scores, take the softmax, leave out the sink's weight",
