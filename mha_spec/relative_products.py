@@ -95,6 +95,15 @@ class RelativeProducts(Record):
         distances = np.arange(-self.farthest, self.farthest + 1)
         return np.clip(self._steps(distances), -self.num_before, self.num_after) + self.num_before
 
+    @property
+    def first_distances(self) -> tuple[int, ...]:
+        """The first distance of each step of the logarithm: those after `num_exact`, up to `max_distance`."""
+        exact, most = self.num_exact, self.max_distance
+        if exact is None or most is None:
+            return ()
+        steps = self._steps(np.arange(most))
+        return tuple(int(np.argmax(steps > last)) if (steps > last).any() else most for last in range(exact, 2 * exact))
+
     def _steps(self, distances: np.ndarray) -> np.ndarray:
         """Distances, those beyond `num_exact` in steps of the logarithm."""
         exact, most = self.num_exact, self.max_distance
