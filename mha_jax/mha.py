@@ -94,7 +94,7 @@ class FunctionalLayer:
 
     def scores(self, bias: Float[Array, "..."] | None) -> Scores:
         """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
-        learned = {name: self.weights.get(name) for name in LEARNED}
+        learned: Any = {name: self.weights.get(name) for name in LEARNED}
         dropout = {"dropout": self.spec.dropout if self.training else 0.0, "dropout_rng": self.dropout_rng}
         return Scores(self.spec, bias, dropout_keep=self.dropout_keep, **dropout, **learned)
 

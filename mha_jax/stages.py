@@ -4,7 +4,7 @@ Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -209,7 +209,7 @@ def scaled_dot_product_attention(
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     visible = Mask.of(masks).within(spec)
-    products = {"relative_keys": relative_keys, "relative_queries": relative_queries}
+    products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
     scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep, dropout_rng, **products)
     check_attention(query, key, value, visible, scores)
     inputs = (query, key, value, visible.as_arrays(), scores)

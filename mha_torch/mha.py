@@ -84,7 +84,7 @@ class FunctionalLayer:
 
     def scores(self, bias: Float[Tensor, "..."] | None) -> Scores:
         """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
-        learned = {name: self.weights.get(name) for name in LEARNED}
+        learned: Any = {name: self.weights.get(name) for name in LEARNED}
         dropout = self.spec.dropout if self.training else 0.0
         return Scores(self.spec, bias, dropout=dropout, dropout_keep=self.dropout_keep, **learned)
 

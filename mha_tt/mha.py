@@ -89,7 +89,7 @@ class FunctionalLayer:
 
     def scores(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Scores:
         """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
-        learned = {name: self.weights.get(name) for name in LEARNED}
+        learned: Any = {name: self.weights.get(name) for name in LEARNED}
         dropout = self.spec.dropout if self.training else 0.0
         return Scores(self.spec, bias, dropout=dropout, dropout_keep=self.dropout_keep, seed=self.seed, **learned)
 
@@ -211,7 +211,7 @@ class AttentionLayer:
 
     def scores(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Scores:
         """Return the scores of a call: the bias, what the layer has learned of them, and dropout in training."""
-        learned = {name: self.weights.get(name) for name in LEARNED}
+        learned: Any = {name: self.weights.get(name) for name in LEARNED}
         dropout = self.spec.dropout if self.training else 0.0
         return Scores(self.spec, bias, dropout=dropout, seed=self._draw_seed(), **learned)
 

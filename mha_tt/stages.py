@@ -236,7 +236,7 @@ def scaled_dot_product_attention(
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     visible = Mask.of(masks).within(spec)
-    products = {"relative_keys": relative_keys, "relative_queries": relative_queries}
+    products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
     scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep, seed, **products)
     check_attention(query, key, value, visible, scores)
     context, attn_weights = attend(query, key, value, visible, scores, compute_kernel_config)

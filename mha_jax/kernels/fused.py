@@ -7,7 +7,7 @@ the empty rows of this package, or the plain path where that cannot do with scor
 
 import math
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 from jaxtyping import Array, Bool, Float
@@ -102,7 +102,7 @@ def scaled_dot_product_attention(
     if need_weights or dropout_keep is not None:
         raise Refusal("need_weights and dropout_keep", "be left out on the fused path, which stores no weights")
     visible = Mask.of(masks).within(spec)
-    products = {"relative_keys": relative_keys, "relative_queries": relative_queries}
+    products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
     scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_rng=dropout_rng, **products)
     check_attention(query, key, value, visible, scores)
     return kernel(query, key, value, visible.as_arrays(), scores), None

@@ -5,7 +5,7 @@ that returns 0 for some rows of NaN, and lets a masked NaN through; here neither
 what that function does not support.
 """
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from jaxtyping import Bool, Float
@@ -61,7 +61,7 @@ def scaled_dot_product_attention(
     if need_weights or dropout_keep is not None:
         raise Refusal("need_weights and dropout_keep", "be left out on the fused path, which stores no weights")
     visible = Mask.of(masks).within(spec)
-    products = {"relative_keys": relative_keys, "relative_queries": relative_queries}
+    products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
     scores = Scores(spec, bias, sinks, relative_bias, dropout, **products)
     check_attention(query, key, value, visible, scores)
     return attend(query, key, value, visible, scores), None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import ttnn
@@ -86,7 +86,7 @@ def scaled_dot_product_attention(
     if need_weights:
         raise Refusal("need_weights and dropout", "be left out on the fused path, which stores no weights")
     visible = Mask.of(masks).within(spec)
-    products = {"relative_keys": relative_keys, "relative_queries": relative_queries}
+    products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
     scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep, **products)
     check_attention(query, key, value, visible, scores)
     _check_supported(query)

@@ -107,11 +107,11 @@ class _Made(NamedTuple):
         """Return the products of heads (B, N, T, H) and (B, N, S, H) with tables."""
         held = [table.vectors for table in (of_queries, of_keys) if table is not None]
         per_head = any(vectors.shape[1] > 1 for vectors in held)
-        products = [
+        by_query, by_key = (
             None if table is None else x @ table.vectors.astype(np.float64).transpose(1, 2, 0)
             for x, table in ((q, of_queries), (k, of_keys))
-        ]
-        return cls(*products, (*q.shape[:3], k.shape[2]), len(held[0]), per_head)
+        )
+        return cls(by_query, by_key, (*q.shape[:3], k.shape[2]), len(held[0]), per_head)
 
     def rows_of_own(self, added: np.ndarray, hidden: np.ndarray, allowed: float) -> list[int]:
         """Return the rows whose products are added to the scores of each query and the key at its place."""
