@@ -33,7 +33,7 @@ class Table(NamedTuple):
 def fit_relative_products(
     layer: ObservedLayer, added: np.ndarray, hidden: np.ndarray, config: Mapping[str, Any], found: Fit
 ) -> np.ndarray | None:
-    """Fit products with vectors of distances, and return what they add to scores, (B, N, T, S); None if there are none.
+    """Fit products with vectors of distances, and return them, scaled, (B, N, T, S); None if there are none.
 
     Args:
         layer: the observed layer.

@@ -153,7 +153,7 @@ def _rest(layer: ObservedLayer) -> np.ndarray | None:
 
 
 def _added(layer: ObservedLayer, gained: np.ndarray | float) -> Added | None:
-    """Return the numbers added to scores beside known ones, from the scores or from a mask of numbers."""
+    """Return the numbers added to scores in addition to known ones, from the scores or from a mask of numbers."""
     values, scale, soft_cap = layer.values, layer.tapped.scale, layer.tapped.soft_cap
     q, mask = values["q"], values.get("mask")
     hidden = _hidden(layer, q.shape[2])

@@ -204,7 +204,7 @@ class Backward:
     def of_relative_products(
         self, d_scores: np.ndarray, q: np.ndarray, k: np.ndarray, scale: np.floating, grads: dict[str, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What products with vectors of distances add to the gradients of q and k, (B, N, ·, H), before the scale."""
+        """Return gradients of q and k, (B, N, ·, H), through products with vectors of distances, not scaled."""
         layer, a, held = self.layer, self.arithmetic, self.layer.distance_record()
         num_queries, num_keys = d_scores.shape[2:]
         buckets = layer.distance_bucket(np.arange(num_keys) - np.arange(num_queries)[:, None])

@@ -288,7 +288,7 @@ class Layer:
         return cast(RelativeBias, self.problem.spec.relative_bias)  # asked for where there is one
 
     def relative_products(self, values: Values, places: np.ndarray) -> list[np.ndarray]:
-        """Those of queries, and those of keys, with the vectors of their distances, (B, N, T, S) each, not scaled."""
+        """Return products of queries and of keys with the vectors of distances, (B, N, T, S) each, not scaled."""
         held, a = self.distance_record(), self.arithmetic
         q, k = a.widen(values["q"]), self.per_query_head(a.widen(values["k"]))
         found, buckets = [], self.distance_bucket(np.arange(k.shape[2]) - places[:, :, None])[:, None]  # (B, 1, T, S)
@@ -302,19 +302,19 @@ class Layer:
         return found
 
     def distance_vectors(self, name: str) -> np.ndarray:
-        """Vectors of all buckets, (N or 1, num_buckets, H)."""
+        """Return the vectors of all buckets, (N or 1, num_buckets, H)."""
         table = self.arithmetic.widen(self.parameter(name))
         return table.swapaxes(0, 1) if self.distance_record().per_head else table[None]
 
     def distance_bucket(self, distance: np.ndarray) -> np.ndarray:
-        """Bucket of the vectors of a distance from a query to a key, below 0 for a key before it."""
+        """Return the bucket of a distance from a query to a key, below 0 for a key before it."""
         held = self.distance_record()
         away = np.abs(distance)
         steps = np.where(away <= (held.num_exact or away), away, self.logarithmic_step(away))
         return np.clip(np.sign(distance) * steps, -held.num_before, held.num_after) + held.num_before
 
     def logarithmic_step(self, away: np.ndarray) -> np.ndarray:
-        """Number of a bucket that distances share, counted from 0 as the distances with buckets of their own are."""
+        """Return the number of a bucket that far distances share, counted as near distances are."""
         held = self.distance_record()
         if held.num_exact is None or held.max_distance is None:
             return away
@@ -324,12 +324,12 @@ class Layer:
         return exact + np.ceil(share * wide(exact - 1)).astype(np.int64)
 
     def scale_of_distances(self) -> float:
-        """What products with vectors of distances are divided by."""
+        """Return the divisor of products with vectors of distances."""
         return self.scale()
 
     def distance_record(self) -> RelativeProducts:
-        """Which products with vectors of distances scores gain."""
-        return cast(RelativeProducts, self.problem.spec.relative_products)  # asked for where there is one
+        """Return the record of products with vectors of distances."""
+        return cast(RelativeProducts, self.problem.spec.relative_products)  # which is there
 
     def scale(self) -> float:
         """What products of queries and keys are divided by."""

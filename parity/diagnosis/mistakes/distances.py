@@ -1,4 +1,4 @@
-"""Mistakes in what scores lose or gain for the places of their keys: ALiBi, relative biases and products."""
+"""Mistakes in scores that depend on the places of keys: ALiBi, relative biases and products."""
 
 from __future__ import annotations
 
