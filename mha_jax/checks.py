@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, RelativeBias, Rope, WrongType
+from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, RelativeBias, RelativeProducts, Rope, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.norm import check_norm
 from mha_spec.rope import position_shapes
@@ -252,6 +252,26 @@ def check_relative_bias(
         raise Refusal("relative_bias", f"have shape (num_buckets, N) = {shape}", {"relative_bias.shape": table.shape})
     if isinstance(relative_bias, GridBias) and max(scores_shape[2:]) > relative_bias.num_tokens:
         raise Refusal("tokens", f"be at most the {relative_bias.num_tokens} of the grid", {"(T, S)": scores_shape[2:]})
+
+
+def check_relative_products(
+    relative_keys: Array | None,
+    relative_queries: Array | None,
+    relative_products: RelativeProducts | None,
+    query: Array,
+) -> None:
+    """Refuse tables that the layer does not have, or of other buckets, heads or features."""
+    shapes = {} if relative_products is None else relative_products.tables(query.shape[1], query.shape[3])
+    for name, table in (("relative_keys", relative_keys), ("relative_queries", relative_queries)):
+        if (table is not None) != (name in shapes):
+            raise Refusal(name, "be given where the spec has it", {"spec.relative_products": relative_products})
+        if table is None:
+            continue
+        check_array(name, table)
+        if not jnp.issubdtype(table.dtype, jnp.floating):
+            raise WrongType(name, "be floating point", {f"{name}.dtype": table.dtype})
+        if table.shape != shapes[name]:
+            raise Refusal(name, f"have shape {shapes[name]}", {f"{name}.shape": table.shape})
 
 
 def check_sinks(sinks: Array | None, num_heads: int) -> None:

@@ -23,13 +23,25 @@ from mha_jax.kernels.nonfinite import contained_projection
 from mha_jax.masks import Mask, MaskKeywords
 from mha_jax.norms import NormLayer
 from mha_jax.projections import project_output, project_qkv
-from mha_jax.scores import Scores
+from mha_jax.scores import LEARNED, Scores
 from mha_jax.stages import apply_dropout, check_attention
 from mha_jax.weights import linear, project_with
-from mha_spec import Alibi, AttentionSpec, Gate, GridBias, Latent, Norm, RelativeBias, Rope, Temperature, WrongType
+from mha_spec import (
+    Alibi,
+    AttentionSpec,
+    Gate,
+    GridBias,
+    Latent,
+    Norm,
+    RelativeBias,
+    RelativeProducts,
+    Rope,
+    Temperature,
+    WrongType,
+)
 from mha_spec.attention import check_spec, spec_from
 
-for _static in (AttentionSpec, Alibi, Gate, GridBias, Latent, Norm, RelativeBias, Rope, Temperature):
+for _static in (AttentionSpec, Alibi, Gate, GridBias, Latent, Norm, RelativeBias, RelativeProducts, Rope, Temperature):
     jax.tree_util.register_static(_static)  # lets jitted functions accept it
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
@@ -81,10 +93,10 @@ class FunctionalLayer:
         return project_with(self.weights, self.spec)(name, x)
 
     def scores(self, bias: Float[Array, "..."] | None) -> Scores:
-        """Return the scores of a call: bias, sinks, relative bias, and dropout in training."""
-        learned = self.weights.get("sinks"), self.weights.get("relative_bias")
-        dropout = self.spec.dropout if self.training else 0.0
-        return Scores(self.spec, bias, *learned, dropout, self.dropout_keep, self.dropout_rng)
+        """Return the scores of a call: bias, learned weights, and dropout in training."""
+        learned: Any = {name: self.weights.get(name) for name in LEARNED}
+        dropout = {"dropout": self.spec.dropout if self.training else 0.0, "dropout_rng": self.dropout_rng}
+        return Scores(self.spec, bias, dropout_keep=self.dropout_keep, **dropout, **learned)
 
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------
@@ -180,6 +192,7 @@ class AttentionLayer(nnx.Module):
             return None if shape is None else nnx.Param(jnp.zeros(shape, param_dtype))
 
         self.sinks, self.relative_bias = learned("sinks"), learned("relative_bias")
+        self.relative_keys, self.relative_queries = learned("relative_keys"), learned("relative_queries")
         self.deterministic = False  # set by `train()` and `eval()` of nnx
         self.dropout_rngs = rngs["dropout"].fork() if spec.dropout or spec.output_dropout else None
 
@@ -201,11 +214,12 @@ class AttentionLayer(nnx.Module):
         return cast(linear(x), self.dtype)
 
     def scores(self, bias: Float[Array, "..."] | None) -> Scores:
-        """Return the scores of a call: bias, sinks, relative bias, and dropout in training."""
-        sinks, relative_bias = (None if held is None else held[...] for held in (self.sinks, self.relative_bias))
+        """Return the scores of a call: bias, learned weights, and dropout in training."""
+        held = [getattr(self, name) for name in LEARNED]
+        learned = cast(tuple(None if each is None else each[...] for each in held), self.dtype)
         dropout = 0.0 if self.deterministic else self.spec.dropout
-        learned = cast((sinks, relative_bias), self.dtype)
-        return Scores(self.spec, bias, *learned, dropout, dropout_rng=self.dropout_rng(dropout))
+        of_layer = dict(zip(LEARNED, learned, strict=True))
+        return Scores(self.spec, bias, dropout=dropout, dropout_rng=self.dropout_rng(dropout), **of_layer)
 
     def dropout_rng(self, rate: float) -> jax.Array | None:
         """Return a new random key if dropout applies: in training, at a rate above 0."""

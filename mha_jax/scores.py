@@ -5,9 +5,12 @@ from dataclasses import dataclass, field
 import jax
 from jaxtyping import Array, Bool, Float
 
-from mha_jax.checks import check_bias, check_keep, check_relative_bias, check_sinks
-from mha_spec import AttentionSpec, GridBias, Refusal, RelativeBias
+from mha_jax.checks import check_bias, check_keep, check_relative_bias, check_relative_products, check_sinks
+from mha_spec import AttentionSpec, GridBias, Refusal, RelativeBias, RelativeProducts
 from mha_spec.rules import as_rate
+
+LEARNED = ("sinks", "relative_bias", "relative_keys", "relative_queries")
+"""Weights of a layer for its scores."""
 
 
 @jax.tree_util.register_dataclass
@@ -16,13 +19,15 @@ class Scores:
     """Changes to the logits of one call, and dropout of its attention weights.
 
     Attributes:
-        spec: layer whose scale, soft cap, ALiBi and relative bias apply; default: only the scale 1 / sqrt(H).
+        spec: layer whose scale, soft cap, biases and products by distance apply; default: only the scale 1 / sqrt(H).
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key.
         sinks: attention sinks, one logit without a value per head, (N,).
         relative_bias: table of the relative bias, (num_buckets, N).
         dropout: probability of dropping an attention weight.
         dropout_keep: True for attention weights to keep, instead of a random draw; broadcasts to (B, N, T, S).
         dropout_rng: random key for the draw.
+        relative_keys, relative_queries: learned vectors of distances for queries and for keys, (num_buckets, H), or
+            (num_buckets, N, H) for each head.
     """
 
     spec: AttentionSpec | None = field(default=None, metadata={"static": True})
@@ -32,6 +37,8 @@ class Scores:
     dropout: float = field(default=0.0, metadata={"static": True})
     dropout_keep: Bool[Array, "..."] | None = None
     dropout_rng: jax.Array | None = None
+    relative_keys: Float[Array, "..."] | None = None
+    relative_queries: Float[Array, "..."] | None = None
 
     def check(self, scores_shape: tuple[int, ...], query: Array) -> None:
         """Refuse settings that do not fit the scores (B, N, T, S), their queries or the layer."""
@@ -39,6 +46,7 @@ class Scores:
             raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": self.spec.sinks})
         check_relative_bias(self.relative_bias, self.buckets, scores_shape)
         check_bias(self.bias, scores_shape, query)
+        check_relative_products(self.relative_keys, self.relative_queries, self.products, query)
         check_sinks(self.sinks, scores_shape[1])
         as_rate("dropout", self.dropout)
         check_keep(self.dropout_keep, scores_shape)
@@ -64,9 +72,14 @@ class Scores:
         return None if self.spec is None else self.spec.relative_bias
 
     @property
+    def products(self) -> RelativeProducts | None:
+        """Products with vectors of distances that scores gain, or None."""
+        return None if self.spec is None else self.spec.relative_products
+
+    @property
     def has_distances(self) -> bool:
         """True if scores depend on the distance of query and key."""
-        return self.slopes is not None or self.buckets is not None
+        return self.slopes is not None or self.buckets is not None or self.products is not None
 
     @property
     def has_dropout(self) -> bool:

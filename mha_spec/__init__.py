@@ -8,6 +8,7 @@ from mha_spec.norm import Norm
 from mha_spec.projection import Projection
 from mha_spec.refusal import Refusal, WrongType
 from mha_spec.relative_bias import GridBias, RelativeBias
+from mha_spec.relative_products import RelativeProducts
 from mha_spec.rope import Rope
 from mha_spec.scaling import (
     DynamicScaling,
@@ -34,6 +35,7 @@ __all__ = [
     "ProportionalScaling",
     "Refusal",
     "RelativeBias",
+    "RelativeProducts",
     "Rope",
     "Temperature",
     "WrongType",

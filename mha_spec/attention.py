@@ -16,6 +16,7 @@ from mha_spec.projection import Projection, shapes_of
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal, WrongType
 from mha_spec.relative_bias import GridBias, RelativeBias
+from mha_spec.relative_products import RelativeProducts
 from mha_spec.rope import Rope, check_rotated
 from mha_spec.rules import as_boolean, as_count, as_factor, as_rate, check_head_groups
 from mha_spec.scaling import YarnScaling
@@ -66,6 +67,8 @@ class AttentionSpec(Record):
         alibi: linear biases subtracted from scores after the soft cap, or None.
         relative_bias: biases added to scores after the soft cap, or None: one learned number per query head and bucket
             of distances or of grid offsets.
+        relative_products: scaled products of queries, keys or both with learned vectors of their distance, added to
+            scores; or None.
         window_size: queries attend only to keys less than this many tokens away. With a causal mask these are the last
             window_size keys, including the query's own.
         chunk_size: queries attend only to keys of their own chunk of this many tokens.
@@ -75,12 +78,13 @@ class AttentionSpec(Record):
     Raises:
         TypeError: if a width or a number of heads is not an integer, rope not a `Rope`, a norm not a `Norm`, gate not a
             `Gate`, temperature not a `Temperature`, alibi not an `Alibi`, relative_bias not a `RelativeBias` or a
-            `GridBias`, latent not a `Latent`, clip_qkv, scale, soft_cap or a rate not a number, or a flag not a
-            boolean.
+            `GridBias`, relative_products not a `RelativeProducts`, latent not a `Latent`, clip_qkv, scale, soft_cap or
+            a rate not a number, or a flag not a boolean.
         ValueError: if widths, heads or rates do not fit, or clip_qkv, scale or soft_cap is not positive and finite.
             Some fields exclude each other: a window and chunks; either of these and a grid; ALiBi and a relative bias;
             a temperature and positions on several axes. Latents exclude fewer key/value heads, fused_qkv, norms of
             heads, a clip and RoPE of other features. A context norm must be over the width, and excludes a gate.
+            Relative products exclude a soft cap and latents.
     """
 
     d_model: int
@@ -108,6 +112,7 @@ class AttentionSpec(Record):
     sinks: bool = False
     alibi: Alibi | None = None
     relative_bias: RelativeBias | GridBias | None = None
+    relative_products: RelativeProducts | None = None
     window_size: int | None = None
     chunk_size: int | None = None
     dropout: float = 0.0
@@ -127,6 +132,7 @@ class AttentionSpec(Record):
             raise WrongType("gate", "be a Gate or None", gate=self.gate)
         self._check_temperature()
         self._check_distance_bias()
+        self._check_relative_products()
         self._check_qkv_bias()
         self._check_norms()
         for name in FACTORS:
@@ -162,6 +168,7 @@ class AttentionSpec(Record):
         check_latent_rope(self.latent, self.rope)
         needed = {"num_kv_heads": self.num_heads, "d_kv": self.d_in, "fused_qkv": False}
         needed |= {"qk_norm": None, "v_norm": None, "clip_qkv": None, "context_norm": None}
+        needed["relative_products"] = None
         for name, value in needed.items():
             if getattr(self, name) != value:
                 raise Refusal(name, f"be {value} with latent", {name: getattr(self, name), "latent": self.latent})
@@ -194,6 +201,15 @@ class AttentionSpec(Record):
                 raise Refusal(name, "be None with a grid", {name: getattr(self, name), "grid": self.relative_bias})
         if self.alibi is not None:
             raise Refusal("alibi", "be None with a relative_bias", alibi=self.alibi, relative_bias=self.relative_bias)
+
+    def _check_relative_products(self) -> None:
+        products = self.relative_products
+        if products is None:
+            return
+        if not isinstance(products, RelativeProducts):
+            raise WrongType("relative_products", "be a RelativeProducts or None", relative_products=products)
+        if self.soft_cap is not None:
+            raise Refusal("soft_cap", "be None with relative_products", soft_cap=self.soft_cap)
 
     def _check_qkv_bias(self) -> None:
         biases = self.qkv_bias if isinstance(self.qkv_bias, (tuple, list)) else (self.qkv_bias,) * 3
@@ -273,8 +289,8 @@ class AttentionSpec(Record):
 
     @property
     def has_distance_bias(self) -> bool:
-        """True if ALiBi or a relative bias makes scores depend on the distance of query and key."""
-        return self.alibi is not None or self.relative_bias is not None
+        """True if ALiBi, a relative bias or relative products make scores depend on the distance of query and key."""
+        return self.alibi is not None or self.relative_bias is not None or self.relative_products is not None
 
     @property
     def alibi_slopes(self) -> tuple[float, ...] | None:
@@ -390,6 +406,8 @@ class AttentionSpec(Record):
         of_scores: dict[str, tuple[int, ...]] = {"sinks": (self.num_heads,)} if self.sinks else {}
         if self.relative_bias is not None:
             of_scores["relative_bias"] = (self.relative_bias.num_buckets, self.num_heads)
+        if self.relative_products is not None:
+            of_scores |= self.relative_products.tables(self.num_heads, self.head_dim)
         return of_norms | of_scores
 
     @property

@@ -13,12 +13,14 @@ from mha_spec.norm import Norm
 from mha_spec.record import Record
 from mha_spec.refusal import Refusal
 from mha_spec.relative_bias import GridBias, RelativeBias
+from mha_spec.relative_products import RelativeProducts
 from mha_spec.rope import Rope
 from mha_spec.scaling import SCALINGS
 from mha_spec.temperature import Temperature
 
 RECORDS: dict[str, type[Record]] = {"alibi": Alibi, "gate": Gate, "latent": Latent, "qk_norm": Norm, "v_norm": Norm}
 RECORDS |= {"relative_bias": RelativeBias, "temperature": Temperature, "context_norm": Norm}
+RECORDS["relative_products"] = RelativeProducts
 
 RecordT = TypeVar("RecordT", bound=Record)
 

@@ -7,6 +7,7 @@ from math import gcd
 from typing import NamedTuple
 
 from mha_spec.attention import AttentionSpec
+from mha_spec.relative_products import SIDES
 
 OUT_BIAS = "out_proj.bias"
 
@@ -14,7 +15,7 @@ ROWS, COLUMNS = 0, 1
 
 OF_QUERIES: dict[str, int] = dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "q_norm", "sinks"), ROWS)
 OF_QUERIES["context_norm"] = ROWS
-OF_QUERIES |= {"out_proj": COLUMNS, "relative_bias": COLUMNS}
+OF_QUERIES |= dict.fromkeys(("out_proj", "relative_bias", *SIDES), COLUMNS)
 OF_KEYS: dict[str, int] = dict.fromkeys(("k_proj", "v_proj", "k_norm", "v_norm"), ROWS)
 """Weights with a part for each query head, or for each key/value head, and the axis of these parts. With latents, each
 query head has its own keys and values."""
@@ -49,5 +50,7 @@ def axis_of_heads(name: str, spec: AttentionSpec) -> int | None:
     part = name.partition(".")[0]
     norm = spec.norms.get(part)
     if name == OUT_BIAS or (norm is not None and norm.over == "head" and not norm.per_head):
+        return None
+    if part in SIDES and spec.relative_products is not None and not spec.relative_products.per_head:
         return None
     return (OF_QUERIES | OF_KEYS).get(part)

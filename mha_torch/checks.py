@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, RelativeBias, Rope, WrongType
+from mha_spec import AttentionSpec, GridBias, Latent, Norm, Refusal, RelativeBias, RelativeProducts, Rope, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.norm import check_norm
 from mha_spec.rope import position_shapes
@@ -284,6 +284,26 @@ def check_relative_bias(
         )
     if isinstance(relative_bias, GridBias) and max(scores_shape[2:]) > relative_bias.num_tokens:
         raise Refusal("tokens", f"be at most the {relative_bias.num_tokens} of the grid", {"(T, S)": scores_shape[2:]})
+
+
+def check_relative_products(
+    relative_keys: Tensor | None,
+    relative_queries: Tensor | None,
+    relative_products: RelativeProducts | None,
+    query: Tensor,
+) -> None:
+    """Refuse tables that the layer does not have, or of other buckets, heads or features."""
+    shapes = {} if relative_products is None else relative_products.tables(query.shape[1], query.shape[3])
+    for name, table in (("relative_keys", relative_keys), ("relative_queries", relative_queries)):
+        if (table is not None) != (name in shapes):
+            raise Refusal(name, "be given where the spec has it", {"spec.relative_products": relative_products})
+        if table is None:
+            continue
+        check_array(name, table)
+        if not table.is_floating_point():
+            raise WrongType(name, "be floating point", {f"{name}.dtype": table.dtype})
+        if tuple(table.shape) != shapes[name]:
+            raise Refusal(name, f"have shape {shapes[name]}", {f"{name}.shape": tuple(table.shape)})
 
 
 def check_sinks(sinks: Tensor | None, num_heads: int) -> None:

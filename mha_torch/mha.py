@@ -26,7 +26,7 @@ from mha_torch.kernels.sdpa import check_context_parallel
 from mha_torch.masks import Mask, MaskKeywords
 from mha_torch.norms import NormLayer
 from mha_torch.projections import project_output, project_qkv
-from mha_torch.scores import Scores
+from mha_torch.scores import LEARNED, Scores
 from mha_torch.stages import check_attention
 from mha_torch.weights import project_with
 
@@ -83,10 +83,10 @@ class FunctionalLayer:
         return nonfinite_tokens(x)
 
     def scores(self, bias: Float[Tensor, "..."] | None) -> Scores:
-        """Return the scores of a call: bias, sinks, relative bias, and dropout in training."""
-        learned = self.weights.get("sinks"), self.weights.get("relative_bias")
+        """Return the scores of a call: bias, learned weights, and dropout in training."""
+        learned: Any = {name: self.weights.get(name) for name in LEARNED}
         dropout = self.spec.dropout if self.training else 0.0
-        return Scores(self.spec, bias, *learned, dropout, self.dropout_keep)
+        return Scores(self.spec, bias, dropout=dropout, dropout_keep=self.dropout_keep, **learned)
 
 
 # ---- Modules ---------------------------------------------------------------------------------------------------------
@@ -141,6 +141,7 @@ class AttentionLayer(nn.Module):
             return None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
         self.sinks, self.relative_bias = learned("sinks"), learned("relative_bias")
+        self.relative_keys, self.relative_queries = learned("relative_keys"), learned("relative_queries")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -153,8 +154,8 @@ class AttentionLayer(nn.Module):
         for name in self.full_spec.norms:
             norm: NormLayer = getattr(self, name)
             norm.reset_parameters()
-        for held in (self.sinks, self.relative_bias):
-            if held is not None:
+        for name in LEARNED:
+            if (held := getattr(self, name)) is not None:
                 nn.init.zeros_(held)
 
     def extra_repr(self) -> str:
@@ -172,8 +173,9 @@ class AttentionLayer(nn.Module):
         return nonfinite_tokens(x)
 
     def scores(self, bias: Float[Tensor, "..."] | None) -> Scores:
-        """Return the scores of a call: bias, sinks, relative bias, and dropout in training."""
-        return Scores(self.spec, bias, self.sinks, self.relative_bias, self.spec.dropout if self.training else 0.0)
+        """Return the scores of a call: bias, learned weights, and dropout in training."""
+        learned = {name: getattr(self, name) for name in LEARNED}
+        return Scores(self.spec, bias, dropout=self.spec.dropout if self.training else 0.0, **learned)
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """Apply output dropout, in training and at a rate above 0."""

@@ -4,7 +4,7 @@ Axes: B batch, T query tokens, S key tokens, N query heads, K key/value heads, H
 A mask is boolean, True = masked (the query may not attend to the key); an additive term is a bias.
 """
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from mha_torch.checks import (
     check_keep,
     check_mask,
     check_relative_bias,
+    check_relative_products,
     check_scored,
     check_sinks,
     check_weighed,
@@ -31,6 +32,7 @@ from mha_torch.heads import repeat_kv_heads
 from mha_torch.kernels.nonfinite import contained_with_weights, maybe_any
 from mha_torch.masks import Mask, MaskKeywords
 from mha_torch.relative_bias import relative_position_bias
+from mha_torch.relative_products import relative_position_products
 from mha_torch.scores import Scores
 
 
@@ -41,12 +43,15 @@ def attention_scores(
     spec: AttentionSpec | None = None,
     q_offset: Int[Tensor, " B"] | None = None,
     relative_bias: Float[Tensor, "..."] | None = None,
+    relative_keys: Float[Tensor, "..."] | None = None,
+    relative_queries: Float[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "B N T S"]:
     """Return scaled dot products of queries and keys, with soft cap and biases, in at least float32.
 
     The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative bias adds numbers
-    from a table (num_buckets, N). `q_offset` is the position of the first query among the keys, for all sequences or
-    each, (1,) or (B,); default: 0.
+    from a table (num_buckets, N). Relative products add scaled products of queries and `relative_keys`, and of keys
+    and `relative_queries`. `q_offset` is the position of the first query among the keys, for all sequences or each,
+    (1,) or (B,); default: 0.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
@@ -56,6 +61,8 @@ def attention_scores(
     check_bias(bias, (*query.shape[:3], key.shape[2]), query)
     scale, relative = score_scale(query, spec), None if spec is None else spec.relative_bias
     check_relative_bias(relative_bias, relative, (*query.shape[:3], key.shape[2]))
+    products = None if spec is None else spec.relative_products
+    check_relative_products(relative_keys, relative_queries, products, query)
     key = repeat_kv_heads(key, query.shape[1])
     with without_autocast(query.device.type):  # autocast would sum in half precision
         scores = torch.einsum("bnth,bnsh->bnts", at_least_float32(query) * scale, at_least_float32(key))
@@ -65,6 +72,9 @@ def attention_scores(
         scores = scores + alibi_bias(spec.alibi_slopes, *lengths, q_offset, scores_dtype=dtype, device=scores.device)
     if relative_bias is not None and relative is not None:
         scores = scores + relative_position_bias(relative_bias, relative, *lengths, q_offset, scores_dtype=dtype)
+    if products is not None:
+        tables = (relative_keys, relative_queries)
+        scores = scores + scale * relative_position_products(query, key, products, *tables, q_offset)
     return scores if bias is None else scores + at_least_float32(bias)
 
 
@@ -157,6 +167,8 @@ def scaled_dot_product_attention(
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
     sinks: Float[Tensor, "..."] | None = None,
     relative_bias: Float[Tensor, "..."] | None = None,
+    relative_keys: Float[Tensor, "..."] | None = None,
+    relative_queries: Float[Tensor, "..."] | None = None,
     **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
     """Reference attention of split heads; `fused` has the fast form of this function.
@@ -164,9 +176,9 @@ def scaled_dot_product_attention(
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
-        spec: layer of these heads: scale, soft cap, ALiBi; default: the scale 1 / sqrt(H).
+        spec: layer of these heads: scale, soft cap, biases and products by distance; default: the scale 1 / sqrt(H).
         masks: keywords that hide keys, see `MaskKeywords`.
-        bias, dropout, dropout_keep, sinks, relative_bias: see `Scores`.
+        bias, dropout, dropout_keep, sinks, relative_bias, relative_keys, relative_queries: see `Scores`.
         need_weights: also return the attention weights.
 
     Returns:
@@ -179,7 +191,8 @@ def scaled_dot_product_attention(
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     visible = Mask.of(masks).within(spec)
-    scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep)
+    products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
+    scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep, **products)
     check_attention(query, key, value, visible, scores)
     context, attn_weights = attend(query, key, value, visible, scores)
     return context, attn_weights if need_weights else None
@@ -194,7 +207,8 @@ def attend(
     scores: Scores,
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"]]:
     """Return the context and the attention weights before dropout. Shapes are checked."""
-    logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, scores.relative_bias)
+    tables = (scores.relative_bias, scores.relative_keys, scores.relative_queries)
+    logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, *tables)
     hidden = mask.with_bias(scores.bias).to_bool(query.shape[2], key.shape[2], query.device)
     attn_weights = masked_softmax(logits, hidden, scores.sinks).to(query.dtype)
     return attention_context(apply_dropout(attn_weights, scores.dropout, scores.dropout_keep), value), attn_weights

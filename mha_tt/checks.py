@@ -9,7 +9,7 @@ import numpy as np
 import ttnn
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, GridBias, Norm, Refusal, RelativeBias, Rope, WrongType
+from mha_spec import AttentionSpec, GridBias, Norm, Refusal, RelativeBias, RelativeProducts, Rope, WrongType
 from mha_spec.attention import check_spec
 from mha_spec.norm import check_norm
 from mha_spec.rope import position_shapes
@@ -315,6 +315,28 @@ def check_relative_bias(
         )
     if isinstance(relative_bias, GridBias) and max(scores_shape[2:]) > relative_bias.num_tokens:
         raise Refusal("tokens", f"be at most the {relative_bias.num_tokens} of the grid", {"(T, S)": scores_shape[2:]})
+
+
+def check_relative_products(
+    relative_keys: Tensor | None,
+    relative_queries: Tensor | None,
+    relative_products: RelativeProducts | None,
+    query: Tensor,
+) -> None:
+    """Refuse tables that the layer does not have, or of other buckets, heads or features."""
+    shapes = {}
+    if relative_products is not None:
+        num_heads = query.shape[1] if relative_products.per_head else 1
+        shape = (1, num_heads, relative_products.num_buckets, query.shape[3])
+        shapes = dict.fromkeys(relative_products.tables(num_heads, query.shape[3]), shape)
+    for name, table in (("relative_keys", relative_keys), ("relative_queries", relative_queries)):
+        if (table is not None) != (name in shapes):
+            raise Refusal(name, "be given where the spec has it", {"spec.relative_products": relative_products})
+        if table is None:
+            continue
+        check_floating(name, table, rank=4)
+        if tuple(table.shape) != shapes[name]:
+            raise Refusal(name, f"have shape {shapes[name]}", {f"{name}.shape": tuple(table.shape)})
 
 
 def check_sinks(sinks: Tensor | None, num_heads: int) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import ttnn
 
 from mha_spec import AttentionSpec, Rope, WrongType
+from mha_spec.relative_products import SIDES
 
 TILE = 32
 """Rows and columns of a tile, the unit of storage and computation."""
@@ -150,6 +151,8 @@ def parameter_shape(name: str, spec: AttentionSpec) -> tuple[int, ...]:
     part, shape = name.partition(".")[0], spec.parameters[name]
     if name in OF_SCORES:
         return (1, shape[-1], 1, *(shape[:-1] or (1,)))
+    if name in SIDES:
+        return (1, shape[1] if len(shape) == 3 else 1, shape[0], padded_features("q_proj", spec))
     return norm_parameter_shape((*shape[:-1], shape[-1] // len(slots_of(part, spec)) * padded_features(part, spec)))
 
 

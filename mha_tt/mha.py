@@ -31,7 +31,7 @@ from mha_tt.masks import CausalMask, Mask, MaskKeywords
 from mha_tt.parallel.local import all_reduce
 from mha_tt.projections import project_output, project_qkv
 from mha_tt.rope import Rotation, rotation_of
-from mha_tt.scores import Scores
+from mha_tt.scores import LEARNED, Scores
 from mha_tt.stages import check_attention, drop
 from mha_tt.weights import project_with, upload_weights
 
@@ -88,10 +88,10 @@ class FunctionalLayer:
         return project_with(self.weights, self.spec, compute_kernel_config=self.compute_kernel_config)(name, x)
 
     def scores(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Scores:
-        """Return the scores of a call: bias, sinks, relative bias, and dropout in training."""
-        learned = self.weights.get("sinks"), self.weights.get("relative_bias")
+        """Return the scores of a call: bias, learned weights, and dropout in training."""
+        learned: Any = {name: self.weights.get(name) for name in LEARNED}
         dropout = self.spec.dropout if self.training else 0.0
-        return Scores(self.spec, bias, *learned, dropout, self.dropout_keep, self.seed)
+        return Scores(self.spec, bias, dropout=dropout, dropout_keep=self.dropout_keep, seed=self.seed, **learned)
 
     @property
     def plain_weights(self) -> Mapping[str, Tensor]:
@@ -210,10 +210,10 @@ class AttentionLayer:
         return all_reduce(project(name, x), self.heads if name == "out_proj" else None)
 
     def scores(self, bias: Float[np.ndarray, "..."] | Tensor | None) -> Scores:
-        """Return the scores of a call: bias, sinks, relative bias, and dropout in training."""
-        learned = self.weights.get("sinks"), self.weights.get("relative_bias")
+        """Return the scores of a call: bias, learned weights, and dropout in training."""
+        learned: Any = {name: self.weights.get(name) for name in LEARNED}
         dropout = self.spec.dropout if self.training else 0.0
-        return Scores(self.spec, bias, *learned, dropout, seed=self._draw_seed())
+        return Scores(self.spec, bias, dropout=dropout, seed=self._draw_seed(), **learned)
 
     def drop_output(self, output: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """Apply output dropout, in training and at a rate above 0."""

@@ -9,15 +9,18 @@ import ttnn
 from jaxtyping import Bool, Float
 from ttnn import Tensor
 
-from mha_spec import AttentionSpec, GridBias, Refusal, RelativeBias
+from mha_spec import AttentionSpec, GridBias, Refusal, RelativeBias, RelativeProducts
 from mha_spec.rules import as_rate
 from mha_tt.arrays import as_dtype
-from mha_tt.checks import check_bias, check_keep, check_relative_bias, check_sinks
+from mha_tt.checks import check_bias, check_keep, check_relative_bias, check_relative_products, check_sinks
 from mha_tt.device import upload
 from mha_tt.masks import block_of
 
 LOWEST_BIAS = -5e8
 """Lower bound of biases, so that keys with a bias of finfo.min still weigh more than masked ones."""
+
+LEARNED = ("sinks", "relative_bias", "relative_keys", "relative_queries")
+"""Weights of a layer for its scores."""
 
 
 @dataclass(frozen=True, eq=False)  # comparing arrays yields no single truth value
@@ -25,13 +28,15 @@ class Scores:
     """Changes to the logits of one call, and dropout of its attention weights.
 
     Attributes:
-        spec: layer whose scale, soft cap, ALiBi and relative bias apply; default: only the scale 1 / sqrt(H).
+        spec: layer whose scale, soft cap, biases and products by distance apply; default: only the scale 1 / sqrt(H).
         bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key; on the device it is not read.
         sinks: attention sinks, one logit without a value per head, (1, N, 1, 1).
         relative_bias: table of the relative bias, (1, N, 1, num_buckets).
         dropout: probability of dropping an attention weight.
         dropout_keep: True for attention weights to keep, instead of a random draw; broadcasts to (B, N, T, S).
         seed: seed of the draw.
+        relative_keys, relative_queries: learned vectors of distances for queries and for keys, (1, 1 or N, num_buckets,
+            H).
     """
 
     spec: AttentionSpec | None = None
@@ -41,13 +46,16 @@ class Scores:
     dropout: float = 0.0
     dropout_keep: Bool[np.ndarray, "..."] | None = None
     seed: int = 0
+    relative_keys: Float[Tensor, "..."] | None = None
+    relative_queries: Float[Tensor, "..."] | None = None
 
-    def check(self, scores_shape: tuple[int, ...]) -> None:
-        """Refuse settings that do not fit the scores (B, N, T, S) or the layer."""
+    def check(self, scores_shape: tuple[int, ...], query: Tensor) -> None:
+        """Refuse settings that do not fit the scores (B, N, T, S), their queries or the layer."""
         if self.spec is not None and self.spec.sinks != (self.sinks is not None):
             raise Refusal("sinks", "be given where the spec has them", {"spec.sinks": self.spec.sinks})
         check_relative_bias(self.relative_bias, self.buckets, scores_shape)
         check_bias(self.bias, scores_shape)
+        check_relative_products(self.relative_keys, self.relative_queries, self.products, query)
         check_sinks(self.sinks, scores_shape[1])
         as_rate("dropout", self.dropout)
         check_keep(self.dropout_keep, scores_shape)
@@ -73,9 +81,14 @@ class Scores:
         return None if self.spec is None else self.spec.relative_bias
 
     @property
+    def products(self) -> RelativeProducts | None:
+        """Products with vectors of distances that scores gain, or None."""
+        return None if self.spec is None else self.spec.relative_products
+
+    @property
     def has_distances(self) -> bool:
         """True if scores depend on the distance of query and key."""
-        return self.slopes is not None or self.buckets is not None
+        return self.slopes is not None or self.buckets is not None or self.products is not None
 
     def block(self, rows: slice, keys: slice) -> Scores:
         """Return the scores of a block of queries and keys."""

@@ -26,6 +26,7 @@ from mha_tt.checks import (
     check_keep,
     check_mask,
     check_relative_bias,
+    check_relative_products,
     check_scored,
     check_sinks,
     check_weighed,
@@ -35,6 +36,7 @@ from mha_tt.heads import repeat_kv_heads
 from mha_tt.kernels.nonfinite import contained_with_weights, nan_where, zero_masked_rows
 from mha_tt.masks import MASKED, DeviceMask, Mask, MaskKeywords, on_device
 from mha_tt.relative_bias import relative_position_bias
+from mha_tt.relative_products import relative_position_products
 from mha_tt.scores import Scores, bias_on_device
 
 
@@ -45,14 +47,17 @@ def attention_scores(
     spec: AttentionSpec | None = None,
     q_offset: Int[np.ndarray, " B"] | None = None,
     relative_bias: Float[Tensor, "..."] | None = None,
+    relative_keys: Float[Tensor, "..."] | None = None,
+    relative_queries: Float[Tensor, "..."] | None = None,
     *,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
 ) -> Float[Tensor, "B N T S"]:
     """Return scaled dot products of queries and keys, with soft cap and biases, in at least float32.
 
     The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative bias adds numbers
-    from a table (1, N, 1, num_buckets). `q_offset` is the position of the first query among the keys, for all sequences
-    or each, (1,) or (B,); default: 0.
+    from a table (1, N, 1, num_buckets). Relative products add scaled products of queries and `relative_keys`, and of
+    keys and `relative_queries`. `q_offset` is the position of the first query among the keys, for all sequences or each,
+    (1,) or (B,); default: 0.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
@@ -62,12 +67,16 @@ def attention_scores(
     check_bias(bias, (*tuple(query.shape)[:3], key.shape[2]))
     scale, relative = score_scale(query, spec), None if spec is None else spec.relative_bias
     check_relative_bias(relative_bias, relative, (*tuple(query.shape)[:3], key.shape[2]))
+    products = None if spec is None else spec.relative_products
+    check_relative_products(relative_keys, relative_queries, products, query)
+    key = repeat_kv_heads(key, query.shape[1])  # a product of matrices broadcasts no batch axis
+    config = compute_kernel_config or accurate_config(query.device())
     scores = ttnn.matmul(
         query,
-        repeat_kv_heads(key, query.shape[1]),  # matrix products do not broadcast the batch axis
+        key,
         transpose_b=True,
         dtype=ttnn.float32,
-        compute_kernel_config=compute_kernel_config or accurate_config(query.device()),
+        compute_kernel_config=config,
     )
     scores = soft_capped(ttnn.multiply(scores, scale), spec)
     if spec is not None and spec.alibi_slopes is not None:
@@ -77,6 +86,10 @@ def attention_scores(
         lengths = (scores.shape[2], scores.shape[3])
         gained = relative_position_bias(relative_bias, relative, *lengths, q_offset, scores_dtype=ttnn.float32)
         scores = ttnn.add(scores, gained)
+    if products is not None:
+        tables: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries, "q_offset": q_offset}
+        gained = relative_position_products(query, key, products, **tables, compute_kernel_config=config)
+        scores = ttnn.add(scores, ttnn.multiply(gained, scale))
     return scores if bias is None else ttnn.add(scores, bias_on_device(bias, query.device(), ttnn.float32))
 
 
@@ -192,6 +205,8 @@ def scaled_dot_product_attention(
     seed: int = 0,
     sinks: Float[Tensor, "..."] | None = None,
     relative_bias: Float[Tensor, "..."] | None = None,
+    relative_keys: Float[Tensor, "..."] | None = None,
+    relative_queries: Float[Tensor, "..."] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
     **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"] | None]:
@@ -203,9 +218,9 @@ def scaled_dot_product_attention(
     Args:
         query: (B, N, T, H).
         key, value: (B, K, S, H) and (B, K, S, Hv); query head n uses key/value head n // (N // K).
-        spec: layer of these heads: scale, soft cap, ALiBi; default: the scale 1 / sqrt(H).
+        spec: layer of these heads: scale, soft cap, biases and products by distance; default: the scale 1 / sqrt(H).
         masks: keywords that hide keys, see `MaskKeywords`.
-        bias, dropout, dropout_keep, sinks, relative_bias: see `Scores`.
+        bias, dropout, dropout_keep, sinks, relative_bias, relative_keys, relative_queries: see `Scores`.
         need_weights: also return the attention weights.
         seed: seed of the draw.
         compute_kernel_config: arithmetic of the device; default: `accurate_config`.
@@ -220,7 +235,8 @@ def scaled_dot_product_attention(
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1.
     """
     visible = Mask.of(masks).within(spec)
-    scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep, seed)
+    products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
+    scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep, seed, **products)
     check_attention(query, key, value, visible, scores)
     context, attn_weights = attend(query, key, value, visible, scores, compute_kernel_config)
     return context, attn_weights if need_weights else None
@@ -237,7 +253,8 @@ def attend(
 ) -> tuple[Float[Tensor, "B N T Hv"], Float[Tensor, "B N T S"]]:
     """Return the context and the attention weights before dropout. Shapes are checked."""
     config: Any = {"compute_kernel_config": compute_kernel_config}
-    logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, scores.relative_bias, **config)
+    tables = (scores.relative_bias, scores.relative_keys, scores.relative_queries)
+    logits = attention_scores(query, key, scores.bias, scores.spec, mask.q_offset, *tables, **config)
     hidden = mask.to_bool(query.shape[2], key.shape[2], query.device())  # includes the bias, for containment
     attn_weights = as_dtype(masked_softmax(logits, hidden, scores.sinks, **config), query.dtype)
     dropped = apply_dropout(attn_weights, scores.dropout, scores.dropout_keep, seed=scores.seed)
@@ -259,4 +276,4 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, mask: Mask, score
     check_scored(query, key, scores.spec)
     scores_shape = (*tuple(query.shape)[:3], key.shape[2])
     mask.check(scores_shape)
-    scores.check(scores_shape)
+    scores.check(scores_shape, query)

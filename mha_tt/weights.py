@@ -10,6 +10,7 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
+from mha_spec.relative_products import SIDES
 from mha_tt.checks import check_dtype, check_finite, check_projected, check_weights
 from mha_tt.device import accurate_config, download, download_parts, upload, upload_parts
 from mha_tt.layout import (
@@ -48,7 +49,8 @@ def upload_weights(
     Args:
         weights: canonical arrays by name: `q_proj.weight` (N * H, d_in), `q_proj.bias` (N * H,), `k_proj.weight` (K *
             H, d_kv), …, `out_proj.weight` (E, N * Hv) if any; `q_norm.weight` (H,), (N, H) or (N * H,) and the other
-            parameters of norms; `sinks` (N,); `relative_bias` (num_buckets, N).
+            parameters of norms; `sinks` (N,); `relative_bias` (num_buckets, N);
+            `relative_keys` and `relative_queries` (num_buckets, H) or (num_buckets, N, H).
         spec: the layer.
         device: destination.
         dtype: dtype of the weights; with `ttnn.bfloat8_b` biases and parameters of norms are bfloat16.
@@ -57,7 +59,8 @@ def upload_weights(
     Returns:
         Tensors by name. With P the padded head_dim: `q_proj.weight` (d_in, N * P), `q_proj.bias` (1, N * P), …,
         `out_proj.weight` (N * P, E), `out_proj.bias` (1, E); norms (1, P), (1, N, 1, P) or (1, N * P); `sinks` (1, N,
-        1, 1); `relative_bias` (1, N, 1, num_buckets). If values have another width, P is theirs for v_proj and all
+        1, 1); `relative_bias` (1, N, 1, num_buckets); `relative_keys` and `relative_queries` (1, 1 or N,
+        num_buckets, P). If values have another width, P is theirs for v_proj and all
         later weights. With latents `kv_b_proj.weight` has the padded kv_rank as d_in.
 
     Raises:
@@ -92,6 +95,9 @@ def _arranged(weights: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[st
         array = np.asarray(weight, dtype=np.float32)
         if name in OF_SCORES:
             array = array.T.reshape(parameter_shape(name, spec))
+        elif name in SIDES:  # features of heads, of every bucket
+            features = array.reshape(len(array), -1, spec.head_dim).T
+            array = pad_heads(features, "q_proj", spec).transpose(1, 2, 0)[None]
         elif name in spec.parameters:
             array = pad_heads(array.reshape(-1), part, spec).reshape(parameter_shape(name, spec))
         elif has_heads(part, spec):
@@ -151,6 +157,8 @@ def _canonical(held: Mapping[str, np.ndarray], spec: AttentionSpec) -> dict[str,
         array = arrays[name]
         if name in OF_SCORES:
             array = array.reshape(shape[::-1]).T
+        elif name in SIDES:
+            array = real_heads(array[0].transpose(2, 0, 1), "q_proj", spec).T
         elif part in spec.norms:
             array = real_heads(array.reshape(-1), part, spec)
         elif has_heads(part, spec):

@@ -8,6 +8,7 @@ from mha_spec import (
     Latent as Latent,
     Norm as Norm,
     RelativeBias as RelativeBias,
+    RelativeProducts as RelativeProducts,
     Rope as Rope,
     Temperature as Temperature,
 )

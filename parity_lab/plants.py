@@ -324,6 +324,7 @@ PLANTS: dict[str, Plant] = {
     "soft-cap-ignored": breaking(soft_capped=lambda plan, original, scores, spec: scores),
     "alibi-missing": breaking(alibi_bias=_times_zero),
     "relative-bias-ignored": breaking(relative_position_bias=_times_zero),
+    "relative-products-ignored": breaking(relative_position_products=_times_zero),
     "sinks-ignored": breaking(masked_softmax=_without_sinks),
     "score-bias-missing": breaking(attention_scores=_unbiased),
     "batch-as-tokens": breaking(attend=_batch_as_tokens),

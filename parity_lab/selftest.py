@@ -27,6 +27,7 @@ from mha_spec import (
     Norm,
     ProportionalScaling,
     RelativeBias,
+    RelativeProducts,
     Rope,
     Temperature,
     YarnScaling,
@@ -48,7 +49,19 @@ SELFTESTED = [name for name, backend in BACKENDS.items() if backend.has_all_mist
 """Backends that support all bugs. Only masks of mha_tt are arrays: tests/tt injects a few bugs there."""
 
 HOLDERS = (
-    *("alibi", "relative_bias", "masks", "rope", "norms", "weights", "projections", "stages", "mha", "cache"),
+    *(
+        "alibi",
+        "relative_bias",
+        "relative_products",
+        "masks",
+        "rope",
+        "norms",
+        "weights",
+        "projections",
+        "stages",
+        "mha",
+        "cache",
+    ),
     *("cache_mha", "latent", "latent_mha", "heads", "temperature", "mask_arrays", "functional"),
 )
 """Modules of an implementation that have its functions, in addition to the package itself."""
@@ -224,6 +237,25 @@ SELFTEST_CASES = [
         "relative-bias-cached",
         AttentionSpec(32, 4, qkv_bias=False, out_bias=False, relative_bias=RelativeBias(6, 7, bidirectional=False)),
         "a relative bias of earlier keys only, from a cache",
+        seq_len=9,
+        chunks=(4, 1, 4),
+        capacity=10,
+    ),
+    Case(
+        "relative-products",
+        AttentionSpec(
+            *(32, 4),
+            qkv_bias=False,
+            out_bias=False,
+            relative_products=RelativeProducts(3, 4, num_exact=2, max_distance=6, of_keys=True),
+        ),
+        "products with vectors of distances",
+        seq_len=9,
+    ),
+    Case(
+        "relative-products-cached",
+        AttentionSpec(32, 4, qkv_bias=False, out_bias=False, relative_products=RelativeProducts(4, 0)),
+        "the same of queries alone, from a cache",
         seq_len=9,
         chunks=(4, 1, 4),
         capacity=10,

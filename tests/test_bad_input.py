@@ -8,7 +8,7 @@ from flax import nnx
 from refusals import refuses, refuses_type
 
 import parity
-from mha_spec import Alibi, AttentionSpec, GridBias, RelativeBias, Rope
+from mha_spec import Alibi, AttentionSpec, GridBias, RelativeBias, RelativeProducts, Rope
 
 ONLY_TORCH = pytest.mark.parametrize("sibling", ["torch"], indirect=True)
 
@@ -195,6 +195,7 @@ def test_module_refuses_weights_that_are_not_floating_point(sibling, kind, dtype
 
 HEADS = ones(2, 2, 3, 4)
 RELATIVE = AttentionSpec(8, 2, relative_bias=RelativeBias(8, 8))
+PRODUCTS = AttentionSpec(8, 2, relative_products=RelativeProducts(1, 2))
 SLOPES = AttentionSpec(16, 4, alibi=Alibi())
 
 STAGES = {
@@ -283,6 +284,30 @@ STAGES = {
         (HEADS, HEADS, HEADS, RELATIVE),
         {},
         refuses("relative_bias", {"spec.relative_bias": ...}),
+    ),
+    "scores relative keys": (
+        "attention_scores",
+        (HEADS, HEADS, None, PRODUCTS, None, None, ones(3, 3)),
+        {},
+        refuses("relative_keys", {"relative_keys.shape": (3, 3)}),
+    ),
+    "scores integer relative keys": (
+        "attention_scores",
+        (HEADS, HEADS, None, PRODUCTS, None, None, integers(4, 4)),
+        {},
+        refuses_type("relative_keys", {"relative_keys.dtype": ...}),
+    ),
+    "scores with relative queries of no side": (
+        "attention_scores",
+        (HEADS, HEADS, None, PRODUCTS, None, None, ones(4, 4), ones(4, 4)),
+        {},
+        refuses("relative_queries", {"spec.relative_products": ...}),
+    ),
+    "attention without its relative keys": (
+        "scaled_dot_product_attention",
+        (HEADS, HEADS, HEADS, PRODUCTS),
+        {},
+        refuses("relative_keys", {"spec.relative_products": ...}),
     ),
     "scores of some heads with slopes": (
         "attention_scores",

@@ -200,6 +200,24 @@ def test_a_grid_bias_adds_what_the_table_has_for_both_places(sibling):
     assert later == pytest.approx(np.stack([table[[[4, 1], [4, 2]]].transpose(2, 0, 1), expected]))
 
 
+def test_relative_products_add_scaled_products_with_the_vectors_of_a_distance(sibling):
+    record = parity.RelativeProducts(1, 2, of_keys=True, per_head=True)
+    spec = parity.AttentionSpec(8, 2, num_kv_heads=1, scale=0.5, relative_products=record)
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, 2, 2, 4)).astype(np.float32), rng.normal(size=(2, 1, 4, 4)).astype(np.float32)
+    of_queries, of_keys = rng.normal(size=(2, 4, 2, 4)).astype(np.float32)
+    held = {"relative_keys": sibling.array(of_queries), "relative_queries": sibling.array(of_keys)}
+    for offsets in (None, [0, 3]):
+        expected = np.empty((2, 2, 2, 4))
+        for b, n, t, s in np.ndindex(expected.shape):
+            bucket = min(max(s - t - (offsets or [0, 0])[b], -1), 2) + 1
+            sums = q[b, n, t] @ (k[b, 0, s] + of_queries[bucket, n]) + k[b, 0, s] @ of_keys[bucket, n]
+            expected[b, n, t, s] = 0.5 * sums
+        places = None if offsets is None else sibling.array(offsets)
+        found = sibling.package.attention_scores(*map(sibling.array, (q, k)), None, spec, places, **held)
+        assert sibling.numpy(found) == pytest.approx(expected, abs=1e-5)
+
+
 def test_a_sink_takes_weight_and_gives_none_back(sibling):
     scores, sinks = np.array([[[[0.0, 1.0]], [[2.0, 3.0]]]], np.float32), np.array([2.0, -1.0], np.float32)
     hidden = np.array([[[[False, True]]], [[[True, True]]]])

@@ -23,6 +23,7 @@ from mha_spec import (
     Norm,
     ProportionalScaling,
     RelativeBias,
+    RelativeProducts,
     Rope,
     Temperature,
     YarnScaling,
@@ -141,6 +142,7 @@ def test_the_repr_of_a_spec_makes_it():
         (Alibi(scaled=True), "Alibi(scaled=True)"),
         (RelativeBias(max_distance=64), "RelativeBias(max_distance=64)"),
         (GridBias(7, 4, class_token=True), "GridBias(7, 4, class_token=True)"),
+        (RelativeProducts(64, 8, of_keys=True), "RelativeProducts(64, 8, of_keys=True)"),
         (Temperature(8192), "Temperature(length=8192)"),
         (YarnScaling(4, 32, truncate=False), "YarnScaling(factor=4.0, original_length=32, truncate=False)"),
     ],
@@ -255,6 +257,18 @@ LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
         (
             {"d_model": 8, "num_heads": 2, "relative_bias": GridBias(2, 2), "window_size": 2},
             refuses("window_size", window_size=2, grid=...),
+        ),
+        (
+            {"d_model": 8, "num_heads": 2, "relative_products": RelativeBias()},
+            refuses_type("relative_products", relative_products=...),
+        ),
+        (
+            {"d_model": 8, "num_heads": 2, "relative_products": RelativeProducts(2, 2), "soft_cap": 2.0},
+            refuses("soft_cap", soft_cap=2.0),
+        ),
+        (
+            LATENT | {"relative_products": RelativeProducts(2, 2)},
+            refuses("relative_products", relative_products=..., latent=...),
         ),
         ({"d_model": 8, "num_heads": 2, "sinks": 1}, refuses_type("sinks", sinks=1)),
         ({"d_model": 8, "num_heads": 2, "clip_qkv": 0.0}, refuses("clip_qkv", clip_qkv=0.0)),
@@ -462,6 +476,53 @@ def test_a_grid_bias_has_a_number_for_each_difference_of_places():
 def test_a_grid_bias_refuses_what_does_not_fit(keywords, refusal):
     with refusal:
         GridBias(**keywords)
+
+
+def test_relative_products_have_vectors_for_each_bucket_of_distances():
+    spec = AttentionSpec(8, 4, relative_products=RelativeProducts(2, 1))
+    assert list(spec.parameters.items()) == [("relative_keys", (4, 2))]
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert spec.has_distance_bias
+    record = RelativeProducts(2, 1, of_queries=False, of_keys=True, per_head=True)
+    assert AttentionSpec(8, 4, relative_products=record).parameters == {"relative_queries": (4, 4, 2)}
+    assert RelativeProducts(2, 1).buckets().tolist() == [0, 1, 2, 3, 3]
+    assert RelativeProducts(0, 2).buckets().tolist() == [0, 0, 0, 1, 2]
+
+
+def test_steps_of_the_logarithm_begin_after_the_distances_with_vectors_of_their_own():
+    """From 4 on, 3 steps of factor (9 / 4) ** (1 / 3) = 1.31: distances up to 5.2, 6.9 and 9."""
+    found = RelativeProducts(7, 8, num_exact=4, max_distance=10).buckets() - 7
+    assert found[10:].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 7, 7, 8]
+    assert found[:10].tolist() == [-7, -7, -7, -7, -6, -5, -4, -3, -2, -1]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "refusal"),
+    [
+        ({"num_before": -1, "num_after": 2}, refuses("num_before", num_before=-1)),
+        ({"num_before": 1, "num_after": 2.0}, refuses_type("num_after", num_after=2.0)),
+        ({"num_before": 1, "num_after": 2, "per_head": 1}, refuses_type("per_head", per_head=1)),
+        (
+            {"num_before": 1, "num_after": 2, "of_queries": False},
+            refuses("of_queries or of_keys", of_queries=False, of_keys=False),
+        ),
+        (
+            {"num_before": 1, "num_after": 2, "num_exact": 4},
+            refuses("max_distance", num_exact=4, max_distance=None),
+        ),
+        (
+            {"num_before": 1, "num_after": 2, "num_exact": 4, "max_distance": 5},
+            refuses("max_distance", max_distance=5, num_exact=4),
+        ),
+        (
+            {"num_before": 9, "num_after": 2, "num_exact": 4, "max_distance": 16},
+            refuses("num_before", num_before=9, num_exact=4),
+        ),
+    ],
+)
+def test_relative_products_refuse_what_does_not_fit(keywords, refusal):
+    with refusal:
+        RelativeProducts(**keywords)
 
 
 def test_buckets_grow_with_the_logarithm_of_the_distance():
@@ -784,6 +845,14 @@ def test_cases_cover_what_attention_can_do():
             for kind in (RelativeBias, GridBias)
             for cached in (False, True)
         },
+        **{
+            f"relative products of {side}, {'with' if cached else 'without'} a cache": any(
+                getattr(case.spec.relative_products, side, False) and case.is_cached == cached for case in cases
+            )
+            for side in ("of_queries", "of_keys")
+            for cached in (False, True)
+        },
+        "steps of the logarithm": any(getattr(case.spec.relative_products, "num_exact", None) for case in cases),
         "sinks with a cache": any(case.spec.sinks for case in cases if case.is_cached),
         "norm of values": any(case.spec.v_norm for case in cases),
         "norm of the context": any(case.spec.context_norm for case in cases if not case.is_cached),

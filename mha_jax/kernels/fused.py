@@ -7,7 +7,7 @@ masks and fully masked rows; unsupported scores use the plain path.
 
 import math
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 from jaxtyping import Array, Bool, Float
@@ -46,7 +46,7 @@ class FusedAttention(BlockSizes):
     def _attend(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:
         num_scores = math.prod(query.shape[:3]) * key.shape[2]
         is_small = num_scores == 0 or (num_scores <= self.few_scores and platform == "cpu")
-        if is_small or scores.has_dropout:
+        if is_small or scores.has_dropout or scores.products is not None:
             return attend_without_weights(query, key, value, mask, scores)
         if platform == "cpu":
             kernel = windows if windows.supports(query, mask) else blockwise
@@ -60,7 +60,7 @@ class FusedAttention(BlockSizes):
     def _step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:
         if platform != "cpu":
             return self._attend(query, key, value, mask, scores, platform=platform)
-        if key.shape[2] > self.keys and query.size:
+        if key.shape[2] > self.keys and query.size and scores.products is None:
             return blockwise.attend_to_cache(query, key, value, mask, scores, sizes=self)
         return attend_without_weights(query, key, value, mask, scores)
 
@@ -78,6 +78,8 @@ def scaled_dot_product_attention(
     dropout_rng: jax.Array | None = None,
     sinks: Float[Array, "..."] | None = None,
     relative_bias: Float[Array, "..."] | None = None,
+    relative_keys: Float[Array, "..."] | None = None,
+    relative_queries: Float[Array, "..."] | None = None,
     kernel: Kernel = FusedAttention(),
     **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Array, "B N T Hv"], None]:
@@ -100,7 +102,8 @@ def scaled_dot_product_attention(
     if need_weights or dropout_keep is not None:
         raise Refusal("need_weights and dropout_keep", "be left out on the fused path, which stores no weights")
     visible = Mask.of(masks).within(spec)
-    scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_rng=dropout_rng)
+    products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
+    scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_rng=dropout_rng, **products)
     check_attention(query, key, value, visible, scores)
     return kernel(query, key, value, visible.as_arrays(), scores), None
 

@@ -16,10 +16,13 @@ from mha_jax.cache import Cache, CacheT
 from mha_jax.mha import AttentionLayer
 from mha_jax.parallel.tokens import ContextParallel
 from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec.relative_products import SIDES
+from mha_spec.shares import axis_of_heads
 
 __all__ = ["shard", "shard_cache"]
 
 OF_QUERIES = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "q_norm", "context_norm", "sinks", "relative_bias")
+OF_QUERIES += tuple(SIDES)
 OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")
 """Weights with a part for each query head, or for each key/value head."""
 
@@ -156,13 +159,13 @@ def _partition(
     if part in OF_KEYS:
         axis = None if heads is None or spec.num_kv_heads % mesh.shape[heads] else heads
     else:
-        axis = heads if part in OF_QUERIES else None
+        axis = heads if part in OF_QUERIES and axis_of_heads(name, spec) is not None else None
     if part in spec.norms:
         norm = spec.norms[part]
         return PartitionSpec(axis if norm.per_head or norm.over == "width" else None)
     if leaf == "weight":
         return PartitionSpec(features, axis)
-    return PartitionSpec(None, axis) if part == "relative_bias" else PartitionSpec(axis)
+    return PartitionSpec(None, axis) if part in ("relative_bias", *SIDES) else PartitionSpec(axis)
 
 
 def _placed(x: Any, placement: NamedSharding) -> Any:

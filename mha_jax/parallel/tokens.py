@@ -50,6 +50,9 @@ class ContextParallel:
             return self.kernel(query, key, value, mask, scores)
         for name in mask.fields_beyond("mask", "is_causal", "key_padding_lengths", "span", "q_offset"):
             raise Refusal(name, "be None where tokens are divided", {"axis": axis})
+        if scores.products is not None:
+            rule = "be None where tokens are divided"
+            raise Refusal("relative_products", rule, relative_products=scores.products)
         passes_keys = self.passes_keys or _cannot_share(key, axis)
         attend = with_auto_axes(head_sharding)(replace(self, axis=axis, passes_keys=passes_keys)._attend)
         return attend(query, key, value, mask, scores)

@@ -41,7 +41,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scor
     changes = (scores.sinks, scores.soft_cap, scores.slopes)
     is_needed = not mask.has_only("is_causal") or any(x is not None for x in changes)
     is_needed = is_needed and mask.has_only("is_causal", "key_padding_lengths", "span", "segment_ids")
-    others = (scores.bias, scores.relative_bias, scores.dropout_keep)
+    others = (scores.bias, scores.relative_bias, scores.products, scores.dropout_keep)
     return is_needed and not scores.dropout and all(x is None for x in others)
 
 

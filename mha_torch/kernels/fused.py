@@ -5,7 +5,7 @@ function itself returns 0 for some rows of NaN, and lets a masked NaN through.) 
 it does not support.
 """
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from jaxtyping import Bool, Float
@@ -33,6 +33,8 @@ def scaled_dot_product_attention(
     dropout_keep: Bool[Tensor, "B N T S"] | None = None,
     sinks: Float[Tensor, "..."] | None = None,
     relative_bias: Float[Tensor, "..."] | None = None,
+    relative_keys: Float[Tensor, "..."] | None = None,
+    relative_queries: Float[Tensor, "..."] | None = None,
     **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Tensor, "B N T Hv"], None]:
     """Fastest form of `stages.scaled_dot_product_attention`, without attention weights.
@@ -59,7 +61,8 @@ def scaled_dot_product_attention(
     if need_weights or dropout_keep is not None:
         raise Refusal("need_weights and dropout_keep", "be left out on the fused path, which stores no weights")
     visible = Mask.of(masks).within(spec)
-    scores = Scores(spec, bias, sinks, relative_bias, dropout)
+    products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
+    scores = Scores(spec, bias, sinks, relative_bias, dropout, **products)
     check_attention(query, key, value, visible, scores)
     return attend(query, key, value, visible, scores), None
 

@@ -43,7 +43,7 @@ _SWITCHES = RLock()
 
 def supports(scores: Scores) -> bool:
     """Return whether the kernel supports these changes to the scores."""
-    return scores.soft_cap is None and scores.dropout_keep is None
+    return scores.soft_cap is None and scores.products is None and scores.dropout_keep is None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
@@ -235,6 +235,7 @@ def check_context_parallel(mask: Mask, scores: Scores, positions: Tensor | None,
         "sinks": scores.sinks,
         "alibi": scores.slopes,
         "relative_bias": scores.relative_bias,
+        "relative_products": scores.products,
         "soft_cap": scores.soft_cap,
     }
     if given := [name for name, value in named.items() if value is not None]:

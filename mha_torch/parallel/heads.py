@@ -23,7 +23,7 @@ from mha_torch.mha import AttentionLayer
 from mha_torch.norms import NormLayer
 from mha_torch.parallel.local import PLACES, ShardedNorm, WidthShard, any_over_ranks, local_weight
 from mha_torch.parallel.ring import RingAttention, check_known_to_ring
-from mha_torch.scores import Scores
+from mha_torch.scores import LEARNED, Scores
 
 # ---- Functions -------------------------------------------------------------------------------------------------------
 
@@ -177,9 +177,10 @@ class _Sharded(AttentionLayer):
     kv_b_proj: nn.Linear
 
     def scores(self, bias: Tensor | None) -> Scores:
-        """Return the scores of a call, with the sinks and the relative bias of local heads."""
-        sinks, table = (None if held is None else local_weight(held) for held in (self.sinks, self.relative_bias))
-        return replace(super().scores(bias), sinks=sinks, relative_bias=table)
+        """Return the scores of a call, with the learned weights of local heads."""
+        held: dict[str, Any] = {name: getattr(self, name) for name in LEARNED}
+        own = {name: None if weight is None else local_weight(weight) for name, weight in held.items()}
+        return replace(super().scores(bias), **own)
 
     def find_nonfinite(self, name: str, x: Tensor) -> Tensor:
         """Return the non-finite tokens, of any rank if the result depends on the features of all ranks."""
@@ -226,8 +227,10 @@ class _Layer(ParallelStyle):
                 "DTensors in it",
             )
         check_divides(module.spec, device_mesh.size())
-        for name, axis in (("sinks", 0), ("relative_bias", 1)):
-            _distribute(module, name, device_mesh, Shard(axis), self.src_data_rank)
+        for name in LEARNED:
+            axis = axis_of_heads(name, module.spec)
+            placement = Replicate() if axis is None else Shard(axis)
+            _distribute(module, name, device_mesh, placement, self.src_data_rank)
         for name in module.spec.wide_norms if device_mesh.size() > 1 else ():
             norm = _as_sharded_norm(getattr(module, name))
             norm.width = _width_of(module.spec, name, device_mesh)

@@ -454,5 +454,8 @@ def check_known_to_ring(mask: Mask, scores: Scores) -> None:
             )
     if isinstance(scores.buckets, GridBias):
         raise Refusal("relative_bias", "be one of distances where tokens are divided", relative_bias=scores.buckets)
+    if scores.products is not None:
+        rule = "be None where tokens are divided"
+        raise Refusal("relative_products", rule, relative_products=scores.products)
     if scores.dropout or scores.dropout_keep is not None:
         raise Refusal("dropout", "be 0 where tokens are divided (eval() switches it off)", dropout=scores.dropout)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import ttnn
@@ -53,6 +53,8 @@ def scaled_dot_product_attention(
     dropout_keep: Bool[np.ndarray, "B N T S"] | None = None,
     sinks: Float[Tensor, "..."] | None = None,
     relative_bias: Float[Tensor, "..."] | None = None,
+    relative_keys: Float[Tensor, "..."] | None = None,
+    relative_queries: Float[Tensor, "..."] | None = None,
     compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
     **masks: Unpack[MaskKeywords],
 ) -> tuple[Float[Tensor, "B N T Hv"], None]:
@@ -83,7 +85,8 @@ def scaled_dot_product_attention(
     if need_weights:
         raise Refusal("need_weights and dropout", "be left out on the fused path, which stores no weights")
     visible = Mask.of(masks).within(spec)
-    scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep)
+    products: Any = {"relative_keys": relative_keys, "relative_queries": relative_queries}
+    scores = Scores(spec, bias, sinks, relative_bias, dropout, dropout_keep, **products)
     check_attention(query, key, value, visible, scores)
     _check_supported(query)
     if dropout or dropout_keep is not None:

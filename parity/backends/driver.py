@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import AttentionSpec
+from mha_spec.relative_products import SIDES
 from parity.backends.port import Port
 from parity.core.arrays import to_numpy
 from parity.core.problem import Problem
@@ -67,8 +68,8 @@ def _open(sibling: Any, spec: AttentionSpec, weights: Any, query: Any) -> Any:
     return sibling.project_with(weights, spec)("gate_proj", query)
 
 
-def _score(sibling: Any, spec: AttentionSpec, q: Any, k: Any, bias: Any, offsets: Any, relative_bias: Any) -> Any:
-    return sibling.attention_scores(q, k, bias, spec, offsets, relative_bias)
+def _score(sibling: Any, spec: AttentionSpec, q: Any, k: Any, bias: Any, offsets: Any, tables: Any) -> Any:
+    return sibling.attention_scores(q, k, bias, spec, offsets, *tables)
 
 
 def _soften(sibling: Any, scores: Any, mask: Any, sinks: Any) -> Any:
@@ -165,8 +166,8 @@ class _Layer:
 
     def scores(self, values: Values, offsets: Any = None) -> dict[str, np.ndarray]:
         q, k = (self.shapes.from_numpy(name, values[name]) for name in "qk")
-        added = (self.inputs.get("bias"), offsets, self.filled.weights.get("relative_bias"))
-        scores = self.port.call(_score, self.spec, q, k, *added)
+        tables = tuple(self.filled.weights.get(name) for name in ("relative_bias", *SIDES))
+        scores = self.port.call(_score, self.spec, q, k, self.inputs.get("bias"), offsets, tables)
         return {"scores": self.port.to_numpy(scores)}
 
     def attn_weights(self, values: Values) -> dict[str, np.ndarray]:

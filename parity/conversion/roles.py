@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from mha_spec import AttentionSpec
+from mha_spec.relative_products import SIDES
 from mha_spec.shares import OF_QUERIES
 
 
@@ -31,6 +32,7 @@ class Role:
         """Return a view (K, heads of the group, features, the rest); K and heads are 1 if they are shared."""
         groups = 1 if self.heads == "shared" else spec.num_kv_heads
         of_group = spec.num_heads // spec.num_kv_heads if self.heads == "q" else 1
+        x = x.reshape(len(x), -1) if x.ndim == 3 else x  # vectors for each head
         rows = x.reshape(-1) if self.axis is None else np.moveaxis(x, self.axis, 0)
         return rows.reshape(groups, of_group, len(rows) // (groups * of_group), -1)
 
@@ -48,6 +50,8 @@ def roles(spec: AttentionSpec) -> dict[str, Role]:
         "sinks": Role(0, "q", ""),
         "relative_bias": Role(1, "q", ""),
     }
+    if spec.relative_products is not None:
+        of_parts |= dict.fromkeys(SIDES, Role(1, "q" if spec.relative_products.per_head else "shared", "qk"))
     for name, shape in spec.weight_shapes.items():
         part = name.partition(".")[0]
         if name == "out_proj.weight":  # with latents, the features of values are rows of kv_b_proj

@@ -180,7 +180,10 @@ def _rescaled(views: Views, held: Mapping[str, Role], spec: AttentionSpec) -> st
     if spec.latent is not None or spec.clip_qkv is not None:
         return None
     pairs = {"qk": ("q_proj.", "k_proj."), "v": ("v_proj.", "out_proj.")}
-    allowed = {"qk": spec.qk_norm is None, "v": spec.v_norm is spec.context_norm is None and spec.out_proj}
+    allowed = {
+        "qk": spec.qk_norm is spec.relative_products is None,
+        "v": spec.v_norm is spec.context_norm is None and spec.out_proj,
+    }
     tied = {"qk": _tied(spec), "v": np.arange(spec.value_head_dim)}
     words, involved = [], set()
     for kind, sides in pairs.items():

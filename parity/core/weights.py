@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from mha_spec import AttentionSpec, Refusal, WrongType
+from mha_spec.relative_products import SIDES
 from parity.core.arrays import to_numpy_by_name
 from parity.files.reading import SUFFIXES, open_file
 from parity.files.safetensors import safetensors_bytes
@@ -65,8 +66,8 @@ def unheld(spec: AttentionSpec) -> AttentionSpec:
 def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
     """Return Xavier-uniform weights, with biases in [-1/2, 1/2] so that a missing bias shows; float32.
 
-    Factors of norms are 0.5 to 0.8 or 1.2 to 1.5, so that a missing weight of a norm also shows. Sinks and relative
-    biases are between 0.5 and 1.5 in size.
+    Factors of norms are 0.5 to 0.8 or 1.2 to 1.5, so that a missing weight of a norm also shows. Sinks and learned
+    numbers of distances are between 0.5 and 1.5 in size.
 
     Args:
         spec: layer.
@@ -80,7 +81,7 @@ def random_weights(spec: AttentionSpec, seed: int | list[int] = 0) -> Weights:
             factors = 1.0 + rng.choice([-1.0, 1.0], shape) * (0.2 + 0.3 * rng.random(shape))
             weights[name] = (factors - (spec.norms[part].weight == "1+w")).astype(np.float32)
             continue
-        if name in ("sinks", "relative_bias"):
+        if name in ("sinks", "relative_bias", *SIDES):
             weights[name] = (rng.choice([-1.0, 1.0], shape) * (0.5 + rng.random(shape))).astype(np.float32)
             continue
         limit = 0.5 if len(shape) == 1 else np.sqrt(6.0 / sum(shape))

@@ -160,7 +160,7 @@ def _identify_torch(model: torch.nn.Module, inputs: Mapping[str, Any], layers: A
         inputs = apart
         seen = observe(model, inputs, layers)
     found = {layer.tapped.name: _fitted(layer, config) for layer in reversed(seen)}
-    ends = {_joined(name, end) for name, each in found.items() for end in each.entries}
+    ends = {end._replace(name=_joined(name, end.name)) for name, each in found.items() for end in each.entries}
     other, first = _first_fresh(model, inputs, layers)
     calls = [VerifyingCall(FRESH, 1.0, first)]
     for what, factor in FACTORS.items():

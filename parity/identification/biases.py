@@ -51,7 +51,13 @@ def scored(products: np.ndarray, scale: float, soft_cap: float | None) -> np.nda
 
 
 def added_to(
-    scores: np.ndarray, q: np.ndarray, k: np.ndarray, hidden: np.ndarray, scale: float, soft_cap: float | None
+    scores: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    hidden: np.ndarray,
+    scale: float,
+    soft_cap: float | None,
+    gained: np.ndarray | float = 0.0,
 ) -> Added:
     """Return the numbers added to the scaled and capped products of queries and keys.
 
@@ -60,13 +66,14 @@ def added_to(
         q, k: heads, (B, N, T, H) and (B, K, S, H).
         hidden: keys that queries do not attend to, (T, S).
         scale, soft_cap: factor and bound for the products.
+        gained: numbers that are known to be added, (B, N, T, S).
 
     Raises:
         ValueError: if they differ between sequences.
     """
     k = k.repeat(q.shape[1] // k.shape[1], axis=1)
     made = scored(q.astype(np.float64) @ k.astype(np.float64).swapaxes(2, 3), scale, soft_cap)
-    added = np.where(hidden, 0.0, scores - made)
+    added = np.where(hidden, 0.0, scores - made - gained)
     values, tolerance = added.mean(axis=0), CLOSE * np.abs(scores[..., ~hidden]).max()
     if np.abs(added - values).max() > tolerance:
         known = f"scale={scale:.6g}, soft_cap={soft_cap}, an error of {np.abs(added - values).max():.2g}"

@@ -105,9 +105,9 @@ class Fit:
             self.names[f"{name}.{leaf}"] = f"{module}.{leaf}"
 
     @property
-    def entries(self) -> set[str]:
-        """Return the names of the submodules that receive inputs."""
-        return {end.name for side, end in self.ends.items() if side != "output"}
+    def entries(self) -> set[End]:
+        """Return the submodules that receive inputs."""
+        return {end for side, end in self.ends.items() if side != "output"}
 
     @property
     def spec(self) -> AttentionSpec:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -120,7 +120,11 @@ def _is_convolution(module: nn.Module) -> bool:
 
 
 def observe(
-    model: nn.Module, inputs: Mapping[str, Any], layers: Any = None, *, factors: Mapping[str, float] | None = None
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    layers: Any = None,
+    *,
+    factors: Mapping[tuple[str, int], float] | None = None,
 ) -> list[ObservedLayer]:
     """Call a model once, and return each call of its attention layers.
 
@@ -128,7 +132,8 @@ def observe(
         model: the model.
         inputs: keyword arguments of the call.
         layers: names of modules or classes, as in `parity.tap`.
-        factors: factors of projection inputs, by name: large ones show caps and clips, small ones the eps of norms.
+        factors: factors of projection inputs, by name and call in their layer: large ones show caps and clips, small
+            ones the eps of norms.
 
     Raises:
         ValueError: if there are no such layers.
@@ -140,11 +145,12 @@ def observe(
 
     modules, calls = dict(model.named_modules()), dict[str, list[_Call]]()
     with ExitStack() as stack, torch.no_grad():
-        functional = stack.enter_context(ProjectionMode(modules, factors or {}))
-        for name, factor in (factors or {}).items():  # before the recording hooks
-            if name not in modules:
-                continue
-            stack.callback(modules[name].register_forward_pre_hook(_multiplier(factor), with_kwargs=True).remove)
+        by_name = {name: factor for (name, _), factor in (factors or {}).items()}
+        functional = stack.enter_context(ProjectionMode(modules, by_name))
+        for name in by_name.keys() & modules.keys():  # before hooks that record
+            of_calls = {call: factor for (other, call), factor in (factors or {}).items() if other == name}
+            hook = _multiplier(of_calls, partial(_count_runs, name, calls))
+            stack.callback(modules[name].register_forward_pre_hook(hook, with_kwargs=True).remove)
         tapped = stack.enter_context(tap_torch(model, patterns_of(layers), is_inside=True))
         for layer in tapped.layers:
             of_layer = calls[layer.name] = []
@@ -180,10 +186,18 @@ def _completed(layer: ObservedLayer, projections: Sequence[tuple[Any, ...]]) -> 
 _Call = tuple[dict[str, np.ndarray], list[Submodule]]
 
 
-def _multiplier(factor: float) -> Any:
-    """Return a hook that multiplies the input of a projection."""
+def _count_runs(name: str, calls: Mapping[str, list[_Call]]) -> int:
+    """Return how many times a submodule, by its full name, ran in the call of its layer that lasts."""
+    layer = max((each for each in calls if name.startswith(f"{each}." if each else "")), key=len, default="")
+    within = calls[layer][-1][1] if calls.get(layer) else []
+    return sum(each.name == name[len(layer) :].removeprefix(".") for each in within)
+
+
+def _multiplier(factors: Mapping[int, float], count: Callable[[], int]) -> Any:
+    """Return a hook that multiplies the input of a projection, in some of its calls in a layer."""
 
     def multiply(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        factor = factors.get(count(), 1.0)
         given = {name: x * factor if _is_floating(x) else x for name, x in kwargs.items()}
         return tuple(x * factor if _is_floating(x) else x for x in args), given
 

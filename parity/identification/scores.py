@@ -10,9 +10,11 @@ import numpy as np
 
 from mha_spec import Refusal
 from parity.core.arrays import to_numpy
-from parity.identification.biases import Added, added_to, fit_alibi, fit_relative_bias
+from parity.identification.biases import Added, added_to, fit_alibi, fit_relative_bias, scored
 from parity.identification.found import Evidence, Fit
 from parity.identification.observe import ObservedLayer
+from parity.identification.products import fit_relative_products
+from parity.identification.trace import CLOSE
 from parity.tapping.record import is_hidden
 
 
@@ -102,7 +104,19 @@ def fit_bias(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> Non
     Raises:
         ValueError: if no field expresses them.
     """
-    added = _added(layer)
+    try:
+        _fit_constant(layer, config, found, 0.0)
+    except Refusal:  # numbers that depend on queries or keys
+        rest, hidden = _rest(layer), _hidden(layer, layer.values["q"].shape[2])
+        gained = None if rest is None else fit_relative_products(layer, rest, hidden, config, found)
+        if gained is None:
+            raise
+        _fit_constant(layer, config, found, gained)
+
+
+def _fit_constant(layer: ObservedLayer, config: Mapping[str, Any], found: Fit, gained: np.ndarray | float) -> None:
+    """Fit the numbers that are added to the scores of each sequence alike, in addition to others that are known."""
+    added = _added(layer, gained)
     if added is None or added.is_zero:
         return
     alibi, num_tokens = fit_alibi(added, found.spec.score_scale), len(added.hidden)
@@ -125,16 +139,32 @@ def fit_bias(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> Non
     found.names["relative_bias"] = name.removeprefix(f"{layer.tapped.name}.")
 
 
-def _added(layer: ObservedLayer) -> Added | None:
-    """Return the numbers added to scores, from the scores or from a mask of numbers."""
+def _rest(layer: ObservedLayer) -> np.ndarray | None:
+    """Return the numbers added to scores of each sequence, (B, N, T, S), 0 for hidden keys; None if none are seen."""
+    values, scale, mask = layer.values, layer.tapped.scale, layer.values.get("mask")
+    q, k, hidden = values["q"].astype(np.float64), values["k"].astype(np.float64), _hidden(layer, values["q"].shape[2])
+    k = k.repeat(q.shape[1] // k.shape[1], axis=1)
+    if "scores" in values and layer.tapped.soft_cap is None:
+        made = scored(q @ k.swapaxes(2, 3), 1.0 if scale is None else scale, None)
+        return np.where(hidden, 0.0, values["scores"] - made)
+    if "scores" in values or mask is None or mask.dtype == np.bool_:
+        return None
+    return np.broadcast_to(np.where(hidden, 0.0, mask), (*q.shape[:3], k.shape[2]))
+
+
+def _added(layer: ObservedLayer, gained: np.ndarray | float) -> Added | None:
+    """Return the numbers added to scores in addition to known ones, from the scores or from a mask of numbers."""
     values, scale, soft_cap = layer.values, layer.tapped.scale, layer.tapped.soft_cap
     q, mask = values["q"], values.get("mask")
     hidden = _hidden(layer, q.shape[2])
     if "scores" in values:
-        return added_to(values["scores"], q, values["k"], hidden, 1.0 if scale is None else scale, soft_cap)
+        return added_to(values["scores"], q, values["k"], hidden, 1.0 if scale is None else scale, soft_cap, gained)
     if mask is None or mask.dtype == np.bool_:
         return None
-    numbers = np.where(hidden, 0.0, mask)
+    numbers = np.where(hidden, 0.0, mask - gained)
+    if not isinstance(gained, float):
+        tolerance = CLOSE * float(np.abs(gained).max())
+        numbers = np.where(np.abs(numbers) <= tolerance, 0.0, numbers)
     if (numbers != numbers[:1]).any():
         raise Refusal("numbers added to scores", "be the same for all sequences", str(mask.shape))
     numbers = np.broadcast_to(numbers[0], (q.shape[1], *numbers.shape[2:]))

@@ -54,6 +54,7 @@ def covers(case: Case) -> str:
         "ALiBi": spec.alibi is not None,
         "relative bias": isinstance(spec.relative_bias, RelativeBias),
         "grid bias": isinstance(spec.relative_bias, GridBias),
+        "relative products": spec.relative_products is not None,
         "sinks": spec.sinks,
         f"soft cap {spec.soft_cap}": spec.soft_cap is not None,
         f"window {spec.window_size} of the layer": spec.window_size is not None,

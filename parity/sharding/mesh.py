@@ -87,6 +87,8 @@ def why_not_divided(case: Case, plan: MeshPlan) -> str | None:
     if plan.tensor > 1 and case.spec.fused_qkv:
         return "fused_qkv keeps q, k and v in one weight, whose heads are not consecutive"
     if plan.sequence > 1:
+        if case.spec.relative_products is not None:
+            return "relative products are computed for whole sequences only"
         if case.is_cached:
             return "tokens that arrive in steps cannot be divided"
         for what, count in {"query": case.seq_len, "key": case.key_len}.items():
@@ -176,12 +178,9 @@ def ideal_collectives(case: Case, plan: MeshPlan, program: str, backend: str = "
     sums = int(has_heads and spec.out_proj)
     if kind == "gradient":
         shared = [name for name, norm in spec.norms.items() if not norm.per_head and name not in wide]
-        sums = (
-            int(has_heads)
-            + int(plan.data > 1)
-            + int(plan.sequence > 1)
-            + int(has_heads and bool(shared or spec.latent))
-        )
+        products = spec.relative_products
+        is_shared = bool(shared or spec.latent) or (products is not None and not products.per_head)
+        sums = int(has_heads) + int(plan.data > 1) + int(plan.sequence > 1) + int(has_heads and is_shared)
         sums += int(plan.sequence > 1 and spec.sinks)
         of_norms *= 2 if backend == "jax" else 1
     exchanged = _of_tokens(case, plan, path, backend, is_gradient=kind == "gradient")

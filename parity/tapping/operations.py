@@ -105,6 +105,7 @@ class LayerOperations:
     calls: list[tuple[dict[str, Any], Tensor]] = field(default_factory=list)
     is_inside: bool = False  # inside a function that was recorded as a whole
     _known: dict[int, tuple[Tensor, tuple[Scores | Softmax, ...]]] = field(default_factory=dict)
+    _scaled: dict[int, tuple[Tensor, Tensor, float]] = field(default_factory=dict)  # what a number was multiplied by
     _modes: ExitStack = field(default_factory=ExitStack)
 
     def watch(self) -> None:
@@ -118,6 +119,7 @@ class LayerOperations:
         """Stop recording operations."""
         self._modes.close()
         self._known.clear()
+        self._scaled.clear()
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Record an operation."""
@@ -132,13 +134,17 @@ class LayerOperations:
             if any(isinstance(each, Softmax) for each in self._given([left, right])):
                 self.contexts.append(_with_weights_first(Product(left, right, result), self._given([right])))
             else:
-                scores = Scores(Product(left, right, result), float(kwargs.get("alpha", 1.0)))
+                right, factor = self._scaled.get(id(right), (None, right, 1.0))[1:]
+                scores = Scores(Product(left, right, result), factor * float(kwargs.get("alpha", 1.0)))
                 self._known[id(result)] = result, (scores,)
         elif name in SOFTMAX:
             copies = args[0].detach().clone(), result.detach().clone()
             softmax = Softmax(name, given, *copies, args[1] % args[0].ndim)
             self.softmaxes.append(softmax)
             self._known[id(result)] = result, (softmax,)
+        elif not given and (factor := _factor_of(name, args)) is not None:
+            given_tensors = [x for x in args if isinstance(x, Tensor)]
+            self._scaled[id(result)] = result, max(given_tensors, key=Tensor.numel), factor
         elif given:
             given = tuple(_after(name, args, each) if isinstance(each, Scores) else each for each in given)
             self._known |= {id(x): (x, given) for x in tree_leaves(result) if isinstance(x, Tensor)}
@@ -161,13 +167,17 @@ class LayerOperations:
         if self.calls:
             return _of_call(*self.calls[0], batch_size)
         (softmax,) = self.softmaxes
-        if len(softmax.given) != 1 or not isinstance(softmax.given[0], Scores):
+        shape = self.contexts[0].left.shape if len(self.contexts) == 1 else None
+        scores = [each for each in softmax.given if isinstance(each, Scores)]
+        if len(scores) > 1:  # of others, with vectors of distances, the numbers may be fitted
+            scores = [each for each in scores if each.product.result.shape == shape]
+        if len(scores) != 1 or any(isinstance(each, Softmax) for each in softmax.given):
             return f"scores that come from {len(softmax.given)} products of queries and keys"
         if len(self.contexts) != 1:
             return f"attention weights that are multiplied by values {len(self.contexts)} times"
         if softmax.name != "_softmax":
             return f"{softmax.name} instead of a softmax of scores"
-        return _of_softmax(softmax, softmax.given[0], self.contexts[0], batch_size, num_tokens)
+        return _of_softmax(softmax, scores[0], self.contexts[0], batch_size, num_tokens)
 
 
 class _DispatchMode(TorchDispatchMode):
@@ -227,15 +237,21 @@ def _with_weights_first(product: Product, of_right: tuple[Any, ...]) -> Product:
 
 def _after(name: str, args: tuple[Any, ...], scores: Scores) -> Scores:
     """Return scores after an operation. The effect of unknown operations shows in the scores themselves."""
-    numbers = [float(x) for x in args if isinstance(x, (int, float)) or (isinstance(x, Tensor) and x.numel() == 1)]
     if name == "tanh" and scores.bound is None:
         return replace(scores, bound=1.0)
-    if name not in ("mul", "div") or len(numbers) != 1:
+    if (factor := _factor_of(name, args)) is None:
         return scores
-    factor = numbers[0] if name == "mul" else 1.0 / numbers[0] if numbers[0] else 0.0
     if scores.bound is None:
         return replace(scores, factor=scores.factor * factor)
     return replace(scores, bound=scores.bound * factor)
+
+
+def _factor_of(name: str, args: tuple[Any, ...]) -> float | None:
+    """Return the number that an operation multiplies a tensor by; None if it does not."""
+    numbers = [float(x) for x in args if isinstance(x, (int, float)) or (isinstance(x, Tensor) and x.numel() == 1)]
+    if name not in ("mul", "div") or len(numbers) != 1:
+        return None
+    return numbers[0] if name == "mul" else 1.0 / numbers[0] if numbers[0] else 0.0
 
 
 def _of_call(given: dict[str, Any], context: Tensor, batch_size: int) -> Attended | str:

@@ -75,6 +75,8 @@ def sources_of(spec: AttentionSpec) -> list[str]:
         "ALiBi, arXiv:2108.12409": spec.alibi is not None,
         "T5, arXiv:1910.10683": isinstance(spec.relative_bias, RelativeBias),
         "Swin Transformer, arXiv:2103.14030": isinstance(spec.relative_bias, GridBias),
+        "Relative Position Representations, arXiv:1803.02155": spec.relative_products is not None,
+        "DeBERTa, arXiv:2006.03654": spec.relative_products is not None and spec.relative_products.of_keys,
         "Longformer, arXiv:2004.05150": spec.window_size is not None,
         "Gated Attention, arXiv:2505.06708": spec.gate is not None,
     }

@@ -508,6 +508,7 @@ def test_module_refuses_the_configuration(device, kind, name):
 
 HEADS = ones(2, 2, 3, 32)
 RELATIVE = parity.AttentionSpec(8, 2, relative_bias=parity.RelativeBias(8, 8))
+PRODUCTS = parity.AttentionSpec(8, 2, relative_products=parity.RelativeProducts(1, 2))
 STAGES = {
     "split_heads width": (
         "split_heads",
@@ -560,6 +561,16 @@ STAGES = {
         "attention_scores",
         {"query": HEADS, "key": HEADS, "spec": RELATIVE, "relative_bias": ones(1, 8, 1, 2)},
         refuses("relative_bias", {"relative_bias.shape": (1, 8, 1, 2)}),
+    ),
+    "scores relative keys": (
+        "attention_scores",
+        {"query": HEADS, "key": HEADS, "spec": PRODUCTS, "relative_keys": ones(1, 2, 4, 4)},
+        refuses("relative_keys", {"relative_keys.shape": (1, 2, 4, 4)}),
+    ),
+    "scores without relative keys": (
+        "attention_scores",
+        {"query": HEADS, "key": HEADS, "spec": PRODUCTS},
+        refuses("relative_keys", {"spec.relative_products": ...}),
     ),
     "scores of more tokens than a grid has": (
         "attention_scores",

@@ -223,6 +223,27 @@ def test_a_grid_bias_adds_what_the_table_has_for_both_places(device):
     assert later == pytest.approx(np.stack([table[[[4, 1], [4, 2]]].transpose(2, 0, 1), expected]))
 
 
+def test_relative_products_add_scaled_products_with_the_vectors_of_a_distance(device):
+    record = parity.RelativeProducts(1, 2, of_keys=True, per_head=True)
+    spec = parity.AttentionSpec(8, 2, num_kv_heads=1, scale=0.5, relative_products=record)
+    rng = np.random.default_rng(0)
+    q, k, (of_queries, of_keys) = (rng.normal(size=shape) for shape in ((2, 2, 2, 4), (2, 1, 4, 4), (2, 4, 2, 4)))
+
+    def on_device(x):
+        return mha_tt.upload(x, device=device, dtype=ttnn.float32)
+
+    tables = {"relative_keys": of_queries, "relative_queries": of_keys}
+    held = {name: on_device(table.swapaxes(0, 1)[None]) for name, table in tables.items()}
+    for offsets in (None, np.array([0, 3])):
+        expected = np.empty((2, 2, 2, 4))
+        for b, n, t, s in np.ndindex(expected.shape):
+            bucket = min(max(s - t - (0 if offsets is None else offsets[b]), -1), 2) + 1
+            sums = q[b, n, t] @ (k[b, 0, s] + of_queries[bucket, n]) + k[b, 0, s] @ of_keys[bucket, n]
+            expected[b, n, t, s] = 0.5 * sums
+        found = mha_tt.attention_scores(on_device(q), on_device(k), None, spec, offsets, **held)
+        assert mha_tt.download(found) == pytest.approx(expected, abs=1e-5)
+
+
 def test_a_sink_takes_weight_and_gives_none_back(device):
     scores = mha_tt.upload(np.array([[[[0.0, 1.0]], [[2.0, 3.0]]]] * 2), device=device, dtype=ttnn.float32)
     sinks = mha_tt.upload(np.array([2.0, -1.0]).reshape(1, 2, 1, 1), device=device, dtype=ttnn.float32)

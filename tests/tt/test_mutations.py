@@ -356,6 +356,19 @@ MUTATIONS = {
         "relative_position_bias",
         lambda f, table, *rest, **o: f(ttnn.concat([table[:, 1:], table[:, :1]], dim=1), *rest, **o),
     ),
+    "vectors of the next distance": at(
+        "relative-products",
+        "scores",
+        stages,
+        "relative_position_products",
+        lambda f, q, k, record, *rest, **o: f(
+            q,
+            k,
+            record,
+            *rest,
+            **{**o, "relative_keys": ttnn.concat([o["relative_keys"][:, :, 1:], o["relative_keys"][:, :, :1]], dim=2)},
+        ),
+    ),
     "latents not normalised": one(
         "latent",
         "latents",

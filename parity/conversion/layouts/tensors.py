@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from mha_spec.relative_products import SIDES
 from parity.conversion.layouts.layout import Tensor
 
 ROWS, COLUMNS = "(n h) d", "d (n h)"  # (out, in) as in torch, and (in, out)
@@ -46,7 +47,7 @@ def packed(
     )
 
 
-SCORES = ("sinks", "relative_bias")
+SCORES = ("sinks", "relative_bias", *SIDES)
 NORMS = ("q_norm", "k_norm", "v_norm", "context_norm", "q_a_norm", "kv_a_norm")
 NARROW = ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")  # of latents
 EVERYTHING = ("gate_proj", *NARROW, *NORMS, *SCORES)

@@ -20,6 +20,7 @@ from mha_spec import (
     Norm,
     ProportionalScaling,
     RelativeBias,
+    RelativeProducts,
     Rope,
     Temperature,
     YarnScaling,
@@ -86,6 +87,9 @@ def random_case(seed: int) -> Case:
     context_norm = choose(*[None] * 7, Norm(over="width", eps=0.01), Norm("layer", over="width", bias=True, eps=0.01))
     if spec.gate is None and spec.latent is None and spec.value_head_dim >= 8:
         spec = replace(spec, context_norm=context_norm)
+    products = choose(*[None] * 7, RelativeProducts(5, 3), RelativeProducts(7, 8, 4, 12, of_keys=True, per_head=True))
+    if spec.latent is None and spec.soft_cap is None:
+        spec = replace(spec, relative_products=products)
     return replace(case, spec=spec, first_position=position)
 
 

@@ -18,6 +18,7 @@ from mha_spec import (
     Norm,
     ProportionalScaling,
     RelativeBias,
+    RelativeProducts,
     Rope,
     Temperature,
     YarnScaling,
@@ -34,6 +35,8 @@ _ROPE_TEMPERATURE = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0), tem
 _SINKS = AttentionSpec(32, 4, num_kv_heads=2, sinks=True)
 _ALIBI = AttentionSpec(32, 4, alibi=Alibi())
 _RELATIVE = AttentionSpec(32, 4, relative_bias=RelativeBias(8, 8))
+_PRODUCTS = AttentionSpec(32, 4, relative_products=RelativeProducts(4, 2))
+_OF_KEYS = RelativeProducts(3, 5, of_queries=False, of_keys=True, per_head=True)
 _WINDOW = AttentionSpec(32, 4, num_kv_heads=2, window_size=4)
 _CHUNK = AttentionSpec(32, 4, num_kv_heads=2, chunk_size=4)
 _SCALE = AttentionSpec(32, 4, num_kv_heads=2, scale=0.0625)
@@ -232,6 +235,28 @@ LAYERS = [
         random_mask=True,
         bias=True,
     ),
+    Case("relative-products", _PRODUCTS, "products of queries with vectors of distances", seq_len=9),
+    Case(
+        "relative-products-both-sides",
+        AttentionSpec(
+            48,
+            6,
+            num_kv_heads=2,
+            scale=0.2,
+            relative_products=RelativeProducts(7, 8, num_exact=4, max_distance=12, of_keys=True, per_head=True),
+        ),
+        "products of queries and keys, grouped heads, logarithmic buckets, masked",
+        seq_len=15,
+        random_mask=True,
+        bias=True,
+    ),
+    Case(
+        "relative-products-of-keys",
+        AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0), relative_products=_OF_KEYS),
+        "products of keys after RoPE, padded",
+        seq_len=9,
+        key_padding_lengths=(9, 6),
+    ),
     Case("window", _WINDOW, "a window of the last four tokens", seq_len=11, is_causal=True),
     Case(
         "window-both-ways",
@@ -428,6 +453,12 @@ CACHED = [
         "decode-grid-bias",
         AttentionSpec(48, 6, num_kv_heads=2, relative_bias=GridBias(4, 4)),
         "decode, a relative bias on a grid, ragged",
+        **_UNEVEN,
+    ),
+    Case(
+        "decode-relative-products",
+        AttentionSpec(48, 6, num_kv_heads=2, relative_products=RelativeProducts(5, 0, of_keys=True)),
+        "decode, vectors of distances, ragged",
         **_UNEVEN,
     ),
     Case(

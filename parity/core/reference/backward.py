@@ -195,8 +195,32 @@ class Backward:
         if layer.problem.spec.relative_bias is not None:
             grads["grad.relative_bias"] = a.keep(self.of_relative_bias(d_scores))
         d_scores, scale = d_scores * slope, a.wide.type(layer.scale())
-        d_q = a.matmul(d_scores, layer.per_query_head(k)) / scale
-        return d_q, self.per_kv_head(a.matmul(d_scores.swapaxes(2, 3), q) / scale), d_v
+        d_q, d_k = a.matmul(d_scores, layer.per_query_head(k)), a.matmul(d_scores.swapaxes(2, 3), q)
+        if layer.problem.spec.relative_products is not None:
+            of_q, of_k = self.of_relative_products(d_scores, q, layer.per_query_head(k), scale, grads)
+            d_q, d_k = d_q + of_q, d_k + of_k
+        return d_q / scale, self.per_kv_head(d_k / scale), d_v
+
+    def of_relative_products(
+        self, d_scores: np.ndarray, q: np.ndarray, k: np.ndarray, scale: np.floating, grads: dict[str, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return gradients of q and k, (B, N, ·, H), through products with vectors of distances, not scaled."""
+        layer, a, held = self.layer, self.arithmetic, self.layer.distance_record()
+        num_queries, num_keys = d_scores.shape[2:]
+        buckets = layer.distance_bucket(np.arange(num_keys) - np.arange(num_queries)[:, None])
+        is_in = (buckets[..., None] == np.arange(held.num_buckets)).astype(a.wide)  # (T, S, buckets)
+        sides = {"relative_keys": (held.of_queries, q, "bnts,tsc->bntc")}
+        sides["relative_queries"] = (held.of_keys, k, "bnts,tsc->bnsc")
+        found = []
+        for name, (is_there, x, sums) in sides.items():
+            if not is_there:
+                found.append(np.zeros_like(x))
+                continue
+            by_bucket = np.einsum(sums, d_scores, is_in)
+            found.append(a.matmul(by_bucket, self.sized(layer.distance_vectors(name))))
+            d_table = (by_bucket.swapaxes(2, 3) @ x).sum(axis=0) / scale  # (N, buckets, H)
+            grads[f"grad.{name}"] = a.keep(d_table.swapaxes(0, 1) if held.per_head else d_table.sum(axis=0))
+        return found[0], found[1]
 
     def of_relative_bias(self, d_scores: np.ndarray) -> np.ndarray:
         """Return the gradient of the table, (num_buckets, N): that of the scores, summed within buckets."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from mha_spec import Alibi, GridBias, Latent, Norm, RelativeBias, Rope, Temperature, YarnScaling
+from mha_spec import Alibi, GridBias, Latent, Norm, RelativeBias, RelativeProducts, Rope, Temperature, YarnScaling
 from parity.core.problem import Problem
 from parity.core.reference import norms
 from parity.core.reference.arithmetic import Arithmetic
@@ -97,6 +97,9 @@ class Layer:
             scores = keep(scores - keep(self.lost_by_distance(self.distances(places, scores.shape[3]))))
         if self.problem.spec.relative_bias is not None:
             scores = keep(scores + self.gained_by_distance(self.buckets(places, scores.shape[3])))
+        if self.problem.spec.relative_products is not None:
+            for products in self.relative_products(values, places):
+                scores = keep(scores + keep(keep(products) / self.arithmetic.wide.type(self.scale_of_distances())))
         return {"scores": scores if bias is None else keep(scores + self.arithmetic.widen(bias))}
 
     def products(self, values: Values) -> np.ndarray:
@@ -283,6 +286,50 @@ class Layer:
     def relative_bias(self) -> RelativeBias:
         """Relative bias of the layer."""
         return cast(RelativeBias, self.problem.spec.relative_bias)  # only called if the layer has one
+
+    def relative_products(self, values: Values, places: np.ndarray) -> list[np.ndarray]:
+        """Return products of queries and of keys with the vectors of distances, (B, N, T, S) each, not scaled."""
+        held, a = self.distance_record(), self.arithmetic
+        q, k = a.widen(values["q"]), self.per_query_head(a.widen(values["k"]))
+        found, buckets = [], self.distance_bucket(np.arange(k.shape[2]) - places[:, :, None])[:, None]  # (B, 1, T, S)
+        buckets = np.broadcast_to(buckets, (*q.shape[:3], k.shape[2]))
+        if held.of_queries:
+            by_bucket = a.matmul(q, self.distance_vectors("relative_keys").swapaxes(1, 2))
+            found.append(np.take_along_axis(by_bucket, buckets, axis=3))
+        if held.of_keys:
+            by_bucket = a.matmul(k, self.distance_vectors("relative_queries").swapaxes(1, 2))
+            found.append(np.take_along_axis(by_bucket, buckets.swapaxes(2, 3), axis=3).swapaxes(2, 3))
+        return found
+
+    def distance_vectors(self, name: str) -> np.ndarray:
+        """Return the vectors of all buckets, (N or 1, num_buckets, H)."""
+        table = self.arithmetic.widen(self.parameter(name))
+        return table.swapaxes(0, 1) if self.distance_record().per_head else table[None]
+
+    def distance_bucket(self, distance: np.ndarray) -> np.ndarray:
+        """Return the bucket of a distance from a query to a key, below 0 for a key before it."""
+        held = self.distance_record()
+        away = np.abs(distance)
+        steps = np.where(away <= (held.num_exact or away), away, self.logarithmic_step(away))
+        return np.clip(np.sign(distance) * steps, -held.num_before, held.num_after) + held.num_before
+
+    def logarithmic_step(self, away: np.ndarray) -> np.ndarray:
+        """Return the number of a bucket that far distances share, counted as near distances are."""
+        held = self.distance_record()
+        if held.num_exact is None or held.max_distance is None:
+            return away
+        exact, wide = held.num_exact, np.float32
+        largest = np.log(wide((held.max_distance - 1) / exact))
+        share = np.log((np.maximum(away, exact) / exact).astype(wide)) / largest
+        return exact + np.ceil(share * wide(exact - 1)).astype(np.int64)
+
+    def scale_of_distances(self) -> float:
+        """Return the divisor of products with vectors of distances."""
+        return self.scale()
+
+    def distance_record(self) -> RelativeProducts:
+        """Return the record of products with vectors of distances."""
+        return cast(RelativeProducts, self.problem.spec.relative_products)  # which is there
 
     def scale(self) -> float:
         """Divisor of the products of queries and keys."""

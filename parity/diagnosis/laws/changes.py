@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Norm
+from mha_spec.relative_products import SIDES
 from parity.core.problem import Problem
 from parity.core.stages import Values
 from parity.core.weights import QKV
@@ -97,6 +98,7 @@ def family_of(name: str) -> MistakeFamily:
     if name.startswith(("q_proj", "k_proj", "v_proj", "out_proj")):
         return of.SWAPPED
     known = {"sinks": of.SINKS, "relative_bias": of.RELATIVE_BIAS, "gate": of.GATE}
+    known |= dict.fromkeys(SIDES, of.RELATIVE_PRODUCTS)
     return next((family for begin, family in known.items() if name.startswith(begin)), of.LATENTS)
 
 

@@ -197,7 +197,9 @@ def _of_leak(_: Law, seen: Seen, __: AttentionSpec) -> Families:
 def _of_distances(_: Law, __: Seen, spec: AttentionSpec) -> Families:
     if spec.alibi is not None:
         return (of.ALIBI,)
-    return (of.RELATIVE_BIAS,) if spec.relative_bias is not None else ()
+    if spec.relative_bias is not None:
+        return (of.RELATIVE_BIAS,)
+    return (of.RELATIVE_PRODUCTS,) if spec.relative_products is not None else ()
 
 
 def _of_mask(law: Law, seen: Seen, spec: AttentionSpec) -> Families:

@@ -80,6 +80,7 @@ GROUPS = (
     scores.bias,
     distances.alibi,
     distances.relative_bias,
+    distances.relative_products,
     softmax.sinks,
     softmax.softmax_axis,
     softmax.after_softmax,

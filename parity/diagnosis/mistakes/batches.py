@@ -17,7 +17,7 @@ def batches(case: Case) -> Iterator[Mistake]:
     """Compute the context of the wrong tokens; weights of the expected shape are right."""
     spec = case.spec
     mistake = SEQUENCES.seen_in("context", "module.output")
-    is_by_place = spec.alibi or spec.relative_bias or spec.window_size or spec.chunk_size or case.window_size
+    is_by_place = spec.has_distance_bias or spec.window_size or spec.chunk_size or case.window_size
     if case.is_cached or case.not_finite or case.bias or case.random_mask or is_by_place:
         return
     is_square = case.key_len == case.seq_len

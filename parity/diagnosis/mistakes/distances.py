@@ -1,4 +1,4 @@
-"""Bugs in biases by distance: ALiBi, T5's relative bias, and the bias of a grid."""
+"""Bugs in scores that depend on distances: ALiBi, relative biases and relative products."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from mha_spec import GridBias, RelativeBias
 from parity.core.case import Case
 from parity.core.reference import Layer
-from parity.diagnosis.mistakes.families import ALIBI, RELATIVE_BIAS
+from parity.diagnosis.mistakes.families import ALIBI, RELATIVE_BIAS, RELATIVE_PRODUCTS
 from parity.diagnosis.mistakes.record import Mistake, Override, instead
 from parity.diagnosis.mistakes.sites import Overrides, after, before
 
@@ -18,7 +18,7 @@ RESTARTED = (
     "the distance is counted from the first key in each call with a cache",
     {"scores": lambda _, original, values, *places: original(values)},
 )
-"""The description and overrides of a bug that both can have."""
+"""The description and overrides of a bug that all of them can have."""
 
 
 # ---- ALiBi -----------------------------------------------------------------------------------------------------------
@@ -118,6 +118,49 @@ def _of_grid(right: GridBias) -> Iterator[Mistake]:
         swap = {as_query: as_key, as_key: as_query}
         swapped = after(lambda buckets: np.vectorize(lambda bucket: swap.get(bucket, bucket))(buckets))
         yield mistake("grid-bias-class-token", about, {"bucket_on": swapped})
+
+
+# ---- Relative products -----------------------------------------------------------------------------------------------
+
+
+def relative_products(case: Case) -> Iterator[Mistake]:
+    spec, right = case.spec, case.spec.relative_products
+    if right is None:
+        return
+    mistake = RELATIVE_PRODUCTS.seen_in("scores")
+    none = after(lambda products: [0.0 * each for each in products])
+    about = "scores gain no products with vectors of distances"
+    yield mistake("relative-products-ignored", about, {"relative_products": none})
+    if spec.score_scale != 1.0:
+        unscaled, twice = instead(lambda: 1.0), after(lambda scale: scale * scale)
+        about = "products with vectors of distances are not scaled"
+        yield mistake("relative-products-unscaled", about, {"scale_of_distances": unscaled})
+        about = "products with vectors of distances are scaled twice"
+        yield mistake("relative-products-scaled-twice", about, {"scale_of_distances": twice})
+    about = "distances are query - key"
+    flipped = {"distance_bucket": before(lambda distance: (-distance,))}
+    yield mistake("relative-products-flipped", about, flipped)
+    about = "queries are counted from 1, keys from 0"
+    yield mistake("relative-products-off-by-one", about, {"distance_bucket": before(lambda distance: (distance - 1,))})
+    if right.num_buckets > 3:
+        inner = after(lambda buckets: np.clip(buckets, 1, right.num_buckets - 2))
+        about = "distances are clipped one token too early on either side"
+        yield mistake("relative-products-clipped-early", about, {"distance_bucket": inner})
+    if right.num_exact is not None:
+        about = "every distance has a vector of its own, without steps of the logarithm"
+        yield mistake("relative-products-linear", about, {"logarithmic_step": instead(lambda away: away)})
+    if right.of_queries and right.of_keys:
+        other = {"relative_keys": "relative_queries", "relative_queries": "relative_keys"}
+        swapped = {"distance_vectors": before(lambda name: (other[name],))}
+        yield mistake(
+            "relative-products-swapped", "queries have the vectors of keys, and keys those of queries", swapped
+        )
+        for place, name in enumerate(("queries", "keys")):
+            alone = after(lambda products, place=place: products[place : place + 1])
+            about = f"products of {name} with vectors of distances are the only ones"
+            yield mistake(f"relative-products-of-{name}-alone", about, {"relative_products": alone})
+    if case.is_cached:
+        yield mistake("relative-products-restarted", *RESTARTED)
 
 
 def _times(factor: float) -> Overrides:

@@ -118,6 +118,10 @@ RELATIVE_BIAS = MistakeFamily(
     "relative-bias",
     "add the table's bias for the bucket of (key - query) to the scaled scores; count positions from the first key",
 )
+RELATIVE_PRODUCTS = MistakeFamily(
+    "relative-products",
+    "add scaled products with the vectors of the bucket of key - query, counted from the first of all keys",
+)
 SINKS = MistakeFamily(
     "sinks",
     "append each head's sink to its scaled and masked scores, apply the softmax, drop the sink's weight",

@@ -195,6 +195,24 @@ def attention(
         else:
             buckets = bucket_of(of_queries, keys)[:, 0]  # (B or 1, T, S)
         scores = scores + jnp.moveaxis(params["relative_bias"].astype(jnp.float32)[buckets], -1, 1)
+    if products is not None:
+        rows = jnp.broadcast_to(row_of(keys - of_queries), scores.shape)  # (B, N, T, S)
+        if products.of_queries:
+            by_row = jnp.einsum(
+                "bnth,cnh->bntc" if products.per_head else "bnth,ch->bntc",
+                q,
+                params["relative_keys"],
+                preferred_element_type=jnp.float32,
+            )
+            scores = scores + SCALE * jnp.take_along_axis(by_row, rows, axis=3)
+        if products.of_keys:
+            by_row = jnp.einsum(
+                "bnsh,cnh->bnsc" if products.per_head else "bnsh,ch->bnsc",
+                k,
+                params["relative_queries"],
+                preferred_element_type=jnp.float32,
+            )
+            scores = scores + SCALE * jnp.take_along_axis(by_row, rows.mT, axis=3).mT
     if call.has_bias:
         scores = scores + bias
     if hides:
@@ -354,6 +372,17 @@ if relative is not None and grid is None:
             last, exact = NUM_BUCKETS - 1, NUM_BUCKETS // 2
         steps = jnp.log(jnp.maximum(away, exact) / exact) / math.log(MAX_DISTANCE / exact) * (last + 1 - exact)
         return first + jnp.where(away < exact, away, jnp.minimum(exact + steps.astype(jnp.int32), last))
+
+
+if products is not None:
+
+    def row_of(distances: Array) -> Array:
+        """Return the row of the vectors of each distance, key - query."""
+        if products.num_exact is not None:
+            away = jnp.abs(distances)
+            farther = NUM_EXACT + jnp.searchsorted(jnp.array(STEPS), away, side="right")
+            distances = jnp.sign(distances) * jnp.where(away <= NUM_EXACT, away, farther)
+        return jnp.clip(distances, -NUM_BEFORE, NUM_AFTER) + NUM_BEFORE
 
 
 if latent is not None:

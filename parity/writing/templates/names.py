@@ -14,7 +14,7 @@ from parity.writing.subject import ABSENT, call, spec
 latent, rope, alibi, relative = spec.latent, spec.rope, spec.alibi, spec.relative_bias
 grid = relative if isinstance(relative, GridBias) else None
 qk_norm, v_norm, temperature, gate = spec.qk_norm, spec.v_norm, spec.temperature, spec.gate
-context_norm = spec.context_norm
+context_norm, products = spec.context_norm, spec.relative_products
 scaling = None if rope is None else rope.scaling
 ramp = (0, 1) if not isinstance(scaling, YarnScaling) else scaling.ramp(rope.theta, rope.rotary_dim or spec.head_dim)
 is_partial = rope is not None and rope.rotary_dim not in (None, spec.head_dim) and latent is None
@@ -27,7 +27,7 @@ has_own_v_norm = v_norm is not None and (
 has_own_context_norm = context_norm is not None and (
     context_norm.weight == "1+w" or (context_norm.kind == "rms" and context_norm.bias)
 )
-has_distances = alibi is not None or relative is not None
+has_distances = spec.has_distance_bias
 has_places = call.cache is not None or spec.span is not None or has_distances
 is_explicit = spec.soft_cap is not None or spec.sinks or has_distances or call.has_bias
 may_hide_all = call.has_mask or (call.is_cross and spec.span is not None)
@@ -74,6 +74,12 @@ if relative is not None and grid is None:
 if grid is not None:
     GRID_HEIGHT = grid.height
     GRID_WIDTH = grid.width
+if products is not None:
+    NUM_BEFORE = products.num_before  # rows of vectors for keys before the query
+    NUM_AFTER = products.num_after
+    if products.num_exact is not None:
+        NUM_EXACT = products.num_exact  # distances up to this one have rows of their own
+        STEPS = products.first_distances  # from which on farther distances share the next row
 if temperature is not None:
     TEMPERATURE_LENGTH = temperature.length
     TEMPERATURE_SCALE = temperature.scale

@@ -158,6 +158,13 @@ class Attention(nn.Module):
             self.sinks = nn.Parameter(torch.zeros(NUM_HEADS))
         if relative is not None:
             self.relative_bias = nn.Parameter(torch.zeros(NUM_BUCKETS, NUM_HEADS))
+        if products is not None:
+            num_rows = NUM_BEFORE + 1 + NUM_AFTER
+            shape = (num_rows, NUM_HEADS, HEAD_DIM) if products.per_head else (num_rows, HEAD_DIM)
+            if products.of_queries:
+                self.relative_keys = nn.Parameter(torch.zeros(shape))
+            if products.of_keys:
+                self.relative_queries = nn.Parameter(torch.zeros(shape))
         if spec.out_proj:
             self.out_proj = nn.Linear(NUM_HEADS * VALUE_HEAD_DIM, D_MODEL, bias=spec.out_bias)
         if gate is not None:
@@ -309,6 +316,22 @@ class Attention(nn.Module):
                 else:
                     buckets = bucket_of(of_queries, keys)  # (B or 1, 1, T, S)
                 scores = scores + self.relative_bias.float()[buckets[:, 0]].permute(0, 3, 1, 2)
+            if products is not None:
+                rows = row_of(keys - of_queries).expand_as(scores)  # (B, N, T, S)
+                if products.of_queries:
+                    by_row = torch.einsum(
+                        "bnth,cnh->bntc" if products.per_head else "bnth,ch->bntc",
+                        q.float(),
+                        self.relative_keys.float(),
+                    )
+                    scores = scores + SCALE * by_row.gather(3, rows)
+                if products.of_keys:
+                    by_row = torch.einsum(
+                        "bnsh,cnh->bnsc" if products.per_head else "bnsh,ch->bnsc",
+                        k.float(),
+                        self.relative_queries.float(),
+                    )
+                    scores = scores + SCALE * by_row.gather(3, rows.mT).mT
             if call.has_bias:
                 scores = scores + bias.float()
             if hides:
@@ -474,6 +497,17 @@ if relative is not None and grid is None:
             last, exact = NUM_BUCKETS - 1, NUM_BUCKETS // 2
         steps = torch.log(away.clamp(min=exact) / exact) / math.log(MAX_DISTANCE / exact) * (last + 1 - exact)
         return first + torch.where(away < exact, away, (exact + steps.long()).clamp(max=last))
+
+
+if products is not None:
+
+    def row_of(distances: Tensor) -> Tensor:
+        """Return the row of the vectors of each distance, key - query."""
+        if products.num_exact is not None:
+            away = distances.abs()
+            farther = NUM_EXACT + torch.bucketize(away, torch.tensor(STEPS, device=away.device), right=True)
+            distances = distances.sign() * torch.where(away <= NUM_EXACT, away, farther)
+        return distances.clamp(-NUM_BEFORE, NUM_AFTER) + NUM_BEFORE
 
 
 if has_own_qk_norm:

@@ -50,6 +50,10 @@ class Attention:
             self.sinks = self.upload(weights["sinks"].reshape(1, NUM_HEADS, 1, 1), ttnn.float32)
         if relative is not None:
             self.relative_bias = weights["relative_bias"].astype(np.float32)  # (buckets, N), on the host
+        if products is not None and products.of_queries:
+            self.relative_keys = self.upload(by_heads(weights["relative_keys"]))  # (1, N, rows, H)
+        if products is not None and products.of_keys:
+            self.relative_queries = self.upload(by_heads(weights["relative_queries"]))  # (1, N, rows, H)
 
     def upload(self, array: np.ndarray, dtype: ttnn.DataType | None = None) -> ttnn.Tensor:
         """Put an array on the device, in tiles."""
@@ -215,6 +219,15 @@ class Attention:
                 buckets = bucket_of(of_queries, keys)[:, 0]  # (B or 1, T, S)
             gained = np.moveaxis(self.relative_bias[buckets], -1, 1)  # (B or 1, N, T, S)
             scores = ttnn.add(scores, self.upload(gained, ttnn.float32))
+        if products is not None:
+            shape = (scores.shape[0], NUM_HEADS, num_tokens, k.shape[2])
+            rows = np.broadcast_to(row_of(keys - of_queries), shape)  # (B, N, T, S)
+            if products.of_queries:
+                gained = self.products_of(q, self.relative_keys, rows)
+                scores = ttnn.add(scores, ttnn.multiply(gained, SCALE))
+            if products.of_keys:
+                gained = ttnn.transpose(self.products_of(k, self.relative_queries, rows.swapaxes(2, 3)), 2, 3)
+                scores = ttnn.add(scores, ttnn.multiply(gained, SCALE))
         if call.has_bias:
             scores = ttnn.add(scores, self.upload(bias, ttnn.float32))
         if hides:
@@ -259,6 +272,18 @@ class Attention:
             dtype=self.dtype,
             compute_kernel_config=self.config,
         )
+
+    if products is not None:
+
+        def products_of(self, heads: ttnn.Tensor, vectors: ttnn.Tensor, rows: np.ndarray) -> ttnn.Tensor:
+            """Return the products of heads (B, N, T, H) with the vectors of rows (B, N, T, S)."""
+            vectors = ttnn.repeat(vectors, (heads.shape[0], 1, 1, 1))
+            by_row = ttnn.matmul(
+                heads, vectors, transpose_b=True, dtype=ttnn.float32, compute_kernel_config=self.config
+            )
+            host = torch.tensor(rows.astype(np.int32))
+            index = ttnn.from_torch(host, dtype=ttnn.uint32, layout=ttnn.TILE_LAYOUT, device=self.device)
+            return ttnn.gather(by_row, 3, index)
 
     if call.cache is not None:
 
@@ -455,6 +480,24 @@ if grid is not None:
         if call.cache is not None:
             buckets = np.minimum(buckets, NUM_BUCKETS - 1)  # for padding
         return buckets
+
+
+if products is not None:
+
+    def by_heads(table: np.ndarray) -> np.ndarray:
+        """Return the vectors of each head, (1, N, rows, H)."""
+        if products.per_head:
+            return table.swapaxes(0, 1)[None]
+        else:
+            return np.broadcast_to(table, (1, NUM_HEADS, *table.shape))
+
+    def row_of(distances: np.ndarray) -> np.ndarray:
+        """Return the row of the vectors of each distance, key - query."""
+        if products.num_exact is not None:
+            away = np.abs(distances)
+            farther = NUM_EXACT + np.searchsorted(STEPS, away, side="right")
+            distances = np.sign(distances) * np.where(away <= NUM_EXACT, away, farther)
+        return np.clip(distances, -NUM_BEFORE, NUM_AFTER) + NUM_BEFORE
 
 
 if relative is not None and grid is None:

@@ -1,0 +1,63 @@
+"""Relative products: scores gain products of queries and keys with learned vectors of the distance between them."""
+
+from __future__ import annotations
+
+import numpy as np
+import ttnn
+from jaxtyping import Float, Int
+from ttnn import Tensor
+
+from mha_spec import RelativeProducts
+from mha_tt.device import accurate_config, upload_integers
+from mha_tt.heads import repeat_kv_heads
+
+
+def relative_position_products(
+    query: Float[Tensor, "B N T H"],
+    key: Float[Tensor, "B K S H"],
+    relative_products: RelativeProducts,
+    relative_keys: Float[Tensor, "..."] | None = None,
+    relative_queries: Float[Tensor, "..."] | None = None,
+    q_offset: Int[np.ndarray, " B"] | None = None,
+    *,
+    compute_kernel_config: ttnn.DeviceComputeKernelConfig | None = None,
+) -> Float[Tensor, "B N T S"]:
+    """Products of queries and keys with the vectors of the distance between them, not scaled; at least float32.
+
+    Args:
+        query, key: (B, N, T, H) and (B, K, S, H).
+        relative_products: distances that share vectors.
+        relative_keys: vectors for queries, (1, 1, num_buckets, H), or (1, N, num_buckets, H) if per_head; default:
+            none.
+        relative_queries: vectors for keys, of the same shape; default: none.
+        q_offset: place of the first query among the keys, of every sequence or of each, (1,) or (B,); default 0.
+        compute_kernel_config: arithmetic of the device; default `accurate_config`.
+
+    Returns:
+        The products, (B, N, T, S).
+
+    Source: Self-Attention with Relative Position Representations, arXiv:1803.02155, equation 4; DeBERTa,
+    arXiv:2006.03654, equation 4.
+    """
+    (batch_size, num_heads, seq_len_q, _), seq_len_k = query.shape, key.shape[2]
+    places = np.arange(seq_len_q)[None]
+    if q_offset is not None:
+        places = np.asarray(q_offset)[:, None] + places
+    farthest = relative_products.farthest
+    distances = np.clip(np.arange(seq_len_k) - places[:, :, None], -farthest, farthest)
+    buckets = relative_products.buckets()[distances + farthest][:, None]
+    buckets = np.broadcast_to(buckets, (batch_size, num_heads, seq_len_q, seq_len_k))
+    config = compute_kernel_config or accurate_config(query.device())
+
+    def gather(x: Tensor, table: Tensor, buckets: np.ndarray) -> Tensor:
+        vectors = ttnn.repeat(table, (batch_size, num_heads // table.shape[1], 1, 1))  # no batch axis is broadcast
+        products = ttnn.matmul(x, vectors, transpose_b=True, dtype=ttnn.float32, compute_kernel_config=config)
+        return ttnn.gather(products, 3, upload_integers(buckets, device=query.device(), is_index=True))
+
+    gained = []
+    if relative_keys is not None:
+        gained.append(gather(query, relative_keys, buckets))
+    if relative_queries is not None:
+        keys = repeat_kv_heads(key, num_heads)
+        gained.append(ttnn.transpose(gather(keys, relative_queries, buckets.swapaxes(2, 3)), 2, 3))
+    return gained[0] if len(gained) == 1 else ttnn.add(*gained)
