@@ -82,7 +82,7 @@ def test_mistakes_that_were_planted_are_named_whole(terminal):
     lines, text = words(terminal)
     folded = "".join(line.split("│")[1].strip() for line in lines if line.count("│") == 6)
     assert "rope-weights-deinterleaved" in (folded or text)
-    assert "planted" in text
+    assert "injected" in text
     assert "named" in text
 
 

@@ -206,7 +206,7 @@ def test_traces_of_random_cases_are_judged(tmp_path):
 
 
 def test_a_folder_without_traces_is_an_error_and_no_success(tmp_path):
-    with refuses("…/test_a_folder_without_traces_i0", "no *.safetensors there or in its sub-folders"):
+    with refuses("…/test_a_folder_without_traces_i0", "no *.safetensors in it or its subfolders"):
         compare_traces([tmp_path])
 
 
