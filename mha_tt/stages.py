@@ -56,8 +56,8 @@ def attention_scores(
 
     The scale is 1 / sqrt(H) unless the spec has one. ALiBi subtracts slope * distance; a relative bias adds numbers
     from a table (1, N, 1, num_buckets). Relative products add scaled products of queries and `relative_keys`, and of
-    keys and `relative_queries`. `q_offset` is the position of the first query among the keys, for all sequences or each,
-    (1,) or (B,); default: 0.
+    keys and `relative_queries`. `q_offset` is the position of the first query among the keys, for all sequences or
+    each, (1,) or (B,); default: 0.
 
     Source: Attention Is All You Need, arXiv:1706.03762, equation 1; the soft cap: Gemma 2, arXiv:2408.00118, section 2.
     """
