@@ -24,8 +24,9 @@ from mha_jax.cache import (
     init_cache,
     num_added,
     token_positions,
+    without_new,
 )
-from mha_jax.checks import check_floating, check_is_cache, check_layer_positions, check_weights
+from mha_jax.checks import check_floating, check_is_cache, check_layer_positions, check_shared_kv, check_weights
 from mha_jax.compiled import compiled
 from mha_jax.kernels import Kernel, fused, step_of
 from mha_jax.kernels.nonfinite import contained_projection, zero_where
@@ -37,6 +38,7 @@ from mha_jax.stages import check_attention
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_latent, check_spec
+from mha_spec.rules import check_holds_new
 
 
 def multi_head_attention_with_cache(
@@ -60,7 +62,7 @@ def multi_head_attention_with_cache(
 
     Args:
         cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None at
-            first.
+            first. With `shared_kv` those of another layer, of all S tokens.
         mask, bias: broadcast to (B, N, T, S), beside causality.
         positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
             absent.
@@ -85,11 +87,16 @@ def multi_head_attention_with_cache(
         check_floating("cache_k", cache_k, rank=4)
     cache_len = 0 if cache_k is None else cache_k.shape[2]
     seq_len = x.shape[1]
+    if spec.shared_kv:
+        check_shared_kv(x, cache_k, cache_v, spec, ("cache_k", "cache_v"))
+        check_holds_new([cache_len], [seq_len])
+        cache_len -= seq_len
     layer = FunctionalLayer(weights, spec, kernel)
     positions = cache_len + jnp.arange(seq_len, dtype=jnp.int32)[None] if positions is None else positions
     project = contained_projection(layer.project)
-    q, k, v = project_qkv(project, x, x, x, spec, positions)
-    if cache_k is not None and cache_v is not None:
+    of_keys: Any = (cache_k, cache_v) if spec.shared_kv else (x, x)
+    q, k, v = project_qkv(project, x, *of_keys, spec, positions)
+    if not spec.shared_kv and cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
         k, v = jnp.concatenate([cache_k, k], axis=2), jnp.concatenate([cache_v, v], axis=2)
     q_offset = jnp.full((1,), cache_len, jnp.int32) if cache_len else None
@@ -142,9 +149,10 @@ def cached_layer(
     kv_b: Array | None = None,
 ) -> tuple[Array, CacheT]:
     """Append new tokens to a cache of either kind, and attend; over the latents themselves if kv_b is given."""
-    spec = layer.spec
+    spec, held = layer.spec, cache
     check_cached_input(x, cache)
     seq_len = x.shape[1]
+    cache = without_new(cache, seq_len, new_lengths) if spec.shared_kv else cache
     check_layer_positions(positions, x.shape[0], seq_len, spec)
     check_room(cache, seq_len, new_lengths)
     lengths, added = jnp.asarray(cache.lengths), num_added(cache, seq_len, new_lengths)
@@ -154,7 +162,7 @@ def cached_layer(
         positions = _of_real_tokens(positions, added)
     project = contained_projection(layer.project)
     q, new = _project_new_tokens(project, x, cache, spec, positions)
-    before, cache = cache, append_checked(cache, new, added)
+    before, cache = cache, held if spec.shared_kv else append_checked(cache, new, added)
     q, k, v, seen_spec = _keys_and_values(q, cache, spec, project, kv_b)
     scores = replace(layer.scores(bias), spec=seen_spec)
     # A sequence that has no room sees a slot that is there, so that its output is finite before it is made NaN.
@@ -175,8 +183,11 @@ def _project_new_tokens(
         q, latents = project_latents(project, x, spec, positions)
         check_latent_cache(cache, latents)
         return q, (latents,)
-    q, k, v = project_qkv(project, x, x, x, spec, positions)
     keys, values = cache.slots.values()
+    if spec.shared_kv:
+        check_shared_kv(x, keys, values, spec, ("cache.keys", "cache.values"))
+        return project_qkv(project, x, keys, values, spec, positions)[0], ()
+    q, k, v = project_qkv(project, x, x, x, spec, positions)
     check_cache(keys, values, k, v, ("cache.keys", "cache.values"))
     return q, (k, v)
 
@@ -258,7 +269,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
 
         Args:
             x: the new tokens, (B, T, d_in): a prompt, a part of one, or one token each.
-            cache: the tokens so far. Do not use it afterwards; its storage may be reused.
+            cache: the tokens so far. With `shared_kv` the cache of another layer, which has appended the new tokens
+                already, and which is returned as it is. Do not use it afterwards; its storage may be reused.
             new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding:
                 not cached, output 0. Default: all.
             mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity).

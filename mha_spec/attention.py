@@ -25,7 +25,7 @@ from mha_spec.temperature import Temperature, check_temperature
 
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv", "value_head_dim")
 REACHES = ("window_size", "chunk_size")
-FLAGS = ("out_bias", "out_proj", "fused_qkv", "sinks")
+FLAGS = ("out_bias", "out_proj", "fused_qkv", "shared_kv", "sinks")
 RATES = ("dropout", "output_dropout")
 FACTORS = ("clip_qkv", "scale", "soft_cap")
 NORMS = ("qk_norm", "v_norm", "context_norm")
@@ -53,6 +53,8 @@ class AttentionSpec(Record):
         out_proj: the combined heads, N * Hv wide, are projected to d_model; without it they are the output.
         fused_qkv: the layer holds one qkv_proj, its rows q, then k, then v, in place of three projections; the results
             are equal.
+        shared_kv: the layer has no projections of keys and values; a call receives those of another layer, as they
+            enter its attention: after its norms and RoPE. Biases, norms and a clip of q, k and v are then of q alone.
         latent: what keys and values of all heads are made of (MLA), or None where projections make them of the input.
             qkv_bias is then that of q_a_proj (q_proj) and kv_a_proj.
         qk_norm: how queries and keys are normalised, or None for no such norm. `q_norm` and `k_norm` have weights of
@@ -84,7 +86,8 @@ class AttentionSpec(Record):
             there are both a window and chunks, or one of them and a grid, both ALiBi and a relative bias, a temperature
             and positions on several axes, or latents and what they leave no place for: fewer key/value heads, one
             qkv_proj, norms of heads, a clip, RoPE of other features; or a norm of the context that is not over its
-            width, or comes with a gate.
+            width, or comes with a gate; or shared keys and values and what they leave no place for: biases of some of
+            q, k and v, keys of another width, one qkv_proj, a norm of values, latents.
     """
 
     d_model: int
@@ -99,6 +102,7 @@ class AttentionSpec(Record):
     out_bias: bool = True
     out_proj: bool = True
     fused_qkv: bool = False
+    shared_kv: bool = False
     latent: Latent | None = None
     qk_norm: Norm | None = None
     v_norm: Norm | None = None
@@ -152,11 +156,20 @@ class AttentionSpec(Record):
                 raise Refusal("d_kv", f"equal d_in with {what}", d_kv=self.d_kv, d_in=self.d_in)
         if self.rope is not None:
             check_rotated(self.head_dim, self.rope)
+        self._check_shared_kv()
         self._check_latent()
         if self.latent is not None:  # made once: steps ask for it, and a compiler knows no cached property
             widths = {"num_kv_heads": 1, "head_dim": self.latent.width, "value_head_dim": self.latent.kv_rank}
             absorbed = replace(self, latent=None, rope=None, scale=self.score_scale, **widths)
             object.__setattr__(self, "_absorbed", absorbed)
+
+    def _check_shared_kv(self) -> None:
+        needed = {"d_kv": self.d_in, "fused_qkv": False, "v_norm": None, "latent": None} if self.shared_kv else {}
+        for name, value in needed.items():
+            if getattr(self, name) != value:
+                raise Refusal(name, f"be {value} with shared_kv", {name: getattr(self, name)})
+        if self.shared_kv and isinstance(self.qkv_bias, tuple):
+            raise Refusal("qkv_bias", "be one boolean with shared_kv", qkv_bias=self.qkv_bias)
 
     def _check_latent(self) -> None:
         if self.latent is None:
@@ -302,12 +315,16 @@ class AttentionSpec(Record):
 
     @property
     def qkv_projections(self) -> dict[str, Projection]:
-        """q_proj, k_proj and v_proj, whether the layer holds three projections or one; with latents those of them."""
+        """q_proj, k_proj and v_proj, whether the layer holds three projections or one; with latents those of them.
+
+        With shared keys and values q_proj alone.
+        """
         if self.latent is not None:
             return self._latent_projections(self.latent)
-        widths = {"q_proj": (self.q_width, self.d_in), "k_proj": (self.k_width, self.d_kv)}
-        widths["v_proj"] = (self.v_width, self.d_kv)
-        biases = dict(zip(widths, self.qkv_biases, strict=True))
+        widths = {"q_proj": (self.q_width, self.d_in)}
+        if not self.shared_kv:
+            widths |= {"k_proj": (self.k_width, self.d_kv), "v_proj": (self.v_width, self.d_kv)}
+        biases = dict(zip(widths, self.qkv_biases, strict=not self.shared_kv))
         return {name: Projection((d_out,), d_in, biases[name]) for name, (d_out, d_in) in widths.items()}
 
     def _latent_projections(self, latent: Latent) -> dict[str, Projection]:
@@ -369,7 +386,7 @@ class AttentionSpec(Record):
         """The norms of the layer by name: q_norm, k_norm, v_norm, context_norm; with latents q_a_norm, kv_a_norm."""
         if self.latent is not None:
             return {name: norm for name, (norm, _) in self.latent.norms.items()}
-        norms = {"q_norm": self.qk_norm, "k_norm": self.qk_norm, "v_norm": self.v_norm}
+        norms = {"q_norm": self.qk_norm, "k_norm": None if self.shared_kv else self.qk_norm, "v_norm": self.v_norm}
         norms["context_norm"] = self.context_norm
         return {name: norm for name, norm in norms.items() if norm is not None}
 

@@ -6,6 +6,7 @@ Hv value_head_dim, E d_model.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_latent, check_spec
+from mha_spec.rules import check_holds_new
 from mha_torch.arrays import is_autocast_on
 from mha_torch.cache import (
     Cache,
@@ -24,6 +26,7 @@ from mha_torch.cache import (
     check_room,
     has_room,
     init_cache,
+    without_new,
 )
 from mha_torch.checks import (
     check_bias,
@@ -31,6 +34,7 @@ from mha_torch.checks import (
     check_is_cache,
     check_layer_positions,
     check_mask,
+    check_shared_kv,
     check_weights,
 )
 from mha_torch.kernels import Kernel, fused
@@ -74,7 +78,7 @@ def multi_head_attention_with_cache(
 
     Args:
         cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None at
-            first.
+            first. With `shared_kv` those of another layer, of all S tokens.
         mask, bias: broadcast to (B, N, T, S), beside causality.
         positions: place of each new token, (B or 1, T), or with sections (axes, B or 1, T); P, P + 1, … when
             absent.
@@ -97,11 +101,16 @@ def multi_head_attention_with_cache(
         check_floating("cache_k", cache_k, rank=4)
     cache_len = 0 if cache_k is None else cache_k.shape[2]
     seq_len = x.shape[1]
+    if spec.shared_kv:
+        check_shared_kv(x, cache_k, cache_v, spec, ("cache_k", "cache_v"))
+        check_holds_new([cache_len], [seq_len])
+        cache_len -= seq_len
     layer = FunctionalLayer(weights, spec, kernel)
     positions = cache_len + torch.arange(seq_len, device=x.device)[None] if positions is None else positions
     project = contained_projection(layer.project)
-    q, k, v = project_qkv(project, x, x, x, spec, positions)
-    if cache_k is not None and cache_v is not None:
+    of_keys: Any = (cache_k, cache_v) if spec.shared_kv else (x, x)
+    q, k, v = project_qkv(project, x, *of_keys, spec, positions)
+    if not spec.shared_kv and cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
         k, v = torch.cat([cache_k, k], dim=2), torch.cat([cache_v, v], dim=2)
     visible, scores = Mask(mask, is_causal=True, span=spec.span), layer.scores(bias)
@@ -154,9 +163,10 @@ def cached_layer(
     kv_b: Tensor | None = None,
 ) -> tuple[Tensor, CacheT]:
     """Append new tokens to a cache of either kind, and attend; over the latents themselves if kv_b is given."""
-    spec = layer.spec
+    spec, held = layer.spec, cache
     check_cached_input(x, cache)
     seq_len = x.shape[1]
+    cache = without_new(cache, seq_len, new_lengths) if spec.shared_kv else cache
     check_layer_positions(positions, x.shape[0], seq_len, spec)
     lengths = check_room(cache, seq_len, new_lengths)
     is_real = None
@@ -173,7 +183,7 @@ def cached_layer(
     scores = layer.scores(bias)
     check_mask(mask, (*q.shape[:3], cache.capacity))
     check_bias(bias, (*q.shape[:3], cache.capacity), q)
-    before, cache = cache, append_checked(cache, new, new_lengths, lengths)
+    before, cache = cache, held if spec.shared_kv else append_checked(cache, new, new_lengths, lengths)
     slots, rows = _slots_seen(cache.capacity, spec, lengths, seq_len), slice(0, seq_len)
     q, k, v, seen_spec = _keys_and_values(q, cache, slots, spec, project, kv_b)
     scores = (scores if seen_spec is spec else replace(scores, spec=seen_spec)).block(rows, slots)
@@ -198,8 +208,11 @@ def _project_new_tokens(
         q, latents = project_latents(project, x, spec, positions)
         check_latent_cache(cache, latents)
         return q, (latents,)
-    q, k, v = project_qkv(project, x, x, x, spec, positions)
     keys, values = cache.slots.values()
+    if spec.shared_kv:
+        check_shared_kv(x, keys, values, spec, ("cache.keys", "cache.values"))
+        return project_qkv(project, x, keys, values, spec, positions)[0], ()
+    q, k, v = project_qkv(project, x, x, x, spec, positions)
     check_cache(keys, values, k, v, ("cache.keys", "cache.values"))
     return q, (k, v)
 
@@ -292,7 +305,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
 
         Args:
             x: the new tokens, (B, T, d_in): a prompt, a part of one, or one token each.
-            cache: the tokens so far. Do not use it afterwards; its storage may be reused.
+            cache: the tokens so far. With `shared_kv` the cache of another layer, which has appended the new tokens
+                already, and which is returned as it is. Do not use it afterwards; its storage may be reused.
             new_lengths: how many of the T tokens of each sequence are real, 0..T, (B,); the rest is right padding:
                 not cached, output 0, and seen by nobody, so that it may hold anything. Default: all.
             mask: boolean, True = masked, beside causality; broadcasts to (B, N, T, capacity). A row without a key

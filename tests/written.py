@@ -17,7 +17,7 @@ from parity.core.problem import Problem, make_problem
 NOT_FINITE = frozenset(name for name, case in CASES.items() if case.not_finite is not None)
 """Cases with NaN in the inputs, which plain code does not contain."""
 
-WRITTEN = [name for name in CASES if name not in NOT_FINITE]
+WRITTEN = [name for name, case in CASES.items() if name not in NOT_FINITE and not case.spec.shared_kv]
 """The cases that are written."""
 
 

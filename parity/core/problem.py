@@ -58,7 +58,8 @@ class Problem:
         dtype: of weights and inputs, by name.
         weights: canonical weights.
         inputs: `query` (B, T, d_in); `key` (B, S, d_kv) for cross-attention; `value` (B, S, d_kv) if values are made of
-            another input than keys; `bias` (B, N, T, S) and `mask` (B, N, T, S) where the case has them; `cotangent`,
+            another input than keys; with `shared_kv` the heads of another layer instead, `k` (B, K, S, H) and `v`
+            (B, K, S, Hv); `bias` (B, N, T, S) and `mask` (B, N, T, S) where the case has them; `cotangent`,
             in the shape of the output.
         sample: the part of it that the reference computes; all of it when absent.
     """
@@ -85,7 +86,9 @@ class Problem:
 
     @property
     def sides(self) -> dict[str, str]:
-        """The name of the input that each of q, k and v is made of."""
+        """The name of the input that each of q, k and v is made of, or is."""
+        if self.spec.shared_kv:
+            return {"q": "query", "k": "k", "v": "v"}
         key = "key" if "key" in self.inputs else "query"
         return {"q": "query", "k": key, "v": "value" if "value" in self.inputs else key}
 
@@ -104,10 +107,11 @@ class Problem:
         rows = slice(None) if self.sample.rows_out is not None else self.sample.rows_of("output")
         return query[:, rows][..., self.sample.features]
 
-    def step_input(self, step: int) -> np.ndarray:
-        """The tokens that the call of that index appends, (B, chunk, d_in)."""
+    def step_input(self, step: int, name: str = "query") -> np.ndarray:
+        """The tokens that the call of that index appends, (B, chunk, d_in); of k or v their heads."""
         start = sum(self.case.chunks[:step])
-        return self.inputs["query"][:, start : start + self.case.chunks[step]]
+        tokens = slice(start, start + self.case.chunks[step])
+        return self.inputs[name][:, :, tokens] if name in ("k", "v") else self.inputs[name][:, tokens]
 
 
 def make_problem(case: Case | str, dtype: str, weights: Mapping[str, Any] | None = None) -> Problem:
@@ -134,7 +138,10 @@ def make_problem(case: Case | str, dtype: str, weights: Mapping[str, Any] | None
     seed = [zlib.crc32(case.name.encode())]
     rng = np.random.default_rng(seed)
     inputs = {"query": _draw(rng, (case.batch, case.seq_len, spec.d_in))}
-    if case.seq_len_k is not None:
+    if spec.shared_kv:
+        heads = (case.batch, spec.num_kv_heads, case.key_len)
+        inputs |= {"k": _draw(rng, (*heads, spec.head_dim)), "v": _draw(rng, (*heads, spec.value_head_dim))}
+    elif case.seq_len_k is not None:
         inputs["key"] = _draw(rng, (case.batch, case.seq_len_k, spec.d_kv))
     if case.bias:
         inputs["bias"] = _draw(rng, (case.batch, spec.num_heads, case.seq_len, case.key_len))
@@ -158,8 +165,11 @@ def make_problem(case: Case | str, dtype: str, weights: Mapping[str, Any] | None
     target = dtype_named(dtype)
     inputs = {name: x if x.dtype == np.bool_ else x.astype(target) for name, x in inputs.items()}
     if case.not_finite:
-        tokens = inputs["query" if case.seq_len_k is None else "key"]
-        tokens[nan_tokens(case)] = np.nan
+        is_nan = nan_tokens(case)
+        for x in (inputs[name] for name in ("k", "v") if name in inputs):
+            x.swapaxes(1, 2)[is_nan] = np.nan
+        if case.seq_len_k is None or "key" in inputs:
+            inputs["query" if case.seq_len_k is None else "key"][is_nan] = np.nan
     if case.strided:
         inputs |= {name: _strided(inputs[name]) for name in ("query", "key") if name in inputs}
     weights = {name: weight.astype(target) for name, weight in to_numpy_by_name(weights).items()}

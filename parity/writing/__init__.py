@@ -76,6 +76,8 @@ def written(spec: AttentionSpec, framework: str, call: CallForm, loader: str = "
         raise Refusal("is_cross", "be False with RoPE or latents, whose keys come from the queries' tokens", spec=spec)
     if not call.is_cross and spec.d_kv != spec.d_in:
         raise Refusal("is_cross", "be True for keys of another width", d_in=spec.d_in, d_kv=spec.d_kv)
+    if spec.shared_kv:
+        raise Refusal("shared_kv", "be False for written code, which makes its own keys and values", shared_kv=True)
     if call.has_positions and not spec.has_positions:
         raise Refusal("has_positions", "be False for a layer without RoPE and temperature", has_positions=True)
     known = {"spec": replace(spec, fused_qkv=False), "call": call, "ABSENT": ABSENT, **_records()}

@@ -269,6 +269,7 @@ RULES: dict[str, Rule] = {
             spec.rope is None or (spec.rope.pairs, spec.rope.rotary_dim or spec.head_dim) == ("half", spec.head_dim)
         ),
     ),
+    "own keys": Rule("keys and values must be the layer's own", ("shared_kv",), lambda spec: not spec.shared_kv),
 }
 """Demands of layouts on a layer."""
 
@@ -285,7 +286,8 @@ def _has_rms_norms(spec: AttentionSpec, weight: str) -> bool:
 
 def broken_rules(spec: AttentionSpec, layout: Layout) -> tuple[str, dict[str, Any]]:
     """The rules of a layout that a layer breaks, or "", and the fields of the layer that break them."""
-    broken = [rule for rule in map(RULES.__getitem__, layout.rules) if not rule.holds(spec)]
+    of_others = () if {*CARRIED} <= {*layout.carries} else ("own keys",)
+    broken = [rule for rule in map(RULES.__getitem__, (*layout.rules, *of_others)) if not rule.holds(spec)]
     got = {field: getattr(spec, field) for rule in broken for field in rule.fields}
     return "; ".join(rule.words for rule in broken), got
 

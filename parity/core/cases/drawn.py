@@ -86,6 +86,9 @@ def random_case(seed: int) -> Case:
     context_norm = choose(*[None] * 7, Norm(over="width", eps=0.01), Norm("layer", over="width", bias=True, eps=0.01))
     if spec.gate is None and spec.latent is None and spec.value_head_dim >= 8:
         spec = replace(spec, context_norm=context_norm)
+    if choose(*[False] * 7, True) and not is_cross and spec.latent is None:
+        without = {"fused_qkv": False, "v_norm": None, "qkv_bias": any(spec.qkv_biases)}
+        spec = replace(spec, shared_kv=True, **without)
     return replace(case, spec=spec, first_position=position)
 
 
