@@ -114,13 +114,19 @@ class Problem:
         return self.inputs[name][:, :, tokens] if name in ("k", "v") else self.inputs[name][:, tokens]
 
 
-def make_problem(case: Case | str, dtype: str, weights: Mapping[str, Any] | None = None) -> Problem:
+def make_problem(
+    case: Case | str,
+    dtype: str,
+    weights: Mapping[str, Any] | None = None,
+    received: Mapping[str, np.ndarray] | None = None,
+) -> Problem:
     """The weights and inputs of a case, drawn from its name or read from its trained layer, and rounded to a dtype.
 
     Args:
         case: the case, or the name of one: of `CASES`, or `random-N`.
         dtype: name of a floating-point dtype, one of `DTYPES`.
         weights: canonical weights, as arrays of any framework, to take instead of the case's own.
+        received: keys `k` and values `v` of another layer, to take instead of drawn ones with `shared_kv`.
 
     Raises:
         TypeError: if the case is neither a case nor a name.
@@ -150,6 +156,7 @@ def make_problem(case: Case | str, dtype: str, weights: Mapping[str, Any] | None
         mask[np.arange(case.batch), :, rng.integers(0, case.seq_len, case.batch)] = True  # one empty row each
         inputs["mask"] = mask
     inputs["cotangent"] = _draw(rng, (case.batch, case.seq_len, spec.output_width))
+    inputs |= received or {}
     if weights is None:
         weights = random_weights(spec, [1, *seed])
         if case.trained is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +20,7 @@ from parity.identification.fit import LEAST_TOKENS, fit, fit_clip, positions_on_
 from parity.identification.found import Evidence, Fit
 from parity.identification.observe import ObservedLayer, observe
 from parity.identification.padding import without_padding
+from parity.identification.sharing import words_of_source
 from parity.tapping.record import Tapped
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def _identify_torch(model: torch.nn.Module, inputs: Mapping[str, Any], layers: A
     elif (apart := _apart(model, inputs, seen)) is not None:
         inputs = apart
         seen = observe(model, inputs, layers)
-    found = {layer.tapped.name: _fitted(layer, config) for layer in reversed(seen)}
+    found = {layer.tapped.name: _fitted(layer, config, seen) for layer in reversed(seen)}
     ends = {_joined(name, end) for name, each in found.items() for end in each.entries}
     other, first = _first_fresh(model, inputs, layers)
     calls = [VerifyingCall(FRESH, 1.0, first)]
@@ -221,11 +222,11 @@ def _joined(name: str, other: str) -> str:
     return f"{name}.{other}" if name else other
 
 
-def _fitted(layer: ObservedLayer, config: Mapping[str, Any]) -> Fit:
-    """Fit a layer, and note the reason if that fails."""
+def _fitted(layer: ObservedLayer, config: Mapping[str, Any], others: Sequence[ObservedLayer] = ()) -> Fit:
+    """Fit a layer, and note the reason if that fails; `others` ran in the same call."""
     found = Fit()
     try:
-        fit(layer, config, found)
+        fit(layer, config, found, others)
     except (ValueError, TypeError) as error:
         found.refusal = str(error)
     return found
@@ -235,12 +236,15 @@ def _identified(name: str, found: Fit, calls: list[VerifyingCall]) -> Identifica
     """Return a layer that was fitted and is verified."""
     if found.refusal:
         return Identification(name, evidence=found.evidence, refusal=found.refusal)
-    own = [call._replace(layers=[each for each in call.layers if each.tapped.name == name]) for call in calls]
+    own = [
+        call._replace(layers=[each for each in call.layers if each.tapped.name == name], others=call.layers)
+        for call in calls
+    ]
     try:
         for call in own:
             _check_seen(call)
         large = next(call.layers[0] for call in own if call.what == "large inputs")
-        if "latent" not in found.fields:
+        if not {"latent", "shared_kv"} & found.fields.keys():
             fit_clip(large, [large.submodule(*found.ends["value"])], found)
         share = max(_share(call, found) for call in own)
     except (ValueError, TypeError) as error:
@@ -263,11 +267,13 @@ class VerifyingCall(NamedTuple):
         what: its name.
         factor: of the inputs of projections.
         layers: the layers in it.
+        others: all layers of the model in it.
     """
 
     what: str
     factor: float
     layers: list[ObservedLayer]
+    others: Sequence[ObservedLayer] = ()
 
 
 def _check_seen(call: VerifyingCall) -> None:
@@ -286,14 +292,16 @@ def _share(call: VerifyingCall, found: Fit) -> float:
     Raises:
         ValueError: if it is above the budget, or the inputs are others than they were.
     """
-    what, factor, layers = call
+    what, factor, layers, _ = call
     spec, shares = found.spec, list[float]()
     for layer in layers:
         if spec.rope is None and what == FAR_AWAY:
             layer = _counted(layer)
         if spec.rope is not None and spec.rope.sections is not None and "positions" not in layer.values:
             layer.values["positions"] = positions_on_axes(layer, found)
-        words = words_of(layer, found.ends, factor)
+        words = words_of(layer, found.ends, factor) | words_of_source(
+            layer, call.others if "shared_kv" in found.fields else []
+        )
         if words != found.words:
             raise Refusal("inputs", f"be what they were with {what}", f"{words}")
         tapped = between(layer, found.ends).tapped

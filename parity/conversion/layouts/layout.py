@@ -323,6 +323,15 @@ def _carried(spec: AttentionSpec) -> dict[str, Any]:
     return found
 
 
+def unused_in(layout: Layout, spec: AttentionSpec) -> set[str]:
+    """The names of a layout that a layer may have and does not compute with: of keys, if it shares another layer's.
+
+    Released Gemma 3n has them.
+    """
+    tensors = (*layout.tensors, *layout.others) if spec.shared_kv else ()
+    return {tensor.name for tensor in tensors if all(part.startswith(("k_", "v_")) for part in tensor.parts)}
+
+
 def weights_of_norm(name: str) -> set[str]:
     """The canonical names of the weights of a norm, one of `NORMS`."""
     return {f"{each}.weight" for each in (("q_norm", "k_norm") if name == "qk_norm" else (name,))}
