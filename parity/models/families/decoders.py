@@ -354,6 +354,7 @@ DECODERS: dict[str, Family] = {
         kind=_kind_of_gemma4,
         shared_kv=shares_keys,
         kv_source=kv_source,
+        says_nothing={"top_k_experts"},
     ),
     "gemma3n_text": family(
         HEADS,
