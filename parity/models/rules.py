@@ -207,7 +207,7 @@ def kv_source(place: ConfigLayer) -> int | None:
 
 
 def own_keys(rule: Rule) -> Rule:
-    """What layers have that make their own keys and values."""
+    """A field of layers that make their own keys and values."""
 
     def if_own(place: ConfigLayer) -> Value:
         found = rule(place)
@@ -217,7 +217,7 @@ def own_keys(rule: Rule) -> Rule:
 
 
 def shares_keys(place: ConfigLayer) -> Value:
-    """Whether a layer shares the keys and values of another one."""
+    """True for a layer that shares the keys and values of another one."""
     source = kv_source(place)
     return NOTHING if source is None else Value(True, f"num_kv_shared_layers: those of layer {source}")
 

@@ -158,7 +158,7 @@ def _received(layer: FileLayer, layers: Sequence[FileLayer], cases: Sequence[Cas
 
 
 def _before(layer: FileLayer) -> str:
-    """What comes before the path of a layer of a model, the same for all layers of a part."""
+    """The beginning of a label before the path of its layer, the same for all layers of a part."""
     return layer.label.removesuffix("" if layer.model is None else layer.model.path)
 
 

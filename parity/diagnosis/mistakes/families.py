@@ -53,6 +53,8 @@ SEQUENCES = MistakeFamily(
 LATENTS = MistakeFamily("latents", "use the latents' own norms and projections")
 GATE = MistakeFamily("gate", "multiply the context by sigmoid(gate_proj(query)), before out_proj")
 
+SHARED_KV = MistakeFamily("shared-kv", "use the keys and values of the other layer as they enter its attention")
+
 # ---- Heads -----------------------------------------------------------------------------------------------------------
 
 HEAD_ORDER = MistakeFamily(
