@@ -20,6 +20,7 @@ from mha_jax.kernels.nonfinite import zero_where
 from mha_jax.masks import Mask
 from mha_jax.parallel.sharding import specs_of, with_auto_axes
 from mha_spec import Refusal, WrongType
+from mha_spec.rules import check_holds_new
 from mha_spec.span import span_of
 
 
@@ -277,7 +278,18 @@ def token_positions(lengths: Array, seq_len: int) -> Array:
 
 def has_room(cache: Cache, added: Array, seq_len: int) -> Array:
     """Return whether each sequence has that many free slots, (B,)."""
-    return (added >= 0) & (added <= seq_len) & (cache.lengths + added <= cache.capacity)  # (B,)
+    is_known = cache.lengths >= 0  # negative if another layer has not appended its tokens
+    return is_known & (added >= 0) & (added <= seq_len) & (cache.lengths + added <= cache.capacity)  # (B,)
+
+
+def without_new(cache: CacheT, seq_len: int, new_lengths: Array | Sequence[int] | None) -> CacheT:
+    """Return the cache of another layer with its lengths before the new tokens, which it has already appended."""
+    if new_lengths is not None:
+        check_lengths("new_lengths", new_lengths, cache.lengths.shape[0], seq_len)
+    added = num_added(cache, seq_len, new_lengths)
+    if not isinstance(cache.lengths, Tracer) and not isinstance(added, Tracer):
+        check_holds_new(np.asarray(cache.lengths).tolist(), np.asarray(added).tolist())
+    return cache.with_slots(cache.slots.values(), cache.lengths - added)
 
 
 def kv_cache_nbytes(

@@ -24,8 +24,9 @@ from mha_jax.cache import (
     init_cache,
     num_added,
     token_positions,
+    without_new,
 )
-from mha_jax.checks import check_floating, check_is_cache, check_layer_positions, check_weights
+from mha_jax.checks import check_floating, check_is_cache, check_layer_positions, check_shared_kv, check_weights
 from mha_jax.compiled import compiled
 from mha_jax.kernels import Kernel, fused, step_of
 from mha_jax.kernels.nonfinite import contained_projection, zero_where
@@ -37,6 +38,7 @@ from mha_jax.stages import check_attention
 from mha_jax.weights import Project
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_latent, check_spec
+from mha_spec.rules import check_holds_new
 
 
 def multi_head_attention_with_cache(
@@ -60,7 +62,7 @@ def multi_head_attention_with_cache(
 
     Args:
         cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None in
-            the first call.
+            the first call. With `shared_kv` those of another layer, of all S tokens.
         mask, bias: in addition to causality; broadcast to (B, N, T, S).
         positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T); default: P, P + 1, ….
         dtype: floating-point dtype that x, bias and weights are cast to, and of the cache; default: their own.
@@ -84,11 +86,16 @@ def multi_head_attention_with_cache(
         check_floating("cache_k", cache_k, rank=4)
     cache_len = 0 if cache_k is None else cache_k.shape[2]
     seq_len = x.shape[1]
+    if spec.shared_kv:
+        check_shared_kv(x, cache_k, cache_v, spec, ("cache_k", "cache_v"))
+        check_holds_new([cache_len], [seq_len])
+        cache_len -= seq_len
     layer = FunctionalLayer(weights, spec, kernel)
     positions = cache_len + jnp.arange(seq_len, dtype=jnp.int32)[None] if positions is None else positions
     project = contained_projection(layer.project)
-    q, k, v = project_qkv(project, x, x, x, spec, positions)
-    if cache_k is not None and cache_v is not None:
+    of_keys: Any = (cache_k, cache_v) if spec.shared_kv else (x, x)
+    q, k, v = project_qkv(project, x, *of_keys, spec, positions)
+    if not spec.shared_kv and cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
         k, v = jnp.concatenate([cache_k, k], axis=2), jnp.concatenate([cache_v, v], axis=2)
     q_offset = jnp.full((1,), cache_len, jnp.int32) if cache_len else None
@@ -141,9 +148,10 @@ def cached_layer(
     kv_b: Array | None = None,
 ) -> tuple[Array, CacheT]:
     """Append new tokens to a cache of either type and attend; with `kv_b`, in the absorbed form."""
-    spec = layer.spec
+    spec, held = layer.spec, cache
     check_cached_input(x, cache)
     seq_len = x.shape[1]
+    cache = without_new(cache, seq_len, new_lengths) if spec.shared_kv else cache
     check_layer_positions(positions, x.shape[0], seq_len, spec)
     check_room(cache, seq_len, new_lengths)
     lengths, added = jnp.asarray(cache.lengths), num_added(cache, seq_len, new_lengths)
@@ -153,7 +161,7 @@ def cached_layer(
         positions = _of_real_tokens(positions, added)
     project = contained_projection(layer.project)
     q, new = _project_new_tokens(project, x, cache, spec, positions)
-    before, cache = cache, append_checked(cache, new, added)
+    before, cache = cache, held if spec.shared_kv else append_checked(cache, new, added)
     q, k, v, seen_spec = _keys_and_values(q, cache, spec, project, kv_b)
     scores = replace(layer.scores(bias), spec=seen_spec)
     # Full sequences attend to an existing slot, so that their output is finite before it is set to NaN.
@@ -174,8 +182,11 @@ def _project_new_tokens(
         q, latents = project_latents(project, x, spec, positions)
         check_latent_cache(cache, latents)
         return q, (latents,)
-    q, k, v = project_qkv(project, x, x, x, spec, positions)
     keys, values = cache.slots.values()
+    if spec.shared_kv:
+        check_shared_kv(x, keys, values, spec, ("cache.keys", "cache.values"))
+        return project_qkv(project, x, keys, values, spec, positions)[0], ()
+    q, k, v = project_qkv(project, x, x, x, spec, positions)
     check_cache(keys, values, k, v, ("cache.keys", "cache.values"))
     return q, (k, v)
 
@@ -257,7 +268,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
 
         Args:
             x: new tokens, (B, T, d_in): a prompt, a part of one, or one token per sequence.
-            cache: tokens so far. Do not use it afterwards: its storage may be reused.
+            cache: tokens so far. Do not use it afterwards: its storage may be reused. With `shared_kv` the cache of
+                another layer, which has already appended the new tokens; it is returned unchanged.
             new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right padding: it is not
                 cached, and its output is 0. Default: all.
             mask: boolean, True = masked, in addition to causality; broadcasts to (B, N, T, capacity).

@@ -31,7 +31,8 @@ def project_qkv(
 
     Args:
         project: applies a projection or a norm by its name.
-        query, key, value: inputs of the layer; the same array three times for self-attention.
+        query, key, value: inputs of the layer; the same array three times for self-attention. With `shared_kv` key and
+            value are another layer's k and v, and are returned as they are.
         spec: the layer.
         positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
 
@@ -42,7 +43,9 @@ def project_qkv(
     if spec.latent is not None:
         q, latents = project_latents(project, query, spec, positions)
         return q, *expand_latents(project, latents, spec)
-    if not spec.fused_qkv:
+    if spec.shared_kv:
+        q, k, v = project("q_proj", query), key, value
+    elif not spec.fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
     elif key is query and value is query:
         q, k, v = _unpack_qkv(project("qkv_proj", query), spec)
@@ -62,10 +65,11 @@ def project_qkv(
         x = x if rope is None or positions is None else apply_rope(x, positions, rope)
         return project(name, x) if norm is not None and norm.after_rope else x
 
-    q, k = enter("q_norm", q, spec.num_heads, spec.rope), enter("k_norm", k, spec.num_kv_heads, spec.rope)
+    q = enter("q_norm", q, spec.num_heads, spec.rope)
+    k = k if spec.shared_kv else enter("k_norm", k, spec.num_kv_heads, spec.rope)
     if spec.temperature is not None and positions is not None:
         q = apply_temperature(q, positions, spec.temperature)
-    return q, k, enter("v_norm", v, spec.num_kv_heads, None)
+    return q, k, v if spec.shared_kv else enter("v_norm", v, spec.num_kv_heads, None)
 
 
 def apply_gate(context: Float[Array, "B N T Hv"], gate: Float[Array, "B T G"]) -> Float[Array, "B N T Hv"]:

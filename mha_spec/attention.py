@@ -26,7 +26,7 @@ from mha_spec.temperature import Temperature, check_temperature
 
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "d_in", "d_kv", "value_head_dim")
 REACHES = ("window_size", "chunk_size")
-FLAGS = ("out_bias", "out_proj", "fused_qkv", "sinks")
+FLAGS = ("out_bias", "out_proj", "fused_qkv", "shared_kv", "sinks")
 RATES = ("dropout", "output_dropout")
 FACTORS = ("clip_qkv", "scale", "soft_cap")
 NORMS = ("qk_norm", "v_norm", "context_norm")
@@ -52,6 +52,8 @@ class AttentionSpec(Record):
         out_bias: out_proj, if present, has a bias.
         out_proj: project the combined heads, N * Hv wide, to d_model; otherwise they are the output.
         fused_qkv: store one qkv_proj (rows of q, then k, then v) instead of three projections; results are equal.
+        shared_kv: the layer has no projections of keys and values: a call receives those of another layer, after its
+            norms and RoPE. Biases, norms and a clip of q, k and v then apply to q alone.
         latent: latents from which keys and values of all heads are expanded (MLA), or None. With latents qkv_bias
             applies to q_a_proj (or q_proj) and kv_a_proj.
         qk_norm: norm of queries and keys, or None. `q_norm` and `k_norm` have separate weights.
@@ -84,7 +86,8 @@ class AttentionSpec(Record):
             Some fields exclude each other: a window and chunks; either of these and a grid; ALiBi and a relative bias;
             a temperature and positions on several axes. Latents exclude fewer key/value heads, fused_qkv, norms of
             heads, a clip and RoPE of other features. A context norm must be over the width, and excludes a gate.
-            Relative products exclude a soft cap and latents.
+            Relative products exclude a soft cap and latents. Shared keys and values exclude separate biases, another
+            key width, fused_qkv, a norm of values and latents.
     """
 
     d_model: int
@@ -99,6 +102,7 @@ class AttentionSpec(Record):
     out_bias: bool = True
     out_proj: bool = True
     fused_qkv: bool = False
+    shared_kv: bool = False
     latent: Latent | None = None
     qk_norm: Norm | None = None
     v_norm: Norm | None = None
@@ -154,11 +158,20 @@ class AttentionSpec(Record):
                 raise Refusal("d_kv", f"equal d_in with {what}", d_kv=self.d_kv, d_in=self.d_in)
         if self.rope is not None:
             check_rotated(self.head_dim, self.rope)
+        self._check_shared_kv()
         self._check_latent()
         if self.latent is not None:  # read in each step; torch.compile has no cached properties
             widths = {"num_kv_heads": 1, "head_dim": self.latent.width, "value_head_dim": self.latent.kv_rank}
             absorbed = replace(self, latent=None, rope=None, scale=self.score_scale, **widths)
             object.__setattr__(self, "_absorbed", absorbed)
+
+    def _check_shared_kv(self) -> None:
+        needed = {"d_kv": self.d_in, "fused_qkv": False, "v_norm": None, "latent": None} if self.shared_kv else {}
+        for name, value in needed.items():
+            if getattr(self, name) != value:
+                raise Refusal(name, f"be {value} with shared_kv", {name: getattr(self, name)})
+        if self.shared_kv and isinstance(self.qkv_bias, tuple):
+            raise Refusal("qkv_bias", "be one boolean with shared_kv", qkv_bias=self.qkv_bias)
 
     def _check_latent(self) -> None:
         if self.latent is None:
@@ -314,12 +327,13 @@ class AttentionSpec(Record):
 
     @property
     def qkv_projections(self) -> dict[str, Projection]:
-        """Unfused input projections: q_proj, k_proj and v_proj, or those of the latents."""
+        """Unfused input projections: q_proj, k_proj and v_proj; those of latents; or q_proj alone with shared_kv."""
         if self.latent is not None:
             return self._latent_projections(self.latent)
-        widths = {"q_proj": (self.q_width, self.d_in), "k_proj": (self.k_width, self.d_kv)}
-        widths["v_proj"] = (self.v_width, self.d_kv)
-        biases = dict(zip(widths, self.qkv_biases, strict=True))
+        widths = {"q_proj": (self.q_width, self.d_in)}
+        if not self.shared_kv:
+            widths |= {"k_proj": (self.k_width, self.d_kv), "v_proj": (self.v_width, self.d_kv)}
+        biases = dict(zip(widths, self.qkv_biases, strict=not self.shared_kv))
         return {name: Projection((d_out,), d_in, biases[name]) for name, (d_out, d_in) in widths.items()}
 
     def _latent_projections(self, latent: Latent) -> dict[str, Projection]:
@@ -381,7 +395,7 @@ class AttentionSpec(Record):
         """Norms of the layer by name: q_norm, k_norm, v_norm, context_norm; with latents q_a_norm, kv_a_norm."""
         if self.latent is not None:
             return {name: norm for name, (norm, _) in self.latent.norms.items()}
-        norms = {"q_norm": self.qk_norm, "k_norm": self.qk_norm, "v_norm": self.v_norm}
+        norms = {"q_norm": self.qk_norm, "k_norm": None if self.shared_kv else self.qk_norm, "v_norm": self.v_norm}
         norms["context_norm"] = self.context_norm
         return {name: norm for name, norm in norms.items() if norm is not None}
 

@@ -103,6 +103,17 @@ def check_head_groups(num_heads: int, num_kv_heads: int) -> None:
         raise Refusal("num_heads", "be a multiple of num_kv_heads", num_heads=num_heads, num_kv_heads=num_kv_heads)
 
 
+def check_holds_new(lengths: Sequence[int], added: Sequence[int]) -> None:
+    """Refuse the lengths of another layer's cache without the new tokens, of which each sequence has some.
+
+    Raises:
+        ValueError: if a sequence has fewer tokens than were added.
+    """
+    if any(length < new for length, new in zip(lengths, added, strict=True)):
+        rule = "hold the new tokens with shared_kv: the other layer appends them first"
+        raise Refusal("cache", rule, lengths=list(lengths), new_lengths=list(added))
+
+
 def merged_shapes(
     name: str, shape: tuple[int, ...], axes: tuple[int, ...], kept: str, *, is_exact: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

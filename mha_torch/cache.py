@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mha_spec import Refusal, WrongType
+from mha_spec.rules import check_holds_new
 from mha_spec.span import span_of
 from mha_torch.arrays import values_of
 from mha_torch.checks import check_count, check_device, check_floating, check_is_cache, check_lengths
@@ -271,7 +272,7 @@ def _append_unknown(cache: CacheT, new: tuple[Tensor, ...], added: Tensor | int)
 
 def has_room(cache: Cache, seq_len: int, added: Tensor | int) -> Tensor:
     """Return whether each sequence has that many free slots, (B,)."""
-    fits = cache.lengths + added <= cache.capacity
+    fits = (cache.lengths >= 0) & (cache.lengths + added <= cache.capacity)  # negative: not appended
     return fits if isinstance(added, int) else fits & (added >= 0) & (added <= seq_len)
 
 
@@ -312,6 +313,16 @@ def create_cache_mask(
     check_lengths("lengths", lengths, None, capacity)
     q_offset, span = torch.as_tensor(lengths), span_of(window_size, chunk_size)
     return Mask(is_causal=True, span=span, q_offset=q_offset).implicit_bool(seq_len_q, capacity, q_offset.device)
+
+
+def without_new(cache: CacheT, seq_len: int, new_lengths: Tensor | Sequence[int] | None) -> CacheT:
+    """The cache of another layer, which has appended the new tokens already, as long as it was before them."""
+    added = [seq_len] * cache.lengths.shape[0] if new_lengths is None else new_lengths
+    known, lengths = check_lengths("new_lengths", added, cache.lengths.shape[0], seq_len), values_of(cache.lengths)
+    if known is not None and lengths is not None:
+        check_holds_new(lengths, known)
+    new = as_lengths(added, cache.lengths.device).to(cache.lengths.dtype)
+    return cache.with_slots(cache.slots.values(), cache.lengths - new)
 
 
 def kv_cache_nbytes(

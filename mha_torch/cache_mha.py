@@ -6,6 +6,7 @@ Hv value_head_dim, E d_model.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_latent, check_spec
+from mha_spec.rules import check_holds_new
 from mha_torch.arrays import is_autocast_on
 from mha_torch.cache import (
     Cache,
@@ -24,6 +26,7 @@ from mha_torch.cache import (
     check_room,
     has_room,
     init_cache,
+    without_new,
 )
 from mha_torch.checks import (
     check_bias,
@@ -31,6 +34,7 @@ from mha_torch.checks import (
     check_is_cache,
     check_layer_positions,
     check_mask,
+    check_shared_kv,
     check_weights,
 )
 from mha_torch.kernels import Kernel, fused
@@ -74,7 +78,7 @@ def multi_head_attention_with_cache(
 
     Args:
         cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None in
-            the first call.
+            the first call. With `shared_kv` those of another layer, of all S tokens.
         mask, bias: in addition to causality; broadcast to (B, N, T, S).
         positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T); default: P, P + 1, ….
 
@@ -96,11 +100,16 @@ def multi_head_attention_with_cache(
         check_floating("cache_k", cache_k, rank=4)
     cache_len = 0 if cache_k is None else cache_k.shape[2]
     seq_len = x.shape[1]
+    if spec.shared_kv:
+        check_shared_kv(x, cache_k, cache_v, spec, ("cache_k", "cache_v"))
+        check_holds_new([cache_len], [seq_len])
+        cache_len -= seq_len
     layer = FunctionalLayer(weights, spec, kernel)
     positions = cache_len + torch.arange(seq_len, device=x.device)[None] if positions is None else positions
     project = contained_projection(layer.project)
-    q, k, v = project_qkv(project, x, x, x, spec, positions)
-    if cache_k is not None and cache_v is not None:
+    of_keys: Any = (cache_k, cache_v) if spec.shared_kv else (x, x)
+    q, k, v = project_qkv(project, x, *of_keys, spec, positions)
+    if not spec.shared_kv and cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
         k, v = torch.cat([cache_k, k], dim=2), torch.cat([cache_v, v], dim=2)
     visible, scores = Mask(mask, is_causal=True, span=spec.span), layer.scores(bias)
@@ -153,9 +162,10 @@ def cached_layer(
     kv_b: Tensor | None = None,
 ) -> tuple[Tensor, CacheT]:
     """Append new tokens to a cache of either type and attend; with `kv_b`, in the absorbed form."""
-    spec = layer.spec
+    spec, held = layer.spec, cache
     check_cached_input(x, cache)
     seq_len = x.shape[1]
+    cache = without_new(cache, seq_len, new_lengths) if spec.shared_kv else cache
     check_layer_positions(positions, x.shape[0], seq_len, spec)
     lengths = check_room(cache, seq_len, new_lengths)
     is_real = None
@@ -172,7 +182,7 @@ def cached_layer(
     scores = layer.scores(bias)
     check_mask(mask, (*q.shape[:3], cache.capacity))
     check_bias(bias, (*q.shape[:3], cache.capacity), q)
-    before, cache = cache, append_checked(cache, new, new_lengths, lengths)
+    before, cache = cache, held if spec.shared_kv else append_checked(cache, new, new_lengths, lengths)
     slots, rows = _slots_seen(cache.capacity, spec, lengths, seq_len), slice(0, seq_len)
     q, k, v, seen_spec = _keys_and_values(q, cache, slots, spec, project, kv_b)
     scores = (scores if seen_spec is spec else replace(scores, spec=seen_spec)).block(rows, slots)
@@ -197,8 +207,11 @@ def _project_new_tokens(
         q, latents = project_latents(project, x, spec, positions)
         check_latent_cache(cache, latents)
         return q, (latents,)
-    q, k, v = project_qkv(project, x, x, x, spec, positions)
     keys, values = cache.slots.values()
+    if spec.shared_kv:
+        check_shared_kv(x, keys, values, spec, ("cache.keys", "cache.values"))
+        return project_qkv(project, x, keys, values, spec, positions)[0], ()
+    q, k, v = project_qkv(project, x, x, x, spec, positions)
     check_cache(keys, values, k, v, ("cache.keys", "cache.values"))
     return q, (k, v)
 
@@ -290,7 +303,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
 
         Args:
             x: new tokens, (B, T, d_in): a prompt, a part of one, or one token per sequence.
-            cache: tokens so far. Do not use it afterwards: its storage may be reused.
+            cache: tokens so far. Do not use it afterwards: its storage may be reused. With `shared_kv` the cache of
+                another layer, which has already appended the new tokens; it is returned unchanged.
             new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right padding with arbitrary
                 contents: it is not cached, not attended to, and its output is 0. Default: all.
             mask: boolean, True = masked, in addition to causality; broadcasts to (B, N, T, capacity). The output of a

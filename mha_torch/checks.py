@@ -137,11 +137,14 @@ def check_layer_inputs(
     check_floating("query", query, rank=3)
     if key is None and value is not None:
         raise Refusal("value", "come with a key", "key=None and a value")
-    if key is not None and spec.rope is not None:
+    if key is not None and spec.rope is not None and not spec.shared_kv:
         raise Refusal("key", "be None (self-attention) with RoPE", f"a key and rope={spec.rope}")
     if key is not None and spec.latent is not None:
         raise Refusal("key", "be None (self-attention) with latents", f"a key and latent={spec.latent}")
     check_layer_positions(positions, query.shape[0], query.shape[1], spec)
+    if spec.shared_kv:
+        check_shared_kv(query, key, value, spec)
+        return
     for name, x in (("key", key), ("value", value)):
         if x is None:
             continue
@@ -157,6 +160,25 @@ def check_layer_inputs(
         raise Refusal(
             "value", "have as many tokens as key", {"value.shape[1]": value.shape[1], "key.shape[1]": key.shape[1]}
         )
+
+
+def check_shared_kv(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    spec: AttentionSpec,
+    names: tuple[str, str] = ("key", "value"),
+) -> None:
+    """Refuse anything but keys (B, K, S, H) and values (B, K, S, Hv) of another layer for these queries."""
+    if key is None or value is None:
+        raise Refusal(" and ".join(names), "be those of another layer with shared_kv", "None")
+    check_floating(names[0], key, rank=4)
+    for name, x, width in zip(names, (key, value), (spec.head_dim, spec.value_head_dim), strict=True):
+        check_floating(name, x, rank=4)
+        expected = (query.shape[0], spec.num_kv_heads, key.shape[2], width)
+        if tuple(x.shape) != expected:
+            rule = f"have shape (B, K, S, H) = {expected} with shared_kv"
+            raise Refusal(name, rule, {f"{name}.shape": tuple(x.shape)})
 
 
 def check_projected(name: str, x: Tensor, weight: Tensor) -> None:

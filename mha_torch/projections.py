@@ -31,7 +31,8 @@ def project_qkv(
 
     Args:
         project: applies a projection or a norm by its name.
-        query, key, value: inputs of the layer; the same array three times for self-attention.
+        query, key, value: inputs of the layer; the same array three times for self-attention. With `shared_kv` key and
+            value are another layer's k and v, and are returned as they are.
         spec: the layer.
         positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, ….
 
@@ -42,13 +43,16 @@ def project_qkv(
     if spec.latent is not None:
         q, latents = project_latents(project, query, spec, positions)
         return q, *expand_latents(project, latents, spec)
-    if not spec.fused_qkv:
+    if spec.shared_kv:
+        q, k, v = project("q_proj", query), key, value
+    elif not spec.fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
     elif key is query and value is query:
         q, k, v = _unpack_qkv(project("qkv_proj", query), spec)
     else:
         q, k, v = (_unpack_qkv(project("qkv_proj", x), spec)[i] for i, x in enumerate((query, key, value)))
-    for name, x, width in (("q_proj", q, spec.q_width), ("k_proj", k, spec.k_width), ("v_proj", v, spec.v_width)):
+    of_keys = () if spec.shared_kv else (("k_proj", k, spec.k_width), ("v_proj", v, spec.v_width))
+    for name, x, width in (("q_proj", q, spec.q_width), *of_keys):
         check_features(name, x, width)
     norms, rope, rotation = spec.norms, spec.rope, None
     if positions is not None:
@@ -69,10 +73,11 @@ def project_qkv(
         x = x if rope is None or rotation is None else apply_rope(x, rotation, rope)
         return project(name, x) if norm is not None and norm.after_rope else x
 
-    q, k = enter("q_norm", q, spec.num_heads, rope), enter("k_norm", k, spec.num_kv_heads, rope)
+    q = enter("q_norm", q, spec.num_heads, rope)
+    k = k if spec.shared_kv else enter("k_norm", k, spec.num_kv_heads, rope)
     if spec.temperature is not None and positions is not None:
         q = apply_temperature(q, positions, spec.temperature)
-    return q, k, enter("v_norm", v, spec.num_kv_heads, None)
+    return q, k, v if spec.shared_kv else enter("v_norm", v, spec.num_kv_heads, None)
 
 
 def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"]) -> Float[Tensor, "B N T Hv"]:

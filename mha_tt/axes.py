@@ -45,8 +45,9 @@ def with_one_batch_axis(attend: Attend) -> Attend:
         options["bias"] = _merge("bias", options["bias"], axes)
         options["positions"] = _merge_positions(options["positions"], axes, layer.spec)
         x = _merge("query", query, axes, "T d_in", is_exact=True)
-        x_k = x if key is query else _merge("key", key, axes, "S d_kv", is_exact=True)
-        x_v = x_k if value is key else _merge("value", value, axes, "S d_kv", is_exact=True)
+        of_keys = "K S H" if layer.spec.shared_kv else "S d_kv"
+        x_k = x if key is query else _merge("key", key, axes, of_keys, is_exact=True)
+        x_v = x_k if value is key else _merge("value", value, axes, of_keys, is_exact=True)
         results = attend(layer, x, x_k, x_v, mask, **options)
         return tuple(ttnn.reshape(x, (*axes, *tuple(x.shape)[1:])) if x is not None else None for x in results)
 

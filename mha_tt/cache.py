@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from ttnn import Tensor
 
 from mha_spec import Refusal, WrongType
+from mha_spec.rules import check_holds_new
 from mha_spec.span import span_of
 from mha_tt.arrays import as_dtype
 from mha_tt.checks import check_count, check_dtype, check_floating, check_is_cache, check_lengths
@@ -300,6 +301,15 @@ def write_rows(cache: Cache, new: Sequence[Tensor], slots: np.ndarray | Tensor) 
             sharded = one_core_each(batch_size, round_up(rows.shape[2]), rows.shape[3], device)
             rows = ttnn.to_memory_config(rows, sharded)
         ttnn.experimental.paged_update_cache(held, rows, update_idxs_tensor=where, page_table=cache.page_table)
+
+
+def without_new(cache: CacheT, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> CacheT:
+    """The cache of another layer, which has appended the new tokens already, as long as it was before them."""
+    if new_lengths is not None:
+        check_lengths("new_lengths", new_lengths, len(cache.lengths), seq_len)
+    added = num_added(cache, seq_len, new_lengths)
+    check_holds_new(cache.lengths.tolist(), added.tolist())
+    return cache.with_slots(cache.slots.values(), cache.lengths - added)
 
 
 def kv_cache_nbytes(

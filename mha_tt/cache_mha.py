@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import ttnn
@@ -16,6 +17,7 @@ from ttnn import Tensor
 
 from mha_spec import AttentionSpec, Refusal
 from mha_spec.attention import check_spec
+from mha_spec.rules import check_holds_new
 from mha_tt.arrays import as_dtype
 from mha_tt.cache import (
     Cache,
@@ -28,9 +30,18 @@ from mha_tt.cache import (
     check_room,
     init_cache,
     num_added,
+    without_new,
     write_rows,
 )
-from mha_tt.checks import check_bias, check_floating, check_is_cache, check_layer_positions, check_mask, check_weights
+from mha_tt.checks import (
+    check_bias,
+    check_floating,
+    check_is_cache,
+    check_layer_positions,
+    check_mask,
+    check_shared_kv,
+    check_weights,
+)
 from mha_tt.decode.pages import paged
 from mha_tt.decode.slots import first_slots, joined
 from mha_tt.decode.step import decode_step, project_new_tokens
@@ -67,7 +78,7 @@ def multi_head_attention_with_cache(
 
     Args:
         cache_k, cache_v: keys (after RoPE) and values of the P tokens so far, (B, K, P, H) and (B, K, P, Hv); None in
-            the first call.
+            the first call. With `shared_kv` those of another layer, of all S tokens.
         mask, bias: in addition to causality; broadcast to (B, N, T, S).
         positions: position of each new token, (B or 1, T), or with sections (axes, B or 1, T), on the host; default: P,
             P + 1, ….
@@ -90,10 +101,15 @@ def multi_head_attention_with_cache(
         check_floating("cache_k", cache_k, rank=4)
     cache_len = 0 if cache_k is None else cache_k.shape[2]
     seq_len = x.shape[1]
+    if spec.shared_kv:
+        check_shared_kv(x, cache_k, cache_v, spec, ("cache_k", "cache_v"))
+        check_holds_new([cache_len], [seq_len])
+        cache_len -= seq_len
     layer = FunctionalLayer(weights, spec, kernel, compute_kernel_config=compute_kernel_config)
     positions = cache_len + np.arange(seq_len)[None] if positions is None else positions
-    q, k, v = project_qkv(layer.project, x, x, x, spec, positions)
-    if cache_k is not None and cache_v is not None:
+    of_keys: Any = (cache_k, cache_v) if spec.shared_kv else (x, x)
+    q, k, v = project_qkv(layer.project, x, *of_keys, spec, positions)
+    if not spec.shared_kv and cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
         k, v = joined(cache_k, k), joined(cache_v, v)
     q_offset = np.array([cache_len]) if cache_len else None
@@ -147,9 +163,10 @@ def cached_layer(
 
     `kv_b` returns the weights of the absorbed form. It is called after all checks.
     """
-    spec = layer.spec
+    spec, held = layer.spec, cache
     check_cached_input(x, cache)
     batch_size, seq_len, _ = x.shape
+    cache = without_new(cache, seq_len, new_lengths) if spec.shared_kv else cache
     check_layer_positions(positions, batch_size, seq_len, spec)
     positions = positions if spec.has_positions else None  # ignored ones must not rule out the step kernel
     check_mask(mask, (batch_size, spec.num_heads, seq_len, cache.capacity))
@@ -160,12 +177,13 @@ def cached_layer(
     scores = scores if kv_b is None else replace(scores, spec=spec.absorbed)
     are_all_real = new_lengths is None or (np.asarray(new_lengths) == seq_len).all()
     is_plain_step = seq_len == 1 and batch_size and are_all_real and positions is None and spec.temperature is None
+    is_plain_step = is_plain_step and not spec.shared_kv  # whose kernel would append
     kernel = _kernel_of_step(layer, x, cache, visible, scores)
     if is_plain_step and kernel is not None:
         return decode_step(layer, kernel, x, cache, scores, None if kv_b is None else kv_b())
     if 0 in (batch_size, seq_len):
         output = zeros((batch_size, seq_len, padded_width("out_proj", spec)), x.dtype, x.device())
-        return layer.project("out_proj", output) if spec.out_proj else output, cache
+        return layer.project("out_proj", output) if spec.out_proj else output, held
     positions = cache.lengths[:, None] + np.arange(seq_len) if positions is None else positions
     is_real = None
     if not are_all_real:
@@ -189,7 +207,7 @@ def cached_layer(
     output = project_output(layer.project, context, x, spec)
     if is_step:
         output = ttnn.reshape(output, (batch_size, 1, output.shape[2]))
-    return output if is_real is None else ttnn.where(is_real, output, 0.0), cache
+    return output if is_real is None else ttnn.where(is_real, output, 0.0), held if spec.shared_kv else cache
 
 
 def _attend_in_step(
@@ -203,7 +221,8 @@ def _attend_in_step(
 ) -> tuple[Tensor, CacheT]:
     """Append one token per sequence, q (1, N, B, H), new (1, K, B, H) each; each attends to all tokens up to itself."""
     added = num_added(cache, 1, new_lengths)
-    write_rows(cache, [ttnn.transpose(x, 1, 2) for x in new], np.where(added > 0, cache.lengths, -1))
+    if new:
+        write_rows(cache, [ttnn.transpose(x, 1, 2) for x in new], np.where(added > 0, cache.lengths, -1))
     before, cache = cache.lengths, cache.with_slots(cache.slots.values(), cache.lengths + added)
     kernel = _kernel_of_step(layer, q, cache, mask, scores)
     if kernel is None:
@@ -255,8 +274,8 @@ def _attend_in_prefill(
 ) -> tuple[Tensor, CacheT]:
     """Append tokens, q (B, N, T, H), new (B, K, T, H) each; each attends to all tokens up to itself."""
     before, seq_len = cache.lengths, q.shape[2]
-    cache = append_checked(cache, new, num_added(cache, seq_len, new_lengths))
-    if before.any() or seq_len > cache.capacity:  # padding beyond the capacity has no column in the mask
+    cache = append_checked(cache, new, num_added(cache, seq_len, new_lengths)) if new else cache
+    if not new or before.any() or seq_len > cache.capacity:  # padding beyond the capacity has no column in the mask
         return _attend_to_slots(layer, q, cache, before, mask, scores), cache
     # Right padding needs no mask: causality hides it from real tokens.
     return _attend(layer, q, new, mask, scores), cache
@@ -340,7 +359,8 @@ class MultiHeadAttentionWithCache(AttentionLayer):
         Args:
             x: new tokens, (B, T, d_in): a prompt, a part of one, or one token per sequence. On the device, in the dtype
                 of the module.
-            cache: tokens so far. Do not use it afterwards: its storage is reused.
+            cache: tokens so far. Do not use it afterwards: its storage is reused. With `shared_kv` the cache of
+                another layer, which has already appended the new tokens; it is returned unchanged.
             new_lengths: number of real tokens of each sequence, 0..T, (B,). The rest is right padding with arbitrary
                 contents: it is not cached, not attended to, and its output is 0. Default: all.
             mask: boolean, True = masked, in addition to causality; broadcasts to (B, N, T, capacity). The output of a

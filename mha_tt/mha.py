@@ -280,8 +280,9 @@ class MultiHeadAttention(AttentionLayer):
 
         Args:
             query: (B, T, d_in), on the device, in the dtype of the module.
-            key: (B, S, d_kv); default: self-attention.
-            value: (B, S, d_kv); default: the key.
+            key: (B, S, d_kv); default: self-attention. With `shared_kv` the keys of another layer, (B, K, S, H), as
+                `project_qkv` returns them.
+            value: (B, S, d_kv); default: the key. With `shared_kv` the values of that layer, (B, K, S, Hv).
             masks: keywords that hide keys, see `MaskKeywords`.
             bias: added to the scores; broadcasts to (B, N, T, S). -inf masks a key; on the device it is not read: a row
                 that is all -inf there returns the mean of the values.

@@ -35,7 +35,8 @@ def project_qkv(
 
     Args:
         project: applies a projection or a norm by its name.
-        query, key, value: inputs of the layer; the same array three times for self-attention.
+        query, key, value: inputs of the layer; the same array three times for self-attention. With `shared_kv` key and
+            value are another layer's k and v, and are returned as they are.
         spec: the layer.
         positions: position of each token, (B or 1, T), or with sections (axes, B or 1, T); default: 0, 1, …. A
             `Rotation` of them is uploaded once for many calls.
@@ -48,7 +49,9 @@ def project_qkv(
         q, latents = project_latents(project, query, spec, positions)
         return q, *expand_latents(project, latents, spec)
     positions, rotation = positions_and_rotation(query, positions, spec)
-    if not spec.fused_qkv:
+    if spec.shared_kv:
+        q, k, v = project("q_proj", query), key, value
+    elif not spec.fused_qkv:
         q, k, v = project("q_proj", query), project("k_proj", key), project("v_proj", value)
     elif key is query and value is query:
         q, k, v = _unpack_qkv(project("qkv_proj", query), spec)
@@ -66,10 +69,11 @@ def project_qkv(
         x = x if rotation is None else rotation.rotate(x)
         return project(name, x) if norm is not None and norm.after_rope else x
 
-    q, k = enter("q_norm", q, spec.num_heads, rotation), enter("k_norm", k, spec.num_kv_heads, rotation)
+    q = enter("q_norm", q, spec.num_heads, rotation)
+    k = k if spec.shared_kv else enter("k_norm", k, spec.num_kv_heads, rotation)
     if spec.temperature is not None and positions is not None:
         q = apply_temperature(q, positions, spec.temperature)
-    return q, k, enter("v_norm", v, spec.num_kv_heads, None)
+    return q, k, v if spec.shared_kv else enter("v_norm", v, spec.num_kv_heads, None)
 
 
 def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"]) -> Float[Tensor, "B N T Hv"]:

@@ -117,6 +117,15 @@ def _split_without_moving(_: Plan, __: Any, x: Any, n: int) -> Any:
     return x.reshape(x.shape[0], n, x.shape[1], -1)
 
 
+def _rotated_again(
+    plan: Plan, original: Any, project: Any, query: Any, key: Any, value: Any, spec: Any, positions: Any = None
+) -> Any:
+    """Rotate the keys that another layer has rotated."""
+    q, k, v = original(project, query, key, value, spec, positions)
+    places = plan.xp.arange(k.shape[2])[None] if positions is None else positions
+    return q, plan.sibling.apply_rope(k, places, spec.rope), v
+
+
 def _heads_tiled(_: Plan, __: Any, x: Any, n: int) -> Any:
     return x[:, np.arange(n) % x.shape[1]]
 
@@ -312,6 +321,7 @@ PLANTS: dict[str, Plant] = {
     ),
     "cache-position-restarted": _at_positions(lambda positions: positions - positions[:, :1]),
     "temperature-ignored": breaking(apply_temperature=lambda plan, original, x, *rest: x),
+    "shared-kv-rotated-again": breaking(project_qkv=_rotated_again),
     "kv-heads-tiled": breaking(repeat_kv_heads=_heads_tiled),
     "heads-not-moved": breaking(split_heads=_split_without_moving),
     "mask-flipped": _of_masked(lambda xp, softmax, scores, mask: softmax(scores, None if mask is None else ~mask)),

@@ -145,6 +145,15 @@ SELFTEST_CASES = [
         is_causal=True,
     ),
     Case(
+        "shared-kv",
+        AttentionSpec(
+            *(32, 4), num_kv_heads=2, head_dim=12, shared_kv=True, qk_norm=Norm(eps=0.01), rope=Rope(10000.0)
+        ),
+        "keys and values of another layer, which has rotated them",
+        seq_len=7,
+        is_causal=True,
+    ),
+    Case(
         "rope-yarn",
         _rotating(
             Rope(

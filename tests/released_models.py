@@ -86,14 +86,16 @@ def check_model(model: Model, folder: Path, read: Callable[[Any], list[ModelLaye
     seen = run_released(released, model, layers)
     released.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    beginnings = set()
+    beginnings, made = set(), {}
     for index, layer in enumerate(layers):
         beginning, found = _of_layer(tensors, layer)
         beginnings.add(beginning)
         assert layer.spec is not None
         found |= _of_others(layer, layers, tensors)
         given = canonical(layer.layout, found, layer.spec)
-        _check(layer, given, *seen[index], what=f"layer {index} of {model.family}, {layer.part} {layer.kind}")
+        received = None if layer.kv_source is None else made[layer.part, layer.kv_source]
+        what = f"layer {index} of {model.family}, {layer.part} {layer.kind}"
+        made[layer.part, layer.index] = _check(layer, given, *seen[index], received=received, what=what)
     assert len(beginnings) == 1, beginnings
 
 
@@ -218,16 +220,28 @@ def _of_others(layer: ModelLayer, layers: list[ModelLayer], tensors: Mapping[str
 
 
 def _check(
-    layer: ModelLayer, weights: Mapping[str, Tensor], x: Tensor, kv: Tensor | None, output: Tensor, what: str
-) -> None:
+    layer: ModelLayer,
+    weights: Mapping[str, Tensor],
+    x: Tensor,
+    kv: Tensor | None,
+    output: Tensor,
+    *,
+    received: tuple[Tensor, Tensor] | None,
+    what: str,
+) -> tuple[Tensor, Tensor]:
+    """Compare our layer with the released one, and return its keys and values."""
     assert layer.spec is not None
     assert (kv is not None) == (layer.kind == "cross_attention"), what
     ours = mha_torch.MultiHeadAttention(layer.spec, dtype=torch.float64).eval()
     load_into(ours, {name: weight.detach().double().numpy() for name, weight in weights.items()})
     given = {} if layer.spec.rope is None or layer.spec.rope.sections is None else {"positions": AXES}
+    of_keys = (None if kv is None else kv.double(),) if received is None else received
     with torch.no_grad():
-        found, _ = ours(x.double(), None if kv is None else kv.double(), is_causal=layer.is_causal, **given)
+        found, _ = ours(x.double(), *of_keys, is_causal=layer.is_causal, **given)
+        key, value = received or (x.double() if kv is None else kv.double(),) * 2
+        _, k, v = mha_torch.project_qkv(ours.project, x.double(), key, value, layer.spec, given.get("positions"))
     check_near(found.numpy(), output.reshape(found.shape).numpy(), what)
+    return k, v
 
 
 # ---- Weights ---------------------------------------------------------------------------------------------------------

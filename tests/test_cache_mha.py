@@ -120,6 +120,69 @@ def contents(sibling, cache):
     return [np.array(sibling.numpy(x)) for x in (cache.keys, cache.values, cache.lengths)]
 
 
+SHARED = parity.AttentionSpec(24, 4, num_kv_heads=2, qk_norm=parity.Norm(), rope=Rope(500.0), window_size=3)
+
+
+def sharing(sibling, source):
+    """A cached layer of the same weights that shares the keys and values of a source."""
+    weights = {name: array for name, array in parity.weights_of(source).items() if name[:2] not in ("k_", "v_")}
+    shared = sibling.module("MultiHeadAttentionWithCache", source.spec.replace(shared_kv=True))
+    return parity.load_into(shared, weights)
+
+
+@pytest.mark.parametrize("steps", [[None] * 3, [[4, 2, 0], [1, 1, 1], [0, 1, 1]]], ids=["even", "ragged"])
+def test_a_layer_of_shared_keys_attends_to_the_cache_of_the_other_and_leaves_it_as_it_is(sibling, steps):
+    """With the other layer's weights and input it gives the other layer's output, after that has appended."""
+    source = cached_layer(sibling, SHARED)
+    shared, cache = sharing(sibling, source), source.init_cache(3, NUM_TOKENS)
+    for x, new_lengths in zip(np.split(random_tokens(SHARED), np.cumsum(CHUNKS)[:-1], axis=1), steps, strict=True):
+        tokens, told = sibling.array(x), {} if new_lengths is None else {"new_lengths": sibling.array(new_lengths)}
+        expected, cache = called(sibling)(source, tokens, cache, **told)
+        before = contents(sibling, cache)
+        found, after = called(sibling)(shared, tokens, cache, **told)
+        assert np.array_equal(sibling.numpy(found), sibling.numpy(expected))
+        assert all(map(np.array_equal, contents(sibling, after), before))
+
+
+def test_a_growing_cache_of_another_layer_holds_the_new_tokens(sibling):
+    source = cached_layer(sibling, SHARED)
+    shared, x = sharing(sibling, source), random_tokens(SHARED)
+    grow = sibling.package.multi_head_attention_with_cache
+    weights, own = framework_weights(sibling, source), framework_weights(sibling, shared)
+    cache = ()
+    for chunk in map(sibling.array, np.split(x, np.cumsum(CHUNKS)[:-1], axis=1)):
+        expected, *cache = grow(chunk, weights, SHARED, *cache)
+        found, *after = grow(chunk, own, shared.spec, *cache)
+        assert np.array_equal(sibling.numpy(found), sibling.numpy(expected))
+        assert all(np.array_equal(sibling.numpy(a), sibling.numpy(b)) for a, b in zip(after, cache, strict=True))
+
+
+def test_a_cache_without_the_new_tokens_is_refused_by_a_layer_of_shared_keys(sibling):
+    source = cached_layer(sibling, SHARED)
+    shared, x = sharing(sibling, source), sibling.array(random_tokens(SHARED, 2))
+    with refuses("cache", lengths=[0, 0, 0], new_lengths=[2, 2, 2]):
+        shared(x, source.init_cache(3, NUM_TOKENS))
+    with refuses("cache", lengths=[2, 1, 3], new_lengths=[2, 2, 2]):
+        shared(x, filled_cache(sibling, source, [2, 1, 3]))
+    other = SHARED.replace(num_kv_heads=4)
+    with refuses("cache.keys", {"cache.keys.shape": (3, 4, NUM_TOKENS, 6)}):
+        shared(x, filled_cache(sibling, cached_layer(sibling, other), [2, 2, 3]))
+    grow = sibling.package.multi_head_attention_with_cache
+    with refuses("cache_k and cache_v", "None"):
+        grow(x, framework_weights(sibling, shared), shared.spec)
+    k = sibling.array(np.zeros((3, 2, 1, 6), np.float32))
+    with refuses("cache", lengths=[1], new_lengths=[2]):
+        grow(x, framework_weights(sibling, shared), shared.spec, k, k)
+
+
+@only_jax
+def test_a_cache_without_the_new_tokens_gives_nan_under_jit(sibling):
+    source = cached_layer(sibling, SHARED)
+    shared, x = sharing(sibling, source), sibling.array(random_tokens(SHARED, 2))
+    output, _ = jitted_call(shared, x, filled_cache(sibling, source, [2, 1, 3]))
+    assert np.isnan(sibling.numpy(output)).all(axis=(1, 2)).tolist() == [False, True, False]
+
+
 def projected(x, weights, name, spec, theta=None):
     """Keys or values (B, K, T, H) from the formulas, in float64; RoPE as a rotation of complex numbers."""
     y = x @ weights[f"{name}.weight"].T.astype(np.float64) + weights.get(f"{name}.bias", 0.0)

@@ -32,6 +32,7 @@ from parity import (
     convert_file,
     from_transformers,
     load_into,
+    make_problem,
     random_weights,
     run_model,
     specs_of,
@@ -118,8 +119,11 @@ def test_layers_of_a_folder_are_those_of_the_model(folder):
     found = {layer.path: (weights, spec) for _, layer, weights, spec in layers_in(path)}
     layers = [layer for layer in specs_of(path) if layer.spec is not None]
     assert found.keys() == {layer.path for layer in layers}
+    seen = {}
     for layer, (x, kv, output) in zip(layers, run_released(released, model, layers), strict=True):
         weights, spec = found[layer.path]
+        seen[layer.part, layer.index] = weights, spec, x
+        kv = kv if layer.kv_source is None else heads_of(*seen[layer.part, layer.kv_source])
         assert spec == layer.spec
         check_siblings(layer, weights, x, kv, output, ["torch"], model.inputs)
         # Torch shows what the files hold, and test_models_whole's have all that layers may have: so JAX takes, of each
@@ -129,6 +133,13 @@ def test_layers_of_a_folder_are_those_of_the_model(folder):
         if name in MODELS and not has <= DONE_BY_JAX:
             check_siblings(layer, weights, x, kv, output, ["jax"], model.inputs)
             DONE_BY_JAX.update(has)
+
+
+def heads_of(weights, spec, x):
+    """The keys and values that a layer makes, as they enter its attention."""
+    module = load_into(mha_torch.MultiHeadAttention(spec), weights)
+    with torch.no_grad():
+        return mha_torch.project_qkv(module.project, x.float(), x.float(), x.float(), spec)[1:]
 
 
 def traits(values, where=""):
@@ -164,7 +175,8 @@ def check_siblings(layer, weights, x, kv, output, names, inputs):
         given = {"is_causal": layer.is_causal}
         if spec.rope is not None and spec.rope.sections:
             given["positions"] = sibling.array(positions)
-        keys = [] if kv is None else [sibling.array(kv.float().numpy())]
+        of_keys = kv if isinstance(kv, tuple) else [] if kv is None else [kv]
+        keys = [sibling.array(each.float().numpy()) for each in of_keys]
         result = CALL[name](module, sibling.array(x.float().numpy()), *keys, **given)
         result = sibling.numpy(result)
         check_near(result, output.reshape(result.shape).float().numpy(), f"{layer.path} of {name}", NEAR)
@@ -264,6 +276,60 @@ def test_a_model_runs_beside_its_own_modules(name, tmp_path):
     assert not report.skipped_cases
     count = sum(layer.spec is not None for layer in specs_of(tmp_path))
     assert sum(each.backend == "transformers" for each in report.comparisons) == count
+
+
+# ---- Keys and values of another layer --------------------------------------------------------------------------------
+
+SHARED_KV = {"gemma3n_text, shared": [0, 2], "gemma4_text, shared": [2, 0]}
+"""The numbers of the layers whose keys and values the last two layers share."""
+
+
+@pytest.mark.parametrize("name", SHARED_KV)
+def test_layers_receive_the_keys_and_values_of_the_layer_that_the_configuration_says(name, tmp_path):
+    saved(name, tmp_path)
+    layers = specs_of(tmp_path)
+    assert [layer.kv_source for layer in layers if layer.spec.shared_kv] == SHARED_KV[name]
+    received = {}
+
+    def keep(trace, reference, comparisons):
+        received[trace.problem.case.name] = trace.problem
+
+    report = run_model(tmp_path, ["torch"], against="transformers", on_judged=keep)
+    assert not report.failed
+    assert len(report.skipped_cases) == len(layers)  # embeddings of each layer are in no layer
+    found = {model.index: (weights, spec) for _, model, weights, spec in layers_in(tmp_path)}
+    for layer in layers:
+        problem = received[f"layer-{layer.index}-causal"]
+        if layer.kv_source is None:
+            assert "k" not in problem.inputs
+            continue
+        weights, spec = found[layer.kv_source]
+        source = make_problem(replace(problem.case, name=f"{problem.case.name}-source", spec=spec), "float32", weights)
+        k, v = heads_of(weights, spec, torch.from_numpy(source.inputs["query"]))
+        check_near(problem.inputs["k"], k.numpy(), "keys", NEAR)
+        check_near(problem.inputs["v"], v.numpy(), "values", NEAR)
+
+
+def test_projections_that_released_files_have_and_no_layer_computes_with_are_left_alone(tmp_path):
+    """Gemma 3n keeps them in the layers that share keys and values."""
+    saved("gemma3n_text, shared", tmp_path / "model")
+    path, before = tmp_path / "model" / "model.safetensors", layers_in(tmp_path / "model")
+    tensors = load_file(path)
+    unused = {
+        name.replace("layers.0.", f"layers.{i}."): x + 1
+        for name, x in tensors.items()
+        for i in (3, 4)
+        if name.startswith(("layers.0.self_attn.k_", "layers.0.self_attn.v_"))
+    }
+    assert unused
+    save_file(tensors | unused, path)
+    layers = layers_in(tmp_path / "model")
+    assert [spec for *_, spec in layers] == [spec for *_, spec in before]
+    assert all(same_bits(one, other) for (_, _, one, _), (_, _, other, _) in zip(layers, before, strict=True))
+    done = convert_file(path, tmp_path / "c.safetensors", target="canonical")
+    assert {*unused} <= {*done.kept}
+    with open_layers(tmp_path / "c.safetensors") as canonical:
+        assert all(same_bits(layer.load()[0], each) for layer, (_, _, each, _) in zip(canonical, before, strict=True))
 
 
 def test_layers_of_an_encoder_and_a_decoder_run(tmp_path):

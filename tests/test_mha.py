@@ -975,6 +975,57 @@ def test_a_norm_of_the_context_divides_by_the_root_of_its_mean_square(sibling):
     assert np.abs(found - expected).max() <= 8 * EPSILON * np.abs(expected).max()
 
 
+SOURCE = parity.AttentionSpec(24, 6, num_kv_heads=2, qk_norm=parity.Norm(), rope=Rope(500.0), window_size=3)
+
+
+def sharing(sibling, source, x):
+    """A layer of the same weights that shares the keys and values of a source, and these as that layer made them."""
+    weights = {name: array for name, array in parity.weights_of(source).items() if name[:2] not in ("k_", "v_")}
+    shared = parity.load_into(sibling.module("MultiHeadAttention", source.spec.replace(shared_kv=True)), weights)
+    return shared, sibling.package.project_qkv(source.project, x, x, x, source.spec)[1:]
+
+
+@both_forms
+def test_a_layer_of_shared_keys_attends_to_those_of_the_other_layer_as_they_are(sibling, form):
+    """With the other layer's weights and input it gives the other layer's output."""
+    source, need_weights = filled(sibling, "MultiHeadAttention", SOURCE), form == "plain"
+    x = sibling.array(problem(SOURCE)["query"])
+    shared, kv = sharing(sibling, source, x)
+    expected, weighed = source(x, is_causal=True, need_weights=need_weights)
+    found, attn_weights = shared(x, *kv, is_causal=True, need_weights=need_weights)
+    assert np.array_equal(sibling.numpy(found), sibling.numpy(expected))
+    assert not need_weights or np.array_equal(sibling.numpy(attn_weights), sibling.numpy(weighed))
+    other, _ = shared(x, *(each[:, ::-1] if sibling.name == "jax" else each.flip(1) for each in kv), is_causal=True)
+    assert np.abs(sibling.numpy(other) - sibling.numpy(expected)).max() > 1e-3
+
+
+def test_shared_keys_have_the_batch_axes_of_the_queries(sibling):
+    source = filled(sibling, "MultiHeadAttention", SOURCE)
+    x = sibling.array(problem(SOURCE)["query"])
+    shared, (k, v) = sharing(sibling, source, x)
+    one, _ = shared(x[0], k[0], v[0])
+    two, _ = shared(x[None], k[None], v[None])
+    together, _ = shared(x, k, v)
+    assert np.abs(sibling.numpy(one) - sibling.numpy(together)[0]).max() <= 8 * EPSILON
+    assert np.abs(sibling.numpy(two)[0] - sibling.numpy(together)).max() <= 8 * EPSILON
+
+
+def test_shared_keys_that_are_missing_or_of_other_heads_are_refused(sibling):
+    source = filled(sibling, "MultiHeadAttention", SOURCE)
+    x = sibling.array(problem(SOURCE)["query"])
+    shared, (k, v) = sharing(sibling, source, x)
+    with refuses("key and value", "None"):
+        shared(x)
+    with refuses("key", {"key.shape": (2, 1, 3, 4)}):
+        shared(x, k[:, :1], v[:, :1])
+    with refuses("value", {"value.shape": (2, 2, 2, 4)}):
+        shared(x, k, v[:, :, :2])
+    with refuses("key", {"key.shape": (2, 3, 24)}):
+        shared(x, x, x)
+    with refuses("key and value", "None"):
+        sibling.module("MultiHeadSelfAttention", shared.spec)(x)
+
+
 def test_a_gate_of_another_shape_is_refused(sibling):
     context, gate = (sibling.array(np.ones(shape, np.float32)) for shape in ((1, 2, 3, 4), (1, 3, 4)))
     with refuses("gate", {"gate.shape": (1, 3, 4)}):

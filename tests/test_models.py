@@ -773,9 +773,9 @@ REFUSED = {
         {**transformers.MPNetConfig().to_dict(), "relative_attention_num_buckets": 16},
         refuses("relative_attention_num_buckets", relative_attention_num_buckets=16),
     ),
-    "shared keys": (
-        {**transformers.Gemma4TextConfig().to_dict(), "num_kv_shared_layers": 4},
-        refuses("num_kv_shared_layers", num_kv_shared_layers=4),
+    "keys that all layers share": (
+        {**transformers.Gemma4TextConfig(num_hidden_layers=6).to_dict(), "num_kv_shared_layers": 6},
+        refuses("layer 0", ""),
     ),
     "decoder alone": (
         {**transformers.BartConfig().to_dict(), "is_decoder": True, "is_encoder_decoder": False},

@@ -303,6 +303,18 @@ LIKE_LLAMA |= {
         {**NORMED, **TWO, **OF_EACH, "attention_bias": True, "num_kv_shared_layers": 0, "laurel_rank": 4}
         | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40},
     ),
+    "gemma3n_text, shared": Model(
+        "gemma3n_text",
+        {**NORMED, **OF_EACH, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "laurel_rank": 4}
+        | {"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention", "sliding_attention"]}
+        | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40, "intermediate_size": [24] * 5},
+    ),
+    "gemma4_text, shared": Model(
+        "gemma4_text",
+        {**NORMED, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "attention_k_eq_v": True}
+        | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40}
+        | {"layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"]},
+    ),
     "mimo_v2_flash": Model(
         "mimo_v2_flash",
         {**WIDE, **MOE, **TWO, "v_head_dim": 12, "attention_bias": True, "attention_value_scale": 1.0}

@@ -65,6 +65,8 @@ def outputs_of(problem, parts):
     for rank, (weights, spec) in enumerate(parts):
         own = heads(len(parts), rank, problem.spec)
         inputs = {name: x[:, own] if name in ("bias", "mask") else x for name, x in problem.inputs.items()}
+        keys = local_heads(problem.spec, ShardPlan(len(parts)), rank).keys
+        inputs |= {name: x[:, keys] for name, x in inputs.items() if name in ("k", "v")}  # of another layer's rank
         part = Problem(replace(problem.case, spec=spec), problem.dtype, weights, inputs)
         stages = run_steps(reference.steps(part, "float64"))
         of_ranks.append({name: stage for name, stage in stages.items() if name.endswith("output")})

@@ -63,6 +63,19 @@ def test_replace_derives_again_the_sizes_left_out():
     assert spec.replace(d_model=30, head_dim=12).q_width == 96
 
 
+def test_a_layer_of_shared_keys_holds_no_weights_of_its_own_ones():
+    spec = AttentionSpec(8, 2, num_kv_heads=1, shared_kv=True, qk_norm=Norm(), rope=Rope())
+    assert list(spec.weight_shapes) == [
+        "q_proj.weight",
+        "q_proj.bias",
+        "out_proj.weight",
+        "out_proj.bias",
+        "q_norm.weight",
+    ]
+    assert AttentionSpec.from_json(spec.to_json()) == spec
+    assert not AttentionSpec.from_json('{"d_model": 8, "num_heads": 2}').shared_kv
+
+
 def test_replace_keeps_what_is_given():
     sizes = {"num_kv_heads": 2, "head_dim": 32, "d_in": 256, "d_kv": 128, "value_head_dim": 16}
     spec = AttentionSpec(512, 8, **sizes, dropout=0.1, gate=Gate())
@@ -168,6 +181,7 @@ def test_values_of_another_width_have_projections_of_their_own_width():
     assert AttentionSpec.from_json(spec.to_json()) == spec
 
 
+SHARED = {"d_model": 8, "num_heads": 2, "shared_kv": True}
 LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
 
 
@@ -239,6 +253,12 @@ LATENT = {"d_model": 8, "num_heads": 2, "latent": Latent(6, 2)}
         (LATENT | {"qkv_bias": (True, True, False)}, refuses("qkv_bias", qkv_bias=(True, True, False))),
         (LATENT | {"rope": Rope()}, refuses("rope", rope=..., latent=...)),
         (LATENT | {"rope": Rope(rotary_dim=2)}, refuses("rope", rope=..., latent=...)),
+        (SHARED | {"d_kv": 4}, refuses("d_kv", d_kv=4)),
+        (SHARED | {"fused_qkv": True}, refuses("fused_qkv", fused_qkv=True)),
+        (SHARED | {"v_norm": Norm()}, refuses("v_norm", v_norm=...)),
+        (SHARED | {"qkv_bias": (True, False, True)}, refuses("qkv_bias", qkv_bias=(True, False, True))),
+        (LATENT | {"shared_kv": True}, refuses("latent", latent=...)),
+        (SHARED | {"shared_kv": 1}, refuses_type("shared_kv", shared_kv=1)),
         ({"d_model": 8, "num_heads": 2, "context_norm": Norm()}, refuses("context_norm", context_norm=...)),
         (
             {"d_model": 8, "num_heads": 2, "context_norm": Norm(over="width"), "gate": Gate()},
@@ -855,6 +875,8 @@ def test_cases_cover_what_attention_can_do():
         "steps of the logarithm": any(getattr(case.spec.relative_products, "num_exact", None) for case in cases),
         "sinks with a cache": any(case.spec.sinks for case in cases if case.is_cached),
         "norm of values": any(case.spec.v_norm for case in cases),
+        "shared keys and values": any(case.spec.shared_kv for case in cases if not case.is_cached),
+        "shared keys and values with a cache": any(case.spec.shared_kv for case in cases if case.is_cached),
         "norm of the context": any(case.spec.context_norm for case in cases if not case.is_cached),
         "norm of the context with a cache": any(case.spec.context_norm for case in cases if case.is_cached),
         "norm with a cache": any(case.spec.norms for case in cases if case.is_cached),

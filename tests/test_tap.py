@@ -122,7 +122,7 @@ OWN = {
     "bamba": {**MAMBA, "attn_layer_indices": [1, 3]},
     "falcon": {"multi_query": False, "new_decoder_architecture": False, "alibi": False},
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
-    "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 4},
+    "gemma3n_text": {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 4},
     "gemma4_text": {"vocab_size_per_layer_input": 64},
     "gpt_neo": {"num_heads": 4, "num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 5},
     "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"] * 2},

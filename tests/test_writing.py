@@ -26,9 +26,11 @@ from parity.core.arrays import to_torch
 from parity.core.cases import CASES
 from parity.core.problem import Problem, make_problem
 from parity.writing import source_of
+from parity.writing.check import check_of
 from parity.writing.specialize import specialize
+from parity.writing.subject import CallForm
 from tests.refusals import refuses
-from tests.written import NOT_FINITE, WRITTEN, Writing, call_of, module_of, problem_of
+from tests.written import FILLED_ELSEWHERE, NOT_FINITE, WRITTEN, Writing, call_of, module_of, problem_of
 
 LLAMA = AttentionSpec(
     4096,
@@ -102,7 +104,8 @@ def test_every_case_is_written_and_agrees_with_the_reference(dtype, framework, n
     parity.assert_parity(outputs, problem=problem, diagnose=False)
 
 
-def test_only_cases_of_nan_are_not_written():
+def test_only_cases_of_nan_and_of_a_cache_of_another_layer_are_not_written():
+    assert {name for name, case in CASES.items() if case.spec.shared_kv and case.is_cached} == FILLED_ELSEWHERE
     assert {name for name, case in CASES.items() if case.not_finite} == NOT_FINITE
     assert len(NOT_FINITE) < len(CASES) / 10
 
@@ -178,6 +181,22 @@ def test_a_framework_and_a_layer_that_cannot_be_written_are_refused():
         source_of(AttentionSpec(32, 4, d_in=20, d_kv=24), "torch")
     with refuses("has_positions", {"has_positions": True}):
         source_of(AttentionSpec(32, 4), "torch", has_positions=True)
+    for call in ({"cache": "static"}, {"is_cross": True}):
+        with refuses("shared_kv", {"shared_kv": True}):
+            source_of(AttentionSpec(32, 4, shared_kv=True), "torch", **call)
+
+
+@pytest.mark.parametrize("with_trace", [False, True])
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_the_test_of_a_layer_that_shares_keys_passes_its_inputs(framework, with_trace, tmp_path, monkeypatch):
+    spec = AttentionSpec(32, 4, num_kv_heads=2, shared_kv=True, qk_norm=Norm(), rope=Rope(), window_size=4)
+    check = check_of("written", spec, framework, CallForm(), with_trace=with_trace)
+    (tmp_path / "written_trace.npz").write_bytes(check.trace or b"")
+    monkeypatch.setitem(sys.modules, "written", module_of(source_of(spec, framework)))
+    namespace = {"__file__": str(tmp_path / "test_written.py")}
+    exec(compile(check.source, "test_written.py", "exec"), namespace)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        namespace["test_output"]()
 
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])

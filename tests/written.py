@@ -17,7 +17,10 @@ from parity.core.problem import Problem, make_problem
 NOT_FINITE = frozenset(name for name, case in CASES.items() if case.not_finite is not None)
 """Cases with NaN in the inputs, which plain code does not contain."""
 
-WRITTEN = [name for name in CASES if name not in NOT_FINITE]
+FILLED_ELSEWHERE = frozenset(name for name, case in CASES.items() if case.is_cached and case.spec.shared_kv)
+"""Cases whose cache another layer fills, which plain code has not."""
+
+WRITTEN = [name for name in CASES if name not in NOT_FINITE | FILLED_ELSEWHERE]
 """The cases that are written."""
 
 
@@ -26,7 +29,7 @@ def call_of(case: parity.Case) -> dict[str, Any]:
     is_masked = case.random_mask or case.segment_ids is not None or case.window_size is not None
     return {
         "is_causal": case.is_causal or case.is_cached,
-        "is_cross": case.seq_len_k is not None,
+        "is_cross": case.seq_len_k is not None and not case.spec.shared_kv,
         "has_mask": is_masked or case.key_padding_lengths is not None,
         "has_bias": case.bias,
         "has_positions": case.has_positions,
@@ -89,8 +92,8 @@ class Writing:
 
     def _arguments(self, layer: Any, problem: Problem) -> dict[str, Any]:
         case, call = problem.case, call_of(problem.case)
-        inputs = {name: x for name, x in problem.inputs.items() if name in ("query", "key")}
-        names = {"query": "query" if call["is_cross"] else "x", "key": "key"}
+        names = {"query": "query" if call["is_cross"] else "x", "key": "key", "k": "other_k", "v": "other_v"}
+        inputs = {name: x for name, x in problem.inputs.items() if name in names}
         given = {names[name]: self.array(layer, x) for name, x in inputs.items()}
         if call["has_mask"]:
             given["mask"] = self.beside(mask_of(self.sibling, problem))

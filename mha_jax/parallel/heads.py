@@ -202,6 +202,8 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
     """Refuse a layer whose heads cannot be divided over `size` devices."""
     if spec.num_heads % size:
         raise Refusal("num_heads", "be a multiple of the devices", num_heads=spec.num_heads, size=size)
+    if spec.shared_kv and size > 1:
+        raise Refusal("shared_kv", "be False to be divided, since the keys are those of another layer", shared_kv=True)
     if spec.fused_qkv and size > 1:
         raise Refusal(
             "fused_qkv",

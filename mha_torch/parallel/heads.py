@@ -366,6 +366,8 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
         return
     if spec.num_heads % size:
         raise Refusal("num_heads", "be a multiple of the number of processes", num_heads=spec.num_heads, size=size)
+    if spec.shared_kv:
+        raise Refusal("shared_kv", "be False to be divided, since the keys are those of another layer", shared_kv=True)
     if spec.fused_qkv:
         raise Refusal(
             "fused_qkv",
@@ -393,6 +395,8 @@ def check_divides_tokens(layer: AttentionLayer) -> None:
     """Refuse a layer whose tokens cannot be divided."""
     if hasattr(layer, "init_cache"):
         raise Refusal("layer", "be one without a cache for its tokens to be divided", type(layer).__name__)
+    if layer.spec.shared_kv:
+        raise Refusal("shared_kv", "be False to be divided, since the keys are those of another layer", shared_kv=True)
     if layer.spec.rope is not None and layer.spec.rope.depends_on_length:
         raise Refusal(
             "rope", "not depend on the last position of a call for tokens to be divided", rope=layer.spec.rope

@@ -81,6 +81,8 @@ def check_divides(spec: AttentionSpec, size: int) -> None:
         return
     if spec.num_heads % size:
         raise Refusal("num_heads", "be a multiple of the chips", f"num_heads={spec.num_heads} and {size} chips")
+    if spec.shared_kv:
+        raise Refusal("shared_kv", "be False to be divided, since the keys are those of another layer", shared_kv=True)
     for name, norm in spec.wide_norms.items():
         raise Refusal(
             name,

@@ -27,7 +27,7 @@ def steps(port: Port, problem: Problem) -> Sequence[Step]:
 def gradients(port: Port, problem: Problem) -> dict[str, np.ndarray]:
     """Return gradients of sum(output * cotangent) on the plain path, `grad.…`, and the others, `fused.grad.…`, …"""
     layer = _Layer(port, problem)
-    inputs = {name: layer.inputs[name] for name in ("query", "key", "bias") if name in layer.inputs}
+    inputs = {name: layer.inputs[name] for name in ("query", "key", "k", "v", "bias") if name in layer.inputs}
     hidden = {"mask": layer.own_mask(), "positions": layer.positions(), "cotangent": layer.inputs["cotangent"]}
     found = {}
     for path in port.GRADIENT_PATHS:
@@ -51,9 +51,11 @@ def values_to_weigh(problem: Problem, values: Values) -> np.ndarray:
 # ---- Functions of an implementation: differences between layers are arguments, so that compiled code is shared -------
 
 
-def _project(sibling: Any, spec: AttentionSpec, weights: Any, query: Any, key: Any, positions: Any) -> Any:
+def _project(sibling: Any, spec: AttentionSpec, weights: Any, inputs: Sequence[Any], positions: Any) -> Any:
+    query, key, value = inputs
     key = query if key is None else key  # the same array, so that one product returns all three
-    return sibling.project_qkv(sibling.project_with(weights, spec), query, key, key, spec, positions)
+    value = key if value is None else value
+    return sibling.project_qkv(sibling.project_with(weights, spec), query, key, value, spec, positions)
 
 
 def _project_latents(sibling: Any, spec: AttentionSpec, weights: Any, query: Any, positions: Any) -> Any:
@@ -106,7 +108,7 @@ class _Layer:
         self.filled = port.filled(problem)
         self.shapes = port.SHAPES(port, problem.spec)
         self.inputs = {
-            name: port.beside(x) if name in ("mask", "bias") else port.from_numpy(x)
+            name: port.beside(x) if name in ("mask", "bias") else self.shapes.from_input(name, x)
             for name, x in problem.inputs.items()
         }
         self.sibling = port.SIBLING
@@ -139,7 +141,15 @@ class _Layer:
         return self.port.beside(self.hidden()) if self.case.has_mask else None
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        return self.entering(self.inputs["query"], self.inputs.get("key"), self.positions())
+        return self.entering(*self.of_tokens(), self.positions())
+
+    def of_tokens(self) -> tuple[Any, Any, Any]:
+        """The query, key and value of the module, or None where it makes them of those before."""
+        return (
+            self.inputs["query"],
+            self.inputs.get("key", self.inputs.get("k")),
+            self.inputs.get("value", self.inputs.get("v")),
+        )
 
     def positions(self, step: int | None = None) -> Any:
         """Return the positions argument of the module, or None for the default."""
@@ -149,11 +159,11 @@ class _Layer:
         """Return the positions, also if a module uses the default."""
         return self.port.beside(self.case.positions(step).astype(np.int32))
 
-    def entering(self, query: Any, key: Any, positions: Any) -> dict[str, np.ndarray]:
+    def entering(self, query: Any, key: Any, value: Any, positions: Any) -> dict[str, np.ndarray]:
         """Return the heads that enter attention, and the gate of its output."""
         of_layer, found = (self.spec, self.filled.weights), {}
         if self.spec.latent is None:
-            q, k, v = self.port.call(_project, *of_layer, query, key, positions)
+            q, k, v = self.port.call(_project, *of_layer, (query, key, value), positions)
         else:
             q, found["latents"] = self.port.call(_project_latents, *of_layer, query, positions)
             k, v = self.port.call(_expand, *of_layer, found["latents"])
@@ -188,7 +198,7 @@ class _Layer:
 
     def whole(self, _: Values) -> dict[str, np.ndarray]:
         """Run the module on each of its paths."""
-        inputs = {name: self.inputs.get(name) for name in ("query", "key", "bias")}
+        inputs = dict(zip(("query", "key", "value"), self.of_tokens(), strict=True)) | {"bias": self.inputs.get("bias")}
         attn_weights, outputs = self.filled.outputs(**inputs, mask=self.own_mask(), positions=self.positions())
         return {"module.attn_weights": self.port.to_numpy(attn_weights), **self.outputs(outputs)}
 
@@ -207,6 +217,10 @@ class _Call:
         self.layer, self.port, self.shapes = layer, layer.port, layer.shapes
         self.case, self.index = layer.case, index
         self.x = self.port.from_numpy(layer.problem.step_input(index))
+        self.received = tuple(
+            self.shapes.from_input(name, layer.problem.step_input(index, name)) if name in layer.inputs else None
+            for name in "kv"
+        )
         self.before = np.array(self.case.lengths_before(index), np.int32)
         is_ragged = bool(self.case.new_lengths)
         self.new_lengths = self.port.beside(np.array(self.case.added(index), np.int32)) if is_ragged else None
@@ -225,7 +239,7 @@ class _Call:
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
         positions = self.layer.told_positions(self.index) if self.case.spec.has_positions else None
-        return self.layer.entering(self.x, None, positions)
+        return self.layer.entering(self.x, *self.received, positions)
 
     def scores(self, values: Values) -> dict[str, np.ndarray]:
         return self.layer.scores(values, self.port.beside(self.before))
@@ -246,6 +260,8 @@ class _Call:
 
     def whole(self, values: Values) -> dict[str, np.ndarray]:
         cache = self._previous("module.cache", values)
+        if self.layer.spec.shared_kv:  # the other layer appends
+            cache = self.port.call(_append, cache, *self.received, self.new_lengths)
         outputs, grown = self.layer.filled.step(self.x, cache, self.new_lengths, self.layer.positions(self.index))
         return {**self.layer.outputs(outputs), **self._stages("module.cache", grown)}
 

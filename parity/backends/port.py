@@ -148,6 +148,10 @@ class Shapes:
         """Return a stage in the implementation's format."""
         return self.port.from_numpy(x)
 
+    def from_input(self, name: str, x: np.ndarray) -> Any:
+        """Return an input as functions accept it; k and v are stages of another layer."""
+        return self.from_numpy(name, x) if name in ("k", "v") else self.port.from_numpy(x)
+
     def to_numpy(self, name: str, x: Any) -> np.ndarray:
         """Return a stage from the implementation's format."""
         return self.port.to_numpy(x)

@@ -15,7 +15,7 @@ from parity.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.conversion.layers import FileLayer, TensorCache, key_in_words, layers_under, open_layers
 from parity.conversion.layouts import Layout, find_layout, from_canonical, to_canonical
 from parity.conversion.layouts.detection import DoesNotFit, placements
-from parity.conversion.layouts.layout import DROPPABLE, UNSAID, check_carried, lost_in, without
+from parity.conversion.layouts.layout import DROPPABLE, UNSAID, check_carried, lost_in, unused_in, without
 from parity.conversion.metadata import file_hints, metadata_of, sources, with_source
 from parity.conversion.plan import Converted, Plan
 from parity.conversion.prefixes import ENTRY, fitting_prefixes, join
@@ -253,6 +253,7 @@ def _ignored(layers: Iterable[FileLayer], known: Iterable[str], target: Layout) 
     """Return names (with wildcards) under layer prefixes that are weights of neither the layers nor the target."""
     found = {*known} | {name for layer in layers for name in layer.layout.ignored}
     found |= {name for layer in layers if layer.model is not None for name in layer.model.ignored}
+    found |= {name for layer in layers for name in unused_in(layer.layout, layer.spec)}
     return found - {tensor.name for tensor in (*target.tensors, *target.others)}
 
 

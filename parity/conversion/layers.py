@@ -17,6 +17,7 @@ from mha_spec import AttentionSpec, Refusal
 from parity.conversion.hints import CALLER, LayerHints, LayerKeywords, is_of_rope
 from parity.conversion.layouts import Layout
 from parity.conversion.layouts.detection import DoesNotFit, find_placement, find_spec, shorten, stack_size
+from parity.conversion.layouts.layout import unused_in
 from parity.conversion.layouts.placement import Placement
 from parity.conversion.metadata import FileHints, file_hints, sources
 from parity.conversion.model_config import ModelHints
@@ -265,8 +266,10 @@ def layers_under(file: TensorCache, prefix: str, layout: Layout, known: FileHint
     layers = []
     for concrete, (numbers, own) in found.items():
         held = _with_lent(file, concrete, own, known.model)
-        infos = {short: file.infos[name] for short, name in held.items()}
         try:
+            if (told := known.at(concrete).spec) is not None:
+                held = {short: name for short, name in held.items() if short not in unused_in(layout, told)}
+            infos = {short: file.infos[name] for short, name in held.items()}
             entries, axis = _identify({short: info.shape for short, info in infos.items()}, concrete, layout, known)
         except Refusal as error:
             if isinstance(error, DoesNotFit):

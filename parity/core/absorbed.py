@@ -50,10 +50,10 @@ def has_rows_of_query(problem: Any) -> bool:
 
 
 def is_plain(layer: Any) -> bool:
-    """Return whether q, k and v are computed as usual, possibly from other weights; False with latents."""
+    """Return whether q, k and v are computed as usual, possibly from other weights; False with latents or shared_kv."""
     linear = layer.overrides.get("linear")
     is_right = layer.overrides.keys() <= KEPT and (linear is None or ismethod(linear.func))  # a method only caches
-    return is_right and layer.problem.spec.latent is None
+    return is_right and layer.problem.spec.latent is None and not layer.problem.spec.shared_kv
 
 
 @contextmanager

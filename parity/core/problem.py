@@ -58,8 +58,9 @@ class Problem:
         dtype: dtype of weights and inputs, by name.
         weights: canonical weights.
         inputs: `query` (B, T, d_in); `key` (B, S, d_kv) for cross-attention; `value` (B, S, d_kv) if values have
-            another input than keys; `bias` (B, N, T, S) and `mask` (B, N, T, S) if the case has them; `cotangent`, in
-            the shape of the output.
+            another input than keys; with `shared_kv` instead the heads of another layer, `k` (B, K, S, H) and `v`
+            (B, K, S, Hv); `bias` (B, N, T, S) and `mask` (B, N, T, S) if the case has them; `cotangent`, in the shape
+            of the output.
         sample: part that the reference computes; default: all.
     """
 
@@ -85,7 +86,9 @@ class Problem:
 
     @property
     def sides(self) -> dict[str, str]:
-        """Names of the inputs of q, k and v."""
+        """Names of the inputs of q, k and v; with `shared_kv` k and v are inputs."""
+        if self.spec.shared_kv:
+            return {"q": "query", "k": "k", "v": "v"}
         key = "key" if "key" in self.inputs else "query"
         return {"q": "query", "k": key, "v": "value" if "value" in self.inputs else key}
 
@@ -104,19 +107,26 @@ class Problem:
         rows = slice(None) if self.sample.rows_out is not None else self.sample.rows_of("output")
         return query[:, rows][..., self.sample.features]
 
-    def step_input(self, step: int) -> np.ndarray:
-        """Return the tokens that a call appends, (B, chunk, d_in)."""
+    def step_input(self, step: int, name: str = "query") -> np.ndarray:
+        """Return the tokens that a call appends, (B, chunk, d_in), or their heads for k or v."""
         start = sum(self.case.chunks[:step])
-        return self.inputs["query"][:, start : start + self.case.chunks[step]]
+        tokens = slice(start, start + self.case.chunks[step])
+        return self.inputs[name][:, :, tokens] if name in ("k", "v") else self.inputs[name][:, tokens]
 
 
-def make_problem(case: Case | str, dtype: str, weights: Mapping[str, Any] | None = None) -> Problem:
+def make_problem(
+    case: Case | str,
+    dtype: str,
+    weights: Mapping[str, Any] | None = None,
+    received: Mapping[str, np.ndarray] | None = None,
+) -> Problem:
     """Return weights and inputs of a case, drawn from its name or read from its trained layer, in a dtype.
 
     Args:
         case: case, or its name: one of `CASES`, or `random-N`.
         dtype: name of a floating-point dtype, one of `DTYPES`.
         weights: canonical weights, as arrays of any framework, instead of the case's own.
+        received: keys `k` and values `v` of another layer for `shared_kv`, instead of drawn ones.
 
     Raises:
         TypeError: if `case` is neither a case nor a name.
@@ -134,7 +144,10 @@ def make_problem(case: Case | str, dtype: str, weights: Mapping[str, Any] | None
     seed = [zlib.crc32(case.name.encode())]
     rng = np.random.default_rng(seed)
     inputs = {"query": _draw(rng, (case.batch, case.seq_len, spec.d_in))}
-    if case.seq_len_k is not None:
+    if spec.shared_kv:
+        heads = (case.batch, spec.num_kv_heads, case.key_len)
+        inputs |= {"k": _draw(rng, (*heads, spec.head_dim)), "v": _draw(rng, (*heads, spec.value_head_dim))}
+    elif case.seq_len_k is not None:
         inputs["key"] = _draw(rng, (case.batch, case.seq_len_k, spec.d_kv))
     if case.bias:
         inputs["bias"] = _draw(rng, (case.batch, spec.num_heads, case.seq_len, case.key_len))
@@ -143,6 +156,7 @@ def make_problem(case: Case | str, dtype: str, weights: Mapping[str, Any] | None
         mask[np.arange(case.batch), :, rng.integers(0, case.seq_len, case.batch)] = True  # one fully masked row each
         inputs["mask"] = mask
     inputs["cotangent"] = _draw(rng, (case.batch, case.seq_len, spec.output_width))
+    inputs |= received or {}
     if weights is None:
         weights = random_weights(spec, [1, *seed])
         if case.trained is not None:
@@ -158,8 +172,11 @@ def make_problem(case: Case | str, dtype: str, weights: Mapping[str, Any] | None
     target = dtype_named(dtype)
     inputs = {name: x if x.dtype == np.bool_ else x.astype(target) for name, x in inputs.items()}
     if case.not_finite:
-        tokens = inputs["query" if case.seq_len_k is None else "key"]
-        tokens[nan_tokens(case)] = np.nan
+        is_nan = nan_tokens(case)
+        for x in (inputs[name] for name in ("k", "v") if name in inputs):
+            x.swapaxes(1, 2)[is_nan] = np.nan
+        if case.seq_len_k is None or "key" in inputs:
+            inputs["query" if case.seq_len_k is None else "key"][is_nan] = np.nan
     if case.strided:
         inputs |= {name: _strided(inputs[name]) for name in ("query", "key") if name in inputs}
     weights = {name: weight.astype(target) for name, weight in to_numpy_by_name(weights).items()}

@@ -37,6 +37,8 @@ STAGES: dict[str, tuple[str, ...]] = {
     "blocks.output": ("B", "T", "E"),
     "grad.query": ("B", "T", "d_in"),
     "grad.key": ("B", "S", "d_kv"),
+    "grad.k": ("B", "K", "S", "H"),
+    "grad.v": ("B", "K", "S", "H"),
     "grad.bias": ("B", "N", "T", "S"),
 }
 """Stages in the order of the data flow, with their axes.

@@ -85,11 +85,13 @@ def _small(problem: Problem) -> Problem:
     case = problem.case
     if calls := len(case.chunks):
         few = replace(case, seq_len=calls, chunks=(1,) * calls, new_lengths=(), capacity=calls)
-        return replace(problem, case=few, inputs={"query": np.zeros((case.batch, calls, case.spec.d_in))})
+        of_heads = {name: problem.inputs[name][:, :, :calls] for name in ("k", "v") if name in problem.inputs}
+        return replace(problem, case=few, inputs={"query": np.zeros((case.batch, calls, case.spec.d_in)), **of_heads})
     lengths = None if case.key_padding_lengths is None else (TOKENS,) * case.batch
     keys = None if case.seq_len_k is None else TOKENS
     small = replace(case.first_tokens(TOKENS), seq_len_k=keys, key_padding_lengths=lengths)
     inputs = {name: np.zeros((*x.shape[:1], TOKENS, *x.shape[2:]), x.dtype) for name, x in problem.inputs.items()}
+    inputs |= {name: x[:, :, :1].repeat(TOKENS, 2) for name, x in problem.inputs.items() if name in ("k", "v")}
     of_scores = (case.batch, case.spec.num_heads, TOKENS, TOKENS)
     inputs |= {name: np.zeros(of_scores, x.dtype) for name, x in problem.inputs.items() if name in ("bias", "mask")}
     return replace(problem, case=small, inputs=inputs, sample=None)

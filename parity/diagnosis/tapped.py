@@ -142,9 +142,16 @@ class Sequences:
             return self
         return replace(self, values={**self.values, "q": (q.astype(np.float64) / scale).astype(q.dtype)})
 
-    def problem(self, name: str, spec: AttentionSpec, weights: Weights, *, is_causal: bool) -> Problem:
-        """Return the problem of the layer's own input, all tokens at once."""
+    def problem(
+        self, name: str, spec: AttentionSpec, weights: Weights, *, is_causal: bool, source: Sequences | None = None
+    ) -> Problem:
+        """Return the problem of the layer's own input, all tokens at once.
+
+        With `shared_kv` its keys and values are those of `source`, or the recorded ones.
+        """
         x, inputs, segments = self.values["input"], self._inputs(spec), self.values.get("segment_ids")
+        if spec.shared_kv:
+            inputs |= {name: (source or self).values[name] for name in ("k", "v")}
         dtype = x.dtype.name
         case = TappedCase(
             name,

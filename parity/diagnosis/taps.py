@@ -200,11 +200,13 @@ def judge_tap(
     """
     is_transformers = bool(tapped.config)
     asked = {"is_named_so": is_transformers, "diagnoses": diagnoses}
-    return TapVerdict([_judge_layer(layer, specs, weights, is_causal, **asked) for layer in tapped.layers])
+    layers = tapped.layers
+    return TapVerdict([_judge_layer(layer, layers, specs, weights, is_causal, **asked) for layer in layers])
 
 
 def _judge_layer(
     layer: TappedLayer,
+    layers: Sequence[TappedLayer],
     specs: Specs,
     weights: LayerWeights,
     is_causal: bool | None,
@@ -226,10 +228,11 @@ def _judge_layer(
     checked = check_weights(held or {}, known.spec)
     causal = known.is_causal if is_causal is None else is_causal
     problems: list[tuple[Sequences, Problem]] = []
-    for sequences in sequences_of(layer):
+    seen = sequences_of(layer)
+    for sequences, source in zip(seen, _sources(layer, known, layers, len(seen)), strict=True):
         if known.path and is_named_so and not known.is_at(layer.name):
             sequences = sequences.without("output")  # the module is only a part of the layer, as in BERT
-        problem = sequences.problem(verdict.layer, known.spec, checked, is_causal=causal)
+        problem = sequences.problem(verdict.layer, known.spec, checked, is_causal=causal, source=source)
         problems.append((sequences, problem))
         is_explained = verdict.diagnosis is not None and verdict.diagnosis.is_known
         comparisons, diagnosis = _judge(sequences, problem, layer, diagnoses=diagnoses and not is_explained)
@@ -244,6 +247,16 @@ def _judge_layer(
     like = _like_another(layer, problems, _others(known, specs))
     explained = LikeAnother(**{**vars(unknown), "kind": "like", "like": like}) if like else unknown
     return replace(verdict, diagnosis=explained)
+
+
+def _sources(
+    layer: TappedLayer, known: ModelLayer, layers: Sequence[TappedLayer], count: int
+) -> Sequence[Sequences | None]:
+    """The same sequences of the layer whose keys and values a layer shares; None if it was not tapped."""
+    name = re.sub(r"\d+", str(known.kv_source), layer.name) if known.path == layer.name else ""
+    found = [each for each in layers if known.kv_source is not None and each.index == known.kv_source]
+    found = [each for each in found if each.name == name] or found
+    return sequences_of(found[0]) if found else [None] * count
 
 
 def _title(layer: ModelLayer) -> str:
@@ -326,6 +339,14 @@ def _why_not(layer: TappedLayer, known: ModelLayer, *, has_weights: bool) -> str
         return reason
     if not has_weights:
         return "it has no weights"
+    if (
+        known.spec is not None
+        and known.spec.shared_kv
+        and not all({"k", "v"} <= each.values.keys() for each in layer.calls)
+    ):
+        return "the keys and values of another layer, to which it attends, were not seen"
+    if known.spec is not None and known.spec.shared_kv and layer.calls[0].past:
+        return "it received only the last tokens of the prompt"
     if layer.training and known.spec is not None and (known.spec.dropout or known.spec.output_dropout):
         return "it was called in training mode, with dropout"
     return ""

@@ -173,6 +173,8 @@ class Skeleton:
     def _find(self, layer: ModelLayer, label: str) -> tuple[nn.Module, str]:
         """Return the smallest part of the model that accepts embeddings and has the layer, and its path there."""
         path = layer.path
+        if layer.kv_source is not None:
+            raise RuntimeError(f"{path} must run by itself, and attends to keys and values of layer {layer.kv_source}")
         found = [name for name, _ in self._model.named_modules() if layer.is_at(name)]
         if len(found) > 1:  # also in another part of the model
             found = [name for name in found if f".{label}".endswith(f".{name}")] or [

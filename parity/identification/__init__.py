@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +20,7 @@ from parity.identification.fit import LEAST_TOKENS, fit, fit_clip, positions_on_
 from parity.identification.found import Evidence, Fit
 from parity.identification.observe import ObservedLayer, observe
 from parity.identification.padding import without_padding
+from parity.identification.sharing import words_of_source
 from parity.tapping.record import Tapped
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def _identify_torch(model: torch.nn.Module, inputs: Mapping[str, Any], layers: A
     elif (apart := _apart(model, inputs, seen)) is not None:
         inputs = apart
         seen = observe(model, inputs, layers)
-    found = {layer.tapped.name: _fitted(layer, config) for layer in reversed(seen)}
+    found = {layer.tapped.name: _fitted(layer, config, seen) for layer in reversed(seen)}
     ends = {end._replace(name=_joined(name, end.name)) for name, each in found.items() for end in each.entries}
     other, first = _first_fresh(model, inputs, layers)
     calls = [VerifyingCall(FRESH, 1.0, first)]
@@ -222,11 +223,11 @@ def _joined(name: str, other: str) -> str:
     return f"{name}.{other}" if name else other
 
 
-def _fitted(layer: ObservedLayer, config: Mapping[str, Any]) -> Fit:
-    """Fit a layer; if that fails, record the reason."""
+def _fitted(layer: ObservedLayer, config: Mapping[str, Any], others: Sequence[ObservedLayer] = ()) -> Fit:
+    """Fit a layer among others of the same call; if that fails, record the reason."""
     found = Fit()
     try:
-        fit(layer, config, found)
+        fit(layer, config, found, others)
     except (ValueError, TypeError) as error:
         found.refusal = str(error)
     return found
@@ -236,12 +237,15 @@ def _identified(name: str, found: Fit, calls: list[VerifyingCall]) -> Identifica
     """Verify a fitted layer in other calls, and return it."""
     if found.refusal:
         return Identification(name, evidence=found.evidence, refusal=found.refusal)
-    own = [call._replace(layers=[each for each in call.layers if each.tapped.name == name]) for call in calls]
+    own = [
+        call._replace(layers=[each for each in call.layers if each.tapped.name == name], others=call.layers)
+        for call in calls
+    ]
     try:
         for call in own:
             _check_seen(call)
         large = next(call.layers[0] for call in own if call.what == "large inputs")
-        if "latent" not in found.fields:
+        if not {"latent", "shared_kv"} & found.fields.keys():
             fit_clip(large, [large.submodule(*found.ends["value"])], found)
         share = max(_share(call, found) for call in own)
     except (ValueError, TypeError) as error:
@@ -264,11 +268,13 @@ class VerifyingCall(NamedTuple):
         what: its name, for messages.
         factor: of the inputs of projections.
         layers: layers observed in it.
+        others: all layers of the model in it.
     """
 
     what: str
     factor: float
     layers: list[ObservedLayer]
+    others: Sequence[ObservedLayer] = ()
 
 
 def _check_seen(call: VerifyingCall) -> None:
@@ -287,14 +293,16 @@ def _share(call: VerifyingCall, found: Fit) -> float:
     Raises:
         ValueError: if it exceeds the budget, or the inputs are described differently from before.
     """
-    what, factor, layers = call
+    what, factor, layers, _ = call
     spec, shares = found.spec, list[float]()
     for layer in layers:
         if spec.rope is None and what == FAR_AWAY:
             layer = _counted(layer)
         if spec.rope is not None and spec.rope.sections is not None and "positions" not in layer.values:
             layer.values["positions"] = positions_on_axes(layer, found)
-        words = words_of(layer, found.ends, factor)
+        words = words_of(layer, found.ends, factor) | words_of_source(
+            layer, call.others if "shared_kv" in found.fields else []
+        )
         if words != found.words:
             raise Refusal("inputs", f"be what they were with {what}", f"{words}")
         tapped = between(layer, found.ends).tapped

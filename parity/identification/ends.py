@@ -28,7 +28,7 @@ class End(NamedTuple):
 
 
 Ends = Mapping[str, End]
-"""Ends by name: `query`, `key`, `value`, and `output` if a projection returns the output."""
+"""Ends by name: `query`; `key` and `value` unless the layer shares them; `output` if a projection returns it."""
 
 
 def end_of(submodule: Submodule) -> End:
@@ -45,15 +45,16 @@ def between(layer: ObservedLayer, ends: Ends) -> ObservedLayer:
     batch_size, _, num_tokens, _ = layer.values["q"].shape
     num_keys = layer.values["k"].shape[2]
     given = {}
-    for side in ("query", "key", "value"):
+    for side in _sides(ends):
         x = tokens_of(layer.submodule(*ends[side]).given, batch_size, num_tokens if side == "query" else num_keys)
         if x is None:
             raise Refusal(ends[side].name, f"receive the tokens of the {side}", "others")
         given[side] = x
     values = {name: x for name, x in layer.values.items() if name not in ("input", "key_input", "value_input")}
     values["input"] = given["query"]
-    values |= {} if np.array_equal(given["key"], given["query"]) else {"key_input": given["key"]}
-    values |= {} if np.array_equal(given["value"], given["key"]) else {"value_input": given["value"]}
+    if "key" in given:
+        values |= {} if np.array_equal(given["key"], given["query"]) else {"key_input": given["key"]}
+        values |= {} if np.array_equal(given["value"], given["key"]) else {"value_input": given["value"]}
     output, _ = _output_of(layer, ends)
     values["output"] = output.reshape(batch_size, num_tokens, -1)
     call = replace(layer.tapped.calls[0], values=values)
@@ -71,9 +72,13 @@ def words_of(layer: ObservedLayer, ends: Ends, factor: float = 1.0) -> dict[str,
     Raises:
         ValueError: if the module changes the output in an unknown way.
     """
-    sides = ("query", "key", "value")
-    found = {side: _words_of_input(layer, layer.submodule(*ends[side]).given, factor) for side in sides}
+    found = {side: _words_of_input(layer, layer.submodule(*ends[side]).given, factor) for side in _sides(ends)}
     return {**found, "output": _words_of_output(layer, *_output_of(layer, ends))}
+
+
+def _sides(ends: Ends) -> list[str]:
+    """Return the inputs that a layer makes something of: the query alone if keys and values are another layer's."""
+    return [side for side in ("query", "key", "value") if side in ends]
 
 
 def _output_of(layer: ObservedLayer, ends: Ends) -> tuple[np.ndarray, str]:

@@ -20,6 +20,7 @@ from parity.identification.observe import ObservedLayer, Submodule
 from parity.identification.padding import without_padding
 from parity.identification.rotation import fit_rope, positions_of, ropes_of
 from parity.identification.scores import fit_bias, fit_mask, fit_scale
+from parity.identification.sharing import source_of, words_of_source
 from parity.identification.temperatures import factors_of, fit_temperature
 from parity.identification.trace import Traced, features_of, flat, is_close, trace
 
@@ -30,11 +31,12 @@ ALIKE = 1e-3
 """Largest difference of values between tokens, relative to the largest value, at which attention is not observable."""
 
 
-def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
+def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit, others: Sequence[ObservedLayer] = ()) -> None:
     """Fit the specification and the weights of a layer to one call.
 
     Args:
         layer: the observed layer.
+        others: layers of its model in the same call.
         config: configuration of its model, used only for fields that a short input cannot show.
         found: collects the fields.
 
@@ -62,9 +64,9 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
     found.add("num_kv_heads", k.shape[1], "heads of the keys that attention receives, each once")
     found.add("head_dim", head_dim, "features of those heads")
     found.fields["value_head_dim"] = v.shape[-1]
-    _fit_projections(layer, config, found)
+    _fit_projections(layer, config, found, others)
     _fit_output(layer, found)
-    found.words = words_of(layer, found.ends)
+    found.words = words_of(layer, found.ends) | found.received
     layer = between(layer, found.ends)
     found.add("d_model", layer.values["output"].shape[-1], "width of the output")
     found.add("d_in", layer.values["input"].shape[-1], "width of the input of queries")
@@ -79,23 +81,33 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
 # ---- Projections, norms and RoPE -------------------------------------------------------------------------------------
 
 
-def _fit_projections(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
+def _fit_projections(
+    layer: ObservedLayer, config: Mapping[str, Any], found: Fit, others: Sequence[ObservedLayer]
+) -> None:
     ropes = ropes_of(config, layer.values["q"].shape[-1], layer.tapped.kind)
     fit_clip(layer, layer.linears(), found)
-    q, k, v = (_fit_heads(layer, part, ropes, config, found) for part in "qkv")
-    if is_latent(k, v):
-        fit_latents(layer, found, q, k, v)
+    limit = found.fields.get("clip_qkv")
+    is_own = all(_returned(layer, part, layer.values[part], ropes, limit) is not None for part in "kv")
+    source = None if is_own else source_of(layer, others)
+    if source is not None:
+        found.add("shared_kv", True, f"keys and values are those of {source.tapped.name}, bit for bit")
+        found.received = words_of_source(layer, others)
+    heads = {part: _fit_heads(layer, part, ropes, config, found) for part in ("q" if source else "qkv")}
+    q = heads["q"]
+    if source is None and is_latent(heads["k"], heads["v"]):
+        fit_latents(layer, found, q, heads["k"], heads["v"])
         return
     if q.factor != 1.0 and not found.is_scaled_before:
         raise Refusal("q", "be the output of a projection", f"{q.factor:.4g} times that")
     biases = []
-    for part, side, traced in (("q", "query", q), ("k", "key", k), ("v", "value", v)):
+    sides = {"q": "query", "k": "key", "v": "value"}
+    for part, traced in heads.items():
         if len(traced.modules) != 1:
             raise Refusal(f"{part}_proj", "return the features of the heads", "several that do")
         (each,) = traced.modules
         biases.append(found.project(f"{part}_proj", each, traced.places))
-        found.ends[side] = end_of(each)
-    found.add("qkv_bias", tuple(biases), "the projections add one")
+        found.ends[sides[part]] = end_of(each)
+    found.add("qkv_bias", tuple(biases) if source is None else biases[0], "the projections add one")
 
 
 def fit_clip(layer: ObservedLayer, projections: Sequence[Submodule], found: Fit) -> None:

@@ -52,6 +52,7 @@ class Fit:
         is_scaled_before: whether the scale multiplies queries instead of scores.
         ends: submodules that receive the inputs and return the output.
         words: description of the place of each end in the module.
+        received: description of the keys and values of another layer, by `key` and `value`.
         refusal: first stage that no field explains; empty if there is none.
     """
 
@@ -63,6 +64,7 @@ class Fit:
     is_scaled_before: bool = False
     ends: dict[str, End] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=dict)
+    received: dict[str, str] = field(default_factory=dict)
     refusal: str = ""
 
     def add(self, name: str, value: Any, how: str, **seen: Any) -> None:

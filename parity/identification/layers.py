@@ -162,10 +162,18 @@ def _differences(ruled: ModelLayer, weights: Weights, observed: Identification) 
     unseen = [name for name in SPANS if other[name] is None and (one[name] or 0) >= observed.num_tokens]
     said = {name: (value, other[name]) for name, value in one.items() if value != other[name] and name not in unseen}
     said |= {} if ruled.is_causal == observed.is_causal else {"is_causal": (ruled.is_causal, observed.is_causal)}
+    if ruled.kv_source is not None and (source := observed.inputs["key"]) != _keys_of(ruled, observed.name):
+        said["key"] = (_keys_of(ruled, observed.name), source)
     found = [f"{name}={value!r}, and observation {seen!r}" for name, (value, seen) in said.items()]
     own = {name: weight for name, weight in weights.items() if name in observed.weights}
     changed = [name for name, weight in own.items() if not np.array_equal(weight, observed.weights[name])]
     return found or [f"other values of {name} than were observed" for name in changed]
+
+
+def _keys_of(ruled: ModelLayer, name: str) -> str:
+    """Return the keys that a layer shares by rules, in the words of observation."""
+    words = (str(ruled.kv_source) if word == str(ruled.index) else word for word in name.split("."))
+    return f"the keys of {'.'.join(words)}"
 
 
 SPANS = ("window_size", "chunk_size")

@@ -22,11 +22,13 @@ class ConfigLayer(NamedTuple):
         config: configuration of the model.
         layer: index of the layer, from 0.
         kind: `full_attention`, `sliding_attention`, …
+        kinds: of all layers of its stack.
     """
 
     config: Config
     layer: int
     kind: str
+    kinds: tuple[str, ...] = ()
 
 
 Rule = Callable[[ConfigLayer], Value]
@@ -47,6 +49,7 @@ class Stack:
         shared: names of weights after a layer's path, and the path of the one that all layers share.
         ignored: names after a layer's path that are irrelevant entries of released checkpoints.
         keys_are_values: values use the projection of keys.
+        kv_source: index of the layer whose keys and values a layer shares, or None.
     """
 
     fields: Mapping[str, Any]
@@ -59,6 +62,7 @@ class Stack:
     shared: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     keys_are_values: Callable[[ConfigLayer], bool] = lambda place: False
+    kv_source: Callable[[ConfigLayer], int | None] = lambda place: None
 
 
 @dataclass(frozen=True)
@@ -182,6 +186,40 @@ def norm(*args: Any, eps: str = "rms_norm_eps", **fields: Any) -> Rule:
         return Value(Norm(*args, eps=found.value, **fields), f"{found.origin}; else as every layer of this family")
 
     return rule
+
+
+def kv_source(place: ConfigLayer) -> int | None:
+    """The last layer of its kind before those that share keys and values, for each of the last `num_kv_shared_layers`.
+
+    Raises:
+        ValueError: if there is no such layer.
+    """
+    told = place.config.find("num_kv_shared_layers")
+    count = 0 if told is None else told.value
+    before = len(place.kinds) - as_count("num_kv_shared_layers", count, minimum=0)
+    if place.layer < before:
+        return None
+    found = [index for index, kind in enumerate(place.kinds[: max(before, 0)]) if kind == place.kind]
+    if not found:
+        rule = f"leave a layer of kind {place.kind!r} with keys of its own"
+        raise Refusal("num_kv_shared_layers", rule, num_kv_shared_layers=count)
+    return found[-1]
+
+
+def own_keys(rule: Rule) -> Rule:
+    """A field of layers that make their own keys and values."""
+
+    def if_own(place: ConfigLayer) -> Value:
+        found = rule(place)
+        return found if kv_source(place) is None else NOTHING
+
+    return if_own
+
+
+def shares_keys(place: ConfigLayer) -> Value:
+    """True for a layer that shares the keys and values of another one."""
+    source = kv_source(place)
+    return NOTHING if source is None else Value(True, f"num_kv_shared_layers: those of layer {source}")
 
 
 def of_kind(kind: str) -> Callable[[Config, int], str]:

@@ -49,6 +49,7 @@ class ModelLayer:
         shared: names of weights that it shares with another layer unless it has its own, each with its path.
         ignored: names of irrelevant entries in released checkpoints.
         keys_are_values: values use the projection of keys, before the norms of both.
+        kv_source: index of the layer whose keys and values it shares, or None.
     """
 
     index: int
@@ -62,6 +63,7 @@ class ModelLayer:
     shared: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     keys_are_values: bool = False
+    kv_source: int | None = None
 
     def is_at(self, name: str) -> bool:
         """Return whether the name of a module ends with the layer's path."""
@@ -229,7 +231,7 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
     told = read.find("layer_types")
     if told is not None and (not isinstance(told.value, list | tuple) or len(told.value) != count):
         raise Refusal("layer_types", f"be one for each of {count} layers", layer_types=told.value)
-    layers = []
+    kinds = []
     for index in range(count):
         if told is None:
             kind = stack.kind(read, index)
@@ -238,7 +240,8 @@ def _layers(stack: Stack, read: Config) -> list[ModelLayer]:
             kind = OLDER_KINDS.get(kind, kind)
             with suppress(TypeError, ValueError):  # other keys with the same meaning count as read
                 stack.kind(read, index)
-        layers.append(_layer(stack, ConfigLayer(read, index, kind)))
+        kinds.append(kind)
+    layers = [_layer(stack, ConfigLayer(read, index, kind, tuple(kinds))) for index, kind in enumerate(kinds)]
     if all(layer.spec is None for layer in layers):  # keys of other kinds count as read
         for rule in stack.fields.values():
             with suppress(TypeError, ValueError):
@@ -320,4 +323,5 @@ def _layer(stack: Stack, place: ConfigLayer) -> ModelLayer:
         stack.shared,
         stack.ignored,
         stack.keys_are_values(place),
+        stack.kv_source(place),
     )

@@ -41,6 +41,7 @@ def covers(case: Case) -> str:
         f"latents of {spec.latent.kv_rank} + {spec.latent.rope_dim}" if spec.latent else "": spec.latent is not None,
         "latent queries": spec.latent is not None and spec.latent.q_rank is not None,
         "factors of latents": spec.latent is not None and set(spec.latent.factors.values()) != {1.0},
+        "shared k and v": spec.shared_kv,
         "norm of q and k": spec.qk_norm is not None,
         "norm of v": spec.v_norm is not None,
         "norm of the context": spec.context_norm is not None,

@@ -8,15 +8,16 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
+import numpy as np
+
 from mha_spec import AttentionSpec, Refusal
 from parity.conversion.hints import LayerKeywords
 from parity.conversion.layers import FileLayer, open_layers
 from parity.core import reference
 from parity.core.case import Case
 from parity.core.compare import SAME_PRECISION, Label, compare
-from parity.core.problem import make_problem
+from parity.core.problem import Problem, make_problem
 from parity.core.stages import run_steps
-from parity.core.weights import Weights
 from parity.identification.folders import is_unknown, observe_folder, observed_file
 from parity.running.report import Report, SkippedCase
 from parity.running.run import OnJudged, run_cases
@@ -111,9 +112,11 @@ def run_model(
             is_causal = live.is_causal if live else None if layer.model is None else layer.model.is_causal
             cases = cases_of(names[layer.label], spec, is_cross=layer.is_cross, is_causal=is_causal)
             told = {"with_gradients": with_gradients, "weights": weights, "mesh": mesh, "device": device}
-            one = run_cases(cases, backends, dtypes, **told, on_case=on_case, on_judged=on_judged)
+            received = _received(layer, found, cases)
+            one = run_cases(cases, backends, dtypes, **told, received=received, on_case=on_case, on_judged=on_judged)
             if skeleton is not None:
-                _judge_own_module(one, layer, cases[0], weights, skeleton)
+                problem = make_problem(cases[0], "float32", weights, received.get(cases[0].name))
+                _judge_own_module(one, layer, problem, skeleton)
             if live:
                 _add_observed(one, live, cases[0])
             reports.append(one)
@@ -127,6 +130,36 @@ def run_model(
     ran = (observed[layer.label] for layer in chosen if layer.label in observed)
     reports[0].warnings.extend(f"no rules of a family, observed with random inputs: {each}" for each in ran)
     return reports[0]
+
+
+def _received(layer: FileLayer, layers: Sequence[FileLayer], cases: Sequence[Case]) -> dict[str, dict[str, np.ndarray]]:
+    """The keys and values that the layer whose they are makes of inputs of its own, by case; none if it makes its own.
+
+    Raises:
+        ValueError: if that layer is not there.
+    """
+    if layer.model is None or layer.model.kv_source is None:
+        return {}
+    of_part = [each for each in layers if each.model is not None and each.model.part == layer.model.part]
+    found = [each for each in of_part if each.model is not None and each.model.index == layer.model.kv_source]
+    if not found:
+        rule = f"have layer {layer.model.kv_source}, whose keys and values it shares"
+        raise Refusal(layer.label, rule, "no such layer in the file")
+    source = next((each for each in found if _before(each) == _before(layer)), found[0])
+    weights, spec = source.load()
+    received = {}
+    for case in cases:
+        own = replace(case, name=f"{case.name}-source", spec=spec, chunks=(), capacity=0)
+        heads = reference.Layer(make_problem(own, "float32", weights), reference.Arithmetic(np.dtype(np.float32))).qkv(
+            {}
+        )
+        received[case.name] = {name: heads[name] for name in "kv"}
+    return received
+
+
+def _before(layer: FileLayer) -> str:
+    """The beginning of a label before the path of its layer, the same for all layers of a part."""
+    return layer.label.removesuffix("" if layer.model is None else layer.model.path)
 
 
 def chosen_layers(found: Sequence[FileLayer], numbers: Collection[int] | None) -> list[FileLayer]:
@@ -186,8 +219,9 @@ def _add_observed(report: Report, layer: LiveLayer, case: Case) -> None:
         report.skipped_cases.append(SkippedCase(case.name, "float32", "transformers", reason))
 
 
-def _judge_own_module(report: Report, layer: FileLayer, case: Case, weights: Weights, skeleton: Skeleton) -> None:
+def _judge_own_module(report: Report, layer: FileLayer, problem: Problem, skeleton: Skeleton) -> None:
     """Add the comparison of the library's own module to a report, or the reason why there is none."""
+    case = problem.case
 
     def skip(reason: str) -> None:
         report.skipped_cases.append(SkippedCase(case.name, "float32", "transformers", reason))
@@ -195,7 +229,6 @@ def _judge_own_module(report: Report, layer: FileLayer, case: Case, weights: Wei
     if layer.model is None:
         skip("its configuration does not determine its module")
         return
-    problem = make_problem(case, "float32", weights)
     positions = case.positions() if case.spec.rope is not None and case.spec.rope.sections else None
     try:
         keys = problem.inputs.get("key")

@@ -6,11 +6,13 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from mha_spec import Refusal
 from parity.backends import BACKENDS, load_backend, load_divided, why_missing
@@ -41,6 +43,7 @@ def run_cases(
     *,
     with_gradients: bool = False,
     weights: Weights | None = None,
+    received: Mapping[str, Mapping[str, np.ndarray]] | None = None,
     mesh: MeshPlan | None = None,
     traces: str | os.PathLike[str] | None = None,
     join: Sequence[str | os.PathLike[str] | Elsewhere] = (),
@@ -57,6 +60,7 @@ def run_cases(
         dtypes: names of floating-point dtypes.
         with_gradients: also compare the gradients of inputs and weights, for cases without a cache.
         weights: canonical weights for all cases; by default each case has its own.
+        received: keys and values of another layer, by case, see `make_problem`.
         mesh: devices that divide each case; cases that it cannot divide are skipped.
         traces: folder to save the traces in.
         join: folders of saved traces, with subfolders; those of the same cases and dtypes are also compared. Or an
@@ -78,6 +82,7 @@ def run_cases(
     """
     cases = list(CASES.values() if cases is None else cases)
     about: dict[str, Any] = {"with_gradients": with_gradients, "weights": weights, "mesh": mesh, "device": device}
+    about["received"] = received or {}
     plan = _plan_of(cases, backends, dtypes, are_joined=bool(join), jobs=jobs, **about)
     with on_device(device), _sources(plan, join, jobs) as (joined, attempts):
         judged = _judge_all(_record_all(plan, joined, attempts, traces, on_case), on_judged)
@@ -98,13 +103,14 @@ class _Task(NamedTuple):
     dtype: str
     backends: tuple[str, ...]
     weights: Weights | None
+    received: Mapping[str, Mapping[str, np.ndarray]]
     with_gradients: bool
     mesh: MeshPlan | None
     device: str
 
     def expected(self) -> Reference:
         """Return the reference of the case."""
-        problem = make_problem(self.case, self.dtype, self.weights)
+        problem = make_problem(self.case, self.dtype, self.weights, self.received.get(self.case.name))
         return Reference(problem, self.with_gradients and self.case.has_gradients)
 
     def attempts(self, expected: Reference) -> Iterator[Trace]:

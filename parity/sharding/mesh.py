@@ -86,6 +86,8 @@ def why_not_divided(case: Case, plan: MeshPlan) -> str | None:
             return f"{name}={devices} does not divide {count} {what}"
     if plan.tensor > 1 and case.spec.fused_qkv:
         return "fused_qkv keeps q, k and v in one weight, whose heads are not consecutive"
+    if case.spec.shared_kv:
+        return "the keys and values of another layer are not divided"
     if plan.sequence > 1:
         if case.spec.relative_products is not None:
             return "relative products are computed for whole sequences only"

@@ -236,6 +236,8 @@ class _TorchListener:
         self.adds_residual = told.get("residual") is not None
         self.cache = next((told[each] for each in CACHES if told.get(each) is not None), None)
         self.past, self.key_len = _cached(self.cache, self.layer.index), 0
+        if self.cache is not None and getattr(module, "is_kv_shared_layer", False):  # others have appended this call's
+            self.past = (_cached(self.cache, 0) or length) - length
         if other is not None and other is not given:
             self._attends_to(other, length)
         values = told.get("value")

@@ -76,11 +76,14 @@ def written(spec: AttentionSpec, framework: str, call: CallForm, loader: str = "
         raise Refusal("is_cross", "be False with RoPE or latents, whose keys come from the queries' tokens", spec=spec)
     if not call.is_cross and spec.d_kv != spec.d_in:
         raise Refusal("is_cross", "be True for keys of another width", d_in=spec.d_in, d_kv=spec.d_kv)
+    if spec.shared_kv and (call.is_cross or call.cache is not None):
+        rule = "be False in calls of a second input or with a cache, which the other layer fills"
+        raise Refusal("shared_kv", rule, shared_kv=True, is_cross=call.is_cross, cache=call.cache)
     if call.has_positions and not spec.has_positions:
         raise Refusal("has_positions", "be False for a layer without RoPE and temperature", has_positions=True)
     known = {"spec": replace(spec, fused_qkv=False), "call": call, "ABSENT": ABSENT, **_records()}
     template = (TEMPLATES / f"{framework}.py").read_text().replace(NAMES_GO_HERE, _names(), 1)
-    source = specialize(f"{template}\n\n{loader}", known, _unused(call), _public_names(call))
+    source = specialize(f"{template}\n\n{loader}", known, _unused(spec, call), _public_names(call))
     return source.replace("TITLE", docstring_of(spec, framework, call), 1).replace("ABOUT", title_of(spec, call), 1)
 
 
@@ -97,12 +100,14 @@ def _public_names(call: CallForm) -> tuple[str, ...]:
     return KEEP if call.cache is None else (*KEEP, "empty_cache")
 
 
-def _unused(call: CallForm) -> list[str]:
+def _unused(spec: AttentionSpec, call: CallForm) -> list[str]:
     """Return the names of arguments that such a call does not pass."""
     passed = {
         "x": not call.is_cross,
         "query": call.is_cross,
         "key": call.is_cross,
+        "other_k": spec.shared_kv,
+        "other_v": spec.shared_kv,
         "cache": call.cache is not None,
         "new_lengths": call.cache == "ragged",
         "mask": call.has_mask,

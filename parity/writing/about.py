@@ -25,6 +25,8 @@ def title_of(spec: AttentionSpec, call: CallForm) -> str:
     words = ["Causal " + kind if call.is_causal else kind.capitalize()]
     if spec.latent is not None:
         words.append("with latents")
+    if spec.shared_kv:
+        words.append("over the keys and values of another layer")
     if spec.window_size is not None:
         words.append(f"within a window of {spec.window_size}")
     if spec.chunk_size is not None:
@@ -63,6 +65,7 @@ def sources_of(spec: AttentionSpec) -> list[str]:
     found = {
         "Attention Is All You Need, arXiv:1706.03762": True,
         "grouped-query attention, arXiv:2305.13245": spec.num_kv_heads != spec.num_heads,
+        "cross-layer attention, arXiv:2405.12981": spec.shared_kv,
         "DeepSeek-V2, arXiv:2405.04434": spec.latent is not None,
         "RMSNorm, arXiv:1910.07467": spec.latent is not None or any(norm.kind == "rms" for norm in norms),
         "LayerNorm, arXiv:1607.06450": any(norm.kind == "layer" for norm in norms),

@@ -152,7 +152,7 @@ _LAYER = {
 
 
 def _one_call(framework: str, call: CallForm, case: Case, with_trace: bool) -> Iterator[str]:
-    names = ("query", "key") if call.is_cross else ("query",)
+    names = ("query", *(("key",) if call.is_cross else ("k", "v") if case.spec.shared_kv else ()))
     arguments = [_array(framework, f'inputs["{name}"]') for name in names]
     arguments += [_beside(framework, f'inputs["{name}"]') for name in ("mask", "bias") if name in _passed(call)]
     arguments += [_beside(framework, _positions("", with_trace))] * call.has_positions

@@ -74,6 +74,52 @@ def contents(cache):
     return mha_tt.download(cache.keys), mha_tt.download(cache.values), cache.lengths.copy()
 
 
+def sharing(source):
+    """A cached layer of the same weights that shares the keys and values of a source."""
+    weights = {name: x for name, x in parity.weights_of(source).items() if name[:2] not in ("k_", "v_")}
+    spec = source.spec.replace(shared_kv=True)
+    return module_of("MultiHeadAttentionWithCache", spec, source.device, source.dtype, weights)
+
+
+@pytest.mark.parametrize("window_size", [None, 3])
+@pytest.mark.parametrize("steps", [[None] * 3, [[4, 2, 0], [1, 1, 1], [0, 1, 1]]], ids=["even", "ragged"])
+@pytest.mark.parametrize("page_size", [None, 32])
+def test_a_layer_of_shared_keys_attends_to_the_cache_of_the_other_and_leaves_it_as_it_is(
+    device, window_size, steps, page_size
+):
+    spec = parity.AttentionSpec(
+        24, 4, num_kv_heads=2, qk_norm=parity.Norm(), rope=parity.Rope(500.0), window_size=window_size
+    )
+    source, x = cached_layer(spec, device), random_tokens(6)
+    shared, cache = sharing(source), source.init_cache(3, 6, page_size=page_size)
+    for chunk, new_lengths in zip(np.split(x, [4, 5], axis=1), steps, strict=True):
+        tokens = mha_tt.upload(chunk, device=device, dtype=source.dtype)
+        expected, cache = source(tokens, cache, new_lengths=new_lengths)
+        before = contents(cache)
+        found, after = shared(tokens, cache, new_lengths=new_lengths)
+        assert after is cache
+        assert_close(mha_tt.download(found), mha_tt.download(expected), ttnn.bfloat16)
+        assert all(map(np.array_equal, contents(after), before))
+
+
+def test_a_growing_cache_of_another_layer_holds_the_new_tokens(device):
+    spec = parity.AttentionSpec(24, 4, num_kv_heads=2, rope=parity.Rope(500.0))
+    source, cache = cached_layer(spec, device), ()
+    shared = sharing(source)
+    for chunk in np.split(random_tokens(6), [4, 5], axis=1):
+        tokens = mha_tt.upload(chunk, device=device, dtype=source.dtype)
+        expected, *cache = mha_tt.multi_head_attention_with_cache(tokens, source.weights, spec, *cache)
+        found, *_ = mha_tt.multi_head_attention_with_cache(tokens, shared.weights, shared.spec, *cache)
+        assert np.array_equal(mha_tt.download(found), mha_tt.download(expected))
+
+
+def test_a_cache_without_the_new_tokens_is_refused_by_a_layer_of_shared_keys(device):
+    source = cached_layer(GQA_ROPE, device)
+    shared, x = sharing(source), mha_tt.upload(random_tokens(2), device=device, dtype=source.dtype)
+    with refuses("cache", lengths=[0, 0, 0], new_lengths=[2, 2, 2]):
+        shared(x, source.init_cache(3, 6))
+
+
 def real_slots(slots, spec, lengths):
     """The slots that hold something, without the features that pad a head: (tokens of all sequences, K, H)."""
     features = mha_tt.head_slots(spec.head_dim, rope=spec.rope)

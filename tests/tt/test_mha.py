@@ -244,6 +244,39 @@ def test_relative_products_add_scaled_products_with_the_vectors_of_a_distance(de
         assert mha_tt.download(found) == pytest.approx(expected, abs=1e-5)
 
 
+SOURCE = parity.AttentionSpec(24, 6, num_kv_heads=2, qk_norm=parity.Norm(), rope=parity.Rope(500.0), window_size=3)
+
+
+def sharing(device, dtype):
+    """A layer, tokens, one of the same weights that shares its keys and values, and these as the first made them."""
+    source = module_of("MultiHeadAttention", SOURCE, device, dtype)
+    weights = {name: x for name, x in rounded_weights(SOURCE, dtype).items() if name[:2] not in ("k_", "v_")}
+    shared = module_of("MultiHeadAttention", SOURCE.replace(shared_kv=True), device, dtype, weights)
+    x = mha_tt.upload(crossed(dtype, SOURCE)["query"], device=device, dtype=dtype)
+    return source, x, shared, mha_tt.project_qkv(source.project, x, x, x, SOURCE)[1:]
+
+
+@both_dtypes
+def test_a_layer_of_shared_keys_attends_to_those_of_the_other_layer_as_they_are(device, dtype):
+    """With the other layer's weights and input it gives the other layer's output."""
+    source, x, shared, kv = sharing(device, dtype)
+    expected, weighed = source(x, is_causal=True, need_weights=True)
+    found, attn_weights = shared(x, *kv, is_causal=True, need_weights=True)
+    assert np.array_equal(mha_tt.download(found), mha_tt.download(expected))
+    assert np.array_equal(mha_tt.download(attn_weights), mha_tt.download(weighed))
+    assert np.abs(mha_tt.download(shared(x, kv[1], kv[0], is_causal=True)[0]) - mha_tt.download(expected)).max() > 1e-3
+
+
+def test_shared_keys_that_are_missing_or_of_other_heads_are_refused(device):
+    _, x, shared, (k, v) = sharing(device, ttnn.bfloat16)
+    with refuses("key and value", "None"):
+        shared(x)
+    with refuses("key", {"key.shape": (2, 1, 3, 64)}):
+        shared(x, k[:, :1], v[:, :1])
+    with refuses("key", {"key.shape": (2, 3, 24)}):
+        shared(x, x, x)
+
+
 def test_a_sink_takes_weight_and_gives_none_back(device):
     scores = mha_tt.upload(np.array([[[[0.0, 1.0]], [[2.0, 3.0]]]] * 2), device=device, dtype=ttnn.float32)
     sinks = mha_tt.upload(np.array([2.0, -1.0]).reshape(1, 2, 1, 1), device=device, dtype=ttnn.float32)

@@ -10,7 +10,7 @@ import numpy as np
 from mha_spec import AttentionSpec, WrongType
 from parity.conversion.hints import CALLER, LayerHints, LayerKeywords
 from parity.conversion.layouts.detection import find_placement, find_spec, placement_for, placements
-from parity.conversion.layouts.layout import Layout, check_carried
+from parity.conversion.layouts.layout import Layout, check_carried, unused_in
 from parity.core.arrays import to_numpy_by_name
 from parity.core.weights import Weights, check_weights, is_floating
 
@@ -60,6 +60,7 @@ def to_canonical(
     shapes = {name: array.shape for name, array in held.items()}
     hints = LayerHints.by(CALLER, **keywords)
     spec = find_spec(shapes, layout, hints) if hints.spec is None else hints.spec
+    shapes = {name: shape for name, shape in shapes.items() if name not in unused_in(layout, spec)}
     placement = find_placement(shapes, spec, layout)
     weights = {name: np.array(placement.read_out(name, held.__getitem__), order="C") for name in placement.weights}
     return check_weights(weights, spec), spec

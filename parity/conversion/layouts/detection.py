@@ -150,8 +150,9 @@ def _has_no_form(layout: Layout, wanted: Collection[str], nameless: Collection[s
         return DoesNotFit("the layer", rule, shorten(sorted(nameless)), remedy=remedy, hint=hint)
     for tensor in layout.tensors:
         without = [part for part in tensor.parts if part not in wanted]
-        if tensor.kind == "bias" and 0 < len(without) < len(tensor.parts):
-            rule = f"have a bias in all projections that {tensor.name} of {layout.name} packs"
+        if 0 < len(without) < len(tensor.parts):
+            of_each = "a bias in all projections" if tensor.kind == "bias" else "all projections"
+            rule = f"have {of_each} that {tensor.name} of {layout.name} packs"
             return DoesNotFit("the layer", rule, f"none of {', '.join(without)}")
     return DoesNotFit("the layer", f"have equal sizes where {layout.name} packs projections")
 

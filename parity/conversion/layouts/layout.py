@@ -270,6 +270,7 @@ RULES: dict[str, Rule] = {
             spec.rope is None or (spec.rope.pairs, spec.rope.rotary_dim or spec.head_dim) == ("half", spec.head_dim)
         ),
     ),
+    "own keys": Rule("keys and values must be the layer's own", ("shared_kv",), lambda spec: not spec.shared_kv),
 }
 """Requirements of layouts on a layer."""
 
@@ -286,7 +287,8 @@ def _has_rms_norms(spec: AttentionSpec, weight: str) -> bool:
 
 def broken_rules(spec: AttentionSpec, layout: Layout) -> tuple[str, dict[str, Any]]:
     """Return the requirements of a layout that a layer breaks, or "", and the fields that break them."""
-    broken = [rule for rule in map(RULES.__getitem__, layout.rules) if not rule.holds(spec)]
+    of_others = () if {*CARRIED} <= {*layout.carries} else ("own keys",)
+    broken = [rule for rule in map(RULES.__getitem__, (*layout.rules, *of_others)) if not rule.holds(spec)]
     got = {field: getattr(spec, field) for rule in broken for field in rule.fields}
     return "; ".join(rule.words for rule in broken), got
 
@@ -320,6 +322,15 @@ def _carried(spec: AttentionSpec) -> dict[str, Any]:
     factors = () if spec.latent is None else (spec.latent.q_factor, spec.latent.kv_factor)
     found["latent.factors"] = factors if set(factors) - {1.0} else None
     return found
+
+
+def unused_in(layout: Layout, spec: AttentionSpec) -> set[str]:
+    """The names of a layout that a layer may have and does not compute with: of keys, if it shares another layer's.
+
+    Released Gemma 3n has them.
+    """
+    tensors = (*layout.tensors, *layout.others) if spec.shared_kv else ()
+    return {tensor.name for tensor in tensors if all(part.startswith(("k_", "v_")) for part in tensor.parts)}
 
 
 def weights_of_norm(name: str) -> set[str]:

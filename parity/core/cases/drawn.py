@@ -90,6 +90,9 @@ def random_case(seed: int) -> Case:
     products = choose(*[None] * 7, RelativeProducts(5, 3), RelativeProducts(7, 8, 4, 12, of_keys=True, per_head=True))
     if spec.latent is None and spec.soft_cap is None:
         spec = replace(spec, relative_products=products)
+    if choose(*[False] * 7, True) and not is_cross and spec.latent is None:
+        without = {"fused_qkv": False, "v_norm": None, "qkv_bias": any(spec.qkv_biases)}
+        spec = replace(spec, shared_kv=True, **without)
     return replace(case, spec=spec, first_position=position)
 
 

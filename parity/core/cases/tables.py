@@ -51,6 +51,17 @@ _CONTEXT = AttentionSpec(48, 6, num_kv_heads=2, context_norm=Norm("layer", over=
 _PER_HEAD = AttentionSpec(
     48, 6, num_kv_heads=2, head_dim=12, qk_norm=Norm("layer", per_head=True, bias=True, eps=0.01), v_norm=Norm("layer")
 )
+_SHARED_KV = AttentionSpec(
+    *(48, 6),
+    num_kv_heads=2,
+    head_dim=12,
+    shared_kv=True,
+    qkv_bias=False,
+    out_bias=False,
+    qk_norm=Norm(),
+    rope=Rope(10000.0),
+    scale=1.0,
+)
 _AFTER_ROPE = AttentionSpec(32, 4, rope=Rope(10000.0), qk_norm=Norm(after_rope=True))
 _L2 = AttentionSpec(32, 4, num_kv_heads=2, rope=Rope(10000.0), qk_norm=Norm(weight=None, after_rope=True, eps=0.01))
 _CLIP = AttentionSpec(32, 4, num_kv_heads=2, clip_qkv=0.75, rope=Rope(10000.0))
@@ -285,6 +296,23 @@ LAYERS = [
     Case("norm-width", _WIDTH, "norms over the width of all heads", seq_len=9, is_causal=True),
     Case("norm-per-head", _PER_HEAD, "layer norms with weights for each head", seq_len_k=7),
     Case("norm-context", _CONTEXT, "a norm of the context before the projection", seq_len=9, random_mask=True),
+    Case("shared-kv", _SHARED_KV, "keys and values of another layer, after its RoPE", seq_len=9, is_causal=True),
+    Case(
+        "shared-kv-window",
+        AttentionSpec(
+            *(32, 4),
+            num_kv_heads=1,
+            value_head_dim=12,
+            shared_kv=True,
+            clip_qkv=0.75,
+            gate=Gate(per_head=True),
+            window_size=4,
+        ),
+        "more keys of another layer than queries, in the layer's own window",
+        seq_len=7,
+        seq_len_k=9,
+        key_padding_lengths=(5, 9),
+    ),
     Case("norm-after-rope", _AFTER_ROPE, "norms after RoPE", seq_len=9, key_padding_lengths=(3, 9)),
     Case("gate", _GATE, "a gate per feature of the context", seq_len=9, is_causal=True),
     Case("gate-per-head", _HEAD_GATE, "a gate per head", seq_len_k=7),
@@ -479,6 +507,12 @@ CACHED = [
     ),
     Case("decode-value-head-dim", _VALUES, "decode, narrow values", **_calls(4, 1, 1, 1, capacity=8)),
     Case("decode-biases-of-some", _WHISPER, "decode, keys without a bias", **_calls(4, 1, 1, capacity=6)),
+    Case(
+        "decode-shared-kv",
+        replace(_SHARED_KV, window_size=4),
+        "decode over the cache of another layer, in a window",
+        **_UNEVEN,
+    ),
     Case("decode-clip-qkv", _CLIP, "decode, clipped projections", **_calls(4, 1, 1, 1, capacity=8)),
     Case("decode-gate", _GATE, "decode, gated", **_calls(4, 1, 1, 1, capacity=8)),
     Case("decode-norm-context", _CONTEXT, "decode, a norm of the context", **_calls(4, 1, 1, 1, capacity=8)),

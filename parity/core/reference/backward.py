@@ -55,6 +55,9 @@ class Backward:
             grads["grad.query"] = a.keep(d_query + self.of_latents(query, d_k, d_v, positions, grads))
             return grads
         for (name, side), d_heads in zip(problem.sides.items(), (d_q, d_k, d_v), strict=True):
+            if name == side:  # the heads of another layer
+                d_inputs[side] += d_heads
+                continue
             d_projected = self.of_entering(name, a.keep(d_heads), positions, grads)
             d_inputs[side] += a.widen(self.of_linear(f"{name}_proj", entered[side], d_projected, grads))
         return grads | {f"grad.{side}": a.keep(d_input) for side, d_input in reversed(d_inputs.items())}

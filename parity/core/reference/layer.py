@@ -377,8 +377,11 @@ class Layer:
             latents = self.latents(query, positions)
             heads = {"q": self.latent_queries(query, positions), "latents": latents, **self.expanded(latents)}
         else:
-            projected = {name: self.linear(f"{name}_proj", given[name]) for name in self.asked}
+            own = "q" if self.problem.spec.shared_kv else "qkv"
+            projected = {name: self.linear(f"{name}_proj", given[name]) for name in self.asked if name in own}
             heads = {name: self.entering(name, x, positions) for name, x in projected.items()}
+            received = (name for name in self.asked if name not in own)
+            heads |= {name: self.received(name, given[name], positions) for name in received}
         return heads if self.problem.spec.gate is None else {**heads, "gate": self.linear("gate_proj", query)}
 
     def gated(self, values: Values) -> np.ndarray:
@@ -406,6 +409,10 @@ class Layer:
         x = self.turned(name, x, positions)
         x = self.normed(name, x, norm) if norm is not None and norm.after_rope else x
         return self.tempered(name, x, positions)
+
+    def received(self, name: str, heads: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """The keys or values of another layer, as they entered its attention."""
+        return heads
 
     def latent_queries(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the queries of a layer with latents."""
@@ -566,7 +573,9 @@ class CachedCall:
         return {"mask": self.layer.hidden(np.broadcast_to(masked, shape))}
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
-        return self.layer.project(dict.fromkeys("qkv", self.x), self.layer.problem.case.positions(self.index))
+        problem = self.layer.problem
+        given = {name: problem.step_input(self.index, side) for name, side in problem.sides.items()}
+        return self.layer.project({**given, "q": self.x}, problem.case.positions(self.index))
 
     def scores(self, values: Values) -> dict[str, np.ndarray]:
         return self.layer.scores(values, self.slots)

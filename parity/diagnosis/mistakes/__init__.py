@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -29,6 +30,7 @@ from parity.diagnosis.mistakes import (
     rope,
     rope_kinds,
     scores,
+    sharing,
     softmax,
     temperature,
     weights,
@@ -66,6 +68,7 @@ GROUPS = (
     weights.not_clipped,
     temperature.temperature,
     gates.gates,
+    sharing.shared,
     heads.shared,
     heads.split_or_combined,
     heads.padded,
@@ -106,11 +109,19 @@ WITHOUT_LATENTS = frozenset(
 )
 """Groups of bugs in q_proj, k_proj and v_proj."""
 
+WITHOUT_KEYS = frozenset({weights.swapped, weights.fused_qkv})
+"""Groups that read k_proj or v_proj."""
+
+OF_OWN_KEYS = re.compile("[kv]_proj-.*|.*-[qkv]|qkv-bias-missing|rope-on-values")
+"""Names in groups for keys or values that a layer makes itself, or for queries alone."""
+
 
 def mistakes_for(case: Case) -> list[Mistake]:
     """Return every bug that a case could have, usual ones first."""
-    groups = [group for group in GROUPS if case.spec.latent is None or group not in WITHOUT_LATENTS]
-    return [mistake for group in groups for mistake in group(case)]
+    spec = case.spec
+    left_out = WITHOUT_KEYS if spec.shared_kv else frozenset() if spec.latent is None else WITHOUT_LATENTS
+    found = [mistake for group in GROUPS if group not in left_out for mistake in group(case)]
+    return [each for each in found if not (spec.shared_kv and OF_OWN_KEYS.fullmatch(each.name))]
 
 
 @cache

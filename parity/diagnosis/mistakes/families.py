@@ -49,6 +49,8 @@ SEQUENCES = MistakeFamily("batch-axis", "attend within each sequence: heads are 
 LATENTS = MistakeFamily("latents", "use the latents' own norms and projections")
 GATE = MistakeFamily("gate", "multiply the context by sigmoid(gate_proj(query)), before out_proj")
 
+SHARED_KV = MistakeFamily("shared-kv", "use the keys and values of the other layer as they enter its attention")
+
 # ---- Heads -----------------------------------------------------------------------------------------------------------
 
 HEAD_ORDER = MistakeFamily(

@@ -40,7 +40,7 @@ def norms(case: Case) -> Iterator[Mistake]:
     yield _missing("qk-norm-missing-k", "k", "keys", stages=("k",))
     if norm.weight is not None:
         yield from _of_weights(norm)
-        if spec.norm_shapes("q_norm") == spec.norm_shapes("k_norm"):
+        if not spec.shared_kv and spec.norm_shapes("q_norm") == spec.norm_shapes("k_norm"):
             yield of_norms(
                 "qk-norms-swapped",
                 "q_norm and k_norm are exchanged",

@@ -20,10 +20,13 @@ from parity.models.rules import (
     head_dim,
     is_last,
     key,
+    kv_source,
     norm,
     only,
     optional,
+    own_keys,
     rope,
+    shares_keys,
     tempered_by_rope,
     told_kind,
     where,
@@ -114,7 +117,7 @@ def _of_gemma4(name: str, of_full: str) -> Rule:
 def _has_one_projection(place: ConfigLayer) -> bool:
     """Return whether a layer of Gemma 4 has one projection for keys and values."""
     told = place.config.find("attention_k_eq_v")
-    return place.kind == "full_attention" and told is not None and bool(told.value)
+    return kv_source(place) is None and place.kind == "full_attention" and told is not None and bool(told.value)
 
 
 def _kind_of_gemma4(config: Config, index: int) -> str:
@@ -346,10 +349,12 @@ DECODERS: dict[str, Family] = {
         keys_are_values=_has_one_projection,
         scale=1.0,
         qk_norm=norm(),
-        v_norm=norm(weight=None),
+        v_norm=own_keys(norm(weight=None)),
         window_size=SLIDING,
         kind=_kind_of_gemma4,
-        fixed={"num_kv_shared_layers": 0},
+        shared_kv=shares_keys,
+        kv_source=kv_source,
+        says_nothing={"top_k_experts"},
     ),
     "gemma3n_text": family(
         HEADS,
@@ -357,12 +362,13 @@ DECODERS: dict[str, Family] = {
         BIASES,
         scale=1.0,
         qk_norm=norm(),
-        v_norm=norm(weight=None),
+        v_norm=own_keys(norm(weight=None)),
         window_size=SLIDING,
         rope=rope(theta=1e6, local_theta=1e4),
         kind=every(5),
+        shared_kv=shares_keys,
+        kv_source=kv_source,
         defaults={"num_kv_shared_layers": 15},
-        fixed={"num_kv_shared_layers": 0},
         says_nothing={"altup_correct_scale"},
     ),
     "mimo_v2_flash": family(

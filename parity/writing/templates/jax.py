@@ -51,6 +51,8 @@ def attention(
     x: Array,
     query: Array,
     key: Array,
+    other_k: Array,
+    other_v: Array,
     cache: Cache,
     new_lengths: Array,
     mask: Array,
@@ -64,6 +66,8 @@ def attention(
         x: (B, T, d_in).
         query: (B, T, d_in).
         key: (B, S, d_kv), the source of keys and values.
+        other_k: (B, K, S, H), keys of another layer, after its norms and RoPE.
+        other_v: (B, K, S, H), values of that layer.
         cache: earlier tokens, from `empty_cache` or an earlier call; the updated cache is also returned.
         new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding.
         mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row returns 0.
@@ -81,34 +85,46 @@ def attention(
         places = jnp.arange(num_tokens)[None]  # (1, T)
     if latent is None and not has_wide:
         q = split_heads(linear(params["q_proj"], query if call.is_cross else x), NUM_HEADS)  # (B, N, T, H)
-        k = split_heads(linear(params["k_proj"], key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
-        v = split_heads(linear(params["v_proj"], key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
+        if not spec.shared_kv:
+            k = split_heads(linear(params["k_proj"], key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
+            v = split_heads(linear(params["v_proj"], key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
     elif latent is None:
         q = linear(params["q_proj"], query if call.is_cross else x)  # (B, T, N * H)
-        k = linear(params["k_proj"], key if call.is_cross else x)  # (B, S, K * H)
-        v = linear(params["v_proj"], key if call.is_cross else x)  # (B, S, K * H)
+        if not spec.shared_kv:
+            k = linear(params["k_proj"], key if call.is_cross else x)  # (B, S, K * H)
+            v = linear(params["v_proj"], key if call.is_cross else x)  # (B, S, K * H)
         if spec.clip_qkv is not None:
-            q, k, v = jnp.clip(q, -CLIP, CLIP), jnp.clip(k, -CLIP, CLIP), jnp.clip(v, -CLIP, CLIP)
+            if spec.shared_kv:
+                q = jnp.clip(q, -CLIP, CLIP)
+            else:
+                q, k, v = jnp.clip(q, -CLIP, CLIP), jnp.clip(k, -CLIP, CLIP), jnp.clip(v, -CLIP, CLIP)
         if qk_norm is not None and qk_norm.over == "width":
             q = normalize_qk(ABSENT if qk_norm.weight is None else params["q_norm"], q)
-            k = normalize_qk(ABSENT if qk_norm.weight is None else params["k_norm"], k)
+            if not spec.shared_kv:
+                k = normalize_qk(ABSENT if qk_norm.weight is None else params["k_norm"], k)
         if v_norm is not None and v_norm.over == "width":
             v = normalize_v(ABSENT if v_norm.weight is None else params["v_norm"], v)
         q = split_heads(q, NUM_HEADS)  # (B, N, T, H)
-        k = split_heads(k, NUM_KV_HEADS)  # (B, K, S, H)
-        v = split_heads(v, NUM_KV_HEADS)  # (B, K, S, H)
+        if not spec.shared_kv:
+            k = split_heads(k, NUM_KV_HEADS)  # (B, K, S, H)
+            v = split_heads(v, NUM_KV_HEADS)  # (B, K, S, H)
     if latent is None:
         if qk_norm is not None and qk_norm.over == "head" and not qk_norm.after_rope:
             q = normalize_qk(ABSENT if qk_norm.weight is None else params["q_norm"], q)
-            k = normalize_qk(ABSENT if qk_norm.weight is None else params["k_norm"], k)
+            if not spec.shared_kv:
+                k = normalize_qk(ABSENT if qk_norm.weight is None else params["k_norm"], k)
         if v_norm is not None and v_norm.over == "head":
             v = normalize_v(ABSENT if v_norm.weight is None else params["v_norm"], v)
         if rope is not None:
             cos, sin = rotation(positions if call.has_positions else places)  # (B or 1, 1, T, R/2)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            if spec.shared_kv:
+                q = rotate(q, cos, sin)
+            else:
+                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if qk_norm is not None and qk_norm.after_rope:
             q = normalize_qk(ABSENT if qk_norm.weight is None else params["q_norm"], q)
-            k = normalize_qk(ABSENT if qk_norm.weight is None else params["k_norm"], k)
+            if not spec.shared_kv:
+                k = normalize_qk(ABSENT if qk_norm.weight is None else params["k_norm"], k)
     else:
         if latent.q_rank is None:
             q = linear(params["q_proj"], x)
@@ -127,6 +143,8 @@ def attention(
             cos, sin = rotation(positions if call.has_positions else places)  # (B or 1, 1, T, ROPE_DIM/2)
             own_q, shared_q = jnp.split(q, [OWN_DIM], axis=-1)
             q, shared_k = jnp.concatenate([own_q, rotate(shared_q, cos, sin)], axis=-1), rotate(shared_k, cos, sin)
+    if spec.shared_kv:
+        k, v = other_k, other_v
     if temperature is not None:
         lengths = ((positions if call.has_positions else places) + FIRST_POSITION) // TEMPERATURE_LENGTH
         factors = 1.0 + TEMPERATURE_SCALE * jnp.log1p(lengths.astype(jnp.float32))

@@ -69,8 +69,9 @@ class Attention(nn.Module):
         super().__init__()
         if latent is None:
             self.q_proj = nn.Linear(D_IN, NUM_HEADS * HEAD_DIM, bias=spec.qkv_biases[0])
-            self.k_proj = nn.Linear(D_KV, NUM_KV_HEADS * HEAD_DIM, bias=spec.qkv_biases[1])
-            self.v_proj = nn.Linear(D_KV, NUM_KV_HEADS * VALUE_HEAD_DIM, bias=spec.qkv_biases[2])
+            if not spec.shared_kv:
+                self.k_proj = nn.Linear(D_KV, NUM_KV_HEADS * HEAD_DIM, bias=spec.qkv_biases[1])
+                self.v_proj = nn.Linear(D_KV, NUM_KV_HEADS * VALUE_HEAD_DIM, bias=spec.qkv_biases[2])
         else:
             if latent.q_rank is None:
                 self.q_proj = nn.Linear(D_IN, NUM_HEADS * HEAD_DIM, bias=spec.qkv_biases[0])
@@ -84,38 +85,46 @@ class Attention(nn.Module):
         if qk_norm is not None:
             if has_own_qk_norm and qk_norm.per_head:
                 self.q_norm = QKNorm(NUM_HEADS, HEAD_DIM)
-                self.k_norm = QKNorm(NUM_KV_HEADS, HEAD_DIM)
+                if not spec.shared_kv:
+                    self.k_norm = QKNorm(NUM_KV_HEADS, HEAD_DIM)
             elif has_own_qk_norm:
                 self.q_norm = QKNorm(NUM_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM)
-                self.k_norm = QKNorm(NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM)
+                if not spec.shared_kv:
+                    self.k_norm = QKNorm(NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM)
             elif qk_norm.kind == "rms" and qk_norm.weight is None:
                 self.q_norm = nn.RMSNorm(
                     NUM_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM, eps=QK_EPS, elementwise_affine=False
                 )
-                self.k_norm = nn.RMSNorm(
-                    NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM,
-                    eps=QK_EPS,
-                    elementwise_affine=False,
-                )
+                if not spec.shared_kv:
+                    self.k_norm = nn.RMSNorm(
+                        NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM,
+                        eps=QK_EPS,
+                        elementwise_affine=False,
+                    )
             elif qk_norm.kind == "rms":
                 self.q_norm = nn.RMSNorm(NUM_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM, eps=QK_EPS)
-                self.k_norm = nn.RMSNorm(NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM, eps=QK_EPS)
+                if not spec.shared_kv:
+                    self.k_norm = nn.RMSNorm(
+                        NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM, eps=QK_EPS
+                    )
             elif qk_norm.weight is None:
                 self.q_norm = nn.LayerNorm(
                     NUM_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM, eps=QK_EPS, elementwise_affine=False
                 )
-                self.k_norm = nn.LayerNorm(
-                    NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM,
-                    eps=QK_EPS,
-                    elementwise_affine=False,
-                )
+                if not spec.shared_kv:
+                    self.k_norm = nn.LayerNorm(
+                        NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM,
+                        eps=QK_EPS,
+                        elementwise_affine=False,
+                    )
             else:
                 self.q_norm = nn.LayerNorm(
                     NUM_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM, eps=QK_EPS, bias=qk_norm.bias
                 )
-                self.k_norm = nn.LayerNorm(
-                    NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM, eps=QK_EPS, bias=qk_norm.bias
-                )
+                if not spec.shared_kv:
+                    self.k_norm = nn.LayerNorm(
+                        NUM_KV_HEADS * HEAD_DIM if qk_norm.over == "width" else HEAD_DIM, eps=QK_EPS, bias=qk_norm.bias
+                    )
         if v_norm is not None:
             if has_own_v_norm and v_norm.per_head:
                 self.v_norm = VNorm(NUM_KV_HEADS, VALUE_HEAD_DIM)
@@ -175,6 +184,8 @@ class Attention(nn.Module):
         x: Tensor,
         query: Tensor,
         key: Tensor,
+        other_k: Tensor,
+        other_v: Tensor,
         cache: Cache,
         new_lengths: Tensor,
         mask: Tensor,
@@ -187,6 +198,8 @@ class Attention(nn.Module):
             x: (B, T, d_in).
             query: (B, T, d_in).
             key: (B, S, d_kv), the source of keys and values.
+            other_k: (B, K, S, H), keys of another layer, after its norms and RoPE.
+            other_v: (B, K, S, H), values of that layer.
             cache: earlier tokens, from `empty_cache` or an earlier call. It is updated in place, and also returned.
             new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding.
             mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row returns 0.
@@ -205,31 +218,49 @@ class Attention(nn.Module):
             places = torch.arange(num_tokens, device=device)[None]  # (1, T)
         if latent is None and not has_wide:
             q = split_heads(self.q_proj(query if call.is_cross else x), NUM_HEADS)  # (B, N, T, H)
-            k = split_heads(self.k_proj(key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
-            v = split_heads(self.v_proj(key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
+            if not spec.shared_kv:
+                k = split_heads(self.k_proj(key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
+                v = split_heads(self.v_proj(key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
         elif latent is None:
             q = self.q_proj(query if call.is_cross else x)  # (B, T, N * H)
-            k = self.k_proj(key if call.is_cross else x)  # (B, S, K * H)
-            v = self.v_proj(key if call.is_cross else x)  # (B, S, K * H)
+            if not spec.shared_kv:
+                k = self.k_proj(key if call.is_cross else x)  # (B, S, K * H)
+                v = self.v_proj(key if call.is_cross else x)  # (B, S, K * H)
             if spec.clip_qkv is not None:
-                q, k, v = q.clamp(-CLIP, CLIP), k.clamp(-CLIP, CLIP), v.clamp(-CLIP, CLIP)
+                if spec.shared_kv:
+                    q = q.clamp(-CLIP, CLIP)
+                else:
+                    q, k, v = q.clamp(-CLIP, CLIP), k.clamp(-CLIP, CLIP), v.clamp(-CLIP, CLIP)
             if qk_norm is not None and qk_norm.over == "width":
-                q, k = self.q_norm(q), self.k_norm(k)
+                if spec.shared_kv:
+                    q = self.q_norm(q)
+                else:
+                    q, k = self.q_norm(q), self.k_norm(k)
             if v_norm is not None and v_norm.over == "width":
                 v = self.v_norm(v)
             q = split_heads(q, NUM_HEADS)  # (B, N, T, H)
-            k = split_heads(k, NUM_KV_HEADS)  # (B, K, S, H)
-            v = split_heads(v, NUM_KV_HEADS)  # (B, K, S, H)
+            if not spec.shared_kv:
+                k = split_heads(k, NUM_KV_HEADS)  # (B, K, S, H)
+                v = split_heads(v, NUM_KV_HEADS)  # (B, K, S, H)
         if latent is None:
             if qk_norm is not None and qk_norm.over == "head" and not qk_norm.after_rope:
-                q, k = self.q_norm(q), self.k_norm(k)
+                if spec.shared_kv:
+                    q = self.q_norm(q)
+                else:
+                    q, k = self.q_norm(q), self.k_norm(k)
             if v_norm is not None and v_norm.over == "head":
                 v = self.v_norm(v)
             if rope is not None:
                 cos, sin = rotation(positions if call.has_positions else places)  # (B or 1, 1, T, R/2)
-                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+                if spec.shared_kv:
+                    q = rotate(q, cos, sin)
+                else:
+                    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             if qk_norm is not None and qk_norm.after_rope:
-                q, k = self.q_norm(q), self.k_norm(k)
+                if spec.shared_kv:
+                    q = self.q_norm(q)
+                else:
+                    q, k = self.q_norm(q), self.k_norm(k)
         else:
             if latent.q_rank is None:
                 q = self.q_proj(x)
@@ -248,6 +279,8 @@ class Attention(nn.Module):
                 cos, sin = rotation(positions if call.has_positions else places)  # (B or 1, 1, T, ROPE_DIM/2)
                 own_q, shared_q = q.split([OWN_DIM, ROPE_DIM], dim=-1)
                 q, shared_k = torch.cat([own_q, rotate(shared_q, cos, sin)], dim=-1), rotate(shared_k, cos, sin)
+        if spec.shared_kv:
+            k, v = other_k, other_v
         if temperature is not None:
             lengths = ((positions if call.has_positions else places) + FIRST_POSITION) // TEMPERATURE_LENGTH
             factors = 1.0 + TEMPERATURE_SCALE * torch.log1p(lengths.float())

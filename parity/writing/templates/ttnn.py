@@ -77,6 +77,8 @@ class Attention:
         x: ttnn.Tensor,
         query: ttnn.Tensor,
         key: ttnn.Tensor,
+        other_k: ttnn.Tensor,
+        other_v: ttnn.Tensor,
         cache: Cache,
         new_lengths: np.ndarray,
         mask: np.ndarray,
@@ -89,6 +91,8 @@ class Attention:
             x: (B, T, d_in).
             query: (B, T, d_in).
             key: (B, S, d_kv), the source of keys and values.
+            other_k: (B, K, S, H), keys of another layer, after its norms and RoPE.
+            other_v: (B, K, S, H), values of that layer.
             cache: earlier tokens, from `empty_cache` or an earlier call; the updated cache is also returned.
             new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding.
             mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row returns 0.
@@ -107,31 +111,49 @@ class Attention:
             places = np.arange(num_tokens)[None]  # (1, T)
         if latent is None and not has_wide:
             q = split_heads(self.linear("q_proj", query if call.is_cross else x), NUM_HEADS)  # (B, N, T, H)
-            k = split_heads(self.linear("k_proj", key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
-            v = split_heads(self.linear("v_proj", key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
+            if not spec.shared_kv:
+                k = split_heads(self.linear("k_proj", key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
+                v = split_heads(self.linear("v_proj", key if call.is_cross else x), NUM_KV_HEADS)  # (B, K, S, H)
         elif latent is None:
             q = self.linear("q_proj", query if call.is_cross else x)  # (B, T, N * H)
-            k = self.linear("k_proj", key if call.is_cross else x)  # (B, S, K * H)
-            v = self.linear("v_proj", key if call.is_cross else x)  # (B, S, K * H)
+            if not spec.shared_kv:
+                k = self.linear("k_proj", key if call.is_cross else x)  # (B, S, K * H)
+                v = self.linear("v_proj", key if call.is_cross else x)  # (B, S, K * H)
             if spec.clip_qkv is not None:
-                q, k, v = ttnn.clamp(q, -CLIP, CLIP), ttnn.clamp(k, -CLIP, CLIP), ttnn.clamp(v, -CLIP, CLIP)
+                if spec.shared_kv:
+                    q = ttnn.clamp(q, -CLIP, CLIP)
+                else:
+                    q, k, v = ttnn.clamp(q, -CLIP, CLIP), ttnn.clamp(k, -CLIP, CLIP), ttnn.clamp(v, -CLIP, CLIP)
             if qk_norm is not None and qk_norm.over == "width":
-                q, k = self.normalize_qk("q_norm", q), self.normalize_qk("k_norm", k)
+                if spec.shared_kv:
+                    q = self.normalize_qk("q_norm", q)
+                else:
+                    q, k = self.normalize_qk("q_norm", q), self.normalize_qk("k_norm", k)
             if v_norm is not None and v_norm.over == "width":
                 v = self.normalize_v("v_norm", v)
             q = split_heads(q, NUM_HEADS)  # (B, N, T, H)
-            k = split_heads(k, NUM_KV_HEADS)  # (B, K, S, H)
-            v = split_heads(v, NUM_KV_HEADS)  # (B, K, S, H)
+            if not spec.shared_kv:
+                k = split_heads(k, NUM_KV_HEADS)  # (B, K, S, H)
+                v = split_heads(v, NUM_KV_HEADS)  # (B, K, S, H)
         if latent is None:
             if qk_norm is not None and qk_norm.over == "head" and not qk_norm.after_rope:
-                q, k = self.normalize_qk("q_norm", q), self.normalize_qk("k_norm", k)
+                if spec.shared_kv:
+                    q = self.normalize_qk("q_norm", q)
+                else:
+                    q, k = self.normalize_qk("q_norm", q), self.normalize_qk("k_norm", k)
             if v_norm is not None and v_norm.over == "head":
                 v = self.normalize_v("v_norm", v)
             if rope is not None:
                 cos, sin = self.rotation(positions if call.has_positions else places)  # (B or 1, 1, T, R)
-                q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+                if spec.shared_kv:
+                    q = self.rotate(q, cos, sin)
+                else:
+                    q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
             if qk_norm is not None and qk_norm.after_rope:
-                q, k = self.normalize_qk("q_norm", q), self.normalize_qk("k_norm", k)
+                if spec.shared_kv:
+                    q = self.normalize_qk("q_norm", q)
+                else:
+                    q, k = self.normalize_qk("q_norm", q), self.normalize_qk("k_norm", k)
         else:
             if latent.q_rank is None:
                 q = self.linear("q_proj", x)
@@ -150,6 +172,8 @@ class Attention:
                 cos, sin = self.rotation(positions if call.has_positions else places)  # (B or 1, 1, T, ROPE_DIM)
                 rotated_q = self.rotate(q[:, :, :, OWN_DIM:], cos, sin)
                 q, shared_k = ttnn.concat([q[:, :, :, :OWN_DIM], rotated_q], dim=-1), self.rotate(shared_k, cos, sin)
+        if spec.shared_kv:
+            k, v = other_k, other_v
         if temperature is not None:
             lengths = ((positions if call.has_positions else places) + FIRST_POSITION) // TEMPERATURE_LENGTH
             factors = self.upload((1.0 + TEMPERATURE_SCALE * np.log1p(lengths))[:, None, :, None], ttnn.float32)
