@@ -93,8 +93,9 @@ def multi_head_attention_with_cache(
     layer = FunctionalLayer(weights, spec, kernel)
     positions = cache_len + jnp.arange(seq_len, dtype=jnp.int32)[None] if positions is None else positions
     project = contained_projection(layer.project)
-    of_keys: Any = (cache_k, cache_v) if spec.shared_kv else (x, x)
-    q, k, v = project_qkv(project, x, *of_keys, spec, positions)
+    key: Any = cache_k if spec.shared_kv else x
+    value: Any = cache_v if spec.shared_kv else x
+    q, k, v = project_qkv(project, x, key, value, spec, positions)
     if not spec.shared_kv and cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
         k, v = jnp.concatenate([cache_k, k], axis=2), jnp.concatenate([cache_v, v], axis=2)

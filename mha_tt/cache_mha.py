@@ -107,8 +107,9 @@ def multi_head_attention_with_cache(
         cache_len -= seq_len
     layer = FunctionalLayer(weights, spec, kernel, compute_kernel_config=compute_kernel_config)
     positions = cache_len + np.arange(seq_len)[None] if positions is None else positions
-    of_keys: Any = (cache_k, cache_v) if spec.shared_kv else (x, x)
-    q, k, v = project_qkv(layer.project, x, *of_keys, spec, positions)
+    key: Any = cache_k if spec.shared_kv else x
+    value: Any = cache_v if spec.shared_kv else x
+    q, k, v = project_qkv(layer.project, x, key, value, spec, positions)
     if not spec.shared_kv and cache_k is not None and cache_v is not None:
         check_cache(cache_k, cache_v, k, v)
         k, v = joined(cache_k, k), joined(cache_v, v)

@@ -98,7 +98,8 @@ def project_new_tokens(
         q, latents = project_latents(project, x, spec, positions)
         return q, (latents,)
     if spec.shared_kv:
-        return project_qkv(project, x, *cache.slots.values(), spec, positions)[0], ()
+        keys, values = cache.slots.values()
+        return project_qkv(project, x, keys, values, spec, positions)[0], ()
     q, k, v = project_qkv(project, x, x, x, spec, positions)
     return q, (k, v)
 

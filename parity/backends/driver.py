@@ -217,10 +217,10 @@ class _Call:
         self.layer, self.port, self.shapes = layer, layer.port, layer.shapes
         self.case, self.index = layer.case, index
         self.x = self.port.from_numpy(layer.problem.step_input(index))
-        self.received = tuple(
+        self.received: list[Any] = [
             self.shapes.from_input(name, layer.problem.step_input(index, name)) if name in layer.inputs else None
             for name in "kv"
-        )
+        ]
         self.before = np.array(self.case.lengths_before(index), np.int32)
         is_ragged = bool(self.case.new_lengths)
         self.new_lengths = self.port.beside(np.array(self.case.added(index), np.int32)) if is_ragged else None
@@ -239,7 +239,8 @@ class _Call:
 
     def qkv(self, _: Values) -> dict[str, np.ndarray]:
         positions = self.layer.told_positions(self.index) if self.case.spec.has_positions else None
-        return self.layer.entering(self.x, *self.received, positions)
+        key, value = self.received
+        return self.layer.entering(self.x, key, value, positions)
 
     def scores(self, values: Values) -> dict[str, np.ndarray]:
         return self.layer.scores(values, self.port.beside(self.before))
