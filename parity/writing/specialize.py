@@ -165,7 +165,7 @@ class _Branches(_Source):
                 yield from self._lines(body, after + 1, indent + 4)
                 if others := getattr(statement, "orelse", None):
                     raise ValueError(
-                        f"a template must not have an else of an unknown condition, got an else in line {others[0].lineno}"
+                        f"a template must not have an else of an unknown condition, got else in line {others[0].lineno}"
                     )
             else:
                 yield from lead
