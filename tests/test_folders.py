@@ -731,7 +731,7 @@ def test_layers_that_the_file_lacks_are_named(llama, capsys, tmp_path):
     some = {name: x for name, x in tensors.items() if "layers.1." not in name}
     save_file(some, tmp_path / "part" / "model.safetensors")
     (tmp_path / "part" / "config.json").write_text((llama / "config.json").read_text())
-    words = "not in the file, which by its config.json should have them: layers.1.self_attn (1)"
+    words = "missing in the file, though its config.json requires them: layers.1.self_attn (1)"
     assert words in said(capsys, "convert", tmp_path / "part", tmp_path / "c.npz", "--to", "canonical")
     assert words not in said(capsys, "convert", llama, tmp_path / "d.npz", "--to", "canonical")
     words = f"not in {tmp_path / 'part'}, although its config.json describes them: layers.1.self_attn"

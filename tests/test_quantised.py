@@ -204,7 +204,7 @@ def test_converted_layers_are_float32_and_convert_says_so(model, capsys, rest, c
     arguments = ["convert", model.path, str(target), *LAYERS, "--to", "transformers.LLaMA", "--to-prefix", TO_PREFIX]
     report = model.folder / "r.json"
     assert main([*arguments, "--rest", rest, "--json", str(report)]) == 0
-    words = "warning: quantised in the source, and written as the float32 values that it stands for: "
+    words = "warning: quantized in the source, and written as the float32 values that they represent: "
     assert words in capsys.readouterr().err
     assert len(json.loads(report.read_text())["dequantised"]) == count
     with open_tensors(target) as file:
@@ -238,5 +238,5 @@ def test_a_quantised_layer_is_not_the_same_as_its_origin_and_verify_says_why(mod
     assert "blk.0" in told.out
     assert "differ first at q" in told.out
     kinds = ", ".join(sorted({*model.kinds.values()}))
-    assert f"warning: {model.path} is quantised, {kinds}: compared is what is left of its weights\n" in told.err
+    assert f"warning: {model.path} is quantized ({kinds}): its dequantized weights are compared\n" in told.err
     assert "Traceback" not in told.err

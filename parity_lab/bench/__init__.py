@@ -181,7 +181,7 @@ def checked(
         import torch
 
         if not torch.cuda.is_available():
-            raise RuntimeError(f"cuda needs a GPU, got torch {torch.__version__} without one")
+            raise RuntimeError(f"a GPU must exist for cuda, got torch {torch.__version__} without one")
     return list(groups), list(frameworks), list(dtypes)
 
 
