@@ -416,7 +416,7 @@ def test_offsets_by_axis_are_told(stage, shape, words):
     expected, rng = drawn(stage, 0)
     findings = described(stage, expected + rng.standard_normal(shape), expected, rng)
     assert findings.laws[0].startswith(words)
-    assert findings.laws[0].endswith("harmless to a softmax") == (shape == (2, 4, 6, 1))
+    assert findings.laws[0].endswith("which a softmax ignores") == (shape == (2, 4, 6, 1))
 
 
 # ---- Order -----------------------------------------------------------------------------------------------------------
