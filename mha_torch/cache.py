@@ -316,7 +316,7 @@ def create_cache_mask(
 
 
 def without_new(cache: CacheT, seq_len: int, new_lengths: Tensor | Sequence[int] | None) -> CacheT:
-    """The cache of another layer, which has appended the new tokens already, as long as it was before them."""
+    """Return the cache of another layer with its lengths before the new tokens, which it has already appended."""
     added = [seq_len] * cache.lengths.shape[0] if new_lengths is None else new_lengths
     known, lengths = check_lengths("new_lengths", added, cache.lengths.shape[0], seq_len), values_of(cache.lengths)
     if known is not None and lengths is not None:

@@ -304,7 +304,7 @@ def write_rows(cache: Cache, new: Sequence[Tensor], slots: np.ndarray | Tensor) 
 
 
 def without_new(cache: CacheT, seq_len: int, new_lengths: np.ndarray | Sequence[int] | None) -> CacheT:
-    """The cache of another layer, which has appended the new tokens already, as long as it was before them."""
+    """Return the cache of another layer with its lengths before the new tokens, which it has already appended."""
     if new_lengths is not None:
         check_lengths("new_lengths", new_lengths, len(cache.lengths), seq_len)
     added = num_added(cache, seq_len, new_lengths)

@@ -88,13 +88,13 @@ class Explanation(JsonRecord):
     def evidence(self) -> str:
         """How the error changes with the bugs in the reference."""
         with_it = f"with {'this bug' if len(self.hypotheses) == 1 else 'these bugs'} in the reference"
+        error = f"the error of {_some(self.stages)}"
         if self.error is None:
-            return f"{with_it}, {_listed(self.stages)}: the error falls from {self.error_before:.2g} to rounding"
+            return f"{with_it}, {error} falls from {self.error_before:.2g} to rounding"
         if self.error >= self.error_before:
-            return f"the error of {_some(self.stages)}, {self.error:.2g}, is as large as this loss of precision"
-        falls = f"the error falls from {self.error_before:.2g} to {self.error:.2g}"
-        falls = falls if math.isfinite(self.error_before) else f"the error is {self.error:.2g}"
-        return f"{with_it}, {_listed(self.stages)}: {falls}"
+            return f"{error}, {self.error:.2g}, is as large as this loss of precision"
+        falls = f"falls from {self.error_before:.2g} to {self.error:.2g}"
+        return f"{with_it}, {error} {falls if math.isfinite(self.error_before) else f'is {self.error:.2g}'}"
 
     @property
     def fix(self) -> str:
@@ -189,7 +189,7 @@ class Unknown(JsonRecord):
         if self.law is None:
             return "; ".join(self.findings.signs if self.findings else ())
         stages = self.stages or (self.stage,)
-        return f"with this pattern, {_listed(stages)}: the error falls from {self.error:.2g} to rounding"
+        return f"with this pattern, the error of {_some(stages)} falls from {self.error:.2g} to rounding"
 
     @property
     def fix(self) -> str:
@@ -514,8 +514,3 @@ def _by_quantity(conventions: Mapping[str, str]) -> list[str]:
 def _some(stages: Sequence[str], most: int = 3) -> str:
     """Return some stages and the number of others: `q, k and 2 more`."""
     return and_listed(stages) if len(stages) <= most else and_listed([*stages[:most], f"{len(stages) - most} more"])
-
-
-def _listed(stages: Sequence[str]) -> str:
-    """Return some stages with a verb: `q and k match`."""
-    return f"{_some(stages)} {'matches' if len(stages) == 1 else 'match'}"
