@@ -28,7 +28,7 @@ class RelativeProducts(Record):
         num_before: number of buckets for keys before the query.
         num_after: number of buckets for keys after the query.
         num_exact: largest distance with a bucket of its own; None for all.
-        max_distance: distance after which the last bucket of `2 * num_exact` begins; None without `num_exact`.
+        max_distance: distance from which on keys are `2 * num_exact` buckets away; None without `num_exact`.
         of_queries: queries are multiplied by `relative_keys`.
         of_keys: keys are multiplied by `relative_queries`.
         per_head: each query head has its own vectors.

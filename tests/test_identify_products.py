@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import mha_torch
 from mha_spec import RelativeProducts
+from parity.cli.main import main
+from parity.core.weights import load_tensors
 from parity.identification import Identification, identify
 
 DEBERTA = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -80,6 +82,23 @@ def test_products_of_released_models_are_identified(name, sequences):
         table = model.encoder.layers[0].self_attn.distance_embedding.weight
         assert (found[0].weights["relative_keys"] == table.detach().numpy()).all()
         assert found[0].names["relative_keys"] == "distance_embedding.weight"
+
+
+def test_a_folder_of_deberta_is_converted_with_the_vectors_of_each_layer(tmp_path, capsys):
+    kind, options, record = FOUND["DeBERTa v3"]
+    model = model_of(kind, **options)
+    model.save_pretrained(tmp_path / "model")
+    file = str(tmp_path / "layers.safetensors")
+    assert main(["convert", str(tmp_path / "model"), file, "--to", "canonical", "--rest", "drop"]) == 0
+    back = ["convert", file, str(tmp_path / "back.safetensors"), "--to", "transformers.BERT", "--rest", "drop"]
+    assert main(back) == 2
+    assert "transformers.BERT" in capsys.readouterr().err
+    weights, _ = load_tensors(file)
+    first = identify(model, inputs_of(kind))[0]
+    for name in ("relative_keys", "relative_queries"):
+        found = weights[f"encoder.layer.0.attention.self.{name}"]
+        assert found.shape == (record.num_buckets, 4, 8)
+        assert np.abs(found - first.weights[name]).max() < 1e-6
 
 
 def test_steps_of_the_logarithm_are_those_of_deberta():

@@ -15,6 +15,9 @@ from parity.identification.found import Fit
 from parity.identification.observe import ObservedLayer
 from parity.identification.trace import CLOSE
 
+MOST_ROWS = 4096
+"""Vectors that a table has, at most: an embedding of words has more."""
+
 
 class Table(NamedTuple):
     """Learned vectors that a layer may have for distances.
@@ -139,7 +142,7 @@ class _Made(NamedTuple):
 def _tables(layer: ObservedLayer, num_heads: int, head_dim: int) -> Iterator[Table]:
     """Yield parameters of the model and outputs of submodules that may be vectors of distances."""
     for name, x in layer.model.named_parameters():
-        if x.ndim == 2 and x.shape[1] == head_dim and len(x) > 1:
+        if x.ndim == 2 and x.shape[1] == head_dim and 1 < len(x) <= MOST_ROWS:
             yield Table(name, to_numpy(x)[:, None], is_parameter=True)
     batch_size, _, num_tokens, _ = layer.values["q"].shape
     for each in layer.linears():
