@@ -42,7 +42,12 @@ def test_a_family_has_a_page_and_its_fix_suits_a_layer(family):
 @pytest.mark.parametrize(
     ("wrong", "page", "about", "fix"),
     [
-        ({"rope": Rope(123456.0)}, "rope-theta", "RoPE's theta is 123456 instead of 10000", "set RoPE's theta to 10000"),
+        (
+            {"rope": Rope(123456.0)},
+            "rope-theta",
+            "RoPE's theta is 123456 instead of 10000",
+            "set RoPE's theta to 10000",
+        ),
         ({"scale": 0.3}, "scale", "the scale of the scores is 0.3 instead of 0.3536", "divide the scores by sqrt"),
         ({"window_size": 4}, "sliding-window", "the window is 4 instead of none", "hide no keys"),
         ({"soft_cap": 2.5}, "soft-cap", "the soft cap is 2.5 instead of none", "do not cap"),
