@@ -7,6 +7,7 @@ import json
 import math
 import re
 import time
+from contextlib import suppress
 from itertools import islice, product, zip_longest
 from pathlib import Path
 from pkgutil import iter_modules
@@ -480,6 +481,8 @@ def makers_of(model, generator):
     }
 
 
+VARIABLE = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+KINDS = ("full_attention", "sliding_attention")
 MODALITIES = (
     *("input_ids", "pixel_values", "image_grid_thw", "input_features", "input_values", "bbox"),
     *("future_values", "future_time_features"),
@@ -490,8 +493,7 @@ def inputs_for(model, seed, *, every=False):
     """Yield functions that make keywords for a model, the likeliest first; with `every`, of all at once."""
     makers = makers_of(model, torch.Generator().manual_seed(seed))
     parameters = inspect.signature(model.forward).parameters
-    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    chosen = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in variable]
+    chosen = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in VARIABLE]
     main = getattr(model, "main_input_name", "input_ids")
     main = main if main in parameters else next((name for name in makers if name in parameters), main)
     chosen = [*dict.fromkeys([*chosen, main])]
@@ -613,3 +615,129 @@ def tiny_model(model_type):
     if lacking and not first:
         raise NoAttention
     raise ValueError(" | ".join(dict.fromkeys(each.replace("\n", " ")[:300] for each in reasons)) or "no model class")
+
+
+# ---- Layers alone ----------------------------------------------------------------------------------------------------
+
+QUERIES = (
+    *("hidden_states", "hidden_state", "queries", "query", "query_states", "query_tensor", "input_tensor", "inputs"),
+    *("input", "x", "q", "latents", "target", "current_vision_features", "vision_features", "single_states"),
+)
+"""Names of the tokens that a layer makes queries of."""
+
+KEYS = (
+    *("keys", "key", "key_states", "k", "key_value_states", "encoder_hidden_states", "key_hidden_states", "context"),
+    *("kv", "memory", "values", "value", "value_states", "v", "value_hidden_states", "cross_attention_states"),
+    *("text_features", "image_features"),
+)
+"""Names of the tokens that it makes keys and values of."""
+
+PLACES = ("position_embeddings", "rotary_pos_emb", "cos", "sin", "object_queries")
+"""Names of what tells the places of tokens, which layers may do without."""
+
+AROUND = 3
+"""Modules that are tried for a layer: itself, and those around it."""
+
+
+def calls_alone(model, names):
+    """Yield calls of layers alone, or of the modules right around them, that run layers with some names."""
+    missing = set(names)
+    for name in names:
+        part = name
+        for _ in range(AROUND):
+            call = None if name not in missing or not part else _call_alone(model, part)
+            if call is not None and name in call.ran:
+                missing -= call.ran
+                yield call
+                break
+            part = part.rpartition(".")[0]
+
+
+def _call_alone(model, part):
+    """Return a call of a module that is no model, with inputs by the names of its parameters; None if all fail."""
+    called, made = model.get_submodule(part), []
+    for seed in (1, 2):
+        made.append(list(islice(_inputs_alone(model, part, torch.Generator().manual_seed(seed)), TRIALS)))
+    for first, second in zip(*made, strict=True):
+        inputs = {name: make() for name, make in first.items()}
+        with suppress(Exception):
+            return Call(part, inputs, {name: make() for name, make in second.items()}, _run(model, called, inputs))
+    return None
+
+
+def _inputs_alone(model, part, generator):
+    """Yield functions that make keywords for a module that is no model, the likeliest first."""
+    called = model.get_submodule(part)
+    parameters = inspect.signature(called.forward).parameters
+    makers = _makers_alone(model, part, generator)
+    needed = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in VARIABLE]
+    is_cross = re.search(r"cross|encoder_attn|encoder_decoder", f"{part} {type(called).__name__}".lower())
+    more = [name for name in KEYS if name in parameters and name not in needed][:1] if is_cross else []
+    places = [name for name in PLACES if name in parameters]
+    sets = [[*needed, *more, *places], [*needed, *more], [*needed, *places], needed]
+    for names in dict.fromkeys(tuple(dict.fromkeys(each)) for each in sets):
+        if all(name in makers for name in names):
+            for choice in product(*(makers[name] for name in names)):
+                yield dict(zip(names, choice, strict=True))
+
+
+def _makers_alone(model, part, generator):
+    """Return functions that make an input of a module that is no model, by its name."""
+    called = model.get_submodule(part)
+    linears = [x for x in called.modules() if getattr(getattr(x, "weight", None), "ndim", 0) in (2, 4)]
+    widths = list(dict.fromkeys(x.weight.shape[type(x).__name__ != "Conv1D"] for x in linears)) or [64]
+    is_first = all(getattr(x, "batch_first", True) for x in called.modules())
+
+    def tokens(width, count=TOKENS):
+        shape = (SEQUENCES, count, width) if is_first else (count, SEQUENCES, width)
+        return lambda: torch.randn(shape, generator=generator)
+
+    def constant(x):
+        return lambda: x
+
+    def image(width):
+        return lambda: torch.randn(SEQUENCES, width, 4, TOKENS // 4, generator=generator)
+
+    queries = [tokens(width) for width in widths[:3]]
+    queries += [image(width) for width in widths[:1] if any(x.weight.ndim == 4 for x in linears)]
+    keys = [tokens(width, TOKENS - 5) for width in widths[:3]]
+    if "cu_seqlens" in inspect.signature(called.forward).parameters:
+        queries = [lambda width=width: torch.randn(SEQUENCES * TOKENS, width, generator=generator) for width in widths]
+    places = torch.arange(TOKENS)[None].expand(SEQUENCES, -1)
+    rotary = [constant(x) for x in _angles(model, part)]
+    nothing = ("attention_bias", "attention_mask", "mask", "cache", "past_key_values", "alibi", "head_mask")
+    return {
+        **dict.fromkeys(QUERIES, queries),
+        **dict.fromkeys(KEYS, keys),
+        **{name: [*rotary, *queries] for name in ("position_embeddings", "rotary_pos_emb")},
+        **{name: [constant(x[place]) for x in _angles(model, part)] for place, name in enumerate(("cos", "sin"))},
+        **{name: [*queries, *keys] for name in ("object_queries", "spatial_position_embeddings")},
+        **{name: [constant(None)] for name in nothing},
+        **{name: [constant(places)] for name in ("position_ids", "positions")},
+        "cu_seqlens": [constant(TOKENS * torch.arange(SEQUENCES + 1, dtype=torch.int32))],
+        "max_seqlen": [constant(TOKENS)],
+        "layer_idx": [constant(getattr(called, "layer_idx", 0))],
+        "height": [constant(4)],
+        "width": [constant(TOKENS // 4)],
+        "output_attentions": [constant(False)],
+    }
+
+
+def _angles(model, part):
+    """Yield cosines and sines of the positions of tokens, as modules of a model that rotate return them."""
+    rotary = {name: each for name, each in model.named_modules() if "Rotary" in type(each).__name__}
+    near = sorted(rotary, key=lambda name: not f"{part}.".startswith(f"{name.rpartition('.')[0]}."))
+    places, x = torch.arange(TOKENS)[None], torch.zeros(1, TOKENS, 1)
+    kinds = dict.fromkeys((getattr(model.get_submodule(part), "layer_type", None), *KINDS))
+    for module in (rotary[name] for name in near):
+        for given in ((x, places), *((x, places, kind) for kind in kinds), (places,), (x, places.expand(3, 1, -1))):
+            with suppress(Exception), torch.no_grad():
+                made = module(*given)
+                if isinstance(made, tuple) and len(made) == 2:
+                    yield made
+                    break
+    dim = getattr(model.get_submodule(part), "head_dim", None)
+    if type(dim) is int:
+        angles = places[..., None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+        angles = torch.cat([angles, angles], dim=-1)
+        yield angles.cos(), angles.sin()
