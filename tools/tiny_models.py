@@ -71,7 +71,7 @@ AT_MOST = {
     r"qk_head_dim$": 24,
     r"kv_lora_rank$": 32,
     r"q_lora_rank$": 24,
-    r"index_topk$": 8,
+    r"index_topk$|index_kpool$": 8,
     r"(num|n_routed|moe_num)_(\w+_)?experts$|^num_experts$": 4,
     r"experts_per_tok\w*$|moe_topk$|moe_k$|^top_?k_experts$|num_selected_experts$": 2,
     r"(^|_)n_group$|topk_group$|num_expert_group$|n_shared_experts$|first_k_dense_replace$": 1,
@@ -111,6 +111,7 @@ ABSENT = {
 TIMM = ("timm_backbone", "timm_wrapper")
 """Model types of parts that need another package; a ResNet takes their place."""
 
+KINDS = ("full_attention", "sliding_attention")
 SERIES = {"prediction_length": 24, "num_time_features": 1}
 HUNYUAN = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2] * 4}}
 EXCEPTIONS = {
@@ -125,15 +126,36 @@ EXCEPTIONS = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1},
+    "seggpt": {"merge_index": 0},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+    "upernet": {"use_auxiliary_head": False},
+    "step3p5": {"sliding_window": 6},
+    "cohere_compass_text": {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in KINDS}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "muse_spark": {"audio_config": {"out_hidden_size": 64}},
+    "dots3_note_audio_encoder": {"adapter_input_size": 64},
+    "fast_vlm": {"vision_config": {"hidden_size": 2048}},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "qwen3_omni_moe": {"talker_config": {"spatial_merge_size": 2, "text_config": {"shared_expert_intermediate_size": 64}}},
+    "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
+    "t5gemma2_decoder": {"dropout_rate": 0.0},
     "perceiver": {"d_model": 64, "d_latents": 64, "num_self_attends_per_block": 2, "num_latents": 32},
 }
-"""Values of fields by model type, as far as no rule finds them."""
+"""Values of fields by model type, and of fields of their parts, as far as no rule finds them."""
 
 
 def tiny_config(model_type, recipe):
     """Return a small configuration."""
     cls = CONFIG_MAPPING[model_type]
-    return cls(**{**_small(cls().to_dict(), recipe), **EXCEPTIONS.get(model_type, {})})
+    return cls(**_changed(_small(cls().to_dict(), recipe), EXCEPTIONS.get(model_type, {})))
+
+
+def _changed(values, changes):
+    """Return the values of a configuration with changes, those of its parts by the names of these."""
+    parts = {name: _changed(values.get(name) or {}, x) for name, x in changes.items() if name.endswith("_config")}
+    return {**values, **changes, **parts}
 
 
 def _small(values, recipe):
@@ -482,7 +504,6 @@ def makers_of(model, generator):
 
 
 VARIABLE = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-KINDS = ("full_attention", "sliding_attention")
 MODALITIES = (
     *("input_ids", "pixel_values", "image_grid_thw", "input_features", "input_values", "bbox"),
     *("future_values", "future_time_features"),
@@ -610,9 +631,9 @@ def tiny_model(model_type):
                 return model, call_of(model), f"{cls.__name__}, {recipe}"
             except ValueError as error:
                 reasons.append(str(error))
-    if first is not None and next(more_calls(first[0], [name for name, _ in first[0].named_modules()]), None):
+    if first is not None:
         return first
-    if lacking and not first:
+    if lacking:
         raise NoAttention
     raise ValueError(" | ".join(dict.fromkeys(each.replace("\n", " ")[:300] for each in reasons)) or "no model class")
 

@@ -15,6 +15,7 @@ from mha_spec import AttentionSpec, Refusal, WrongType
 from parity.core.records import JsonRecord
 from parity.core.weights import Weights
 from parity.diagnosis.taps import judge_tap
+from parity.identification.call_masks import with_call_mask
 from parity.identification.ends import between, words_of
 from parity.identification.fit import LEAST_TOKENS, fit, fit_clip, positions_on_axes
 from parity.identification.found import Evidence, Fit
@@ -296,7 +297,7 @@ def _share(call: VerifyingCall, found: Fit) -> float:
         words = words_of(layer, found.ends, factor)
         if words != found.words:
             raise Refusal("inputs", f"be what they were with {what}", f"{words}")
-        tapped = between(layer, found.ends).tapped
+        tapped = with_call_mask(between(layer, found.ends), found.mask, is_large=factor > 1.0).tapped
         judged = Tapped([tapped]), {tapped.index: spec}, {tapped.index: found.weights}
         verdict = judge_tap(*judged, is_causal=found.is_causal, diagnoses=False).layers[0]
         difference = verdict.difference

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Refusal, Rope
+from parity.identification.call_masks import without_call_mask
 from parity.identification.context_norms import fit_context_norm
 from parity.identification.ends import between, end_of, words_of
 from parity.identification.found import Evidence, Fit
@@ -71,7 +72,7 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit) -> None:
     if layer.is_cross:
         found.add("d_kv", layer.values["key_input"].shape[-1], "width of the input of keys")
     fit_scale(layer, found)
-    layer = without_padding(layer)
+    layer = without_call_mask(without_padding(layer), found)
     fit_mask(layer, found, layer.values["q"].shape[2])
     fit_bias(layer, config, found)
 

@@ -52,6 +52,7 @@ class Fit:
         is_scaled_before: whether queries are multiplied by the scale, instead of scores.
         ends: submodules that receive the inputs and return the output.
         words: the place of each end in the module.
+        mask: name of the argument that hides keys of some sequences alone; empty if there is none.
         refusal: the first stage that nothing explains; empty if there is none.
     """
 
@@ -63,6 +64,7 @@ class Fit:
     is_scaled_before: bool = False
     ends: dict[str, End] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=dict)
+    mask: str = ""
     refusal: str = ""
 
     def add(self, name: str, value: Any, how: str, **seen: Any) -> None:

@@ -79,6 +79,8 @@ def norm_of(each: Submodule, over: Literal["head", "width"]) -> tuple[Norm, Weig
     """
     parameters = {name: to_numpy(x) for name, x in each.module.named_parameters()}
     weight, bias = parameters.get("weight"), parameters.get("bias")
+    if any(x.shape[-1:] != each.given.shape[-1:] for x in parameters.values()):
+        raise Refusal(each.name, "be an RMS or a layer norm", type(each.module).__name__)
     if weight is not None and weight.squeeze().ndim == 2 and each.given.ndim < 4:  # a matrix, not a weight per head
         raise Refusal(each.name, "be an RMS or a layer norm", type(each.module).__name__)
     factors: dict[Any, Any] = {None: 1.0} if weight is None else {"w": weight, "1+w": 1.0 + weight}

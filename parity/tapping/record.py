@@ -25,6 +25,7 @@ VALUES = {
     "segment_ids": ("B", "T"),
     "key_is_real": ("B", "S"),
     "mask": ("B", "N", "T", "S"),
+    "call_mask": ("B", "N", "T", "S"),
     "q": ("B", "N", "T", "H"),
     "k": ("B", "K", "T", "H"),
     "v": ("B", "K", "T", "H"),
@@ -39,7 +40,8 @@ VALUES = {
 
 `positions` may have an axis more before these, for rows and columns. `is_real` is False of padding, where the model was
 told of some; of tokens that see nothing, where it was given a whole mask instead. `mask` is what the attention function
-got: True where a key is hidden, or numbers added to the scores. `k` and `v` are those of the call's own tokens.
+got: True where a key is hidden, or numbers added to the scores. `call_mask` is the part of it that the caller chose,
+which the specification does not say; a tap does not record it. `k` and `v` are those of the call's own tokens.
 `scores` are what the softmax received, mask and biases among them, if no attention function was called.
 `cache.keys` and `cache.values` are all that the attention function got, and are there only if they are not the keys and
 values of the calls so far. Outputs of projections go by `projections.<name>`, where no attention function was seen.

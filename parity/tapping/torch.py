@@ -63,7 +63,7 @@ def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None, *, is_inside: 
             module = modules[name]
             index = getattr(module, "layer_idx", None)
             index = index if isinstance(index, int) else place
-            kind = kinds[index] if index < len(kinds) else ""
+            kind = kinds[index] if 0 <= index < len(kinds) else ""
             is_causal = getattr(module, "is_causal", None)
             is_causal = is_causal if isinstance(is_causal, bool) else None
             layer = TappedLayer(name, index, type(module).__name__, kind, is_causal)
