@@ -187,6 +187,9 @@ def _small(values, recipe):
             small[name] = _number(name, x, values, recipe) if type(x) is int else x
     if recipe.width == "fixed" and type(values.get("head_dim")) is int:
         small["head_dim"] = _head_dim(values)
+    if "qk_rope_head_dim" in values and recipe.width == "fixed" and _sections(values):
+        small["qk_rope_head_dim"] = _head_dim(values)
+        small["qk_head_dim"] = small.get("qk_nope_head_dim", 0) + _head_dim(values)
     patch = _first(values, "patch_size", default=0)
     size = 64 if is_hierarchical or patch < 8 else 6 * patch
     for name in ("image_size", "input_size") if recipe.images else ():
@@ -277,21 +280,33 @@ def _with_sections(values, whole, recipe):
     small = {name: _with_sections(x, whole, recipe) for name, x in values.items()}
     section = values.get("mrope_section") or ("rope_theta" in values and _own_section(whole.get("model_type")))
     if section:
-        fraction = values.get("partial_rotary_factor") or whole.get("partial_rotary_factor") or 1.0
-        half = int(_head_dim(whole) * fraction) // 2
+        half = int(_head_dim(whole) * _fraction(whole)) // 2
         parts = [each * half // sum(section) for each in section]
         small["mrope_section"] = [part + (place < half - sum(parts)) for place, part in enumerate(parts)]
     return small
 
 
 def _head_dim(values):
-    """Return the small head_dim of a part: one that the width is not made of stays so."""
+    """Return the small head_dim of a part: one that the width is not made of stays so, and each axis has two pairs."""
     if "qk_rope_head_dim" in values:
-        return 8
+        return 16 if _sections(values) else 8
     dim, heads, hidden = (
         _first(values, name, default=0) for name in ("head_dim", "num_attention_heads", "hidden_size")
     )
-    return 32 if dim and heads and hidden and dim * heads != hidden else 16
+    small = 32 if dim and heads and hidden and dim * heads != hidden else 16
+    return max(small, int(16 / _fraction(values))) if dim and _sections(values) else small
+
+
+def _sections(values):
+    """Return the sections of RoPE of a part, if it has some."""
+    return (values.get("rope_parameters") or {}).get("mrope_section") or _own_section(values.get("model_type"))
+
+
+def _fraction(values):
+    """Return the share of the features of a head that RoPE turns."""
+    return (
+        (values.get("rope_parameters") or {}).get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+    )
 
 
 def _own_section(model_type):
