@@ -113,6 +113,7 @@ TIMM = ("timm_backbone", "timm_wrapper")
 
 KINDS = ("full_attention", "sliding_attention")
 SERIES = {"prediction_length": 24, "num_time_features": 1}
+TALKER = {"shared_expert_intermediate_size": 64}
 HUNYUAN = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2] * 4}}
 EXCEPTIONS = {
     "autoformer": SERIES,
@@ -138,7 +139,7 @@ EXCEPTIONS = {
     "dots3_note_audio_encoder": {"adapter_input_size": 64},
     "fast_vlm": {"vision_config": {"hidden_size": 2048}},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
-    "qwen3_omni_moe": {"talker_config": {"spatial_merge_size": 2, "text_config": {"shared_expert_intermediate_size": 64}}},
+    "qwen3_omni_moe": {"talker_config": {"spatial_merge_size": 2, "text_config": TALKER}},
     "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
     "t5gemma2_decoder": {"dropout_rate": 0.0},
     "perceiver": {"d_model": 64, "d_latents": 64, "num_self_attends_per_block": 2, "num_latents": 32},

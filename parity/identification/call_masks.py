@@ -69,7 +69,7 @@ def _hidden_by(layer: ObservedLayer, name: str) -> np.ndarray | None:
 
 def _rows_without(hidden: np.ndarray) -> np.ndarray:
     """Return which sequences have no hidden keys, (B,)."""
-    return ~hidden.any(axis=(1, 2, 3))
+    return np.logical_not(hidden.any(axis=(1, 2, 3)))
 
 
 def _of_rows(layer: ObservedLayer, rows: np.ndarray) -> ObservedLayer:

@@ -119,7 +119,7 @@ def _is_convolution(module: nn.Module) -> bool:
     return hasattr(module, "kernel_size")
 
 
-def observe(
+def observe_layers(
     model: nn.Module, inputs: Mapping[str, Any], layers: Any = None, *, factors: Mapping[str, float] | None = None
 ) -> list[ObservedLayer]:
     """Call a model once, and return each call of its attention layers.
@@ -145,7 +145,7 @@ def observe(
             if name not in modules:
                 continue
             stack.callback(modules[name].register_forward_pre_hook(_multiplier(factor), with_kwargs=True).remove)
-        tapped = stack.enter_context(tap_torch(model, patterns_of(layers), is_inside=True))
+        tapped = stack.enter_context(tap_torch(model, patterns_of(layers), sees_functions=True))
         for layer in tapped.layers:
             of_layer = calls[layer.name] = []
             hook = modules[layer.name].register_forward_pre_hook(_beginner(of_layer), with_kwargs=True)
