@@ -24,7 +24,7 @@ LARGEST = 130_000_000
 TRIALS = 60
 """Calls that are tried of a model."""
 
-PATIENCE = 15
+PATIENCE = 8
 """Seconds of the processor after which no other way to make a model is tried."""
 
 
@@ -113,6 +113,7 @@ TIMM = ("timm_backbone", "timm_wrapper")
 
 KINDS = ("full_attention", "sliding_attention")
 SERIES = {"prediction_length": 24, "num_time_features": 1}
+COMPASS = {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in KINDS}}
 TALKER = {"shared_expert_intermediate_size": 64}
 HUNYUAN = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2] * 4}}
 EXCEPTIONS = {
@@ -133,7 +134,8 @@ EXCEPTIONS = {
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
     "upernet": {"use_auxiliary_head": False},
     "step3p5": {"sliding_window": 6},
-    "cohere_compass_text": {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in KINDS}},
+    "cohere_compass": {"text_config": COMPASS},
+    "cohere_compass_text": COMPASS,
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "muse_spark": {"audio_config": {"out_hidden_size": 64}},
     "dots3_note_audio_encoder": {"adapter_input_size": 64},
