@@ -24,7 +24,7 @@ LARGEST = 130_000_000
 TRIALS = 60
 """Calls that are tried of a model."""
 
-PATIENCE = 8
+PATIENCE = 4
 """Seconds of the processor after which no other way to make a model is tried."""
 
 
@@ -727,21 +727,25 @@ def _makers_alone(model, part, generator):
     widths = list(dict.fromkeys(x.weight.shape[type(x).__name__ != "Conv1D"] for x in linears)) or [64]
     is_first = all(getattr(x, "batch_first", True) for x in called.modules())
 
-    def tokens(width, count=TOKENS):
-        shape = (SEQUENCES, count, width) if is_first else (count, SEQUENCES, width)
+    def normal(*shape):
         return lambda: torch.randn(shape, generator=generator)
+
+    def tokens(width, count=TOKENS):
+        return normal(SEQUENCES, count, width) if is_first else normal(count, SEQUENCES, width)
 
     def constant(x):
         return lambda: x
 
-    def image(width):
-        return lambda: torch.randn(SEQUENCES, width, 4, TOKENS // 4, generator=generator)
-
-    queries = [tokens(width) for width in widths[:3]]
-    queries += [image(width) for width in widths[:1] if any(x.weight.ndim == 4 for x in linears)]
-    keys = [tokens(width, TOKENS - 5) for width in widths[:3]]
+    widths = widths[:3]
+    queries = [tokens(width) for width in widths]
+    queries += [
+        normal(SEQUENCES, width, 4, TOKENS // 4) for width in widths[:1] if any(x.weight.ndim == 4 for x in linears)
+    ]
+    queries += [normal(SEQUENCES, 4, TOKENS // 4, width) for width in widths[:1]]
+    keys = [tokens(width, TOKENS - 5) for width in widths]
     if "cu_seqlens" in inspect.signature(called.forward).parameters:
-        queries = [lambda width=width: torch.randn(SEQUENCES * TOKENS, width, generator=generator) for width in widths]
+        joined = SEQUENCES * TOKENS
+        queries = [normal(*shape) for width in widths for shape in ((joined, width), (1, joined, width))]
     places = torch.arange(TOKENS)[None].expand(SEQUENCES, -1)
     rotary = [constant(x) for x in _angles(model, part)]
     nothing = ("attention_bias", "attention_mask", "mask", "cache", "past_key_values", "alibi", "head_mask")

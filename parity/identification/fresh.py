@@ -16,7 +16,8 @@ WAYS: tuple[Way, ...] = ("drawn", "permuted", "tokens permuted")
 SEED = 0
 
 KEPT = {"mask", "position", "positions", "pos", "grid", "size", "sizes", "cos", "sin", "freqs", "segment", "segments"}
-"""Words in the names of inputs that stay as they are: places of tokens, angles for them, and segments."""
+KEPT |= {"len", "lens", "length", "lengths", "seqlen", "seqlens"}
+"""Words in the names of inputs that stay as they are: places of tokens, angles for them, segments and lengths."""
 
 
 def fresh_arrays(inputs: Mapping[str, np.ndarray], way: Way = "drawn") -> dict[str, np.ndarray]:
