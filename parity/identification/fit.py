@@ -238,11 +238,15 @@ def _fit_output(layer: ObservedLayer, found: Fit) -> None:
 def _fit_gate(layer: ObservedLayer, entered: np.ndarray, found: Fit) -> bool:
     """Fit the gate before an output projection; return if there is one."""
     query = layer.submodule(*found.ends["query"])
-    for gate, each, places in gates_of(layer, entered):
+    for gate, each, places, bias, added in gates_of(layer, entered):
         if np.array_equal(flat(each.given), flat(query.given)):
             has_bias = found.project("gate_proj", each, places)
             how = f"the context is multiplied by the sigmoid of the output of {each.name}"
-            found.add("gate", gate.replace(bias=has_bias), how)
+            if bias:
+                added = added[places] + found.weights.get("gate_proj.bias", 0.0)
+                found.weights["gate_proj.bias"], found.names["gate_proj.bias"] = added, bias
+                how += f" plus {bias}"
+            found.add("gate", gate.replace(bias=has_bias or bool(bias)), how)
             found.ends["gate"] = end_of(each)
             return True
     return False
