@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 Way = Literal["drawn", "permuted", "tokens permuted"]
-"""How inputs are made anew: integers are drawn from those of the input, or permuted, because placeholders of images may
+"""How other inputs are made: integers are drawn from those of the input, or permuted, because placeholders of images may
 need their number; or the tokens of each input are permuted, because their features may hold places."""
 
 WAYS: tuple[Way, ...] = ("drawn", "permuted", "tokens permuted")
