@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 
 Way = Literal["drawn", "permuted", "tokens permuted"]
-"""How other inputs are made: integers are drawn from those of the input, or permuted, because placeholders of images may
-need their number; or the tokens of each input are permuted, because their features may hold places."""
+"""How other inputs are made. Integers are drawn from those of the input, or permuted: placeholders of images may
+need their number. Or the tokens of each input are permuted: their features may hold places."""
 
 WAYS: tuple[Way, ...] = ("drawn", "permuted", "tokens permuted")
 
