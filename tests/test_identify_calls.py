@@ -76,6 +76,28 @@ def test_a_second_softmax_in_another_call_refuses_its_layer_alone():
     assert second.spec is not None, second.refusal
 
 
+class Placed(nn.Module):
+    """Attention to patches, whose first feature is their place and whose others are their numbers, as in Pix2Struct."""
+
+    def __init__(self, change: Callable[..., Any]) -> None:
+        super().__init__()
+        self.attention, self.places = Attention(change), nn.Embedding(24, 32)
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        return self.attention(self.places(patches[..., 0].long()) + patches[..., 1:])
+
+
+def patches() -> torch.Tensor:
+    return torch.cat([torch.arange(24.0).expand(3, 24)[..., None], numbers(3, 24, 32)], dim=-1)
+
+
+def test_inputs_that_hold_places_are_permuted():
+    (found,) = identify(Placed(lambda scores, x: scores).eval(), {"patches": patches()})
+    assert found.spec is not None, found.refusal
+    (found,) = identify(Placed(lambda scores, x: scores + x[:, None, None, :, 0]).eval(), {"patches": patches()})
+    assert found.spec is None
+
+
 def test_other_dtypes_are_refused_before_any_call():
     with refuses("model"):
         identify(small_model("llama").double(), inputs_of("llama"))

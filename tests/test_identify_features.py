@@ -63,8 +63,9 @@ def test_a_feature_is_identified(name):
     for weight in {*first.weights} & {"relative_bias", "context_norm.weight"}:
         known = [x for path, x in parameters.items() if path.endswith(first.names[weight])]
         assert any((x.detach().numpy() == first.weights[weight]).all() for x in known)
-    if name == "Swin":  # windows that are shifted have other masks for each
-        assert "added to scores" in found[2].refusal
+    if name == "Swin":  # windows that are shifted receive masks
+        assert [layer.spec is not None for layer in found] == [True] * 3, "\n".join(map(str, found))
+        assert any(each.field == "mask" for each in found[2].evidence)
 
 
 def changed(path: str, change: Any) -> Any:

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import time
+from contextlib import suppress
 from itertools import islice, product, zip_longest
 from pathlib import Path
 from pkgutil import iter_modules
@@ -23,7 +24,7 @@ LARGEST = 130_000_000
 TRIALS = 60
 """Most calls to try for a model."""
 
-PATIENCE = 15
+PATIENCE = 4
 """CPU seconds after which no further recipe is tried."""
 
 
@@ -70,7 +71,7 @@ AT_MOST = {
     r"qk_head_dim$": 24,
     r"kv_lora_rank$": 32,
     r"q_lora_rank$": 24,
-    r"index_topk$": 8,
+    r"index_topk$|index_kpool$": 8,
     r"(num|n_routed|moe_num)_(\w+_)?experts$|^num_experts$": 4,
     r"experts_per_tok\w*$|moe_topk$|moe_k$|^top_?k_experts$|num_selected_experts$": 2,
     r"(^|_)n_group$|topk_group$|num_expert_group$|n_shared_experts$|first_k_dense_replace$": 1,
@@ -110,7 +111,10 @@ ABSENT = {
 TIMM = ("timm_backbone", "timm_wrapper")
 """Model types of parts that need another package; a ResNet replaces them."""
 
+KINDS = ("full_attention", "sliding_attention")
 SERIES = {"prediction_length": 24, "num_time_features": 1}
+COMPASS = {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in KINDS}}
+TALKER = {"shared_expert_intermediate_size": 64}
 HUNYUAN = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2] * 4}}
 EXCEPTIONS = {
     "autoformer": SERIES,
@@ -124,15 +128,37 @@ EXCEPTIONS = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1},
+    "seggpt": {"merge_index": 0},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+    "upernet": {"use_auxiliary_head": False},
+    "step3p5": {"sliding_window": 6},
+    "cohere_compass": {"text_config": COMPASS},
+    "cohere_compass_text": COMPASS,
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "muse_spark": {"audio_config": {"out_hidden_size": 64}},
+    "dots3_note_audio_encoder": {"adapter_input_size": 64},
+    "fast_vlm": {"vision_config": {"hidden_size": 2048}},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "qwen3_omni_moe": {"talker_config": {"spatial_merge_size": 2, "text_config": TALKER}},
+    "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
+    "t5gemma2_decoder": {"dropout_rate": 0.0},
     "perceiver": {"d_model": 64, "d_latents": 64, "num_self_attends_per_block": 2, "num_latents": 32},
 }
-"""Values of fields by model type, if no rule finds them."""
+"""Values of fields by model type and part, if no rule finds them."""
 
 
 def tiny_config(model_type, recipe):
     """Return a small configuration."""
     cls = CONFIG_MAPPING[model_type]
-    return cls(**{**_small(cls().to_dict(), recipe), **EXCEPTIONS.get(model_type, {})})
+    return cls(**_changed(_small(cls().to_dict(), recipe), EXCEPTIONS.get(model_type, {})))
+
+
+def _changed(values, changes):
+    """Return the values of a configuration with changes, those of its parts by the names of these."""
+    parts = {name: _changed(values.get(name) or {}, x) for name, x in changes.items() if name.endswith("_config")}
+    return {**values, **changes, **parts}
 
 
 def _small(values, recipe):
@@ -164,6 +190,9 @@ def _small(values, recipe):
             small[name] = _number(name, x, values, recipe) if type(x) is int else x
     if recipe.width == "fixed" and type(values.get("head_dim")) is int:
         small["head_dim"] = _head_dim(values)
+    if "qk_rope_head_dim" in values and recipe.width == "fixed" and _sections(values):
+        small["qk_rope_head_dim"] = _head_dim(values)
+        small["qk_head_dim"] = small.get("qk_nope_head_dim", 0) + _head_dim(values)
     patch = _first(values, "patch_size", default=0)
     size = 64 if is_hierarchical or patch < 8 else 6 * patch
     for name in ("image_size", "input_size") if recipe.images else ():
@@ -254,21 +283,33 @@ def _with_sections(values, whole, recipe):
     small = {name: _with_sections(x, whole, recipe) for name, x in values.items()}
     section = values.get("mrope_section") or ("rope_theta" in values and _own_section(whole.get("model_type")))
     if section:
-        fraction = values.get("partial_rotary_factor") or whole.get("partial_rotary_factor") or 1.0
-        half = int(_head_dim(whole) * fraction) // 2
+        half = int(_head_dim(whole) * _fraction(whole)) // 2
         parts = [each * half // sum(section) for each in section]
         small["mrope_section"] = [part + (place < half - sum(parts)) for place, part in enumerate(parts)]
     return small
 
 
 def _head_dim(values):
-    """Return the small head_dim of a part; one that is independent of the width stays unchanged."""
+    """Return the small head_dim of a part, with two pairs per axis; one independent of the width stays unchanged."""
     if "qk_rope_head_dim" in values:
-        return 8
+        return 16 if _sections(values) else 8
     dim, heads, hidden = (
         _first(values, name, default=0) for name in ("head_dim", "num_attention_heads", "hidden_size")
     )
-    return 32 if dim and heads and hidden and dim * heads != hidden else 16
+    small = 32 if dim and heads and hidden and dim * heads != hidden else 16
+    return max(small, int(16 / _fraction(values))) if dim and _sections(values) else small
+
+
+def _sections(values):
+    """Return the sections of RoPE of a part, if it has some."""
+    return (values.get("rope_parameters") or {}).get("mrope_section") or _own_section(values.get("model_type"))
+
+
+def _fraction(values):
+    """Return the share of the features of a head that RoPE turns."""
+    return (
+        (values.get("rope_parameters") or {}).get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+    )
 
 
 def _own_section(model_type):
@@ -480,6 +521,7 @@ def makers_of(model, generator):
     }
 
 
+VARIABLE = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 MODALITIES = (
     *("input_ids", "pixel_values", "image_grid_thw", "input_features", "input_values", "bbox"),
     *("future_values", "future_time_features"),
@@ -490,8 +532,7 @@ def inputs_for(model, seed, *, every=False):
     """Yield functions that make keyword arguments for a model, the likeliest first; with `every`, all at once."""
     makers = makers_of(model, torch.Generator().manual_seed(seed))
     parameters = inspect.signature(model.forward).parameters
-    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    chosen = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in variable]
+    chosen = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in VARIABLE]
     main = getattr(model, "main_input_name", "input_ids")
     main = main if main in parameters else next((name for name in makers if name in parameters), main)
     chosen = [*dict.fromkeys([*chosen, main])]
@@ -608,8 +649,138 @@ def tiny_model(model_type):
                 return model, call_of(model), f"{cls.__name__}, {recipe}"
             except ValueError as error:
                 reasons.append(str(error))
-    if first is not None and next(more_calls(first[0], [name for name, _ in first[0].named_modules()]), None):
+    if first is not None:
         return first
-    if lacking and not first:
+    if lacking:
         raise NoAttention
     raise ValueError(" | ".join(dict.fromkeys(each.replace("\n", " ")[:300] for each in reasons)) or "no model class")
+
+
+# ---- Layers alone ----------------------------------------------------------------------------------------------------
+
+QUERIES = (
+    *("hidden_states", "hidden_state", "queries", "query", "query_states", "query_tensor", "input_tensor", "inputs"),
+    *("input", "x", "q", "latents", "target", "current_vision_features", "vision_features", "single_states"),
+)
+"""Names of the tokens that a layer makes queries of."""
+
+KEYS = (
+    *("keys", "key", "key_states", "k", "key_value_states", "encoder_hidden_states", "key_hidden_states", "context"),
+    *("kv", "memory", "values", "value", "value_states", "v", "value_hidden_states", "cross_attention_states"),
+    *("text_features", "image_features"),
+)
+"""Names of the tokens that it makes keys and values of."""
+
+PLACES = ("position_embeddings", "rotary_pos_emb", "cos", "sin", "object_queries")
+"""Names of what tells the places of tokens, which layers may do without."""
+
+AROUND = 3
+"""Modules that are tried for a layer: itself, and those around it."""
+
+
+def calls_alone(model, names):
+    """Yield calls of layers alone, or of the modules right around them, that run layers with some names."""
+    missing = set(names)
+    for name in names:
+        part = name
+        for _ in range(AROUND):
+            call = None if name not in missing or not part else _call_alone(model, part)
+            if call is not None and name in call.ran:
+                missing -= call.ran
+                yield call
+                break
+            part = part.rpartition(".")[0]
+
+
+def _call_alone(model, part):
+    """Return a call of a module that is no model, with inputs by the names of its parameters; None if all fail."""
+    called, made = model.get_submodule(part), []
+    for seed in (1, 2):
+        made.append(list(islice(_inputs_alone(model, part, torch.Generator().manual_seed(seed)), TRIALS)))
+    for first, second in zip(*made, strict=True):
+        inputs = {name: make() for name, make in first.items()}
+        with suppress(Exception):
+            return Call(part, inputs, {name: make() for name, make in second.items()}, _run(model, called, inputs))
+    return None
+
+
+def _inputs_alone(model, part, generator):
+    """Yield functions that make keywords for a module that is no model, the likeliest first."""
+    called = model.get_submodule(part)
+    parameters = inspect.signature(called.forward).parameters
+    makers = _makers_alone(model, part, generator)
+    needed = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in VARIABLE]
+    is_cross = re.search(r"cross|encoder_attn|encoder_decoder", f"{part} {type(called).__name__}".lower())
+    more = [name for name in KEYS if name in parameters and name not in needed][:1] if is_cross else []
+    places = [name for name in PLACES if name in parameters]
+    sets = [[*needed, *more, *places], [*needed, *more], [*needed, *places], needed]
+    for names in dict.fromkeys(tuple(dict.fromkeys(each)) for each in sets):
+        if all(name in makers for name in names):
+            for choice in product(*(makers[name] for name in names)):
+                yield dict(zip(names, choice, strict=True))
+
+
+def _makers_alone(model, part, generator):
+    """Return functions that make an input of a module that is no model, by its name."""
+    called = model.get_submodule(part)
+    linears = [x for x in called.modules() if getattr(getattr(x, "weight", None), "ndim", 0) in (2, 4)]
+    widths = list(dict.fromkeys(x.weight.shape[type(x).__name__ != "Conv1D"] for x in linears)) or [64]
+    is_first = all(getattr(x, "batch_first", True) for x in called.modules())
+
+    def normal(*shape):
+        return lambda: torch.randn(shape, generator=generator)
+
+    def tokens(width, count=TOKENS):
+        return normal(SEQUENCES, count, width) if is_first else normal(count, SEQUENCES, width)
+
+    def constant(x):
+        return lambda: x
+
+    widths = widths[:3]
+    queries = [tokens(width) for width in widths]
+    queries += [
+        normal(SEQUENCES, width, 4, TOKENS // 4) for width in widths[:1] if any(x.weight.ndim == 4 for x in linears)
+    ]
+    queries += [normal(SEQUENCES, 4, TOKENS // 4, width) for width in widths[:1]]
+    keys = [tokens(width, TOKENS - 5) for width in widths]
+    if "cu_seqlens" in inspect.signature(called.forward).parameters:
+        joined = SEQUENCES * TOKENS
+        queries = [normal(*shape) for width in widths for shape in ((joined, width), (1, joined, width))]
+    places = torch.arange(TOKENS)[None].expand(SEQUENCES, -1)
+    rotary = [constant(x) for x in _angles(model, part)]
+    nothing = ("attention_bias", "attention_mask", "mask", "cache", "past_key_values", "alibi", "head_mask")
+    return {
+        **dict.fromkeys(QUERIES, queries),
+        **dict.fromkeys(KEYS, keys),
+        **{name: [*rotary, *queries] for name in ("position_embeddings", "rotary_pos_emb")},
+        **{name: [constant(x[place]) for x in _angles(model, part)] for place, name in enumerate(("cos", "sin"))},
+        **{name: [*queries, *keys] for name in ("object_queries", "spatial_position_embeddings")},
+        **{name: [constant(None)] for name in nothing},
+        **{name: [constant(places)] for name in ("position_ids", "positions")},
+        "cu_seqlens": [constant(TOKENS * torch.arange(SEQUENCES + 1, dtype=torch.int32))],
+        "max_seqlen": [constant(TOKENS)],
+        "layer_idx": [constant(getattr(called, "layer_idx", 0))],
+        "height": [constant(4)],
+        "width": [constant(TOKENS // 4)],
+        "output_attentions": [constant(False)],
+    }
+
+
+def _angles(model, part):
+    """Yield cosines and sines of the positions of tokens, as modules of a model that rotate return them."""
+    rotary = {name: each for name, each in model.named_modules() if "Rotary" in type(each).__name__}
+    near = sorted(rotary, key=lambda name: not f"{part}.".startswith(f"{name.rpartition('.')[0]}."))
+    places, x = torch.arange(TOKENS)[None], torch.zeros(1, TOKENS, 1)
+    kinds = dict.fromkeys((getattr(model.get_submodule(part), "layer_type", None), *KINDS))
+    for module in (rotary[name] for name in near):
+        for given in ((x, places), *((x, places, kind) for kind in kinds), (places,), (x, places.expand(3, 1, -1))):
+            with suppress(Exception), torch.no_grad():
+                made = module(*given)
+                if isinstance(made, tuple) and len(made) == 2:
+                    yield made
+                    break
+    dim = getattr(model.get_submodule(part), "head_dim", None)
+    if type(dim) is int:
+        angles = places[..., None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+        angles = torch.cat([angles, angles], dim=-1)
+        yield angles.cos(), angles.sin()

@@ -288,7 +288,7 @@ class _Reader:
         if self.right.agrees(self.name, x, form=_over_heads):
             yield Reading("is averaged over the heads", None)
 
-    # ---- What nothing reads ------------------------------------------------------------------------------------------
+    # ---- Unreadable stages -------------------------------------------------------------------------------------------
 
     def _free(self) -> np.ndarray | None:
         """Return the cells whose values do not matter: tokens of padding, unfilled slots."""

@@ -183,7 +183,7 @@ class Replay:
         """The step of each stage."""
         return {name: index for index, names in enumerate(self.steps) for name in names}
 
-    # ---- What could be in what was observed --------------------------------------------------------------------------
+    # ---- Candidates --------------------------------------------------------------------------------------------------
 
     @cached_property
     def stages(self) -> list[str]:
@@ -322,7 +322,7 @@ class Replay:
             for index in range(len(self.steps))
         ]
 
-    # ---- What they may be off by -------------------------------------------------------------------------------------
+    # ---- Tolerances --------------------------------------------------------------------------------------------------
 
     def judgement(self, stage: str, changes: Changes, *, quick: bool = False, kind: str = "") -> Judgement:
         """Compare an observed stage with the one that has changes.
@@ -423,7 +423,7 @@ class Replay:
             found.append(other)
         return found
 
-    # ---- What explains them ------------------------------------------------------------------------------------------
+    # ---- Explanations ------------------------------------------------------------------------------------------------
 
     def wrong(self, stages: Iterable[str], changes: Changes) -> list[str]:
         """Return the stages that changes do not explain."""

@@ -21,7 +21,7 @@ TOKENS = {"input": 1, "value_input": 1, "q": 2, "k": 2, "v": 2, "context": 2, "o
 OF_KEYS = ("key_input", "value_input", "key_is_real", "k", "v")
 """Values without query tokens if keys come from another sequence: those of the first call apply to all."""
 
-NO_STAGES = ("input", "positions", "segment_ids", "key_input", "value_input", "key_is_real")
+NO_STAGES = ("input", "positions", "segment_ids", "key_input", "value_input", "key_is_real", "call_mask")
 """Inputs of the reference, which it does not compute."""
 
 
@@ -178,6 +178,9 @@ class Sequences:
             is_padding = ~self.values["key_is_real"][:, None, None]
             shape = (len(self.rows), spec.num_heads, len(self.tokens), is_padding.shape[-1])
             inputs["mask"] = np.broadcast_to(is_padding, shape)
+        if "call_mask" in self.values:
+            mask = self.values["call_mask"]
+            inputs["mask"] = np.broadcast_to(mask, (len(self.rows), spec.num_heads, *mask.shape[2:]))
         return inputs
 
     def problem_of_its_own(self, problem: Problem) -> Problem:
@@ -305,6 +308,8 @@ def _joined(calls: list[TappedCall], total: int) -> Iterator[tuple[str, np.ndarr
     if is_cross:
         yield from _joined_of_keys(calls)
         return
+    if len(calls) == 1 and in_all("call_mask"):
+        yield "call_mask", calls[0].values["call_mask"]
     if in_all("attn_weights"):
         yield "attn_weights", _placed(calls, "attn_weights", total, 0)
     if all("mask" in call.values or call.values["input"].shape[1] == 1 for call in calls) and in_all("q"):
@@ -358,4 +363,4 @@ def _taken(name: str, x: np.ndarray, rows: np.ndarray, tokens: np.ndarray, *, is
         x = x[..., tokens]
         return x[0] if x.ndim == 3 and len(x) == 1 else x
     x = np.take(x[rows], tokens, axis=TOKENS.get(name, 2))
-    return np.take(x, tokens, axis=3) if name in ("attn_weights", "mask") and not is_cross else x
+    return np.take(x, tokens, axis=3) if name in ("attn_weights", "mask", "call_mask") and not is_cross else x

@@ -442,5 +442,5 @@ def _compared(
         label = Label(reference.problem.case.name, backend, reference.problem.dtype, stage)
         comparison = reference.compare(observed[stage], label, arithmetic)
         comparison = reference.compare_noise(comparison, observed[stage], label, arithmetic)
-        found.append(comparison.with_step(replay.judgement(stage, ()).ratio, "wrong for what it was made of"))
+        found.append(comparison.with_step(replay.judgement(stage, ()).ratio, "wrong for its recorded inputs"))
     return found

@@ -12,21 +12,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mha_spec import AttentionSpec, Refusal, WrongType
+from parity.core.arrays import to_numpy
 from parity.core.records import JsonRecord
 from parity.core.weights import Weights
 from parity.diagnosis.taps import judge_tap
+from parity.identification.call_masks import with_call_mask
 from parity.identification.ends import between, words_of
 from parity.identification.fit import LEAST_TOKENS, fit, fit_clip, positions_on_axes
 from parity.identification.found import Evidence, Fit
-from parity.identification.observe import ObservedLayer, observe
+from parity.identification.fresh import WAYS, Way, fresh_arrays
+from parity.identification.observe import ObservedLayer, observe_layers
 from parity.identification.padding import without_padding
 from parity.identification.sharing import words_of_source
 from parity.tapping.record import Tapped
 
 if TYPE_CHECKING:
     import torch
-
-SEED = 0  # of fresh inputs
 
 FACTORS = {"large inputs": 16.0, "small inputs": 1.0 / 64.0}
 """Factors of the inputs of projections in the calls that verify a layer."""
@@ -36,10 +37,6 @@ FRESH, FAR_AWAY, FEWER = "fresh inputs", "far positions", "fewer tokens"
 
 FAR = 20000
 """Position of the first token in the call that verifies RoPE at large positions."""
-
-
-KEPT = {"mask", "position", "positions", "pos", "grid", "size", "sizes", "cos", "sin", "freqs"}
-"""Words in the names of inputs that are never redrawn: positions of tokens, and angles for them."""
 
 
 @dataclass(frozen=True)
@@ -154,22 +151,26 @@ def _identify_torch(model: torch.nn.Module, inputs: Mapping[str, Any], layers: A
     """Identify the attention layers of a torch model."""
     values: Any = getattr(model, "config", None)
     config = json.loads(json.dumps(values.to_dict(), default=str)) if hasattr(values, "to_dict") else {}
-    seen = observe(model, inputs, layers)
+    seen = observe_layers(model, inputs, layers)
     if any(layer.values["positions"].min() > 0 for layer in seen if "positions" in layer.values):
-        seen = observe(model, _at(model, inputs, 0) or inputs, layers)  # RoPE does not rotate a token at position 0
+        seen = observe_layers(
+            model, _at(model, inputs, 0) or inputs, layers
+        )  # RoPE does not rotate a token at position 0
     elif (apart := _apart(model, inputs, seen)) is not None:
         inputs = apart
-        seen = observe(model, inputs, layers)
+        seen = observe_layers(model, inputs, layers)
     found = {layer.tapped.name: _fitted(layer, config, seen) for layer in reversed(seen)}
     ends = {end._replace(name=_joined(name, end.name)) for name, each in found.items() for end in each.entries}
     other, first = _first_fresh(model, inputs, layers)
     calls = [VerifyingCall(FRESH, 1.0, first)]
     for what, factor in FACTORS.items():
-        calls.append(VerifyingCall(what, factor, observe(model, other, layers, factors=dict.fromkeys(ends, factor))))
+        calls.append(
+            VerifyingCall(what, factor, observe_layers(model, other, layers, factors=dict.fromkeys(ends, factor)))
+        )
     for what, given in ((FAR_AWAY, _at(model, other, FAR)), (FEWER, _fewer(other))):
         if given is not None:
-            with suppress(Exception):  # learned positions may end earlier
-                calls.append(VerifyingCall(what, 1.0, observe(model, given, layers)))
+            with suppress(Exception):  # learned positions may end earlier, and a module may need its own lengths
+                calls.append(VerifyingCall(what, 1.0, observe_layers(model, given, layers)))
     return [_identified(name, each, calls) for name, each in reversed(found.items())]
 
 
@@ -178,14 +179,14 @@ def _first_fresh(
 ) -> tuple[dict[str, Any], list[ObservedLayer]]:
     """Return fresh inputs that the model accepts, and its layers in a call with them.
 
-    Integers are drawn from those of the inputs. If the model fails, they are permuted instead, because an image may
-    need an exact number of placeholders.
+    Raises:
+        ValueError: if the model fails with each way to draw them.
     """
     error: Exception | None = None
-    for is_permuted in (False, True):
-        other = _fresh(inputs, is_permuted=is_permuted)
+    for way in WAYS:
+        other = _fresh(inputs, way)
         try:
-            return other, observe(model, other, layers)
+            return other, observe_layers(model, other, layers)
         except Exception as wrong:  # the model's own code may raise anything
             error = wrong
     raise Refusal("model", "run with other inputs of the same shapes", f"{error!r:.200}") from error
@@ -198,11 +199,11 @@ def is_flax(model: Any) -> bool:
 
 def _identify_flax(model: Any, inputs: Mapping[str, Any], layers: Any) -> list[Identification]:
     """Identify the attention layers of a Flax model."""
-    from parity.identification.observe_flax import FlaxObserver, fresh_arrays
+    from parity.identification.observe_flax import FlaxObserver
 
     observer = FlaxObserver(model, inputs, layers)
     found = {each.tapped.name: _fitted(each, observer.bases(each.tapped.name)) for each in observer.seen}
-    other = fresh_arrays(observer.inputs, SEED)
+    other = fresh_arrays({name: np.asarray(x) for name, x in observer.inputs.items()})
     calls = [VerifyingCall(FRESH, 1.0, observer.observe(other, 1.0))]
     calls += [VerifyingCall(what, factor, observer.observe(other, factor)) for what, factor in FACTORS.items()]
     far = VerifyingCall(FAR_AWAY, 1.0, observer.observe_far(other, FAR))
@@ -305,7 +306,7 @@ def _share(call: VerifyingCall, found: Fit) -> float:
         )
         if words != found.words:
             raise Refusal("inputs", f"be what they were with {what}", f"{words}")
-        tapped = between(layer, found.ends).tapped
+        tapped = with_call_mask(between(layer, found.ends), found.mask, is_large=factor > 1.0).tapped
         judged = Tapped([tapped]), {tapped.index: spec}, {tapped.index: found.weights}
         verdict = judge_tap(*judged, is_causal=found.is_causal, diagnoses=False).layers[0]
         difference = verdict.difference
@@ -336,12 +337,13 @@ def _at(model: torch.nn.Module, inputs: Mapping[str, Any], first: int) -> dict[s
     if not isinstance(tokens, torch.Tensor) or not _accepts(model, "position_ids"):
         return None
     near = inputs.get("position_ids")
-    near = torch.arange(tokens.shape[1])[None].expand(tokens.shape) if near is None else near
+    near = torch.arange(tokens.shape[1], device=tokens.device)[None].expand(tokens.shape) if near is None else near
     positions = first + near - near.min()
     if first == 0:
         return {**inputs, "position_ids": positions}
     batch_size, num_tokens = tokens.shape
     later = 3 * torch.arange(batch_size)[:, None] + 5 * (torch.arange(num_tokens) >= num_tokens // 2)
+    later = later.to(tokens.device)
     all_seen = {"attention_mask": torch.ones_like(tokens)} if _accepts(model, "attention_mask") else {}
     return {**all_seen, **inputs, "position_ids": positions + later}  # without a mask, a gap starts a segment
 
@@ -382,33 +384,18 @@ def _apart(model: torch.nn.Module, inputs: Mapping[str, Any], seen: list[Observe
     place = torch.arange(places.shape[2])
     frame = place // 6
     apart = torch.stack([frame, frame + place % 6 // 3, frame + place % 3])
-    return {**inputs, "position_ids": apart[:, None].repeat(1, places.shape[1], 1)}
+    device = next(model.parameters()).device
+    return {**inputs, "position_ids": apart[:, None].repeat(1, places.shape[1], 1).to(device)}
 
 
 def _accepts(model: torch.nn.Module, name: str) -> bool:
     return name in inspect.signature(model.forward).parameters
 
 
-def _fresh(inputs: Mapping[str, Any], *, is_permuted: bool) -> dict[str, Any]:
-    """Return inputs of the same shapes with other tokens or numbers. Equal inputs stay equal."""
+def _fresh(inputs: Mapping[str, Any], way: Way) -> dict[str, Any]:
+    """Return inputs of the same shapes with other tokens or numbers, on the same device."""
     import torch
 
-    generator = torch.Generator().manual_seed(SEED)
-    fresh = dict(inputs)
-    for name, x in inputs.items():
-        if not isinstance(x, torch.Tensor) or KEPT & {*name.split("_")} or x.is_complex() or x.dtype == torch.bool:
-            continue
-        same = next(each for each, y in inputs.items() if isinstance(y, torch.Tensor) and torch.equal(x, y))
-        if same != name:
-            fresh[name] = fresh[same]
-        elif not x.is_floating_point():
-            count = x.numel()
-            if is_permuted:
-                places = torch.randperm(count, generator=generator)
-            else:
-                places = torch.randint(count, (count,), generator=generator)
-            fresh[name] = x.flatten()[places].reshape(x.shape)
-        elif x.isfinite().all():
-            spread = max(float(x.std(correction=0)), abs(float(x.mean())))
-            fresh[name] = torch.randn(x.shape, generator=generator, dtype=x.dtype) * spread + x.mean()
-    return fresh
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.dtype != torch.bfloat16}
+    arrays = fresh_arrays({name: to_numpy(x) for name, x in tensors.items()}, way)
+    return {**inputs, **{name: torch.from_numpy(x).to(tensors[name].device) for name, x in arrays.items()}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from mha_spec import Refusal
 from parity.identification.biases import scored
 from parity.identification.fit import LEAST_TOKENS
 from parity.identification.heads import Attention, AttentionFinder
+from parity.identification.norms import norm_between
 from parity.identification.program import Values
 from parity.identification.trace import CLOSE
 
@@ -341,17 +341,10 @@ class Arranged:
         every_eps = self._scalars([result], [given], 0.0, 0.1)
         width = values[given].shape[-1]
         leaves = [n for n in before if n in self._finder.names and np.size(self._base[n]) == width]
-        x, y = (values[n].astype(np.float64) for n in (given, result))
-        for eps, is_centered in product(every_eps, (False, True)):
-            centered = x - x.mean(-1, keepdims=True) if is_centered else x
-            normed = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + eps)
-            for names in _parameters(leaves):
-                weight, bias = (np.ravel(self._base[names[k]]) if k in names else None for k in ("weight", "bias"))
-                for one in (0.0, 1.0) if weight is not None else (0.0,):
-                    made = normed * (1.0 if weight is None else weight + one) + (0.0 if bias is None else bias)
-                    if np.abs(made - y).max() <= CLOSE * np.abs(y).max():
-                        return NormPlace(given, result, names, eps)
-        return None
+        known = list(_parameters(leaves))
+        parameters = [{leaf: np.ravel(self._base[n]) for leaf, n in names.items()} for names in known]
+        found = norm_between(values[given], values[result], every_eps, parameters)
+        return None if found is None else NormPlace(given, result, known[found[1]], found[0].eps)
 
 
 def _parameters(leaves: Sequence[int]) -> Iterator[dict[str, int]]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mha_spec import Refusal, Rope
+from parity.identification.call_masks import without_call_mask
 from parity.identification.context_norms import fit_context_norm
 from parity.identification.ends import between, end_of, words_of
 from parity.identification.found import Evidence, Fit
@@ -73,7 +74,7 @@ def fit(layer: ObservedLayer, config: Mapping[str, Any], found: Fit, others: Seq
     if layer.is_cross:
         found.add("d_kv", layer.values["key_input"].shape[-1], "width of the input of keys")
     fit_scale(layer, found)
-    layer = without_padding(layer)
+    layer = without_call_mask(without_padding(layer), found)
     fit_mask(layer, found, layer.values["q"].shape[2])
     fit_bias(layer, config, found)
 
@@ -250,11 +251,15 @@ def _fit_output(layer: ObservedLayer, found: Fit) -> None:
 def _fit_gate(layer: ObservedLayer, entered: np.ndarray, found: Fit) -> bool:
     """Fit the gate before an output projection; return whether there is one."""
     query = layer.submodule(*found.ends["query"])
-    for gate, each, places in gates_of(layer, entered):
+    for gate, each, places, bias, added in gates_of(layer, entered):
         if np.array_equal(flat(each.given), flat(query.given)):
             has_bias = found.project("gate_proj", each, places)
             how = f"the context is multiplied by the sigmoid of the output of {each.name}"
-            found.add("gate", gate.replace(bias=has_bias), how)
+            if bias:
+                added = added[places] + found.weights.get("gate_proj.bias", 0.0)
+                found.weights["gate_proj.bias"], found.names["gate_proj.bias"] = added, bias
+                how += f" plus {bias}"
+            found.add("gate", gate.replace(bias=has_bias or bool(bias)), how)
             found.ends["gate"] = end_of(each)
             return True
     return False

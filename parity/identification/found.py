@@ -53,6 +53,7 @@ class Fit:
         ends: submodules that receive the inputs and return the output.
         words: description of the place of each end in the module.
         received: description of the keys and values of another layer, by `key` and `value`.
+        mask: name of the argument that hides keys of some sequences only; empty if there is none.
         refusal: first stage that no field explains; empty if there is none.
     """
 
@@ -65,6 +66,7 @@ class Fit:
     ends: dict[str, End] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=dict)
     received: dict[str, str] = field(default_factory=dict)
+    mask: str = ""
     refusal: str = ""
 
     def add(self, name: str, value: Any, how: str, **seen: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +13,8 @@ from parity.core.arrays import to_numpy
 from parity.core.weights import Weights
 from parity.identification.observe import Submodule
 from parity.identification.trace import Traced, is_close, tokens_of
+
+KINDS: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
 
 EPS = (1e-6, 1e-5)
 """Values of eps to try if the module holds none."""
@@ -79,23 +83,43 @@ def norm_of(each: Submodule, over: Literal["head", "width"]) -> tuple[Norm, Weig
     """
     parameters = {name: to_numpy(x) for name, x in each.module.named_parameters()}
     weight, bias = parameters.get("weight"), parameters.get("bias")
+    if any(x.shape[-1:] != each.given.shape[-1:] for x in parameters.values()):
+        raise Refusal(each.name, "be an RMS or a layer norm", type(each.module).__name__)
     if weight is not None and weight.squeeze().ndim == 2 and each.given.ndim < 4:  # a matrix, not a weight per head
         raise Refusal(each.name, "be an RMS or a layer norm", type(each.module).__name__)
-    factors: dict[Any, Any] = {None: 1.0} if weight is None else {"w": weight, "1+w": 1.0 + weight}
-    x = each.given.astype(np.float64)
-    for eps in _candidates(each):
-        for kind in ("rms", "layer"):
-            centered = x - x.mean(-1, keepdims=True) if kind == "layer" else x
-            normed = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + eps)
+    leaves = {} if weight is None else {"weight": weight} | ({} if bias is None else {"bias": bias})
+    found = norm_between(each.given, each.result, _candidates(each), [leaves])
+    if found is None:
+        raise Refusal(each.name, "be an RMS or a layer norm", type(each.module).__name__)
+    leaves = {name: np.squeeze(leaf) if leaf.ndim > 2 else leaf for name, leaf in leaves.items()}
+    return found[0].replace(over=over, per_head=weight is not None and weight.squeeze().ndim == 2), leaves
+
+
+def norm_between(
+    given: np.ndarray, result: np.ndarray, every_eps: Iterable[float], parameters: Sequence[Weights]
+) -> tuple[Norm, int] | None:
+    """Return the norm over the last axis that makes one array of another, and the place of its parameters.
+
+    Args:
+        given: what it receives.
+        result: what it returns.
+        every_eps: candidates for its eps.
+        parameters: candidates for its weight and its bias.
+
+    Returns:
+        None if there is none.
+    """
+    x = given.astype(np.float64)
+    for eps, kind in product(every_eps, KINDS):
+        centered = x - x.mean(-1, keepdims=True) if kind == "layer" else x
+        normed = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + eps)
+        for place, leaves in enumerate(parameters):
+            weight, bias = leaves.get("weight"), leaves.get("bias")
+            factors: dict[Any, Any] = {None: 1.0} if weight is None else {"w": weight, "1+w": 1.0 + weight}
             for word, factor in factors.items():
-                made = normed * factor if bias is None else normed * factor + bias
-                if is_close(made, each.result):
-                    leaves = {} if weight is None else {"weight": weight} | ({} if bias is None else {"bias": bias})
-                    leaves = {name: np.squeeze(leaf) if leaf.ndim > 2 else leaf for name, leaf in leaves.items()}
-                    per_head = weight is not None and weight.squeeze().ndim == 2
-                    norm = Norm(kind=kind, over=over, weight=word, per_head=per_head, bias=bias is not None, eps=eps)
-                    return norm, leaves
-    raise Refusal(each.name, "be an RMS or a layer norm", type(each.module).__name__)
+                if is_close(normed * factor + (0.0 if bias is None else bias), result):
+                    return Norm(kind=kind, weight=word, bias=bias is not None, eps=eps), place
+    return None
 
 
 def _candidates(each: Submodule) -> list[float]:

@@ -119,7 +119,7 @@ def _is_convolution(module: nn.Module) -> bool:
     return hasattr(module, "kernel_size")
 
 
-def observe(
+def observe_layers(
     model: nn.Module,
     inputs: Mapping[str, Any],
     layers: Any = None,
@@ -151,7 +151,7 @@ def observe(
             of_calls = {call: factor for (other, call), factor in (factors or {}).items() if other == name}
             hook = _multiplier(of_calls, partial(_count_runs, name, calls))
             stack.callback(modules[name].register_forward_pre_hook(hook, with_kwargs=True).remove)
-        tapped = stack.enter_context(tap_torch(model, patterns_of(layers), is_inside=True))
+        tapped = stack.enter_context(tap_torch(model, patterns_of(layers), sees_functions=True))
         for layer in tapped.layers:
             of_layer = calls[layer.name] = []
             hook = modules[layer.name].register_forward_pre_hook(_beginner(of_layer), with_kwargs=True)

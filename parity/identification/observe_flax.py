@@ -328,17 +328,3 @@ def _order_of(wanted: np.ndarray, features: np.ndarray) -> list[int]:
     places = {bits: place for place, bits in enumerate(columns_of(features))}
     order = [places.get(bits, -1) for bits in columns_of(wanted)]
     return order if sorted(order) == list(range(features.shape[1])) else list(range(features.shape[1]))
-
-
-def fresh_arrays(inputs: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Return arrays of the same shapes with other tokens or numbers; masks, positions and segments stay."""
-    generator = np.random.default_rng(seed)
-    fresh = {name: np.asarray(x) for name, x in inputs.items()}
-    for name, x in fresh.items():
-        if x.dtype == np.bool_ or any(word in name for word in ("mask", "pos", "segment")):
-            continue
-        if x.dtype.kind in "iu":
-            fresh[name] = generator.permutation(x.ravel()).reshape(x.shape)
-        else:
-            fresh[name] = (generator.standard_normal(x.shape) * x.std() + x.mean()).astype(x.dtype)
-    return fresh

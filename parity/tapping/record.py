@@ -25,6 +25,7 @@ VALUES = {
     "segment_ids": ("B", "T"),
     "key_is_real": ("B", "S"),
     "mask": ("B", "N", "T", "S"),
+    "call_mask": ("B", "N", "T", "S"),
     "q": ("B", "N", "T", "H"),
     "k": ("B", "K", "T", "H"),
     "v": ("B", "K", "T", "H"),
@@ -39,7 +40,8 @@ VALUES = {
 
 `positions` may have one more leading axis, for rows and columns. `is_real` is False for padding; if the model received
 a full mask instead of a padding mask, it is False for tokens that attend to nothing. `mask` is the mask of the
-attention function: True where a key is hidden, or numbers added to the scores. `k` and `v` belong to the call's own
+attention function: True where a key is hidden, or numbers added to the scores. `call_mask` is the part of it that the
+caller passed and the specification does not define; a tap does not record it. `k` and `v` belong to the call's own
 tokens. `scores` are the input of the softmax, mask and biases included, if no attention function was called.
 `cache.keys` and `cache.values` are all keys and values that the attention function received. They are present only if
 they differ from the keys and values of the calls so far. If no attention function was observed, outputs of projections

@@ -37,14 +37,14 @@ KEY_INPUTS = ("key_value_states", "encoder_hidden_states", "key")
 
 
 @contextmanager
-def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None, *, is_inside: bool = False) -> Iterator[Tapped]:
+def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None, *, sees_functions: bool = False) -> Iterator[Tapped]:
     """Record the attention layers of a torch model: see `parity.tap`.
 
     Args:
         model: the model.
         patterns: names of modules or classes; None for those of attention.
-        is_inside: whether to also record operations inside attention functions, and whole function calls. Layers may
-            then compute their results in another way.
+        sees_functions: whether to also record operations inside attention functions, and whole function calls. Layers
+            may then compute their results in another way.
     """
     modules = dict(model.named_modules())
     if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl for each in modules.values()):
@@ -63,12 +63,12 @@ def tap_torch(model: nn.Module, patterns: tuple[str, ...] | None, *, is_inside: 
             module = modules[name]
             index = getattr(module, "layer_idx", None)
             index = index if isinstance(index, int) else place
-            kind = kinds[index] if index < len(kinds) else ""
+            kind = kinds[index] if 0 <= index < len(kinds) else ""
             is_causal = getattr(module, "is_causal", None)
             is_causal = is_causal if isinstance(is_causal, bool) else None
             layer = TappedLayer(name, index, type(module).__name__, kind, is_causal)
             tapped.layers.append(layer)
-            operations = LayerOperations(sees_functions=is_inside)
+            operations = LayerOperations(sees_functions=sees_functions)
             listeners[module] = _TorchListener(
                 module, layer, model_state, getattr(module, "config", config), operations
             )
