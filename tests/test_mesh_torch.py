@@ -7,12 +7,16 @@ from refusals import refuses
 from selection import rest_thorough
 
 from mha_spec import AttentionSpec, Norm, Rope
+from mha_torch.masks import Mask
+from mha_torch.parallel.ring import check_known_to_ring
+from mha_torch.scores import Scores
 from parity import CASES, random_case, run_cases
 from parity.backends import torch_mesh
 from parity.sharding.mesh import MeshPlan
 
 HEADS = [  # what each head has, whole outputs, caches; projections are in WIDTHS
     *(CASES[name] for name in ("norm-per-head", "decode-sinks", "decode-latent")),
+    *(CASES[name] for name in ("relative-products", "relative-products-of-keys")),  # vectors of all heads, and of each
     replace(CASES["alibi"], spec=replace(CASES["alibi"].spec, out_proj=False)),
     random_case(35),  # relative biases; 12 query heads of 3 key/value heads, one of which two processes share
 ]
@@ -71,6 +75,14 @@ def test_what_a_mesh_does_not_divide_is_skipped_by_name():
     assert torch_mesh.why_skipped(CASES["bias"], "float32", MeshPlan(sequence=1)) is None
     told = {torch_mesh.why_skipped(case, "float32", MeshPlan(sequence=2)) for case in CASES.values()}
     assert masks in told
+
+
+def test_a_ring_rejects_relative_products_by_name():
+    scores = Scores(CASES["relative-products"].spec)
+    with refuses("relative_products", relative_products=...):
+        check_known_to_ring(Mask(), scores)
+    told = torch_mesh.why_skipped(CASES["relative-products"], "float32", MeshPlan(sequence=3))
+    assert told == "relative products are computed for whole sequences only"
 
 
 @two_devices
