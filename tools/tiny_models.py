@@ -716,7 +716,10 @@ def _inputs_alone(model, part, generator):
     sets = [[*needed, *more, *places], [*needed, *more], [*needed, *places], needed]
     for names in dict.fromkeys(tuple(dict.fromkeys(each)) for each in sets):
         if all(name in makers for name in names):
-            for choice in product(*(makers[name] for name in names)):
+            several = [makers[name] for name in names]
+            for place in range(max(map(len, several), default=0)):  # the same of all, such as their width
+                yield {name: each[min(place, len(each) - 1)] for name, each in zip(names, several, strict=True)}
+            for choice in product(*several):
                 yield dict(zip(names, choice, strict=True))
 
 
@@ -742,7 +745,9 @@ def _makers_alone(model, part, generator):
         normal(SEQUENCES, width, 4, TOKENS // 4) for width in widths[:1] if any(x.weight.ndim == 4 for x in linears)
     ]
     queries += [normal(SEQUENCES, 4, TOKENS // 4, width) for width in widths[:1]]
+    queries += [normal(SEQUENCES, 1, TOKENS, width) for width in widths[:1]]
     keys = [tokens(width, TOKENS - 5) for width in widths]
+    keys += [normal(SEQUENCES, 1, TOKENS - 5, width) for width in widths[:1]] * (len(queries) - len(keys))
     if "cu_seqlens" in inspect.signature(called.forward).parameters:
         joined = SEQUENCES * TOKENS
         queries = [normal(*shape) for width in widths for shape in ((joined, width), (1, joined, width))]

@@ -23,7 +23,7 @@ def without_call_mask(layer: ObservedLayer, found: Fit) -> ObservedLayer:
     """
     for name in layer.arguments:
         hidden = _hidden_by(layer, name)
-        if hidden is None or "is_real" in layer.values or (hidden == hidden[:1]).all():
+        if hidden is None or (hidden == hidden[:1]).all():
             continue
         if (rows := _rows_without(hidden)).any():
             found.mask = name
