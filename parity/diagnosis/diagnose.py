@@ -365,8 +365,9 @@ def observe(function: Callable[..., Any], problem: Problem, framework: str) -> d
     """The stages that somebody's function gives for a problem.
 
     Args:
-        function: called with the query (B, T, d_in) and, for cross-attention, the key (B, S, d_kv); it has its own
-            weights and masks. It gives the output, or (output, attention weights), or stages by name.
+        function: called with the query (B, T, d_in) and, for cross-attention, the key (B, S, d_kv), or with
+            `shared_kv` the k and v of another layer (B, K, S, H); it has its own weights and masks. It gives the
+            output, or (output, attention weights), or stages by name.
         problem: what it is given.
         framework: whose arrays it takes, `torch`, `jax` or `ttnn`.
 
@@ -375,7 +376,8 @@ def observe(function: Callable[..., Any], problem: Problem, framework: str) -> d
     """
     backend = load_backend(FRAMEWORKS[framework])
     with backend.lock(problem.dtype):
-        arrays = [backend.from_numpy(problem.inputs[name]) for name in ("query", "key") if name in problem.inputs]
+        names = (name for name in ("query", "key", "k", "v") if name in problem.inputs)
+        arrays = [backend.from_numpy(problem.inputs[name]) for name in names]
         try:
             given = function(*arrays)
         except Exception as error:  # whatever somebody's function raises
