@@ -303,6 +303,7 @@ def refused(here):
     return {
         "uneven": said_by(AttentionSpec(32, 9, head_dim=4)),
         "fused_qkv": said_by(AttentionSpec(32, 8, fused_qkv=True)),
+        "shared_kv": said_by(AttentionSpec(32, 8, shared_kv=True)),
         "shared keys with norms of their own": said_by(
             AttentionSpec(32, 8, num_kv_heads=1, qk_norm=Norm(per_head=True))
         ),

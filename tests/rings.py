@@ -287,6 +287,7 @@ def refused(mesh, make):
         "neither": error_of(lambda: parallel.shard(make(mha_torch.MultiHeadAttention, WINDOW), mesh)),
         "no layer": error_of(lambda: parallel.shard(torch.nn.Linear(2, 2), mesh, tokens=name)),
         "cache": error_of(lambda: made(kind=mha_torch.MultiHeadAttentionWithCache)),
+        "shared_kv": error_of(lambda: made(AttentionSpec(32, 8, shared_kv=True))),
         "rope": error_of(lambda: made(replace(WINDOW, rope=Rope(scaling=DynamicScaling(2.0, 8))))),
         "weights": error_of(lambda: made()(x, need_weights=True)),
         "mask": error_of(lambda: made()(x, mask=hidden)),

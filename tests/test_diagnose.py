@@ -23,6 +23,7 @@ from parity.core.compare import kept_dtype
 from parity.core.stages import run_steps, stage_named, steps_of
 from parity.core.trace import Reference
 from parity.core.weights import dtype_named
+from parity.diagnosis.attention import attention_for
 from parity.diagnosis.diagnose import diagnose, observe
 from parity.diagnosis.mistakes import mistakes_for, wrong_layer
 from parity.diagnosis.mistakes.record import Changed
@@ -757,6 +758,10 @@ def test_what_cannot_be_diagnosed_is_refused_in_a_line(folder, capsys, arguments
 def test_a_function_of_another_width_is_an_error_of_its_own(folder):
     problem = make_problem(Case("probe", SPEC, "probe"), "float32")
     assert observe(lambda x: x, problem, "torch")["output"].shape == (2, 5, 32)
+    sharing = make_problem(Case("probe", AttentionSpec(32, 4, num_kv_heads=2, shared_kv=True), "probe"), "float32")
+    assert observe(lambda x, k, v: {"k": k, "v": v}, sharing, "torch")["v"].shape == (2, 2, 5, 8)
+    with refuses("shared_kv", shared_kv=True):
+        attention_for(sharing.weights, sharing.spec, sharing.inputs["query"])
 
 
 def test_traces_are_diagnosed_alone_and_in_pairs(tmp_path, capsys):

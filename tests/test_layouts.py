@@ -14,7 +14,7 @@ from mha_spec import Alibi, Gate, GridBias, Latent, LinearScaling, Norm, Refusal
 from parity import AttentionSpec, random_weights
 from parity.conversion.layouts.canonical import from_canonical, to_canonical
 from parity.conversion.layouts.detection import placements
-from parity.conversion.layouts.layout import RULES, Layout, Tensor, check_carried, with_dropped, without
+from parity.conversion.layouts.layout import RULES, SHARING, Layout, Tensor, check_carried, with_dropped, without
 from parity.conversion.layouts.tables import LAYOUTS
 from parity.core.weights import check_weights, dtype_named, weight_shapes
 
@@ -385,6 +385,20 @@ def test_a_layer_that_a_layout_cannot_hold_is_refused_with_the_rule(name, rule):
     assert name in refusal.value.rule
     assert words_of(rule) in refusal.value.rule
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_a_layer_of_shared_keys_is_in_the_layouts_of_modules_that_share_them(layout):
+    spec = replace(example(layout), shared_kv=True)
+    weights = random_weights(spec)
+    if layout.name not in SHARING:
+        with refuses("the layer", {"shared_kv": True}):
+            from_canonical(weights, spec, layout)
+        return
+    tensors = from_canonical(weights, spec, layout)
+    found, read = to_canonical(tensors, layout, spec=spec)
+    assert read == spec
+    assert all((found[name] == weight).all() for name, weight in weights.items())
 
 
 NAMELESS = {

@@ -125,6 +125,7 @@ def test_a_module_keeps_its_placement_when_weights_are_loaded():
     [
         (AttentionSpec(64, 8), 3, refuses("num_heads", num_heads=8, size=3)),
         (AttentionSpec(64, 8, fused_qkv=True), 4, refuses("fused_qkv", fused_qkv=True)),
+        (AttentionSpec(64, 8, shared_kv=True), 4, refuses("shared_kv", shared_kv=True)),
     ],
 )
 def test_what_cannot_be_divided_is_refused_by_name(spec, size, refusal):

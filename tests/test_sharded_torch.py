@@ -178,6 +178,7 @@ def test_no_more_is_moved_than_has_to_be(found, name, forward, backward):
     [
         ("uneven", refuses("num_heads", num_heads=9, size=...)),
         ("fused_qkv", refuses("fused_qkv", fused_qkv=True)),
+        ("shared_kv", refuses("shared_kv", shared_kv=True)),
         ("shared keys with norms of their own", refuses("k_norm", num_kv_heads=1, size=...)),
         ("outputs dropped", refuses("output_dropout", output_dropout=0.1)),
         ("norm over the width left out", refuses("a norm over the width")),
@@ -263,6 +264,7 @@ def test_a_token_that_is_not_finite_spoils_what_sees_it_and_no_gradient(found, s
         ("neither", refuses("heads or tokens", "neither")),
         ("no layer", refuses_type("layer", "Linear")),
         ("cache", refuses("layer", "MultiHeadAttentionWithCache")),
+        ("shared_kv", refuses("shared_kv", shared_kv=True)),
         ("rope", refuses("rope", rope=...)),
         ("weights", refuses("need_weights", need_weights=True)),
         ("mask", refuses("mask", {"mask.shape": ...})),

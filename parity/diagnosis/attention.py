@@ -81,6 +81,8 @@ def attention_for(
         TypeError: if an input is not floating-point.
         ValueError: if shapes do not fit the layer, or a value is not finite.
     """
+    if spec.shared_kv:
+        raise Refusal("shared_kv", "be False for an input of tokens alone", shared_kv=True)
     inputs = {"query": _input("query", query, spec.d_in)}
     if key is not None:
         inputs["key"] = _input("key", key, spec.d_kv)

@@ -366,8 +366,9 @@ def observe(function: Callable[..., Any], problem: Problem, framework: str) -> d
     """Return the stages that a function computes for a problem.
 
     Args:
-        function: called with the query (B, T, d_in) and, for cross-attention, the key (B, S, d_kv). It has its own
-            weights and masks, and returns the output, or (output, attention weights), or stages by name.
+        function: called with the query (B, T, d_in) and, for cross-attention, the key (B, S, d_kv), or with
+            `shared_kv` the k and v of another layer, (B, K, S, H). It has its own weights and masks, and
+            returns the output, or (output, attention weights), or stages by name.
         problem: the case and its inputs.
         framework: of the function's arrays, `torch`, `jax` or `ttnn`.
 
@@ -376,7 +377,8 @@ def observe(function: Callable[..., Any], problem: Problem, framework: str) -> d
     """
     backend = load_backend(FRAMEWORKS[framework])
     with backend.lock(problem.dtype):
-        arrays = [backend.from_numpy(problem.inputs[name]) for name in ("query", "key") if name in problem.inputs]
+        names = (name for name in ("query", "key", "k", "v") if name in problem.inputs)
+        arrays = [backend.from_numpy(problem.inputs[name]) for name in names]
         try:
             given = function(*arrays)
         except Exception as error:  # any exception of the function

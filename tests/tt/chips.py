@@ -193,6 +193,7 @@ def refused(mesh):
         "uneven": said_by(AttentionSpec(64, 9, head_dim=8)),
         "norm over the width": said_by(AttentionSpec(64, 8, qk_norm=Norm(over="width"))),
         "alibi": said_by(AttentionSpec(64, 8, alibi=Alibi())),
+        "shared_kv": said_by(AttentionSpec(64, 8, shared_kv=True)),
         "no such dimension": said_by(heads=2),
         "a name": said_by(heads="tensor"),
         "twice": said_by(twice=True),

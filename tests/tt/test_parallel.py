@@ -107,6 +107,7 @@ def test_weights_come_out_of_divided_layers_and_go_into_them_bit_for_bit(found):
         ("uneven", refuses("num_heads", "num_heads=9 and 2 chips")),
         ("norm over the width", refuses("q_norm")),
         ("alibi", refuses("alibi")),
+        ("shared_kv", refuses("shared_kv", shared_kv=True)),
         ("no such dimension", refuses("heads", heads=2)),
         ("a name", refuses_type("heads", heads="tensor")),
         ("twice", refuses("layer", "along dimension 1")),

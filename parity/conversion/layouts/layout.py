@@ -285,9 +285,13 @@ def _has_rms_norms(spec: AttentionSpec, weight: str) -> bool:
     return all(norm.kind == "rms" and norm.weight in (weight, None) for norm in norms)
 
 
+SHARING = ("canonical", "mha_jax", "transformers.LLaMA", "transformers.Gemma4")
+"""Layouts whose modules can share the keys and values of another layer."""
+
+
 def broken_rules(spec: AttentionSpec, layout: Layout) -> tuple[str, dict[str, Any]]:
     """Return the requirements of a layout that a layer breaks, or "", and the fields that break them."""
-    of_others = () if {*CARRIED} <= {*layout.carries} else ("own keys",)
+    of_others = () if layout.name in SHARING else ("own keys",)
     broken = [rule for rule in map(RULES.__getitem__, (*layout.rules, *of_others)) if not rule.holds(spec)]
     got = {field: getattr(spec, field) for rule in broken for field in rule.fields}
     return "; ".join(rule.words for rule in broken), got
