@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 TWO_WORKERS := --numprocesses 2 --dist worksteal
 IF_TT := [ ! -e .venv-tt/installed ] ||
 
-.PHONY: parity test test-tt test-thorough test-cuda sim check-html fuzz lint clean
+.PHONY: parity test test-tt test-thorough test-cuda sim docs check-html fuzz lint clean
 
 parity: .venv/installed .venv-tt/installed
 	$(BIN)/mha-parity run --jobs 2 $$($(IF_TT) echo --python tt=$(BIN_TT)/python)
@@ -53,6 +53,12 @@ sim: .venv-tt/installed
 	else set -- mha-parity run --backends tt $(CASES); fi; \
 	. build/tt-simulator.environment; command=$$1; shift; $(BIN_TT)/$$command "$$@"
 
+# The site, in build/docs/html: pages, reference, executed notebooks. Warnings are errors, dead links among them.
+docs: .venv/docs-installed .venv-tt/docs-installed
+	$(BIN)/python tools/docs-site/stage.py build/docs/source
+	$(BIN)/sphinx-build -q -W --keep-going -n -j 2 -c docs build/docs/source build/docs/html
+	@echo "docs: build/docs/html/index.html"
+
 # HTML reports in headless Chromium. It comes from npm's registry: where it cannot be had, a line says so.
 check-html: .venv/installed
 	$(BIN)/python tools/check-html/check.py
@@ -79,6 +85,14 @@ lint: .venv/installed
 		"$$python" -m venv .venv-tt; \
 		$(BIN_TT)/python -m pip install --quiet --constraint constraints-tt.txt --editable '.[tt,torch,test]'; \
 		touch $@; }
+
+.venv/docs-installed: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+# The notebook about TTNN runs in that environment.
+.venv-tt/docs-installed: .venv-tt/installed
+	$(IF_TT) { $(BIN_TT)/python -m pip install --quiet --constraint constraints-tt.txt ipykernel && touch $@; }
 
 clean:
 	rm -rf .venv .venv-tt build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -141,10 +141,12 @@ def lexemes(source: str) -> dict[str, str]:
 def texts() -> dict[str, dict[Path, str]]:
     """The texts of each group, by their files."""
     contributing = {ROOT / "CONTRIBUTING.md", ROOT / "docs" / "extending.md"}
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "examples" / "README.md"]
+    site = [ROOT / "docs" / "index.md", *(ROOT / "docs").glob("*/*.md")]
+    pages = [ROOT / "README.md", *{*(ROOT / "docs").glob("*.md")} - {*site}, ROOT / "examples" / "README.md"]
     pages += (ROOT / "parity" / "bugs").glob("*.md")
     groups = {
         "pages": [page for page in pages if page.name not in GENERATED and page not in contributing],
+        "site": site,
         "contributing": contributing,
         "changelog": [ROOT / "CHANGELOG.md"],
     }
