@@ -55,7 +55,7 @@ sim: .venv-tt/installed
 
 # The site, in build/docs/html: pages, reference, executed notebooks. Warnings are errors, dead links among them.
 docs: .venv/docs-installed .venv-tt/docs-installed
-	$(BIN)/python tools/docs-site/stage.py build/docs/source
+	$(BIN)/python tools/docs-site/stage.py build/docs/source $(wildcard $(BIN_TT)/python)
 	$(BIN)/sphinx-build -q -W --keep-going -n -j 2 -c docs build/docs/source build/docs/html
 	@echo "docs: build/docs/html/index.html"
 
@@ -92,7 +92,7 @@ lint: .venv/installed
 
 # The notebook about TTNN runs in that environment.
 .venv-tt/docs-installed: .venv-tt/installed
-	$(IF_TT) { $(BIN_TT)/python -m pip install --quiet --constraint constraints-tt.txt ipykernel && touch $@; }
+	$(IF_TT) { $(BIN_TT)/python -m pip install --quiet --constraint constraints-tt.txt ipykernel matplotlib && touch $@; }
 
 clean:
 	rm -rf .venv .venv-tt build *.egg-info .pytest_cache .ruff_cache .hypothesis

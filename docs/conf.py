@@ -1,5 +1,6 @@
 """Settings of the site, for Sphinx. `make docs` builds it from the folder that tools/docs-site/stage.py fills."""
 
+import os
 import sys
 import tomllib
 from pathlib import Path
@@ -10,6 +11,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "docs-site")]
 import absent_ttnn  # noqa: E402
 
 absent_ttnn.install()
+
+KERNELS = ROOT / "build" / "docs" / "jupyter"
 
 project = "mha-parity"
 author = "the authors of mha-parity"
@@ -26,8 +29,10 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 
 nb_execution_mode = "force"  # the library changes, and a cache would not notice
-nb_execution_timeout = 60
+nb_execution_timeout = 180  # of a cell
 nb_execution_raise_on_error = True
+nb_execution_excludepatterns = [] if (KERNELS / "kernels" / "ttnn").exists() else ["tutorials/ttnn.md"]
+os.environ["JUPYTER_PATH"] = str(KERNELS)
 
 # ---- Docstrings ------------------------------------------------------------------------------------------------------
 

@@ -1,14 +1,17 @@
 """Fills a folder with the pages of the site, from which Sphinx builds it: what `make docs` runs first.
 
-    python tools/docs-site/stage.py FOLDER
+    python tools/docs-site/stage.py FOLDER [PYTHON_TT]
 
 The folder holds the pages of docs/, copies of pages that lie elsewhere in the repository, the generated reference and
-pictures, and a page for each file of the source that a page links to. Links between them are adapted.
+pictures, and a page for each file of the source that a page links to. Links between them are adapted. PYTHON_TT is the
+Python that runs the notebook about TTNN. Without it that notebook has no results, and says so.
 """
 
+import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -29,6 +32,14 @@ ELSEWHERE = {
 
 REPLACED = {"docs/README.md": "index", "docs/api.md": "reference/api/index"}
 """Pages that the site has in another form."""
+
+OF_TT = DOCS / "tutorials" / "ttnn.md"
+NOT_EXECUTED = """
+:::{attention}
+This notebook was not executed when the site was built, because there was no environment with ttnn. `make docs` executes
+it if it finds CPython 3.12.
+:::
+"""
 
 FENCE = re.compile(r"^(`{3,}|:{3,})[^\n]*\n.*?^\1$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()([^()\s]+)(?=\))")
@@ -109,11 +120,24 @@ def view_of(path: Path) -> str:
     return f"source/{path.relative_to(ROOT)}"
 
 
-def main(folder: Path) -> None:
+def write_kernel(folder: Path, python: Path | None) -> bool:
+    """Write the kernel of the notebook about TTNN beside the pages, if that Python can run it."""
+    if not python or subprocess.run([python, "-c", "import ipykernel, matplotlib"], capture_output=True).returncode:
+        print("docs: LEFT OUT, the results of the notebook about TTNN: no environment with ttnn and ipykernel")
+        return False
+    kernel = folder.with_name("jupyter") / "kernels" / "ttnn" / "kernel.json"
+    kernel.parent.mkdir(parents=True, exist_ok=True)
+    command = [str(python.absolute()), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    kernel.write_text(json.dumps({"argv": command, "display_name": "TTNN", "language": "python"}), "utf-8")
+    return True
+
+
+def main(folder: Path, python_tt: Path | None = None) -> None:
     """Fill the folder, which is emptied first."""
     import reference
 
-    shutil.rmtree(folder, ignore_errors=True)
+    for each in (folder, folder.with_name("jupyter")):
+        shutil.rmtree(each, ignore_errors=True)
     site = Site(folder)
     for source in site.names:
         if str(source.relative_to(ROOT)) not in REPLACED:
@@ -124,6 +148,10 @@ def main(folder: Path) -> None:
         copied = folder / picture.relative_to(DOCS)
         copied.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(picture, copied)
+    if not write_kernel(folder, python_tt):
+        copied = folder / OF_TT.relative_to(DOCS)
+        title = re.search(r"^# .*$", text := copied.read_text("utf-8"), re.MULTILINE)
+        copied.write_text(f"{text[: title.end()]}\n{NOT_EXECUTED}{text[title.end() :]}", "utf-8")
     for path in sorted(site.viewed):
         site.view(path)
     for name, text in reference.pages().items():
@@ -131,6 +159,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) not in (2, 3):
         sys.exit(__doc__)
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))
