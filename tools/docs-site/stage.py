@@ -135,6 +135,7 @@ def write_kernel(folder: Path, python: Path | None) -> bool:
 def main(folder: Path, python_tt: Path | None = None) -> None:
     """Fill the folder, which is emptied first."""
     import reference
+    from pictures import pictures
 
     for each in (folder, folder.with_name("jupyter")):
         shutil.rmtree(each, ignore_errors=True)
@@ -156,6 +157,10 @@ def main(folder: Path, python_tt: Path | None = None) -> None:
         site.view(path)
     for name, text in reference.pages().items():
         site.write(name, text)
+    for name, picture in pictures().items():
+        path = folder / "pictures" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(picture)
 
 
 if __name__ == "__main__":
