@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 TWO_WORKERS := --numprocesses 2 --dist worksteal
 IF_TT := [ ! -e .venv-tt/installed ] ||
 
-.PHONY: parity test test-tt test-thorough test-cuda sim docs check-html fuzz lint clean
+.PHONY: parity test test-tt test-thorough test-cuda sim docs check-html dist fuzz lint clean
 
 parity: .venv/installed .venv-tt/installed
 	$(BIN)/mha-parity run --jobs 2 $$($(IF_TT) echo --python tt=$(BIN_TT)/python)
@@ -63,6 +63,13 @@ docs: .venv/docs-installed .venv-tt/docs-installed
 check-html: .venv/installed
 	$(BIN)/python tools/check-html/check.py
 
+# The wheel, in dist/, installed into an empty environment for each of some extras and tried there.
+dist:
+	rm -rf dist build/lib
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	rm -rf build/lib build/bdist.*
+	$(PYTHON) tools/try-wheel dist/*.whl $(EXTRAS)
+
 # Commands drawn at random, hostile files, signals, full disks, two writers at once: a short version is among the tests.
 fuzz: .venv/installed
 	$(BIN)/python tools/fuzz-cli
@@ -95,4 +102,4 @@ lint: .venv/installed
 	$(IF_TT) { $(BIN_TT)/python -m pip install --quiet --constraint constraints-tt.txt ipykernel matplotlib && touch $@; }
 
 clean:
-	rm -rf .venv .venv-tt build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-tt build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

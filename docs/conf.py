@@ -41,7 +41,7 @@ default_role = "literal"  # one backtick, as in Markdown
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # docstrings have shapes and dtypes
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
+napoleon_custom_sections = [("Attributes", "params_style")]  # a line may have several names
 napoleon_use_rtype = False
 
 
@@ -65,6 +65,7 @@ html_theme = "furo"
 html_title = f"{project} {release}"
 html_static_path = [str(Path(__file__).parent / "_static")]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_copy_source = False
 html_show_sphinx = False
 copybutton_prompt_text = "$ "

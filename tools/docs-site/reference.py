@@ -92,7 +92,7 @@ def entry(module: ModuleType, name: str) -> str:
     """The directive that documents a public name."""
     value = getattr(module, name)
     if inspect.isclass(value):
-        return f".. autoclass:: {module.__name__}.{name}\n   :members:\n   :show-inheritance:"
+        return f".. autoclass:: {module.__name__}.{name}\n   :members:"
     if callable(value):
         return f".. autofunction:: {module.__name__}.{name}"
     about = "\n".join(f"   {line}" for line in docstring_of(module, name))
