@@ -1,6 +1,7 @@
 """The site of the documentation: its links, its generated pages and pictures, and the commands of its CI recipe."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,22 @@ def test_generated_pages_have_every_command_case_family_layout_and_bug():
         reference.bugs_page(): mistake_by_name(),
     }.items():
         assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_the_version_to_cite_is_that_of_the_package():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert cited["version"] == tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+
+
+def test_workflows_and_issue_forms_are_yaml_and_run_what_there_is():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    found = [yaml.safe_load(path.read_text("utf-8")) for path in (ROOT / ".github").rglob("*.yml")]
+    assert len(found) > 5
+    commands = [command for each in found for job in each.get("jobs", {}).values() for command in commands_of(job)]
+    made = {command.removeprefix("make ") for command in commands if command.startswith("make ")}
+    assert made
+    assert made <= targets
+    assert (ROOT / ".ci" / "run").exists()
 
 
 # ---- Pictures --------------------------------------------------------------------------------------------------------
