@@ -136,7 +136,7 @@ def faults_of_site(folder: Path) -> list[str]:
 class Quiet(SimpleHTTPRequestHandler):
     """A server of files that prints no line for each request."""
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         pass
 
 

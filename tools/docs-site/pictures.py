@@ -109,7 +109,7 @@ def rope_error() -> NotebookFigure:
     """The score of two tokens by their distance, rotated in either convention, for weights that expect half-split."""
     rng = np.random.default_rng(0)
     query, key = rng.standard_normal((2, 64, 8))
-    distances = np.arange(17)
+    distances = range(17)
     figure = NotebookFigure(figsize=(7, 2.6), layout="constrained")
     axes = figure.add_subplot()
     half, interleaved = ([scores(query, key, pairs, distance) for distance in distances] for pairs in PAIRS.values())

@@ -165,6 +165,9 @@ def invocation(action: argparse.Action) -> str:
 # ---- Tables ----------------------------------------------------------------------------------------------------------
 
 
+BY_CONFIG = "by the configuration"
+
+
 def families_page() -> str:
     """Every `model_type` of transformers: its stacks of layers, or why it is not read."""
     from parity.models.families import FAMILIES
@@ -173,11 +176,10 @@ def families_page() -> str:
     rows = []
     for name, family in sorted(FAMILIES.items()):
         for stack in family.stacks:
-            causal = stack.is_causal if isinstance(stack.is_causal, bool) else "by the configuration"
-            causal = {True: "yes", False: "no"}.get(causal, causal)
-            path = stack.path if isinstance(stack.path, str) else "by the configuration"
-            layout = stack.layout if isinstance(stack.layout, str) else "by the configuration"
-            rows.append((f"`{name}`", stack.part, causal, f"`{path}`", f"`{layout}`"))
+            causal = {True: "yes", False: "no"}[stack.is_causal] if isinstance(stack.is_causal, bool) else BY_CONFIG
+            path = f"`{stack.path}`" if isinstance(stack.path, str) else BY_CONFIG
+            layout = f"`{stack.layout}`" if isinstance(stack.layout, str) else BY_CONFIG
+            rows.append((f"`{name}`", stack.part, causal, path, layout))
     others = [(f"`{name}`", reason) for name, reason in sorted(NOT_COVERED.items())]
     return "\n\n".join(
         [

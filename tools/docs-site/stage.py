@@ -122,7 +122,8 @@ def view_of(path: Path) -> str:
 
 def write_kernel(folder: Path, python: Path | None) -> bool:
     """Write the kernel of the notebook about TTNN beside the pages, if that Python can run it."""
-    if not python or subprocess.run([python, "-c", "import ipykernel, matplotlib"], capture_output=True).returncode:
+    command = [str(python), "-c", "import ipykernel, matplotlib, ttnn"]
+    if not python or not python.exists() or subprocess.run(command, capture_output=True).returncode:
         print("docs: LEFT OUT, the results of the notebook about TTNN: no environment with ttnn and ipykernel")
         return False
     kernel = folder.with_name("jupyter") / "kernels" / "ttnn" / "kernel.json"
@@ -151,8 +152,8 @@ def main(folder: Path, python_tt: Path | None = None) -> None:
         shutil.copy(picture, copied)
     if not write_kernel(folder, python_tt):
         copied = folder / OF_TT.relative_to(DOCS)
-        title = re.search(r"^# .*$", text := copied.read_text("utf-8"), re.MULTILINE)
-        copied.write_text(f"{text[: title.end()]}\n{NOT_EXECUTED}{text[title.end() :]}", "utf-8")
+        head, title, rest = re.split(r"^(# .*\n)", copied.read_text("utf-8"), maxsplit=1, flags=re.MULTILINE)
+        copied.write_text(f"{head}{title}{NOT_EXECUTED}{rest}", "utf-8")
     for path in sorted(site.viewed):
         site.view(path)
     for name, text in reference.pages().items():
