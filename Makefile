@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 TWO_WORKERS := --numprocesses 2 --dist worksteal
 IF_TT := [ ! -e .venv-tt/installed ] ||
 
-.PHONY: parity test test-tt test-thorough test-cuda sim check-html fuzz lint clean
+.PHONY: parity test test-tt test-thorough test-cuda sim docs check-html dist fuzz lint clean
 
 parity: .venv/installed .venv-tt/installed
 	$(BIN)/mha-parity run --jobs 2 $$($(IF_TT) echo --python tt=$(BIN_TT)/python)
@@ -53,9 +53,22 @@ sim: .venv-tt/installed
 	else set -- mha-parity run --backends tt $(CASES); fi; \
 	. build/tt-simulator.environment; command=$$1; shift; $(BIN_TT)/$$command "$$@"
 
+# The site, in build/docs/html: pages, reference, executed notebooks. Warnings are errors, dead links among them.
+docs: .venv/docs-installed .venv-tt/docs-installed
+	$(BIN)/python tools/docs-site/stage.py build/docs/source $(wildcard $(BIN_TT)/python)
+	$(BIN)/sphinx-build -q -W --keep-going -n -j 2 -c docs build/docs/source build/docs/html
+	@echo "docs: build/docs/html/index.html"
+
 # HTML reports in headless Chromium. It comes from npm's registry: where it cannot be had, a line says so.
 check-html: .venv/installed
 	$(BIN)/python tools/check-html/check.py
+
+# The wheel, in dist/, installed into an empty environment for each of some extras and tried there.
+dist:
+	rm -rf dist build/lib
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	rm -rf build/lib build/bdist.*
+	$(PYTHON) tools/try-wheel dist/*.whl $(EXTRAS)
 
 # Commands drawn at random, hostile files, signals, full disks, two writers at once: a short version is among the tests.
 fuzz: .venv/installed
@@ -80,5 +93,13 @@ lint: .venv/installed
 		$(BIN_TT)/python -m pip install --quiet --constraint constraints-tt.txt --editable '.[tt,torch,test]'; \
 		touch $@; }
 
+.venv/docs-installed: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+# The notebook about TTNN runs in that environment.
+.venv-tt/docs-installed: .venv-tt/installed
+	$(IF_TT) { $(BIN_TT)/python -m pip install --quiet --constraint constraints-tt.txt ipykernel matplotlib && touch $@; }
+
 clean:
-	rm -rf .venv .venv-tt build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-tt build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

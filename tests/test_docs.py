@@ -160,9 +160,9 @@ STATUS = {"pytest -q --tb=short test_wrong.py": 1, "mha-parity diagnose": 1, "py
 
 
 def blocks_of(path):
-    """The fenced blocks of a page in order, each with its language."""
+    """The fenced blocks of a page in order, each with its language, or the directive of the site that it belongs to."""
     text = path.read_text(encoding="utf-8")
-    return re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"^```(\S*)[^\n]*\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def run_code(path, code, names, folder):

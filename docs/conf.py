@@ -1,0 +1,72 @@
+"""Settings of the site, for Sphinx. `make docs` builds it from the folder that tools/docs-site/stage.py fills."""
+
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "docs-site")]
+
+import absent_ttnn  # noqa: E402
+
+absent_ttnn.install()
+
+KERNELS = ROOT / "build" / "docs" / "jupyter"
+
+project = "mha-parity"
+author = "the authors of mha-parity"
+copyright = author
+release = version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
+exclude_patterns = ["README.md"]
+suppress_warnings = ["misc.highlighting_failure"]  # … stands for code that is left out
+
+# ---- Pages -----------------------------------------------------------------------------------------------------------
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 4
+
+nb_execution_mode = "force"  # the library changes, and a cache would not notice
+nb_execution_timeout = 180  # of a cell
+nb_execution_raise_on_error = True
+nb_execution_excludepatterns = [] if (KERNELS / "kernels" / "ttnn").exists() else ["tutorials/ttnn.md"]
+os.environ["JUPYTER_PATH"] = str(KERNELS)
+
+# ---- Docstrings ------------------------------------------------------------------------------------------------------
+
+nitpick_ignore_regex = [("py:class", ".*")]  # types of other libraries, and of modules that are not public
+default_role = "literal"  # one backtick, as in Markdown
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # docstrings have shapes and dtypes
+napoleon_numpy_docstring = False
+napoleon_custom_sections = [("Attributes", "params_style")]  # a line may have several names
+napoleon_use_rtype = False
+
+
+def as_restructured_text(app, what, name, obj, options, lines) -> None:
+    """Adapt a docstring, before napoleon reads it."""
+    for i, (line, blank, code) in enumerate(zip(lines, lines[1:], lines[2:], strict=False)):
+        if line.endswith(":") and not blank and code.startswith("    ") and not line.startswith(" "):
+            lines[i] += ":"  # the block of code that follows is indented
+    if what in {"attribute", "property", "data"}:
+        lines.insert(0, "")  # or the words before a colon in the first line would be its type
+
+
+def setup(app) -> None:
+    """Sphinx calls this."""
+    app.connect("autodoc-process-docstring", as_restructured_text, priority=1)
+
+
+# ---- Appearance ------------------------------------------------------------------------------------------------------
+
+html_theme = "furo"
+html_title = f"{project} {release}"
+html_static_path = [str(Path(__file__).parent / "_static")]
+html_css_files = ["site.css"]
+html_js_files = ["site.js"]
+html_copy_source = False
+html_show_sphinx = False
+copybutton_prompt_text = "$ "
+copybutton_only_copy_prompt_lines = False

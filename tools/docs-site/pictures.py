@@ -1,0 +1,168 @@
+"""The pictures of the site, drawn from results that are computed when it is built."""
+
+import numpy as np
+
+import parity
+from parity.core.compare import Label, compare
+from parity.core.trace import Reference
+from parity.diagnosis.mistakes import mistakes_for, wrong_layer
+from parity.reporting.figure import NotebookFigure
+from parity.sharding.shard import ShardPlan, shard
+
+RIGHT, WRONG, GRAY = "#1a7f37", "#c62828", "#6e7781"
+CASES = (
+    *("full", "causal", "gqa-causal", "padding", "cross", "window", "rope-gqa", "qk-norm", "alibi", "gate"),
+    "trained-anarcii-cross",
+)
+"""Cases without a cache, the last of them a trained layer."""
+
+
+def pictures() -> dict[str, bytes]:
+    """Each picture as SVG, by its file name."""
+    drawn = {
+        "error-and-budget": error_and_budget(),
+        "rope-pairs": rope_pairs(),
+        "rope-error": rope_error(),
+        "divided-heads": divided_heads(),
+    }
+    return {f"{name}.svg": figure.image("svg") for name, figure in drawn.items()}
+
+
+# ---- Tolerances ------------------------------------------------------------------------------------------------------
+
+
+def errors_of_bugs(name: str) -> list[tuple[float, float]]:
+    """Tolerance and error of the output of a case in float32, with each known bug that changes the function."""
+    problem = parity.make_problem(name, "float32")
+    reference = Reference(problem)
+    expected = reference.expected(local=False)["output"]
+    same = reference.same_precision(local=False)["output"]
+    found = []
+    for bug in mistakes_for(problem.case):
+        exact = wrong_layer(problem, "float64", [bug]).forward()["output"]
+        if np.isfinite(exact).all() and np.abs(exact - expected).max() > 1e-12 * np.abs(expected).max():
+            actual = wrong_layer(problem, "float32", [bug]).forward()["output"]
+            comparison = compare(actual, expected, same, Label(name, "reference", "float32", "output"))
+            found.append((comparison.budget, comparison.error))
+    return found
+
+
+def of_torch(name: str) -> tuple[float, float]:
+    """Tolerance and error of the output of mha_torch."""
+    report = parity.run_cases([parity.CASES[name]], ["torch"])
+    (found,) = (each for each in report.comparisons if each.stage == "output")
+    return found.budget, found.error
+
+
+def error_and_budget() -> NotebookFigure:
+    """Errors of right layers and of known bugs against the tolerance of each."""
+    right = [of_torch(name) for name in CASES]
+    with np.errstate(all="ignore"):  # bugs overflow
+        wrong = [point for name in CASES for point in errors_of_bugs(name)]
+    figure = NotebookFigure(figsize=(7, 4.6), layout="constrained")
+    axes = figure.add_subplot()
+    limits = np.array([1e-8, 1e-1])
+    axes.plot(limits, limits, color="black")
+    axes.axhline(1e-5, color=GRAY, linestyle="--")
+    axes.scatter(
+        *zip(*wrong, strict=True),
+        marker="x",
+        s=18,
+        color=WRONG,
+        linewidths=1,
+        label=f"{len(wrong)} known bugs, injected",
+    )
+    axes.scatter(*zip(*right, strict=True), s=30, color=RIGHT, label=f"mha_torch, {len(right)} cases")
+    axes.annotate("tolerance of mha-parity", (1.2e-5, 4e-6))
+    axes.annotate("atol=1e-5", (1.3e-8, 1.3e-5), color=GRAY)
+    axes.set(xscale="log", yscale="log", xlabel="tolerance", ylabel="error of the output", xlim=limits)
+    axes.legend(loc="lower right")
+    return figure
+
+
+# ---- RoPE ------------------------------------------------------------------------------------------------------------
+
+COLORS = ("#1f6feb", "#bf8700", "#8250df", "#1a7f37")
+PAIRS = {
+    "half-split: (i, i + H/2)": [(i, i + 4) for i in range(4)],
+    "interleaved: (2i, 2i + 1)": [(2 * i, 2 * i + 1) for i in range(4)],
+}
+
+
+def rope_pairs() -> NotebookFigure:
+    """The features of a head of 8 that RoPE rotates together, in both conventions."""
+    figure = NotebookFigure(figsize=(7, 1.9), layout="constrained")
+    for axes, (title, pairs) in zip(figure.subplots(1, 2), PAIRS.items(), strict=True):
+        for color, pair in zip(COLORS, pairs, strict=True):
+            center, radius = sum(pair) / 2, (pair[1] - pair[0]) / 2
+            angles = np.linspace(0, np.pi, 40)
+            axes.plot(center + radius * np.cos(angles), 0.45 + 0.55 * radius**0.5 * np.sin(angles), color=color)
+            axes.scatter(pair, (0, 0), s=330, color=color)
+        for feature in range(8):
+            axes.annotate(str(feature), (feature, 0), ha="center", va="center", color="white")
+        axes.set(title=title, xlim=(-0.6, 7.6), ylim=(-0.6, 1.8))
+        axes.axis("off")
+    return figure
+
+
+def rope_error() -> NotebookFigure:
+    """The score of two tokens by their distance, rotated in either convention, for weights that expect half-split."""
+    rng = np.random.default_rng(0)
+    query, key = rng.standard_normal((2, 64, 8))
+    distances = range(17)
+    figure = NotebookFigure(figsize=(7, 2.6), layout="constrained")
+    axes = figure.add_subplot()
+    half, interleaved = ([scores(query, key, pairs, distance) for distance in distances] for pairs in PAIRS.values())
+    pairs = zip(half, interleaved, strict=True)
+    differences = np.array([np.sqrt(((a - b) ** 2).mean() / (a**2).mean()) for a, b in pairs])
+    axes.bar(distances, 100 * differences, color=WRONG)
+    axes.set(xlabel="distance of query and key, tokens", ylabel="error of scores, %", xticks=distances)
+    return figure
+
+
+def scores(query: np.ndarray, key: np.ndarray, pairs: list[tuple[int, int]], distance: int) -> np.ndarray:
+    """Dot products of queries and keys whose positions differ by a distance, (64,)."""
+    rotated = query.copy()
+    for i, (first, second) in enumerate(pairs):
+        angle = distance * 10000.0 ** (-i / 4)
+        cos, sin = np.cos(angle), np.sin(angle)
+        rotated[:, first] = query[:, first] * cos - query[:, second] * sin
+        rotated[:, second] = query[:, second] * cos + query[:, first] * sin
+    return (rotated * key).sum(-1)
+
+
+# ---- Several devices -------------------------------------------------------------------------------------------------
+
+
+def held_heads(num_ranks: int, num_heads: int = 8, num_kv_heads: int = 2) -> list[tuple[set[int], set[int]]]:
+    """The query heads and the key/value heads whose weights each rank holds."""
+    spec = parity.AttentionSpec(num_heads, num_heads, num_kv_heads=num_kv_heads, qkv_bias=False, out_bias=False)
+    weights = {name: np.ones(shape, np.float32) for name, shape in parity.weight_shapes(spec).items()}
+    for name in ("q_proj.weight", "k_proj.weight"):
+        weights[name] *= np.arange(weights[name].shape[0], dtype=np.float32)[:, None]  # each row is its head's number
+    held = [shard(weights, spec, ShardPlan(tensor=num_ranks), rank)[0] for rank in range(num_ranks)]
+    return [({*each["q_proj.weight"][:, 0].astype(int)}, {*each["k_proj.weight"][:, 0].astype(int)}) for each in held]
+
+
+def divided_heads() -> NotebookFigure:
+    """Who holds which of 8 query heads and 2 key/value heads, on 2 and on 4 ranks."""
+    figure = NotebookFigure(figsize=(7, 2.9), layout="constrained")
+    for axes, num_ranks in zip(figure.subplots(1, 2), (2, 4), strict=True):
+        for rank, (queries, keys) in enumerate(held_heads(num_ranks)):
+            for place, head in [*((head, head) for head in queries), *((9 + head, head) for head in keys)]:
+                kv_head = head // 4 if place < 8 else head
+                axes.add_patch(patch(place, -rank, COLORS[kv_head]))
+                axes.annotate(str(head), (place + 0.45, 0.4 - rank), ha="center", va="center", color="white")
+        axes.set(title=f"{num_ranks} ranks", xlim=(-0.2, 11.2), ylim=(0.8 - num_ranks, 1.1), xticks=[4, 10])
+        axes.set(xticklabels=["query heads", "key/value heads"], yticks=[0.4 - rank for rank in range(num_ranks)])
+        axes.set_yticklabels([f"rank {rank}" for rank in range(num_ranks)])
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+    return figure
+
+
+def patch(x: float, y: float, color: str):
+    """A block for one head."""
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x, y), 0.9, 0.8, color=color)

@@ -1,0 +1,249 @@
+"""The generated pages of the reference: public names, commands, families, layouts, cases and bugs."""
+
+import argparse
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+
+import absent_ttnn
+
+PACKAGES = {
+    "parity": "Compares, converts and diagnoses attention layers.",
+    "mha_spec": "The specification of a layer, shared by all implementations.",
+    "mha_torch": "Multi-head attention in PyTorch.",
+    "mha_jax": "Multi-head attention in JAX and Flax.",
+    "mha_tt": "Multi-head attention in TTNN.",
+}
+
+
+def pages() -> dict[str, str]:
+    """The text of every generated page, by its name in the site."""
+    absent_ttnn.install()
+    return {
+        **api_pages(),
+        **command_pages(),
+        "reference/families": families_page(),
+        "reference/layouts": layouts_page(),
+        "reference/cases": cases_page(),
+        "reference/bugs": bugs_page(),
+    }
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
+    """A table of Markdown."""
+    lines = [" | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows]
+    return "\n".join(f"| {line} |" for line in (" | ".join(head), " | ".join("---" for _ in head), *lines))
+
+
+def toctree(names: Iterable[str]) -> str:
+    """A list of pages for the sidebar, which the page itself does not show."""
+    return "\n".join(["```{toctree}", ":hidden:", "", *names, "```"])
+
+
+# ---- Public names ----------------------------------------------------------------------------------------------------
+
+
+def api_pages() -> dict[str, str]:
+    """A page for each package, of its public names by the module that defines them."""
+    index = [
+        "# Public names",
+        "Whatever is not listed here may change from one version to the next.",
+        "`mha_torch`, `mha_jax` and `mha_tt` have the same names, with the same meaning.",
+        table(("package", "content"), ((f"[`{name}`]({name}.rst)", about) for name, about in PACKAGES.items())),
+        toctree(PACKAGES),
+    ]
+    return {
+        "reference/api/index": "\n\n".join(index) + "\n",
+        **{f"reference/api/{name}.rst": api_page(name, about) for name, about in PACKAGES.items()},
+    }
+
+
+def api_page(package: str, about: str) -> str:
+    """The page of a package, in reStructuredText."""
+    module = importlib.import_module(package)
+    parts = [title(package, "="), about]
+    for name in (each for each in module.__all__ if not inspect.ismodule(getattr(module, each))):
+        home = getattr(getattr(module, name), "__module__", package).partition(".")[0]
+        parts.append(entry(module, name) if home == package or home not in PACKAGES else alias(home, package, name))
+    for name in (each for each in module.__all__ if inspect.ismodule(getattr(module, each))):
+        parts += [title(f"{package}.{name}", "-"), *entries(getattr(module, name))]
+    if importlib.util.find_spec(f"{package}.parallel"):
+        parts += [title(f"{package}.parallel", "-"), *entries(importlib.import_module(f"{package}.parallel"))]
+    return "\n\n".join(parts) + "\n"
+
+
+def entries(module: ModuleType) -> Iterator[str]:
+    """The docstring of a module, and its public functions and classes."""
+    yield f".. automodule:: {module.__name__}\n   :no-members:"
+    for name in getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")]):
+        value = getattr(module, name)
+        if getattr(value, "__module__", "").startswith(module.__name__) and callable(value):
+            yield entry(module, name)
+
+
+def title(text: str, line: str) -> str:
+    """A heading."""
+    return f"{text}\n{line * len(text)}"
+
+
+def entry(module: ModuleType, name: str) -> str:
+    """The directive that documents a public name."""
+    value = getattr(module, name)
+    if inspect.isclass(value):
+        return f".. autoclass:: {module.__name__}.{name}\n   :members:"
+    if callable(value):
+        return f".. autofunction:: {module.__name__}.{name}"
+    about = "\n".join(f"   {line}" for line in docstring_of(module, name))
+    return f".. py:data:: {module.__name__}.{name}\n\n{about}"
+
+
+def alias(home: str, package: str, name: str) -> str:
+    """The line of a name of another package."""
+    return f"`{package}.{name}` is :py:obj:`{home}.{name}`."
+
+
+def docstring_of(module: ModuleType, name: str) -> list[str]:
+    """The text below the definition of a table, in the first module of the package that defines it."""
+    from sphinx.pycode import ModuleAnalyzer
+
+    for path in ("parity.core.cases", "parity.core.stages", "parity.conversion.layouts.tables", module.__name__):
+        documented = ModuleAnalyzer.for_module(path).find_attr_docs()
+        if ("", name) in documented:
+            return documented["", name]
+    raise ValueError(f"{name} must have a docstring below it")
+
+
+# ---- Commands --------------------------------------------------------------------------------------------------------
+
+
+def command_pages() -> dict[str, str]:
+    """A page for each command, and their list."""
+    from parity.cli.help import EXIT_STATUS
+    from parity.cli.main import COMMANDS, GROUPS, make_parser
+
+    (commands,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    rows, names = [], []
+    for group, members in GROUPS.items():
+        rows.append((f"**{group.capitalize()}**", ""))
+        for name in (each for each in members if each in COMMANDS):
+            rows.append((f"[`{name}`]({name}.md)", COMMANDS[name].PAGE.line))
+            names.append(name)
+    index = ["# Commands", table(("command", "result"), rows), f"```text\n{EXIT_STATUS}\n```", toctree(names)]
+    return {
+        "reference/cli/index": "\n\n".join(index) + "\n",
+        **{f"reference/cli/{name}": command_page(name, COMMANDS[name].PAGE, commands.choices[name]) for name in names},
+    }
+
+
+def command_page(name: str, page, parser: argparse.ArgumentParser) -> str:
+    """The page of a command: what its `--help` prints."""
+    usage = parser.format_usage().removeprefix("usage: ")
+    parts = [f"# {name}", page.about, f"```text\n{usage.rstrip()}\n```", f"Example:\n\n```text\n{page.example}\n```"]
+    if page.forms:
+        parts += ["## Forms", table(("arguments", "meaning"), ((f"`{form}`", meaning) for form, meaning in page.forms))]
+    for group in parser._action_groups:
+        shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+        if shown and group.title:
+            rows = [(f"`{invocation(action)}`", action.help or "") for action in shown]
+            parts += [f"## {group.title.capitalize()}", table(("option", "meaning"), rows)]
+    wrong = f"\n- 1: {page.wrong}" if page.wrong else ""
+    parts.append(f"## Exit status\n\n- 0: {page.well}{wrong}\n- 2: bad usage, or something is missing")
+    return "\n\n".join(parts) + "\n"
+
+
+def invocation(action: argparse.Action) -> str:
+    """An option as it is typed."""
+    value = action.metavar or ("{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest)
+    value = " ".join(value) if isinstance(value, tuple) else value
+    if not action.option_strings:
+        return str(value)
+    return ", ".join(action.option_strings) + ("" if action.nargs == 0 else f" {value}")
+
+
+# ---- Tables ----------------------------------------------------------------------------------------------------------
+
+
+BY_CONFIG = "by the configuration"
+
+
+def families_page() -> str:
+    """Every `model_type` of transformers: its stacks of layers, or why it is not read."""
+    from parity.models.families import FAMILIES
+    from parity.models.families.not_covered import NOT_COVERED
+
+    rows = []
+    for name, family in sorted(FAMILIES.items()):
+        for stack in family.stacks:
+            causal = {True: "yes", False: "no"}[stack.is_causal] if isinstance(stack.is_causal, bool) else BY_CONFIG
+            path = f"`{stack.path}`" if isinstance(stack.path, str) else BY_CONFIG
+            layout = f"`{stack.layout}`" if isinstance(stack.layout, str) else BY_CONFIG
+            rows.append((f"`{name}`", stack.part, causal, path, layout))
+    others = [(f"`{name}`", reason) for name, reason in sorted(NOT_COVERED.items())]
+    return "\n\n".join(
+        [
+            "# Families of models",
+            f"`mha-parity spec` and `parity.specs_of` read {len(FAMILIES)} families, by the `model_type` of a "
+            "config.json. [Read a model's configuration](../configurations.md) explains how.",
+            table(("family", "part", "causal", "path of a layer", "layout"), rows),
+            "## Families that are not read",
+            table(("family", "its attention"), others) + "\n",
+        ]
+    )
+
+
+def layouts_page() -> str:
+    """Every layout and its tensors."""
+    from parity.conversion.layouts import LAYOUTS
+
+    rows = [(f"[`{name}`](#{anchor(name)})", layout.about) for name, layout in LAYOUTS.items()]
+    parts = [
+        "# Layouts of weights",
+        "A layout describes the names, axes and packing of one layer's tensors in a checkpoint. Axes are outermost "
+        "first: n heads, h features of a head, d input width, e output width.",
+        table(("layout", "tensors and libraries"), rows),
+    ]
+    for name, layout in LAYOUTS.items():
+        tensors = dict.fromkeys(tensor for form in layout.forms for tensor in form)
+        tensors |= dict.fromkeys(layout.others)
+        rows = [(f"`{each.name}`", f"`{each.holds}`", each.kind, f"`{each.axes}`") for each in tensors]
+        parts += [f"## {name}", f"{layout.about}.", table(("tensor", "holds", "kind", "axes"), rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def anchor(heading: str) -> str:
+    """The anchor of a heading."""
+    return "".join(letter for letter in heading.lower() if letter.isalnum() or letter in "-_ ").replace(" ", "-")
+
+
+def cases_page() -> str:
+    """Every test case."""
+    from parity.core.cases import CASES
+    from parity.reporting.cases import covers
+
+    rows = [(f"`{name}`", case.about, covers(case)) for name, case in CASES.items()]
+    about = f"`mha-parity run --cases all` runs these {len(CASES)} cases; without `--cases` it runs each feature once."
+    return "\n\n".join(["# Test cases", about, table(("case", "feature that fails with it", "covers"), rows)]) + "\n"
+
+
+def bugs_page() -> str:
+    """Every known bug, by its page."""
+    from parity.diagnosis.mistakes import mistake_by_name
+
+    by_page = {}
+    for name, bug in mistake_by_name().items():
+        by_page.setdefault(bug.page, []).append((f"`{name}`", ", ".join(f"`{stage}`" for stage in bug.stages), bug))
+    rows = [
+        (f"[{page}](../bugs/{page}.md)", name, stages, bug.about, bug.fix)
+        for page, bugs in by_page.items()
+        for name, stages, bug in bugs
+    ]
+    return "\n\n".join(
+        [
+            "# Diagnosis table",
+            f"`mha-parity diagnose` can inject {len(rows)} bugs into the reference. A result that the reference with a "
+            "bug reproduces is explained by that bug. The stage is the first one that can differ.",
+            table(("class", "bug", "first stage", "the result matches the reference if", "fix"), rows) + "\n",
+        ]
+    )

@@ -1,0 +1,170 @@
+"""Fills a folder with the pages of the site, from which Sphinx builds it: what `make docs` runs first.
+
+    python tools/docs-site/stage.py FOLDER [PYTHON_TT]
+
+The folder holds the pages of docs/, copies of pages that lie elsewhere in the repository, the generated reference and
+pictures, and a page for each file of the source that a page links to. Links between them are adapted. PYTHON_TT is the
+Python that runs the notebook about TTNN. Without it that notebook has no results, and says so.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+ELSEWHERE = {
+    "CONTRIBUTING.md": "contributing/guide",
+    "CHANGELOG.md": "contributing/changelog",
+    "README.md": "README",
+    "examples/README.md": "how-to/port",
+    "benchmarks/results.md": "evidence/benchmarks",
+    "parity/pretrained/PROVENANCE.md": "evidence/trained-layers",
+    "tests/wild/README.md": "evidence/ports",
+}
+"""Pages of the repository outside of docs/, and their names in the site."""
+
+REPLACED = {"docs/README.md": "index", "docs/api.md": "reference/api/index", "docs/commands.md": "reference/cli/index"}
+"""Pages that the site has in another form."""
+
+OF_TT = DOCS / "tutorials" / "ttnn.md"
+NOT_EXECUTED = """
+:::{attention}
+This notebook was not executed when the site was built, because there was no environment with ttnn. `make docs` executes
+it if it finds CPython 3.12.
+:::
+"""
+
+FENCE = re.compile(r"^(`{3,}|:{3,})[^\n]*\n.*?^\1$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<=\]\()([^()\s]+)(?=\))")
+LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".json": "json", ".mjs": "javascript"}
+
+
+def pages() -> dict[Path, str]:
+    """Every page that is copied, and its name in the site."""
+    found = {path: str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md")}
+    found |= {path: f"bugs/{path.stem}" for path in (ROOT / "parity" / "bugs").glob("*.md")}
+    found[ROOT / "parity" / "bugs" / "README.md"] = "bugs/index"
+    found |= {ROOT / path: name for path, name in ELSEWHERE.items()}
+    return found | {ROOT / path: name for path, name in REPLACED.items()}
+
+
+class Site:
+    """A folder of pages.
+
+    Attributes:
+        folder: where they are written.
+        names: the name in the site of each page of the repository.
+        viewed: files and folders of the source that pages link to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names = pages()
+        self.viewed: set[Path] = set()
+
+    def write(self, name: str, text: str) -> None:
+        """Write a page; a name without a suffix is one of Markdown."""
+        path = self.folder / (name if name.endswith(".rst") else f"{name}.md")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+
+    def copy(self, source: Path) -> None:
+        """Copy a page, with links that lead to other pages of the site."""
+        name, text = self.names[source], source.read_text("utf-8")
+        parts, end = [], 0
+        for fence in FENCE.finditer(text):
+            parts += [self._linked(text[end : fence.start()], source, name), fence[0]]
+            end = fence.end()
+        self.write(name, "".join([*parts, self._linked(text[end:], source, name)]))
+
+    def _linked(self, text: str, source: Path, name: str) -> str:
+        return LINK.sub(lambda link: self._target(link[0], source, name), text)
+
+    def _target(self, link: str, source: Path, name: str) -> str:
+        """Return the link of a page, or where it leads in the site."""
+        place, mark, anchor = link.partition("#")
+        path = (source.parent / place).resolve()
+        if ":" in link or not place or path.suffix in {".png", ".svg"} or not path.exists():
+            return link
+        if path not in self.names:
+            self.viewed.add(path)
+        target = self.names.get(path) or view_of(path)
+        if str(path.relative_to(ROOT)) in REPLACED:
+            mark = anchor = ""
+        return f"{os.path.relpath(target, Path(name).parent)}.md{mark}{anchor}"
+
+    def view(self, path: Path) -> None:
+        """Write the page of a file of the source, or of a folder: the list of its files."""
+        name = view_of(path)
+        head = f"---\norphan: true\n---\n\n# {path.relative_to(ROOT)}\n\n"
+        if path.is_file():
+            language = LANGUAGES.get(path.suffix, "text")
+            self.write(name, f"{head}`````{language}\n{path.read_text('utf-8').rstrip()}\n`````\n")
+            return
+        files = sorted(each for each in path.iterdir() if each.suffix in {".py", ".txt", ".md", ".json"})
+        for each in files:
+            self.view(each)
+        links = [f"- [{each.name}]({os.path.relpath(view_of(each), Path(name).parent)}.md)" for each in files]
+        self.write(name, head + "\n".join(links) + "\n")
+
+
+def view_of(path: Path) -> str:
+    """The name of the page that shows a file of the source."""
+    return f"source/{path.relative_to(ROOT)}"
+
+
+def write_kernel(folder: Path, python: Path | None) -> bool:
+    """Write the kernel of the notebook about TTNN beside the pages, if that Python can run it."""
+    command = [str(python), "-c", "import ipykernel, matplotlib, ttnn"]
+    if not python or not python.exists() or subprocess.run(command, capture_output=True).returncode:
+        print("docs: LEFT OUT, the results of the notebook about TTNN: no environment with ttnn and ipykernel")
+        return False
+    kernel = folder.with_name("jupyter") / "kernels" / "ttnn" / "kernel.json"
+    kernel.parent.mkdir(parents=True, exist_ok=True)
+    command = [str(python.absolute()), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    kernel.write_text(json.dumps({"argv": command, "display_name": "TTNN", "language": "python"}), "utf-8")
+    return True
+
+
+def main(folder: Path, python_tt: Path | None = None) -> None:
+    """Fill the folder, which is emptied first."""
+    import reference
+    from pictures import pictures
+
+    for each in (folder, folder.with_name("jupyter")):
+        shutil.rmtree(each, ignore_errors=True)
+    site = Site(folder)
+    for source in site.names:
+        if str(source.relative_to(ROOT)) not in REPLACED:
+            site.copy(source)
+    bugs = folder / "bugs" / "index.md"
+    bugs.write_text(f"{bugs.read_text('utf-8')}\n```{{toctree}}\n:hidden:\n:glob:\n\n*\n```\n", "utf-8")
+    for picture in [*DOCS.rglob("*.png"), *DOCS.rglob("*.svg")]:
+        copied = folder / picture.relative_to(DOCS)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(picture, copied)
+    if not write_kernel(folder, python_tt):
+        copied = folder / OF_TT.relative_to(DOCS)
+        head, title, rest = re.split(r"^(# .*\n)", copied.read_text("utf-8"), maxsplit=1, flags=re.MULTILINE)
+        copied.write_text(f"{head}{title}{NOT_EXECUTED}{rest}", "utf-8")
+    for path in sorted(site.viewed):
+        site.view(path)
+    for name, text in reference.pages().items():
+        site.write(name, text)
+    for name, picture in pictures().items():
+        path = folder / "pictures" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(picture)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) not in (2, 3):
+        sys.exit(__doc__)
+    main(*map(Path, sys.argv[1:]))
