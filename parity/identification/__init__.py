@@ -366,7 +366,9 @@ def _fewer(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
             cut[name] = x[:, :sequences, :tokens]
         elif x.shape[0] == batch_size:
             cut[name] = x[:sequences]
-    is_hidden = any(name.endswith("mask") and x.ndim == 2 and not x.any(-1).all() for name, x in cut.items())
+    is_hidden = any(
+        name.endswith("mask") and x.ndim == 2 and not cut[name].any(-1).all() for name, x in tensors.items()
+    )
     return None if is_hidden else cut
 
 

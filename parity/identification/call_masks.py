@@ -42,7 +42,7 @@ def with_call_mask(layer: ObservedLayer, name: str, *, is_large: bool) -> Observ
         is_large: whether scores are so large that numbers may not hide keys. Only sequences without hidden keys remain.
 
     Raises:
-        ValueError: if the argument is another mask.
+        ValueError: if the argument is not such a mask.
     """
     if not name:
         return layer
@@ -55,7 +55,7 @@ def with_call_mask(layer: ObservedLayer, name: str, *, is_large: bool) -> Observ
 
 
 def _hidden_by(layer: ObservedLayer, name: str) -> np.ndarray | None:
-    """Return the keys that an argument hides by its numbers, (B, 1, T, S); None if it is another mask."""
+    """Return the keys that an argument hides by its numbers, (B, 1, T, S); None if it is another array."""
     x, (batch_size, _, num_tokens, _) = layer.arguments.get(name), layer.values["q"].shape
     shape = num_tokens, layer.values["k"].shape[2]
     if x is None or x.ndim < 3 or x.shape[-2:] != shape:
