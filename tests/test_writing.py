@@ -6,6 +6,7 @@ import ast
 import importlib
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from parity.writing.check import check_of
 from parity.writing.specialize import specialize
 from parity.writing.subject import CallForm
 from tests.refusals import refuses
-from tests.written import FILLED_ELSEWHERE, NOT_FINITE, WRITTEN, Writing, call_of, module_of, problem_of
+from tests.written import NOT_FINITE, WRITTEN, Writing, call_of, module_of, problem_of
 
 LLAMA = AttentionSpec(
     4096,
@@ -104,8 +105,17 @@ def test_every_case_is_written_and_agrees_with_the_reference(dtype, framework, n
     parity.assert_parity(outputs, problem=problem, diagnose=False)
 
 
-def test_only_cases_of_nan_and_of_a_cache_of_another_layer_are_not_written():
-    assert {name for name, case in CASES.items() if case.spec.shared_kv and case.is_cached} == FILLED_ELSEWHERE
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_a_layer_attends_to_the_static_cache_of_another_layer(framework):
+    case = replace(CASES["decode-shared-kv"], name="static", new_lengths=None)
+    problem = parity.make_problem(case, "float32")
+    module = module_of(source_of(problem.spec, framework, **call_of(case)))
+    assert module.Cache._fields == ("keys", "values", "length")
+    outputs = {"jax": JAX, "torch": TORCH}[framework].outputs(module, problem)
+    parity.assert_parity(outputs, problem=problem, diagnose=False)
+
+
+def test_only_cases_of_nan_are_not_written():
     assert {name for name, case in CASES.items() if case.not_finite} == NOT_FINITE
     assert len(NOT_FINITE) < len(CASES) / 10
 
@@ -181,9 +191,17 @@ def test_a_framework_and_a_layer_that_cannot_be_written_are_refused():
         source_of(AttentionSpec(32, 4, d_in=20, d_kv=24), "torch")
     with refuses("has_positions", {"has_positions": True}):
         source_of(AttentionSpec(32, 4), "torch", has_positions=True)
-    for call in ({"cache": "static"}, {"is_cross": True}):
-        with refuses("shared_kv", {"shared_kv": True}):
-            source_of(AttentionSpec(32, 4, shared_kv=True), "torch", **call)
+    with refuses("is_cross", {"is_cross": True}):
+        source_of(AttentionSpec(32, 4, shared_kv=True), "torch", is_cross=True)
+    for with_trace in (False, True):
+        with refuses("cache", {"cache": "static"}):
+            check_of(
+                "written",
+                AttentionSpec(32, 4, shared_kv=True),
+                "torch",
+                CallForm(cache="static"),
+                with_trace=with_trace,
+            )
 
 
 @pytest.mark.parametrize("with_trace", [False, True])

@@ -17,10 +17,7 @@ from parity.core.problem import Problem, make_problem
 NOT_FINITE = frozenset(name for name, case in CASES.items() if case.not_finite is not None)
 """Cases with NaN in the inputs, which plain code does not contain."""
 
-FILLED_ELSEWHERE = frozenset(name for name, case in CASES.items() if case.is_cached and case.spec.shared_kv)
-"""Cases whose cache another layer fills, which plain code has not."""
-
-WRITTEN = [name for name in CASES if name not in NOT_FINITE | FILLED_ELSEWHERE]
+WRITTEN = [name for name in CASES if name not in NOT_FINITE]
 """The cases that are written."""
 
 
@@ -80,15 +77,33 @@ class Writing:
         case, layer = problem.case, self.layer(module, problem)
         if not case.is_cached:
             return {"module.output": layer(**self._arguments(layer, problem))}
-        cache, found = self.empty_cache(module, layer, problem), {}
+        found, shares = {}, case.spec.shared_kv
+        cache = None if shares else self.empty_cache(module, layer, problem)
         for step in range(len(case.chunks)):
-            given = {"x": self.array(layer, problem.step_input(step)), "cache": cache}
+            given = {"x": self.array(layer, problem.step_input(step))}
+            given |= {"other_cache": self._other_cache(module, layer, problem, step)} if shares else {"cache": cache}
             if case.new_lengths:
                 given["new_lengths"] = self.beside(np.array(case.added(step)))
             if case.has_positions:
                 given["positions"] = self.beside(case.positions(step))
-            found[f"step{step}.module.output"], cache = layer(**given)
+            output = layer(**given)
+            found[f"step{step}.module.output"], cache = (output, None) if shares else output
         return found
+
+    def _other_cache(self, module: Any, layer: Any, problem: Problem, last: int) -> Any:
+        """Return the cache of another layer, which has appended the tokens of all steps up to the last."""
+        case, lengths, slots = problem.case, np.zeros(problem.case.batch, int), {}
+        for step in range(last + 1):
+            for name in ("k", "v"):
+                heads = problem.step_input(step, name)
+                batch_size, num_heads, _, width = heads.shape
+                empty = np.zeros((batch_size, num_heads, case.capacity, width), heads.dtype)
+                for row, (length, added) in enumerate(zip(lengths, case.added(step), strict=True)):
+                    slots.setdefault(name, empty)[row, :, length : length + added] = heads[row, :, :added]
+            lengths += case.added(step)
+        is_static = module.Cache._fields[-1] == "length"
+        last_field = int(lengths[0]) if is_static else self.beside(lengths)
+        return module.Cache(*(self.array(layer, slots[name]) for name in ("k", "v")), last_field)
 
     def _arguments(self, layer: Any, problem: Problem) -> dict[str, Any]:
         case, call = problem.case, call_of(problem.case)

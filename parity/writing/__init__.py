@@ -76,14 +76,13 @@ def written(spec: AttentionSpec, framework: str, call: CallForm, loader: str = "
         raise Refusal("is_cross", "be False with RoPE or latents, whose keys come from the queries' tokens", spec=spec)
     if not call.is_cross and spec.d_kv != spec.d_in:
         raise Refusal("is_cross", "be True for keys of another width", d_in=spec.d_in, d_kv=spec.d_kv)
-    if spec.shared_kv and (call.is_cross or call.cache is not None):
-        rule = "be False in calls of a second input or with a cache, which the other layer fills"
-        raise Refusal("shared_kv", rule, shared_kv=True, is_cross=call.is_cross, cache=call.cache)
+    if spec.shared_kv and call.is_cross:
+        raise Refusal("is_cross", "be False with shared_kv, whose keys are those of another layer", is_cross=True)
     if call.has_positions and not spec.has_positions:
         raise Refusal("has_positions", "be False for a layer without RoPE and temperature", has_positions=True)
     known = {"spec": replace(spec, fused_qkv=False), "call": call, "ABSENT": ABSENT, **_records()}
     template = (TEMPLATES / f"{framework}.py").read_text().replace(NAMES_GO_HERE, _names(), 1)
-    source = specialize(f"{template}\n\n{loader}", known, _unused(spec, call), _public_names(call))
+    source = specialize(f"{template}\n\n{loader}", known, _unused(spec, call), _public_names(spec, call))
     return source.replace("TITLE", docstring_of(spec, framework, call), 1).replace("ABOUT", title_of(spec, call), 1)
 
 
@@ -96,8 +95,8 @@ def _records() -> dict[str, Any]:
     return {name: getattr(mha_spec, name) for name in mha_spec.__all__}
 
 
-def _public_names(call: CallForm) -> tuple[str, ...]:
-    return KEEP if call.cache is None else (*KEEP, "empty_cache")
+def _public_names(spec: AttentionSpec, call: CallForm) -> tuple[str, ...]:
+    return KEEP if call.cache is None or spec.shared_kv else (*KEEP, "empty_cache")
 
 
 def _unused(spec: AttentionSpec, call: CallForm) -> list[str]:
@@ -106,9 +105,10 @@ def _unused(spec: AttentionSpec, call: CallForm) -> list[str]:
         "x": not call.is_cross,
         "query": call.is_cross,
         "key": call.is_cross,
-        "other_k": spec.shared_kv,
-        "other_v": spec.shared_kv,
-        "cache": call.cache is not None,
+        "other_k": spec.shared_kv and call.cache is None,
+        "other_v": spec.shared_kv and call.cache is None,
+        "cache": call.cache is not None and not spec.shared_kv,
+        "other_cache": call.cache is not None and spec.shared_kv,
         "new_lengths": call.cache == "ragged",
         "mask": call.has_mask,
         "bias": call.has_bias,

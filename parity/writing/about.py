@@ -26,12 +26,12 @@ def title_of(spec: AttentionSpec, call: CallForm) -> str:
     if spec.latent is not None:
         words.append("with latents")
     if spec.shared_kv:
-        words.append("over the keys and values of another layer")
+        words.append(f"over the {'keys and values' if call.cache is None else f'{call.cache} cache'} of another layer")
     if spec.window_size is not None:
         words.append(f"within a window of {spec.window_size}")
     if spec.chunk_size is not None:
         words.append(f"within chunks of {spec.chunk_size}")
-    if call.cache is not None:
+    if call.cache is not None and not spec.shared_kv:
         words.append(f"over a {call.cache} cache")
     return f"{' '.join(words)}."
 

@@ -54,11 +54,12 @@ def attention(
     other_k: Array,
     other_v: Array,
     cache: Cache,
+    other_cache: Cache,
     new_lengths: Array,
     mask: Array,
     bias: Array,
     positions: Array,
-) -> tuple[Array, Cache] if call.cache else Array:
+) -> tuple[Array, Cache] if appends else Array:
     """Attend from each query to its visible keys; return the output (B, T, E).
 
     Args:
@@ -69,18 +70,24 @@ def attention(
         other_k: (B, K, S, H), keys of another layer, after its norms and RoPE.
         other_v: (B, K, S, H), values of that layer.
         cache: earlier tokens, from `empty_cache` or an earlier call; the updated cache is also returned.
+        other_cache: cache of another layer, which has already appended these tokens.
         new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding.
         mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row returns 0.
         bias: added to the scores; broadcasts to (B, N, T, S).
         positions: position of each token, (B or 1, T); for RoPE with several axes also (axes, B or 1, T).
     """
     num_tokens = query.shape[1] if call.is_cross else x.shape[1]
-    if call.cache == "static":
+    if call.cache == "static" and spec.shared_kv:
+        places = other_cache.length - num_tokens + jnp.arange(num_tokens)[None]  # (1, T)
+    elif call.cache == "static":
         places = cache.length + jnp.arange(num_tokens)[None]  # (1, T)
     elif call.cache == "ragged":
         new_tokens = jnp.arange(num_tokens)
         is_real = new_tokens < new_lengths[:, None]  # (B, T)
-        places = cache.lengths[:, None] + jnp.where(is_real, new_tokens, 0)  # (B, T)
+        if spec.shared_kv:
+            places = (other_cache.lengths - new_lengths)[:, None] + jnp.where(is_real, new_tokens, 0)  # (B, T)
+        else:
+            places = cache.lengths[:, None] + jnp.where(is_real, new_tokens, 0)  # (B, T)
     elif has_places or spec.has_positions:
         places = jnp.arange(num_tokens)[None]  # (1, T)
     if latent is None and not has_wide:
@@ -143,13 +150,15 @@ def attention(
             cos, sin = rotation(positions if call.has_positions else places)  # (B or 1, 1, T, ROPE_DIM/2)
             own_q, shared_q = jnp.split(q, [OWN_DIM], axis=-1)
             q, shared_k = jnp.concatenate([own_q, rotate(shared_q, cos, sin)], axis=-1), rotate(shared_k, cos, sin)
-    if spec.shared_kv:
+    if spec.shared_kv and call.cache is None:
         k, v = other_k, other_v
+    elif spec.shared_kv:
+        k, v = other_cache.keys, other_cache.values
     if temperature is not None:
         lengths = ((positions if call.has_positions else places) + FIRST_POSITION) // TEMPERATURE_LENGTH
         factors = 1.0 + TEMPERATURE_SCALE * jnp.log1p(lengths.astype(jnp.float32))
         q = (q * factors[:, None, :, None]).astype(q.dtype)
-    if call.cache == "static":
+    if call.cache == "static" and not spec.shared_kv:
         if latent is None:
             k = jax.lax.dynamic_update_slice_in_dim(cache.keys, k, cache.length, axis=2)
             v = jax.lax.dynamic_update_slice_in_dim(cache.values, v, cache.length, axis=2)
@@ -158,7 +167,7 @@ def attention(
             latents = jax.lax.dynamic_update_slice_in_dim(cache.latents, latents, cache.length, axis=1)
             shared_k = jax.lax.dynamic_update_slice_in_dim(cache.shared_keys, shared_k, cache.length, axis=2)
             cache = Cache(latents, shared_k, cache.length + num_tokens)
-    elif call.cache == "ragged":
+    elif call.cache == "ragged" and not spec.shared_kv:
         rows = jnp.arange(places.shape[0])[:, None]  # (B, 1)
         if latent is None:
             slots = jnp.where(is_real, places, cache.keys.shape[2])  # (B, T); out of bounds for padding
@@ -253,7 +262,7 @@ def attention(
         output = linear(params["out_proj"], output)  # (B, T, E)
     if call.cache == "ragged":
         output = jnp.where(is_real[:, :, None], output, 0.0)
-    if call.cache is not None:
+    if appends:
         return output, cache
     else:
         return output

@@ -187,11 +187,12 @@ class Attention(nn.Module):
         other_k: Tensor,
         other_v: Tensor,
         cache: Cache,
+        other_cache: Cache,
         new_lengths: Tensor,
         mask: Tensor,
         bias: Tensor,
         positions: Tensor,
-    ) -> tuple[Tensor, Cache] if call.cache else Tensor:
+    ) -> tuple[Tensor, Cache] if appends else Tensor:
         """Attend from each query to its visible keys; return the output (B, T, E).
 
         Args:
@@ -201,6 +202,7 @@ class Attention(nn.Module):
             other_k: (B, K, S, H), keys of another layer, after its norms and RoPE.
             other_v: (B, K, S, H), values of that layer.
             cache: earlier tokens, from `empty_cache` or an earlier call. It is updated in place, and also returned.
+            other_cache: cache of another layer, which has already appended these tokens.
             new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding.
             mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row returns 0.
             bias: added to the scores; broadcasts to (B, N, T, S).
@@ -208,12 +210,17 @@ class Attention(nn.Module):
         """
         device = query.device if call.is_cross else x.device
         num_tokens = query.shape[1] if call.is_cross else x.shape[1]
-        if call.cache == "static":
+        if call.cache == "static" and spec.shared_kv:
+            places = other_cache.length - num_tokens + torch.arange(num_tokens, device=device)[None]  # (1, T)
+        elif call.cache == "static":
             places = cache.length + torch.arange(num_tokens, device=device)[None]  # (1, T)
         elif call.cache == "ragged":
             new_tokens = torch.arange(num_tokens, device=device)
             is_real = new_tokens < new_lengths[:, None]  # (B, T)
-            places = cache.lengths[:, None] + torch.where(is_real, new_tokens, 0)  # (B, T)
+            if spec.shared_kv:
+                places = (other_cache.lengths - new_lengths)[:, None] + torch.where(is_real, new_tokens, 0)  # (B, T)
+            else:
+                places = cache.lengths[:, None] + torch.where(is_real, new_tokens, 0)  # (B, T)
         elif has_places or spec.has_positions:
             places = torch.arange(num_tokens, device=device)[None]  # (1, T)
         if latent is None and not has_wide:
@@ -279,13 +286,15 @@ class Attention(nn.Module):
                 cos, sin = rotation(positions if call.has_positions else places)  # (B or 1, 1, T, ROPE_DIM/2)
                 own_q, shared_q = q.split([OWN_DIM, ROPE_DIM], dim=-1)
                 q, shared_k = torch.cat([own_q, rotate(shared_q, cos, sin)], dim=-1), rotate(shared_k, cos, sin)
-        if spec.shared_kv:
+        if spec.shared_kv and call.cache is None:
             k, v = other_k, other_v
+        elif spec.shared_kv:
+            k, v = other_cache.keys, other_cache.values
         if temperature is not None:
             lengths = ((positions if call.has_positions else places) + FIRST_POSITION) // TEMPERATURE_LENGTH
             factors = 1.0 + TEMPERATURE_SCALE * torch.log1p(lengths.float())
             q = (q.float() * factors[:, None, :, None]).to(q.dtype)
-        if call.cache == "static":
+        if call.cache == "static" and not spec.shared_kv:
             if latent is None:
                 cache.keys.narrow(2, cache.length, num_tokens).copy_(k)
                 cache.values.narrow(2, cache.length, num_tokens).copy_(v)
@@ -295,7 +304,7 @@ class Attention(nn.Module):
                 cache.shared_keys.narrow(2, cache.length, num_tokens).copy_(shared_k)
                 latents, shared_k = cache.latents, cache.shared_keys
             cache = cache._replace(length=cache.length + num_tokens)
-        elif call.cache == "ragged":
+        elif call.cache == "ragged" and not spec.shared_kv:
             rows, tokens = torch.nonzero(is_real, as_tuple=True)
             slots = places[rows, tokens]
             if latent is None:
@@ -400,7 +409,7 @@ class Attention(nn.Module):
             output = self.out_proj(output)  # (B, T, E)
         if call.cache == "ragged":
             output = output.masked_fill(~is_real[:, :, None], 0.0)
-        if call.cache is not None:
+        if appends:
             return output, cache
         else:
             return output

@@ -60,7 +60,7 @@ class Attention:
         host = torch.tensor(np.asarray(array, np.float32))
         return ttnn.from_torch(host, dtype=dtype or self.dtype, layout=ttnn.TILE_LAYOUT, device=self.device)
 
-    if call.cache is not None:
+    if appends:
 
         def empty_cache(self, batch_size: int, capacity: int) -> Cache:
             """Return a cache with `capacity` slots for each sequence."""
@@ -80,11 +80,12 @@ class Attention:
         other_k: ttnn.Tensor,
         other_v: ttnn.Tensor,
         cache: Cache,
+        other_cache: Cache,
         new_lengths: np.ndarray,
         mask: np.ndarray,
         bias: np.ndarray,
         positions: np.ndarray,
-    ) -> tuple[ttnn.Tensor, Cache] if call.cache else ttnn.Tensor:
+    ) -> tuple[ttnn.Tensor, Cache] if appends else ttnn.Tensor:
         """Attend from each query to its visible keys; return the output (B, T, E).
 
         Args:
@@ -94,17 +95,24 @@ class Attention:
             other_k: (B, K, S, H), keys of another layer, after its norms and RoPE.
             other_v: (B, K, S, H), values of that layer.
             cache: earlier tokens, from `empty_cache` or an earlier call; the updated cache is also returned.
+            other_cache: cache of another layer, which has already appended these tokens.
             new_lengths: number of real tokens of each sequence in x, (B,); the rest is padding.
             mask: boolean, True = masked, (B or 1, N or 1, T or 1, S). A fully masked row returns 0.
             bias: added to the scores; broadcasts to (B, N, T, S).
             positions: position of each token, (B or 1, T); for RoPE with several axes also (axes, B or 1, T).
         """
         num_tokens = query.shape[1] if call.is_cross else x.shape[1]
-        if call.cache == "static":
+        if call.cache == "static" and spec.shared_kv:
+            places = other_cache.lengths[:, None] - num_tokens + np.arange(num_tokens)  # (B, T)
+        elif call.cache == "static":
             places = cache.lengths[:, None] + np.arange(num_tokens)  # (B, T)
         elif call.cache == "ragged":
             is_real = np.arange(num_tokens) < new_lengths[:, None]  # (B, T)
-            places = cache.lengths[:, None] + np.where(is_real, np.arange(num_tokens), 0)  # (B, T)
+            if spec.shared_kv:
+                lengths = other_cache.lengths - new_lengths  # before these tokens
+                places = lengths[:, None] + np.where(is_real, np.arange(num_tokens), 0)  # (B, T)
+            else:
+                places = cache.lengths[:, None] + np.where(is_real, np.arange(num_tokens), 0)  # (B, T)
             shown = self.upload(np.broadcast_to(is_real[:, :, None], tuple(x.shape)))
             x = ttnn.where(shown, x, 0.0)
         elif has_places or spec.has_positions:
@@ -172,13 +180,15 @@ class Attention:
                 cos, sin = self.rotation(positions if call.has_positions else places)  # (B or 1, 1, T, ROPE_DIM)
                 rotated_q = self.rotate(q[:, :, :, OWN_DIM:], cos, sin)
                 q, shared_k = ttnn.concat([q[:, :, :, :OWN_DIM], rotated_q], dim=-1), self.rotate(shared_k, cos, sin)
-        if spec.shared_kv:
+        if spec.shared_kv and call.cache is None:
             k, v = other_k, other_v
+        elif spec.shared_kv:
+            k, v = other_cache.keys, other_cache.values
         if temperature is not None:
             lengths = ((positions if call.has_positions else places) + FIRST_POSITION) // TEMPERATURE_LENGTH
             factors = self.upload((1.0 + TEMPERATURE_SCALE * np.log1p(lengths))[:, None, :, None], ttnn.float32)
             q = ttnn.typecast(ttnn.multiply(ttnn.typecast(q, ttnn.float32), factors), self.dtype)
-        if call.cache == "static":
+        if call.cache == "static" and not spec.shared_kv:
             assert places.max() < cache[0].shape[2], "the cache is full"
             is_slot = np.arange(cache[0].shape[2])[:, None] == places[:, None, None, :]  # (B, 1, S, T)
             cache = Cache(
@@ -186,7 +196,7 @@ class Attention:
                 self.write(cache[1], v if latent is None else shared_k, is_slot),
                 cache.lengths + num_tokens,
             )
-        elif call.cache == "ragged":
+        elif call.cache == "ragged" and not spec.shared_kv:
             assert places[is_real].max(initial=0) < cache[0].shape[2], "the cache is full"
             is_slot = np.arange(cache[0].shape[2])[:, None] == places[:, None, None, :]  # (B, 1, S, T)
             is_slot = is_slot & is_real[:, None, None, :]
@@ -195,9 +205,9 @@ class Attention:
                 self.write(cache[1], v if latent is None else shared_k, is_slot),
                 cache.lengths + new_lengths,
             )
-        if call.cache is not None and latent is None:
+        if appends and latent is None:
             k, v = cache.keys, cache.values
-        elif call.cache is not None:
+        elif appends:
             latents, shared_k = cache.latents, cache.shared_keys
         if latent is not None:
             batch_size, num_keys = latents.shape[0], latents.shape[2]
@@ -282,7 +292,7 @@ class Attention:
             output = self.linear("out_proj", output)  # (B, T, E)
         if call.cache == "ragged":
             output = ttnn.multiply(output, self.upload(is_real[:, :, None]))
-        if call.cache is not None:
+        if appends:
             return output, cache
         else:
             return output
