@@ -95,8 +95,8 @@ def masked_softmax(
     scores = at_least_float32(scores)
     if sinks is not None:
         column = at_least_float32(sinks)[:, None, None].expand(*scores.shape[:3], 1)
-        mask = None if mask is None else F.pad(mask.expand(*mask.shape[:-1], scores.shape[3]), (0, 1))
-        return _softmax(torch.cat([scores, column], dim=-1), mask)[..., :-1]
+        scores = scores if mask is None else scores.masked_fill(mask, -torch.inf)
+        return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
     return _softmax(scores, mask)
 
 

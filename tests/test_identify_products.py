@@ -194,6 +194,22 @@ def test_a_layer_with_products_is_identified_and_runs_in_ours(name, kv_heads, is
         assert torch.allclose(ours(x, is_causal=is_causal), model(x), atol=1e-5)
 
 
+def test_vectors_of_all_heads_and_of_each_are_those_of_each():
+    def change(layer: Any, q: Tensor, k: Tensor, rows: Tensor, scores: Tensor) -> Tensor:
+        per_head = layer.projected(layer.of_places).unflatten(-1, (HEADS, WIDTH))
+        products = torch.einsum("bnsh,tsnh->bnts", k, per_head[rows]) / WIDTH**0.5
+        return scores + of_queries(layer, q, rows) + products
+
+    model = made(change)
+    model[0].projected, model[0].of_places = nn.Linear(8, HEADS * WIDTH), nn.Parameter(torch.randn(9, 8))
+    found = identified(model)
+    assert found.spec is not None, str(found)
+    assert found.spec.relative_products == RelativeProducts(5, 3, of_keys=True, per_head=True)
+    keys = found.weights["relative_keys"]
+    assert keys.shape == (9, HEADS, WIDTH)
+    assert (keys == model[0].of_queries.weight.detach().numpy()[:, None]).all()
+
+
 def other_row(rows: Tensor) -> Tensor:
     """Return rows in which one distance has that of another."""
     return torch.where(rows == 3, 7, rows)

@@ -5,6 +5,7 @@ import io
 import itertools
 import math
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -202,6 +203,18 @@ def test_tensors_of_lengths_share_a_compiled_graph():
         found = compiled(tokens(2, 3, 16), key_padding_lengths=torch.tensor(lengths))
         torch.testing.assert_close(found, layer(tokens(2, 3, 16), key_padding_lengths=lengths))
     assert len(graphs) == 1
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the default backend calls a compiler of C++")
+def test_sinks_and_a_mask_compile_with_the_default_backend():
+    def weights_of(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(scores.shape[-1])
+        return mha_torch.masked_softmax(scores, (places > places[:, None])[None, None], sinks)
+
+    torch.compiler.reset()
+    inputs = tokens(2, 4, 9, 9), tokens(4)
+    torch.testing.assert_close(torch.compile(weights_of, fullgraph=True)(*inputs), weights_of(*inputs))
 
 
 FEATURES = {

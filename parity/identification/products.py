@@ -83,7 +83,8 @@ def _take(
         if table is None:
             continue
         vectors = table.vectors[::-1] if is_reversed else table.vectors
-        found.weights[name] = np.ascontiguousarray(vectors if record.per_head else vectors[:, 0])
+        of_heads = np.broadcast_to(vectors, (len(vectors), found.fields["num_heads"], vectors.shape[2]))
+        found.weights[name] = np.ascontiguousarray(of_heads if record.per_head else vectors[:, 0])
         if table.is_parameter:
             found.names[name] = table.name.removeprefix(f"{layer.tapped.name}.")
 
