@@ -78,7 +78,8 @@ def test_a_case_fails_without_its_feature(case, spec):
     shapes = spec.weight_shapes
     weights = {name: weight for name, weight in problem.weights.items() if name in shapes}
     if {name: weight.shape for name, weight in weights.items()} != shapes:
-        weights = {**weights, **{name: np.full(shape, 1.3) for name, shape in shapes.items() if name not in weights}}
+        others = {name: np.linspace(0.7, 1.9, np.prod(shape)) for name, shape in shapes.items() if name not in weights}
+        weights |= others
         weights = {name: np.resize(weights[name], shape) for name, shape in shapes.items()}
     expected, found = outputs(case, problem.weights), outputs(replace(case, spec=spec), weights)
     largest = max(np.nanmax(np.abs(value), initial=0.0) for value in expected.values())

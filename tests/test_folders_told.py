@@ -80,7 +80,7 @@ def test_a_layer_that_one_part_lacks_and_another_has_is_named(part, tmp_path, ca
     assert "by its config.json should have" not in capsys.readouterr().err
     rewritten(tmp_path / "model" / "model.safetensors", names=without(f"{part}_model", "layers.1.self_attn"))
     assert main(["convert", str(tmp_path / "model"), str(tmp_path / "c.npz"), "--to", "canonical"]) == 0
-    assert f"should have them: encoder.layers.1.self_attn of {part}_config (1)" in capsys.readouterr().err
+    assert f"requires them: encoder.layers.1.self_attn of {part}_config (1)" in capsys.readouterr().err
 
 
 def test_layers_that_share_their_weights_are_not_missing(tmp_path, capsys):

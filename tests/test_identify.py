@@ -419,4 +419,4 @@ def test_the_command_wants_a_path_or_a_live_model(arguments, capsys):
     from parity.cli.main import main
 
     assert main(arguments) == 2
-    assert capsys.readouterr().err.startswith("mha-parity: error: PATH or --live ")
+    assert capsys.readouterr().err.startswith("mha-parity: error: PATH, --live or --families ")

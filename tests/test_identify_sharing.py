@@ -59,12 +59,8 @@ def test_keys_of_another_layer_than_the_configuration_says_contradict_the_rules(
     """They are those of a layer, so that observation alone accepts them and names it."""
     kinds = ["full_attention"] * 5
     model = model_of("Gemma 3n", kinds)
-    heads: dict[int, Any] = {}
-    for index in range(3):
-        model.layers[index].self_attn.register_forward_hook(
-            lambda module, args, kwargs, _, index=index: heads.update({index: kept(module, kwargs)}), with_kwargs=True
-        )
-    planted(model, lambda k, v: heads[1])
+    heads = heads_of(model.layers[1].self_attn)
+    planted(model, lambda k, v: (heads["k"], heads["v"]))
     (layer,) = (each for each in parity.layers_of(model, inputs()) if each.name == f"layers.{SHARED}.self_attn")
     assert layer.identification.spec is not None
     assert layer.identification.inputs["key"] == "the keys of layers.1.self_attn"
@@ -72,13 +68,18 @@ def test_keys_of_another_layer_than_the_configuration_says_contradict_the_rules(
     assert "layers.1" in layer.refusal
 
 
-def kept(module: Any, kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of a module of Gemma 3n, made again as it makes them."""
-    x, (cos, sin) = kwargs["hidden_states"], kwargs["position_embeddings"]
-    shape = (*x.shape[:2], -1, module.head_dim)
+def heads_of(module: Any) -> dict[str, torch.Tensor]:
+    """Return the keys and values of a module of Gemma 3n, which each call replaces."""
+    heads: dict[str, torch.Tensor] = {}
     rotate = transformers.models.gemma3n.modeling_gemma3n.apply_rotary_pos_emb
-    k = rotate(module.k_norm(module.k_proj(x).view(shape)), cos, sin, unsqueeze_dim=2)
-    return k.transpose(1, 2), module.v_norm(module.v_proj(x).view(shape)).transpose(1, 2)
+
+    def rotated(module: Any, args: Any, kwargs: dict[str, Any], _: Any) -> None:
+        heads["k"] = rotate(heads["k"], *kwargs["position_embeddings"], unsqueeze_dim=2).transpose(1, 2)
+
+    module.k_norm.register_forward_hook(lambda *call: heads.update(k=call[-1]))
+    module.v_norm.register_forward_hook(lambda *call: heads.update(v=call[-1].transpose(1, 2)))
+    module.register_forward_hook(rotated, with_kwargs=True)
+    return heads
 
 
 def planted(model: Any, change: Any) -> None:
@@ -137,11 +138,8 @@ def test_a_planted_oddity_is_never_accepted(name, family):
 def test_keys_of_two_layers_are_not_shared():
     """Keys of one layer and values of another are no layer's."""
     model = model_of("Gemma 3n", ["full_attention"] * 5)
-    first: list[Any] = []
-    model.layers[0].self_attn.register_forward_hook(
-        lambda module, args, kwargs, _: first.append(kept(module, kwargs)), with_kwargs=True
-    )
-    planted(model, lambda k, v: (first[-1][0], v))
+    heads = heads_of(model.layers[0].self_attn)
+    planted(model, lambda k, v: (heads["k"], v))
     assert parity.identify(model, inputs())[SHARED].spec is None
 
 

@@ -107,7 +107,7 @@ def test_every_case_is_written_and_agrees_with_the_reference(dtype, framework, n
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_a_layer_attends_to_the_static_cache_of_another_layer(framework):
-    case = replace(CASES["decode-shared-kv"], name="static", new_lengths=None)
+    case = replace(CASES["decode-shared-kv"], name="static", new_lengths=())
     problem = parity.make_problem(case, "float32")
     module = module_of(source_of(problem.spec, framework, **call_of(case)))
     assert module.Cache._fields == ("keys", "values", "length")

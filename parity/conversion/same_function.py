@@ -101,10 +101,11 @@ def _order(
     rows = _Rows(before, held, free), _Rows(after, held, free)
     groups, heads = np.arange(spec.num_kv_heads), np.tile(np.arange(count), (spec.num_kv_heads, 1))
     if spec.alibi is None and spec.out_proj:  # otherwise heads cannot be permuted
-        found = matched(*([side.group(group, count) for group in range(len(groups))] for side in rows))
-        if found is None:
-            return None
-        groups = found
+        if not spec.shared_kv:  # the other layer keeps its heads in their order
+            found = matched(*([side.group(group, count) for group in range(len(groups))] for side in rows))
+            if found is None:
+                return None
+            groups = found
         for group, origin in enumerate(map(int, groups)):
             each = matched(
                 [rows[0].head(origin, n) for n in range(count)], [rows[1].head(group, n) for n in range(count)]
@@ -164,7 +165,7 @@ class _Rows:
 
 def _free_features(spec: AttentionSpec) -> dict[str, np.ndarray]:
     """Return which features of a head may be permuted, for queries and keys and for values."""
-    if spec.latent is not None:
+    if spec.latent is not None or spec.shared_kv:
         return {}
     of_queries = np.ones(spec.head_dim, bool)
     if spec.rope is not None:
@@ -181,8 +182,8 @@ def _rescaled(views: Views, held: Mapping[str, Role], spec: AttentionSpec) -> st
         return None
     pairs = {"qk": ("q_proj.", "k_proj."), "v": ("v_proj.", "out_proj.")}
     allowed = {
-        "qk": spec.qk_norm is spec.relative_products is None,
-        "v": spec.v_norm is spec.context_norm is None and spec.out_proj,
+        "qk": spec.qk_norm is spec.relative_products is None and not spec.shared_kv,
+        "v": spec.v_norm is spec.context_norm is None and spec.out_proj and not spec.shared_kv,
     }
     tied = {"qk": _tied(spec), "v": np.arange(spec.value_head_dim)}
     words, involved = [], set()

@@ -265,7 +265,7 @@ class FlaxObserver:
         layer.calls.append(TappedCall(seen, 0))
         arguments = {each: np.asarray(x) for each, x in inputs.items() if np.asarray(x).dtype.kind == "f"}
         model: Any = SimpleNamespace(named_parameters=self.model.leaves.items)
-        module: Any = SimpleNamespace()
+        module: Any = SimpleNamespace(named_parameters=lambda recurse: ())  # biases are seen in the program
         return ObservedLayer(model, module, layer, arguments, inside)
 
     def _whole(self, linear: Linear, values: Values) -> np.ndarray:
