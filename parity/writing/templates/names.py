@@ -28,7 +28,7 @@ has_own_context_norm = context_norm is not None and (
     context_norm.weight == "1+w" or (context_norm.kind == "rms" and context_norm.bias)
 )
 has_distances = spec.has_distance_bias
-has_places = call.cache is not None or spec.span is not None or has_distances
+needs_positions = call.cache is not None or spec.span is not None or has_distances
 is_explicit = spec.soft_cap is not None or spec.sinks or has_distances or call.has_bias
 may_hide_all = call.has_mask or ((call.is_cross or spec.shared_kv) and spec.span is not None)
 norms = [norm for norm in (qk_norm, v_norm) if norm is not None]
