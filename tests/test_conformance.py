@@ -819,7 +819,7 @@ def test_clean_answers_exit_0_and_a_false_declaration_1(capsys):
         (["own_attention"], refuses("the subject", "'own_attention'")),
         (["no_such_module:attention"], refuses("no_such_module", "ModuleNotFoundError")),
         (["own_broken:attention"], refuses("own_broken", "ZeroDivisionError")),
-        (["own_attention:nothing"], refuses("own_attention", "'nothing'")),
+        (["own_attention:nothing"], refuses("own_attention:nothing", "'nothing'")),
         (["own_attention:number"], refuses("the subject", "int for 'own_attention:number'")),
         (["own_attention:Wide"], refuses("a class", "own_attention:Wide(width)")),
         (["own_attention:attention", "--mask-name", "masque"], refuses("mask", mask="masque")),
