@@ -57,11 +57,11 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
 
 
 def and_listed(items: Iterable[Any]) -> str:
-    """All of some things, at least one, in a line: `0, 2 and 5`."""
+    """Join items, at least one, with commas and `and`: `0, 2 and 5`."""
     *most, last = map(str, items)
     return f"{', '.join(most)} and {last}" if most else last
 
 
 def counted(number: int, what: str) -> str:
-    """A number of things: `1 case`, `2 cases`."""
+    """Return a number with its noun: `1 case`, `2 cases`."""
     return f"{number} {what}{'s' if number != 1 else ''}"

@@ -66,15 +66,15 @@ FACTS = {
         "mask": "True hides; floats added",
         "causal": "refused without a mask",
         # is_causal alone is refused on the slow path; the fast one neither refuses it nor hides anything
-        "future token": "hidden in train or with grad, leaks else",
-        "empty row": "NaN with weights, zeros in train or with grad, NaN else",
-        "its gradient": "finite without weights, NaN even if the loss ignores it else",
-        "float16 overflow": "finite without weights, NaN else",
+        "future token": "hidden in train or with grad, otherwise leaks",
+        "empty row": "NaN with weights, zeros in train or with grad, otherwise NaN",
+        "its gradient": "finite without weights, otherwise NaN even if the loss ignores it",
+        "float16 overflow": "finite without weights, otherwise NaN",
         "weights": "per head",
         "padding": "True hides",
         "attends": "to all tokens",
         # its kernel for a CPU gives zeros for a query of NaN, with few tokens and without a mask
-        "NaN seen": "swallowed (no mask) without weights, seen else; seen of 600 tokens",
+        "NaN seen": "swallowed (no mask) without weights, otherwise seen; seen of 600 tokens",
         "NaN hidden": "leaks",
     },
     "F.scaled_dot_product_attention": {
@@ -99,15 +99,15 @@ FACTS = {
         "causal": "top-left",
         # keras#23038 is closed in 3.15.1: the flag holds with scores and with dropout
         "future token": "hidden",
-        "empty row": "zeros with weights or with dropout, as if unmasked in float16, mean(V) else",
-        "float16 overflow": "NaN with weights or with dropout, finite else",
+        "empty row": "zeros with weights or with dropout, as if unmasked in float16, otherwise mean(V)",
+        "float16 overflow": "NaN with weights or with dropout, otherwise finite",
         "dropout": "train only",
-        "NaN seen": "seen with weights or with dropout, swallowed (no mask, flag) else; seen of 600 tokens",
+        "NaN seen": "seen with weights or with dropout, otherwise swallowed (no mask, flag); seen of 600 tokens",
     },
     "flax.nnx.MultiHeadAttention": {
         "causal": "top-left",
         "empty row": "mean(V)",
-        "float16 overflow": "NaN with weights or with dropout, finite else",
+        "float16 overflow": "NaN with weights or with dropout, otherwise finite",
         "dropout": "train only, one mask for the batch",
         "grouped heads": "repeat",
         # flax#5591, and a full cache that goes on
@@ -314,14 +314,14 @@ def toy(framework, fault=""):
 
 
 CONTROLS = [
-    ("future", "future token", "hidden without weights, leaks else"),
+    ("future", "future token", "hidden without weights, otherwise leaks"),
     ("flipped", "mask", "True shows, declared: hides"),
     ("bottom-right", "causal", "bottom-right, declared: top-left"),
-    ("penalty", "masked key", "hidden in float16, a finite penalty of about -10000 else"),
+    ("penalty", "masked key", "hidden in float16, otherwise a finite penalty of about -10000"),
     ("penalty", "causal", "top-left, by a finite penalty of about -10000"),
-    ("penalty", "causal and mask", "both in float16, mask by a finite penalty of about -10000 else"),
-    ("penalty", "future token", "hidden in float16, a finite penalty of about -10000 else"),
-    ("penalty", "padding", "True hides in float16, True hides, by a finite penalty else"),
+    ("penalty", "causal and mask", "both in float16, otherwise mask by a finite penalty of about -10000"),
+    ("penalty", "future token", "hidden in float16, otherwise a finite penalty of about -10000"),
+    ("penalty", "padding", "True hides in float16, otherwise True hides, by a finite penalty"),
     ("penalty", "empty row", "as if unmasked"),
     ("causal drops mask", "causal and mask", "mask dropped"),
     ("batch", "other sequence", "leaks"),
@@ -473,7 +473,7 @@ def test_a_class_of_torch_is_made_and_its_width_found():
 
 
 def test_a_leak_in_one_mode_is_found_and_the_mode_named():
-    assert examine(TorchLayer(leaks=True), ["future token"])["future token"].words == "leaks in eval, hidden else"
+    assert examine(TorchLayer(leaks=True), ["future token"])["future token"].words == "leaks in eval, otherwise hidden"
 
 
 @pytest.mark.parametrize(("where", "words"), [("train", "train only"), ("always", "random in eval")])
@@ -742,7 +742,7 @@ def test_a_rule_says_which_paths_answer_what():
     paths = [Path(need_weights=w, train=t, grad=g) for w in (False, True) for t in (False, True) for g in (False, True)]
     assert by_rule(dict.fromkeys(paths, "zeros")) == "zeros"
     words = {path: "NaN" if path.need_weights or not (path.train or path.grad) else "zeros" for path in paths}
-    assert by_rule(words) == "NaN with weights, zeros in train or with grad, NaN else"
+    assert by_rule(words) == "NaN with weights, zeros in train or with grad, otherwise NaN"
     parity_of_three = {path: "odd" if path.need_weights ^ path.train ^ path.grad else "even" for path in paths}
     assert by_rule(parity_of_three) == "even (4 paths) or odd (4 paths)"
 
@@ -819,7 +819,7 @@ def test_clean_answers_exit_0_and_a_false_declaration_1(capsys):
         (["own_attention"], refuses("the subject", "'own_attention'")),
         (["no_such_module:attention"], refuses("no_such_module", "ModuleNotFoundError")),
         (["own_broken:attention"], refuses("own_broken", "ZeroDivisionError")),
-        (["own_attention:nothing"], refuses("own_attention", "'nothing'")),
+        (["own_attention:nothing"], refuses("own_attention:nothing", "'nothing'")),
         (["own_attention:number"], refuses("the subject", "int for 'own_attention:number'")),
         (["own_attention:Wide"], refuses("a class", "own_attention:Wide(width)")),
         (["own_attention:attention", "--mask-name", "masque"], refuses("mask", mask="masque")),

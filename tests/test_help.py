@@ -114,6 +114,24 @@ def test_the_page_of_commands_lists_every_command():
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
 
+def test_pages_name_options_that_commands_have():
+    pages = [
+        ROOT / "README.md",
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("parity/bugs/*.md"),
+        *ROOT.glob("examples/*.md"),
+    ]
+    parsers, wrong, seen = commands(), [], 0
+    for page in pages:
+        for command, words in re.findall(r"mha-parity ([a-z-]+)\b([^`|\n#]*)", page.read_text()):
+            for option in re.findall(r"(?<!\S)--[a-z][\w-]*", words.split(" -- ")[0]) if command in parsers else ():
+                seen += 1
+                if option not in parsers[command]._option_string_actions:
+                    wrong.append(f"{page.name}: {command} {option}")
+    assert seen > 50
+    assert wrong == []
+
+
 def test_cases_are_listed_one_a_line_with_what_they_cover(capsys):
     assert main(["cases"]) == 0
     lines = capsys.readouterr().out.splitlines()

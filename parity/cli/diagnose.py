@@ -213,7 +213,8 @@ def _diagnose_function(options: argparse.Namespace, out: Console) -> tuple[Diagn
         if is_assumed and diagnosis.is_wrong:
             other = replace(problem, case=replace(case, is_causal=False))
             observed, seconds = observe(function, other, framework), SECONDS if diagnosis.unknowns else 0.0
-            if words := _words_of(diagnose(observed, other, arithmetic=arithmetic, seconds=seconds)):
+            words = _words_of(diagnose(observed, other, arithmetic=arithmetic, seconds=seconds))
+            if words and words != _words_of(diagnosis):
                 out.print(f"with --no-causal, {words}", style="bold", soft_wrap=True, highlight=False)
     return diagnosis, report
 

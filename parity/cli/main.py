@@ -119,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 flag = unknown[0].partition("=")[0]
                 flags = re.findall(r"--[\w-]+", options.parser.format_help())
                 hint = did_you_mean(flag, flags) or f"`mha-parity {name} --help` lists its options"
+                if name == "mutate" and "--" not in words:
+                    hint = "put -- before the command that runs your tests"
                 raise refusal(flag, f"be an option of {name}", hint=hint)
             with _warnings_in_a_line():
                 status = _run_command(options)

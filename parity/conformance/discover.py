@@ -36,6 +36,7 @@ from parity.conformance.subjects import (
     Path,
     Subject,
 )
+from parity.text import did_you_mean
 
 OF_MASKS = {"torch": "torch", "jax": "jax.numpy", "ttnn": "numpy"}
 """Modules of the arrays that masks consist of."""
@@ -90,7 +91,8 @@ def _load(target: str, argument: str, kind: str) -> Any:
         raise ImportError(f"{module_name} must be importable, got {type(error).__name__}: {error}{advice}") from error
     for name in attribute.split("."):
         if not hasattr(found, name):
-            raise Refusal(module_name, "define the name", f"no {name!r} for {target!r}")
+            names = [each for each in dir(found) if not each.startswith("_")]
+            raise Refusal(target, "name an attribute of its module", f"no {name!r}", hint=did_you_mean(name, names))
         found = getattr(found, name)
     return found
 

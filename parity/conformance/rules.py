@@ -101,7 +101,7 @@ Rules = list[tuple[Hashable, str]]
 
 
 def by_rule(answers: Mapping[Path, Hashable]) -> str:
-    """Describe which path leads to which answer: 'NaN with weights, zeros in train or with grad, NaN else'."""
+    """Describe which path leads to which answer: 'NaN with weights, zeros in train or with grad, otherwise NaN'."""
     for depth in range(5):
         if found := list(_rules(dict(answers), depth)):
             return _format(min(found, key=lambda rules: len(list(groupby(answer for answer, _ in rules)))))
@@ -127,5 +127,5 @@ def _format(rules: Rules) -> str:
     parts = []
     for answer, group in groupby(rules, key=lambda rule: rule[0]):
         conditions = [condition for _, condition in group]
-        parts.append(f"{answer} {' or '.join(conditions) if conditions[-1] else 'else'}")
+        parts.append(f"{answer} {' or '.join(conditions)}" if conditions[-1] else f"otherwise {answer}")
     return ", ".join(parts) if len(rules) > 1 else str(rules[0][0])

@@ -21,7 +21,7 @@ HALF = ("bfloat16", "float16")
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Another way to compute the same.
+    """Another valid way to compute a stage.
 
     Attributes:
         about: a description, with `{dtype}` for that of the problem.

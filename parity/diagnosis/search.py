@@ -338,4 +338,4 @@ def _explanation(replay: Replay, stages: Sequence[str], found: Mistakes, choice:
 
 
 def _words(mistakes: Mistakes) -> str:
-    return " and ".join(mistake.about for mistake in mistakes)
+    return ", and ".join(mistake.about for mistake in mistakes)

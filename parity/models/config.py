@@ -49,7 +49,8 @@ def read_config(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     try:
         values = parse_json(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise Refusal("a configuration", "be JSON", f"{path}: {error}") from None
+        got = "bytes that are not text" if isinstance(error, UnicodeDecodeError) else error
+        raise Refusal("a configuration", "be JSON", f"{path}: {got}") from None
     if not isinstance(values, Mapping):
         raise Refusal("a configuration", "hold values by name", str(path))
     return values

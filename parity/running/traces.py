@@ -61,7 +61,10 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
     """
     tensors, metadata = load_tensors(path)
     wanted = {"format", "kind", "case", "dtype", "backend", "digest", "environment"}
-    if metadata.get("kind") != "trace" or metadata.get("format") != FORMAT or not wanted <= metadata.keys():
+    if metadata.get("kind") != "trace":
+        hint = "`mha-parity verify` compares weights"
+        raise Refusal(path, "be a trace, as `run --save-traces` writes it", "another file of tensors", hint=hint)
+    if metadata.get("format") != FORMAT or not wanted <= metadata.keys():
         raise Refusal(path, f"be a trace in format {FORMAT}", f"metadata {sorted(metadata)}")
     case = find_case(metadata["case"])
     if case is None or metadata["dtype"] not in DTYPES or metadata["backend"] not in BACKENDS:

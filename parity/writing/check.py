@@ -88,8 +88,8 @@ def _lines(
         yield from ["", "import parity", f"from mha_spec import {', '.join(words)}", "", *_wrapped(f"SPEC = {spec!r}")]
         yield from _wrapped(f"CASE = parity.Case({_arguments(case)})")
     else:
-        yield from ["", f'TRACE = np.load(Path(__file__).with_name("{module}_trace.npz"))']
-        yield "SHAPES = {"
+        yield from ["", f'with np.load(Path(__file__).with_name("{module}_trace.npz")) as file:']
+        yield from ["    TRACE = dict(file)", "SHAPES = {"]
         yield from (f'    "{name}": {shape},' for name, shape in spec.weight_shapes.items())
         yield "}"
     yield from ["", ""]

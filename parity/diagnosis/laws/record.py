@@ -75,7 +75,7 @@ class OtherSpec:
 
     @property
     def in_reference(self) -> Mapping[str, Override]:
-        """Empty."""
+        """No overrides, because the specification itself differs."""
         return {}
 
 

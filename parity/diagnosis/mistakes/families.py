@@ -114,7 +114,7 @@ SCORE_BIAS = MistakeFamily(
 )
 ALIBI = MistakeFamily(
     "alibi",
-    "subtract slope * distance from the scaled scores; count the distance from the query's place among all keys",
+    "subtract slope * distance from the scaled scores; count the distance from the query's position among all keys",
 )
 RELATIVE_BIAS = MistakeFamily(
     "relative-bias",

@@ -1,4 +1,4 @@
-"""Mistakes in keys and values that a layer shares with another one."""
+"""Bugs of keys and values that a layer shares with another one."""
 
 from __future__ import annotations
 

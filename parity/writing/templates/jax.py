@@ -78,18 +78,18 @@ def attention(
     """
     num_tokens = query.shape[1] if call.is_cross else x.shape[1]
     if call.cache == "static" and spec.shared_kv:
-        places = other_cache.length - num_tokens + jnp.arange(num_tokens)[None]  # (1, T)
+        token_positions = other_cache.length - num_tokens + jnp.arange(num_tokens)[None]  # (1, T)
     elif call.cache == "static":
-        places = cache.length + jnp.arange(num_tokens)[None]  # (1, T)
+        token_positions = cache.length + jnp.arange(num_tokens)[None]  # (1, T)
     elif call.cache == "ragged":
         new_tokens = jnp.arange(num_tokens)
         is_real = new_tokens < new_lengths[:, None]  # (B, T)
         if spec.shared_kv:
-            places = (other_cache.lengths - new_lengths)[:, None] + jnp.where(is_real, new_tokens, 0)  # (B, T)
+            token_positions = (other_cache.lengths - new_lengths)[:, None] + jnp.where(is_real, new_tokens, 0)  # (B, T)
         else:
-            places = cache.lengths[:, None] + jnp.where(is_real, new_tokens, 0)  # (B, T)
-    elif has_places or spec.has_positions:
-        places = jnp.arange(num_tokens)[None]  # (1, T)
+            token_positions = cache.lengths[:, None] + jnp.where(is_real, new_tokens, 0)  # (B, T)
+    elif needs_positions or spec.has_positions:
+        token_positions = jnp.arange(num_tokens)[None]  # (1, T)
     if latent is None and not has_wide:
         q = split_heads(linear(params["q_proj"], query if call.is_cross else x), NUM_HEADS)  # (B, N, T, H)
         if not spec.shared_kv:
@@ -123,7 +123,7 @@ def attention(
         if v_norm is not None and v_norm.over == "head":
             v = normalize_v(ABSENT if v_norm.weight is None else params["v_norm"], v)
         if rope is not None:
-            cos, sin = rotation(positions if call.has_positions else places)  # (B or 1, 1, T, R/2)
+            cos, sin = rotation(positions if call.has_positions else token_positions)  # (B or 1, 1, T, R/2)
             if spec.shared_kv:
                 q = rotate(q, cos, sin)
             else:
@@ -147,7 +147,7 @@ def attention(
             latents = latents * KV_FACTOR
         shared_k = shared_k[:, None]  # (B, 1, T, ROPE_DIM)
         if rope is not None:
-            cos, sin = rotation(positions if call.has_positions else places)  # (B or 1, 1, T, ROPE_DIM/2)
+            cos, sin = rotation(positions if call.has_positions else token_positions)  # (B or 1, 1, T, ROPE_DIM/2)
             own_q, shared_q = jnp.split(q, [OWN_DIM], axis=-1)
             q, shared_k = jnp.concatenate([own_q, rotate(shared_q, cos, sin)], axis=-1), rotate(shared_k, cos, sin)
     if spec.shared_kv and call.cache is None:
@@ -155,7 +155,7 @@ def attention(
     elif spec.shared_kv:
         k, v = other_cache.keys, other_cache.values
     if temperature is not None:
-        lengths = ((positions if call.has_positions else places) + FIRST_POSITION) // TEMPERATURE_LENGTH
+        lengths = ((positions if call.has_positions else token_positions) + FIRST_POSITION) // TEMPERATURE_LENGTH
         factors = 1.0 + TEMPERATURE_SCALE * jnp.log1p(lengths.astype(jnp.float32))
         q = (q * factors[:, None, :, None]).astype(q.dtype)
     if call.cache == "static" and not spec.shared_kv:
@@ -168,14 +168,14 @@ def attention(
             shared_k = jax.lax.dynamic_update_slice_in_dim(cache.shared_keys, shared_k, cache.length, axis=2)
             cache = Cache(latents, shared_k, cache.length + num_tokens)
     elif call.cache == "ragged" and not spec.shared_kv:
-        rows = jnp.arange(places.shape[0])[:, None]  # (B, 1)
+        rows = jnp.arange(token_positions.shape[0])[:, None]  # (B, 1)
         if latent is None:
-            slots = jnp.where(is_real, places, cache.keys.shape[2])  # (B, T); out of bounds for padding
+            slots = jnp.where(is_real, token_positions, cache.keys.shape[2])  # (B, T); out of bounds for padding
             k = cache.keys.at[rows, :, slots].set(k.swapaxes(1, 2), mode="drop")
             v = cache.values.at[rows, :, slots].set(v.swapaxes(1, 2), mode="drop")
             cache = Cache(k, v, cache.lengths + new_lengths)
         else:
-            slots = jnp.where(is_real, places, cache.latents.shape[1])  # (B, T); out of bounds for padding
+            slots = jnp.where(is_real, token_positions, cache.latents.shape[1])  # (B, T); out of bounds for padding
             latents = cache.latents.at[rows, slots].set(latents, mode="drop")
             shared_k = cache.shared_keys.at[rows, :, slots].set(shared_k.swapaxes(1, 2), mode="drop")
             cache = Cache(latents, shared_k, cache.lengths + new_lengths)
@@ -183,23 +183,23 @@ def attention(
         own_k, v = jnp.split(split_heads(linear(params["kv_b_proj"], latents), NUM_HEADS), [OWN_DIM], axis=-1)
         shared_k = jnp.broadcast_to(shared_k, (*own_k.shape[:3], ROPE_DIM))
         k = jnp.concatenate([own_k, shared_k], axis=-1)  # (B, N, S, H)
-    if has_places or call.is_causal:
-        keys = jnp.arange(k.shape[2])[None, None, None]  # (1, 1, 1, S)
-    if has_places:
-        of_queries = places[:, None, :, None]  # (B or 1, 1, T, 1)
+    if needs_positions or call.is_causal:
+        key_positions = jnp.arange(k.shape[2])[None, None, None]  # (1, 1, 1, S)
+    if needs_positions:
+        query_positions = token_positions[:, None, :, None]  # (B or 1, 1, T, 1)
     elif call.is_causal:
-        of_queries = jnp.arange(num_tokens)[None, None, :, None]  # (1, 1, T, 1)
+        query_positions = jnp.arange(num_tokens)[None, None, :, None]  # (1, 1, T, 1)
     if call.is_causal or spec.span is not None or call.cache is not None:
         if call.is_causal or call.cache is not None:
-            hidden = keys > of_queries  # (B or 1, 1, T, S)
+            hidden = key_positions > query_positions  # (B or 1, 1, T, S)
             if spec.window_size is not None:
-                hidden = hidden | (keys <= of_queries - WINDOW)
+                hidden = hidden | (key_positions <= query_positions - WINDOW)
         elif spec.window_size is not None:
-            hidden = jnp.abs(keys - of_queries) >= WINDOW
+            hidden = jnp.abs(key_positions - query_positions) >= WINDOW
         else:
-            hidden = keys // CHUNK != of_queries // CHUNK
+            hidden = key_positions // CHUNK != query_positions // CHUNK
         if spec.chunk_size is not None and (call.is_causal or call.cache is not None):
-            hidden = hidden | (keys // CHUNK != of_queries // CHUNK)
+            hidden = hidden | (key_positions // CHUNK != query_positions // CHUNK)
         if call.has_mask:
             hidden = hidden | mask
     elif call.has_mask:
@@ -215,15 +215,15 @@ def attention(
         scores = SOFT_CAP * jnp.tanh(scores / SOFT_CAP)
     if alibi is not None:
         slopes = jnp.array(SLOPES)[:, None, None]  # (N, 1, 1)
-        scores = scores - slopes * jnp.abs(keys - of_queries)
+        scores = scores - slopes * jnp.abs(key_positions - query_positions)
     if relative is not None:
         if grid is None:
-            buckets = bucket_of(keys - of_queries)[:, 0]  # (B or 1, T, S)
+            buckets = bucket_of(key_positions - query_positions)[:, 0]  # (B or 1, T, S)
         else:
-            buckets = bucket_of(of_queries, keys)[:, 0]  # (B or 1, T, S)
+            buckets = bucket_of(query_positions, key_positions)[:, 0]  # (B or 1, T, S)
         scores = scores + jnp.moveaxis(params["relative_bias"].astype(jnp.float32)[buckets], -1, 1)
     if products is not None:
-        rows = jnp.broadcast_to(row_of(keys - of_queries), scores.shape)  # (B, N, T, S)
+        rows = jnp.broadcast_to(row_of(key_positions - query_positions), scores.shape)  # (B, N, T, S)
         if products.of_queries:
             by_row = jnp.einsum(
                 "bnth,cnh->bntc" if products.per_head else "bnth,ch->bntc",
@@ -253,8 +253,8 @@ def attention(
     if may_hide_all:
         context = jnp.where(empty, 0.0, context)
     if gate is not None:
-        opened = split_heads(linear(params["gate_proj"], query if call.is_cross else x), NUM_HEADS)
-        context = (context * jax.nn.sigmoid(opened.astype(jnp.float32))).astype(context.dtype)
+        gates = split_heads(linear(params["gate_proj"], query if call.is_cross else x), NUM_HEADS)
+        context = (context * jax.nn.sigmoid(gates.astype(jnp.float32))).astype(context.dtype)
     output = context.swapaxes(1, 2).reshape(*context.shape[:1], num_tokens, NUM_HEADS * VALUE_HEAD_DIM)
     if context_norm is not None:
         output = normalize_context(ABSENT if context_norm.weight is None else params["context_norm"], output)
@@ -285,13 +285,13 @@ def split_heads(features: Array, num_heads: int) -> Array:
 
 if rope is not None:
 
-    def rotation(places: Array) -> tuple[Array, Array]:
-        """Return the cosines and sines of the angles at places (B or 1, T), each (B or 1, 1, T, R/2)."""
+    def rotation(token_positions: Array) -> tuple[Array, Array]:
+        """Return the cosines and sines of the angles at token positions (B or 1, T), each (B or 1, 1, T, R/2)."""
         if rope.sections is not None and call.has_positions:
-            of_pairs = jnp.moveaxis(places[jnp.array(AXES)], 0, -1)  # (B or 1, T, R/2)
-            angles = of_pairs[:, None] * frequencies(places)
+            pair_positions = jnp.moveaxis(token_positions[jnp.array(AXES)], 0, -1)  # (B or 1, T, R/2)
+            angles = pair_positions[:, None] * frequencies(token_positions)
         else:
-            angles = places[:, None, :, None] * frequencies(places)
+            angles = token_positions[:, None, :, None] * frequencies(token_positions)
         if rope.attention_factor != 1.0:
             return ATTENTION_FACTOR * jnp.cos(angles), ATTENTION_FACTOR * jnp.sin(angles)
         else:
@@ -300,7 +300,7 @@ if rope is not None:
 
 if rope is not None:
 
-    def frequencies(places: Array) -> Array:
+    def frequencies(token_positions: Array) -> Array:
         if rope.depends_on_length:
             """Return the angle of each pair of features per token, (B or 1, 1, 1, R/2)."""
         else:
@@ -327,24 +327,24 @@ if rope is not None:
             )  # weight of the unscaled frequency
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, DynamicScaling):
-            length = longest(places)
+            length = longest(token_positions)
             growth = scaling.factor * (length - scaling.original_length) / scaling.original_length + 1.0
             base = THETA * growth ** (ROTARY_DIM / (ROTARY_DIM - 2))
             return jnp.where(length > scaling.original_length, 1.0 / base**exponents, 1.0 / divisors)
         elif isinstance(scaling, LongRopeScaling):
             short, long = jnp.array(SHORT_FACTORS), jnp.array(LONG_FACTORS)
-            return 1.0 / (jnp.where(longest(places) > scaling.original_length, long, short) * divisors)
+            return 1.0 / (jnp.where(longest(token_positions) > scaling.original_length, long, short) * divisors)
         else:
             return 1.0 / divisors
 
 
 if rope is not None and rope.depends_on_length:
 
-    def longest(places: Array) -> Array:
+    def longest(token_positions: Array) -> Array:
         """Return the number of tokens up to the last position of each sequence, (B or 1, 1, 1, 1)."""
         if rope.sections is not None and call.has_positions:
-            places = places.max(axis=0)
-        return places.max(axis=-1)[:, None, None, None] + 1
+            token_positions = token_positions.max(axis=0)
+        return token_positions.max(axis=-1)[:, None, None, None] + 1
 
 
 if rope is not None:
@@ -371,17 +371,17 @@ if rope is not None:
 
 if grid is not None:
 
-    def bucket_of(of_query: Array, of_key: Array) -> Array:
+    def bucket_of(query_positions: Array, key_positions: Array) -> Array:
         """Return the bucket of each query and key, by their positions on a grid in row-major order."""
         if grid.class_token:
-            of_query, of_key = of_query - 1, of_key - 1  # the class token is at -1
-        rows = of_query // GRID_WIDTH - of_key // GRID_WIDTH + GRID_HEIGHT - 1
-        columns = of_query % GRID_WIDTH - of_key % GRID_WIDTH + GRID_WIDTH - 1
+            query_positions, key_positions = query_positions - 1, key_positions - 1  # the class token is at -1
+        rows = query_positions // GRID_WIDTH - key_positions // GRID_WIDTH + GRID_HEIGHT - 1
+        columns = query_positions % GRID_WIDTH - key_positions % GRID_WIDTH + GRID_WIDTH - 1
         buckets = rows * (2 * GRID_WIDTH - 1) + columns
         if grid.class_token:
-            of_class = jnp.where(of_key < 0, NUM_BUCKETS - 1, NUM_BUCKETS - 3)
-            buckets = jnp.where(of_key < 0, NUM_BUCKETS - 2, buckets)
-            buckets = jnp.where(of_query < 0, of_class, buckets)
+            class_buckets = jnp.where(key_positions < 0, NUM_BUCKETS - 1, NUM_BUCKETS - 3)
+            buckets = jnp.where(key_positions < 0, NUM_BUCKETS - 2, buckets)
+            buckets = jnp.where(query_positions < 0, class_buckets, buckets)
         if call.cache is not None:
             buckets = jnp.minimum(buckets, NUM_BUCKETS - 1)  # for padding
         return buckets

@@ -29,7 +29,7 @@ has_own_context_norm = context_norm is not None and (
 )
 has_distances = spec.has_distance_bias
 appends = call.cache is not None and not spec.shared_kv
-has_places = call.cache is not None or spec.span is not None or has_distances
+needs_positions = call.cache is not None or spec.span is not None or has_distances
 is_explicit = spec.soft_cap is not None or spec.sinks or has_distances or call.has_bias
 may_hide_all = call.has_mask or ((call.is_cross or (spec.shared_kv and call.cache is None)) and spec.span is not None)
 norms = [norm for norm in (qk_norm, v_norm) if norm is not None]

@@ -211,18 +211,20 @@ class Attention(nn.Module):
         device = query.device if call.is_cross else x.device
         num_tokens = query.shape[1] if call.is_cross else x.shape[1]
         if call.cache == "static" and spec.shared_kv:
-            places = other_cache.length - num_tokens + torch.arange(num_tokens, device=device)[None]  # (1, T)
+            token_positions = other_cache.length - num_tokens + torch.arange(num_tokens, device=device)[None]  # (1, T)
         elif call.cache == "static":
-            places = cache.length + torch.arange(num_tokens, device=device)[None]  # (1, T)
+            token_positions = cache.length + torch.arange(num_tokens, device=device)[None]  # (1, T)
         elif call.cache == "ragged":
             new_tokens = torch.arange(num_tokens, device=device)
             is_real = new_tokens < new_lengths[:, None]  # (B, T)
             if spec.shared_kv:
-                places = (other_cache.lengths - new_lengths)[:, None] + torch.where(is_real, new_tokens, 0)  # (B, T)
+                token_positions = (other_cache.lengths - new_lengths)[:, None] + torch.where(
+                    is_real, new_tokens, 0
+                )  # (B, T)
             else:
-                places = cache.lengths[:, None] + torch.where(is_real, new_tokens, 0)  # (B, T)
-        elif has_places or spec.has_positions:
-            places = torch.arange(num_tokens, device=device)[None]  # (1, T)
+                token_positions = cache.lengths[:, None] + torch.where(is_real, new_tokens, 0)  # (B, T)
+        elif needs_positions or spec.has_positions:
+            token_positions = torch.arange(num_tokens, device=device)[None]  # (1, T)
         if latent is None and not has_wide:
             q = split_heads(self.q_proj(query if call.is_cross else x), NUM_HEADS)  # (B, N, T, H)
             if not spec.shared_kv:
@@ -258,7 +260,7 @@ class Attention(nn.Module):
             if v_norm is not None and v_norm.over == "head":
                 v = self.v_norm(v)
             if rope is not None:
-                cos, sin = rotation(positions if call.has_positions else places)  # (B or 1, 1, T, R/2)
+                cos, sin = rotation(positions if call.has_positions else token_positions)  # (B or 1, 1, T, R/2)
                 if spec.shared_kv:
                     q = rotate(q, cos, sin)
                 else:
@@ -283,7 +285,7 @@ class Attention(nn.Module):
                 latents = self.kv_a_norm(latents) * KV_FACTOR  # (B, T, KV_RANK)
             shared_k = shared_k[:, None]  # (B, 1, T, ROPE_DIM)
             if rope is not None:
-                cos, sin = rotation(positions if call.has_positions else places)  # (B or 1, 1, T, ROPE_DIM/2)
+                cos, sin = rotation(positions if call.has_positions else token_positions)  # (B or 1, 1, T, ROPE_DIM/2)
                 own_q, shared_q = q.split([OWN_DIM, ROPE_DIM], dim=-1)
                 q, shared_k = torch.cat([own_q, rotate(shared_q, cos, sin)], dim=-1), rotate(shared_k, cos, sin)
         if spec.shared_kv and call.cache is None:
@@ -291,7 +293,7 @@ class Attention(nn.Module):
         elif spec.shared_kv:
             k, v = other_cache.keys, other_cache.values
         if temperature is not None:
-            lengths = ((positions if call.has_positions else places) + FIRST_POSITION) // TEMPERATURE_LENGTH
+            lengths = ((positions if call.has_positions else token_positions) + FIRST_POSITION) // TEMPERATURE_LENGTH
             factors = 1.0 + TEMPERATURE_SCALE * torch.log1p(lengths.float())
             q = (q.float() * factors[:, None, :, None]).to(q.dtype)
         if call.cache == "static" and not spec.shared_kv:
@@ -306,7 +308,7 @@ class Attention(nn.Module):
             cache = cache._replace(length=cache.length + num_tokens)
         elif call.cache == "ragged" and not spec.shared_kv:
             rows, tokens = torch.nonzero(is_real, as_tuple=True)
-            slots = places[rows, tokens]
+            slots = token_positions[rows, tokens]
             if latent is None:
                 cache.keys[rows, :, slots], cache.values[rows, :, slots] = k[rows, :, tokens], v[rows, :, tokens]
                 k, v = cache.keys, cache.values
@@ -318,23 +320,23 @@ class Attention(nn.Module):
         if latent is not None:
             own_k, v = split_heads(self.kv_b_proj(latents), NUM_HEADS).split([OWN_DIM, VALUE_HEAD_DIM], dim=-1)
             k = torch.cat([own_k, shared_k.expand(-1, NUM_HEADS, -1, -1)], dim=-1)  # (B, N, S, H)
-        if has_places or (hides and call.is_causal):
-            keys = torch.arange(k.shape[2], device=device)
-        if has_places:
-            of_queries = places[:, None, :, None]  # (B or 1, 1, T, 1)
+        if needs_positions or (hides and call.is_causal):
+            key_positions = torch.arange(k.shape[2], device=device)
+        if needs_positions:
+            query_positions = token_positions[:, None, :, None]  # (B or 1, 1, T, 1)
         elif hides and call.is_causal:
-            of_queries = torch.arange(num_tokens, device=device)[:, None]  # (T, 1)
+            query_positions = torch.arange(num_tokens, device=device)[:, None]  # (T, 1)
         if hides and (call.is_causal or spec.span is not None or call.cache is not None):
             if call.is_causal or call.cache is not None:
-                hidden = keys > of_queries  # (…, T, S)
+                hidden = key_positions > query_positions  # (…, T, S)
                 if spec.window_size is not None:
-                    hidden = hidden | (keys <= of_queries - WINDOW)
+                    hidden = hidden | (key_positions <= query_positions - WINDOW)
             elif spec.window_size is not None:
-                hidden = (keys - of_queries).abs() >= WINDOW
+                hidden = (key_positions - query_positions).abs() >= WINDOW
             else:
-                hidden = keys // CHUNK != of_queries // CHUNK
+                hidden = key_positions // CHUNK != query_positions // CHUNK
             if spec.chunk_size is not None and (call.is_causal or call.cache is not None):
-                hidden = hidden | (keys // CHUNK != of_queries // CHUNK)
+                hidden = hidden | (key_positions // CHUNK != query_positions // CHUNK)
             if call.has_mask:
                 hidden = hidden | mask
         elif call.has_mask:
@@ -351,15 +353,15 @@ class Attention(nn.Module):
                 scores = SOFT_CAP * torch.tanh(scores / SOFT_CAP)
             if alibi is not None:
                 slopes = torch.tensor(SLOPES, device=device)[:, None, None]  # (N, 1, 1)
-                scores = scores - slopes * (keys - of_queries).abs()
+                scores = scores - slopes * (key_positions - query_positions).abs()
             if relative is not None:
                 if grid is None:
-                    buckets = bucket_of(keys - of_queries)  # (B or 1, 1, T, S)
+                    buckets = bucket_of(key_positions - query_positions)  # (B or 1, 1, T, S)
                 else:
-                    buckets = bucket_of(of_queries, keys)  # (B or 1, 1, T, S)
+                    buckets = bucket_of(query_positions, key_positions)  # (B or 1, 1, T, S)
                 scores = scores + self.relative_bias.float()[buckets[:, 0]].permute(0, 3, 1, 2)
             if products is not None:
-                rows = row_of(keys - of_queries).expand_as(scores)  # (B, N, T, S)
+                rows = row_of(key_positions - query_positions).expand_as(scores)  # (B, N, T, S)
                 if products.of_queries:
                     by_row = torch.einsum(
                         "bnth,cnh->bntc" if products.per_head else "bnth,ch->bntc",
@@ -400,8 +402,8 @@ class Attention(nn.Module):
         if may_hide_all:
             context = context.masked_fill(empty, 0.0)
         if gate is not None:
-            opened = split_heads(self.gate_proj(query if call.is_cross else x), NUM_HEADS)  # (B, N, T, H or 1)
-            context = (context.float() * torch.sigmoid(opened.float())).to(context.dtype)
+            gates = split_heads(self.gate_proj(query if call.is_cross else x), NUM_HEADS)  # (B, N, T, H or 1)
+            context = (context.float() * torch.sigmoid(gates.float())).to(context.dtype)
         output = context.transpose(1, 2).flatten(-2)  # (B, T, N * H)
         if context_norm is not None:
             output = self.context_norm(output)
@@ -422,13 +424,13 @@ def split_heads(features: Tensor, num_heads: int) -> Tensor:
 
 if rope is not None:
 
-    def rotation(places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of the angles at places (B or 1, T), each (B or 1, 1, T, R/2)."""
+    def rotation(token_positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of the angles at token positions (B or 1, T), each (B or 1, 1, T, R/2)."""
         if rope.sections is not None and call.has_positions:
-            of_pairs = places[list(AXES)].movedim(0, -1)  # (B or 1, T, R/2)
-            angles = of_pairs[:, None].float() * frequencies(places)
+            pair_positions = token_positions[list(AXES)].movedim(0, -1)  # (B or 1, T, R/2)
+            angles = pair_positions[:, None].float() * frequencies(token_positions)
         else:
-            angles = places[:, None, :, None].float() * frequencies(places)
+            angles = token_positions[:, None, :, None].float() * frequencies(token_positions)
         if rope.attention_factor != 1.0:
             return ATTENTION_FACTOR * angles.cos(), ATTENTION_FACTOR * angles.sin()
         else:
@@ -437,20 +439,20 @@ if rope is not None:
 
 if rope is not None:
 
-    def frequencies(places: Tensor) -> Tensor:
+    def frequencies(token_positions: Tensor) -> Tensor:
         if rope.depends_on_length:
             """Return the angle of each pair of features per token, (B or 1, 1, 1, R/2)."""
         else:
             """Return the angle of each pair of features per token, (R/2,)."""
         if rope.section_frequencies != "shared":
-            exponents = torch.tensor(EXPONENTS, device=places.device)
+            exponents = torch.tensor(EXPONENTS, device=token_positions.device)
         else:
-            exponents = torch.arange(0, ROTARY_DIM, 2, device=places.device) / ROTARY_DIM
+            exponents = torch.arange(0, ROTARY_DIM, 2, device=token_positions.device) / ROTARY_DIM
         divisors = (THETA ** exponents.double()).float()
         if isinstance(scaling, LinearScaling):
             return 1.0 / divisors / scaling.factor
         elif isinstance(scaling, ProportionalScaling):
-            is_rotated = torch.arange(ROTARY_DIM // 2, device=places.device) < int(
+            is_rotated = torch.arange(ROTARY_DIM // 2, device=token_positions.device) < int(
                 scaling.fraction * spec.head_dim // 2
             )
             return is_rotated / divisors / scaling.factor
@@ -460,31 +462,31 @@ if rope is not None:
             share = share.clamp(0.0, 1.0)  # weight of the unscaled frequency
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, YarnScaling):
-            pairs = torch.arange(ROTARY_DIM // 2, device=places.device)
+            pairs = torch.arange(ROTARY_DIM // 2, device=token_positions.device)
             share = 1.0 - ((pairs - RAMP_BEGIN) / (RAMP_END - RAMP_BEGIN)).clamp(
                 0.0, 1.0
             )  # weight of the unscaled frequency
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, DynamicScaling):
-            length = longest(places)
+            length = longest(token_positions)
             growth = scaling.factor * (length - scaling.original_length) / scaling.original_length + 1.0
             base = THETA * growth ** (ROTARY_DIM / (ROTARY_DIM - 2))
             return torch.where(length > scaling.original_length, 1.0 / base**exponents, 1.0 / divisors)
         elif isinstance(scaling, LongRopeScaling):
-            short = torch.tensor(SHORT_FACTORS, device=places.device)
-            long = torch.tensor(LONG_FACTORS, device=places.device)
-            return 1.0 / (torch.where(longest(places) > scaling.original_length, long, short) * divisors)
+            short = torch.tensor(SHORT_FACTORS, device=token_positions.device)
+            long = torch.tensor(LONG_FACTORS, device=token_positions.device)
+            return 1.0 / (torch.where(longest(token_positions) > scaling.original_length, long, short) * divisors)
         else:
             return 1.0 / divisors
 
 
 if rope is not None and rope.depends_on_length:
 
-    def longest(places: Tensor) -> Tensor:
+    def longest(token_positions: Tensor) -> Tensor:
         """Return the number of tokens up to the last position of each sequence, (B or 1, 1, 1, 1)."""
         if rope.sections is not None and call.has_positions:
-            places = places.amax(dim=0)
-        return places.amax(dim=-1)[:, None, None, None] + 1
+            token_positions = token_positions.amax(dim=0)
+        return token_positions.amax(dim=-1)[:, None, None, None] + 1
 
 
 if rope is not None:
@@ -511,17 +513,17 @@ if rope is not None:
 
 if grid is not None:
 
-    def bucket_of(of_query: Tensor, of_key: Tensor) -> Tensor:
+    def bucket_of(query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Return the bucket of each query and key, by their positions on a grid in row-major order."""
         if grid.class_token:
-            of_query, of_key = of_query - 1, of_key - 1  # the class token is at -1
-        rows = of_query // GRID_WIDTH - of_key // GRID_WIDTH + GRID_HEIGHT - 1
-        columns = of_query % GRID_WIDTH - of_key % GRID_WIDTH + GRID_WIDTH - 1
+            query_positions, key_positions = query_positions - 1, key_positions - 1  # the class token is at -1
+        rows = query_positions // GRID_WIDTH - key_positions // GRID_WIDTH + GRID_HEIGHT - 1
+        columns = query_positions % GRID_WIDTH - key_positions % GRID_WIDTH + GRID_WIDTH - 1
         buckets = rows * (2 * GRID_WIDTH - 1) + columns
         if grid.class_token:
-            of_class = torch.where(of_key < 0, NUM_BUCKETS - 1, NUM_BUCKETS - 3)
-            buckets = torch.where(of_key < 0, NUM_BUCKETS - 2, buckets)
-            buckets = torch.where(of_query < 0, of_class, buckets)
+            class_buckets = torch.where(key_positions < 0, NUM_BUCKETS - 1, NUM_BUCKETS - 3)
+            buckets = torch.where(key_positions < 0, NUM_BUCKETS - 2, buckets)
+            buckets = torch.where(query_positions < 0, class_buckets, buckets)
         if call.cache is not None:
             buckets = buckets.clamp(max=NUM_BUCKETS - 1)  # for padding
         return buckets

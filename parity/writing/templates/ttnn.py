@@ -103,20 +103,20 @@ class Attention:
         """
         num_tokens = query.shape[1] if call.is_cross else x.shape[1]
         if call.cache == "static" and spec.shared_kv:
-            places = other_cache.lengths[:, None] - num_tokens + np.arange(num_tokens)  # (B, T)
+            token_positions = other_cache.lengths[:, None] - num_tokens + np.arange(num_tokens)  # (B, T)
         elif call.cache == "static":
-            places = cache.lengths[:, None] + np.arange(num_tokens)  # (B, T)
+            token_positions = cache.lengths[:, None] + np.arange(num_tokens)  # (B, T)
         elif call.cache == "ragged":
             is_real = np.arange(num_tokens) < new_lengths[:, None]  # (B, T)
             if spec.shared_kv:
                 lengths = other_cache.lengths - new_lengths  # before these tokens
-                places = lengths[:, None] + np.where(is_real, np.arange(num_tokens), 0)  # (B, T)
+                token_positions = lengths[:, None] + np.where(is_real, np.arange(num_tokens), 0)  # (B, T)
             else:
-                places = cache.lengths[:, None] + np.where(is_real, np.arange(num_tokens), 0)  # (B, T)
+                token_positions = cache.lengths[:, None] + np.where(is_real, np.arange(num_tokens), 0)  # (B, T)
             shown = self.upload(np.broadcast_to(is_real[:, :, None], tuple(x.shape)))
             x = ttnn.where(shown, x, 0.0)
-        elif has_places or spec.has_positions:
-            places = np.arange(num_tokens)[None]  # (1, T)
+        elif needs_positions or spec.has_positions:
+            token_positions = np.arange(num_tokens)[None]  # (1, T)
         if latent is None and not has_wide:
             q = split_heads(self.linear("q_proj", query if call.is_cross else x), NUM_HEADS)  # (B, N, T, H)
             if not spec.shared_kv:
@@ -152,7 +152,7 @@ class Attention:
             if v_norm is not None and v_norm.over == "head":
                 v = self.normalize_v("v_norm", v)
             if rope is not None:
-                cos, sin = self.rotation(positions if call.has_positions else places)  # (B or 1, 1, T, R)
+                cos, sin = self.rotation(positions if call.has_positions else token_positions)  # (B or 1, 1, T, R)
                 if spec.shared_kv:
                     q = self.rotate(q, cos, sin)
                 else:
@@ -177,7 +177,8 @@ class Attention:
             if latent.kv_factor != 1.0:
                 latents = ttnn.multiply(latents, KV_FACTOR)
             if rope is not None:
-                cos, sin = self.rotation(positions if call.has_positions else places)  # (B or 1, 1, T, ROPE_DIM)
+                # (B or 1, 1, T, ROPE_DIM)
+                cos, sin = self.rotation(positions if call.has_positions else token_positions)
                 rotated_q = self.rotate(q[:, :, :, OWN_DIM:], cos, sin)
                 q, shared_k = ttnn.concat([q[:, :, :, :OWN_DIM], rotated_q], dim=-1), self.rotate(shared_k, cos, sin)
         if spec.shared_kv and call.cache is None:
@@ -185,20 +186,20 @@ class Attention:
         elif spec.shared_kv:
             k, v = other_cache.keys, other_cache.values
         if temperature is not None:
-            lengths = ((positions if call.has_positions else places) + FIRST_POSITION) // TEMPERATURE_LENGTH
+            lengths = ((positions if call.has_positions else token_positions) + FIRST_POSITION) // TEMPERATURE_LENGTH
             factors = self.upload((1.0 + TEMPERATURE_SCALE * np.log1p(lengths))[:, None, :, None], ttnn.float32)
             q = ttnn.typecast(ttnn.multiply(ttnn.typecast(q, ttnn.float32), factors), self.dtype)
         if call.cache == "static" and not spec.shared_kv:
-            assert places.max() < cache[0].shape[2], "the cache is full"
-            is_slot = np.arange(cache[0].shape[2])[:, None] == places[:, None, None, :]  # (B, 1, S, T)
+            assert token_positions.max() < cache[0].shape[2], "the cache is full"
+            is_slot = np.arange(cache[0].shape[2])[:, None] == token_positions[:, None, None, :]  # (B, 1, S, T)
             cache = Cache(
                 self.write(cache[0], k if latent is None else latents, is_slot),
                 self.write(cache[1], v if latent is None else shared_k, is_slot),
                 cache.lengths + num_tokens,
             )
         elif call.cache == "ragged" and not spec.shared_kv:
-            assert places[is_real].max(initial=0) < cache[0].shape[2], "the cache is full"
-            is_slot = np.arange(cache[0].shape[2])[:, None] == places[:, None, None, :]  # (B, 1, S, T)
+            assert token_positions[is_real].max(initial=0) < cache[0].shape[2], "the cache is full"
+            is_slot = np.arange(cache[0].shape[2])[:, None] == token_positions[:, None, None, :]  # (B, 1, S, T)
             is_slot = is_slot & is_real[:, None, None, :]
             cache = Cache(
                 self.write(cache[0], k if latent is None else latents, is_slot),
@@ -215,23 +216,23 @@ class Attention:
             kv = split_heads(kv, NUM_HEADS)  # (B, N, S, OWN_DIM + H)
             shared_k = ttnn.repeat(shared_k, (1, NUM_HEADS, 1, 1))
             k, v = ttnn.concat([kv[:, :, :, :OWN_DIM], shared_k], dim=-1), kv[:, :, :, OWN_DIM:]
-        if has_places or call.is_causal:
-            keys = np.arange(k.shape[2])
-        if has_places:
-            of_queries = places[:, None, :, None]  # (B or 1, 1, T, 1)
+        if needs_positions or call.is_causal:
+            key_positions = np.arange(k.shape[2])
+        if needs_positions:
+            query_positions = token_positions[:, None, :, None]  # (B or 1, 1, T, 1)
         elif call.is_causal:
-            of_queries = np.arange(num_tokens)[None, None, :, None]  # (1, 1, T, 1)
+            query_positions = np.arange(num_tokens)[None, None, :, None]  # (1, 1, T, 1)
         if call.is_causal or spec.span is not None or call.cache is not None:
             if call.is_causal or call.cache is not None:
-                hidden = keys > of_queries  # (B or 1, 1, T, S)
+                hidden = key_positions > query_positions  # (B or 1, 1, T, S)
                 if spec.window_size is not None:
-                    hidden = hidden | (keys <= of_queries - WINDOW)
+                    hidden = hidden | (key_positions <= query_positions - WINDOW)
             elif spec.window_size is not None:
-                hidden = np.abs(keys - of_queries) >= WINDOW
+                hidden = np.abs(key_positions - query_positions) >= WINDOW
             else:
-                hidden = keys // CHUNK != of_queries // CHUNK
+                hidden = key_positions // CHUNK != query_positions // CHUNK
             if spec.chunk_size is not None and (call.is_causal or call.cache is not None):
-                hidden = hidden | (keys // CHUNK != of_queries // CHUNK)
+                hidden = hidden | (key_positions // CHUNK != query_positions // CHUNK)
             if call.has_mask:
                 hidden = hidden | mask
         elif call.has_mask:
@@ -245,23 +246,25 @@ class Attention:
             scores = ttnn.multiply(ttnn.tanh(ttnn.multiply(scores, 1.0 / SOFT_CAP)), SOFT_CAP)
         if alibi is not None:
             slopes = np.array(SLOPES)[:, None, None]  # (N, 1, 1)
-            scores = ttnn.subtract(scores, self.upload(slopes * np.abs(keys - of_queries), ttnn.float32))
+            scores = ttnn.subtract(scores, self.upload(slopes * np.abs(key_positions - query_positions), ttnn.float32))
         if relative is not None:
             if grid is None:
-                buckets = bucket_of(keys - of_queries)[:, 0]  # (B or 1, T, S)
+                buckets = bucket_of(key_positions - query_positions)[:, 0]  # (B or 1, T, S)
             else:
-                buckets = bucket_of(of_queries, keys)[:, 0]  # (B or 1, T, S)
-            gained = np.moveaxis(self.relative_bias[buckets], -1, 1)  # (B or 1, N, T, S)
-            scores = ttnn.add(scores, self.upload(gained, ttnn.float32))
+                buckets = bucket_of(query_positions, key_positions)[:, 0]  # (B or 1, T, S)
+            distance_bias = np.moveaxis(self.relative_bias[buckets], -1, 1)  # (B or 1, N, T, S)
+            scores = ttnn.add(scores, self.upload(distance_bias, ttnn.float32))
         if products is not None:
             shape = (scores.shape[0], NUM_HEADS, num_tokens, k.shape[2])
-            rows = np.broadcast_to(row_of(keys - of_queries), shape)  # (B, N, T, S)
+            rows = np.broadcast_to(row_of(key_positions - query_positions), shape)  # (B, N, T, S)
             if products.of_queries:
-                gained = self.products_of(q, self.relative_keys, rows)
-                scores = ttnn.add(scores, ttnn.multiply(gained, SCALE))
+                distance_products = self.products_of(q, self.relative_keys, rows)
+                scores = ttnn.add(scores, ttnn.multiply(distance_products, SCALE))
             if products.of_keys:
-                gained = ttnn.transpose(self.products_of(k, self.relative_queries, rows.swapaxes(2, 3)), 2, 3)
-                scores = ttnn.add(scores, ttnn.multiply(gained, SCALE))
+                distance_products = ttnn.transpose(
+                    self.products_of(k, self.relative_queries, rows.swapaxes(2, 3)), 2, 3
+                )
+                scores = ttnn.add(scores, ttnn.multiply(distance_products, SCALE))
         if call.has_bias:
             scores = ttnn.add(scores, self.upload(bias, ttnn.float32))
         if hides:
@@ -281,9 +284,9 @@ class Attention:
             has_keys = self.upload(~hidden.all(axis=-1, keepdims=True))  # fully masked rows return 0
             context = ttnn.multiply(context, has_keys)
         if gate is not None:
-            opened = split_heads(self.linear("gate_proj", query if call.is_cross else x), NUM_HEADS)
-            opened = ttnn.sigmoid_accurate(ttnn.typecast(opened, ttnn.float32))
-            context = ttnn.typecast(ttnn.multiply(ttnn.typecast(context, ttnn.float32), opened), self.dtype)
+            gates = split_heads(self.linear("gate_proj", query if call.is_cross else x), NUM_HEADS)
+            gates = ttnn.sigmoid_accurate(ttnn.typecast(gates, ttnn.float32))
+            context = ttnn.typecast(ttnn.multiply(ttnn.typecast(context, ttnn.float32), gates), self.dtype)
         output = ttnn.transpose(context, 1, 2)
         output = ttnn.reshape(output, (output.shape[0], num_tokens, NUM_HEADS * VALUE_HEAD_DIM))
         if context_norm is not None:
@@ -331,12 +334,14 @@ class Attention:
 
     if rope is not None:
 
-        def rotation(self, places: np.ndarray) -> tuple[ttnn.Tensor, ttnn.Tensor]:
+        def rotation(self, token_positions: np.ndarray) -> tuple[ttnn.Tensor, ttnn.Tensor]:
             """Return cosines and sines, (B or 1, 1, T, R), from the host: the device is inexact for large angles."""
             if rope.sections is not None and call.has_positions:
-                angles = np.moveaxis(places[list(AXES)], 0, -1) * frequencies(places)  # (B or 1, T, R/2)
+                angles = np.moveaxis(token_positions[list(AXES)], 0, -1) * frequencies(
+                    token_positions
+                )  # (B or 1, T, R/2)
             else:
-                angles = places[:, :, None] * frequencies(places)  # (B or 1, T, R/2)
+                angles = token_positions[:, :, None] * frequencies(token_positions)  # (B or 1, T, R/2)
             if rope.pairs == "interleaved":
                 angles = np.repeat(angles, 2, axis=-1)[:, None]
             else:
@@ -451,7 +456,7 @@ def split_heads(features: ttnn.Tensor, num_heads: int) -> ttnn.Tensor:
 
 if rope is not None:
 
-    def frequencies(places: np.ndarray) -> np.ndarray:
+    def frequencies(token_positions: np.ndarray) -> np.ndarray:
         if rope.depends_on_length:
             """Return the angle of each pair of features per token, (B or 1, 1, R/2)."""
         else:
@@ -478,39 +483,39 @@ if rope is not None:
             )  # weight of the unscaled frequency
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, DynamicScaling):
-            length = longest(places)
+            length = longest(token_positions)
             growth = scaling.factor * (length - scaling.original_length) / scaling.original_length + 1.0
             base = THETA * np.maximum(growth, 1.0) ** (ROTARY_DIM / (ROTARY_DIM - 2))
             return np.where(length > scaling.original_length, 1.0 / base**exponents, 1.0 / divisors)
         elif isinstance(scaling, LongRopeScaling):
             short, long = np.array(SHORT_FACTORS, np.float32), np.array(LONG_FACTORS, np.float32)
-            return 1.0 / (np.where(longest(places) > scaling.original_length, long, short) * divisors)
+            return 1.0 / (np.where(longest(token_positions) > scaling.original_length, long, short) * divisors)
         else:
             return 1.0 / divisors
 
 
 if rope is not None and rope.depends_on_length:
 
-    def longest(places: np.ndarray) -> np.ndarray:
+    def longest(token_positions: np.ndarray) -> np.ndarray:
         """Return the number of tokens up to the last position of each sequence, (B or 1, 1, 1)."""
         if rope.sections is not None and call.has_positions:
-            places = places.max(axis=0)
-        return places.max(axis=-1)[:, None, None] + 1
+            token_positions = token_positions.max(axis=0)
+        return token_positions.max(axis=-1)[:, None, None] + 1
 
 
 if grid is not None:
 
-    def bucket_of(of_query: np.ndarray, of_key: np.ndarray) -> np.ndarray:
+    def bucket_of(query_positions: np.ndarray, key_positions: np.ndarray) -> np.ndarray:
         """Return the bucket of each query and key, by their positions on a grid in row-major order."""
         if grid.class_token:
-            of_query, of_key = of_query - 1, of_key - 1  # the class token is at -1
-        rows = of_query // GRID_WIDTH - of_key // GRID_WIDTH + GRID_HEIGHT - 1
-        columns = of_query % GRID_WIDTH - of_key % GRID_WIDTH + GRID_WIDTH - 1
+            query_positions, key_positions = query_positions - 1, key_positions - 1  # the class token is at -1
+        rows = query_positions // GRID_WIDTH - key_positions // GRID_WIDTH + GRID_HEIGHT - 1
+        columns = query_positions % GRID_WIDTH - key_positions % GRID_WIDTH + GRID_WIDTH - 1
         buckets = rows * (2 * GRID_WIDTH - 1) + columns
         if grid.class_token:
-            of_class = np.where(of_key < 0, NUM_BUCKETS - 1, NUM_BUCKETS - 3)
-            buckets = np.where(of_key < 0, NUM_BUCKETS - 2, buckets)
-            buckets = np.where(of_query < 0, of_class, buckets)
+            class_buckets = np.where(key_positions < 0, NUM_BUCKETS - 1, NUM_BUCKETS - 3)
+            buckets = np.where(key_positions < 0, NUM_BUCKETS - 2, buckets)
+            buckets = np.where(query_positions < 0, class_buckets, buckets)
         if call.cache is not None:
             buckets = np.minimum(buckets, NUM_BUCKETS - 1)  # for padding
         return buckets
