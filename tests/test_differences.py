@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from refusals import refuses
 
 import parity
-from mha_spec import Alibi, Gate, Latent, Norm, Rope
+from mha_spec import Alibi, Gate, Latent, Norm, RelativeProducts, Rope
 from parity import CASES, AttentionSpec, compare_weights, random_weights
 from parity.cli.main import main
 from parity.conversion.roles import roles
@@ -340,6 +340,34 @@ def test_heads_that_have_a_place_do_not_move(change):
     spec = replace(PLAIN, **change)
     weights = random_weights(spec)
     assert compared(weights, reordered(weights, spec, groups=[3, 2, 1, 0]), spec).kind == "different"
+
+
+def test_keys_and_values_of_another_layer_do_not_move():
+    spec = replace(PLAIN, num_kv_heads=2, shared_kv=True)
+    weights = random_weights(spec)
+    for moved in ({"groups": [1, 0]}, {"qk": [1, 0, 2, 3]}, {"v": [1, 0, 2, 3]}):
+        assert compared(weights, reordered(weights, spec, **moved), spec).kind == "different"
+    queries = {name: 2.0 * x if name.startswith("q_proj") else x for name, x in weights.items()}
+    assert compared(weights, queries, spec).kind == "different"
+    found = compared(weights, reordered(weights, spec, heads=[1, 0]), spec)
+    assert found.how.endswith("it is the same function: query heads are in the order 1 0 3 2")
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_features_of_vectors_for_distances_in_another_order_are_told(per_head):
+    spec = replace(PLAIN, relative_products=RelativeProducts(2, 1, per_head=per_head))
+    weights = random_weights(spec)
+    other = {**weights, "relative_keys": np.ascontiguousarray(weights["relative_keys"][..., ::-1])}
+    (difference,) = compared(weights, other, spec).differences
+    words = "features in the order 3 2 1 0" if per_head else "columns in another order within their heads"
+    assert difference.law.words == f"the first's, its {words}"
+    moved = [3, 0, 1, 2]
+    table = np.ascontiguousarray(weights.pop("relative_keys")[..., moved])
+    other = {**reordered(weights, spec, qk=moved), "relative_keys": table}
+    weights = random_weights(spec)
+    assert compared(weights, other, spec).how.endswith(
+        "it is the same function: features of q and k are in another order"
+    )
 
 
 def test_features_that_are_rotated_do_not_move():

@@ -233,7 +233,7 @@ def _order(one: np.ndarray, other: np.ndarray, axis: int) -> np.ndarray | None:
 
 def _of_order(order: np.ndarray, axis: int, pair: Pair, spec: AttentionSpec) -> TensorLaw:
     """Describe a permutation of rows or columns: of heads, of RoPE pairs, or any other."""
-    rows, places = ("rows", "columns")[axis], np.arange(len(order))
+    rows, places = ("rows", "columns", "features")[axis], np.arange(len(order))
     if pair.role is not None and pair.role.axis == axis:
         view = pair.role.view(places.reshape(-1, *[1] * axis).swapaxes(0, axis), spec)
         heads, features = view.shape[0] * view.shape[1], view.shape[2]

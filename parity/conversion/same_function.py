@@ -3,7 +3,8 @@
 Attention does not change if whole heads are permuted, if features of queries and keys are permuted alike (except
 those that RoPE rotates), or if features of values and columns of out_proj are. Nor does it change if one of two
 weights is multiplied by a factor that divides the other. Each finding is verified on all weights. An orthogonal
-change of basis is not detected, nor is a factor combined with a permutation.
+change of basis is not detected, nor is a factor combined with a permutation. With keys and values of another layer only
+query heads that share a key/value head may be permuted.
 """
 
 from __future__ import annotations
@@ -101,11 +102,11 @@ def _order(
     rows = _Rows(before, held, free), _Rows(after, held, free)
     groups, heads = np.arange(spec.num_kv_heads), np.tile(np.arange(count), (spec.num_kv_heads, 1))
     if spec.alibi is None and spec.out_proj:  # otherwise heads cannot be permuted
-        if not spec.shared_kv:  # the other layer keeps its heads in their order
-            found = matched(*([side.group(group, count) for group in range(len(groups))] for side in rows))
-            if found is None:
-                return None
-            groups = found
+        sides = [[side.group(group, count) for group in range(len(groups))] for side in rows]
+        found = groups if spec.shared_kv else matched(*sides)
+        if found is None:
+            return None
+        groups = found
         for group, origin in enumerate(map(int, groups)):
             each = matched(
                 [rows[0].head(origin, n) for n in range(count)], [rows[1].head(group, n) for n in range(count)]
@@ -165,7 +166,7 @@ class _Rows:
 
 def _free_features(spec: AttentionSpec) -> dict[str, np.ndarray]:
     """Return which features of a head may be permuted, for queries and keys and for values."""
-    if spec.latent is not None or spec.shared_kv:
+    if spec.latent is not None or spec.shared_kv:  # keys of another layer keep their features
         return {}
     of_queries = np.ones(spec.head_dim, bool)
     if spec.rope is not None:
@@ -178,7 +179,7 @@ def _free_features(spec: AttentionSpec) -> dict[str, np.ndarray]:
 
 def _rescaled(views: Views, held: Mapping[str, Role], spec: AttentionSpec) -> str | None:
     """Describe the factors that multiply one weight and divide another, if there are any."""
-    if spec.latent is not None or spec.clip_qkv is not None:
+    if spec.latent is not None or spec.shared_kv or spec.clip_qkv is not None:
         return None
     pairs = {"qk": ("q_proj.", "k_proj."), "v": ("v_proj.", "out_proj.")}
     allowed = {
