@@ -29,8 +29,8 @@ def alibi_bias(
 
     Source: Train Short, Test Long, arXiv:2108.12409, section 3.
     """
-    places = jnp.arange(seq_len_q, dtype=jnp.int32)[None]
+    positions = jnp.arange(seq_len_q, dtype=jnp.int32)[None]
     if q_offset is not None:
-        places = q_offset[:, None] + places
-    distances = jnp.abs(places[:, None, :, None] - jnp.arange(seq_len_k, dtype=jnp.int32)[None, None, None])
+        positions = q_offset[:, None] + positions
+    distances = jnp.abs(positions[:, None, :, None] - jnp.arange(seq_len_k, dtype=jnp.int32)[None, None, None])
     return -jnp.asarray(slopes, scores_dtype)[None, :, None, None] * distances.astype(scores_dtype)

@@ -167,14 +167,15 @@ class Mask:
         keys in between.
         """
         lengths: Any = self.as_arrays().key_padding_lengths
-        places = _positions(seq_len_q)[None]  # (B or 1, T)
+        positions = _positions(seq_len_q)[None]  # (B or 1, T)
         if self.q_offset is not None:
-            places = self.q_offset[:, None] + places
-        first, stop = jnp.zeros_like(places), places + 1 if self.is_causal else jnp.full_like(places, seq_len_k)
+            positions = self.q_offset[:, None] + positions
+        first = jnp.zeros_like(positions)
+        stop = positions + 1 if self.is_causal else jnp.full_like(positions, seq_len_k)
         if lengths is not None:
             stop = jnp.minimum(stop, lengths[:, None])
         if self.span is not None:
-            first, stop = self.span.first(places), jnp.minimum(stop, self.span.stop(places))
+            first, stop = self.span.first(positions), jnp.minimum(stop, self.span.stop(positions))
         return first, stop
 
 

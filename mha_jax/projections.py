@@ -73,7 +73,7 @@ def project_qkv(
 
 
 def apply_gate(context: Float[Array, "B N T Hv"], gate: Float[Array, "B T G"]) -> Float[Array, "B N T Hv"]:
-    """Return the context * sigmoid(gate), gate (B, T, N * Hv), or (B, T, N) for one number per head.
+    """Return context * sigmoid(gate), gate (B, T, N * Hv), or (B, T, N) for one number per head.
 
     Source: Gated Attention for Large Language Models, arXiv:2505.06708.
     """

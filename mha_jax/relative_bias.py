@@ -36,12 +36,12 @@ def relative_position_bias(
     arXiv:2103.14030, section 3.2.
     """
     if isinstance(relative_bias, GridBias):
-        places = jnp.arange(seq_len_q, dtype=jnp.int32)[None]
+        positions = jnp.arange(seq_len_q, dtype=jnp.int32)[None]
         if q_offset is not None:
-            places = places + q_offset[:, None]
+            positions = positions + q_offset[:, None]
         rows = jnp.asarray(relative_bias.buckets()[:, :seq_len_k], jnp.int32)
-        places = jnp.clip(places, 0, len(rows) - 1)
-        return jnp.moveaxis(table.astype(scores_dtype)[rows[places]], 3, 1)
+        positions = jnp.clip(positions, 0, len(rows) - 1)
+        return jnp.moveaxis(table.astype(scores_dtype)[rows[positions]], 3, 1)
     distances = jnp.arange(-seq_len_q, seq_len_k, dtype=jnp.int32)[None]
     if q_offset is not None:
         distances = distances - q_offset[:, None]

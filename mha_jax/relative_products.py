@@ -33,10 +33,10 @@ def relative_position_products(
     Source: Self-Attention with Relative Position Representations, arXiv:1803.02155, equation 4; DeBERTa,
     arXiv:2006.03654, equation 4.
     """
-    places = jnp.arange(query.shape[2], dtype=jnp.int32)[None]
+    positions = jnp.arange(query.shape[2], dtype=jnp.int32)[None]
     if q_offset is not None:
-        places = places + q_offset[:, None]
-    distances = jnp.arange(key.shape[2], dtype=jnp.int32)[None, None] - places[:, :, None]
+        positions = positions + q_offset[:, None]
+    distances = jnp.arange(key.shape[2], dtype=jnp.int32)[None, None] - positions[:, :, None]
     farthest = relative_products.farthest
     buckets = jnp.asarray(relative_products.buckets(), jnp.int32)[jnp.clip(distances, -farthest, farthest) + farthest]
     buckets = jnp.broadcast_to(buckets[:, None], (*query.shape[:3], key.shape[2]))

@@ -22,17 +22,17 @@ class Span(NamedTuple):
     window_size: int | None = None
     chunk_size: int | None = None
 
-    def first(self, places: Any) -> Any:
+    def first(self, positions: Any) -> Any:
         """Return the first key that a query at a position attends to, possibly below 0; for integers or arrays."""
         if self.chunk_size is not None:
-            return places // self.chunk_size * self.chunk_size
-        return places - (self.window_size or 0) + 1
+            return positions // self.chunk_size * self.chunk_size
+        return positions - (self.window_size or 0) + 1
 
-    def stop(self, places: Any) -> Any:
+    def stop(self, positions: Any) -> Any:
         """Return the key after the last that a query at a position attends to, possibly beyond the last key."""
         if self.chunk_size is not None:
-            return self.first(places) + self.chunk_size
-        return places + (self.window_size or 0)
+            return self.first(positions) + self.chunk_size
+        return positions + (self.window_size or 0)
 
 
 def span_of(window_size: int | None, chunk_size: int | None) -> Span | None:

@@ -32,8 +32,8 @@ def alibi_bias(
 
     Source: Train Short, Test Long, arXiv:2108.12409, section 3.
     """
-    places = torch.arange(seq_len_q, device=device)[None]
+    positions = torch.arange(seq_len_q, device=device)[None]
     if q_offset is not None:
-        places = q_offset.to(places)[:, None] + places
-    distances = (places[:, None, :, None] - torch.arange(seq_len_k, device=device)).abs()
+        positions = q_offset.to(positions)[:, None] + positions
+    distances = (positions[:, None, :, None] - torch.arange(seq_len_k, device=device)).abs()
     return -constant(np.array(slopes), distances, scores_dtype)[:, None, None] * distances

@@ -195,14 +195,15 @@ class Mask:
         keys in between.
         """
         lengths = None if self.key_padding_lengths is None else as_lengths(self.key_padding_lengths, device)
-        places = _positions(seq_len_q, device if lengths is None else lengths.device)[None]  # (B or 1, T)
+        positions = _positions(seq_len_q, device if lengths is None else lengths.device)[None]  # (B or 1, T)
         if self.q_offset is not None:
-            places = self.q_offset.to(places)[:, None] + places
-        first, stop = torch.zeros_like(places), places + 1 if self.is_causal else torch.full_like(places, seq_len_k)
+            positions = self.q_offset.to(positions)[:, None] + positions
+        first = torch.zeros_like(positions)
+        stop = positions + 1 if self.is_causal else torch.full_like(positions, seq_len_k)
         if lengths is not None:
             stop = torch.minimum(stop, lengths[:, None])
         if self.span is not None:
-            first, stop = self.span.first(places), torch.minimum(stop, self.span.stop(places))
+            first, stop = self.span.first(positions), torch.minimum(stop, self.span.stop(positions))
         return first, stop
 
 

@@ -81,7 +81,7 @@ def project_qkv(
 
 
 def apply_gate(context: Float[Tensor, "B N T Hv"], gate: Float[Tensor, "B T G"]) -> Float[Tensor, "B N T Hv"]:
-    """Return the context * sigmoid(gate), gate (B, T, N * Hv), or (B, T, N) for one number per head.
+    """Return context * sigmoid(gate), gate (B, T, N * Hv), or (B, T, N) for one number per head.
 
     Source: Gated Attention for Large Language Models, arXiv:2505.06708.
     """
@@ -124,5 +124,5 @@ def _gated(context: Tensor, gate: Tensor, query: Tensor) -> Tensor:
 def _unpack_qkv(packed: Tensor, spec: AttentionSpec) -> list[Tensor]:
     width = spec.q_width + spec.k_width + spec.v_width
     if packed.shape[-1] != width:
-        raise Refusal("qkv_proj", f"give the {width} features of all q, k and v", f"{packed.shape[-1]} features")
+        raise Refusal("qkv_proj", f"return the {width} features of all q, k and v", f"{packed.shape[-1]} features")
     return list(packed.split([spec.q_width, spec.k_width, spec.v_width], dim=-1))

@@ -34,10 +34,10 @@ def relative_position_bias(
     arXiv:2103.14030, section 3.2.
     """
     if isinstance(relative_bias, GridBias):
-        places = torch.arange(seq_len_q, device=table.device)[None]
+        positions = torch.arange(seq_len_q, device=table.device)[None]
         if q_offset is not None:
-            places = places + q_offset.to(places)[:, None]
-        buckets = constant(relative_bias.buckets(), table)[places.clamp(0, relative_bias.num_tokens - 1), :seq_len_k]
+            positions = positions + q_offset.to(positions)[:, None]
+        buckets = constant(relative_bias.buckets(), table)[positions.clamp(0, relative_bias.num_tokens - 1), :seq_len_k]
         return table.to(scores_dtype)[buckets].movedim(3, 1)
     distances = torch.arange(-seq_len_q, seq_len_k, device=table.device)[None]
     if q_offset is not None:

@@ -32,11 +32,11 @@ def relative_position_products(
     Source: Self-Attention with Relative Position Representations, arXiv:1803.02155, equation 4; DeBERTa,
     arXiv:2006.03654, equation 4.
     """
-    places = torch.arange(query.shape[2], device=query.device)[None]
+    positions = torch.arange(query.shape[2], device=query.device)[None]
     if q_offset is not None:
-        places = places + q_offset.to(places)[:, None]
+        positions = positions + q_offset.to(positions)[:, None]
     distances, farthest = (
-        torch.arange(key.shape[2], device=query.device) - places[:, :, None],
+        torch.arange(key.shape[2], device=query.device) - positions[:, :, None],
         relative_products.farthest,
     )
     buckets = constant(relative_products.buckets(), query)[distances.clamp(-farthest, farthest) + farthest]

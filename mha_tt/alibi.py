@@ -28,8 +28,8 @@ def alibi_bias(
 
     Source: Train Short, Test Long, arXiv:2108.12409, section 3.
     """
-    places = np.arange(seq_len_q)[None]
+    positions = np.arange(seq_len_q)[None]
     if q_offset is not None:
-        places = np.asarray(q_offset)[:, None] + places
-    distances = np.abs(places[:, None, :, None] - np.arange(seq_len_k))
+        positions = np.asarray(q_offset)[:, None] + positions
+    distances = np.abs(positions[:, None, :, None] - np.arange(seq_len_k))
     return -np.array(slopes, scores_dtype)[:, None, None] * distances.astype(scores_dtype)

@@ -305,14 +305,15 @@ class Mask:
         Both may lie outside 0..S. A row is fully masked if its first key is not before the end. Segments may hide more
         keys in between.
         """
-        places = np.arange(seq_len_q)[None]  # (B or 1, T)
+        positions = np.arange(seq_len_q)[None]  # (B or 1, T)
         if self.q_offset is not None:
-            places = np.asarray(self.q_offset)[:, None] + places
-        first, stop = np.zeros_like(places), places + 1 if self.is_causal else np.full_like(places, seq_len_k)
+            positions = np.asarray(self.q_offset)[:, None] + positions
+        first = np.zeros_like(positions)
+        stop = positions + 1 if self.is_causal else np.full_like(positions, seq_len_k)
         if self.key_padding_lengths is not None:
             stop = np.minimum(stop, np.asarray(self.key_padding_lengths)[:, None])
         if self.span is not None:
-            first, stop = self.span.first(places), np.minimum(stop, self.span.stop(places))
+            first, stop = self.span.first(positions), np.minimum(stop, self.span.stop(positions))
         return first, stop
 
 

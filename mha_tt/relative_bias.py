@@ -37,14 +37,14 @@ def relative_position_bias(
     Source: Exploring the Limits of Transfer Learning, arXiv:1910.10683, section 2.1; on a grid: Swin Transformer,
     arXiv:2103.14030, section 3.2.
     """
-    places = np.arange(seq_len_q)[None]
+    positions = np.arange(seq_len_q)[None]
     if q_offset is not None:
-        places = np.asarray(q_offset)[:, None] + places
+        positions = np.asarray(q_offset)[:, None] + positions
     if isinstance(relative_bias, GridBias):
-        buckets = relative_bias.buckets()[np.clip(places, 0, relative_bias.num_tokens - 1), :seq_len_k]
+        buckets = relative_bias.buckets()[np.clip(positions, 0, relative_bias.num_tokens - 1), :seq_len_k]
     else:
         farthest = relative_bias.max_distance
-        distances = np.clip(np.arange(seq_len_k) - places[:, :, None], -farthest, farthest)
+        distances = np.clip(np.arange(seq_len_k) - positions[:, :, None], -farthest, farthest)
         buckets = relative_bias.buckets()[distances + farthest]
     buckets = buckets[:, None]  # (B or 1, 1, T, S)
     batch_size, num_heads = len(buckets), table.shape[1]

@@ -40,11 +40,11 @@ def relative_position_products(
     arXiv:2006.03654, equation 4.
     """
     (batch_size, num_heads, seq_len_q, _), seq_len_k = query.shape, key.shape[2]
-    places = np.arange(seq_len_q)[None]
+    positions = np.arange(seq_len_q)[None]
     if q_offset is not None:
-        places = np.asarray(q_offset)[:, None] + places
+        positions = np.asarray(q_offset)[:, None] + positions
     farthest = relative_products.farthest
-    distances = np.clip(np.arange(seq_len_k) - places[:, :, None], -farthest, farthest)
+    distances = np.clip(np.arange(seq_len_k) - positions[:, :, None], -farthest, farthest)
     buckets = relative_products.buckets()[distances + farthest][:, None]
     buckets = np.broadcast_to(buckets, (batch_size, num_heads, seq_len_q, seq_len_k))
     config = compute_kernel_config or accurate_config(query.device())

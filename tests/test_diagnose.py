@@ -737,7 +737,7 @@ def test_the_diagnosis_of_weight_files_has_no_page(folder, capsys):
     ("arguments", "refusal"),
     [
         (["a_port:right"], refuses("--weights")),
-        (["a_port:none", "--weights", "layer.safetensors"], refuses("a_port", "'none'")),
+        (["a_port:none", "--weights", "layer.safetensors"], refuses("a_port:none", "'none'")),
         (["no_such:right", "--weights", "layer.safetensors"], refuses("no_such", "ModuleNotFoundError")),
         (["a_port:misnamed", "--weights", "layer.safetensors"], refuses("stages", "['logits']")),
         (["a_port:a_list", "--weights", "layer.safetensors"], refuses("the function", "output: list")),

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> Result:
     from parity.reporting.console import console, progress_bar
 
     if options.libraries == (options.subject is not None):
-        raise refusal("PKG.MODULE:CALLABLE or --libraries", "be given, and not both")
+        raise refusal("PKG.MODULE:CALLABLE or --libraries", "be passed, and not both")
     names = ("framework", "params", "axes", "d_model", "num_heads", "num_kv_heads")
     names += ("mask_name", "mask_true", "causal_name", "causal_alignment")
     declared = {name: value for name in names if (value := getattr(options, name)) is not None}

@@ -295,7 +295,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if missing := re.search(r"arguments are required: (.*)", message):
-            raise ValueError(f"{and_listed(missing[1].split(', '))} must be given; usage: {self.usage_line()}")
+            raise ValueError(f"{and_listed(missing[1].split(', '))} must be passed; usage: {self.usage_line()}")
         for pattern, rule in RULES:
             if found := re.fullmatch(pattern, message):
                 message = found.expand(rule)

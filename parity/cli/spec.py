@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> Result:
     """Print the specifications."""
     given = [options.path is not None, options.live is not None, options.families]
     if given.count(True) != 1:
-        raise refusal("PATH, --live or --families", "be given, and only one of them")
+        raise refusal("PATH, --live or --families", "be passed, and only one of them")
     if options.families:
         return _list_families(options)
     return _read(options) if options.live is None else _observe(options)

@@ -100,7 +100,7 @@ def _kind(path: Path, begin: bytes) -> str:
         return suffix
     if begin[:1] and (0x81 <= begin[0] <= 0x8F or begin[0] in (0xDE, 0xDF)):  # a dict
         return "msgpack"
-    raise Refusal(path, f"be a file of one of {', '.join(sorted(OPENERS))}", f"a file that begins with {begin[:8]!r}")
+    raise Refusal(path, f"be a file of tensors ({', '.join(sorted(OPENERS))})", f"one that begins with {begin[:8]!r}")
 
 
 # ---- Shards and folders ----------------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ def chosen_layers(found: Sequence[FileLayer], numbers: Collection[int] | None) -
     chosen = [layer for layer in found if numbers is None or number_of(layer) in numbers]
     if missing := sorted(set(numbers or ()) - {number_of(layer) for layer in chosen}):
         held = sorted({number_of(layer) for layer in found})
-        raise Refusal("layers", f"be among those with attention over keys, {held}", layers=missing)
+        raise Refusal("layers", f"be among the layers with attention over keys, {held}", layers=missing)
     return chosen
 
 

@@ -100,7 +100,7 @@ def _public_names(spec: AttentionSpec, call: CallForm) -> tuple[str, ...]:
 
 
 def _unused(spec: AttentionSpec, call: CallForm) -> list[str]:
-    """Return the names of arguments that such a call does not pass."""
+    """Return the names of arguments that such a call, or a function in it, does not pass."""
     passed = {
         "x": not call.is_cross,
         "query": call.is_cross,
@@ -113,5 +113,6 @@ def _unused(spec: AttentionSpec, call: CallForm) -> list[str]:
         "mask": call.has_mask,
         "bias": call.has_bias,
         "positions": call.has_positions,
+        "length": spec.rope is not None and spec.rope.depends_on_length,
     }
     return [name for name, is_passed in passed.items() if not is_passed]

@@ -255,7 +255,7 @@ def attention(
     if gate is not None:
         gates = split_heads(linear(params["gate_proj"], query if call.is_cross else x), NUM_HEADS)
         context = (context * jax.nn.sigmoid(gates.astype(jnp.float32))).astype(context.dtype)
-    output = context.swapaxes(1, 2).reshape(*context.shape[:1], num_tokens, NUM_HEADS * VALUE_HEAD_DIM)
+    output = context.swapaxes(1, 2).reshape(context.shape[0], num_tokens, NUM_HEADS * VALUE_HEAD_DIM)
     if context_norm is not None:
         output = normalize_context(ABSENT if context_norm.weight is None else params["context_norm"], output)
     if spec.out_proj:
@@ -289,9 +289,13 @@ if rope is not None:
         """Return the cosines and sines of the angles at token positions (B or 1, T), each (B or 1, 1, T, R/2)."""
         if rope.sections is not None and call.has_positions:
             pair_positions = jnp.moveaxis(token_positions[jnp.array(AXES)], 0, -1)  # (B or 1, T, R/2)
-            angles = pair_positions[:, None] * frequencies(token_positions)
+            angles = pair_positions[:, None] * frequencies(
+                longest(token_positions) if rope.depends_on_length else ABSENT
+            )
         else:
-            angles = token_positions[:, None, :, None] * frequencies(token_positions)
+            angles = token_positions[:, None, :, None] * frequencies(
+                longest(token_positions) if rope.depends_on_length else ABSENT
+            )
         if rope.attention_factor != 1.0:
             return ATTENTION_FACTOR * jnp.cos(angles), ATTENTION_FACTOR * jnp.sin(angles)
         else:
@@ -300,7 +304,7 @@ if rope is not None:
 
 if rope is not None:
 
-    def frequencies(token_positions: Array) -> Array:
+    def frequencies(length: Array) -> Array:
         if rope.depends_on_length:
             """Return the angle of each pair of features per token, (B or 1, 1, 1, R/2)."""
         else:
@@ -327,13 +331,12 @@ if rope is not None:
             )  # weight of the unscaled frequency
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, DynamicScaling):
-            length = longest(token_positions)
             growth = scaling.factor * (length - scaling.original_length) / scaling.original_length + 1.0
             base = THETA * growth ** (ROTARY_DIM / (ROTARY_DIM - 2))
             return jnp.where(length > scaling.original_length, 1.0 / base**exponents, 1.0 / divisors)
         elif isinstance(scaling, LongRopeScaling):
             short, long = jnp.array(SHORT_FACTORS), jnp.array(LONG_FACTORS)
-            return 1.0 / (jnp.where(longest(token_positions) > scaling.original_length, long, short) * divisors)
+            return 1.0 / (jnp.where(length > scaling.original_length, long, short) * divisors)
         else:
             return 1.0 / divisors
 

@@ -428,9 +428,13 @@ if rope is not None:
         """Return the cosines and sines of the angles at token positions (B or 1, T), each (B or 1, 1, T, R/2)."""
         if rope.sections is not None and call.has_positions:
             pair_positions = token_positions[list(AXES)].movedim(0, -1)  # (B or 1, T, R/2)
-            angles = pair_positions[:, None].float() * frequencies(token_positions)
+            angles = pair_positions[:, None].float() * frequencies(
+                token_positions.device, longest(token_positions) if rope.depends_on_length else ABSENT
+            )
         else:
-            angles = token_positions[:, None, :, None].float() * frequencies(token_positions)
+            angles = token_positions[:, None, :, None].float() * frequencies(
+                token_positions.device, longest(token_positions) if rope.depends_on_length else ABSENT
+            )
         if rope.attention_factor != 1.0:
             return ATTENTION_FACTOR * angles.cos(), ATTENTION_FACTOR * angles.sin()
         else:
@@ -439,22 +443,20 @@ if rope is not None:
 
 if rope is not None:
 
-    def frequencies(token_positions: Tensor) -> Tensor:
+    def frequencies(device: torch.device, length: Tensor) -> Tensor:
         if rope.depends_on_length:
             """Return the angle of each pair of features per token, (B or 1, 1, 1, R/2)."""
         else:
             """Return the angle of each pair of features per token, (R/2,)."""
         if rope.section_frequencies != "shared":
-            exponents = torch.tensor(EXPONENTS, device=token_positions.device)
+            exponents = torch.tensor(EXPONENTS, device=device)
         else:
-            exponents = torch.arange(0, ROTARY_DIM, 2, device=token_positions.device) / ROTARY_DIM
+            exponents = torch.arange(0, ROTARY_DIM, 2, device=device) / ROTARY_DIM
         divisors = (THETA ** exponents.double()).float()
         if isinstance(scaling, LinearScaling):
             return 1.0 / divisors / scaling.factor
         elif isinstance(scaling, ProportionalScaling):
-            is_rotated = torch.arange(ROTARY_DIM // 2, device=token_positions.device) < int(
-                scaling.fraction * spec.head_dim // 2
-            )
+            is_rotated = torch.arange(ROTARY_DIM // 2, device=device) < int(scaling.fraction * spec.head_dim // 2)
             return is_rotated / divisors / scaling.factor
         elif isinstance(scaling, Llama3Scaling):
             turns = scaling.original_length / (2 * math.pi * divisors)  # within the original context length
@@ -462,20 +464,19 @@ if rope is not None:
             share = share.clamp(0.0, 1.0)  # weight of the unscaled frequency
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, YarnScaling):
-            pairs = torch.arange(ROTARY_DIM // 2, device=token_positions.device)
+            pairs = torch.arange(ROTARY_DIM // 2, device=device)
             share = 1.0 - ((pairs - RAMP_BEGIN) / (RAMP_END - RAMP_BEGIN)).clamp(
                 0.0, 1.0
             )  # weight of the unscaled frequency
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, DynamicScaling):
-            length = longest(token_positions)
             growth = scaling.factor * (length - scaling.original_length) / scaling.original_length + 1.0
             base = THETA * growth ** (ROTARY_DIM / (ROTARY_DIM - 2))
             return torch.where(length > scaling.original_length, 1.0 / base**exponents, 1.0 / divisors)
         elif isinstance(scaling, LongRopeScaling):
-            short = torch.tensor(SHORT_FACTORS, device=token_positions.device)
-            long = torch.tensor(LONG_FACTORS, device=token_positions.device)
-            return 1.0 / (torch.where(longest(token_positions) > scaling.original_length, long, short) * divisors)
+            short = torch.tensor(SHORT_FACTORS, device=device)
+            long = torch.tensor(LONG_FACTORS, device=device)
+            return 1.0 / (torch.where(length > scaling.original_length, long, short) * divisors)
         else:
             return 1.0 / divisors
 

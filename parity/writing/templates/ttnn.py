@@ -338,10 +338,12 @@ class Attention:
             """Return cosines and sines, (B or 1, 1, T, R), from the host: the device is inexact for large angles."""
             if rope.sections is not None and call.has_positions:
                 angles = np.moveaxis(token_positions[list(AXES)], 0, -1) * frequencies(
-                    token_positions
+                    longest(token_positions) if rope.depends_on_length else ABSENT
                 )  # (B or 1, T, R/2)
             else:
-                angles = token_positions[:, :, None] * frequencies(token_positions)  # (B or 1, T, R/2)
+                angles = token_positions[:, :, None] * frequencies(
+                    longest(token_positions) if rope.depends_on_length else ABSENT
+                )  # (B or 1, T, R/2)
             if rope.pairs == "interleaved":
                 angles = np.repeat(angles, 2, axis=-1)[:, None]
             else:
@@ -456,7 +458,7 @@ def split_heads(features: ttnn.Tensor, num_heads: int) -> ttnn.Tensor:
 
 if rope is not None:
 
-    def frequencies(token_positions: np.ndarray) -> np.ndarray:
+    def frequencies(length: np.ndarray) -> np.ndarray:
         if rope.depends_on_length:
             """Return the angle of each pair of features per token, (B or 1, 1, R/2)."""
         else:
@@ -483,13 +485,12 @@ if rope is not None:
             )  # weight of the unscaled frequency
             return (share + (1.0 - share) / scaling.factor) / divisors
         elif isinstance(scaling, DynamicScaling):
-            length = longest(token_positions)
             growth = scaling.factor * (length - scaling.original_length) / scaling.original_length + 1.0
             base = THETA * np.maximum(growth, 1.0) ** (ROTARY_DIM / (ROTARY_DIM - 2))
             return np.where(length > scaling.original_length, 1.0 / base**exponents, 1.0 / divisors)
         elif isinstance(scaling, LongRopeScaling):
             short, long = np.array(SHORT_FACTORS, np.float32), np.array(LONG_FACTORS, np.float32)
-            return 1.0 / (np.where(longest(token_positions) > scaling.original_length, long, short) * divisors)
+            return 1.0 / (np.where(length > scaling.original_length, long, short) * divisors)
         else:
             return 1.0 / divisors
 
