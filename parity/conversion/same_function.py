@@ -183,8 +183,8 @@ def _rescaled(views: Views, held: Mapping[str, Role], spec: AttentionSpec) -> st
         return None
     pairs = {"qk": ("q_proj.", "k_proj."), "v": ("v_proj.", "out_proj.")}
     allowed = {
-        "qk": spec.qk_norm is spec.relative_products is None and not spec.shared_kv,
-        "v": spec.v_norm is spec.context_norm is None and spec.out_proj and not spec.shared_kv,
+        "qk": spec.qk_norm is spec.relative_products is None,
+        "v": spec.v_norm is spec.context_norm is None and spec.out_proj,
     }
     tied = {"qk": _tied(spec), "v": np.arange(spec.value_head_dim)}
     words, involved = [], set()
