@@ -84,6 +84,14 @@ def test_products_of_released_models_are_identified(name, sequences):
         assert found[0].names["relative_keys"] == "distance_embedding.weight"
 
 
+def test_as_many_vectors_as_tokens_are_told_apart():
+    model = model_of("DebertaV2", **DEBERTA, **BOTH, position_buckets=10)
+    inputs = {name: x[:, :10] for name, x in inputs_of("DebertaV2").items()}
+    for layer in identify(model, inputs):
+        assert layer.spec is not None, str(layer)
+        assert layer.spec.relative_products == RelativeProducts(9, 10, 5, 64, of_keys=True, per_head=True)
+
+
 def test_a_folder_of_deberta_is_converted_with_the_vectors_of_each_layer(tmp_path, capsys):
     kind, options, record = FOUND["DeBERTa v3"]
     model = model_of(kind, **options)

@@ -11,6 +11,7 @@ import numpy as np
 from mha_spec import RelativeProducts
 from mha_spec.relative_products import SIDES
 from parity.core.arrays import to_numpy
+from parity.identification.ends import end_of
 from parity.identification.found import Fit
 from parity.identification.observe import ObservedLayer
 from parity.identification.trace import CLOSE
@@ -49,7 +50,7 @@ def fit_relative_products(
     q, k = (layer.values[name].astype(np.float64) for name in "qk")
     k = k.repeat(q.shape[1] // k.shape[1], axis=1)
     allowed = CLOSE * (np.abs(added).max() + np.abs(scale * (q @ k.swapaxes(2, 3))).max())
-    known = list(_tables(layer, q.shape[1], q.shape[3]))
+    known = list(_tables(layer, q.shape[1], q.shape[3], found))
     pairs: list[tuple[Table | None, Table | None]] = [(table, None) for table in known]
     if not found.is_scaled_before:  # else only products of queries have the scale
         pairs += [(None, table) for table in known]
@@ -140,15 +141,15 @@ class _Made(NamedTuple):
         return gained
 
 
-def _tables(layer: ObservedLayer, num_heads: int, head_dim: int) -> Iterator[Table]:
+def _tables(layer: ObservedLayer, num_heads: int, head_dim: int, found: Fit) -> Iterator[Table]:
     """Yield parameters of the model and outputs of submodules that may be vectors of distances."""
     for name, x in layer.model.named_parameters():
         if x.ndim == 2 and x.shape[1] == head_dim and 1 < len(x) <= MOST_ROWS:
             yield Table(name, to_numpy(x)[:, None], is_parameter=True)
-    batch_size, _, num_tokens, _ = layer.values["q"].shape
     for each in layer.linears():
         rows = each.result.reshape(-1, each.result.shape[-1])
-        if rows.shape[1] == num_heads * head_dim and len(rows) not in (batch_size * num_tokens, 1):
+        is_of_tokens = end_of(each) in found.ends.values()
+        if rows.shape[1] == num_heads * head_dim and 1 < len(rows) <= MOST_ROWS and not is_of_tokens:
             yield Table(f"the output of {each.name}", rows.reshape(len(rows), num_heads, head_dim), is_parameter=False)
 
 
