@@ -1,4 +1,4 @@
-"""Relative products: scores gain products of queries and keys with learned vectors of the distance between them."""
+"""Relative products: products of queries and keys with learned vectors of the distance between them."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -18,17 +18,17 @@ def relative_position_products(
     relative_queries: Float[Array, "..."] | None = None,
     q_offset: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B N T S"]:
-    """Products of queries and keys with the vectors of the distance between them, not scaled; at least float32.
+    """Return the unscaled products of queries and keys with vectors of their distance, in at least float32.
 
     Args:
         query, key: (B, N, T, H) and (B, K, S, H).
         relative_products: distances that share vectors.
         relative_keys: vectors for queries, (num_buckets, H), or (num_buckets, N, H) if per_head; default: none.
         relative_queries: vectors for keys, of the same shape; default: none.
-        q_offset: place of the first query among the keys, of every sequence or of each, (1,) or (B,); default 0.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
 
     Returns:
-        The products, (B, N, T, S).
+        Products, (B, N, T, S).
 
     Source: Self-Attention with Relative Position Representations, arXiv:1803.02155, equation 4; DeBERTa,
     arXiv:2006.03654, equation 4.
@@ -41,12 +41,12 @@ def relative_position_products(
     buckets = jnp.asarray(relative_products.buckets(), jnp.int32)[jnp.clip(distances, -farthest, farthest) + farthest]
     buckets = jnp.broadcast_to(buckets[:, None], (*query.shape[:3], key.shape[2]))
     axes = "bnth,cnh->bntc" if relative_products.per_head else "bnth,ch->bntc"
-    gained = []
+    found = []
     if relative_keys is not None:
         by_bucket = jnp.einsum(axes, at_least_float32(query), at_least_float32(relative_keys))
-        gained.append(jnp.take_along_axis(by_bucket, buckets, axis=3))
+        found.append(jnp.take_along_axis(by_bucket, buckets, axis=3))
     if relative_queries is not None:
         keys = at_least_float32(repeat_kv_heads(key, query.shape[1]))
         by_bucket = jnp.einsum(axes, keys, at_least_float32(relative_queries))
-        gained.append(jnp.take_along_axis(by_bucket, buckets.mT, axis=3).mT)
-    return gained[0] if len(gained) == 1 else gained[0] + gained[1]
+        found.append(jnp.take_along_axis(by_bucket, buckets.mT, axis=3).mT)
+    return found[0] if len(found) == 1 else found[0] + found[1]

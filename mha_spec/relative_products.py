@@ -1,4 +1,4 @@
-"""Relative products: scores gain products of queries and keys with learned vectors of the distance between them."""
+"""Relative products: products of queries and keys with learned vectors of the distance between them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from mha_spec.refusal import Refusal
 from mha_spec.rules import as_boolean, as_count
 
 SIDES = {"relative_keys": "of_queries", "relative_queries": "of_keys"}
-"""Tables of learned vectors, and the field that says whether a layer has each."""
+"""Tables of learned vectors, and the field that enables each."""
 
 
 @dataclass(frozen=True, repr=False)
 class RelativeProducts(Record):
-    """A score gains the product of its query, its key or both with a learned vector for their distance.
+    """Scaled products of queries, keys or both with learned vectors of their distance, added to the scores.
 
     With the distance key - query in a bucket b, a score is scale * (q · k + q · relative_keys[b] + k ·
-    relative_queries[b]). Each distance has a bucket; farther keys have the last one before or after the query. If
-    `num_exact` is not None, only distances up to it have buckets of their own. Farther ones share them in steps of the
-    logarithm.
+    relative_queries[b]). Each distance has its own bucket, and larger ones share the last bucket on their side. With
+    `num_exact`, only distances up to it have their own bucket. The others widen logarithmically up to `max_distance`.
 
     Attributes:
         num_before: number of buckets for keys before the query.
         num_after: number of buckets for keys after the query.
         num_exact: largest distance with a bucket of its own; None for all.
-        max_distance: distance from which on keys are `2 * num_exact` buckets away; None without `num_exact`.
-        of_queries: queries are multiplied by `relative_keys`.
-        of_keys: keys are multiplied by `relative_queries`.
+        max_distance: distance at which a side has `2 * num_exact` buckets; None without `num_exact`.
+        of_queries: multiply queries by `relative_keys`.
+        of_keys: multiply keys by `relative_queries`.
         per_head: each query head has its own vectors.
 
     Raises:
@@ -38,8 +37,8 @@ class RelativeProducts(Record):
         ValueError: if a number is negative, neither queries nor keys are multiplied, or only one of `num_exact` and
             `max_distance` is None, or they do not fit the number of buckets.
 
-    Source: Self-Attention with Relative Position Representations, arXiv:1803.02155, equation 4; both sides and steps of
-    the logarithm: DeBERTa, arXiv:2006.03654, section 3.1 and its released code.
+    Source: Self-Attention with Relative Position Representations, arXiv:1803.02155, equation 4; both sides and
+    logarithmic steps: DeBERTa, arXiv:2006.03654, section 3.1 and its released code.
     """
 
     num_before: int
@@ -74,7 +73,7 @@ class RelativeProducts(Record):
 
     @property
     def num_buckets(self) -> int:
-        """Number of vectors in each table: of keys before the query, of its own place, and of keys after it."""
+        """Number of vectors in each table: for keys before the query, at its position, and after it."""
         return self.num_before + 1 + self.num_after
 
     @property
@@ -83,14 +82,14 @@ class RelativeProducts(Record):
         return max(self.num_before, self.num_after) if self.max_distance is None else self.max_distance
 
     def tables(self, num_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
-        """The learned tables by name, and their shapes: (num_buckets, H), or (num_buckets, N, H) if per_head."""
+        """Return the shapes of the learned tables by name: (num_buckets, H), or (num_buckets, N, H) if per_head."""
         shape = (self.num_buckets, *([num_heads] if self.per_head else []), head_dim)
         return {name: shape for name, side in SIDES.items() if getattr(self, side)}
 
     def buckets(self) -> np.ndarray:
-        """The bucket of each distance, key - query, from -farthest to farthest.
+        """Return the bucket of each distance, key - query, from -farthest to farthest.
 
-        Integers, (2 * farthest + 1,). Farther keys have the bucket of the nearer end.
+        The result is int, (2 * farthest + 1,). Larger distances share the bucket of the nearer end.
         """
         distances = np.arange(-self.farthest, self.farthest + 1)
         return np.clip(self._steps(distances), -self.num_before, self.num_after) + self.num_before
@@ -105,7 +104,7 @@ class RelativeProducts(Record):
         return tuple(int(np.argmax(steps > last)) if (steps > last).any() else most for last in range(exact, 2 * exact))
 
     def _steps(self, distances: np.ndarray) -> np.ndarray:
-        """Distances, those beyond `num_exact` in steps of the logarithm."""
+        """Return distances, in logarithmic steps beyond `num_exact`."""
         exact, most = self.num_exact, self.max_distance
         if exact is None or most is None:
             return distances

@@ -1,4 +1,4 @@
-"""Relative products: scores gain products of queries and keys with learned vectors of the distance between them."""
+"""Relative products: products of queries and keys with learned vectors of the distance between them."""
 
 import torch
 from jaxtyping import Float, Int
@@ -17,17 +17,17 @@ def relative_position_products(
     relative_queries: Float[Tensor, "..."] | None = None,
     q_offset: Int[Tensor, " B"] | None = None,
 ) -> Float[Tensor, "B N T S"]:
-    """Products of queries and keys with the vectors of the distance between them, not scaled; at least float32.
+    """Return the unscaled products of queries and keys with vectors of their distance, in at least float32.
 
     Args:
         query, key: (B, N, T, H) and (B, K, S, H).
         relative_products: distances that share vectors.
         relative_keys: vectors for queries, (num_buckets, H), or (num_buckets, N, H) if per_head; default: none.
         relative_queries: vectors for keys, of the same shape; default: none.
-        q_offset: place of the first query among the keys, of every sequence or of each, (1,) or (B,); default 0.
+        q_offset: position of the first query among the keys, for all sequences or each, (1,) or (B,); default: 0.
 
     Returns:
-        The products, (B, N, T, S).
+        Products, (B, N, T, S).
 
     Source: Self-Attention with Relative Position Representations, arXiv:1803.02155, equation 4; DeBERTa,
     arXiv:2006.03654, equation 4.
@@ -35,20 +35,18 @@ def relative_position_products(
     positions = torch.arange(query.shape[2], device=query.device)[None]
     if q_offset is not None:
         positions = positions + q_offset.to(positions)[:, None]
-    distances, farthest = (
-        torch.arange(key.shape[2], device=query.device) - positions[:, :, None],
-        relative_products.farthest,
-    )
+    distances = torch.arange(key.shape[2], device=query.device) - positions[:, :, None]
+    farthest = relative_products.farthest
     buckets = constant(relative_products.buckets(), query)[distances.clamp(-farthest, farthest) + farthest]
     buckets = buckets[:, None].expand(*query.shape[:3], key.shape[2])  # (B, N, T, S)
     axes = "bnth,cnh->bntc" if relative_products.per_head else "bnth,ch->bntc"
-    gained = []
+    found = []
     with without_autocast(query.device.type):
         if relative_keys is not None:
             by_bucket = torch.einsum(axes, at_least_float32(query), at_least_float32(relative_keys))
-            gained.append(by_bucket.gather(3, buckets))
+            found.append(by_bucket.gather(3, buckets))
         if relative_queries is not None:
             keys = at_least_float32(repeat_kv_heads(key, query.shape[1]))
             by_bucket = torch.einsum(axes, keys, at_least_float32(relative_queries))
-            gained.append(by_bucket.gather(3, buckets.mT).mT)
-    return gained[0] if len(gained) == 1 else gained[0] + gained[1]
+            found.append(by_bucket.gather(3, buckets.mT).mT)
+    return found[0] if len(found) == 1 else found[0] + found[1]
