@@ -1012,7 +1012,7 @@ def test_a_layer_with_the_rope_of_another_is_said_to_have_it():
     rotary.sliding_attention_attention_scaling = rotary.full_attention_attention_scaling
     (wrong,) = judged_prompt().wrong
     assert (wrong.index, wrong.difference.stage) == (0, "q")
-    assert wrong.like.startswith("it matches the reference with what layer 1 (full_attention) should have: rope=")
+    assert wrong.like.startswith("the configuration of layer 1 (full_attention): rope=")
     assert wrong.to_dict()["like"] in str(wrong)
     rotary.sliding_attention_attention_scaling *= 1.5  # which no layer has
     (wrong,) = judged_prompt().wrong
