@@ -53,7 +53,7 @@ class Scores:
         check_bias(self.bias, scores_shape, query)
         check_relative_products(self.relative_keys, self.relative_queries, self.products, query)
         check_sinks(self.sinks, scores_shape[1])
-        for name in ("sinks", "relative_bias", "relative_keys", "relative_queries"):
+        for name in LEARNED:
             if (learned := getattr(self, name)) is not None:
                 check_device(name, learned, query.device, "query")
         as_rate("dropout", self.dropout)

@@ -321,9 +321,7 @@ def _share(call: VerifyingCall, found: Fit) -> float:
 
 def _counted(layer: ObservedLayer) -> ObservedLayer:
     """Return a layer without RoPE as if positions were 0, 1, …: such a layer counts tokens itself."""
-    (call,) = layer.tapped.calls
-    values = {name: x for name, x in call.values.items() if name != "positions"}
-    return replace(layer, tapped=replace(layer.tapped, calls=[replace(call, values=values)]))
+    return layer.with_values({name: x for name, x in layer.values.items() if name != "positions"})
 
 
 def _at(model: torch.nn.Module, inputs: Mapping[str, Any], first: int) -> dict[str, Any] | None:

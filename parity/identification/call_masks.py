@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from mha_spec import Refusal
@@ -51,7 +49,7 @@ def with_call_mask(layer: ObservedLayer, name: str, *, is_large: bool) -> Observ
         raise Refusal(name, "be a mask of numbers in each call, for some sequences alone", "another")
     if is_large:
         return _of_rows(layer, _rows_without(hidden))
-    return _with(layer, {**layer.values, "mask": hidden, "call_mask": hidden})
+    return layer.with_values({**layer.values, "mask": hidden, "call_mask": hidden})
 
 
 def _hidden_by(layer: ObservedLayer, name: str) -> np.ndarray | None:
@@ -74,9 +72,4 @@ def _rows_without(hidden: np.ndarray) -> np.ndarray:
 
 def _of_rows(layer: ObservedLayer, rows: np.ndarray) -> ObservedLayer:
     """Return a layer with some of its sequences alone."""
-    return _with(layer, {name: x[rows] if len(x) == len(rows) else x for name, x in layer.values.items()})
-
-
-def _with(layer: ObservedLayer, values: dict[str, np.ndarray]) -> ObservedLayer:
-    call = replace(layer.tapped.calls[0], values=values)
-    return replace(layer, tapped=replace(layer.tapped, calls=[call]))
+    return layer.with_values({name: x[rows] if len(x) == len(rows) else x for name, x in layer.values.items()})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
@@ -57,8 +56,7 @@ def between(layer: ObservedLayer, ends: Ends) -> ObservedLayer:
         values |= {} if np.array_equal(given["value"], given["key"]) else {"value_input": given["value"]}
     output, _ = _output_of(layer, ends)
     values["output"] = output.reshape(batch_size, num_tokens, -1)
-    call = replace(layer.tapped.calls[0], values=values)
-    return replace(layer, tapped=replace(layer.tapped, calls=[call]))
+    return layer.with_values(values)
 
 
 def words_of(layer: ObservedLayer, ends: Ends, factor: float = 1.0) -> dict[str, str]:

@@ -21,7 +21,7 @@ from parity.identification.observe import ObservedLayer, Submodule
 from parity.identification.padding import without_padding
 from parity.identification.rotation import fit_rope, positions_of, ropes_of
 from parity.identification.scores import fit_bias, fit_mask, fit_scale
-from parity.identification.sharing import source_of, words_of_source
+from parity.identification.sharing import kv_source_of, words_of_source
 from parity.identification.temperatures import factors_of, fit_temperature
 from parity.identification.trace import Traced, features_of, flat, is_close, trace
 
@@ -89,7 +89,7 @@ def _fit_projections(
     fit_clip(layer, layer.linears(), found)
     limit = found.fields.get("clip_qkv")
     is_own = all(_returned(layer, part, layer.values[part], ropes, limit) is not None for part in "kv")
-    source = None if is_own else source_of(layer, others)
+    source = None if is_own else kv_source_of(layer, others)
     if source is not None:
         found.add("shared_kv", True, f"keys and values are those of {source.tapped.name}, bit for bit")
         found.received = words_of_source(layer, others)

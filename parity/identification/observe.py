@@ -80,6 +80,11 @@ class ObservedLayer:
         """Return the values that the tap recorded in its only call."""
         return self.tapped.calls[0].values
 
+    def with_values(self, values: dict[str, np.ndarray]) -> ObservedLayer:
+        """Return the layer with other values in its only call."""
+        call = replace(self.tapped.calls[0], values=values)
+        return replace(self, tapped=replace(self.tapped, calls=[call]))
+
     @property
     def is_cross(self) -> bool:
         """Return whether its keys come from another sequence."""

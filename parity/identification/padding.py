@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from parity.identification.observe import ObservedLayer
@@ -29,5 +27,4 @@ def without_padding(layer: ObservedLayer) -> ObservedLayer:
         values[each] = x[rows] if len(x) == len(is_real) else x
         for axis in axes[each]:
             values[each] = values[each].take(tokens, axis) if x.shape[axis] == len(longest) else values[each]
-    call = replace(layer.tapped.calls[0], values=values)
-    return replace(layer, tapped=replace(layer.tapped, calls=[call]))
+    return layer.with_values(values)

@@ -169,11 +169,11 @@ def _records(
 
 def _steps(layer: ObservedLayer, config: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
     """Yield the steps of the logarithm that attributes and a configuration tell of: DeBERTa's `position_buckets`."""
-    told = {**config, **vars(layer.module)}
-    buckets = told.get("position_buckets")
+    settings = {**config, **vars(layer.module)}
+    buckets = settings.get("position_buckets")
     if type(buckets) is not int or buckets < 4:
         return
     for name in ("max_relative_positions", "max_position_embeddings"):
-        most = told.get(name)
+        most = settings.get(name)
         if type(most) is int and most >= buckets // 2 + 2:
             yield buckets // 2, most

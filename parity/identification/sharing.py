@@ -9,7 +9,7 @@ import numpy as np
 from parity.identification.observe import ObservedLayer
 
 
-def source_of(layer: ObservedLayer, others: Sequence[ObservedLayer]) -> ObservedLayer | None:
+def kv_source_of(layer: ObservedLayer, others: Sequence[ObservedLayer]) -> ObservedLayer | None:
     """Return the first layer with the keys and values of a layer, bit for bit, if it ran before; else None.
 
     Args:
@@ -26,7 +26,7 @@ def source_of(layer: ObservedLayer, others: Sequence[ObservedLayer]) -> Observed
 
 def words_of_source(layer: ObservedLayer, others: Sequence[ObservedLayer]) -> dict[str, str]:
     """Return where the keys and values of a layer come from, in words; nothing if no other layer has them."""
-    source = source_of(layer, others)
+    source = kv_source_of(layer, others)
     if source is None:
         return {}
     return {"key": f"the keys of {source.tapped.name}", "value": f"the values of {source.tapped.name}"}
