@@ -169,7 +169,7 @@ def check_shared_kv(
         check_floating(name, x, rank=4)
         expected = (query.shape[0], spec.num_kv_heads, key.shape[2], width)
         if x.shape != expected:
-            rule = f"have shape (B, K, S, H) = {expected} with shared_kv"
+            rule = f"have shape {expected} with shared_kv"
             raise Refusal(name, rule, {f"{name}.shape": x.shape})
 
 
