@@ -129,7 +129,9 @@ def write_kernel(folder: Path, python: Path | None) -> bool:
     kernel = folder.with_name("jupyter") / "kernels" / "ttnn" / "kernel.json"
     kernel.parent.mkdir(parents=True, exist_ok=True)
     command = [str(python.absolute()), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    kernel.write_text(json.dumps({"argv": command, "display_name": "TTNN", "language": "python"}), "utf-8")
+    # Logs of ttnn would be in the page or not, depending on when they arrive.
+    env = {"TT_METAL_LOGGER_LEVEL": "off"}
+    kernel.write_text(json.dumps({"argv": command, "display_name": "TTNN", "language": "python", "env": env}), "utf-8")
     return True
 
 
