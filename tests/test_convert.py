@@ -566,7 +566,7 @@ def test_weights_of_torch_are_converted_and_saved(tmp_path):
 
 
 def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
-    page = (Path(__file__).parent.parent / "docs" / "conversion.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent / "docs" / "how-to" / "conversion.md").read_text(encoding="utf-8")
     code = "".join(re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL))
     monkeypatch.chdir(tmp_path)
     names = {}

@@ -51,14 +51,17 @@ def test_links_in_code_stay(tmp_path):
     site = stage.Site(tmp_path)
     page = ROOT / "docs" / "README.md"
     site.names[page] = "x/page"
-    page_text = "[a](../CONTRIBUTING.md#tests) [b](api.md#parity) [c](../Makefile)\n```\n[d](../CONTRIBUTING.md)\n```\n"
+    page_text = (
+        "[a](../CONTRIBUTING.md#tests) [b](reference/commands.md#completion) [c](../Makefile)\n"
+        "```\n[d](../CONTRIBUTING.md)\n```\n"
+    )
     copied = tmp_path / "x" / "page.md"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "read_text", lambda self, encoding: page_text)
         site.copy(page)
     with copied.open(encoding="utf-8") as file:
         assert file.read() == (
-            "[a](../contributing/guide.md#tests) [b](../reference/api/index.md) [c](../source/Makefile.md)\n"
+            "[a](../contributing/guide.md#tests) [b](../reference/cli/index.md) [c](../source/Makefile.md)\n"
             "```\n[d](../CONTRIBUTING.md)\n```\n"
         )
     assert site.viewed == {ROOT / "Makefile"}

@@ -107,7 +107,7 @@ def test_help_imports_nothing_that_takes_time():
 
 
 def test_the_page_of_commands_lists_every_command():
-    page = (ROOT / "docs" / "commands.md").read_text("utf-8")
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text("utf-8")
     assert sorted(re.findall(r"^\| `([\w-]+)", page, flags=re.MULTILINE)) == sorted(PAGES)
 
 
@@ -433,7 +433,7 @@ def test_doctor_exits_1_if_something_required_is_missing(required, status, line,
 
 def test_no_message_names_a_package_of_this_name_on_an_index():
     """Nobody has to publish this project under its name: whoever does would be installed."""
-    files = [*ROOT.glob("parity/**/*.py"), *ROOT.glob("mha_*/**/*.py"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]
+    files = [*ROOT.glob("parity/**/*.py"), *ROOT.glob("mha_*/**/*.py"), *ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
     assert [file.name for file in files if re.search(r"pip install '?mha-parity", file.read_text("utf-8"))] == []
 
 

@@ -824,7 +824,7 @@ def test_what_says_nothing_of_attention_is_passed_over(key):
 
 
 def test_the_page_lists_the_families():
-    page = (Path(__file__).parents[1] / "docs" / "configurations.md").read_text("utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "how-to" / "configurations.md").read_text("utf-8")
     listed = page.partition("by `model_type`:")[2].partition(".\n")[0]
     assert re.findall(r"`([\w-]+)`", listed) == sorted(FAMILIES)
 
@@ -850,7 +850,7 @@ def test_every_family_of_transformers_is_covered_or_what_stands_in_the_way_is_na
 
 
 def test_the_page_says_what_stands_in_the_way():
-    page = " ".join((Path(__file__).parents[1] / "docs" / "configurations.md").read_text("utf-8").split())
+    page = " ".join((Path(__file__).parents[1] / "docs" / "how-to" / "configurations.md").read_text("utf-8").split())
     for sense, names in SENSES.items():
         assert f"- It {sense}: {', '.join(f'`{name}`' for name in sorted(names.split()))}." in page
 

@@ -149,7 +149,7 @@ LESS_SEEN = {  # whose output projection is in another module
 }
 MODELS = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 NOT_HERE = {"minimax"}  # whose cache, its own, is not read: judged wrong
-NOT_HERE |= {  # which do behind the attention function, or outside the module, what a layer does: see docs/taps.md
+NOT_HERE |= {  # which do behind the attention function, or outside the module, what a layer does: docs/how-to/taps.md
     *("granite_swa", "granitemoe_swa", "gpt_neox_japanese", "flint", "mimo_v2_flash"),
 }
 GENERATED = sorted(family for family in FAMILIES.keys() & MODELS.keys() - NOT_HERE if len(FAMILIES[family].stacks) == 1)
@@ -319,7 +319,7 @@ def test_each_layer_of_a_family_is_judged_right_while_it_generates(family):
 
 
 def test_the_page_says_how_many_families_there_are():
-    page = (Path(__file__).parent.parent / "docs" / "taps.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent / "docs" / "how-to" / "taps.md").read_text(encoding="utf-8")
     assert f"{len(GENERATED)} families of decoders and {len(ENCODER_DECODERS)} with an encoder" in page
 
 

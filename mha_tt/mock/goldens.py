@@ -78,10 +78,11 @@ def _lost_rows(
     sliding_window_size: int | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Return the rows (B, N, T, 1) that the operation sets to 0, as measured on a simulator: docs/upstream-ttnn.md.
+    """Return the rows (B, N, T, 1) that the operation sets to 0, as measured on a simulator.
 
     It truncates the largest score of a row to 8 bits. If it cuts off more than the largest exponent of float32, the
     largest exponential of the row is infinite.
+    Source: docs/evidence/upstream-ttnn.md.
     """
     import torch
 

@@ -1,6 +1,7 @@
 """Logits of tens of thousands: the kernel of prompts loses rows with float32 sums, and the fused path none.
 
-On a mock board by its golden function, which loses the rows that a simulator was seen to lose (docs/upstream-ttnn.md).
+On a mock board by its golden function, which loses the rows that a simulator was seen to lose
+(docs/evidence/upstream-ttnn.md).
 """
 
 import numpy as np

@@ -185,7 +185,7 @@ def families_page() -> str:
         [
             "# Families of models",
             f"`mha-parity spec` and `parity.specs_of` read {len(FAMILIES)} families, by the `model_type` of a "
-            "config.json. [Read a model's configuration](../configurations.md) explains how.",
+            "config.json. [Read a model's configuration](../how-to/configurations.md) explains how.",
             table(("family", "part", "causal", "path of a layer", "layout"), rows),
             "## Families that are not read",
             table(("family", "its attention"), others) + "\n",

@@ -30,7 +30,10 @@ ELSEWHERE = {
 }
 """Pages of the repository outside of docs/, and their names in the site."""
 
-REPLACED = {"docs/README.md": "index", "docs/api.md": "reference/api/index", "docs/commands.md": "reference/cli/index"}
+REPLACED = {
+    "docs/README.md": "index",
+    "docs/reference/commands.md": "reference/cli/index",
+}
 """Pages that the site has in another form."""
 
 OF_TT = DOCS / "tutorials" / "ttnn.md"
