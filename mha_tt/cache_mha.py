@@ -255,7 +255,7 @@ def _kernel_of_step(
     """Return the kernel of the layer if its step form supports the call, else None.
 
     The step form multiplies a mask by the scale (tt-metal#55337). Its windows are correct, but leak non-finite values
-    of keys before the window (docs/how-to/ttnn.md).
+    of keys before the window (docs/reference/ttnn.md).
     """
     first, *others = cache.slots.values()
     are_alike = others[0].shape[3] == first.shape[3] if others else not _are_expanded(scores)

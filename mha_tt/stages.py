@@ -213,7 +213,7 @@ def scaled_dot_product_attention(
     """Reference attention of split heads; `fused` has the fast form of this function.
 
     A masked key or value may be anything, even NaN. Visible NaN always propagates in IEEE arithmetic, but not on a
-    card's matrix unit, where NaN is a number (docs/how-to/ttnn.md).
+    card's matrix unit, where NaN is a number (docs/reference/ttnn.md).
 
     Args:
         query: (B, N, T, H).

@@ -566,11 +566,11 @@ def test_weights_of_torch_are_converted_and_saved(tmp_path):
 
 
 def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
-    page = (Path(__file__).parent.parent / "docs" / "how-to" / "conversion.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent / "docs" / "how-to" / "convert.md").read_text(encoding="utf-8")
     code = "".join(re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL))
     monkeypatch.chdir(tmp_path)
     names = {}
-    exec(compile(code, "conversion.md", "exec"), names)
+    exec(compile(code, "convert.md", "exec"), names)
     assert (str(names["kernel"].dtype), names["kernel"].shape) == ("bfloat16", (64, 8, 8))
     assert same_bits(names["weights"], weights_of(names["layer"]))
     assert same_bits(weights_of(names["filled"]), weights_of(names["layer"]))

@@ -1,5 +1,6 @@
 """The site of the documentation: its links, its generated pages and pictures, and the commands of its CI recipe."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -73,17 +74,44 @@ def test_generated_pages_have_every_command_case_family_layout_and_bug():
     from parity.cli.main import COMMANDS
     from parity.diagnosis.mistakes import mistake_by_name
     from parity.models.families import FAMILIES
+    from parity.models.families.not_covered import NOT_COVERED
 
     commands = reference.command_pages()
     assert commands.keys() == {f"reference/cli/{name}" for name in ("index", *COMMANDS)}
     assert "`--json PATH`" in commands["reference/cli/run"]
     for page, names in {
         reference.cases_page(): parity.CASES,
-        reference.families_page(): FAMILIES,
+        reference.families_page(): FAMILIES | NOT_COVERED,
         reference.layouts_page(): parity.LAYOUTS,
         reference.bugs_page(): mistake_by_name(),
     }.items():
         assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_the_page_about_the_simulator_has_every_case():
+    import reference
+
+    page = reference.simulated_tables()
+    assert [name for name, case in parity.CASES.items() if case.dtype != "float16" and f"`{name}`" not in page] == []
+    assert "| `nan-visible-decode` | **beyond** |" in page
+
+
+def test_shares_are_those_of_a_report_of_a_simulator(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import shares
+
+    result = {"case": "full", "dtype": "float32", "stage": "q", "status": "passed", "ratio": 0.1, "local_ratio": None}
+    results = [result, {**result, "stage": "k", "local_ratio": 0.304}, {**result, "dtype": "bfloat16", "ratio": None}]
+    report = {"environment": {"backends": {"tt": {"device": "simulator (x)"}}}, "results": results}
+    (tmp_path / "report.json").write_text(json.dumps(report), "utf-8")
+    (tmp_path / "shares.json").write_text(json.dumps({"cases": {"causal": {"float32": 0.2}}}), "utf-8")
+    monkeypatch.setattr(shares, "SHARES", tmp_path / "shares.json")
+    shares.main(str(tmp_path / "report.json"))
+    written = json.loads((tmp_path / "shares.json").read_text("utf-8"))
+    assert written["cases"] == {"causal": {"float32": 0.2}, "full": {"float32": 0.3, "bfloat16": None}}
+    report["environment"]["backends"]["tt"]["device"] = "mock p150"
+    with pytest.raises(ValueError, match="a simulator, got mock p150"):
+        shares.shares_of(report)
 
 
 def test_the_version_to_cite_is_that_of_the_package():
@@ -108,7 +136,7 @@ def test_workflows_and_issue_forms_are_yaml_and_run_what_there_is():
 def test_pictures_are_the_same_bytes_when_they_are_drawn_again():
     import pictures
 
-    for draw in (pictures.rope_pairs, pictures.rope_error, pictures.divided_heads):
+    for draw in (pictures.rope_pairs, pictures.rope_error, pictures.divided_heads, pictures.simulated_blackhole):
         first, second = draw().image("svg"), draw().image("svg")
         assert first == second
         assert first.startswith(b"<?xml")

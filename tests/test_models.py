@@ -823,12 +823,6 @@ def test_what_says_nothing_of_attention_is_passed_over(key):
     assert specs_of({**LLAMA, key: 1}) == specs_of(LLAMA)
 
 
-def test_the_page_lists_the_families():
-    page = (Path(__file__).parents[1] / "docs" / "how-to" / "configurations.md").read_text("utf-8")
-    listed = page.partition("by `model_type`:")[2].partition(".\n")[0]
-    assert re.findall(r"`([\w-]+)`", listed) == sorted(FAMILIES)
-
-
 def has_attention(model_type):
     """Whether the modules of a family in transformers have attention that is not that of parts with families."""
     kind = CONFIG_MAPPING[model_type]
@@ -847,12 +841,6 @@ def test_every_family_of_transformers_is_covered_or_what_stands_in_the_way_is_na
     said = FAMILIES.keys() | NOT_COVERED.keys() | WITHOUT_ATTENTION
     assert [name for name in CONFIG_MAPPING_NAMES if name not in said and has_attention(name)] == []
     assert len(NOT_COVERED) == sum(len(names.split()) for names in SENSES.values())  # each is there once
-
-
-def test_the_page_says_what_stands_in_the_way():
-    page = " ".join((Path(__file__).parents[1] / "docs" / "how-to" / "configurations.md").read_text("utf-8").split())
-    for sense, names in SENSES.items():
-        assert f"- It {sense}: {', '.join(f'`{name}`' for name in sorted(names.split()))}." in page
 
 
 @pytest.mark.parametrize("family", ["doge", "zamba2", "videomae"])

@@ -11,7 +11,7 @@ import attention_tt_fixed
 import parity
 from mha_spec import Rope
 
-# 32 heads: with up to 16, the framework's decode kernel is 2% off (docs/how-to/ttnn.md).
+# 32 heads: with up to 16, the framework's decode kernel is 2% off (docs/reference/ttnn.md).
 SPEC = parity.AttentionSpec(128, 32, num_kv_heads=8, head_dim=32, qkv_bias=False, out_bias=False, rope=Rope(10000.0))
 PROBLEM = parity.make_problem(parity.Case("port", SPEC, "a bring-up", seq_len=40, is_causal=True), "bfloat16")
 STATE = parity.convert(PROBLEM.weights, source="canonical", target="transformers.LLaMA", num_heads=SPEC.num_heads)

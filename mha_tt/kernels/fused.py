@@ -63,7 +63,7 @@ def scaled_dot_product_attention(
     A soft cap, or values with more or fewer tiles than keys, use the plain path, because the kernel does not support
     them. Scores of masked keys must be far below 1e9 in size: the kernel masks by adding -1e9. A masked key or value
     may be NaN or infinite, but a bias at a masked key may not. Visible NaN always propagates in IEEE arithmetic, but
-    not on a card's matrix unit, where NaN is a number (docs/how-to/ttnn.md).
+    not on a card's matrix unit, where NaN is a number (docs/reference/ttnn.md).
 
     Other arguments are those of `stages.scaled_dot_product_attention`.
 
@@ -270,7 +270,7 @@ def supports(x: Tensor, scores: Scores) -> bool:
 
 
 def step_supports(num_features: int) -> bool:
-    """Return whether the framework's step kernel is correct for heads of this width (docs/how-to/ttnn.md)."""
+    """Return whether the framework's step kernel is correct for heads of this width (docs/reference/ttnn.md)."""
     return num_features <= STEP_FEATURES or num_features % STEP_FEATURES == 0
 
 

@@ -1,6 +1,6 @@
 """NaN and infinity: never lost to the rows that see them, and kept from those that may not.
 
-On a mock board, that is, where ttnn's golden functions compute as IEEE 754 says: see `docs/how-to/ttnn.md` for a card.
+On a mock board, where golden functions follow IEEE 754. A card differs: `docs/reference/ttnn.md`.
 """
 
 import numpy as np

@@ -1,5 +1,8 @@
 """The pictures of the site, drawn from results that are computed when it is built."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 
 import parity
@@ -24,6 +27,7 @@ def pictures() -> dict[str, bytes]:
         "rope-pairs": rope_pairs(),
         "rope-error": rope_error(),
         "divided-heads": divided_heads(),
+        "simulated-blackhole": simulated_blackhole(),
     }
     return {f"{name}.svg": figure.image("svg") for name, figure in drawn.items()}
 
@@ -166,3 +170,30 @@ def patch(x: float, y: float, color: str):
     from matplotlib.patches import Rectangle
 
     return Rectangle((x, y), 0.9, 0.8, color=color)
+
+
+# ---- A simulated card ------------------------------------------------------------------------------------------------
+
+SIMULATED = Path(__file__).parents[2] / "benchmarks" / "simulated-blackhole.json"
+NOT_FINITE = 1.15
+"""Place of a case without a finite share."""
+
+
+def simulated_blackhole() -> NotebookFigure:
+    """The worst share of the budget of each case on a simulated Blackhole."""
+    cases = json.loads(SIMULATED.read_text("utf-8"))["cases"]
+    figure = NotebookFigure(figsize=(7, 2.6), layout="constrained")
+    axes = figure.add_subplot()
+    axes.axvline(1, color="black")
+    scatter = np.random.default_rng(0).uniform(-0.25, 0.25, (2, len(cases)))
+    for row, (dtype, offsets) in enumerate(zip(("bfloat16", "float32"), scatter, strict=True)):
+        shares = {name: each[dtype] for name, each in cases.items() if dtype in each}
+        places = np.array([NOT_FINITE if share is None else share for share in shares.values()])
+        heights = row + offsets[: len(places)]
+        axes.scatter(places, heights, s=14, color=np.where(places > 1, WRONG, RIGHT))
+        worst = int(places.argmax())
+        place = (places[worst], heights[worst])
+        axes.annotate(list(shares)[worst], place, (0, 6), textcoords="offset points", ha="center")
+    axes.set(xlim=(0, 1.3), ylim=(1.5, -0.5), yticks=[0, 1], yticklabels=["bfloat16", "float32"])
+    axes.set_xlabel("worst error / tolerance of a case")
+    return figure

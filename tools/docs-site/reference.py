@@ -4,7 +4,9 @@ import argparse
 import importlib
 import importlib.util
 import inspect
+import json
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import ModuleType
 
 import absent_ttnn
@@ -29,6 +31,11 @@ def pages() -> dict[str, str]:
         "reference/cases": cases_page(),
         "reference/bugs": bugs_page(),
     }
+
+
+def endings() -> dict[str, str]:
+    """Tables at the end of pages that are written by hand, by the name of the page in the site."""
+    return {"evidence/ttnn-cases": simulated_tables()}
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
@@ -247,3 +254,57 @@ def bugs_page() -> str:
             table(("class", "bug", "first stage", "the result matches the reference if", "fix"), rows) + "\n",
         ]
     )
+
+
+# ---- A simulated card ------------------------------------------------------------------------------------------------
+
+SIMULATED = Path(__file__).parents[2] / "benchmarks" / "simulated-blackhole.json"
+DTYPES = ("bfloat16", "float32")
+
+
+def simulated_tables() -> str:
+    """Shares of the budget in a simulator: of every case, of other shapes, and of other settings."""
+    from parity.core.cases import CASES
+
+    simulated = json.loads(SIMULATED.read_text("utf-8"))
+
+    def cells(shares: dict[str, float | None]) -> list[str]:
+        return [share_text(shares[dtype]) if dtype in shares else "" for dtype in DTYPES]
+
+    cases = [(f"`{name}`", *cells(shares)) for name, shares in simulated["cases"].items()]
+    possible = [name for name, case in CASES.items() if case.dtype != "float16"]
+    not_run = [f"`{name}`" for name in possible if name not in simulated["cases"]]
+    shapes = [(each["shape"], *cells(each["prompt"]), *cells(each["steps"])) for each in simulated["shapes"]]
+    settings = [
+        (
+            f"`{each['case']}`",
+            each["setting"],
+            f"{each['error']:.4f}",
+            share_text(each["accurate"]),
+            share_text(each["own"]) if each["own"] else "",
+        )
+        for each in simulated["settings"]
+    ]
+    return "\n\n".join(
+        [
+            f":::{{dropdown}} {len(cases)} cases",
+            table(("case", *DTYPES), cases),
+            ":::",
+            *([f"These {len(not_run)} cases have not run in the simulator: {', '.join(not_run)}."] if not_run else []),
+            "## Other shapes",
+            "Shapes that no case has: a prompt, and a prompt with two steps.",
+            table(("shape", *DTYPES, *(f"steps, {dtype}" for dtype in DTYPES)), shapes),
+            "## Lower fidelities",
+            "Whole layers with other settings and float32 sums: relative L2 error of the output, its share of the "
+            "budget of `accurate_config`, and of the setting's own. LoFi has no budget. Of `decode`, a prompt and "
+            "three steps, these are the worst outputs.",
+            table(("case", "setting", "relative L2", "share", "share of its own"), settings) + "\n",
+        ]
+    )
+
+
+def share_text(share: float | None) -> str:
+    """A share of the budget, bold beyond the limit."""
+    if share is None:
+        return "**beyond**"
+    return f"{share:.2f}" if share <= 1 else f"**{share:.2f}**"

@@ -163,6 +163,9 @@ def main(folder: Path, python_tt: Path | None = None) -> None:
         site.view(path)
     for name, text in reference.pages().items():
         site.write(name, text)
+    for name, text in reference.endings().items():
+        path = folder / f"{name}.md"
+        path.write_text(f"{path.read_text('utf-8')}\n{text}", "utf-8")
     for name, picture in pictures().items():
         path = folder / "pictures" / name
         path.parent.mkdir(exist_ok=True)
