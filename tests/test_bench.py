@@ -104,7 +104,8 @@ class Side:
 
 
 def growing(of, shape, ms, peak, **options):
-    return Row("growth core causal forward", of, shape, "float32", ms, group="growth", peak_bytes=peak, **options)
+    what, options = "growth core causal forward", {"group": "growth", "axes": "B N S H", **options}
+    return Row(what, of, shape, "float32", ms, peak_bytes=peak, **options)
 
 
 GROWING = [
@@ -208,6 +209,18 @@ def test_growth_is_told_over_tokens_and_over_sequences():
         assert found[framework, peer, "memory", "B"] == pytest.approx(0.0)
 
 
+def test_each_kind_of_work_grows_by_itself():
+    steps = [
+        Row("growth-long decode", "jax", [1, s, 64], "float32", s * 1e-3, group="growth-long", axes="B S E")
+        for s in (1024, 2048, 4096)
+    ]
+    found = {
+        line["what"]: (line["over"], line["exponent"]) for line in growth([*GROWING, *steps]) if line["of"] == "time"
+    }
+    assert found["growth-long decode"] == ("S", pytest.approx(1.0))
+    assert found.keys() == {"growth core causal forward", "growth-long decode"}
+
+
 # ---- What is measured ------------------------------------------------------------------------------------------------
 
 
@@ -234,6 +247,19 @@ def test_the_plan_covers_what_there_is_to_compare():
         4096,
         16384,
     ]
+    long = {(work.what, work.seq_len) for work in plan(["growth-long"], ["float32"])}
+    assert {(f"growth-long {what}", 131072) for what in ("core causal+window 512 forward", "decode")} <= long
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_scores_that_do_not_fit_are_left_out_with_the_reason(framework, monkeypatch):
+    monkeypatch.setattr("parity_lab.bench.work.MOST_SCORES", 8**2 - 1)
+    work = Work("growth-long", "core", 1, 8, 1, 8, is_causal=True, window_size=2)
+    (row,) = bench_work(work, parity_lab.bench.open_sides([framework], "cpu")[0], **ONCE)
+    assert row.ours_ms is not None
+    assert row.peers == {}
+    assert len(row.left_out) == 2
+    assert all("Refusal: scores" in reason or "ValueError: scores" in reason for reason in row.left_out.values())
 
 
 def test_the_limit_counts_what_is_seen():
@@ -389,7 +415,7 @@ def test_the_command_writes_a_table_json_and_a_picture(tiny_plan, as_users_have_
     out = capsys.readouterr().out
     assert "JAX: times in ms" in out
     assert "jax.nn" in out
-    assert "Growth of the causal core" in out
+    assert "Growth: the exponent" in out
     content = json.loads(json_path.read_text())
     assert content["format"] == 1
     assert set(content["environment"]) >= {"python", "platform", "cpus", "packages", "backends", "settings"}

@@ -1,5 +1,6 @@
 """Files of named tensors: bit for bit, in bounded memory, whole or not there, and safe to open whoever wrote them."""
 
+import hashlib
 import io
 import itertools
 import json
@@ -10,6 +11,7 @@ import re
 import struct
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 
@@ -35,7 +37,7 @@ from parity.files import gguf as gguf_format
 from parity.files import msgpack as msgpack_format
 from parity.files import open_tensors, write_tensors
 from parity.files.target import BEFORE, SCRATCH
-from parity.files.tensor_file import flatten, nest, parse_json
+from parity.files.tensor_file import flatten, hash_of, nest, parse_json
 from parity.files.zipped import ALIGNMENT
 
 SUFFIXES = [".safetensors", ".npz", ".pt", ".msgpack", ".orbax"]
@@ -796,6 +798,26 @@ def test_a_flush_that_fails_is_an_error(tmp_path, monkeypatch):
     assert contents(tmp_path) == old
 
 
+def test_a_flush_that_fails_while_tensors_are_written_is_an_error(tmp_path, monkeypatch):
+    """The system reports an error of the disk once, and then no more."""
+    old, failed, fsync = before(tmp_path, ".safetensors"), threading.Event(), os.fsync
+
+    def fail_once(descriptor):
+        if not failed.is_set():
+            failed.set()
+            raise OSError(5, "Input/output error")
+        fsync(descriptor)
+
+    def read(name):
+        assert failed.wait(60)
+        return np.ones(2)
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_tensors(tmp_path / "w.safetensors", {"a": ((2,), np.dtype(float))}, read)
+    assert contents(tmp_path) == old
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_what_was_there_is_replaced(tmp_path, suffix):
     before(tmp_path, suffix)
@@ -819,6 +841,16 @@ def test_a_file_may_be_read_by_others_as_the_umask_says(tmp_path):
     write(tmp_path / "w.safetensors", some_tensors())
     (tmp_path / "plain").touch()
     assert (tmp_path / "w.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.mark.parametrize("size", [0, 1, 8, 10, 16, 1001])
+def test_a_hash_does_not_depend_on_the_pieces_that_are_read(tmp_path, monkeypatch, size):
+    monkeypatch.setattr("parity.files.tensor_file.PIECE", 8)
+    array = np.arange(size, dtype=np.uint8)
+    write(tmp_path / "w.safetensors", {"a": array})
+    with open_tensors(tmp_path / "w.safetensors") as file:
+        file.verify()
+        assert file.sha256() == hash_of(file.infos, {"a": hashlib.sha256(array.tobytes()).hexdigest()})
 
 
 @pytest.mark.parametrize("suffix", FILES)

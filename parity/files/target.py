@@ -14,8 +14,10 @@ import secrets
 import shutil
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -319,6 +321,26 @@ def flush(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+@contextmanager
+def flushing(folder: Path) -> Iterator[None]:
+    """Write a folder to disk in the background while it is filled. At the end everything is on disk."""
+    is_full = threading.Event()
+
+    def repeat() -> None:
+        while not is_full.wait(timeout=0.05):
+            with suppress(FileNotFoundError):  # libraries rename and remove files
+                flush(folder)
+
+    with ThreadPoolExecutor(1) as pool:
+        repeated = pool.submit(repeat)
+        try:
+            yield
+        finally:
+            is_full.set()
+        repeated.result()  # an error of the disk is reported to one reader only
+        flush(folder)
 
 
 def write_whole(

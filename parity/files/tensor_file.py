@@ -27,6 +27,7 @@ Shape = tuple[int, ...]
 MAX_ENTRIES = 1_000_000  # of a tree; a small file may reference one part many times
 MAX_DEPTH = 64
 MAX_NAME = 1000  # characters of a tensor's name
+PIECE = 2**20  # bytes that are read and hashed at a time
 
 
 class TensorInfo(NamedTuple):
@@ -139,7 +140,20 @@ class TensorFile:
 
     def sha256(self) -> str:
         """Hash all tensors: names, dtypes, shapes and bytes, independent of order and format."""
-        return hash_of(self.infos, {name: digest(self.read(name)) for name in self.infos})
+        return hash_of(self.infos, {name: self._digest(name) for name in self.infos})
+
+    def _digest(self, name: str) -> str:
+        """Return the sha256 of a tensor's bytes, read in pieces that stay in the processor's cache if possible."""
+        if name not in self.places:
+            return digest(self.read(name))
+        (file, offset), size = self.places[name], self.infos[name].nbytes
+        found, piece = hashlib.sha256(), memoryview(bytearray(min(size, PIECE)))
+        with in_one_line(self.path, self.format):
+            for begin in range(0, size, PIECE):
+                part = piece[: size - begin]
+                FileOffset(file, offset + begin).read_into(part)
+                found.update(part)
+        return found.hexdigest()
 
     def verify(self) -> None:
         """Read all tensors and compare their hash with that in the metadata, written by `write_tensors`.

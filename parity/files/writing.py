@@ -18,7 +18,7 @@ from parity.files.msgpack import METADATA, write_msgpack
 from parity.files.orbax import write_orbax
 from parity.files.reading import INDEX, SUFFIXES, open_tensors
 from parity.files.safetensors import CODES, write_safetensors
-from parity.files.target import check_target, flush, locked, move, scratch_beside
+from parity.files.target import check_target, flushing, locked, move, scratch_beside
 from parity.files.tensor_file import (
     DTYPES,
     NATIVE,
@@ -121,20 +121,19 @@ def write_tensors(
     ):
         if dry_run:
             return written
-        digests: dict[str, str] = {}
-        for shard, part in shards.items():
-            tensors = Tensors(part, read, metadata, pool)
-            WRITERS[kind][0](scratch / shard, tensors)
-            digests |= tensors.digests
-        metadata["sha256"] = hash_of(checked, digests)
-        if len(shards) > 1:
-            total = sum(info.nbytes for info in checked.values())
-            shard_of = {tensor: shard for shard, part in shards.items() for tensor in part}
-            index = {"metadata": {**metadata, "total_size": total}, "weight_map": shard_of}
-            (scratch / place.name).write_bytes(f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode())
-        flushed = pool.submit(flush, scratch)  # flush while comparing
-        _verify(path, scratch / place.name, checked, metadata)
-        flushed.result()
+        with flushing(scratch):
+            digests: dict[str, str] = {}
+            for shard, part in shards.items():
+                tensors = Tensors(part, read, metadata, pool)
+                WRITERS[kind][0](scratch / shard, tensors)
+                digests |= tensors.digests
+            metadata["sha256"] = hash_of(checked, digests)
+            if len(shards) > 1:
+                total = sum(info.nbytes for info in checked.values())
+                shard_of = {tensor: shard for shard, part in shards.items() for tensor in part}
+                index = {"metadata": {**metadata, "total_size": total}, "weight_map": shard_of}
+                (scratch / place.name).write_bytes(f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode())
+            _verify(path, scratch / place.name, checked, metadata)
         with locked(place.parent):  # check again, because others may have written there meanwhile
             stale = check_target(path, kind, names, place.parent, overwrite=overwrite, source=source)
             move(names, scratch, place.parent, stale)

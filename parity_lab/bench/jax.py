@@ -138,11 +138,11 @@ class _Core:
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
         spec = self.work.spec
-        fused, plain = mha_jax.fused.scaled_dot_product_attention, mha_jax.scaled_dot_product_attention
+        fused = mha_jax.fused.scaled_dot_product_attention
         found = {
             OURS: lambda: self.contender(_first(partial(fused, spec=spec))),
             "jax.nn": lambda: self.of_jax_nn(),
-            "plain path": lambda: self.contender(_first(partial(plain, spec=spec)), counts=False),
+            "plain path": self.plain,
         }
         if self.work.soft_cap is not None or self.work.has_sinks:  # which jax.nn has not
             del found["jax.nn"]
@@ -168,9 +168,16 @@ class _Core:
         inputs = (query, key, value, *sinks)
         return _contender(self.work, attend, (), inputs, cotangent=cotangent, restore=order, **options)
 
+    def plain(self) -> Contender:
+        self.work.check_scores()
+        attend = partial(mha_jax.scaled_dot_product_attention, spec=self.work.spec)
+        return self.contender(_first(attend), counts=False)
+
     def of_jax_nn(self, implementation: str | None = None) -> Contender:
         attend: Any = jax.nn.dot_product_attention
         if self.work.window_size is not None:
+            if implementation is None:
+                self.work.check_scores()
             attend = partial(attend, local_window_size=(self.work.window_size - 1, 0))
         if self.work.spec.alibi_slopes is not None:
             places = jnp.arange(self.work.seq_len, dtype=jnp.float32)

@@ -231,26 +231,26 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float | None:
 
 
 def growth(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the growth of time and memory with the tokens S and the batch B, by framework, dtype and contender."""
+    """Return the growth of time and memory with the tokens S and the batch B, by work, framework, dtype, contender."""
     found = []
-    series: dict[tuple[str, str, str], list[Row]] = {}
+    series: dict[tuple[str, str, str, str], list[Row]] = {}
     for row in rows:
-        if row.group == "growth":
+        if row.group.startswith("growth"):
             for name in (OURS, *row.peers):
-                series.setdefault((row.framework, row.dtype, name), []).append(row)
-    for (framework, dtype, name), of_name in series.items():
-        for axis, over in enumerate("BNS"):
+                series.setdefault((row.what, row.framework, row.dtype, name), []).append(row)
+    for (what, framework, dtype, name), of_name in series.items():
+        for axis, over in enumerate(of_name[0].axes.split()):
             # Along S rows of the smallest batch, along B rows of the length with the most batches.
             others = {tuple(n for i, n in enumerate(row.shape) if i != axis) for row in of_name}
             lines = [[row for row in of_name if tuple(np.delete(row.shape, axis)) == rest] for rest in others]
             line = max(lines, key=len)
-            if over == "N" or len(line) < 2:
+            if over not in "BS" or len(line) < 2:
                 continue
             sizes = [row.shape[axis] for row in line]
             ours = name == OURS
             ms = [(row.ours_ms if ours else row.peers.get(name)) or 0.0 for row in line]
             peak = [(row.peak_bytes if ours else row.peers_peak_bytes.get(name)) or 0.0 for row in line]
             for of, values in (("time", ms), ("memory", peak)):
-                key = {"framework": framework, "dtype": dtype, "name": name, "of": of, "over": over}
+                key = {"what": what, "framework": framework, "dtype": dtype, "name": name, "of": of, "over": over}
                 found.append({**key, "exponent": exponent(sizes, values)})
     return found

@@ -74,17 +74,18 @@ def _megabytes(nbytes: float | None) -> str:
 
 def _print_growth(growth: Sequence[dict[str, Any]], out: Console) -> None:
     series = list(dict.fromkeys((line["of"], line["over"]) for line in growth))
-    columns = [Column(name, no_wrap=True) for name in ("framework", "dtype", "whose")]
+    columns = [Column(name, no_wrap=True) for name in ("work", "framework", "dtype", "whose")]
     columns += [Column(f"{of} over {over}", justify="right", no_wrap=True) for of, over in series]
-    lines: dict[tuple[str, str, str], dict[tuple[str, str], float | None]] = {}
+    lines: dict[tuple[str, str, str, str], dict[tuple[str, str], float | None]] = {}
     for line in growth:
-        of_name = lines.setdefault((line["framework"], line["dtype"], line["name"]), {})
+        work = line["what"].removeprefix("growth-long ").removeprefix("growth ").removesuffix(" forward")
+        of_name = lines.setdefault((work, line["framework"], line["dtype"], line["name"]), {})
         of_name[line["of"], line["over"]] = line["exponent"]
     rows = []
     for key, exponents in lines.items():
         found = (exponents.get(each) for each in series)
         rows.append([*key, *("—" if value is None else f"{value:.2f}" for value in found)])
-    title = "Growth of the causal core: the exponent of time and of memory, over the larger half"
+    title = "Growth: the exponent of time and of memory, over the larger half"
     print_table(out, title, columns, rows)
 
 

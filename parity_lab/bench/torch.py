@@ -155,15 +155,21 @@ class _Core:
             others = {"scores by hand": lambda: self.contender(self.scores_by_hand())}
         elif self.work.window_size is not None or self.work.has_alibi:
             others = {"masked SDPA": lambda: self.contender(self.masked_sdpa())}
-        fused, plain = mha_torch.fused.scaled_dot_product_attention, mha_torch.scaled_dot_product_attention
+        fused = mha_torch.fused.scaled_dot_product_attention
         return {
             OURS: lambda: self.contender(_first(partial(fused, spec=spec))),
             **others,
-            "plain path": lambda: self.contender(_first(partial(plain, spec=spec)), counts=False),
+            "plain path": self.plain,
         }
+
+    def plain(self) -> Contender:
+        self.work.check_scores()
+        attend = partial(mha_torch.scaled_dot_product_attention, spec=self.work.spec)
+        return self.contender(_first(attend), counts=False)
 
     def shown(self) -> Tensor:
         """Return a mask (T, S), True = attend."""
+        self.work.check_scores()
         hidden = mha_torch.create_attention_mask(
             self.work.seq_len, is_causal=True, window_size=self.work.window_size, device=self.side.device
         )

@@ -9,14 +9,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mha_spec import Alibi, AttentionSpec
+from mha_spec import Alibi, AttentionSpec, Refusal
 from parity.core.weights import Weights, dtype_named, random_weights
 
-GROUPS = ("cores", "scores", "layers", "decode", "memory", "import", "convert", "growth")
+GROUPS = ("cores", "scores", "layers", "decode", "memory", "import", "convert", "growth", "growth-long")
+NAMED = ("memory", "scores", "growth", "growth-long")  # groups with work that others also have
 DTYPES = ("float32", "bfloat16", "float16")
 
 CORES = ((2, 8, 256), (2, 12, 512), (1, 12, 1024), (1, 16, 2048), (1, 8, 4096))  # batch, heads, tokens
 LONG_CORES = ((1, 16, 8192), (1, 16, 16384))  # for a GPU
+MOST_SCORES = 2**29
+"""Elements of the scores, or of a mask for each head, that other libraries may store: 2 GiB in float32."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,12 @@ class Work:
     def what(self) -> str:
         """Description of the work; with shape, dtype and framework it identifies a row."""
         if self.kind in ("prefill", "decode"):
-            return f"{self.label} {self.kind}".lstrip()
+            return " ".join(filter(None, (self.group if self.group in NAMED else "", self.label, self.kind)))
         told = ["causal" * self.is_causal, "padded" * self.is_padded, "capped" * (self.soft_cap is not None)]
         told += ["sinks" * self.has_sinks, "ALiBi" * self.has_alibi]
         window = "" if self.window_size is None else f"window {self.window_size}"
         hidden = "+".join(filter(None, (*told, window))) or "full"
-        words = [self.group if self.group in ("memory", "growth", "scores") else "", self.label, self.kind, hidden]
+        words = [self.group if self.group in NAMED else "", self.label, self.kind, hidden]
         words += ["with weights" * self.need_weights, "forward+backward" if self.backward else "forward"]
         return " ".join(filter(None, words))
 
@@ -112,6 +115,15 @@ class Work:
     def lengths(self) -> list[int]:
         """Number of real tokens of each sequence; with padding it decreases in equal steps."""
         return [max(1, self.seq_len * (self.batch - b * self.is_padded) // self.batch) for b in range(self.batch)]
+
+    def check_scores(self) -> None:
+        """Refuse work for a contender that stores its scores or a mask.
+
+        Raises:
+            ValueError: if they are too many.
+        """
+        if (num_scores := self.batch * self.num_heads * self.seq_len**2) > MOST_SCORES:
+            raise Refusal("scores", f"have at most {MOST_SCORES:.1e} elements to be stored", f"{num_scores:.1e}")
 
     @property
     def flops(self) -> float | None:
@@ -198,6 +210,7 @@ def plan(groups: Sequence[str], dtypes: Sequence[str], *, quick: bool = False, l
         "decode": _decode,
         "memory": _memory,
         "growth": _growth,
+        "growth-long": _growth_long,
     }
     return [
         work
@@ -278,3 +291,9 @@ def _growth(dtype: str, quick: bool, long: bool) -> list[Work]:
     batches, seq_len = ((1, 2, 4), 256) if quick else ((1, 2, 4, 8), 1024)
     shapes = [*((1, 8, length) for length in lengths), *((batch, 8, seq_len) for batch in batches)]
     return [_core("growth", shape, dtype, is_causal=True) for shape in shapes]
+
+
+def _growth_long(dtype: str, quick: bool, long: bool) -> list[Work]:
+    lengths = [2**power for power in range(10, 13 if quick else 18)]  # from 1024 to 131072
+    windows = [_core("growth-long", (1, 8, length), dtype, is_causal=True, window_size=512) for length in lengths]
+    return windows + [Work("growth-long", "decode", 1, length, 8, dtype=dtype) for length in lengths]

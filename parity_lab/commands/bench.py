@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--suites",
         type=name_list,
         metavar="A,B",
-        help="cores, scores, layers, decode, memory, import, convert, growth; default: all",
+        help="cores, scores, layers, decode, memory, import, convert, growth, growth-long; default: all",
     )
     parser.add_argument("--backends", type=name_list, metavar="A,B", help="jax, torch; default: all that are installed")
     parser.add_argument("--dtypes", type=dtype_list, metavar="A,B", help="default: float32, on a GPU bfloat16")
