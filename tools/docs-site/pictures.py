@@ -1,6 +1,7 @@
 """The pictures of the site, drawn from results that are computed when it is built."""
 
 import numpy as np
+import plots
 
 import parity
 from parity.core.compare import Label, compare
@@ -24,6 +25,7 @@ def pictures() -> dict[str, bytes]:
         "rope-pairs": rope_pairs(),
         "rope-error": rope_error(),
         "divided-heads": divided_heads(),
+        **plots.plots(),
     }
     return {f"{name}.svg": figure.image("svg") for name, figure in drawn.items()}
 
