@@ -87,8 +87,8 @@ def targets() -> Iterator[tuple[str, str, str, str, str]]:
         is_met = values[0] >= least if least is not None else values[-1] <= target["at_most"]
         bound = f"≥ {least:g}" if least is not None else f"≤ {target['at_most']:g}"
         shown = " to ".join(dict.fromkeys(f"{value:.2f}" for value in (values[0], values[-1])))
-        verdict = ("yes", "") if is_met else ("**no**", target.get("cause", "not examined"))
-        yield target["about"], bound, shown, *verdict
+        reason = "" if is_met else target.get("cause", "not examined")
+        yield target["about"], bound, shown, "yes" if is_met else "**no**", reason
 
 
 def values_of(target: dict[str, Any]) -> Iterator[float]:

@@ -20,7 +20,7 @@ OURS = "ours"
 BLANK = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
 """Box of a label, which hides the lines behind it."""
 
-Line = tuple[str, str, list[float], list[float], bool]
+Line = tuple[str, str, Sequence[float], Sequence[float], bool]
 """Label, color, x, y, and whether the line is one of ours."""
 
 
@@ -48,8 +48,8 @@ def ratios(rows: Sequence[Row], title: str) -> NotebookFigure:
         axes.scatter(values, [place] * len(values), s=36, color=COLORS[framework], alpha=0.45, linewidths=0)
         axes.plot([median(values)] * 2, [place - 0.28, place + 0.28], color=COLORS[framework], linewidth=2)
         for value, align in {max(values): "left", min(values): "right"}.items():
-            at, style = (value * (0.95 if align == "right" else 1.05), place), {"ha": align, "va": "center"}
-            axes.annotate(f"{value:.2f}", at, fontsize=8, color=COLORS[framework], bbox=BLANK, **style)
+            x, color = value * (0.95 if align == "right" else 1.05), COLORS[framework]
+            axes.text(x, place, f"{value:.2f}", ha=align, va="center", fontsize=8, color=color, bbox=BLANK)
     axes.axvline(1, color=GRAY, linestyle="--", linewidth=1)
     every = [value for values in found.values() for value in values]
     ticks = [tick for tick in (0.125, 0.25, 0.5, 1, 2, 4, 8, 16) if min(every) / 2 < tick < max(every) * 1.6]
@@ -118,10 +118,10 @@ def devices() -> NotebookFigure:
     }
     figure = NotebookFigure(figsize=(9, 6.4), layout="constrained")
     for panels, (title, rows) in zip(figure.subplots(2, 2), groups.items(), strict=True):
-        for panel, key, what in zip(panels, ("temporary", "received"), ("temporary", "received"), strict=True):
+        for panel, what in zip(panels, ("temporary", "received"), strict=True):
             lines = []
             for row, color in zip(rows, OF_PLANS, strict=True):
-                pairs = zip(row["devices"], row[f"{key}_bytes"], strict=True)
+                pairs = zip(row["devices"], row[f"{what}_bytes"], strict=True)
                 points = {count: nbytes / 1e6 for count, nbytes in pairs if nbytes and count > 1}
                 lines.append((row["plan"], color, [*points], [*points.values()], True))
             draw_lines(panel, [line for line in lines if line[2]], "devices", f"{what}, MB per device")
@@ -166,7 +166,7 @@ def draw_lines(panel: Any, lines: Sequence[Line], x_label: str, y_label: str) ->
         panel.plot(x, y, color=color, marker="o", markersize=3, **style)
     ticks = sorted({value for line in lines for value in line[2]})
     panel.set_xticks(ticks, labels=[f"{tick:g}" if tick < 8192 else f"{tick / 1024:g}k" for tick in ticks])
-    panel.minorticks_off()
+    panel.xaxis.minorticks_off()
     panel.grid(visible=True, alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
     panel.set_xlim(ticks[0] / 1.1, ticks[-1] * (ticks[-1] / ticks[0]) ** 0.55)  # with room for the labels
@@ -176,8 +176,7 @@ def draw_lines(panel: Any, lines: Sequence[Line], x_label: str, y_label: str) ->
         ending = [line for line in lines if line[2][-1] == end]
         places = apart([np.log(line[3][-1]) for line in ending], (high - low) * 0.065)
         for (label, color, *_), place in zip(ending, places, strict=True):
-            place = (end * 1.08, np.exp(place))
-            panel.annotate(label, place, va="center", fontsize=8, color=color, bbox=BLANK)
+            panel.text(end * 1.08, np.exp(place), label, va="center", fontsize=8, color=color, bbox=BLANK)
 
 
 def apart(values: Sequence[float], gap: float) -> list[float]:
