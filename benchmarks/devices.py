@@ -1,13 +1,17 @@
-"""Tabulate memory and communication of an mha_jax layer on 1, 2, 4 and 8 devices, for benchmarks/results.md.
+"""Tabulate memory and communication of an mha_jax layer on 1, 2, 4 and 8 devices.
+
+    python benchmarks/devices.py [PATTERN] [--json PATH]
 
 Programs are compiled for virtual CPU devices, but not run: XLA reports their memory, and their text shows what they
-send. Usage: python benchmarks/devices.py [PATTERN]
+send. benchmarks/README.md describes the file.
 """
 
+import argparse
+import json
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -98,34 +102,49 @@ PLANS: dict[str, Callable[[Mesh], list[Program]]] = {
 }
 
 
-def measured(pattern: str) -> Iterator[tuple[str, list[tuple[float, float, float, dict[str, int]]]]]:
-    """Yield each matching plan with, per number of devices, temporary MB, received and sent MB, and the operations."""
-    for name, plan in PLANS.items():
-        titles = [name] if len(plan(mesh_of(1))) == 1 else [f"{name}, forward", f"{name}, gradient"]
-        for index, title in enumerate(titles):
-            if not re.search(pattern, title):
+def measured(pattern: str) -> Iterator[dict[str, Any]]:
+    """Yield the row of each matching plan and program; lists have a value for each number of devices."""
+    for plan, make in PLANS.items():
+        programs = ("forward", "gradient") if len(make(mesh_of(1))) == 2 else ("forward",)
+        for index, program in enumerate(programs):
+            if not re.search(pattern, f"{plan}, {program}"):
                 continue
-            rows = []
+            row = {"plan": plan, "program": program, "devices": DEVICES, "temporary_bytes": [], "input_bytes": []}
+            row |= {"received_bytes": [], "collectives": []}
             for count in DEVICES:
-                function, arguments = plan(mesh_of(count))[index]
-                donated = (2,) if "cache" in title else ()
-                program = jax.jit(function, donate_argnums=donated).lower(*arguments).compile(QUICKLY)
-                memory: Any = program.memory_analysis()
-                sent = collectives_in(program.as_text())
-                held = (memory.temp_size_in_bytes, memory.argument_size_in_bytes, nbytes_of(sent))
-                rows.append((*(x / 1e6 for x in held), counts_of(sent)))
-            yield title, rows
+                function, arguments = make(mesh_of(count))[index]
+                donated = (2,) if "cache" in plan else ()
+                compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile(QUICKLY)
+                memory: Any = compiled.memory_analysis()
+                received = collectives_in(compiled.as_text())
+                row["temporary_bytes"].append(memory.temp_size_in_bytes)
+                row["input_bytes"].append(memory.argument_size_in_bytes)
+                row["received_bytes"].append(nbytes_of(received))
+                row["collectives"].append(counts_of(received))
+            yield row
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("pattern", nargs="?", default="", metavar="PATTERN", help="regular expression of plans")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to this file")
+    options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(DEVICES))
-    print("| plan | temporary MB a device, 1 / 2 / 4 / 8 | given | sent | by, on 8 |")
-    print("|---|---|---|---|---|")
-    for title, rows in measured(sys.argv[1] if len(sys.argv) > 1 else ""):
-        columns = [" / ".join(f"{row[i]:.3g}" for row in rows) for i in range(3)]
-        by = ", ".join(f"{count} {kind}" for kind, count in rows[-1][3].items()) or "—"
-        print(f"| {title} | {' | '.join(columns)} | {by} |", flush=True)
+    rows = []
+    print(f"MB of a device, on {' / '.join(map(str, DEVICES))} devices")
+    print("| plan | program | temporary | inputs | received | collectives on 8 |\n|---|---|---|---|---|---|")
+    for row in measured(options.pattern):
+        rows.append(row)
+        keys = ("temporary_bytes", "input_bytes", "received_bytes")
+        columns = [" / ".join(f"{nbytes / 1e6:.3g}" for nbytes in row[key]) for key in keys]
+        by = ", ".join(f"{count} {kind}" for kind, count in row["collectives"][-1].items()) or "—"
+        print(f"| {row['plan']} | {row['program']} | {' | '.join(columns)} | {by} |", flush=True)
+    if options.json is not None:
+        about = f"a layer of E {SPEC.d_model} and {SPEC.num_heads} heads, float32, causal"
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+        head = f' "format": 1,\n "about": {json.dumps(about)},\n "packages": {{"jax": "{jax.__version__}"}}'
+        options.json.write_text(f'{{\n{head},\n "rows": [\n{lines}\n ]\n}}\n', "utf-8")
 
 
 if __name__ == "__main__":

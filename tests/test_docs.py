@@ -190,7 +190,15 @@ def imports_tt(code):
     return "mha_tt" in code
 
 
-LONG = {"getting-started.md", "conformance.md", "performance.md", "scale.md"}
+LONG = {
+    "getting-started.md",
+    "conformance.md",
+    "fast.md",
+    "sharding.md",
+    "shard-torch.md",
+    "shard-jax.md",
+    "rank-checkpoints.md",
+}
 """Pages whose code takes seconds."""
 
 

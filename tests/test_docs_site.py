@@ -13,6 +13,7 @@ import parity
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / "tools" / "docs-site"
+IMAGE = re.compile(r"\{image\} \S*pictures/([\w-]+)\.svg")
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ def test_links_of_the_site_lead_to_its_pages(tmp_path):
     for page in pages:
         for link in re.findall(r"\]\(([^()\s#]+)[^()\s]*\)", stage.FENCE.sub("", page.read_text("utf-8"))):
             target = (page.parent / link).resolve().relative_to(tmp_path) if ":" not in link else None
-            is_generated = target is None or target.parts[0] == "reference" or target.suffix == ".png"
+            is_generated = target is None or target.parts[0] == "reference" or target == Path("evidence/benchmarks.md")
             if not is_generated and not (tmp_path / target).exists():
                 broken.append(f"{page.relative_to(tmp_path)}: {link}")
     assert broken == []
@@ -135,8 +136,10 @@ def test_workflows_and_issue_forms_are_yaml_and_run_what_there_is():
 
 def test_pictures_are_the_same_bytes_when_they_are_drawn_again():
     import pictures
+    import plots
 
-    for draw in (pictures.rope_pairs, pictures.rope_error, pictures.divided_heads, pictures.simulated_blackhole):
+    drawn = (pictures.rope_pairs, pictures.rope_error, pictures.divided_heads, pictures.simulated_blackhole)
+    for draw in (*drawn, plots.devices, plots.cost_model):
         first, second = draw().image("svg"), draw().image("svg")
         assert first == second
         assert first.startswith(b"<?xml")
@@ -157,6 +160,96 @@ def test_a_right_layer_is_drawn_below_the_line_and_bugs_above():
     bugs = pictures.errors_of_bugs("causal")
     assert len(bugs) > 50
     assert all(error > budget for budget, error in bugs)
+
+
+# ---- Measurements ----------------------------------------------------------------------------------------------------
+
+
+def row_of(tokens, ours_ms, **fields):
+    """A row of the benchmark, one sequence of a core."""
+    row = {"what": "growth core", "framework": "jax", "shape": [1, 2, tokens, 8], "dtype": "float32", "group": "growth"}
+    row |= {"axes": "B N S H", "ours_ms": ours_ms, "peers": {"jax.nn": 2.0}, "ratio": 2.0, "limit_ratio": 1.5}
+    return row | {"peak_bytes": 1000 * tokens, **fields}
+
+
+@pytest.fixture
+def results(monkeypatch, tmp_path):
+    """Write a file of measurements, or another file, of an empty folder of benchmarks."""
+    import measurements
+
+    monkeypatch.setattr(measurements, "FOLDER", tmp_path)
+    (tmp_path / "results").mkdir()
+
+    def write(name, content):
+        (tmp_path / name).write_text(json.dumps(content), "utf-8")
+
+    return write
+
+
+def file_of(*rows):
+    return {"environment": {"platform": "Linux", "packages": {"jax": "1", "torch": None}}, "rows": rows}
+
+
+def test_a_later_file_of_a_machine_replaces_rows(results):
+    import measurements
+
+    results("results/a-2026-01-02-more.json", file_of(row_of(128, 3.0)))
+    results("results/a-2026-01-01.json", file_of(row_of(128, 1.0), row_of(256, 2.0)))
+    results("results/b-2026-01-03.json", file_of(row_of(128, 9.0)))
+    results("results/devices.json", {})
+    assert [(row["shape"][2], row["ours_ms"]) for row in measurements.rows_of("a")] == [(128, 3.0), (256, 2.0)]
+    assert [(each.machine, each.date[-2:]) for each in measurements.measured()] == [
+        ("a", "01"),
+        ("a", "02"),
+        ("b", "03"),
+    ]
+
+
+def test_targets_are_met_by_their_worst_row(results):
+    import measurements
+
+    results(
+        "results/a-2026-01-01.json", file_of(row_of(128, 1.0, ratio=1.2), row_of(256, 1.0, ratio=0.9, what="other"))
+    )
+    target = {"about": "x", "machine": "a", "rows": {"shape": "1x2x*"}, "value": "ratio", "cause": "y"}
+    half = {"about": "x", "machine": "a", "rows": {"what": "growth *"}, "peer": "jax.nn", "cause": "y"}
+    results("targets.json", [{**target, "at_least": 1}, {**target, "at_most": 1.2}, {**half, "at_least": 2}])
+    found = [row[1:] for row in measurements.targets()]
+    assert found[0] == ("≥ 1", "0.90 to 1.20", "**no**", "y")
+    assert found[1] == ("≤ 1.2", "0.90 to 1.20", "yes", "")
+    assert found[2] == ("≥ 2", "2.00", "yes", "")
+    results("targets.json", [{**target, "rows": {"what": "absent"}, "at_least": 1}])
+    with pytest.raises(ValueError, match="have rows for 'x'"):
+        list(measurements.targets())
+
+
+def test_growth_is_drawn_by_the_tokens_of_any_kind_of_work():
+    import plots
+
+    steps = [row_of(tokens, 1.0, what="growth step", axes="B S E", shape=[1, tokens, 16]) for tokens in (1024, 131072)]
+    rings = [row_of(tokens, None, what="growth ring", peers={}) for tokens in (1024, 4096)]
+    figure = plots.growth([*steps, *rings])
+    assert len(figure.axes) == 4
+    assert [len(panel.lines) for panel in figure.axes] == [2, 1, 0, 1]
+    assert list(figure.axes[0].lines[0].get_xdata()) == [1024, 131072]
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["1024", "128k"]
+
+
+def test_labels_are_moved_apart_in_order():
+    import plots
+
+    placed = plots.apart([1.0, 0.0, 1.1], 0.5)
+    assert placed == pytest.approx([0.8, 0.0, 1.3])
+
+
+def test_every_file_of_measurements_is_on_the_page():
+    import measurements
+
+    text = measurements.page()
+    assert [each.date for each in measurements.measured() if f"### {each.date}" not in text] == []
+    assert {*IMAGE.findall(text)} >= {"ratios-epyc", "growth-epyc", "ratios-h200"}
+    assert text.count(":::{dropdown}") > 14
+    assert measurements.targets_table().count("\n") > 10
 
 
 # ---- The recipe for CI -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import plots
 
 import parity
 from parity.core.compare import Label, compare
@@ -28,6 +29,7 @@ def pictures() -> dict[str, bytes]:
         "rope-error": rope_error(),
         "divided-heads": divided_heads(),
         "simulated-blackhole": simulated_blackhole(),
+        **plots.plots(),
     }
     return {f"{name}.svg": figure.image("svg") for name, figure in drawn.items()}
 

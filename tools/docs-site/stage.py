@@ -24,7 +24,7 @@ ELSEWHERE = {
     "CHANGELOG.md": "contributing/changelog",
     "README.md": "README",
     "examples/README.md": "how-to/port",
-    "benchmarks/results.md": "evidence/benchmarks",
+    "benchmarks/README.md": "evidence/measure",
     "parity/pretrained/PROVENANCE.md": "evidence/trained-layers",
     "tests/wild/README.md": "evidence/ports",
 }
@@ -33,8 +33,9 @@ ELSEWHERE = {
 REPLACED = {
     "docs/README.md": "index",
     "docs/reference/commands.md": "reference/cli/index",
+    "benchmarks/results": "evidence/benchmarks",
 }
-"""Pages that the site has in another form."""
+"""Pages and folders that the site has in another form."""
 
 OF_TT = DOCS / "tutorials" / "ttnn.md"
 NOT_EXECUTED = """
@@ -73,8 +74,8 @@ class Site:
         self.viewed: set[Path] = set()
 
     def write(self, name: str, text: str) -> None:
-        """Write a page; a name without a suffix is one of Markdown."""
-        path = self.folder / (name if name.endswith(".rst") else f"{name}.md")
+        """Write a page, or a part that a page includes; a name without a suffix is a page of Markdown."""
+        path = self.folder / (name if name.endswith((".rst", ".inc")) else f"{name}.md")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
 
@@ -140,6 +141,7 @@ def write_kernel(folder: Path, python: Path | None) -> bool:
 
 def main(folder: Path, python_tt: Path | None = None) -> None:
     """Fill the folder, which is emptied first."""
+    import measurements
     import reference
     from pictures import pictures
 
@@ -161,7 +163,7 @@ def main(folder: Path, python_tt: Path | None = None) -> None:
         copied.write_text(f"{head}{title}{NOT_EXECUTED}{rest}", "utf-8")
     for path in sorted(site.viewed):
         site.view(path)
-    for name, text in reference.pages().items():
+    for name, text in {**reference.pages(), **measurements.pages()}.items():
         site.write(name, text)
     for name, text in reference.endings().items():
         path = folder / f"{name}.md"
