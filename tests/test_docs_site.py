@@ -67,12 +67,13 @@ def test_links_in_code_stay(tmp_path):
     assert site.viewed == {ROOT / "Makefile"}
 
 
-def test_generated_pages_have_every_command_case_family_layout_and_bug():
+def test_generated_pages_have_every_command_case_family_layout_bug_and_key():
     import reference
 
     from parity.cli.main import COMMANDS
     from parity.diagnosis.mistakes import mistake_by_name
     from parity.models.families import FAMILIES
+    from parity.reporting.schemas import SCHEMAS
 
     commands = reference.command_pages()
     assert commands.keys() == {f"reference/cli/{name}" for name in ("index", *COMMANDS)}
@@ -82,6 +83,7 @@ def test_generated_pages_have_every_command_case_family_layout_and_bug():
         reference.families_page(): FAMILIES,
         reference.layouts_page(): parity.LAYOUTS,
         reference.bugs_page(): mistake_by_name(),
+        reference.schemas_page(): {key for schema in SCHEMAS.values() for key in schema.keys},
     }.items():
         assert [name for name in names if f"`{name}`" not in page] == []
 

@@ -145,7 +145,7 @@ def test_cases_are_chosen_by_their_names_and_written_as_json(tmp_path, capsys):
     assert main(["cases", "window-c*", "--json", str(tmp_path / "c.json")]) == 0
     assert capsys.readouterr().out.count("\n") == 1
     content = json.loads((tmp_path / "c.json").read_text())
-    assert content["format"] == 1
+    assert content["schema"] == "mha-parity/cases"
     (case,) = content["cases"]
     assert case["name"] == "window-cross"
     assert case["covers"] == "heads 4 x 8, tokens 2 x 5 over 9, window 3"

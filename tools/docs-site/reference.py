@@ -28,6 +28,7 @@ def pages() -> dict[str, str]:
         "reference/layouts": layouts_page(),
         "reference/cases": cases_page(),
         "reference/bugs": bugs_page(),
+        "reference/schemas": schemas_page(),
     }
 
 
@@ -247,3 +248,42 @@ def bugs_page() -> str:
             table(("class", "bug", "first stage", "the result matches the reference if", "fix"), rows) + "\n",
         ]
     )
+
+
+# ---- Files for other programs ----------------------------------------------------------------------------------------
+
+
+def schemas_page() -> str:
+    """The keys of JSON, of the metadata of files, and the elements of JUnit XML."""
+    from parity.core.weights import FORMAT
+    from parity.reporting.schemas import FILES, JUNIT, SCHEMAS
+
+    parts = [
+        "# Schemas",
+        "## JSON of a command",
+        "`--json PATH` writes one object. `schema` and `version` are its first keys. The version increases if a key "
+        "appears, disappears or changes its meaning, so check both before you read the rest. Infinity and NaN are "
+        "null. `pytest --parity-report PATH.json` writes the schema of `run`.",
+        f'```json\n{{"schema": "mha-parity/run", "version": {SCHEMAS["run"].version}, "environment": {{…}}, …}}\n```',
+    ]
+    for command, schema in SCHEMAS.items():
+        parts.append(f"### {command}\n\n`mha-parity/{command}`, version {schema.version}")
+        for form, keys in schema.forms.items():
+            parts += [f"With {form}:"] if form else []
+            parts.append(table(("key", "value"), ((f"`{name}`", about) for name, about in keys.items())))
+    parts += [
+        "## Metadata of files",
+        "mha-parity's own files are safetensors files with text in their metadata. Readers reject another `format` "
+        f"than {FORMAT}. Converted checkpoints have the names of their layout, and `mha_parity` is their format.",
+    ]
+    for kind, keys in FILES.items():
+        rows = ((f"`{name}`", about) for name, about in keys.items())
+        parts += [f"### {kind.capitalize()}", table(("key", "value"), rows)]
+    rows = ((f"`{tag}`", ", ".join(f"`{name}`" for name in names)) for tag, names in JUNIT.items())
+    parts += [
+        "## JUnit XML",
+        "`--junit PATH` and `pytest --parity-report PATH.xml` write a suite for each backend and dtype, with a test "
+        "for each case.",
+        table(("element", "attributes"), rows),
+    ]
+    return "\n\n".join(parts) + "\n"
