@@ -1,5 +1,6 @@
 """Settings of the site, for Sphinx. `make docs` builds it from the folder that tools/docs-site/stage.py fills."""
 
+import logging
 import os
 import sys
 import tomllib
@@ -33,6 +34,15 @@ nb_execution_timeout = 180  # of a cell
 nb_execution_raise_on_error = True
 nb_execution_excludepatterns = [] if (KERNELS / "kernels" / "ttnn").exists() else ["tutorials/ttnn.md"]
 os.environ["JUPYTER_PATH"] = str(KERNELS)
+logging.getLogger("traitlets").setLevel(logging.WARNING)  # or each notebook is announced
+
+
+def print_seconds(app, env) -> None:
+    """Print how long each notebook ran."""
+    for name, found in sorted(env.nb_metadata.items()):
+        if "exec_data" in found:
+            print(f"docs: {name} ran in {found['exec_data']['runtime']:.1f} s")
+
 
 # ---- Docstrings ------------------------------------------------------------------------------------------------------
 
@@ -56,6 +66,7 @@ def as_restructured_text(app, what, name, obj, options, lines) -> None:
 
 def setup(app) -> None:
     """Sphinx calls this."""
+    app.connect("env-updated", print_seconds)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=1)
 
 

@@ -104,6 +104,36 @@ def test_workflows_and_issue_forms_are_yaml_and_run_what_there_is():
     assert (ROOT / ".ci" / "run").exists()
 
 
+# ---- Appearance ------------------------------------------------------------------------------------------------------
+
+BACKGROUNDS = {"light": "#f2f2f2", "dark": "#202020"}  # furo's, of code
+
+
+def luminance(color):
+    """The relative luminance of WCAG 2."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_colors_of_a_terminal_can_be_read_in_both_themes():
+    text = (ROOT / "docs" / "_static" / "site.css").read_text("utf-8")
+    light, dark, chosen = (
+        re.findall(r"--ansi-(\w+): (#\w{6})", block) for block in re.split(r"\n(?=@media|body\[)", text)
+    )
+    assert len(light) == len(dark) == 8
+    assert dark == chosen
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    for theme, colors in {"light": light, "dark": dark}.items():
+        assert {name: color for name, color in colors if contrast(color, BACKGROUNDS[theme]) < 4.5} == {}
+    assert all(f'[class*="-{name}"] {{ color: var(--ansi-{name}); }}' in text for name, _ in light)
+
+
 # ---- Pictures --------------------------------------------------------------------------------------------------------
 
 

@@ -36,6 +36,9 @@ REPLACED = {
 }
 """Pages that the site has in another form."""
 
+DOWNLOAD = "{{nb-download}}`Download this notebook with its results <{}.ipynb>`"
+"""The link of a notebook, below its title."""
+
 OF_TT = DOCS / "tutorials" / "ttnn.md"
 NOT_EXECUTED = """
 :::{attention}
@@ -123,19 +126,28 @@ def view_of(path: Path) -> str:
     return f"source/{path.relative_to(ROOT)}"
 
 
-def write_kernel(folder: Path, python: Path | None) -> bool:
-    """Write the kernel of the notebook about TTNN beside the pages, if that Python can run it."""
-    command = [str(python), "-c", "import ipykernel, matplotlib, ttnn"]
-    if not python or not python.exists() or subprocess.run(command, capture_output=True).returncode:
-        print("docs: LEFT OUT, the results of the notebook about TTNN: no environment with ttnn and ipykernel")
-        return False
-    kernel = folder.with_name("jupyter") / "kernels" / "ttnn" / "kernel.json"
+def write_kernel(folder: Path, name: str, python: Path) -> None:
+    """Write a kernel of notebooks beside the pages.
+
+    Without these settings, pages and the output of the build would have logs or not, depending on when they arrive.
+    """
+    kernel = folder.with_name("jupyter") / "kernels" / name / "kernel.json"
     kernel.parent.mkdir(parents=True, exist_ok=True)
-    command = [str(python.absolute()), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    # Logs of ttnn would be in the page or not, depending on when they arrive.
-    env = {"TT_METAL_LOGGER_LEVEL": "off"}
-    kernel.write_text(json.dumps({"argv": command, "display_name": "TTNN", "language": "python", "env": env}), "utf-8")
-    return True
+    command = [str(python.absolute()), "-m", "ipykernel_launcher", "--log-level=ERROR", "-f", "{connection_file}"]
+    content = {"argv": command, "display_name": name, "language": "python", "env": {"TT_METAL_LOGGER_LEVEL": "off"}}
+    kernel.write_text(json.dumps(content), "utf-8")
+
+
+def can_run_tt(python: Path) -> bool:
+    """Return if a Python can run the notebook about TTNN."""
+    command = [str(python), "-c", "import ipykernel, matplotlib, ttnn"]
+    return python.exists() and subprocess.run(command, capture_output=True).returncode == 0
+
+
+def add_below_title(path: Path, text: str) -> None:
+    """Add text below the title of a page."""
+    head, title, rest = re.split(r"^(# .*\n)", path.read_text("utf-8"), maxsplit=1, flags=re.MULTILINE)
+    path.write_text(f"{head}{title}\n{text.strip()}\n{rest}", "utf-8")
 
 
 def main(folder: Path, python_tt: Path | None = None) -> None:
@@ -155,10 +167,15 @@ def main(folder: Path, python_tt: Path | None = None) -> None:
         copied = folder / picture.relative_to(DOCS)
         copied.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(picture, copied)
-    if not write_kernel(folder, python_tt):
-        copied = folder / OF_TT.relative_to(DOCS)
-        head, title, rest = re.split(r"^(# .*\n)", copied.read_text("utf-8"), maxsplit=1, flags=re.MULTILINE)
-        copied.write_text(f"{head}{title}{NOT_EXECUTED}{rest}", "utf-8")
+    write_kernel(folder, "python3", Path(sys.executable))
+    if python_tt is not None and can_run_tt(python_tt):
+        write_kernel(folder, "ttnn", python_tt)
+    else:
+        print("docs: LEFT OUT, the results of the notebook about TTNN: no environment with ttnn and ipykernel")
+        add_below_title(folder / OF_TT.relative_to(DOCS), NOT_EXECUTED)
+    for page in (folder / "tutorials").glob("*.md"):
+        if page.read_text("utf-8").startswith("---\nfile_format: mystnb"):
+            add_below_title(page, DOWNLOAD.format(page.stem))
     for path in sorted(site.viewed):
         site.view(path)
     for name, text in reference.pages().items():
