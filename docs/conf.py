@@ -73,6 +73,7 @@ def setup(app) -> None:
 # ---- Appearance ------------------------------------------------------------------------------------------------------
 
 html_theme = "furo"
+pygments_dark_style = "a11y-high-contrast-dark"  # the theme's own underlines modules like links
 html_title = f"{project} {release}"
 html_static_path = [str(Path(__file__).parent / "_static")]
 html_css_files = ["site.css"]

@@ -61,7 +61,7 @@ def test_links_in_code_stay(tmp_path):
         site.copy(page)
     with copied.open(encoding="utf-8") as file:
         assert file.read() == (
-            "[a](../contributing/guide.md#tests) [b](../reference/cli/index.md) [c](../source/Makefile.md)\n"
+            "[a](../contributing/guide.md#tests) [b](../reference/commands.md#completion) [c](../source/Makefile.md)\n"
             "```\n[d](../CONTRIBUTING.md)\n```\n"
         )
     assert site.viewed == {ROOT / "Makefile"}

@@ -106,11 +106,6 @@ def test_help_imports_nothing_that_takes_time():
     assert result.stdout == "[]\n"
 
 
-def test_the_page_of_commands_lists_every_command():
-    page = (ROOT / "docs" / "reference" / "commands.md").read_text("utf-8")
-    assert sorted(re.findall(r"^\| `([\w-]+)", page, flags=re.MULTILINE)) == sorted(PAGES)
-
-
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
 

@@ -121,7 +121,6 @@ def docstring_of(module: ModuleType, name: str) -> list[str]:
 
 def command_pages() -> dict[str, str]:
     """A page for each command, and their list."""
-    from parity.cli.help import EXIT_STATUS
     from parity.cli.main import COMMANDS, GROUPS, make_parser
 
     (commands,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
@@ -131,7 +130,8 @@ def command_pages() -> dict[str, str]:
         for name in (each for each in members if each in COMMANDS):
             rows.append((f"[`{name}`]({name}.md)", COMMANDS[name].PAGE.line))
             names.append(name)
-    index = ["# Commands", table(("command", "result"), rows), f"```text\n{EXIT_STATUS}\n```", toctree(names)]
+    more = "[Exit statuses and common options](../commands.md) hold for all of them."
+    index = ["# Commands", table(("command", "result"), rows), more, toctree(names)]
     return {
         "reference/cli/index": "\n\n".join(index) + "\n",
         **{f"reference/cli/{name}": command_page(name, COMMANDS[name].PAGE, commands.choices[name]) for name in names},
@@ -140,11 +140,12 @@ def command_pages() -> dict[str, str]:
 
 def command_page(name: str, page, parser: argparse.ArgumentParser) -> str:
     """The page of a command: what its `--help` prints."""
-    usage = parser.format_usage().removeprefix("usage: ")
+    first, *rest = parser.format_usage().removeprefix("usage: ").splitlines()
+    usage = "\n".join([first, *(f"    {line.strip()}" for line in rest)])
     parts = [f"# {name}", page.about, f"```text\n{usage.rstrip()}\n```", f"Example:\n\n```text\n{page.example}\n```"]
     if page.forms:
         parts += ["## Forms", table(("arguments", "meaning"), ((f"`{form}`", meaning) for form, meaning in page.forms))]
-    for group in parser._action_groups:
+    for group in sorted(parser._action_groups, key=lambda group: group.title == "options"):  # which all commands have
         shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
         if shown and group.title:
             rows = [(f"`{invocation(action)}`", action.help or "") for action in shown]

@@ -30,10 +30,7 @@ ELSEWHERE = {
 }
 """Pages of the repository outside of docs/, and their names in the site."""
 
-REPLACED = {
-    "docs/README.md": "index",
-    "docs/reference/commands.md": "reference/cli/index",
-}
+REPLACED = {"docs/README.md": "index"}
 """Pages that the site has in another form."""
 
 DOWNLOAD = "{{nb-download}}`Download this notebook with its results <{}.ipynb>`"
