@@ -163,6 +163,15 @@ def test_a_right_layer_is_drawn_below_the_line_and_bugs_above():
     assert all(error > budget for budget, error in bugs)
 
 
+def test_the_tree_of_tools_names_those_of_the_table():
+    import pictures
+
+    page = (ROOT / "docs" / "how-to" / "which-tool.md").read_text("utf-8")
+    tools = {tool for questions in pictures.TOOLS.values() for tool in questions.values()}
+    assert tools <= set(re.findall(r"\[`([^`]+)`\]\(", page))
+    assert pictures.which_tool().image("svg").startswith(b"<?xml")
+
+
 # ---- The recipe for CI -----------------------------------------------------------------------------------------------
 
 

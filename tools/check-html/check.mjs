@@ -53,7 +53,8 @@ async function check(page) {
       const view = `${width}-${colorScheme}`;
       const picture = (what) => {
         const name = `${new URL(address).pathname.slice(1).replace(/\.html$/, "").replaceAll("/", "-")}-${view}${what}.png`;
-        return tab.screenshot({ path: resolve(values.screenshots, name) });
+        const path = resolve(values.screenshots, name);
+        return tab.screenshot({ path }).catch(() => tab.screenshot({ path })); // the first may fail on a busy machine
       };
       if (values.screenshots) await picture("");
       await tab.evaluate(() => document.querySelectorAll("details").forEach((details, i) => (details.open ||= i < 3)));

@@ -24,6 +24,7 @@ def pictures() -> dict[str, bytes]:
         "rope-pairs": rope_pairs(),
         "rope-error": rope_error(),
         "divided-heads": divided_heads(),
+        "which-tool": which_tool(),
     }
     return {f"{name}.svg": figure.image("svg") for name, figure in drawn.items()}
 
@@ -166,3 +167,44 @@ def patch(x: float, y: float, color: str):
     from matplotlib.patches import Rectangle
 
     return Rectangle((x, y), 0.9, 0.8, color=color)
+
+
+# ---- Tools -----------------------------------------------------------------------------------------------------------
+
+
+TOOLS = {
+    "your function or layer": {
+        "does it stay right?": "assert_parity",
+        "which bug does it have?": "diagnose",
+        "would your tests notice a bug?": "mutate",
+        "what does it do with masks and NaN?": "conformance",
+    },
+    "a model that runs": {"which layer is wrong?": "parity.tap", "what does a layer compute?": "parity.identify"},
+    "a model folder": {
+        "what does each layer compute?": "spec",
+        "do JAX, PyTorch and TTNN agree?": "run --model",
+        "the weights for another framework": "convert",
+        "one layer as plain code": "write",
+    },
+    "two weight files": {"is it the same attention?": "verify"},
+    "stages from elsewhere": {"do they agree with the reference?": "compare"},
+}
+"""The tool for each question about each thing that one may have."""
+
+
+def which_tool() -> NotebookFigure:
+    """A tree from the thing that one has, by the question, to the tool."""
+    figure = NotebookFigure(figsize=(7.2, 4.4), layout="constrained")
+    axes, line = figure.add_subplot(), 0
+    for color, (thing, questions) in zip((*COLORS, GRAY), TOOLS.items(), strict=True):
+        middle = line + (len(questions) - 1) / 2
+        axes.annotate(thing, (0, -middle), va="center", color=color, weight="bold")
+        for question, tool in questions.items():
+            axes.plot((2.2, 2.5, 2.7), (-middle, -line, -line), color=color)
+            axes.annotate(question, (2.8, -line), va="center")
+            axes.annotate(tool, (6.2, -line), va="center", color=color, family="monospace")
+            line += 1
+        line += 0.4
+    axes.set(xlim=(0, 7.9), ylim=(0.8 - line, 0.6))
+    axes.axis("off")
+    return figure
