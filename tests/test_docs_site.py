@@ -1,17 +1,22 @@
 """The site of the documentation: its links, its generated pages and pictures, and the commands of its CI recipe."""
 
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from shell import environment, run
 
 import parity
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / "tools" / "docs-site"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
 @pytest.fixture(autouse=True)
@@ -88,9 +93,46 @@ def test_generated_pages_have_every_command_case_family_layout_bug_and_key():
         assert [name for name in names if f"`{name}`" not in page] == []
 
 
-def test_the_version_to_cite_is_that_of_the_package():
-    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
-    assert cited["version"] == tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+def test_the_version_is_the_same_everywhere():
+    version = PROJECT["version"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))["version"] == version
+    first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert first is not None
+    assert first[1] == version
+    code = [
+        path
+        for name in ("mha_spec", "mha_jax", "mha_torch", "mha_tt", "parity")
+        for path in (ROOT / name).rglob("*.py")
+    ]
+    assert [path.name for path in code if re.search(r"^__version__", path.read_text("utf-8"), re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "extras"), [("constraints.txt", None), ("constraints-tt.txt", ("tt", "torch", "test"))]
+)
+def test_tested_versions_are_among_those_that_the_package_allows(file, extras):
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / file).read_text("utf-8"), re.MULTILINE))
+    pinned = {canonicalize_name(name): version for name, version in pinned.items()}
+    optional = PROJECT["optional-dependencies"]
+    texts = [
+        *PROJECT["dependencies"],
+        *(text for name in extras or optional.keys() - {"tt"} for text in optional[name]),
+    ]
+    wanted = [each for each in map(Requirement, texts) if each.name != PROJECT["name"]]
+    assert len(wanted) > 10
+    assert [
+        str(each) for each in wanted if pinned.get(canonicalize_name(each.name), "none") not in each.specifier
+    ] == []
+
+
+def test_a_release_is_built_for_the_tag_of_its_version():
+    release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8"))
+    (check,) = [command for command in commands_of(release["jobs"]["publish"]) if "GITHUB_REF_NAME" in command]
+    for tag, status in {f"v{PROJECT['version']}": 0, "v9.9.9": 1}.items():
+        ran = subprocess.run(
+            check, shell=True, cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": tag}, capture_output=True
+        )
+        assert ran.returncode == status
 
 
 def test_workflows_and_issue_forms_are_yaml_and_run_what_there_is():
