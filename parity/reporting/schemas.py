@@ -52,7 +52,7 @@ DIAGNOSIS = {
     "has_stages": "true if more than the output was observed",
     "malformed": "stages that cannot be compared, and why",
     "conventions": "stages in another convention, and which",
-    "choice": "difference in the computation that is no bug",
+    "choice": "difference in the computation that is not a bug",
     "untried": "parts of the search that exceeded the time limit",
     "agrees": "true if the output agrees all the same",
     "dtypes": "stages in another dtype than the problem's",
