@@ -33,9 +33,6 @@ ELSEWHERE = {
 REPLACED = {"docs/README.md": "index"}
 """Pages that the site has in another form."""
 
-DOWNLOAD = "{{nb-download}}`Download this notebook with its results <{}.ipynb>`"
-"""The link of a notebook, below its title."""
-
 OF_TT = DOCS / "tutorials" / "ttnn.md"
 NOT_EXECUTED = """
 :::{attention}
@@ -141,12 +138,6 @@ def can_run_tt(python: Path) -> bool:
     return python.exists() and subprocess.run(command, capture_output=True).returncode == 0
 
 
-def add_below_title(path: Path, text: str) -> None:
-    """Add text below the title of a page."""
-    head, title, rest = re.split(r"^(# .*\n)", path.read_text("utf-8"), maxsplit=1, flags=re.MULTILINE)
-    path.write_text(f"{head}{title}\n{text.strip()}\n{rest}", "utf-8")
-
-
 def main(folder: Path, python_tt: Path | None = None) -> None:
     """Fill the folder, which is emptied first."""
     import reference
@@ -169,10 +160,9 @@ def main(folder: Path, python_tt: Path | None = None) -> None:
         write_kernel(folder, "ttnn", python_tt)
     else:
         print("docs: LEFT OUT, the results of the notebook about TTNN: no environment with ttnn and ipykernel")
-        add_below_title(folder / OF_TT.relative_to(DOCS), NOT_EXECUTED)
-    for page in (folder / "tutorials").glob("*.md"):
-        if page.read_text("utf-8").startswith("---\nfile_format: mystnb"):
-            add_below_title(page, DOWNLOAD.format(page.stem))
+        copied = folder / OF_TT.relative_to(DOCS)
+        head, title, rest = re.split(r"^(# .*\n)", copied.read_text("utf-8"), maxsplit=1, flags=re.MULTILINE)
+        copied.write_text(f"{head}{title}{NOT_EXECUTED}{rest}", "utf-8")
     for path in sorted(site.viewed):
         site.view(path)
     for name, text in reference.pages().items():
