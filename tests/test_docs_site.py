@@ -148,7 +148,7 @@ def test_workflows_and_issue_forms_are_yaml_and_run_what_there_is():
 
 # ---- Appearance ------------------------------------------------------------------------------------------------------
 
-BACKGROUNDS = {"light": "#f2f2f2", "dark": "#202020"}  # furo's, of code
+BACKGROUNDS = {"light": "#f2f2f2", "dark": "#2b2b2b"}  # of code
 
 
 def luminance(color):

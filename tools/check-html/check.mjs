@@ -48,7 +48,7 @@ async function check(page) {
         if (["error", "warning"].includes(message.type())) found.errors.push(message.text());
       });
       tab.on("pageerror", (error) => found.errors.push(String(error)));
-      await tab.goto(address, { waitUntil: "load" });
+      await tab.goto(address, { waitUntil: address.includes("?") ? "networkidle" : "load" }); // a search fetches its index
       const overflow = await tab.evaluate(() => document.documentElement.scrollWidth - window.innerWidth);
       const view = `${width}-${colorScheme}`;
       const picture = (what) => {

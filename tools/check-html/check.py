@@ -33,7 +33,7 @@ CONTROL = b"""<!DOCTYPE html><html><head><title>x</title></head><body><img src="
 
 SITE = ROOT / "build" / "docs" / "html"
 PAGES = (
-    *("index", "search", "genindex"),
+    *("index", "search.html?q=rope", "genindex"),
     *("tutorials/index", "tutorials/getting-started", "tutorials/five-stages", "tutorials/port", "tutorials/ttnn"),
     *("how-to/which-tool", "how-to/ci", "explanation/why-not-allclose", "explanation/in-pictures", "evidence/field"),
     *("reference/api/mha_torch", "reference/cli/run", "reference/bugs", "reference/families", "reference/schemas"),
@@ -129,7 +129,8 @@ def faults_of_site(folder: Path, pages: list[str], *, screenshots: bool) -> list
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         site = f"http://127.0.0.1:{server.server_port}/"
-        found = found_by(folder, [f"{site}{name}.html" for name in pages], screenshots=screenshots)
+        addresses = [site + (name if ".html" in name else f"{name}.html") for name in pages]
+        found = found_by(folder, addresses, screenshots=screenshots)
         server.shutdown()
     return [f"{page.removeprefix(site)}: {what}" for page, each in found.items() for what in faults(each)]
 
