@@ -1,9 +1,13 @@
 """Settings of the site, for Sphinx. `make docs` builds it from the folder that tools/docs-site/stage.py fills."""
 
+import logging
 import os
 import sys
 import tomllib
 from pathlib import Path
+
+from docutils import nodes
+from sphinx.addnodes import download_reference
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "docs-site")]
@@ -33,6 +37,25 @@ nb_execution_timeout = 180  # of a cell
 nb_execution_raise_on_error = True
 nb_execution_excludepatterns = [] if (KERNELS / "kernels" / "ttnn").exists() else ["tutorials/ttnn.md"]
 os.environ["JUPYTER_PATH"] = str(KERNELS)
+logging.getLogger("traitlets").setLevel(logging.WARNING)  # or each notebook is announced
+
+
+def add_download(app, doctree) -> None:
+    """Link a notebook below its title. A link in the page's text would be in the downloaded notebook also."""
+    path = Path(app.env.mystnb_config.output_folder, f"{app.env.docname}.ipynb")
+    if path.exists():
+        link = download_reference(reftarget=f"/{os.path.relpath(path, app.srcdir)}")
+        link += nodes.inline(text="Download this notebook with its results")
+        title = next(doctree.findall(nodes.title))
+        title.parent.insert(1, nodes.paragraph("", "", link))
+
+
+def print_seconds(app, env) -> None:
+    """Print how long each notebook ran."""
+    for name, found in sorted(env.nb_metadata.items()):
+        if "exec_data" in found:
+            print(f"docs: {name} ran in {found['exec_data']['runtime']:.1f} s")
+
 
 # ---- Docstrings ------------------------------------------------------------------------------------------------------
 
@@ -56,12 +79,15 @@ def as_restructured_text(app, what, name, obj, options, lines) -> None:
 
 def setup(app) -> None:
     """Sphinx calls this."""
+    app.connect("doctree-read", add_download, priority=100)  # before downloads are collected
+    app.connect("env-updated", print_seconds)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=1)
 
 
 # ---- Appearance ------------------------------------------------------------------------------------------------------
 
 html_theme = "furo"
+pygments_dark_style = "a11y-high-contrast-dark"  # the theme's own underlines modules like links
 html_title = f"{project} {release}"
 html_static_path = [str(Path(__file__).parent / "_static")]
 html_css_files = ["site.css"]

@@ -417,7 +417,7 @@ def test_the_command_writes_a_table_json_and_a_picture(tiny_plan, as_users_have_
     assert "jax.nn" in out
     assert "Growth: the exponent" in out
     content = json.loads(json_path.read_text())
-    assert content["format"] == 1
+    assert content["schema"] == "mha-parity/bench"
     assert set(content["environment"]) >= {"python", "platform", "cpus", "packages", "backends", "settings"}
     assert len(content["rows"]) == 2 * len(tiny_plan)
     for row in content["rows"]:

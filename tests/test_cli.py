@@ -98,8 +98,8 @@ def test_json_has_the_form_that_is_promised(tmp_path):
     path = tmp_path / "r.json"
     assert main(["run", "--cases", "textbook", "--backends", "torch", "--grad", "--json", str(path)]) == 0
     content = json.loads(path.read_text())
-    assert content.keys() >= {"format", "environment", "summary", "results"}
-    assert content["format"] == 1
+    assert content.keys() >= {"schema", "version", "environment", "summary", "results"}
+    assert content["schema"] == "mha-parity/run"
     assert content["summary"] == {"passed": len(content["results"]), "failed": 0, "skipped": 0, "missing": 0}
     assert all(result.keys() >= RESULT_KEYS for result in content["results"])
 

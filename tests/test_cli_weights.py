@@ -146,7 +146,7 @@ def test_convert_writes_what_it_did_as_json(source, tmp_path):
     assert content.pop("path") == str(tmp_path / "b.npz")
     others = {"heads_from", "left_out", "unconverted", "optimizer_state", "not_carried", "dequantised", "missing"}
     others |= {"joined", "metadata_left_out", "plan"}
-    assert content.keys() == {"format", "source", "layers", "spec", "kept", "dropped", *others}
+    assert content.keys() == {"schema", "version", "source", "layers", "spec", "kept", "dropped", *others}
     assert not any(content[name] for name in others)
     assert content["format"] == 1
     assert content["source"] == "transformers.LLaMA"

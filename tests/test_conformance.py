@@ -792,7 +792,7 @@ def test_a_users_function_is_examined_and_exits_1(own, capsys):
     assert "1 target examined, 13 of 20 checks answered: 2 broken guarantees" in out
     content = json.loads((own / "c.json").read_text())
     (subject,) = content["subjects"]
-    assert content["format"] == 1
+    assert content["schema"] == "mha-parity/conformance"
     assert subject["framework"] == "torch"
     assert [answer["question"] for answer in subject["answers"]] == list(QUESTIONS)
     assert {answer["question"] for answer in subject["answers"] if answer["status"] == "broken"} == {

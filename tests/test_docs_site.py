@@ -1,12 +1,16 @@
 """The site of the documentation: its links, its generated pages and pictures, and the commands of its CI recipe."""
 
 import json
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from shell import environment, run
 
 import parity
@@ -14,6 +18,7 @@ import parity
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / "tools" / "docs-site"
 IMAGE = re.compile(r"\{image\} \S*pictures/([\w-]+)\.svg")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
 @pytest.fixture(autouse=True)
@@ -63,19 +68,20 @@ def test_links_in_code_stay(tmp_path):
         site.copy(page)
     with copied.open(encoding="utf-8") as file:
         assert file.read() == (
-            "[a](../contributing/guide.md#tests) [b](../reference/cli/index.md) [c](../source/Makefile.md)\n"
+            "[a](../contributing/guide.md#tests) [b](../reference/commands.md#completion) [c](../source/Makefile.md)\n"
             "```\n[d](../CONTRIBUTING.md)\n```\n"
         )
     assert site.viewed == {ROOT / "Makefile"}
 
 
-def test_generated_pages_have_every_command_case_family_layout_and_bug():
+def test_generated_pages_have_every_command_case_family_layout_bug_and_key():
     import reference
 
     from parity.cli.main import COMMANDS
     from parity.diagnosis.mistakes import mistake_by_name
     from parity.models.families import FAMILIES
     from parity.models.families.not_covered import NOT_COVERED
+    from parity.reporting.schemas import SCHEMAS
 
     commands = reference.command_pages()
     assert commands.keys() == {f"reference/cli/{name}" for name in ("index", *COMMANDS)}
@@ -85,6 +91,7 @@ def test_generated_pages_have_every_command_case_family_layout_and_bug():
         reference.families_page(): FAMILIES | NOT_COVERED,
         reference.layouts_page(): parity.LAYOUTS,
         reference.bugs_page(): mistake_by_name(),
+        reference.schemas_page(): {key for schema in SCHEMAS.values() for key in schema.keys},
     }.items():
         assert [name for name in names if f"`{name}`" not in page] == []
 
@@ -115,9 +122,46 @@ def test_shares_are_those_of_a_report_of_a_simulator(monkeypatch, tmp_path):
         shares.shares_of(report)
 
 
-def test_the_version_to_cite_is_that_of_the_package():
-    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
-    assert cited["version"] == tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+def test_the_version_is_the_same_everywhere():
+    version = PROJECT["version"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))["version"] == version
+    first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert first is not None
+    assert first[1] == version
+    code = [
+        path
+        for name in ("mha_spec", "mha_jax", "mha_torch", "mha_tt", "parity")
+        for path in (ROOT / name).rglob("*.py")
+    ]
+    assert [path.name for path in code if re.search(r"^__version__", path.read_text("utf-8"), re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "extras"), [("constraints.txt", None), ("constraints-tt.txt", ("tt", "torch", "test"))]
+)
+def test_tested_versions_are_among_those_that_the_package_allows(file, extras):
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / file).read_text("utf-8"), re.MULTILINE))
+    pinned = {canonicalize_name(name): version for name, version in pinned.items()}
+    optional = PROJECT["optional-dependencies"]
+    texts = [
+        *PROJECT["dependencies"],
+        *(text for name in extras or optional.keys() - {"tt"} for text in optional[name]),
+    ]
+    wanted = [each for each in map(Requirement, texts) if each.name != PROJECT["name"]]
+    assert len(wanted) > 10
+    assert [
+        str(each) for each in wanted if pinned.get(canonicalize_name(each.name), "none") not in each.specifier
+    ] == []
+
+
+def test_a_release_is_built_for_the_tag_of_its_version():
+    release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text("utf-8"))
+    (check,) = [command for command in commands_of(release["jobs"]["publish"]) if "GITHUB_REF_NAME" in command]
+    for tag, status in {f"v{PROJECT['version']}": 0, "v9.9.9": 1}.items():
+        ran = subprocess.run(
+            check, shell=True, cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": tag}, capture_output=True
+        )
+        assert ran.returncode == status
 
 
 def test_workflows_and_issue_forms_are_yaml_and_run_what_there_is():
@@ -129,6 +173,36 @@ def test_workflows_and_issue_forms_are_yaml_and_run_what_there_is():
     assert made
     assert made <= targets
     assert (ROOT / ".ci" / "run").exists()
+
+
+# ---- Appearance ------------------------------------------------------------------------------------------------------
+
+BACKGROUNDS = {"light": "#f2f2f2", "dark": "#2b2b2b"}  # of code
+
+
+def luminance(color):
+    """The relative luminance of WCAG 2."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_colors_of_a_terminal_can_be_read_in_both_themes():
+    text = (ROOT / "docs" / "_static" / "site.css").read_text("utf-8")
+    light, dark, chosen = (
+        re.findall(r"--ansi-(\w+): (#\w{6})", block) for block in re.split(r"\n(?=@media|body\[)", text)
+    )
+    assert len(light) == len(dark) == 8
+    assert dark == chosen
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    for theme, colors in {"light": light, "dark": dark}.items():
+        assert {name: color for name, color in colors if contrast(color, BACKGROUNDS[theme]) < 4.5} == {}
+    assert all(f'[class*="-{name}"] {{ color: var(--ansi-{name}); }}' in text for name, _ in light)
 
 
 # ---- Pictures --------------------------------------------------------------------------------------------------------
@@ -250,6 +324,15 @@ def test_every_file_of_measurements_is_on_the_page():
     assert {*IMAGE.findall(text)} >= {"ratios-epyc", "growth-epyc", "ratios-h200"}
     assert text.count(":::{dropdown}") > 14
     assert measurements.targets_table().count("\n") > 10
+
+
+def test_the_tree_of_tools_names_those_of_the_table():
+    import pictures
+
+    page = (ROOT / "docs" / "how-to" / "which-tool.md").read_text("utf-8")
+    tools = {tool for questions in pictures.TOOLS.values() for tool in questions.values()}
+    assert tools <= set(re.findall(r"\[`([^`]+)`\]\(", page))
+    assert pictures.which_tool().image("svg").startswith(b"<?xml")
 
 
 # ---- The recipe for CI -----------------------------------------------------------------------------------------------

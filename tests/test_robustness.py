@@ -88,7 +88,7 @@ def test_an_empty_name_is_not_the_folder_one_is_in(capsys, arguments):
 def test_a_report_can_go_to_standard_output_and_the_rest_then_does_not(capsys, path):
     assert main([*CACHE_SIZE, "--json", path]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out) == {"format": 1, "nbytes": 4}
+    assert json.loads(captured.out) == {"schema": "mha-parity/cache-size", "version": 1, "nbytes": 4}
     assert captured.err.startswith("2 x 1 sequences")
 
 

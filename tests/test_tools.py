@@ -193,10 +193,10 @@ def browser(check_html, monkeypatch, tmp_path):
     def run(tool, arguments, folder):
         if tool == "npm":
             return subprocess.CompletedProcess(arguments, says["npm"][0], "", says["npm"][1])
-        found = says[arguments[-1].rpartition("/")[2]]  # of the site, the address
-        if found is None:
+        found = [says[page.rpartition("/")[2]] for page in arguments[1:]]  # of the site, addresses
+        if None in found:
             return subprocess.CompletedProcess(arguments, 3, "", "Chromium does not start here: why\n")
-        return subprocess.CompletedProcess(arguments, found["status"], json.dumps(found), "")
+        return subprocess.CompletedProcess(arguments, 0, "\n".join(map(json.dumps, found)), "")
 
     monkeypatch.setattr(check_html, "run", run)
     return says
@@ -218,13 +218,21 @@ def test_every_fault_of_a_page_is_told(check_html, browser, tmp_path, capsys, pa
 def test_every_fault_of_the_site_is_told(check_html, browser, tmp_path, capsys, of):
     browser["index.html"] = CLEAN | {of: FAULTS[of]}
     assert check_html.main(tmp_path) == 1
-    assert capsys.readouterr().out.startswith("index: ")
+    assert capsys.readouterr().out.startswith("index.html: ")
 
 
 def test_a_site_that_is_not_built_is_left_out_in_a_line(check_html, browser, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(check_html, "SITE", tmp_path / "none")
     assert check_html.main(tmp_path) == 0
     assert capsys.readouterr().out.startswith("check-html: LEFT OUT, the site: `make docs` builds it")
+
+
+def test_every_page_of_the_site_is_opened_on_request(check_html, browser, tmp_path, capsys):
+    (tmp_path / "other.html").touch()
+    browser["other.html"] = FAULTS
+    assert check_html.main(tmp_path) == 0
+    assert check_html.main(tmp_path, every_page=True) == 1
+    assert "other.html: an error: Error: oops" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("of", FAULTS)

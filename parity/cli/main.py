@@ -273,7 +273,7 @@ def _run_and_write(options: argparse.Namespace) -> int:
     if options.json is not None:
         from parity.reporting.json import write_json
 
-        write_json(options.json, {"format": 1, **content})
+        write_json(options.json, options.command, content)
     return status
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 
 from parity.cli.help import Page, Result
 from parity.cli.messages import refusal
@@ -64,8 +65,9 @@ def _observe(options: argparse.Namespace) -> Result:
     if options.part is not None:
         raise refusal("--part", "be passed with PATH", {"--part": options.part})
     made = load_callable(options.live)()
-    if not (isinstance(made, tuple) and len(made) == 2):
-        raise refusal("--live", "be a function that returns a model and its inputs", type(made).__name__)
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
+        got = ", ".join(type(each).__name__ for each in (made if isinstance(made, tuple) else (made,)))
+        raise refusal("--live", "be a function that returns a model and its inputs by name", got)
     found, out = layers_of(*made), console()
     for layer in found:
         out.print(str(layer), markup=False, highlight=False, soft_wrap=True)

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> Result:
             labels = ", ".join(each.label for each in chosen)
             raise refusal("--layers", "select one layer, or --prefix match one", f"{len(chosen)}: {labels}")
         files = _files_of(chosen[0], options)
-    content = {"layer": chosen[0].label, "source": next(iter(files.values()))}
+    content = {"layer": chosen[0].label, "source": next(iter(files.values())), "files": []}
     if options.output is None:
         print(content["source"], end="")
         return 0, content

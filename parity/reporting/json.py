@@ -9,13 +9,15 @@ from typing import Any
 
 from parity.core.records import as_json
 from parity.files.target import write_whole
+from parity.reporting.schemas import headed
 
 
-def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write JSON to a file, records of results as their `to_dict`, whole or not at all.
+def write_json(path: str | os.PathLike[str], command: str, content: Mapping[str, Any]) -> None:
+    """Write the JSON of a command to a file, records of results as their `to_dict`, whole or not at all.
 
     Raises:
         OSError: if the file cannot be written.
         ValueError: if a number is NaN or infinite, which JSON does not have.
     """
-    write_whole(path, f"{json.dumps(content, indent=1, allow_nan=False, default=as_json)}\n".encode())
+    text = json.dumps(headed(command, content), indent=1, allow_nan=False, default=as_json)
+    write_whole(path, f"{text}\n".encode())

@@ -119,7 +119,6 @@ class Report:
         skipped += [{**asdict(case), "stage": None, "status": "skipped"} for case in self.skipped_cases]
         skipped += [{**asdict(case), "stage": None, "status": "missing"} for case in self.missing]
         return {
-            "format": 1,
             "environment": self.environment,
             "warnings": self.warnings,
             "summary": self.summary,

@@ -165,4 +165,4 @@ class _Controller(_Recorder):
         report = Report(self.comparisons, {}, environment([]), warnings, diagnoses=self.diagnoses)
         module, function = WRITERS[self.path.suffix.lower()]
         write = getattr(importlib.import_module(module), function)
-        write(self.path, report.to_dict() if function == "write_json" else report)
+        write(self.path, *(("run", report.to_dict()) if function == "write_json" else (report,)))

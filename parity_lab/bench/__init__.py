@@ -91,7 +91,6 @@ class Bench:
             for (framework, name, reason), count in self.left_out.items()
         ]
         return {
-            "format": 1,
             "environment": self.environment,
             "rows": [row.to_dict() for row in self.rows],
             "growth": self.growth,

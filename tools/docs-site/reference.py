@@ -30,6 +30,7 @@ def pages() -> dict[str, str]:
         "reference/layouts": layouts_page(),
         "reference/cases": cases_page(),
         "reference/bugs": bugs_page(),
+        "reference/schemas": schemas_page(),
     }
 
 
@@ -127,7 +128,6 @@ def docstring_of(module: ModuleType, name: str) -> list[str]:
 
 def command_pages() -> dict[str, str]:
     """A page for each command, and their list."""
-    from parity.cli.help import EXIT_STATUS
     from parity.cli.main import COMMANDS, GROUPS, make_parser
 
     (commands,) = (action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction))
@@ -137,7 +137,8 @@ def command_pages() -> dict[str, str]:
         for name in (each for each in members if each in COMMANDS):
             rows.append((f"[`{name}`]({name}.md)", COMMANDS[name].PAGE.line))
             names.append(name)
-    index = ["# Commands", table(("command", "result"), rows), f"```text\n{EXIT_STATUS}\n```", toctree(names)]
+    more = "[Exit statuses and common options](../commands.md) hold for all of them."
+    index = ["# Commands", table(("command", "result"), rows), more, toctree(names)]
     return {
         "reference/cli/index": "\n\n".join(index) + "\n",
         **{f"reference/cli/{name}": command_page(name, COMMANDS[name].PAGE, commands.choices[name]) for name in names},
@@ -146,11 +147,12 @@ def command_pages() -> dict[str, str]:
 
 def command_page(name: str, page, parser: argparse.ArgumentParser) -> str:
     """The page of a command: what its `--help` prints."""
-    usage = parser.format_usage().removeprefix("usage: ")
+    first, *rest = parser.format_usage().removeprefix("usage: ").splitlines()
+    usage = "\n".join([first, *(f"    {line.strip()}" for line in rest)])
     parts = [f"# {name}", page.about, f"```text\n{usage.rstrip()}\n```", f"Example:\n\n```text\n{page.example}\n```"]
     if page.forms:
         parts += ["## Forms", table(("arguments", "meaning"), ((f"`{form}`", meaning) for form, meaning in page.forms))]
-    for group in parser._action_groups:
+    for group in sorted(parser._action_groups, key=lambda group: group.title == "options"):  # which all commands have
         shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
         if shown and group.title:
             rows = [(f"`{invocation(action)}`", action.help or "") for action in shown]
@@ -308,3 +310,42 @@ def share_text(share: float | None) -> str:
     if share is None:
         return "**beyond**"
     return f"{share:.2f}" if share <= 1 else f"**{share:.2f}**"
+
+
+# ---- Files for other programs ----------------------------------------------------------------------------------------
+
+
+def schemas_page() -> str:
+    """The keys of JSON, of the metadata of files, and the elements of JUnit XML."""
+    from parity.core.weights import FORMAT
+    from parity.reporting.schemas import FILES, JUNIT, SCHEMAS
+
+    parts = [
+        "# Schemas",
+        "## JSON of a command",
+        "`--json PATH` writes one object. `schema` and `version` are its first keys. The version increases if a key "
+        "appears, disappears or changes its meaning, so check both before you read the rest. Infinity and NaN are "
+        "null. `pytest --parity-report PATH.json` writes the schema of `run`.",
+        f'```json\n{{"schema": "mha-parity/run", "version": {SCHEMAS["run"].version}, "environment": {{…}}, …}}\n```',
+    ]
+    for command, schema in SCHEMAS.items():
+        parts.append(f"### {command}\n\n`mha-parity/{command}`, version {schema.version}")
+        for form, keys in schema.forms.items():
+            parts += [f"With {form}:"] if form else []
+            parts.append(table(("key", "value"), ((f"`{name}`", about) for name, about in keys.items())))
+    parts += [
+        "## Metadata of files",
+        "mha-parity's own files are safetensors files with text in their metadata. Readers reject another `format` "
+        f"than {FORMAT}. Converted checkpoints have the names of their layout, and `mha_parity` is their format.",
+    ]
+    for kind, keys in FILES.items():
+        rows = ((f"`{name}`", about) for name, about in keys.items())
+        parts += [f"### {kind.capitalize()}", table(("key", "value"), rows)]
+    rows = ((f"`{tag}`", ", ".join(f"`{name}`" for name in names)) for tag, names in JUNIT.items())
+    parts += [
+        "## JUnit XML",
+        "`--junit PATH` and `pytest --parity-report PATH.xml` write a suite for each backend and dtype, with a test "
+        "for each case.",
+        table(("element", "attributes"), rows),
+    ]
+    return "\n\n".join(parts) + "\n"

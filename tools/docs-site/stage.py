@@ -30,11 +30,7 @@ ELSEWHERE = {
 }
 """Pages of the repository outside of docs/, and their names in the site."""
 
-REPLACED = {
-    "docs/README.md": "index",
-    "docs/reference/commands.md": "reference/cli/index",
-    "benchmarks/results": "evidence/benchmarks",
-}
+REPLACED = {"docs/README.md": "index", "benchmarks/results": "evidence/benchmarks"}
 """Pages and folders that the site has in another form."""
 
 OF_TT = DOCS / "tutorials" / "ttnn.md"
@@ -124,19 +120,22 @@ def view_of(path: Path) -> str:
     return f"source/{path.relative_to(ROOT)}"
 
 
-def write_kernel(folder: Path, python: Path | None) -> bool:
-    """Write the kernel of the notebook about TTNN beside the pages, if that Python can run it."""
-    command = [str(python), "-c", "import ipykernel, matplotlib, ttnn"]
-    if not python or not python.exists() or subprocess.run(command, capture_output=True).returncode:
-        print("docs: LEFT OUT, the results of the notebook about TTNN: no environment with ttnn and ipykernel")
-        return False
-    kernel = folder.with_name("jupyter") / "kernels" / "ttnn" / "kernel.json"
+def write_kernel(folder: Path, name: str, python: Path) -> None:
+    """Write a kernel of notebooks beside the pages.
+
+    Without these settings, pages and the output of the build would have logs or not, depending on when they arrive.
+    """
+    kernel = folder.with_name("jupyter") / "kernels" / name / "kernel.json"
     kernel.parent.mkdir(parents=True, exist_ok=True)
-    command = [str(python.absolute()), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    # Logs of ttnn would be in the page or not, depending on when they arrive.
-    env = {"TT_METAL_LOGGER_LEVEL": "off"}
-    kernel.write_text(json.dumps({"argv": command, "display_name": "TTNN", "language": "python", "env": env}), "utf-8")
-    return True
+    command = [str(python.absolute()), "-m", "ipykernel_launcher", "--log-level=ERROR", "-f", "{connection_file}"]
+    content = {"argv": command, "display_name": name, "language": "python", "env": {"TT_METAL_LOGGER_LEVEL": "off"}}
+    kernel.write_text(json.dumps(content), "utf-8")
+
+
+def can_run_tt(python: Path) -> bool:
+    """Return if a Python can run the notebook about TTNN."""
+    command = [str(python), "-c", "import ipykernel, matplotlib, ttnn"]
+    return python.exists() and subprocess.run(command, capture_output=True).returncode == 0
 
 
 def main(folder: Path, python_tt: Path | None = None) -> None:
@@ -157,7 +156,11 @@ def main(folder: Path, python_tt: Path | None = None) -> None:
         copied = folder / picture.relative_to(DOCS)
         copied.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(picture, copied)
-    if not write_kernel(folder, python_tt):
+    write_kernel(folder, "python3", Path(sys.executable))
+    if python_tt is not None and can_run_tt(python_tt):
+        write_kernel(folder, "ttnn", python_tt)
+    else:
+        print("docs: LEFT OUT, the results of the notebook about TTNN: no environment with ttnn and ipykernel")
         copied = folder / OF_TT.relative_to(DOCS)
         head, title, rest = re.split(r"^(# .*\n)", copied.read_text("utf-8"), maxsplit=1, flags=re.MULTILINE)
         copied.write_text(f"{head}{title}{NOT_EXECUTED}{rest}", "utf-8")
