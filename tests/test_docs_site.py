@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,69 @@ def test_generated_pages_have_every_command_case_family_layout_and_bug():
         reference.bugs_page(): mistake_by_name(),
     }.items():
         assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_every_field_has_a_row_of_support_and_of_meaning():
+    import reference
+    import support
+
+    names = [field.name for field in fields(parity.AttentionSpec)]
+    assert {feature.name for feature in support.FEATURES} == {*names}
+    assert support.recorded().keys() == {feature.key for feature in (*support.FEATURES, *support.ARGUMENTS)}
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| (.+) \| .+ \|$", reference.attention_spec_page(), re.MULTILINE)
+    assert [name for name, _ in rows] == names
+    assert all(len(meaning) > 10 for _, meaning in rows)
+    assert "gpt_oss" in reference.models_by_field()["sinks"]
+
+
+KNOWN = {
+    "jax": {
+        ("soft_cap", "JAX, CPU"): "kernel",
+        ("soft_cap", "JAX, GPU"): "plain",
+        ("sinks", "JAX, TPU"): "kernel",
+        ("relative_products", "tokens"): "relative_products must be None where tokens are divided",
+        ("relative_products", "JAX, CPU"): "plain",
+        ("shared_kv", "tokens"): "yes",
+        ("new_lengths", "output"): "no argument",
+    },
+    "torch": {
+        ("soft_cap", "PyTorch"): "plain",
+        ("soft_cap", "PyTorch, large, CUDA"): "kernel",
+        ("fused_qkv", "heads"): "fused_qkv must be False to be divided, since rows of qkv_proj are those of all q, "
+        "then k, then v",
+        ("fused_qkv", "tokens"): "yes",
+        ("new_lengths", "cache"): "yes",
+        ("mask", "tokens"): "mask must be None where tokens are divided; causality, lengths, windows and chunks hold "
+        "for whole sequences",
+    },
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_layers_that_are_called_say_which_features_they_support(name):
+    import support
+
+    features = {feature.key: feature for feature in (*support.FEATURES, *support.ARGUMENTS)}
+    with support.FRAMEWORKS[name]() as framework:
+        found = {key: support.answers(framework, features[key]) for key in dict.fromkeys(key for key, _ in KNOWN[name])}
+    assert {(key, path): found[key][path] for key, path in KNOWN[name]} == KNOWN[name]
+
+
+def test_the_support_matrix_has_a_reason_for_each_refusal():
+    import reference
+    import support
+
+    answers = support.recorded()
+    page = reference.support_page({"jax": answers, "tt": answers | {"rope": {**answers["rope"], "heads": "x must y"}}})
+    rows = dict(re.findall(r"^\| (`.+?) \| (.+) \|$", page.partition("## Kernels")[0], re.MULTILINE))
+    assert rows["`gate`"].split(" | ") == ["all", "all", "all", "all", "—"]
+    assert re.fullmatch(r"all \| all \| all \| JAX \[\^\d+\] \| —", rows["`rope`"])
+    assert re.fullmatch(r"all \| all \| all \| — \[\^\d+\] \| —", rows["`alibi`"])
+    notes = dict(re.findall(r"^\[\^(\d+)\]: (.+)\.$", page, re.MULTILINE))
+    assert {*re.findall(r"\[\^(\d+)\]", " ".join(rows.values()))} == {*notes}
+    assert "TTNN: x must y" in notes.values()
+    assert any(note.startswith("JAX, TTNN: alibi must be None to be divided, since") for note in notes.values())
+    assert "| `soft_cap` | plain | plain | plain | plain |" in page
 
 
 def test_the_version_to_cite_is_that_of_the_package():

@@ -1,13 +1,18 @@
-"""The generated pages of the reference: public names, commands, families, layouts, cases and bugs."""
+"""The generated pages of the reference: public names, commands, families, layouts, cases, bugs, fields and support."""
 
 import argparse
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
 from types import ModuleType
 
 import absent_ttnn
+import support
+from support import ARGUMENTS, FEATURES, NO_ARGUMENT, PATHS, YES, Feature
 
 PACKAGES = {
     "parity": "Compares, converts and diagnoses attention layers.",
@@ -28,6 +33,8 @@ def pages() -> dict[str, str]:
         "reference/layouts": layouts_page(),
         "reference/cases": cases_page(),
         "reference/bugs": bugs_page(),
+        "reference/attention-spec": attention_spec_page(),
+        "reference/support-matrix": support_page({name: asked() for name, asked in support.ANSWERS.items()}),
     }
 
 
@@ -247,3 +254,112 @@ def bugs_page() -> str:
             table(("class", "bug", "first stage", "the result matches the reference if", "fix"), rows) + "\n",
         ]
     )
+
+
+# ---- Fields and their support ----------------------------------------------------------------------------------------
+
+MODELS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
+MOST_MODELS = 4
+
+
+def attention_spec_page() -> str:
+    """Every field of `AttentionSpec`: its default and meaning, and models with it."""
+    from mha_spec import AttentionSpec
+
+    meanings, models = meanings_of(AttentionSpec), models_by_field()
+    rows = []
+    for field in fields(AttentionSpec):
+        default = "derived" if field.default is None and field.name in DERIVED else f"`{field.default}`"
+        rows.append(
+            (
+                f"`{field.name}`",
+                "—" if field.default is MISSING else default,
+                meanings[field.name],
+                ", ".join(models.get(field.name, [])[:MOST_MODELS]) or "—",
+            )
+        )
+    return "\n\n".join(
+        [
+            "# Fields of `AttentionSpec`",
+            "Letters of shapes: [formula and shapes](../explanation/attention.md). Errors, methods and the fields of "
+            "`Rope`, `Norm` and other parts: [`mha_spec`](api/mha_spec.rst). Frameworks and paths: [support "
+            "matrix](support-matrix.md). At most four models are named; [all](models.md).",
+            table(("field", "default", "meaning", "models"), rows) + "\n",
+        ]
+    )
+
+
+DERIVED = ("num_kv_heads", "head_dim", "d_in", "d_kv", "value_head_dim")
+"""Fields whose default depends on others."""
+
+
+def meanings_of(record: type) -> dict[str, str]:
+    """The lines about each attribute in the docstring of a class."""
+    _, _, text = (inspect.getdoc(record) or "").partition("Attributes:\n")
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text.partition("\n\n")[0], re.MULTILINE)
+    return {name: " ".join(words.split()) for name, words in entries}
+
+
+def models_by_field() -> dict[str, list[str]]:
+    """The transformers models of models.md with each field, each model once."""
+    found: dict[str, list[str]] = {}
+    rows = re.findall(r"^\| .+? \| `(\w+)`, .+? \| `(.*)` \|$", MODELS.read_text("utf-8"), re.MULTILINE)
+    for family, shown in rows:
+        text = shown
+        while (outer := re.sub(r"\([^()]*\)", "", text)) != text:  # without the fields of parts
+            text = outer
+        for name in re.findall(r"(\w+)=", text):
+            known = found.setdefault(name, [])
+            if family not in known:
+                known.append(family)
+    return found
+
+
+NAMES = {"jax": "JAX", "torch": "PyTorch", "tt": "TTNN"}
+COLUMNS = ("with weights", "without weights", "cache", "divided heads", "divided tokens")
+"""Heads of the columns of `PATHS`."""
+
+ABOUT = """\
+Each cell names the frameworks in which a small layer with the feature ran when this page was made. A number leads to
+the error of a framework that refused it. "—": calls of this kind have no such argument. TTNN cannot divide tokens.
+
+JAX is traced, as under `jax.jit`. Heads and tokens are divided over two devices."""
+
+KERNELS = """\
+Without attention weights a layer chooses a kernel. "plain" means that it computes the definition, which stores all
+scores. A feature that is not in the table has a kernel everywhere."""
+
+
+def support_page(found: dict[str, dict[str, dict[str, str]]]) -> str:
+    """Features by framework and path, from the answers of each framework."""
+    notes: dict[str, int] = {}
+
+    def rows(features: list[Feature]) -> Iterator[tuple[str, ...]]:
+        for feature in features:
+            by_path = ({name: answers[feature.key][path] for name, answers in found.items()} for path in PATHS)
+            yield feature.title, *(cell(answers, notes) for answers in by_path)
+
+    def kernels() -> Iterator[tuple[str, ...]]:
+        for feature in (*FEATURES, *ARGUMENTS):
+            chosen = [answers[feature.key].get(name, "—") for answers, name in columns]
+            if "plain" in chosen:
+                yield feature.title, *chosen
+
+    columns = [(answers, name) for answers in found.values() for name in answers[FEATURES[0].key] if name not in PATHS]
+    parts = ["# Support matrix", ABOUT]
+    parts += ["## Fields of `AttentionSpec`", table(("feature", *COLUMNS), rows(FEATURES))]
+    parts += ["## Arguments and dtypes", table(("argument", *COLUMNS), rows(ARGUMENTS))]
+    parts += ["## Kernels", KERNELS, table(("feature", *(name for _, name in columns)), kernels())]
+    return "\n\n".join([*parts, *(f"[^{number}]: {note}." for note, number in notes.items())]) + "\n"
+
+
+def cell(answers: Mapping[str, str], notes: dict[str, int]) -> str:
+    """The frameworks that support a feature on a path, and the numbers of the notes about others."""
+    supported = [NAMES[name] for name, answer in answers.items() if answer == YES]
+    refused: dict[str, list[str]] = {}
+    for name, answer in answers.items():
+        if answer not in (YES, NO_ARGUMENT):
+            refused.setdefault(answer, []).append(NAMES[name])
+    told = [f"{', '.join(names)}: {rule}" for rule, names in refused.items()]
+    numbers = "".join(f" [^{notes.setdefault(note, len(notes) + 1)}]" for note in told)
+    return ("all" if len(supported) == len(answers) else ", ".join(supported) or "—") + numbers
