@@ -93,7 +93,8 @@ def test_every_field_has_a_row_of_support_and_of_meaning():
 
     names = [field.name for field in fields(parity.AttentionSpec)]
     assert {feature.name for feature in support.FEATURES} == {*names}
-    assert support.recorded().keys() == {feature.key for feature in (*support.FEATURES, *support.ARGUMENTS)}
+    for name in support.FRAMEWORKS:
+        assert support.recorded(name).keys() == {feature.key for feature in (*support.FEATURES, *support.ARGUMENTS)}
     rows = re.findall(r"^\| `(\w+)` \| .+ \| (.+) \| .+ \|$", reference.attention_spec_page(), re.MULTILINE)
     assert [name for name, _ in rows] == names
     assert all(len(meaning) > 10 for _, meaning in rows)
@@ -124,20 +125,31 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_layers_that_are_called_say_which_features_they_support(name):
+def test_known_features_are_supported_or_rejected(name):
     import support
 
     features = {feature.key: feature for feature in (*support.FEATURES, *support.ARGUMENTS)}
     with support.FRAMEWORKS[name]() as framework:
         found = {key: support.answers(framework, features[key]) for key in dict.fromkeys(key for key, _ in KNOWN[name])}
     assert {(key, path): found[key][path] for key, path in KNOWN[name]} == KNOWN[name]
+    recorded = support.recorded(name)
+    assert found == {key: recorded[key] for key in found}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_recorded_answers_of_layers_are_those_of_today(name):
+    """If not, `python tools/docs-site/support.py NAME` records them. For TTNN: tests/tt/test_support.py."""
+    import support
+
+    assert support.support(name) == support.recorded(name)
 
 
 def test_the_support_matrix_has_a_reason_for_each_refusal():
     import reference
     import support
 
-    answers = support.recorded()
+    answers = support.recorded("tt")
     page = reference.support_page({"jax": answers, "tt": answers | {"rope": {**answers["rope"], "heads": "x must y"}}})
     rows = dict(re.findall(r"^\| (`.+?) \| (.+) \|$", page.partition("## Kernels")[0], re.MULTILINE))
     assert rows["`gate`"].split(" | ") == ["all", "all", "all", "all", "—"]

@@ -6,13 +6,15 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import absent_ttnn
-import support
-from support import ARGUMENTS, FEATURES, NO_ARGUMENT, PATHS, YES, Feature
+from support import ARGUMENTS, FEATURES, NO_ARGUMENT, PATHS, YES, Feature, recorded
+
+import mha_spec
 
 PACKAGES = {
     "parity": "Compares, converts and diagnoses attention layers.",
@@ -34,7 +36,7 @@ def pages() -> dict[str, str]:
         "reference/cases": cases_page(),
         "reference/bugs": bugs_page(),
         "reference/attention-spec": attention_spec_page(),
-        "reference/support-matrix": support_page({name: asked() for name, asked in support.ANSWERS.items()}),
+        "reference/support-matrix": support_page({name: recorded(name) for name in NAMES}),
     }
 
 
@@ -263,41 +265,40 @@ MOST_MODELS = 4
 
 
 def attention_spec_page() -> str:
-    """Every field of `AttentionSpec`: its default and meaning, and models with it."""
-    from mha_spec import AttentionSpec
-
-    meanings, models = meanings_of(AttentionSpec), models_by_field()
-    rows = []
-    for field in fields(AttentionSpec):
-        default = "derived" if field.default is None and field.name in DERIVED else f"`{field.default}`"
-        rows.append(
-            (
-                f"`{field.name}`",
-                "—" if field.default is MISSING else default,
-                meanings[field.name],
-                ", ".join(models.get(field.name, [])[:MOST_MODELS]) or "—",
-            )
-        )
-    return "\n\n".join(
-        [
-            "# Fields of `AttentionSpec`",
-            "Letters of shapes: [formula and shapes](../explanation/attention.md). Errors, methods and the fields of "
-            "`Rope`, `Norm` and other parts: [`mha_spec`](api/mha_spec.rst). Frameworks and paths: [support "
-            "matrix](support-matrix.md). At most four models are named; [all](models.md).",
-            table(("field", "default", "meaning", "models"), rows) + "\n",
-        ]
-    )
+    """Every field of `AttentionSpec` and its parts: default and meaning; and models with it."""
+    spec, models = mha_spec.AttentionSpec, models_by_field()
+    told = [(*row, ", ".join(models.get(row[0].strip("`"), [])[:MOST_MODELS]) or "—") for row in rows_of(spec)]
+    parts = [
+        "# Fields of `AttentionSpec`",
+        "[Formula and shapes](../explanation/attention.md) has the letters, the [support matrix](support-matrix.md) "
+        f"frameworks and paths. At most {MOST_MODELS} models of transformers are named; [all](models.md).",
+        table(("field", "default", "meaning", "models"), told),
+    ]
+    for name in mha_spec.__all__:
+        record: Any = getattr(mha_spec, name)
+        if is_dataclass(record) and record is not spec and meanings_of(record):
+            about = str(inspect.getdoc(record)).partition("\n\nAttributes:")[0]
+            parts += [f"## {name}", about, table(("field", "default", "meaning"), rows_of(record))]
+    return "\n\n".join(parts) + "\n"
 
 
 DERIVED = ("num_kv_heads", "head_dim", "d_in", "d_kv", "value_head_dim")
 """Fields whose default depends on others."""
 
 
-def meanings_of(record: type) -> dict[str, str]:
+def rows_of(record: Any) -> Iterator[tuple[str, str, str]]:
+    """Each field of a record, its default and its meaning."""
+    meanings = meanings_of(record)
+    for field in (each for each in fields(record) if each.init):
+        default = "—" if field.default is MISSING else f"`{field.default!r}`"
+        yield f"`{field.name}`", "derived" if field.name in DERIVED else default, meanings[field.name]
+
+
+def meanings_of(record: Any) -> dict[str, str]:
     """The lines about each attribute in the docstring of a class."""
     _, _, text = (inspect.getdoc(record) or "").partition("Attributes:\n")
-    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", text.partition("\n\n")[0], re.MULTILINE)
-    return {name: " ".join(words.split()) for name, words in entries}
+    entries = re.findall(r"^    ([\w, ]+): (.*(?:\n {8}.*)*)", text.partition("\n\n")[0], re.MULTILINE)
+    return {name: " ".join(words.split()) for names, words in entries for name in names.split(", ")}
 
 
 def models_by_field() -> dict[str, list[str]]:
@@ -320,10 +321,11 @@ COLUMNS = ("with weights", "without weights", "cache", "divided heads", "divided
 """Heads of the columns of `PATHS`."""
 
 ABOUT = """\
-Each cell names the frameworks in which a small layer with the feature ran when this page was made. A number leads to
-the error of a framework that refused it. "—": calls of this kind have no such argument. TTNN cannot divide tokens.
+Each cell names the frameworks that ran a small layer with the feature. A number leads to the error of one that rejected
+it. "—": calls of this kind have no such argument. TTNN cannot divide tokens.
 
-JAX is traced, as under `jax.jit`. Heads and tokens are divided over two devices."""
+JAX is traced, as under `jax.jit`. Heads and tokens are divided over two devices. Answers are recorded by
+`tools/docs-site/support.py`, and tests compare them with the layers."""
 
 KERNELS = """\
 Without attention weights a layer chooses a kernel. "plain" means that it computes the definition, which stores all

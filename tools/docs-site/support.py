@@ -1,9 +1,10 @@
 """The support matrix: features by framework and path, found by calling small layers.
 
-    .venv-tt/bin/python tools/docs-site/support.py tt > tools/docs-site/support-tt.json
+    for name in jax torch; do .venv/bin/python tools/docs-site/support.py $name; done
+    .venv-tt/bin/python tools/docs-site/support.py tt
 
-JAX and PyTorch are asked when the site is built. TTNN needs another environment, so that the command above records its
-answers. tests/tt/test_support.py compares them with those of today.
+records the answers of each framework in support-<name>.json, from which the site is built. Tests compare the files with
+what the layers answer today.
 """
 
 import json
@@ -37,7 +38,7 @@ from mha_spec import (  # noqa: E402
     WrongType,
 )
 
-RECORDED = Path(__file__).with_name("support-tt.json")
+HERE = Path(__file__).parent
 B, T = 2, 128
 SPEC = AttentionSpec(128, 4, qkv_bias=False)
 """The layer that has none of the features: heads of one TTNN tile, and tokens of one block of a TPU."""
@@ -148,9 +149,15 @@ def support(name: str) -> dict[str, dict[str, str]]:
         return {feature.key: answers(framework, feature) for feature in (*FEATURES, *ARGUMENTS)}
 
 
-def recorded() -> dict[str, dict[str, str]]:
-    """The recorded answers of TTNN, as of `support`."""
-    return json.loads(RECORDED.read_text("utf-8"))
+def recorded(name: str) -> dict[str, dict[str, str]]:
+    """Return the recorded answers of a framework."""
+    return json.loads((HERE / f"support-{name}.json").read_text("utf-8"))
+
+
+def record(name: str) -> None:
+    """Record the answers of a framework, a feature per line."""
+    lines = (f"{json.dumps(key)}: {json.dumps(found)}" for key, found in support(name).items())
+    (HERE / f"support-{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
 
 
 def answers(framework: "Framework", feature: Feature) -> dict[str, str]:
@@ -450,10 +457,7 @@ def context_like(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
 
 
 FRAMEWORKS = {"jax": Jax, "torch": Torch, "tt": Tt}
-ANSWERS = {"jax": partial(support, "jax"), "torch": partial(support, "torch"), "tt": recorded}
-"""Answers about all features, by framework; those of TTNN are recorded."""
 
 
 if __name__ == "__main__":
-    lines = (f"{json.dumps(key)}: {json.dumps(answer)}" for key, answer in support(*sys.argv[1:]).items())
-    print("{", ",\n".join(lines), "}", sep="\n")
+    record(*sys.argv[1:])
