@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,87 @@ def test_a_release_is_built_for_the_tag_of_its_version():
             check, shell=True, cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": tag}, capture_output=True
         )
         assert ran.returncode == status
+
+
+def test_every_field_has_a_row_of_support_and_of_meaning():
+    import reference
+    import support
+
+    names = [field.name for field in fields(parity.AttentionSpec)]
+    assert {feature.name for feature in support.FEATURES} == {*names}
+    for name in support.FRAMEWORKS:
+        assert support.recorded(name).keys() == {feature.key for feature in (*support.FEATURES, *support.ARGUMENTS)}
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| (.+) \| .+ \|$", reference.attention_spec_page(), re.MULTILINE)
+    assert [name for name, _ in rows] == names
+    assert all(len(meaning) > 10 for _, meaning in rows)
+    assert "gpt_oss" in reference.models_by_field()["sinks"]
+
+
+KNOWN = {
+    "jax": {
+        ("soft_cap", "JAX, CPU"): "kernel",
+        ("soft_cap", "JAX, GPU"): "plain",
+        ("sinks", "JAX, TPU"): "kernel",
+        ("relative_products", "tokens"): "rejected",
+        ("relative_products", "JAX, CPU"): "plain",
+        ("shared_kv", "heads"): "rejected",
+        ("shared_kv", "tokens"): "yes",
+        ("new_lengths", "output"): "no argument",
+    },
+    "torch": {
+        ("soft_cap", "PyTorch"): "plain",
+        ("soft_cap", "PyTorch, large, CUDA"): "kernel",
+        ("fused_qkv", "heads"): "rejected",
+        ("fused_qkv", "tokens"): "yes",
+        ("new_lengths", "cache"): "yes",
+        ("mask", "tokens"): "rejected",
+    },
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_features_are_supported_or_rejected(name):
+    import support
+
+    features = {feature.key: feature for feature in (*support.FEATURES, *support.ARGUMENTS)}
+    with support.FRAMEWORKS[name]() as framework:
+        found = {key: support.answers(framework, features[key]) for key in dict.fromkeys(key for key, _ in KNOWN[name])}
+    for (key, path), answer in KNOWN[name].items():
+        told = found[key][path]
+        assert ("rejected" if told.startswith(f"{key} ") else told) == answer
+    recorded = support.recorded(name)
+    assert found == {key: recorded[key] for key in found}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_recorded_answers_of_layers_are_those_of_today(name):
+    """If not, `python tools/docs-site/support.py NAME` records them. For TTNN: tests/tt/test_support.py."""
+    import support
+
+    assert support.support(name) == support.recorded(name)
+
+
+def test_the_support_matrix_has_a_reason_for_each_refusal():
+    import reference
+    import support
+
+    answers = support.recorded("tt")
+    page = reference.support_page({"jax": answers, "tt": answers | {"rope": {**answers["rope"], "heads": "reason"}}})
+    rows = dict(re.findall(r"^\| (`.+?) \| (.+) \|$", page.partition("## Kernels")[0], re.MULTILINE))
+    assert rows["`gate`"].split(" | ") == ["all", "all", "all", "all", "—"]
+    assert re.fullmatch(r"all \| all \| all \| JAX \[\^\d+\] \| —", rows["`rope`"])
+    assert re.fullmatch(r"all \| all \| all \| — \[\^\d+\] \| —", rows["`alibi`"])
+    notes = dict(re.findall(r"^\[\^(\d+)\]: (.+)\.$", page, re.MULTILINE))
+    assert {*re.findall(r"\[\^(\d+)\]", " ".join(rows.values()))} == {*notes}
+    assert "TTNN: reason" in notes.values()
+    assert f"JAX, TTNN: {answers['alibi']['heads']}" in notes.values()
+    assert "| `soft_cap` | plain | plain | plain | plain |" in page
+
+
+def test_the_version_to_cite_is_that_of_the_package():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert cited["version"] == tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
 
 
 def test_workflows_and_issue_forms_are_yaml_and_run_what_there_is():

@@ -1,15 +1,21 @@
-"""The generated pages of the reference: public names, commands, families, layouts, cases and bugs."""
+"""The generated pages of the reference: public names, commands, families, layouts, cases, bugs, fields and support."""
 
 import argparse
 import importlib
 import importlib.util
 import inspect
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import absent_ttnn
+from support import ARGUMENTS, FEATURES, NO_ARGUMENT, PATHS, YES, Feature, recorded
+
+import mha_spec
 
 PACKAGES = {
     "parity": "Compares, converts and diagnoses attention layers.",
@@ -31,6 +37,8 @@ def pages() -> dict[str, str]:
         "reference/cases": cases_page(),
         "reference/bugs": bugs_page(),
         "reference/schemas": schemas_page(),
+        "reference/attention-spec": attention_spec_page(),
+        "reference/support-matrix": support_page({name: recorded(name) for name in NAMES}),
     }
 
 
@@ -349,3 +357,112 @@ def schemas_page() -> str:
         table(("element", "attributes"), rows),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+# ---- Fields and their support ----------------------------------------------------------------------------------------
+
+MODELS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
+MOST_MODELS = 4
+
+
+def attention_spec_page() -> str:
+    """Every field of `AttentionSpec` and its parts: default and meaning; and models with it."""
+    spec, models = mha_spec.AttentionSpec, models_by_field()
+    told = [(*row, ", ".join(models.get(row[0].strip("`"), [])[:MOST_MODELS]) or "—") for row in rows_of(spec)]
+    parts = [
+        "# Fields of `AttentionSpec`",
+        "[Formula and shapes](../explanation/attention.md) has the letters, the [support matrix](support-matrix.md) "
+        f"frameworks and paths. At most {MOST_MODELS} models of transformers are named; [all](models.md).",
+        table(("field", "default", "meaning", "models"), told),
+    ]
+    for name in mha_spec.__all__:
+        record: Any = getattr(mha_spec, name)
+        if is_dataclass(record) and record is not spec and meanings_of(record):
+            about = str(inspect.getdoc(record)).partition("\n\nAttributes:")[0]
+            parts += [f"## {name}", about, table(("field", "default", "meaning"), rows_of(record))]
+    return "\n\n".join(parts) + "\n"
+
+
+DERIVED = ("num_kv_heads", "head_dim", "d_in", "d_kv", "value_head_dim")
+"""Fields whose default depends on others."""
+
+
+def rows_of(record: Any) -> Iterator[tuple[str, str, str]]:
+    """Each field of a record, its default and its meaning."""
+    meanings = meanings_of(record)
+    for field in (each for each in fields(record) if each.init):
+        default = "—" if field.default is MISSING else f"`{field.default!r}`"
+        yield f"`{field.name}`", "derived" if field.name in DERIVED else default, meanings[field.name]
+
+
+def meanings_of(record: Any) -> dict[str, str]:
+    """The lines about each attribute in the docstring of a class."""
+    _, _, text = (inspect.getdoc(record) or "").partition("Attributes:\n")
+    entries = re.findall(r"^    ([\w, ]+): (.*(?:\n {8}.*)*)", text.partition("\n\n")[0], re.MULTILINE)
+    return {name: " ".join(words.split()) for names, words in entries for name in names.split(", ")}
+
+
+def models_by_field() -> dict[str, list[str]]:
+    """The transformers models of models.md with each field, each model once."""
+    found: dict[str, list[str]] = {}
+    rows = re.findall(r"^\| .+? \| `(\w+)`, .+? \| `(.*)` \|$", MODELS.read_text("utf-8"), re.MULTILINE)
+    for family, shown in rows:
+        text = shown
+        while (outer := re.sub(r"\([^()]*\)", "", text)) != text:  # without the fields of parts
+            text = outer
+        for name in re.findall(r"(\w+)=", text):
+            known = found.setdefault(name, [])
+            if family not in known:
+                known.append(family)
+    return found
+
+
+NAMES = {"jax": "JAX", "torch": "PyTorch", "tt": "TTNN"}
+COLUMNS = ("with weights", "without weights", "cache", "divided heads", "divided tokens")
+"""Heads of the columns of `PATHS`."""
+
+ABOUT = """\
+Each cell names the frameworks that ran a small layer with the feature. A number leads to the error of one that rejected
+it. "—": calls of this kind have no such argument. TTNN cannot divide tokens.
+
+JAX is traced, as under `jax.jit`. Heads and tokens are divided over two devices. Answers are recorded by
+`tools/docs-site/support.py`, and tests compare them with the layers."""
+
+KERNELS = """\
+Without attention weights a layer chooses a kernel. "plain" means that it computes the definition, which stores all
+scores. A feature that is not in the table has a kernel everywhere."""
+
+
+def support_page(found: dict[str, dict[str, dict[str, str]]]) -> str:
+    """Features by framework and path, from the answers of each framework."""
+    notes: dict[str, int] = {}
+
+    def rows(features: list[Feature]) -> Iterator[tuple[str, ...]]:
+        for feature in features:
+            by_path = ({name: answers[feature.key][path] for name, answers in found.items()} for path in PATHS)
+            yield feature.title, *(cell(answers, notes) for answers in by_path)
+
+    def kernels() -> Iterator[tuple[str, ...]]:
+        for feature in (*FEATURES, *ARGUMENTS):
+            chosen = [answers[feature.key].get(name, "—") for answers, name in columns]
+            if "plain" in chosen:
+                yield feature.title, *chosen
+
+    columns = [(answers, name) for answers in found.values() for name in answers[FEATURES[0].key] if name not in PATHS]
+    parts = ["# Support matrix", ABOUT]
+    parts += ["## Fields of `AttentionSpec`", table(("feature", *COLUMNS), rows(FEATURES))]
+    parts += ["## Arguments and dtypes", table(("argument", *COLUMNS), rows(ARGUMENTS))]
+    parts += ["## Kernels", KERNELS, table(("feature", *(name for _, name in columns)), kernels())]
+    return "\n\n".join([*parts, *(f"[^{number}]: {note}." for note, number in notes.items())]) + "\n"
+
+
+def cell(answers: Mapping[str, str], notes: dict[str, int]) -> str:
+    """The frameworks that support a feature on a path, and the numbers of the notes about others."""
+    supported = [NAMES[name] for name, answer in answers.items() if answer == YES]
+    refused: dict[str, list[str]] = {}
+    for name, answer in answers.items():
+        if answer not in (YES, NO_ARGUMENT):
+            refused.setdefault(answer, []).append(NAMES[name])
+    told = [f"{', '.join(names)}: {rule}" for rule, names in refused.items()]
+    numbers = "".join(f" [^{notes.setdefault(note, len(notes) + 1)}]" for note in told)
+    return ("all" if len(supported) == len(answers) else ", ".join(supported) or "—") + numbers

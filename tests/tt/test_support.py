@@ -1,0 +1,32 @@
+"""The answers of TTNN in the support matrix of the site."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("only_mock")
+
+TOOLS = Path(__file__).parents[2] / "tools" / "docs-site"
+
+PROGRAM = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import support
+print(json.dumps([support.support("tt"), support.recorded("tt")]))
+"""
+
+
+def test_the_recorded_answers_of_layers_are_those_of_today():
+    """If not, `.venv-tt/bin/python tools/docs-site/support.py tt` records them."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TT_METAL")}
+    program = [sys.executable, "-c", PROGRAM, str(TOOLS)]  # a process of its own, for another board
+    result = subprocess.run(program, env=kept, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    found, recorded = json.loads(result.stdout)
+    assert found == recorded
+    assert found["alibi"]["heads"].startswith("alibi ")
+    assert found["alibi"]["TTNN"] == "plain"
