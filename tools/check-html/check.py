@@ -36,6 +36,8 @@ PAGES = (
         "reference/api/mha_torch",
         "reference/cli/run",
         "reference/bugs",
+        "reference/conventions",
+        "explanation/diagnosis",
         "bugs/rope-pairs",
         "source/examples/port/layer.py",
     ),
