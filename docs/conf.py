@@ -24,7 +24,7 @@ copyright = author
 release = version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
-exclude_patterns = ["README.md"]
+exclude_patterns = ["README.md", "parts"]
 suppress_warnings = ["misc.highlighting_failure"]  # … stands for code that is left out
 
 # ---- Pages -----------------------------------------------------------------------------------------------------------

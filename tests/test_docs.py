@@ -23,8 +23,7 @@ from shown import commands_of, shows, updated
 import parity
 from parity.core.stages import STAGES
 from parity.diagnosis.mistakes import FIDELITIES, PRECISIONS, mistakes_for, page_by_mistake, ranks
-from parity_lab.plants import PLANTS
-from parity_lab.selftest import SELFTEST_CASES, planted_in
+from parity_lab.selftest import SELFTEST_CASES
 
 ROOT = Path(__file__).parent.parent
 BUGS = ROOT / "parity" / "bugs"
@@ -126,32 +125,6 @@ def test_every_page_is_reached_from_its_symptoms():
     assert {page for pages in linked for page in pages} == {*PAGES}
     commands = {name for *_, shown in rows for name in re.findall(r"`([a-z]+)\b", shown)} - {"q", "k", "v", *STAGES}
     assert commands - {"generate", "parity"} <= {page.stem for page in (ROOT / "parity" / "cli").glob("*.py")}
-
-
-def test_the_numbers_of_planted_mistakes_are_those_of_the_cases():
-    """docs/explanation/diagnosis.md: how many are known, which is planted, and how often with two sets of weights."""
-    planted_in_each = [planted_in(case) for case in SELFTEST_CASES if case.trained is None]
-    of_layers = {page: names for page, names in mistakes_by_page().items() if page != ranks.PAGE}
-
-    def times(names):
-        in_each = [2 * len(names & {*planted}) for planted in planted_in_each]
-        return sum(in_each), sum(in_each[:3])
-
-    nothing = 2 * len(planted_in_each), 6
-    expected = {("(no bug injected)", "", "", *nothing)}
-    for page, names in of_layers.items():
-        (name,) = names & {*PLANTS}
-        expected.add((page, len(names), f"`{name}`", *times({name})))
-    every = [a + b for a, b in zip(nothing, times({*PLANTS}), strict=True)]
-    expected.add(("all", sum(map(len, of_layers.values())), len(PLANTS), *every))
-
-    text = (ROOT / "docs" / "explanation" / "diagnosis.md").read_text(encoding="utf-8")
-    row = r"^\| \[?([\w-]+|\(.+?\)).*? \| *(\d*) *\| *(`[\w-]+`|\d*) *\| (\d+) \| (\d+|—) \|$"
-    found = {(*rest, jax.replace("—", "0")) for *rest, jax in re.findall(row, text, flags=re.MULTILINE)}
-    wrong = sorted({tuple(map(str, each)) for each in expected} - found)
-    assert not wrong, (
-        f"docs/explanation/diagnosis.md lacks these (class, known, planted, times in torch, in JAX): {wrong}"
-    )
 
 
 # ---- Code and commands -----------------------------------------------------------------------------------------------

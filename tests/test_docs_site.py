@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import tomllib
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,8 +14,11 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from shell import environment, run
+from wild.sets import MISTAKES, RIGHTS
 
 import parity
+from parity_lab.plants import PLANTS
+from parity_lab.selftest import SELFTEST_CASES, SELFTESTED, planted_in
 
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / "tools" / "docs-site"
@@ -241,6 +245,95 @@ def test_the_support_matrix_has_a_reason_for_each_refusal():
     assert "| `soft_cap` | plain | plain | plain | plain |" in page
 
 
+def test_the_table_of_conventions_has_every_check_and_every_library():
+    import parts
+
+    from parity.conformance.peers import PEERS
+    from parity.conformance.questions import QUESTIONS
+
+    subjects = {each["name"]: each["answers"] for each in parts.measured("conformance")["subjects"]}
+    assert subjects.keys() == PEERS.keys()
+    assert all(answers.keys() == QUESTIONS.keys() for answers in subjects.values())
+    shown = parts.conventions()
+    assert shown.count("<tr>") == 1 + len(QUESTIONS)
+    statuses = [
+        answers[name][0] for name in QUESTIONS for library, answers in subjects.items() if "mha_" not in library
+    ]
+    broken = sum(status in ("broken", "differs") for status in statuses)
+    assert broken > 10
+    assert shown.count("✗ ") == broken  # this project breaks none
+
+
+def test_an_answer_that_classes_share_names_the_others():
+    import parts
+
+    def subject(name, status, words):
+        return {"name": f"mha_torch.{name}", "answers": {"causal": [status, words]}}
+
+    found = [subject("A", "ok", "top-left"), subject("B", "note", "either"), subject("C", "ok", "top-left")]
+    assert parts.shared_answer(found, "causal") == ("note", "top-left; B: either")
+    assert parts.shared_answer([*found[:1], subject("D", "absent", "—")], "causal") == ("ok", "top-left")
+    assert parts.shared_answer([subject("D", "absent", "—")], "causal") == ("absent", "—")
+
+
+def test_the_table_of_injected_bugs_is_that_of_the_self_test():
+    import parts
+
+    counts = parts.measured("selftest")["bugs"]
+    injected = Counter(name for case in SELFTEST_CASES for name in ("", *planted_in(case)))
+    assert {name: count for name, (count, *_) in counts.items()} == {
+        name: count * len(SELFTESTED) for name, count in injected.items()
+    }, "run `python tools/docs-site/measure.py selftest`"
+    assert all(count == detected for count, detected, _ in counts.values())
+    assert {name for name, (count, _, identified) in counts.items() if identified < count} == {"precision-bfloat16"}
+    shown = parts.injected_bugs()
+    assert [page for page in parts.known_by_page() if f"[{page}](" not in shown] == []
+    assert [name for name in PLANTS if f"`{name}`" not in shown] == []
+
+
+def test_the_rates_are_those_of_the_present_records():
+    import parts
+
+    halves = parts.measured("diagnosis-rates")["halves"].values()
+    assert sum(half["rights"] for half in halves) == len(RIGHTS), (
+        "run `python tools/docs-site/measure.py diagnosis-rates`"
+    )
+    assert sum(half["bugs"] for half in halves) == len(MISTAKES)
+    assert "| bugs |" in parts.diagnosis_rates()
+
+
+def test_results_are_cut_to_what_the_pages_show():
+    import measure
+
+    outcomes = [
+        {"hypothesis": "", "is_caught": True, "is_named": True},
+        {"hypothesis": "a", "is_caught": True, "is_named": False},
+        {"hypothesis": "a", "is_caught": True, "is_named": True},
+    ]
+    assert measure.of_selftest({"outcomes": outcomes}) == {"bugs": {"": [1, 1, 1], "a": [2, 2, 1]}}
+    answers = [{"question": "mask", "status": "ok", "words": "True hides", "by_path": {}}]
+    subjects = [{"name": "x", "missing": "", "answers": answers}, {"name": "y", "missing": "no y", "answers": []}]
+    kept = {"subjects": [{"name": "x", "answers": {"mask": ["ok", "True hides"]}}]}
+    assert measure.of_conformance({"subjects": subjects}) == kept
+
+
+def test_the_terminal_has_the_colors_of_a_diagnosis_and_contrast():
+    import parts
+
+    shown = parts.terminal()
+    assert "kv-heads-tiled</span>" in shown
+    assert "color: #ff7b72" in shown
+
+    def luminance(color):
+        shares = [c / 255 for c in color]
+        r, g, b = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in shares)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+    dark = luminance(parts.DARK.background_color)
+    colors = [parts.DARK.ansi_colors[i] for i in range(8)] + [parts.DARK.foreground_color]
+    assert min((luminance(color) + 0.05) / (dark + 0.05) for color in colors) > 4.5
+
+
 def test_the_version_to_cite_is_that_of_the_package():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     assert cited["version"] == tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
@@ -295,7 +388,7 @@ def test_pictures_are_the_same_bytes_when_they_are_drawn_again():
     import plots
 
     drawn = (pictures.rope_pairs, pictures.rope_error, pictures.divided_heads, pictures.simulated_blackhole)
-    for draw in (*drawn, plots.devices, plots.cost_model):
+    for draw in (*drawn, pictures.funnel, plots.devices, plots.cost_model):
         first, second = draw().image("svg"), draw().image("svg")
         assert first == second
         assert first.startswith(b"<?xml")
@@ -415,6 +508,15 @@ def test_the_tree_of_tools_names_those_of_the_table():
     tools = {tool for questions in pictures.TOOLS.values() for tool in questions.values()}
     assert tools <= set(re.findall(r"\[`([^`]+)`\]\(", page))
     assert pictures.which_tool().image("svg").startswith(b"<?xml")
+
+
+def test_each_rule_of_a_search_leaves_fewer_bugs():
+    import pictures
+
+    counts, found = pictures.funnel_counts("scale-missing")
+    numbers = [*counts.values()]
+    assert numbers == sorted({*numbers}, reverse=True)
+    assert (numbers[-1], found) == (1, "scale-missing")
 
 
 # ---- The recipe for CI -----------------------------------------------------------------------------------------------

@@ -319,7 +319,7 @@ def test_each_layer_of_a_family_is_judged_right_while_it_generates(family):
 
 
 def test_the_page_says_how_many_families_there_are():
-    page = (Path(__file__).parent.parent / "docs" / "how-to" / "taps.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parent.parent / "docs" / "evidence" / "diagnosis.md").read_text(encoding="utf-8")
     assert f"{len(GENERATED)} families of decoders and {len(ENCODER_DECODERS)} with an encoder" in page
 
 

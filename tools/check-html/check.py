@@ -37,6 +37,7 @@ PAGES = (
     *("tutorials/index", "tutorials/getting-started", "tutorials/five-stages", "tutorials/port", "tutorials/ttnn"),
     *("how-to/which-tool", "how-to/ci", "explanation/why-not-allclose", "explanation/in-pictures", "evidence/field"),
     *("reference/api/mha_torch", "reference/cli/run", "reference/bugs", "reference/families", "reference/schemas"),
+    *("reference/conventions", "explanation/diagnosis"),
     *("bugs/index", "bugs/rope-pairs", "contributing/guide", "source/examples/port/layer.py"),
 )
 """A page of each kind."""

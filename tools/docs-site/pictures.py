@@ -8,8 +8,10 @@ import plots
 
 import parity
 from parity.core.compare import Label, compare
+from parity.core.problem import Problem
 from parity.core.trace import Reference
-from parity.diagnosis.mistakes import mistakes_for, wrong_layer
+from parity.diagnosis.mistakes import mistakes_for, page_by_mistake, wrong_layer
+from parity.diagnosis.replay import Replay
 from parity.reporting.figure import NotebookFigure
 from parity.sharding.shard import ShardPlan, shard
 
@@ -25,6 +27,7 @@ def pictures() -> dict[str, bytes]:
     """Each picture as SVG, by its file name."""
     drawn = {
         "error-and-budget": error_and_budget(),
+        "funnel": funnel(),
         "rope-pairs": rope_pairs(),
         "rope-error": rope_error(),
         "divided-heads": divided_heads(),
@@ -84,6 +87,57 @@ def error_and_budget() -> NotebookFigure:
     axes.annotate("atol=1e-5", (1.3e-8, 1.3e-5), color=GRAY)
     axes.set(xscale="log", yscale="log", xlabel="tolerance", ylabel="error of the output", xlim=limits)
     axes.legend(loc="lower right")
+    return figure
+
+
+# ---- Search for a bug ------------------------------------------------------------------------------------------------
+
+STAGES = ("mask", "q", "k", "v", "scores", "attn_weights", "context", "output")
+
+
+def searched_layer(bug: str) -> tuple[Problem, dict[str, np.ndarray]]:
+    """A layer with shared heads, and its stages with a bug, in float32."""
+    problem = parity.make_problem("gqa-causal", "float32")
+    (injected,) = (each for each in mistakes_for(problem.case) if each.name == bug)
+    values = wrong_layer(problem, "float32", [injected]).forward()
+    return problem, {name: values[name] for name in STAGES}
+
+
+def funnel_counts(bug: str) -> tuple[dict[str, int], str]:
+    """Numbers of bugs that remain after each rule of a search, and the name of the last one."""
+    problem, observed = searched_layer(bug)
+    replay = Replay(problem, observed, "ieee")
+    wrong = replay.wrong(replay.stages, ())
+    right = [stage for stage in replay.stages if stage not in wrong]
+    stage = wrong[0]
+    expected = replay.stage(stage, ())
+    changing = [bug for bug in replay.known if not np.array_equal(expected, replay.stage(stage, (bug,)))]
+    fitting = [bug for bug in changing if replay.judgement(stage, (bug,)).ratio <= 1.0]
+    left = [bug for bug in fitting if not replay.wrong(right, (bug,))]
+    counts = {
+        "known bugs": len(page_by_mistake()),
+        "can occur in this layer": len(replay.known),
+        f"change its {stage}": len(changing),
+        "explain them up to rounding": len(fitting),
+        "spoil no correct stage": len(left),
+    }
+    return counts, ", ".join(each.name for each in left)
+
+
+def funnel() -> NotebookFigure:
+    """A search for a missing scale, rule by rule."""
+    counts, found = funnel_counts("scale-missing")
+    figure = NotebookFigure(figsize=(7, 2.4), layout="constrained")
+    axes = figure.add_subplot()
+    colors = [*[GRAY] * (len(counts) - 1), RIGHT]
+    axes.barh([*counts], [*counts.values()], color=colors)
+    for place, count in enumerate(counts.values()):
+        words = f"{count}: {found}" if place == len(counts) - 1 else str(count)
+        axes.annotate(words, (count + 3, place), va="center")
+    axes.invert_yaxis()
+    axes.set(xlim=(0, max(counts.values()) * 1.1), xticks=[])
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
     return figure
 
 

@@ -2,9 +2,9 @@
 
     python tools/docs-site/stage.py FOLDER [PYTHON_TT]
 
-The folder holds the pages of docs/, copies of pages that lie elsewhere in the repository, the generated reference and
-pictures, and a page for each file of the source that a page links to. Links between them are adapted. PYTHON_TT is the
-Python that runs the notebook about TTNN. Without it that notebook has no results, and says so.
+The folder holds the pages of docs/, copies of pages that lie elsewhere in the repository, the generated reference,
+parts and pictures, and a page for each file of the source that a page links to. Links between them are adapted.
+PYTHON_TT is the Python that runs the notebook about TTNN. Without it that notebook has no results, and says so.
 """
 
 import json
@@ -142,6 +142,7 @@ def main(folder: Path, python_tt: Path | None = None) -> None:
     """Fill the folder, which is emptied first."""
     import measurements
     import reference
+    from parts import parts
     from pictures import pictures
 
     for each in (folder, folder.with_name("jupyter")):
@@ -171,6 +172,8 @@ def main(folder: Path, python_tt: Path | None = None) -> None:
     for name, text in reference.endings().items():
         path = folder / f"{name}.md"
         path.write_text(f"{path.read_text('utf-8')}\n{text}", "utf-8")
+    for name, text in parts().items():
+        site.write(f"parts/{name}", text)
     for name, picture in pictures().items():
         path = folder / "pictures" / name
         path.parent.mkdir(exist_ok=True)

@@ -1,0 +1,108 @@
+"""Measure the results that pages show, and write them to docs/data.
+
+python tools/docs-site/measure.py conformance      # `mha-parity conformance --libraries`; minutes
+python tools/docs-site/measure.py selftest         # `mha-parity selftest`; minutes
+python tools/docs-site/measure.py diagnosis-rates  # `tools/diagnosis-rates`; an hour of one core
+python tools/docs-site/measure.py selftest --from FILE   # which the command wrote with --json
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+COMMANDS = {
+    "conformance": "mha-parity conformance --libraries",
+    "selftest": "mha-parity selftest",
+    "diagnosis-rates": "tools/diagnosis-rates",
+}
+PACKAGES = {
+    "conformance": ("torch", "jax", "flax", "keras", "equinox"),
+    "selftest": ("torch", "jax"),
+    "diagnosis-rates": ("numpy", "torch", "jax"),
+}
+
+
+def of_conformance(found: dict) -> dict:
+    """The words and the status of each answer."""
+    subjects = [each for each in found["subjects"] if not each["missing"]]
+    return {
+        "subjects": [
+            {
+                "name": each["name"],
+                "answers": {one["question"]: [one["status"], one["words"]] for one in each["answers"]},
+            }
+            for each in subjects
+        ]
+    }
+
+
+def of_selftest(found: dict) -> dict:
+    """How often each bug was injected, detected and identified; the name without a bug is empty."""
+    bugs = {}
+    for outcome in found["outcomes"]:
+        counts = bugs.setdefault(outcome["hypothesis"], [0, 0, 0])
+        for i, holds in enumerate((True, outcome["is_caught"], outcome["is_named"])):
+            counts[i] += holds
+    return {"bugs": dict(sorted(bugs.items()))}
+
+
+def of_diagnosis_rates(verdicts: list) -> dict:
+    """The counts of each half."""
+    from wild.rates import JUDGEMENTS, is_caught, is_clean, is_placed, judged_names
+
+    halves = {}
+    for half in ("known", "apart"):
+        rights = [each for each in verdicts if each["half"] == half and each["is_right"]]
+        counts = {"rights": len(rights), "false_alarms": sum(not is_clean(each) for each in rights)}
+        for prefix, output_only in (("", False), ("output_", True)):
+            bugs = [each for each in verdicts if each["half"] == half and not each["is_right"]]
+            bugs = [each for each in bugs if each["output_only"] == output_only]
+            bugs = [each for each in bugs if each["in_output"] or not output_only]
+            judged = [judged_names(each) for each in bugs]
+            counts |= {
+                f"{prefix}bugs": len(bugs),
+                f"{prefix}caught": sum(map(is_caught, bugs)),
+                f"{prefix}named": sum(bool(each["names"]) for each in bugs),
+                f"{prefix}judged": [judged.count(name) for name in JUDGEMENTS[:3]],
+                f"{prefix}placed": sum(map(is_placed, bugs)),
+            }
+            if not output_only:
+                counts["first"] = sum(each.get("first") == each["stage"] for each in bugs)
+        halves[half] = counts
+    return {"halves": halves}
+
+
+KEPT = {"conformance": of_conformance, "selftest": of_selftest, "diagnosis-rates": of_diagnosis_rates}
+
+
+def main() -> None:
+    """Run the command, unless its results are in a file, and keep the part that pages show."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=COMMANDS)
+    parser.add_argument("--from", dest="results", type=Path, metavar="FILE", help="results of the command")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        results = given.results or Path(folder) / "results.json"
+        if given.results is None:
+            words = COMMANDS[given.name].replace("mha-parity", f"{sys.executable} -m parity").split()
+            words = [sys.executable, *words] if words[0].startswith("tools/") else words
+            status = subprocess.run([*words, "--json", str(results)], cwd=ROOT).returncode
+            if not results.exists():
+                sys.exit(status or 1)
+        found = json.loads(results.read_text("utf-8"))
+    packages = {name: metadata.version(name).partition("+")[0] for name in PACKAGES[given.name]}
+    kept = {"command": COMMANDS[given.name], "packages": packages, **KEPT[given.name](found)}
+    path = ROOT / "docs" / "data" / f"{given.name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Generated parts of pages, which the pages include: tables from the code and from docs/data, and a terminal.
+
+`measure.py` writes docs/data.
+"""
+
+import html
+import io
+import json
+from collections import Counter
+from pathlib import Path
+
+from pictures import searched_layer
+from reference import table
+from rich.console import Console
+from rich.terminal_theme import TerminalTheme
+
+import parity
+from parity.diagnosis.mistakes import FIDELITIES, PRECISIONS, mistakes_for
+from parity.reporting.diagnosis import print_diagnosis
+from parity_lab.plants import PLANTS
+from parity_lab.selftest import SELFTEST_CASES
+
+DATA = Path(__file__).parents[2] / "docs" / "data"
+
+
+def parts() -> dict[str, str]:
+    """The text of each part, by its name."""
+    return {
+        "conventions": conventions(),
+        "diagnosis": terminal(),
+        "diagnosis-rates": diagnosis_rates(),
+        "injected-bugs": injected_bugs(),
+    }
+
+
+def measured(name: str) -> dict:
+    """The results of a command, with its text and the versions of packages."""
+    return json.loads((DATA / f"{name}.json").read_text("utf-8"))
+
+
+def source(found: dict) -> str:
+    """The command and the packages of results."""
+    packages = ", ".join(f"{name} {version}" for name, version in found["packages"].items())
+    return f"Measured by `{found['command']}`{f' with {packages}' * bool(packages)}."
+
+
+# ---- Conformance -----------------------------------------------------------------------------------------------------
+
+MARKS = {"broken": "✗", "differs": "✗", "note": "•", "absent": "–"}
+"""Marks of answers, because color alone is not enough."""
+
+OURS = "mha_torch, mha_jax"
+
+
+def conventions() -> str:
+    """The answers of every library, a row for each check; the classes of this project share a column."""
+    from parity.conformance.questions import QUESTIONS
+
+    found = measured("conformance")
+    others = [each for each in found["subjects"] if not each["name"].startswith("mha_")]
+    ours = [each for each in found["subjects"] if each["name"].startswith("mha_")]
+    names = [each["name"] for each in others] + [OURS]
+    head = "".join(f'<th scope="col"><code>{html.escape(name).replace(".", ".<wbr>")}</code></th>' for name in names)
+    rows = []
+    for name, question in QUESTIONS.items():
+        answers = [each["answers"][name] for each in others] + [shared_answer(ours, name)]
+        cells = "".join(cell(*answer) for answer in answers)
+        rows.append(f'<tr><th scope="row" title="{html.escape(question.asks)}">{name}</th>{cells}</tr>')
+    checks = table(("check", "question"), ((name, each.asks) for name, each in QUESTIONS.items()))
+    body = "\n".join(rows)
+    return (
+        f'<div class="table-wrapper conventions" tabindex="0" role="region" aria-label="Conventions">\n<table>\n'
+        f"<thead><tr><th>check</th>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n</div>\n\n"
+        f"{source(found)}\n\n{checks}\n"
+    )
+
+
+def cell(status: str, words: str) -> str:
+    """A cell with the mark and the color of an answer."""
+    mark = MARKS.get(status, "")
+    text = mark if words == "—" else f"{mark} {words}".strip()
+    return f'<td class="{status}">{html.escape(text)}</td>'
+
+
+def shared_answer(subjects: list[dict], question: str) -> tuple[str, str]:
+    """The answer of most subjects that support it, and each other one with the classes that answer so."""
+    given = [(each["name"].partition(".")[2], *each["answers"][question]) for each in subjects]
+    asked = [each for each in given if each[1] != "absent"] or given
+    (usual, _), *rest = Counter(words for _, _, words in asked).most_common()
+    texts = [usual]
+    for words, _ in rest:
+        classes = dict.fromkeys(name for name, _, other in asked if other == words)
+        texts.append(f"{', '.join(classes)}: {words}")
+    worst = next(
+        (status for status in ("broken", "differs", "note") if status in {each[1] for each in asked}), asked[0][1]
+    )
+    return worst, "; ".join(texts)
+
+
+# ---- Diagnosis -------------------------------------------------------------------------------------------------------
+
+DARK = TerminalTheme(
+    background=(13, 17, 23),
+    foreground=(230, 237, 243),
+    normal=[
+        *((139, 148, 158), (255, 123, 114), (63, 185, 80), (210, 153, 34)),
+        *((88, 166, 255), (188, 140, 255), (57, 197, 207), (230, 237, 243)),
+    ],
+)
+"""Colors whose contrast with the background is above 4.5, in the light and in the dark site."""
+
+
+def terminal() -> str:
+    """A diagnosis as the terminal shows it."""
+    problem, observed = searched_layer("kv-heads-tiled")
+    console = Console(record=True, force_terminal=True, width=100, file=io.StringIO())
+    print_diagnosis(parity.diagnose(observed, problem), console, is_right=False)
+    shown = console.export_html(theme=DARK, inline_styles=True, code_format="{code}").rstrip()
+    return f'<pre class="terminal" tabindex="0" aria-label="A diagnosis in the terminal">{shown}</pre>\n'
+
+
+def known_by_page() -> dict[str, set[str]]:
+    """The names of the known bugs of a layer, by their page."""
+    found: dict[str, set[str]] = {}
+    for bugs in (PRECISIONS.values(), FIDELITIES.values(), *map(mistakes_for, SELFTEST_CASES)):
+        for bug in bugs:
+            found.setdefault(bug.page, set()).add(bug.name)
+    return found
+
+
+def injected_bugs() -> str:
+    """The bugs that the self-test injects, a row for each class, and how often they were detected and identified."""
+    found = measured("selftest")
+    counts = found["bugs"]
+    rows = [("(no bug injected)", "", "", *counts[""])]
+    for page, names in sorted(known_by_page().items()):
+        for name in sorted(names & {*PLANTS}):
+            rows.append((f"[{page}](../bugs/{page}.md)", len(names), f"`{name}`", *counts[name]))
+    rows.append(
+        ("all", sum(map(len, known_by_page().values())), len(PLANTS), *map(sum, zip(*counts.values(), strict=True)))
+    )
+    heads = ("class", "known bugs", "injected bug", "runs", "detected", "identified")
+    return f"{source(found)}\n\n{table(heads, rows)}\n"
+
+
+RATES = {
+    "correct ports": "rights",
+    "reported as wrong": "false_alarms",
+    "bugs": "bugs",
+    "detected": "caught",
+    "first wrong stage reported first": "first",
+    "identified, with a page": "named",
+    "… rightly, as one of several, wrongly": "judged",
+    "identified, or its place or pattern found": "placed",
+    "**from the output alone:** bugs that change it": "output_bugs",
+    "detected from the output": "output_caught",
+    "identified from the output": "output_named",
+    "… rightly, as one of several, wrongly, from the output": "output_judged",
+    "identified, or its place or pattern found, from the output": "output_placed",
+}
+"""Rows of the table of rates, and their names in the data."""
+
+
+def diagnosis_rates() -> str:
+    """The rates on independent code, a column for each half."""
+    found = measured("diagnosis-rates")
+    halves = found["halves"]
+    rows = [(words, *(rate(halves[half], name) for half in halves)) for words, name in RATES.items()]
+    return f"{source(found)}\n\n{table(('', *(f'`{half}`' for half in halves)), rows)}\n"
+
+
+def rate(half: dict, name: str) -> str:
+    """A number of a half, with its share of the bugs."""
+    value = half[name]
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if name.endswith(("bugs", "rights", "false_alarms")):
+        return str(value)
+    whole = half["output_bugs" if name.startswith("output") else "bugs"]
+    return f"{value} ({100 * value / whole:.0f}%)"
