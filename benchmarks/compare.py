@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+SCHEMA = {"schema": "mha-parity/bench", "version": 1}
 KEY = ("what", "framework", "shape", "dtype")
 
 
@@ -26,8 +26,8 @@ def read_rows(path: str) -> dict[str, dict[str, Any]]:
         ValueError: if it is not a benchmark file.
     """
     content = json.loads(Path(path).read_text("utf-8"))
-    if not isinstance(content, dict) or content.get("format") != FORMAT or "rows" not in content:
-        raise ValueError(f"{path} must be written by mha-parity bench --json, in format {FORMAT}")
+    if not isinstance(content, dict) or not SCHEMA.items() <= content.items() or "rows" not in content:
+        raise ValueError(f"{path} must be written by mha-parity bench --json, in version {SCHEMA['version']}")
     return {" ".join(_word(row[name]) for name in KEY if row[name]): row for row in content["rows"]}
 
 

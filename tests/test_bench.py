@@ -27,6 +27,7 @@ import parity_lab.bench
 from mha_spec import AttentionSpec
 from parity.cli.main import main
 from parity.reporting.console import console
+from parity.reporting.json import write_json
 from parity_lab.bench import Bench, Row, Work, bench, bench_work, plan
 from parity_lab.bench.measure import (
     LIMIT,
@@ -45,6 +46,7 @@ from parity_lab.bench.report import lines_of, plot_growth, print_bench
 
 KEYS = ["what", "framework", "shape", "dtype", "ours_ms", "peers", "best_peer", "ratio", "limit_ms", "limit_ratio"]
 TINY = {"num_heads": 2, "head_dim": 8}
+HEAD = {"schema": "mha-parity/bench", "version": 1}
 ONCE = {"budget_s": 0.0, "rounds": (1, 1)}
 
 
@@ -593,7 +595,7 @@ def compare():
 
 
 def written(path, *rows):
-    path.write_text(json.dumps(Bench(list(rows), {}).to_dict()))
+    write_json(path, "bench", Bench(list(rows), {}).to_dict())
     return str(path)
 
 
@@ -626,7 +628,10 @@ def test_compare_judges_memory_where_there_is_no_time(compare, tmp_path, capsys)
     assert "larger" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"format": 2, "rows": []}', '{"format": 1, "rows": []}', None])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"schema": "mha-parity/bench", "version": 2, "rows": []}', json.dumps({**HEAD, "rows": []}), None],
+)
 def test_compare_refuses_other_files(compare, tmp_path, capsys, content):
     path, good = tmp_path / "a.json", written(tmp_path / "b.json", timed(1.0))
     if content is not None:

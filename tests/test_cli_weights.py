@@ -148,7 +148,7 @@ def test_convert_writes_what_it_did_as_json(source, tmp_path):
     others |= {"joined", "metadata_left_out", "plan"}
     assert content.keys() == {"schema", "version", "source", "layers", "spec", "kept", "dropped", *others}
     assert not any(content[name] for name in others)
-    assert content["format"] == 1
+    assert content["schema"] == "mha-parity/convert"
     assert content["source"] == "transformers.LLaMA"
     assert content["layers"] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
     assert AttentionSpec.from_json(json.dumps(content["spec"])) == SPEC
@@ -460,7 +460,7 @@ def test_inspect_says_which_heads_would_fit(tmp_path, capsys):
 def test_inspect_writes_json(source, tmp_path):
     assert main(["inspect", source, *HEADS, "--json", str(tmp_path / "r.json")]) == 0
     content = json.loads((tmp_path / "r.json").read_text())
-    assert content.keys() == {"format", "file_format", "metadata", "tensors", "layers"}
+    assert content.keys() == {"schema", "version", "file_format", "metadata", "tensors", "layers"}
     assert content["file_format"] == "safetensors"
     assert content["tensors"]["embed.weight"] == {"shape": [3, 16], "dtype": "float32"}
     assert content["layers"] == [
