@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import mha_jax
 from parity.foreign import load_adapter, load_into
 from parity_lab.bench.keras import keras_layer
 from parity_lab.bench.measure import OURS, Contender, Probe, large_enough
+from parity_lab.bench.operations import operations_of_program
 from parity_lab.bench.work import Inputs, Work
 
 NAMES = {
@@ -123,12 +125,16 @@ def _contender(
             found = (output, *gradients)
         return [restore(np.asarray(x)) for x in (found if isinstance(found, tuple) else (found,))]
 
-    return Contender(lambda: jax.block_until_ready(compiled(*leaves)), arrays, lambda: _temporary(compiled), **options)
+    return Contender(lambda: jax.block_until_ready(compiled(*leaves)), arrays, **_of_program(compiled), **options)
 
 
-def _temporary(compiled: Any) -> int | None:
+def _of_program(compiled: Any) -> dict[str, Any]:
+    """Return the fields of a contender that follow from its compiled program."""
     analysis = compiled.memory_analysis()
-    return None if analysis is None else int(analysis.temp_size_in_bytes)
+    return {
+        "peak_bytes": lambda: None if analysis is None else int(analysis.temp_size_in_bytes),
+        "operations": lambda: operations_of_program(compiled.as_text()),
+    }
 
 
 class _Core:
@@ -393,7 +399,7 @@ class _Decode(_Layer):
             output, held = jax.block_until_ready(compiled(leaves, held, self.x))
             return output
 
-        return Contender(run, lambda x: [np.asarray(x)], lambda: _temporary(compiled), carries=True)
+        return Contender(run, lambda x: [np.asarray(x)], carries=True, **_of_program(compiled))
 
     def with_room(self) -> list[Array]:
         """The cached keys and values, (B, N, capacity, H)."""
@@ -424,7 +430,7 @@ class _Decode(_Layer):
 
         cached = [self.arrays[name].swapaxes(1, 2) for name in ("keys", "values")]
         made = self.contender(call, self.weights, *cached)
-        return Contender(made.run, lambda found: made.arrays(found)[:1], made.peak_bytes)
+        return replace(made, arrays=lambda found: made.arrays(found)[:1])
 
     def static_cache(self) -> Contender:
         def step(weights: Any, state: tuple[Array, Array, Array], x: Array) -> tuple[Array, Any]:

@@ -21,6 +21,7 @@ from parity.backends.torch import from_numpy, to_numpy
 from parity.foreign import load_adapter, load_into
 from parity_lab.bench.keras import keras_layer
 from parity_lab.bench.measure import OURS, Contender, Probe, large_enough
+from parity_lab.bench.operations import operations_of_torch
 from parity_lab.bench.work import Inputs, Work
 
 NAMES = {
@@ -116,7 +117,9 @@ class Side:
             return [to_numpy(x) for x in found[: 1 + len(differentiated)]] if work.backward else [*map(to_numpy, found)]
 
         done = partial(self._done, run)
-        return Contender(done, arrays, partial(self.peak_bytes, done), counts=counts, carries=carries)
+        operations = partial(operations_of_torch, run)
+        peak_bytes = partial(self.peak_bytes, done)
+        return Contender(done, arrays, peak_bytes, counts=counts, carries=carries, operations=operations)
 
     def peak_bytes(self, run: Callable[[], Any]) -> int | None:
         """Return the peak of allocated bytes during a run, without its results."""
