@@ -125,16 +125,18 @@ def _contender(
             found = (output, *gradients)
         return [restore(np.asarray(x)) for x in (found if isinstance(found, tuple) else (found,))]
 
-    return Contender(lambda: jax.block_until_ready(compiled(*leaves)), arrays, **_of_program(compiled), **options)
+    return replace(_compiled(compiled, lambda: jax.block_until_ready(compiled(*leaves)), arrays), **options)
 
 
-def _of_program(compiled: Any) -> dict[str, Any]:
-    """Return the fields of a contender that follow from its compiled program."""
+def _compiled(compiled: Any, run: Callable[[], Any], arrays: Callable[[Any], list[np.ndarray]]) -> Contender:
+    """Return a contender that runs a compiled program."""
     analysis = compiled.memory_analysis()
-    return {
-        "peak_bytes": lambda: None if analysis is None else int(analysis.temp_size_in_bytes),
-        "operations": lambda: operations_of_program(compiled.as_text()),
-    }
+    return Contender(
+        run,
+        arrays,
+        peak_bytes=lambda: None if analysis is None else int(analysis.temp_size_in_bytes),
+        operations=lambda: operations_of_program(compiled.as_text()),
+    )
 
 
 class _Core:
@@ -143,18 +145,28 @@ class _Core:
         self.arrays = inputs.arrays
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
-        spec = self.work.spec
+        told: dict[str, Any] = {"spec": self.work.spec, **self.told()}
         fused, plain = mha_jax.fused.scaled_dot_product_attention, mha_jax.scaled_dot_product_attention
         found = {
-            OURS: lambda: self.contender(_first(partial(fused, spec=spec))),
+            OURS: lambda: self.contender(_first(partial(fused, **told))),
             "jax.nn": lambda: self.of_jax_nn(),
-            "plain path": lambda: self.contender(_first(partial(plain, spec=spec)), counts=False),
+            "plain path": lambda: self.contender(_first(partial(plain, **told)), counts=False),
         }
         if self.work.soft_cap is not None or self.work.has_sinks:  # which jax.nn has not
             del found["jax.nn"]
             return {**found, "scores by hand": lambda: self.contender(self.scores_by_hand())}
         if jax.default_backend() == "gpu" and self.work.dtype != "float32":
             found["jax.nn (cuDNN)"] = lambda: self.of_jax_nn("cudnn")
+        return found
+
+    def told(self) -> dict[str, Array]:
+        """Return the lengths and the segments, as keywords of attention and of masks."""
+        found = {}
+        if self.work.is_padded:
+            found["key_padding_lengths"] = jnp.asarray(self.work.lengths, jnp.int32)
+        if self.work.num_segments > 1:
+            ids = np.repeat(np.arange(self.work.num_segments, dtype=np.int32), self.work.segment_lengths)
+            found["segment_ids"] = jnp.broadcast_to(jnp.asarray(ids), (self.work.batch, self.work.seq_len))
         return found
 
     def contender(
@@ -178,6 +190,11 @@ class _Core:
         attend: Any = jax.nn.dot_product_attention
         if self.work.window_size is not None:
             attend = partial(attend, local_window_size=(self.work.window_size - 1, 0))
+        if self.work.is_padded:
+            attend = partial(attend, key_value_seq_lengths=jnp.asarray(self.work.lengths, jnp.int32))
+        if self.work.num_segments > 1:
+            hidden = mha_jax.create_attention_mask(self.work.seq_len, segment_ids=self.told()["segment_ids"])
+            attend = partial(attend, mask=~hidden)
         if self.work.spec.alibi_slopes is not None:
             places = jnp.arange(self.work.seq_len, dtype=jnp.float32)
             slopes = jnp.asarray(self.work.spec.alibi_slopes)[:, None, None]
@@ -399,7 +416,7 @@ class _Decode(_Layer):
             output, held = jax.block_until_ready(compiled(leaves, held, self.x))
             return output
 
-        return Contender(run, lambda x: [np.asarray(x)], carries=True, **_of_program(compiled))
+        return replace(_compiled(compiled, run, lambda x: [np.asarray(x)]), carries=True)
 
     def with_room(self) -> list[Array]:
         """The cached keys and values, (B, N, capacity, H)."""

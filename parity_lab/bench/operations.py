@@ -54,12 +54,11 @@ def operations_of_events(events: Iterable[Event]) -> Operations:
     flat = [each for event in events for each in _with_descendants(event)]
     has_device = any(event.is_on_device for event in flat)
     on_device = Counter(e.name for e in flat if e.is_on_device and not e.name.startswith(("Memcpy", "Memset")))
-    waits = [event for event in flat if _WAITS.match(event.name)]
-    reads = [event for event in flat if event.name in _READS]
+    waits = sum(_WAITS.match(event.name) is not None for event in flat)
     return Operations(
         dict(on_device if has_device else Counter(name for event in events for name in _operations(event))),
         copies=sum(event.name == "aten::copy_" for event in flat),
-        syncs=len(waits if has_device else reads),
+        syncs=waits if has_device else sum(map(_num_reads, events)),
     )
 
 
@@ -67,6 +66,11 @@ def _with_descendants(event: Event) -> Iterator[Event]:
     yield event
     for child in event.children:
         yield from _with_descendants(child)
+
+
+def _num_reads(event: Event) -> int:
+    """Return the number of reads of values within an event; a read that consists of others counts once."""
+    return 1 if event.name in _READS else sum(map(_num_reads, event.children))
 
 
 def _operations(event: Event) -> list[str]:
@@ -104,7 +108,6 @@ def _overloads(name: str) -> list[Any]:
 def operations_of_torch(run: Callable[[], Any]) -> Operations:
     """Return the counts of a run of torch, which has run before."""
     import torch
-    from torch.autograd import DeviceType
 
     activities, has_device = torch.profiler.ProfilerActivity, torch.cuda.is_available()
     with torch.profiler.profile(activities=[activities.CPU, *([activities.CUDA] if has_device else [])]) as profile:
@@ -113,20 +116,20 @@ def operations_of_torch(run: Callable[[], Any]) -> Operations:
         if has_device:  # after the mark, so that it is not counted
             torch.cuda.synchronize()
     found: Any = profile.events()
-    mark = next(each for each in found if each.name == MARK and each.device_type == DeviceType.CPU)
+    of_host = [each for each in found if each.device_type.name == "CPU"]
+    mark = next(each for each in of_host if each.name == MARK)
     begin, end = mark.time_range.start, mark.time_range.end
+    outermost = [each for each in of_host if each.cpu_parent in (None, mark)]  # gradients may run in another thread
 
-    def read(each: Any) -> Event:
-        return Event(each.name, each.device_type != DeviceType.CPU, tuple(map(read, each.cpu_children)))
+    def event_of(each: Any) -> Event:
+        return Event(each.name, children=tuple(map(event_of, each.cpu_children)))
 
     return operations_of_events(
-        read(each)
-        for each in found
-        if each.name != MARK
-        and (
-            each.device_type != DeviceType.CPU  # a kernel may end after the mark
-            or (each.cpu_parent in (None, mark) and begin <= each.time_range.start <= end)
-        )
+        [
+            *(event_of(each) for each in outermost if each is not mark and begin <= each.time_range.start <= end),
+            # A kernel may end after the mark, which the profiler also shows on the device.
+            *(Event(each.name, True) for each in found if each.device_type.name != "CPU" and each.name != MARK),
+        ]
     )
 
 

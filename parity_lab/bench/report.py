@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,6 @@ from parity.reporting.plot import check_destination
 from parity.text import counted
 from parity_lab.bench import Bench, Row
 from parity_lab.bench.measure import OURS
-
-LONGEST_NAME = 60
-"""Characters of a kernel's name in a table. Names of C++ templates are far longer."""
 
 TITLES = {"jax": "JAX", "torch": "torch", "": "Command line and files"}
 
@@ -80,20 +78,27 @@ def _print_operations(rows: Sequence[Row], framework: str, out: Console) -> None
     """Print the counts of kernels, copies and waits of each contender, and its most frequent kernels."""
     if not rows:
         return
-    columns = [Column("what", overflow="fold", max_width=30)]
-    columns += [Column(name, no_wrap=True) for name in ("shape", "dtype", "whose")]
+    several = len({row.dtype for row in rows}) > 1
+    columns = [Column("what", overflow="fold", max_width=26)]
+    columns += [Column(name, no_wrap=True) for name in ("shape", *(["dtype"] if several else []), "whose")]
     columns += [Column(name, justify="right", no_wrap=True) for name in ("kernels", "copies", "waits")]
     columns += [Column("most frequent kernels", overflow="fold")]
     cells = []
     for row in rows:
+        of_row = [row.what, "x".join(map(str, row.shape)), *([row.dtype] if several else [])]
         for name, counts in row.operations.items():
             kernels = sorted(counts.kernels.items(), key=lambda item: -item[1])
-            shown = ", ".join(f"{count} {kernel[:LONGEST_NAME]}" for kernel, count in kernels[:3])
+            shown = ", ".join(f"{count} {_short(kernel)}" for kernel, count in kernels[:3])
             numbers = (sum(counts.kernels.values()), counts.copies, counts.syncs)
-            cells.append([row.what, "x".join(map(str, row.shape)), row.dtype, name, *map(str, numbers), shown])
+            cells.append([*(of_row if name == OURS else [""] * len(of_row)), name, *map(str, numbers), shown])
     print_table(
-        out, f"{TITLES[framework]}: kernels, copies of tensors, waits for the device of one run", columns, cells
+        out, f"{TITLES[framework]}: kernels, copies of tensors, waits for the device in one run", columns, cells
     )
+
+
+def _short(kernel: str) -> str:
+    """Return the name of a kernel without its namespace, template arguments and parameters."""
+    return re.split(r"[<(]", kernel.removeprefix("void "))[0].rsplit("::", 1)[-1]
 
 
 def _print_growth(growth: Sequence[dict[str, Any]], out: Console) -> None:
