@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 TWO_WORKERS := --numprocesses 2 --dist worksteal
 IF_TT := [ ! -e .venv-tt/installed ] ||
 
-.PHONY: parity test test-tt test-thorough test-cuda sim docs check-html dist fuzz lint clean
+.PHONY: parity test test-tt test-thorough test-cuda bench-gpu sim docs check-html dist fuzz lint clean
 
 parity: .venv/installed .venv-tt/installed
 	$(BIN)/mha-parity run --jobs 2 $$($(IF_TT) echo --python tt=$(BIN_TT)/python)
@@ -40,8 +40,18 @@ test-thorough: .venv/installed .venv-tt/installed
 
 # mha_torch's kernels for CUDA, with whichever Python has a torch for it, and every case there. CI has no GPU.
 test-cuda:
-	$(PYTHON) -m pytest tests/cuda --confcutdir tests/cuda
 	$(PYTHON) -m parity run --backends torch --device cuda --dtypes float32,bfloat16,float16 --grad --quiet
+	$(PYTHON) -m pytest tests/cuda --confcutdir tests/cuda
+
+# Every case on a GPU, then the speed beside the framework's kernels, with kernels, copies and waits counted. JAX takes part
+# if it has a GPU. Without a GPU the first command refuses.
+bench-gpu:
+	@mkdir -p build
+	set -e; export XLA_PYTHON_CLIENT_PREALLOCATE=false; \
+	backends=torch$$($(PYTHON) -c "import jax; jax.devices('gpu')" 2> /dev/null && echo ,jax) || true; \
+	$(PYTHON) -m parity run --backends $$backends --device cuda --dtypes float32,bfloat16,float16 --grad --quiet; \
+	$(PYTHON) -m parity bench --backends $$backends --device cuda --suites cores,layers,scores,varlen,decode --profile \
+		--json build/bench-gpu.json
 
 # The real kernels, without a card, on a simulator that you have: make sim SIMULATOR=/path/libttsim_bh.so. Or a few of them:
 # make sim SIMULATOR=wolfpine. What that downloads and trusts: tools/tt-simulator --help.

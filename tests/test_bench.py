@@ -42,6 +42,7 @@ from parity_lab.bench.measure import (
     times_of,
 )
 from parity_lab.bench.models import bench_model
+from parity_lab.bench.operations import Operations
 from parity_lab.bench.report import lines_of, plot_growth, print_bench
 
 KEYS = ["what", "framework", "shape", "dtype", "ours_ms", "peers", "best_peer", "ratio", "limit_ms", "limit_ratio"]
@@ -272,6 +273,9 @@ def test_the_limit_counts_what_is_seen():
     assert replace(core, is_padded=True).flops == core.flops * (16 + 8) / 32
     assert replace(core, is_padded=True, is_causal=True).flops == core.flops * (10 + 1 + 2 + 2 + 2) / 32
     assert replace(core, backward=True).flops == core.flops * (2 + 5) / 2
+    packed = replace(core, num_segments=2, seq_len=6)
+    assert packed.segment_lengths == [4, 2]
+    assert packed.flops == core.flops * (16 + 4) / 16
     layer = replace(core, kind="layer")
     assert layer.flops == core.flops + 4 * 2 * (2 * 4) * 24 * 24
     assert replace(layer, backward=True).flops == core.flops * 3.5 + 3 * (layer.flops - core.flops)
@@ -321,6 +325,8 @@ WORKS = [
     Work("decode", "prefill", 1, 9, **TINY, is_causal=True),
     Work("decode", "decode", 2, 9, **TINY),
     Work("layers", "layer", 2, 9, **TINY, is_padded=True, dtype="bfloat16"),
+    Work("varlen", "core", 2, 9, **TINY, is_causal=True, is_padded=True, backward=True),
+    Work("varlen", "core", 2, 9, **TINY, is_causal=True, num_segments=3),
 ]
 FIRST = [WORKS[0], *WORKS[3:6]]
 """One of each kind."""
@@ -347,6 +353,8 @@ EXPECTED = {
 def test_every_contender_computes_the_same(sides, as_users_have_it, work):
     for row in bench_work(work, sides, **ONCE):
         expected = EXPECTED[row.framework][work.kind]
+        if work.group == "varlen":
+            expected = {name.replace("SDPA", "masked SDPA") for name in expected if name != "torch SDPA"}
         if work.need_weights:  # other ways by hand
             expected = {name.replace("SDPA by", "softmax by").replace("jax.nn by", "softmax by") for name in expected}
         assert {*row.peers, *row.left_out} == expected
@@ -359,6 +367,17 @@ def test_every_contender_computes_the_same(sides, as_users_have_it, work):
         assert isinstance(row.peak_bytes, int)
         assert row.peak_bytes >= 0
         assert set(row.peers_peak_bytes) == set(row.peers)
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_operations_are_counted_for_each_contender(sides, framework):
+    work = Work("cores", "core", 1, 9, **TINY, is_causal=True)
+    (row,) = bench_work(work, {framework: sides[framework]}, **ONCE, profile=True)
+    assert set(row.operations) == {OURS, *row.peers}
+    assert all(counts.kernels and counts.syncs == 0 for counts in row.operations.values())
+    assert json.dumps(row.to_dict()["operations"][OURS]["kernels"])
+    (unprofiled,) = bench_work(work, {framework: sides[framework]}, **ONCE)
+    assert unprofiled.operations == {}
 
 
 def test_torch_memory_is_what_a_run_allocates_beyond_its_result(sides):
@@ -558,6 +577,15 @@ def test_lines_in_a_pipe_are_plain_and_tell_what_was_left_out(capsys):
     assert "left out: keras (jax, 2 rows): ImportError: no" in text
     assert "ours takes 10 more" in text
     assert "SDPA 2.0 MB" in text
+
+
+def test_kernels_are_printed_without_their_templates(capsys):
+    kernels = {"void pytorch_flash::flash_fwd_kernel<Traits<64, 128>>(Params)": 2, "aten::add": 1}
+    counts = {OURS: Operations(kernels, 3, 4), "SDPA": Operations({"aten::mul": 1}, 0, 0)}
+    print_bench(Bench([timed(1.0, operations=counts)], {}), console())
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [OURS, "3", "3", "4", "2", "flash_fwd_kernel,", "1", "add"] in [line[-8:] for line in lines]
+    assert ["SDPA", "1", "0", "0", "1", "mul"] in lines
 
 
 def test_a_line_of_the_plot_has_the_lengths_of_the_smallest_batch():

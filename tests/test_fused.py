@@ -279,9 +279,11 @@ def test_lengths_may_be_of_any_kind(sibling, form, kind):
 SPANS = {
     "window": ({"window_size": 20}, {}, True),
     "window-padding": ({"window_size": 20}, {"padding": (0, 100, 290)}, True),
+    "window-both-ways-padding": ({"window_size": 20}, {"padding": (0, 100, 290)}, False),
     "window-both-ways-mask": ({"window_size": 150}, {"mask": (1, 2, 290, 290)}, False),
     "window-bias": ({"window_size": 150}, {"bias": (1, 2, 290, 290), "minus": -np.inf}, True),
     "window-tall": ({"window_size": 20}, {"lengths": (290, 120)}, True),
+    "window-both-ways-tall": ({"window_size": 20}, {"lengths": (290, 120)}, False),
     "chunk-padding": ({"chunk_size": 64}, {"padding": (0, 100, 290)}, True),
     "chunk-both-ways": ({"chunk_size": 130}, {"bias": (290, 1)}, False),
 }
@@ -317,6 +319,14 @@ def test_alike_parts_of_a_window_go_together_in_torch_if_nobody_asks_for_a_gradi
         for package in (mha_torch.fused, mha_torch)
     )
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("keywords", [{}, {"key_padding_lengths": []}], ids=["alone", "lengths"])
+def test_a_window_of_no_sequences_is_empty(sibling, keywords):
+    spec, heads = parity.AttentionSpec(16, 2, window_size=20), np.zeros((0, 2, 290, 8), np.float32)
+    heads = jnp.asarray(heads) if sibling.package is mha_jax else torch.from_numpy(heads)
+    context, _ = sibling.package.fused.scaled_dot_product_attention(heads, heads, heads, spec, **keywords)
+    assert context.shape == (0, 2, 290, 8)
 
 
 # ---- JAX: block by block ---------------------------------------------------------------------------------------------

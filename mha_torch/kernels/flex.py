@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as library
 
 from mha_torch.arrays import at_least_float32, constant, is_transformed, needs_gradient
-from mha_torch.kernels.nonfinite import contained, nan_where, nonfinite_tokens, zero_where
+from mha_torch.kernels.nonfinite import contained, nan_where, nonfinite_tokens, sees_any_between, zero_where
 from mha_torch.masks import Mask
 from mha_torch.scores import Scores
 
@@ -85,7 +85,7 @@ def _attend_with_rules(query: Tensor, key: Tensor, value: Tensor, mask: Mask, sc
     if mask.segments is not None:
         order, begin, end = _in_segments(mask.segments, first, stop)
         marked = marked.gather(2, order[:, None].expand_as(marked))
-    nonfinite_rows = nonfinite_rows | _sees_any_between(marked, begin, end)
+    nonfinite_rows = nonfinite_rows | sees_any_between(marked, begin, end)
     context, lse = _attend_between(query, key, value, first, stop, mask.segments, scores)
     if scores.sinks is None:
         nonfinite_rows = nonfinite_rows | torch.isneginf(lse)  # all scores overflowed
@@ -164,16 +164,6 @@ def _in_segments(
     places = of_keys.gather(1, order) * seq_len_k + order
     begin, end = (torch.searchsorted(places, of_queries * seq_len_k + limit) for limit in (first, stop))
     return order, begin, end
-
-
-def _sees_any_between(
-    marked: Bool[Tensor, "B N S"], first: Int[Tensor, "B T"], stop: Int[Tensor, "B T"]
-) -> Bool[Tensor, "B N T 1"]:
-    """Return whether any key is marked in the range of each query."""
-    counts = F.pad(marked.cumsum(dim=2), (1, 0))  # up to each key
-    shape = (*marked.shape[:2], first.shape[1])
-    before, within = (counts.gather(2, places.long()[:, None].expand(shape)) for places in (first, stop))
-    return (within > before)[..., None]
 
 
 def _block_mask(

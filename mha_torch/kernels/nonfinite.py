@@ -10,7 +10,8 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mha_torch.arrays import is_distributed, is_graph, is_transformed, needs_gradient, replicate_like, values_of
@@ -47,6 +48,9 @@ def nan_where(x: Float[Tensor, "..."], where: Bool[Tensor, "..."]) -> Float[Tens
 def attends_to_any(marked: Bool[Tensor, "B N S"], seq_len_q: int, mask: Mask) -> Bool[Tensor, "B N #T 1"]:
     """Return whether each query attends to any of the marked keys; T and S are not 0."""
     seq_len_k, device = marked.shape[2], marked.device
+    if mask.span is not None and mask.has_only("is_causal", "key_padding_lengths", "span", "q_offset"):
+        first, stop = (x.clamp(0, seq_len_k) for x in mask.key_range(seq_len_q, seq_len_k, device))
+        return sees_any_between(marked, first, stop)
     is_plain = mask.has_only("is_causal", "key_padding_lengths")
     hidden = None if is_plain else mask.to_bool(seq_len_q, seq_len_k, device)
     if hidden is not None:
@@ -59,6 +63,16 @@ def attends_to_any(marked: Bool[Tensor, "B N S"], seq_len_q: int, mask: Mask) ->
         return marked.any(dim=-1, keepdim=True)[..., None]
     last_seen = torch.arange(seq_len_q, device=device).clamp(max=seq_len_k - 1)
     return (marked.cumsum(dim=-1) > 0)[..., last_seen, None]
+
+
+def sees_any_between(
+    marked: Bool[Tensor, "B N S"], first: Int[Tensor, "#B T"], stop: Int[Tensor, "#B T"]
+) -> Bool[Tensor, "B N T 1"]:
+    """Return whether any key is marked from the first of each query to the one before its stop, both within 0..S."""
+    counts = F.pad(marked.cumsum(dim=2), (1, 0))  # up to each key
+    shape = (*marked.shape[:2], first.shape[1])
+    before, within = (counts.gather(2, places.long()[:, None].expand(shape)) for places in (first, stop))
+    return (within > before)[..., None]
 
 
 def contained_projection(

@@ -3,7 +3,7 @@
 All functions expect finite inputs: `nonfinite.contained` wraps them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from threading import RLock
@@ -59,7 +59,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
         lengths = mask.key_padding_lengths
         if lengths is None:  # no mask, or one that the kernel supports
             return call(query, key, value, sinks, is_causal=mask.is_causal, dropout=rate, scale=scale)
-        known = values_of(torch.as_tensor(lengths)) if query.device.type == "cpu" else None
+        known = known_lengths(query, mask)
         if known and all(known):  # no row is fully masked
             return _attend_by_sequence(query, key, value, replace(mask, key_padding_lengths=known), scores)
     seq_len_k, bias = key.shape[2], scores.bias
@@ -202,7 +202,7 @@ def _attend_in_query_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mas
             continue
         rows, keys = slice(begin, end), slice(0, stop)
         contexts.append(attend(*parts, mask.block(rows, keys), scores.block(rows, keys)))
-    return torch.cat(contexts, dim=2)
+    return concat(contexts, along_tokens=True)
 
 
 def _attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
@@ -212,7 +212,20 @@ def _attend_by_sequence(query: Tensor, key: Tensor, value: Tensor, mask: Mask, s
         call(q[None], k[None, :, :length], v[None, :, :length], scores.sinks, is_causal=mask.is_causal, **how)
         for q, k, v, length in zip(query.unbind(), key.unbind(), value.unbind(), lengths or (), strict=True)
     ]
-    return torch.cat(contexts)
+    return concat(contexts)
+
+
+def known_lengths(query: Tensor, mask: Mask) -> list[int] | None:
+    """Return the lengths of sequences on a CPU; None if there are none or their values are unavailable."""
+    lengths = mask.key_padding_lengths
+    return None if lengths is None or query.device.type != "cpu" else values_of(torch.as_tensor(lengths))
+
+
+def concat(contexts: Sequence[Tensor], *, along_tokens: bool = False) -> Tensor:
+    """Concatenate contexts (B, N, T, Hv) along B, or along T; in memory heads are inside tokens, as in SDPA."""
+    if len(contexts) == 1:
+        return contexts[0]
+    return torch.cat([x.transpose(1, 2) for x in contexts], dim=int(along_tokens)).transpose(1, 2)
 
 
 # ---- Validation ------------------------------------------------------------------------------------------------------

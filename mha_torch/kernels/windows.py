@@ -3,8 +3,9 @@
 All functions expect finite inputs: `nonfinite.contained` wraps them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,9 @@ def supports(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> bool:
     """Return whether there is more than one block of queries; for small calls a GPU is faster with a mask."""
     if query.is_cuda and query.shape[:3].numel() * key.shape[2] < MANY_SCORES:
         return False
-    return mask.span is not None and mask.q_offset is None and query.shape[2] > _block_size(mask.span, key, value)
+    if mask.span is None or mask.q_offset is not None or not query.shape[0]:
+        return False
+    return query.shape[2] > _block_size(mask.span, key, value)
 
 
 def _block_size(span: Span, key: Tensor, value: Tensor) -> int:
@@ -50,21 +53,35 @@ def _slicer(x: Tensor, size: int) -> Callable[[slice], Tensor]:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
     """Return the context of a call that this module `supports`."""
+    is_plain = mask.has_only("is_causal", "key_padding_lengths", "span") and scores.bias is None
+    lengths = sdpa.known_lengths(query, mask) if is_plain and not scores.has_distances else None
+    if not lengths:
+        return _attend_in_blocks(query, key, value, mask, scores)
+    mask, sequences = replace(mask, key_padding_lengths=None), zip(query, key, value, lengths, strict=True)
+    return sdpa.concat(
+        [_attend_in_blocks(q[None], k[None, :, :stop], v[None, :, :stop], mask, scores) for q, k, v, stop in sequences]
+    )
+
+
+def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores) -> Tensor:
     span = mask.span or Span()
     seq_len_q, seq_len_k, is_causal = query.shape[2], key.shape[2], mask.is_causal
     size, how = _block_size(span, key, value), {"dropout": scores.dropout, "scale": scores.scale}
+    before, after = -(span.first(0) // size * size), 0 if is_causal else span.stop(0) - 1  # keys around a block
     keys_in, values_in = _slicer(key, size), _slicer(value, size)
-    # With only a window no row is fully masked and most blocks have the same mask, which is fastest as a bias.
-    is_alone = mask.has_only("is_causal", "span") and scores.bias is None
-    is_alone = is_alone and span.chunk_size is None and not scores.has_distances and seq_len_q <= seq_len_k
-    added: dict[tuple[int, int, int], Tensor] = {}
-    contexts, nothing, interior = [], value.new_zeros(value.shape[3]), range(0)
-    if is_alone and scores.sinks is None and query.shape[3] == value.shape[3] and not needs_gradient(key, value):
-        interior = _interior_blocks(span, is_causal, seq_len_q, seq_len_k, size)
+    contexts, nothing, bias, interior = [], value.new_zeros(value.shape[3]), None, range(0)
+    is_window = span.chunk_size is None and mask.has_only("is_causal", "span")
+    if is_window and scores.bias is None and not scores.has_distances:
+        # Blocks have the same mask, apart from both ends of the keys. It is fastest as a bias.
+        bias = _window_bias(query, mask, slice(before, before + size), slice(0, before + size + after))
+        if scores.sinks is None and query.shape[3] == value.shape[3] and not needs_gradient(key, value):
+            interior = range(before, min(seq_len_q, seq_len_k - after) - size + 1, size)
     for begin in range(0, seq_len_q, size):
-        if begin in interior:
-            if begin == interior[0]:
-                contexts.append(_attend_interior(query, key, value, mask, span, interior, scores))
+        if bias is not None and begin in interior:
+            if begin == before:
+                sequences = zip(query, key, value, strict=True)
+                parts = [_attend_interior(*each, bias, interior, before, **how)[None] for each in sequences]
+                contexts.append(sdpa.concat(parts))
             continue
         end = min(begin + size, seq_len_q)
         first = min(max(span.first(begin), 0) // size * size, seq_len_k)
@@ -74,22 +91,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scores: Scores
             contexts.append(query[:, :, rows, :1] * nothing)
             continue
         parts = (query[:, :, rows], keys_in(keys), values_in(keys))
-        if is_alone:
-            place = (begin - first, end - begin, stop - first)
-            if place not in added:
-                added[place] = _window_bias(query, mask, rows, keys)
-            contexts.append(sdpa.call(*parts, scores.sinks, attn_mask=added[place], **how))
+        if bias is not None and span.first(end - 1) < seq_len_k:  # no row is fully masked
+            attn_mask = bias[: end - begin, before - begin + first : before - begin + stop]
+            contexts.append(sdpa.call(*parts, scores.sinks, attn_mask=attn_mask, **how))
             continue
         inside = mask.block(rows, keys)
         if span.chunk_size is not None:  # a query attends to its chunk, up to itself if causal
             inside = replace(inside, span=None, q_offset=None)
         contexts.append(sdpa.attend(*parts, inside, scores.block(rows, keys)))
-    return _concat_tokens(contexts)
-
-
-def _concat_tokens(contexts: Sequence[Tensor]) -> Tensor:
-    """Concatenate contexts (B, N, ·, Hv) along queries; in memory heads are inside tokens, as in SDPA."""
-    return torch.cat([x.transpose(1, 2) for x in contexts], dim=1).transpose(1, 2)
+    return sdpa.concat(contexts, along_tokens=True)
 
 
 def _window_bias(query: Tensor, mask: Mask, rows: slice, keys: slice) -> Tensor:
@@ -99,29 +109,16 @@ def _window_bias(query: Tensor, mask: Mask, rows: slice, keys: slice) -> Tensor:
     return query.new_zeros(sizes).masked_fill_(hidden, -torch.inf)
 
 
-def _interior_blocks(span: Span, is_causal: bool, seq_len_q: int, seq_len_k: int, size: int) -> range:
-    """Return the starts of the blocks whose windows lie entirely within the sequence."""
-    before, after = -span.first(0), 0 if is_causal else span.stop(0) - 1
-    return range(-(-before // size) * size, min(seq_len_q, seq_len_k - after) - size + 1, size)
-
-
 def _attend_interior(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, span: Span, begins: range, scores: Scores
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, begins: range, before: int, **how: Any
 ) -> Tensor:
-    """Attend the interior blocks as one batch; keys are overlapping strided views."""
-    size, num_parts, num_kv_heads = begins.step, len(begins), key.shape[1]
+    """Attend blocks of a sequence, whose windows lie within the keys, as one batch; keys are overlapping views."""
+    size, num_kv_heads, num_keys = begins.step, key.shape[0], bias.shape[1]
     first, last = begins[0], begins[-1]
-    start, stop = span.first(first) // size * size, last + size if mask.is_causal else span.stop(last + size - 1)
-    num_keys = stop - start - last + first  # of a block
-    added = _window_bias(query, mask, slice(first, first + size), slice(start, start + num_keys))
-    # Queries of a group are concatenated, because the kernel would copy the keys for each: (B, blocks, K, G size, H).
-    rows = query[:, :, first : last + size].unflatten(1, (num_kv_heads, -1)).unflatten(3, (num_parts, size))
-    rows = rows.permute(0, 3, 1, 2, 4, 5).flatten(3, 4)
-    keys, values = (x[:, :, start:stop].unfold(2, num_keys, size).permute(0, 2, 1, 4, 3) for x in (key, value))
-    added = added.repeat(query.shape[1] // num_kv_heads, 1)
-    contexts = [
-        sdpa.call(*of_sequence, attn_mask=added, dropout=scores.dropout, scale=scores.scale)
-        for of_sequence in zip(rows, keys, values, strict=True)
-    ]
-    context = torch.stack(contexts).unflatten(3, (-1, size)).permute(0, 1, 4, 2, 3, 5)  # (B, blocks, size, K, G, Hv)
-    return context.flatten(3, 4).flatten(1, 2).transpose(1, 2)
+    # Queries of a group are concatenated, because the kernel would copy the keys for each: (blocks, K, G size, H).
+    rows = query[:, first : last + size].unflatten(0, (num_kv_heads, -1)).unflatten(2, (-1, size))
+    rows = rows.permute(2, 0, 1, 3, 4).flatten(2, 3)
+    within = slice(first - before, last - before + num_keys)
+    keys, values = (x[:, within].unfold(1, num_keys, size).permute(1, 0, 3, 2) for x in (key, value))
+    context = sdpa.call(rows, keys, values, attn_mask=bias.repeat(query.shape[0] // num_kv_heads, 1), **how)
+    return context.unflatten(2, (-1, size)).permute(1, 2, 0, 3, 4).flatten(0, 1).flatten(1, 2)

@@ -106,6 +106,7 @@ def bench(
     *,
     device: str = "cpu",
     quick: bool = False,
+    profile: bool = False,
     works: Sequence[Work] | None = None,
     on_row: Callable[..., Any] = lambda *what: None,
 ) -> Bench:
@@ -117,6 +118,7 @@ def bench(
         dtypes: some of `DTYPES`; default: float32, on a GPU bfloat16.
         device: device of torch; JAX uses its default device.
         quick: fewer rows, smaller shapes and less time for each.
+        profile: also count the kernels, copies and waits of each contender.
         works: pieces of work to measure instead of the planned ones.
         on_row: called before each row, with its description.
 
@@ -132,7 +134,7 @@ def bench(
     rows = []
     for work in works:
         on_row(f"{work.what} {work.shape}")
-        rows += bench_work(work, sides, **effort(quick))
+        rows += bench_work(work, sides, profile=profile, **effort(quick))
     if "import" in groups:
         from parity_lab.bench.imports import bench_imports
 
@@ -221,6 +223,7 @@ def bench_work(
     *,
     budget_s: float = 3.0,
     rounds: tuple[int, int] = (5, 15),
+    profile: bool = False,
     inputs: Inputs | None = None,
     more: Mapping[str, Make] | None = None,
 ) -> list[Row]:
@@ -231,6 +234,7 @@ def bench_work(
         sides: benchmarks of the frameworks.
         budget_s: approximate time of all rounds of a row, in seconds.
         rounds: least and largest number of rounds.
+        profile: also count the kernels, copies and waits of each contender.
         inputs: arrays; by default they are drawn.
         more: functions that make more contenders of torch, by name.
     """
@@ -242,7 +246,7 @@ def bench_work(
     if "jax" in makers:
         makers["jax"] |= {f"torch {name}": _not_counted(make) for name, make in shown.items()}
     return [
-        _bench_row(work, framework, makers[framework], _probe(work, side), budget_s, rounds)
+        _bench_row(work, framework, makers[framework], _probe(work, side), budget_s, rounds, profile)
         for framework, side in sides.items()
     ]
 
@@ -277,6 +281,7 @@ def _bench_row(
     probe: Probe | None,
     budget_s: float,
     rounds: tuple[int, int],
+    profile: bool,
 ) -> Row:
     try:
         ours = makers[OURS]()
@@ -311,6 +316,7 @@ def _bench_row(
             amount=work.flops or work.nbytes,
             probe=probe.amount if probe else None,
         )
+    counts = {name: contender.operations() for name, contender in contenders.items()} if profile else {}
     peaks = {name: peak for name, contender in contenders.items() if (peak := contender.peak_bytes()) is not None}
     return Row(
         work.what,
@@ -322,6 +328,7 @@ def _bench_row(
         peak_bytes=peaks.pop(OURS, None),
         peers_peak_bytes=peaks,
         left_out=left_out,
+        operations={name: found for name, found in counts.items() if found is not None},
         **fields,
     )
 

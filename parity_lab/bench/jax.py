@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import mha_jax
 from parity.foreign import load_adapter, load_into
 from parity_lab.bench.keras import keras_layer
 from parity_lab.bench.measure import OURS, Contender, Probe, large_enough
+from parity_lab.bench.operations import operations_of_program
 from parity_lab.bench.work import Inputs, Work
 
 NAMES = {
@@ -123,12 +125,18 @@ def _contender(
             found = (output, *gradients)
         return [restore(np.asarray(x)) for x in (found if isinstance(found, tuple) else (found,))]
 
-    return Contender(lambda: jax.block_until_ready(compiled(*leaves)), arrays, lambda: _temporary(compiled), **options)
+    return replace(_compiled(compiled, lambda: jax.block_until_ready(compiled(*leaves)), arrays), **options)
 
 
-def _temporary(compiled: Any) -> int | None:
+def _compiled(compiled: Any, run: Callable[[], Any], arrays: Callable[[Any], list[np.ndarray]]) -> Contender:
+    """Return a contender that runs a compiled program."""
     analysis = compiled.memory_analysis()
-    return None if analysis is None else int(analysis.temp_size_in_bytes)
+    return Contender(
+        run,
+        arrays,
+        peak_bytes=lambda: None if analysis is None else int(analysis.temp_size_in_bytes),
+        operations=lambda: operations_of_program(compiled.as_text()),
+    )
 
 
 class _Core:
@@ -137,10 +145,10 @@ class _Core:
         self.arrays = inputs.arrays
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
-        spec = self.work.spec
+        told: dict[str, Any] = {"spec": self.work.spec, **self.told()}
         fused = mha_jax.fused.scaled_dot_product_attention
         found = {
-            OURS: lambda: self.contender(_first(partial(fused, spec=spec))),
+            OURS: lambda: self.contender(_first(partial(fused, **told))),
             "jax.nn": lambda: self.of_jax_nn(),
             "plain path": self.plain,
         }
@@ -149,6 +157,16 @@ class _Core:
             return {**found, "scores by hand": lambda: self.contender(self.scores_by_hand())}
         if jax.default_backend() == "gpu" and self.work.dtype != "float32":
             found["jax.nn (cuDNN)"] = lambda: self.of_jax_nn("cudnn")
+        return found
+
+    def told(self) -> dict[str, Array]:
+        """Return the lengths and the segments, as keywords of attention and of masks."""
+        found = {}
+        if self.work.is_padded:
+            found["key_padding_lengths"] = jnp.asarray(self.work.lengths, jnp.int32)
+        if self.work.num_segments > 1:
+            ids = np.repeat(np.arange(self.work.num_segments, dtype=np.int32), self.work.segment_lengths)
+            found["segment_ids"] = jnp.broadcast_to(jnp.asarray(ids), (self.work.batch, self.work.seq_len))
         return found
 
     def contender(
@@ -170,7 +188,7 @@ class _Core:
 
     def plain(self) -> Contender:
         self.work.check_scores()
-        attend = partial(mha_jax.scaled_dot_product_attention, spec=self.work.spec)
+        attend = partial(mha_jax.scaled_dot_product_attention, spec=self.work.spec, **self.told())
         return self.contender(_first(attend), counts=False)
 
     def of_jax_nn(self, implementation: str | None = None) -> Contender:
@@ -179,6 +197,11 @@ class _Core:
             if implementation is None:
                 self.work.check_scores()
             attend = partial(attend, local_window_size=(self.work.window_size - 1, 0))
+        if self.work.is_padded:
+            attend = partial(attend, key_value_seq_lengths=jnp.asarray(self.work.lengths, jnp.int32))
+        if self.work.num_segments > 1:
+            hidden = mha_jax.create_attention_mask(self.work.seq_len, segment_ids=self.told()["segment_ids"])
+            attend = partial(attend, mask=~hidden)
         if self.work.spec.alibi_slopes is not None:
             places = jnp.arange(self.work.seq_len, dtype=jnp.float32)
             slopes = jnp.asarray(self.work.spec.alibi_slopes)[:, None, None]
@@ -400,7 +423,7 @@ class _Decode(_Layer):
             output, held = jax.block_until_ready(compiled(leaves, held, self.x))
             return output
 
-        return Contender(run, lambda x: [np.asarray(x)], lambda: _temporary(compiled), carries=True)
+        return replace(_compiled(compiled, run, lambda x: [np.asarray(x)]), carries=True)
 
     def with_room(self) -> list[Array]:
         """The cached keys and values, (B, N, capacity, H)."""
@@ -431,7 +454,7 @@ class _Decode(_Layer):
 
         cached = [self.arrays[name].swapaxes(1, 2) for name in ("keys", "values")]
         made = self.contender(call, self.weights, *cached)
-        return Contender(made.run, lambda found: made.arrays(found)[:1], made.peak_bytes)
+        return replace(made, arrays=lambda found: made.arrays(found)[:1])
 
     def static_cache(self) -> Contender:
         def step(weights: Any, state: tuple[Array, Array, Array], x: Array) -> tuple[Array, Any]:

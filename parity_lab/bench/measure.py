@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from parity_lab.bench.operations import Operations
+
 TURN_S = 0.01  # shorter work is repeated within its turn
 MOST_REPEATS = 100
 PAUSE_S = 0.002  # between turns, because the threads of a library spin for a while before they release their cores
@@ -30,6 +32,7 @@ class Contender:
         peak_bytes: memory during a run beyond inputs and results; None if unknown.
         counts: compare it with ours; others are only shown.
         carries: every run changes the state of the next one: a cache holds one token more.
+        operations: counts of a run; None if unknown.
     """
 
     run: Callable[[], Any]
@@ -37,6 +40,7 @@ class Contender:
     peak_bytes: Callable[[], int | None] = lambda: None
     counts: bool = True
     carries: bool = False
+    operations: Callable[[], Operations | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class Row:
         rounds: number of runs of each.
         left_out: by name, the reason why a library was not measured.
         extra_ms: for an import, our time after the import of the framework.
+        operations: counts of a run, by contender.
     """
 
     what: str
@@ -112,6 +117,7 @@ class Row:
     rounds: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
     extra_ms: float | None = None
+    operations: dict[str, Operations] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row for JSON."""

@@ -29,6 +29,7 @@ def bench_model(
     layers: Collection[int] | None = None,
     device: str = "cpu",
     quick: bool = False,
+    profile: bool = False,
     on_row: Callable[..., Any] = lambda *what: None,
     layout: str | None = None,
     prefix: str | None = None,
@@ -42,7 +43,7 @@ def bench_model(
 
     Args:
         path, layers, layout, prefix, said: arguments of `run_model`.
-        frameworks, dtypes, device, quick, on_row: arguments of `bench`.
+        frameworks, dtypes, device, quick, profile, on_row: arguments of `bench`.
 
     Raises:
         ModuleNotFoundError, OSError, RuntimeError, ValueError: as `bench` and `run_model`, or if no layer attends to
@@ -62,7 +63,7 @@ def bench_model(
                 if "torch" in sides and work.kind == "layer":
                     x = inputs.arrays["x"]
                     more[TRANSFORMERS] = partial(_own_module, skeleton, layer, work, sides["torch"], x)
-                rows += bench_work(work, sides, inputs=inputs, more=more, **effort(quick))
+                rows += bench_work(work, sides, inputs=inputs, more=more, profile=profile, **effort(quick))
     if "torch" in names:
         names["torch"] = names["torch"] | NAMES
     return Bench(rows, environment_of(sides), names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ def print_bench(found: Bench, out: Console) -> None:
     """Print a table for each framework, growth, and contenders that were left out."""
     for framework in dict.fromkeys(row.framework for row in found.rows):
         _print_rows([row for row in found.rows if row.framework == framework], framework, out)
+        _print_operations([row for row in found.rows if row.framework == framework and row.operations], framework, out)
     if found.growth:
         _print_growth(found.growth, out)
     for (framework, name, reason), count in found.left_out.items():
@@ -70,6 +72,33 @@ def _number(value: float | None) -> str:
 
 def _megabytes(nbytes: float | None) -> str:
     return "—" if nbytes is None else f"{nbytes / 1e6:.1f}" if nbytes < 1e8 else f"{nbytes / 1e6:.0f}"
+
+
+def _print_operations(rows: Sequence[Row], framework: str, out: Console) -> None:
+    """Print the counts of kernels, copies and waits of each contender, and its most frequent kernels."""
+    if not rows:
+        return
+    several = len({row.dtype for row in rows}) > 1
+    columns = [Column("what", overflow="fold", max_width=26)]
+    columns += [Column(name, no_wrap=True) for name in ("shape", *(["dtype"] if several else []), "whose")]
+    columns += [Column(name, justify="right", no_wrap=True) for name in ("kernels", "copies", "waits")]
+    columns += [Column("most frequent kernels", overflow="fold")]
+    cells = []
+    for row in rows:
+        of_row = [row.what, "x".join(map(str, row.shape)), *([row.dtype] if several else [])]
+        for name, counts in row.operations.items():
+            kernels = sorted(counts.kernels.items(), key=lambda item: -item[1])
+            shown = ", ".join(f"{count} {_short(kernel)}" for kernel, count in kernels[:3])
+            numbers = (sum(counts.kernels.values()), counts.copies, counts.syncs)
+            cells.append([*(of_row if name == OURS else [""] * len(of_row)), name, *map(str, numbers), shown])
+    print_table(
+        out, f"{TITLES[framework]}: kernels, copies of tensors, waits for the device in one run", columns, cells
+    )
+
+
+def _short(kernel: str) -> str:
+    """Return the name of a kernel without its namespace, template arguments and parameters."""
+    return re.split(r"[<(]", kernel.removeprefix("void "))[0].rsplit("::", 1)[-1]
 
 
 def _print_growth(growth: Sequence[dict[str, Any]], out: Console) -> None:

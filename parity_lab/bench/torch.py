@@ -15,18 +15,23 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mha_torch
 from parity.backends.torch import from_numpy, to_numpy
 from parity.foreign import load_adapter, load_into
 from parity_lab.bench.keras import keras_layer
 from parity_lab.bench.measure import OURS, Contender, Probe, large_enough
+from parity_lab.bench.operations import operations_of_torch
 from parity_lab.bench.work import Inputs, Work
 
 NAMES = {
     "plain path": "mha_torch.scaled_dot_product_attention, ours, with every stage",
     "SDPA": "torch.nn.functional.scaled_dot_product_attention",
     "masked SDPA": "torch.nn.functional.scaled_dot_product_attention with a mask, made beforehand",
+    "flash SDPA": "torch.nn.functional.scaled_dot_product_attention, flash attention alone",
+    "FlexAttention": "torch.nn.attention.flex_attention, compiled, its blocks made beforehand",
+    "varlen_attn": "torch.nn.attention.varlen.varlen_attn, on sequences in a row",
     "scores by hand": "two matrix products, and what comes between them, a mask made beforehand",
     "SDPA by hand": "linear layers around torch.nn.functional.scaled_dot_product_attention",
     "softmax by hand": "linear layers around two matrix products and a softmax",
@@ -116,7 +121,9 @@ class Side:
             return [to_numpy(x) for x in found[: 1 + len(differentiated)]] if work.backward else [*map(to_numpy, found)]
 
         done = partial(self._done, run)
-        return Contender(done, arrays, partial(self.peak_bytes, done), counts=counts, carries=carries)
+        operations = partial(operations_of_torch, run)
+        peak_bytes = partial(self.peak_bytes, done)
+        return Contender(done, arrays, peak_bytes, counts=counts, carries=carries, operations=operations)
 
     def peak_bytes(self, run: Callable[[], Any]) -> int | None:
         """Return the peak of allocated bytes during a run, without its results."""
@@ -150,30 +157,48 @@ class _Core:
         self.inputs = {name: side.put(x, work.backward and name != "cotangent") for name, x in inputs.arrays.items()}
 
     def contenders(self) -> dict[str, Callable[[], Contender]]:
-        spec, others = self.work.spec, {"SDPA": lambda: self.contender(F.scaled_dot_product_attention)}
-        if self.work.soft_cap is not None or self.work.has_sinks:  # which SDPA has not
+        work, on_cuda = self.work, self.side.device.type == "cuda"
+        hides_more = work.is_padded or work.num_segments > 1 or work.window_size is not None
+        others = {"SDPA": lambda: self.contender(F.scaled_dot_product_attention)}
+        if work.soft_cap is not None or work.has_sinks:  # which SDPA has not
             others = {"scores by hand": lambda: self.contender(self.scores_by_hand())}
-        elif self.work.window_size is not None or self.work.has_alibi:
+        elif hides_more or work.has_alibi:
             others = {"masked SDPA": lambda: self.contender(self.masked_sdpa())}
+        elif on_cuda:
+            others |= {"flash SDPA": lambda: self.contender(_flash_sdpa)}
+        if on_cuda and hides_more:
+            others |= {"FlexAttention": lambda: self.contender(self.flex_attention())}
+        if on_cuda and work.num_segments > 1:
+            others |= {"varlen_attn": lambda: self.contender(self.varlen_attn())}
         fused = mha_torch.fused.scaled_dot_product_attention
+        told: dict[str, Any] = {"spec": work.spec, **self.told()}
         return {
-            OURS: lambda: self.contender(_first(partial(fused, spec=spec))),
+            OURS: lambda: self.contender(_first(partial(fused, **told))),
             **others,
             "plain path": self.plain,
         }
 
     def plain(self) -> Contender:
         self.work.check_scores()
-        attend = partial(mha_torch.scaled_dot_product_attention, spec=self.work.spec)
+        attend = partial(mha_torch.scaled_dot_product_attention, spec=self.work.spec, **self.told())
         return self.contender(_first(attend), counts=False)
 
+    def told(self) -> dict[str, Tensor]:
+        """Return the lengths and the segments, as keywords of attention and of masks."""
+        found, device = {}, self.side.device
+        if self.work.is_padded:
+            found["key_padding_lengths"] = torch.tensor(self.work.lengths, device=device)
+        if self.work.num_segments > 1:
+            lengths = torch.tensor(self.work.segment_lengths, device=device)
+            ids = torch.arange(self.work.num_segments, device=device).repeat_interleave(lengths)
+            found["segment_ids"] = ids.expand(self.work.batch, -1)
+        return found
+
     def shown(self) -> Tensor:
-        """Return a mask (T, S), True = attend."""
+        """Return a mask (B or 1, 1, T, S), True = attend."""
         self.work.check_scores()
-        hidden = mha_torch.create_attention_mask(
-            self.work.seq_len, is_causal=True, window_size=self.work.window_size, device=self.side.device
-        )
-        return ~hidden[0, 0]
+        told: dict[str, Any] = {"window_size": self.work.window_size, "device": self.side.device, **self.told()}
+        return ~mha_torch.create_attention_mask(self.work.seq_len, is_causal=True, **told)
 
     def masked_sdpa(self) -> Callable[..., Tensor]:
         shown, slopes = self.shown(), self.work.spec.alibi_slopes
@@ -183,6 +208,33 @@ class _Core:
             lost = torch.tensor(slopes, device=self.side.device)[:, None, None] * (places[:, None] - places)
             shown = (-lost).masked_fill(~shown, -torch.inf).to(dtype)
         return lambda *inputs, is_causal: F.scaled_dot_product_attention(*inputs, attn_mask=shown)
+
+    def flex_attention(self) -> Callable[..., Tensor]:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        shown, seq_len = self.shown(), self.work.seq_len
+        num_masks = shown.shape[0]
+
+        def is_shown(batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
+            return shown[batch if num_masks > 1 else 0, 0, row, place]
+
+        blocks = create_block_mask(is_shown, num_masks, None, seq_len, seq_len, device=str(self.side.device))
+        compiled: Any = torch.compile(flex_attention)
+        return lambda *inputs, is_causal: compiled(*inputs, block_mask=blocks)
+
+    def varlen_attn(self) -> Callable[..., Tensor]:
+        from torch.nn.attention.varlen import varlen_attn
+
+        lengths = torch.tensor([0, *self.work.segment_lengths * self.work.batch], device=self.side.device)
+        ends, most = lengths.cumsum(0, dtype=torch.int32), max(self.work.segment_lengths)
+
+        def attend(*inputs: Tensor, is_causal: bool) -> Tensor:
+            rows = (x.transpose(1, 2).flatten(0, 1) for x in inputs)  # (tokens, N, H)
+            varlen: Any = partial(varlen_attn, window_size=(-1, 0 if is_causal else -1))
+            found = varlen(*rows, ends, ends, most, most)
+            return found.unflatten(0, (self.work.batch, -1)).transpose(1, 2)
+
+        return attend
 
     def scores_by_hand(self) -> Callable[..., Tensor]:
         hidden, cap, scale = ~self.shown(), self.work.spec.soft_cap, self.work.spec.score_scale
@@ -454,6 +506,11 @@ class _Decode(_Layer):
         cache = DynamicCache()
         cache.update(self.cached["keys"], self.cached["values"], 0)
         return self.attended(lambda key, value: (*cache.update(key, value, 0), None), carries=True)
+
+
+def _flash_sdpa(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 
 
 def _static_cache(capacity: int) -> Any:

@@ -12,8 +12,8 @@ import numpy as np
 from mha_spec import Alibi, AttentionSpec, Refusal
 from parity.core.weights import Weights, dtype_named, random_weights
 
-GROUPS = ("cores", "scores", "layers", "decode", "memory", "import", "convert", "growth", "growth-long")
-NAMED = ("memory", "scores", "growth", "growth-long")  # groups with work that others also have
+GROUPS = ("cores", "scores", "varlen", "layers", "decode", "memory", "import", "convert", "growth", "growth-long")
+NAMED = ("memory", "scores", "varlen", "growth", "growth-long")  # groups with work that others also have
 DTYPES = ("float32", "bfloat16", "float16")
 
 CORES = ((2, 8, 256), (2, 12, 512), (1, 12, 1024), (1, 16, 2048), (1, 8, 4096))  # batch, heads, tokens
@@ -38,6 +38,7 @@ class Work:
         has_sinks: each head has a sink logit.
         has_alibi: scores have ALiBi.
         is_padded: the sequences have different lengths, see `lengths`.
+        num_segments: sequences packed into each row, of different lengths; tokens attend to their own one only.
         need_weights: the attention weights are also a result.
         backward: the gradients of all inputs and weights are also results.
         is_timed: measure the time; otherwise only the memory.
@@ -58,6 +59,7 @@ class Work:
     has_sinks: bool = False
     has_alibi: bool = False
     is_padded: bool = False
+    num_segments: int = 1
     need_weights: bool = False
     backward: bool = False
     is_timed: bool = True
@@ -70,7 +72,7 @@ class Work:
         if self.kind in ("prefill", "decode"):
             return " ".join(filter(None, (self.group if self.group in NAMED else "", self.label, self.kind)))
         told = ["causal" * self.is_causal, "padded" * self.is_padded, "capped" * (self.soft_cap is not None)]
-        told += ["sinks" * self.has_sinks, "ALiBi" * self.has_alibi]
+        told += ["sinks" * self.has_sinks, "ALiBi" * self.has_alibi, "packed" * (self.num_segments > 1)]
         window = "" if self.window_size is None else f"window {self.window_size}"
         hidden = "+".join(filter(None, (*told, window))) or "full"
         words = [self.group if self.group in NAMED else "", self.label, self.kind, hidden]
@@ -126,12 +128,22 @@ class Work:
             raise Refusal("scores", f"have at most {MOST_SCORES:.1e} elements to be stored", f"{num_scores:.1e}")
 
     @property
+    def segment_lengths(self) -> list[int]:
+        """Number of tokens of each packed sequence; it decreases in equal steps."""
+        parts = self.num_segments * (self.num_segments + 1) // 2
+        ends = [self.seq_len * (parts - n * (n + 1) // 2) // parts for n in range(self.num_segments, -1, -1)]
+        return np.diff(ends).tolist()
+
+    @property
     def flops(self) -> float | None:
         """Operations of matrix products, without hidden keys; None in `decode`, because reading dominates."""
         if self.kind == "decode":
             return None
         spec = self.spec
         width = spec.q_width + spec.context_width  # queries with keys, weights with values
+        if self.num_segments > 1:
+            alone = [replace(self, seq_len=length, num_segments=1) for length in self.segment_lengths]
+            return sum(each.flops or 0.0 for each in alone)
         core = 2 * sum(map(self._num_seen, self.lengths)) * width
         layer = 0 if self.kind == "core" else 2 * self.batch * self.seq_len * self._num_weights(2)
         # Backward: the scores once more, and four products for the gradients; of a projection, two.
@@ -206,6 +218,7 @@ def plan(groups: Sequence[str], dtypes: Sequence[str], *, quick: bool = False, l
     makers = {
         "cores": _cores,
         "scores": _scores,
+        "varlen": _varlen,
         "layers": _layers,
         "decode": _decode,
         "memory": _memory,
@@ -242,6 +255,12 @@ def _scores(dtype: str, quick: bool, long: bool) -> list[Work]:
     core = Work("scores", "core", batch, seq_len, num_heads, dtype=dtype, is_causal=True)
     forward = [core, replace(core, window_size=window_size), replace(core, soft_cap=50.0)]
     forward += [replace(core, has_sinks=True), replace(core, has_alibi=True)]
+    return forward + [replace(work, backward=True) for work in forward]
+
+
+def _varlen(dtype: str, quick: bool, long: bool) -> list[Work]:
+    core = Work("varlen", "core", 2, 1024 if quick else 4096, 8, dtype=dtype, is_causal=True)
+    forward = [replace(core, is_padded=True), replace(core, batch=1, num_segments=4)]
     return forward + [replace(work, backward=True) for work in forward]
 
 

@@ -23,12 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--suites",
         type=name_list,
         metavar="A,B",
-        help="cores, scores, layers, decode, memory, import, convert, growth, growth-long; default: all",
+        help="cores, scores, varlen, layers, decode, memory, import, convert, growth, growth-long; default: all",
     )
     parser.add_argument("--backends", type=name_list, metavar="A,B", help="jax, torch; default: all that are installed")
     parser.add_argument("--dtypes", type=dtype_list, metavar="A,B", help="default: float32, on a GPU bfloat16")
     parser.add_argument("--device", default="cpu", help="device of torch, cpu or cuda; JAX uses its default device")
     parser.add_argument("--quick", action="store_true", help="fewer rows and smaller shapes, in less than 90 s")
+    parser.add_argument("--profile", action="store_true", help="also count kernels, copies and waits for the device")
     parser.add_argument("--plot", metavar="PATH", help="also draw time and memory over sequence length, .png or .svg")
     parser.add_argument("--model", metavar="FOLDER", help="measure this model's layers instead: config.json, weights")
     parser.add_argument(
@@ -63,11 +64,17 @@ def run(options: argparse.Namespace) -> Result:
         about = {"layers": options.layers, "layout": options.layout, "prefix": options.prefix}
         with progress_bar(None) as on_row:
             found = bench_model(
-                options.model, options.backends, **asked, on_row=on_row, **about, **layer_options(options)
+                options.model,
+                options.backends,
+                **asked,
+                profile=options.profile,
+                on_row=on_row,
+                **about,
+                **layer_options(options),
             )
     else:
         with progress_bar(count_rows(groups, options.backends, **asked)) as on_row:
-            found = bench(groups, options.backends, **asked, on_row=on_row)
+            found = bench(groups, options.backends, **asked, profile=options.profile, on_row=on_row)
     print_bench(found, console())
     if options.plot is not None:
         plot_growth(found, options.plot)
