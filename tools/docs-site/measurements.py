@@ -156,7 +156,7 @@ def file_parts(measured: Measured) -> list[str]:
         title = " ".join(filter(None, (FRAMEWORKS[framework], suite)))
         parts.append(dropdown(f"{title}: {counted(len(rows), 'row')}", rows_table(rows)))
     if content.get("growth"):
-        parts.append(dropdown("Exponents of growth of the causal core", growth_table(content["growth"])))
+        parts.append(dropdown("Exponents of growth", growth_table(content["growth"])))
     return parts
 
 
@@ -198,12 +198,12 @@ def rows_table(rows: list[Row]) -> str:
 def growth_table(growth: list[dict[str, Any]]) -> str:
     """The exponents of time and memory, for each contender."""
     columns = list(dict.fromkeys((line["of"], line["over"]) for line in growth))
-    lines: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
+    lines: dict[tuple[str, str, str], dict[tuple[str, str], str]] = {}
     for line in growth:
-        exponents = lines.setdefault((FRAMEWORKS[line["framework"]], line["name"]), {})
+        exponents = lines.setdefault((line["what"], FRAMEWORKS[line["framework"]], line["name"]), {})
         exponents[line["of"], line["over"]] = "" if line["exponent"] is None else f"{line['exponent']:.2f}"
     rows = [(*key, *(exponents.get(each, "") for each in columns)) for key, exponents in lines.items()]
-    return table(("framework", "implementation", *(f"{of} over {over}" for of, over in columns)), rows)
+    return table(("work", "framework", "implementation", *(f"{of} over {over}" for of, over in columns)), rows)
 
 
 def devices_table(rows: list[dict[str, Any]]) -> str:

@@ -16,7 +16,7 @@ OF_PLANS = ("#1f6feb", "#bf5b04", "#8250df", "#1a7f37", "#c62828")
 """Colors of ways to divide a layer."""
 
 GRAY = "#6e7781"
-OURS = "ours"
+OURS, LIMIT = "ours", "limit"
 BLANK = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
 """Box of a label, which hides the lines behind it."""
 
@@ -74,7 +74,7 @@ def growth(rows: Sequence[Row]) -> NotebookFigure:
         of_work = sorted((row for row in of_work if size(row, "B") == least), key=lambda row: size(row, "S"))
         for panel, of, unit in zip(panels, ("time", "memory"), ("ms", "MB beyond inputs and results"), strict=True):
             draw_lines(panel, lines_of(of_work, of), "tokens", f"{of}, {unit}")
-            panel.set_title(work.removeprefix("growth "), fontsize=10)
+            panel.set_title(work.removeprefix("growth ").removeprefix("growth-long "), fontsize=10)
     return figure
 
 
@@ -88,13 +88,14 @@ def lines_of(rows: Sequence[Row], of: str) -> list[Line]:
     found: dict[tuple[str, str], dict[int, float]] = {}
     for row in rows:
         own, others = (row["ours_ms"], row["peers"]) if of == "time" else memory_of(row)
-        for name, value in {OURS: own, **others}.items():
+        limit = {LIMIT: row.get("limit_ms")} if of == "time" else {}
+        for name, value in {OURS: own, **others, **limit}.items():
             if value and not (row["framework"] == "jax" and name.startswith("torch ")):
                 found.setdefault((row["framework"], name), {})[size(row, "S")] = value
     return [
         (
             f"mha_{framework}" if name == OURS else f"{name} ({FRAMEWORKS[framework]})",
-            *(COLORS[framework], [*points], [*points.values()], name == OURS),
+            *(GRAY if name == LIMIT else COLORS[framework], [*points], [*points.values()], name == OURS),
         )
         for (framework, name), points in found.items()
     ]
