@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BLOCKS = {
     f"{path.name}-{number}": block
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```$", path.read_text("utf-8"), re.M | re.S))
     if "mha_tt" in block
 }
