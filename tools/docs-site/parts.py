@@ -116,7 +116,7 @@ def terminal() -> str:
     console = Console(record=True, force_terminal=True, width=100, file=io.StringIO())
     print_diagnosis(parity.diagnose(observed, problem), console, is_right=False)
     shown = console.export_html(theme=DARK, inline_styles=True, code_format="{code}").rstrip()
-    return f'<pre class="terminal" tabindex="0" aria-label="A diagnosis in the terminal">{shown}</pre>\n'
+    return f'<pre class="terminal" tabindex="0" role="region" aria-label="A diagnosis in the terminal">{shown}</pre>\n'
 
 
 def known_by_page() -> dict[str, set[str]]:
