@@ -369,6 +369,24 @@ def test_every_contender_computes_the_same(sides, as_users_have_it, work):
         assert set(row.peers_peak_bytes) == set(row.peers)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("options", [{"window_size": 5}, {"is_padded": True}, {"num_segments": 3}], ids=str)
+def test_flex_attention_hides_what_the_mask_hides(monkeypatch, options):
+    import torch
+
+    from parity_lab.bench.torch import Side as TorchSide
+    from parity_lab.bench.torch import _Core
+
+    # FlexAttention itself also compiles, with options.
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compiled(f, **options) if options else f)
+    work = Work("varlen", "core", 2, 40, 2, 16, is_causal=True, **options)
+    core = _Core(TorchSide(), work, parity_lab.bench.draw_inputs(work))
+    heads = [core.inputs[name] for name in ("query", "key", "value")]
+    found, expected = (attend(*heads, is_causal=True) for attend in (core.flex_attention(), core.masked_sdpa()))
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_operations_are_counted_for_each_contender(sides, framework):
     work = Work("cores", "core", 1, 9, **TINY, is_causal=True)

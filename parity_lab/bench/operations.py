@@ -110,6 +110,8 @@ def operations_of_torch(run: Callable[[], Any]) -> Operations:
     import torch
 
     activities, has_device = torch.profiler.ProfilerActivity, torch.cuda.is_available()
+    if has_device:  # no kernel of before is counted
+        torch.cuda.synchronize()
     with torch.profiler.profile(activities=[activities.CPU, *([activities.CUDA] if has_device else [])]) as profile:
         with torch.profiler.record_function(MARK):
             run()

@@ -212,12 +212,16 @@ class _Core:
     def flex_attention(self) -> Callable[..., Tensor]:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        shown, seq_len = self.shown(), self.work.seq_len
-        num_masks = shown.shape[0]
+        told, seq_len, window_size = self.told(), self.work.seq_len, self.work.window_size
+        lengths, ids = told.get("key_padding_lengths"), told.get("segment_ids")
 
         def is_shown(batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
-            return shown[batch if num_masks > 1 else 0, 0, row, place]
+            shown = place <= row
+            shown = shown if window_size is None else shown & (row - place < window_size)
+            shown = shown if lengths is None else shown & (place < lengths[batch])
+            return shown if ids is None else shown & (ids[batch, row] == ids[batch, place])
 
+        num_masks = self.work.batch if told else None
         blocks = create_block_mask(is_shown, num_masks, None, seq_len, seq_len, device=str(self.side.device))
         compiled: Any = torch.compile(flex_attention)
         return lambda *inputs, is_causal: compiled(*inputs, block_mask=blocks)
