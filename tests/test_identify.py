@@ -385,6 +385,9 @@ def make_other():
 
 def make_nothing():
     return None
+
+def make_unnamed():
+    return make()[0], (torch.arange(10),)
 """
 
 
@@ -395,6 +398,7 @@ def make_nothing():
         ("make_one_sequence", 0, "by rules"),
         ("make_other", 1, "rules say scale=None, and observation 0.3"),
         ("make_nothing", 2, "mha-parity: error: --live "),
+        ("make_unnamed", 2, "mha-parity: error: --live "),
     ],
 )
 def test_the_command_observes_a_live_model(name, status, words, tmp_path, monkeypatch, capsys):
