@@ -362,7 +362,7 @@ def test_blocks_give_what_the_plain_path_gives(name):
     parity.assert_parity(in_blocks(arrays, **options), **yardstick(arrays, **options))
 
 
-DIVIDED = replace(SMALL_BLOCKS, most_blocks=SMALL_BLOCKS.most_blocks + 1)  # so that nothing traced before is taken
+DIVIDED = replace(SMALL_BLOCKS, last_keys=SMALL_BLOCKS.last_keys + 1)  # so that nothing traced before is taken
 
 
 @pytest.mark.parametrize("name", ["gqa-mask-padding", "bias-infinite-rows"])
@@ -692,7 +692,7 @@ def test_last_blocks_of_a_cache_are_no_larger_than_the_others():
     parity.assert_parity(results(mha_jax, attend, arrays), **yardstick(arrays))
 
 
-@pytest.mark.parametrize("name", ["queries", "keys", "last_keys", "heads_side_by_side", "most_blocks"])
+@pytest.mark.parametrize("name", ["queries", "keys", "last_keys", "heads_side_by_side"])
 def test_a_block_has_a_size(name):
     with refuses(name, {name: 0}):
         FusedAttention(**{name: 0})
