@@ -456,9 +456,10 @@ class Blocks:
         if self.hidden.mask is not None:
             parts.append(self._block(self.hidden.mask, tile, rows, keys))
         if self.is_causal and not keys.is_clear:
-            # The difference of the beginnings is a constant if both are one variable.
-            within_keys, within_rows = (jnp.arange(x.size, dtype=jnp.int32) for x in (keys, rows))
-            parts.append((within_keys - within_rows[:, None] > rows.begin - keys.begin).reshape(1, 1, 1, rows.size, -1))
+            # The places within a block compile to a constant mask if both blocks begin at the same place.
+            of_keys, of_rows = (jnp.arange(x.size, dtype=jnp.int32) for x in (keys, rows))
+            distances = (of_keys[None] - of_rows[:, None]).reshape(1, 1, 1, rows.size, keys.size)
+            parts.append(distances > rows.begin - keys.begin)
         if self.hidden.lengths is not None:
             parts.append(positions >= tile.part(self.hidden.lengths.reshape(-1, 1, 1, 1, 1)))
         if self.segments is not None:

@@ -219,24 +219,6 @@ def gradient_of_sinks(sinks: Array | None, lse: Array, context: Array, cotangent
 _attend.defvjp(_forward, gradients_of_part)
 
 
-def weighted_sum(
-    scores: Float[Array, "B N T S"], value: Float[Array, "B K S Hv"], sinks: Float[Array, " N"] | None = None
-) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T 1"]]:
-    """Return softmax(scores) · value, normalized last, in at least float32; scores of hidden keys are -inf.
-
-    Also return the log-sum-exp. They are 0 and infinity for rows whose scores are all -inf.
-    """
-    batch_size, num_kv_heads, seq_len_k, width = value.shape
-    scores_by_head = scores.reshape(batch_size * num_kv_heads, -1, seq_len_k)
-    values = at_least_float32(value).reshape(batch_size * num_kv_heads, seq_len_k, width)
-    sums = Sums.of(scores_by_head, values, may_be_empty=True)
-    if sinks is not None:
-        sinks = jnp.broadcast_to(at_least_float32(sinks)[None, :, None, None], (*scores.shape[:3], 1))
-        sums = sums.with_sinks(sinks.reshape(sums.largest.shape).astype(scores.dtype))
-    context, lse = (x.reshape(*scores.shape[:3], x.shape[2]) for x in sums.result())
-    return context, lse
-
-
 @compiled("sizes")
 def attend_to_cache(
     query: Float[Array, "B N 1 H"],
