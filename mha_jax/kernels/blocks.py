@@ -327,9 +327,9 @@ class Blocks:
             sums = add(nothing, Keys(self.seq_len_k - rest, rest, is_clear=True)) if rest else zeros
             return add_clear(sums, 0, self.seq_len_k, size)
         sums, begin = add(nothing, Keys(rows.begin, rows.size)), 0
-        for size in (size - size % self.block_queries, self.block_queries):
-            if 0 < size < self.seq_len_k:  # XLA would compute the only block of a loop even if it has no iteration
-                sums, begin = add_clear(sums, begin, rows.begin, size), rows.begin - rows.begin % size
+        for width in (size - size % self.block_queries, self.block_queries):
+            if 0 < width < self.seq_len_k:  # XLA would compute the only block of a loop even if it has no iteration
+                sums, begin = add_clear(sums, begin, rows.begin, width), rows.begin - rows.begin % width
         return sums
 
     def seen_of(self, num_blocks: Array | int, tile: Tile, rows: Rows) -> tuple[Array | int, Array | int]:

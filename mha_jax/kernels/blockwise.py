@@ -191,8 +191,8 @@ def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: A
                     None if grad_bias is None else blocks.add_to_bias(grad_bias, grad_scores, tile, rows, keys),
                 )
 
-            grad_rows, *grads = blocks.over_keys(add, (None, *grads), (jnp.zeros_like(q_rows), *grads), tile, rows)
-            return rows.split(grad_rows, blocks.group_size), tuple(grads)
+            grad_rows, *sums = blocks.over_keys(add, (None, *grads), (jnp.zeros_like(q_rows), *grads), tile, rows)
+            return rows.split(grad_rows, blocks.group_size), tuple(sums)
 
         grads = (jnp.zeros_like(k), jnp.zeros_like(v), grad_bias)
         grad_q, (grad_k, grad_v, grad_bias) = blocks.over_rows(differentiate_rows, grads)

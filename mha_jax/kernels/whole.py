@@ -24,7 +24,8 @@ from mha_jax.stages import score_scale, soft_capped
 def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
     """Return the context. Shapes are checked."""
     shows_all = mask.with_bias(scores.bias).is_trivial  # NaN spreads by itself
-    return (attend_finite if shows_all else contained(attend_finite))(query, key, value, mask, scores)
+    kernel = attend_finite if shows_all else contained(attend_finite)
+    return kernel(query, key, value, mask, scores)
 
 
 def attend_finite(query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
@@ -41,7 +42,7 @@ def attend_finite(query: Array, key: Array, value: Array, mask: Mask, scores: Sc
         logits = _products(query, key, scale)
     logits = soft_capped(logits, scores.spec)
     if scores.slopes is not None:
-        logits += alibi_bias(scores.slopes, *logits.shape[2:], mask.q_offset, scores_dtype=logits.dtype)
+        logits += alibi_bias(scores.slopes, query.shape[2], key.shape[2], mask.q_offset, scores_dtype=logits.dtype)
     if scores.bias is not None:
         bias = to_scores_rank(at_least_float32(scores.bias))
         logits += bias if hidden is None else zero_where(bias, hidden)
