@@ -337,7 +337,7 @@ def in_blocks(arrays, is_causal=False):
 
 @pytest.mark.parametrize("span", [{"window_size": 20}, {"chunk_size": 64}])
 def test_parts_of_few_scores_give_what_blocks_give(span):
-    """Of a batch: a part takes the plain path, and the whole does not."""
+    """Of a batch: a part is one block, and the whole is not."""
     spec, arrays = parity.AttentionSpec(2 * HEAD_DIM, 2, **span), problem(lengths=(290, 290))
     inputs = [jnp.asarray(arrays[name]) for name in ("query", "key", "value")]
     assert inputs[0].shape[0] > 1

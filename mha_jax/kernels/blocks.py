@@ -28,7 +28,7 @@ class BlockSizes:
     """Sizes of blocks. They affect only speed and rounding.
 
     Attributes:
-        few_scores: number of scores up to which the plain path is faster, 4 MiB in float32.
+        few_scores: number of scores up to which one block is faster, 4 MiB in float32.
         queries: queries per block; twice as many if all attend to the same keys.
         keys: keys per block; the scores of a block fit the caches of two cores.
         last_keys: keys of the last few blocks of a cache, small to read few empty slots; at most `keys`.

@@ -1,8 +1,8 @@
 """Fast path: attention without attention weights.
 
-On a CPU it works block by block, like FlashAttention, and skips fully masked blocks. On a TPU it is JAX's splash
-attention, if that supports the call. Otherwise it wraps JAX's dot_product_attention with this package's semantics of
-masks and fully masked rows; unsupported scores use the plain path.
+On a CPU it works block by block, like FlashAttention, and skips fully masked blocks; few scores are one block. On a TPU
+it is JAX's splash attention, if that supports the call. Otherwise it wraps JAX's dot_product_attention with this
+package's semantics of masks and fully masked rows; unsupported scores use the plain path.
 """
 
 import math
