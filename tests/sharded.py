@@ -72,7 +72,7 @@ def judged(kind):
 
 # ---- What a compiled program sends -----------------------------------------------------------------------------------
 
-SMALL_BLOCKS = FusedAttention(few_scores=0, queries=8, keys=8, last_keys=4, most_blocks=2)
+SMALL_BLOCKS = FusedAttention(few_scores=0, queries=8, keys=8, last_keys=4)
 
 GROUPED = AttentionSpec(64, 8, num_kv_heads=4, rope=Rope(10000.0), qk_norm=Norm())
 LAYERS = {

@@ -29,7 +29,7 @@ from parity.sharding.mesh import MeshPlan
 from parity_lab.costs import cost_of
 
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
-SMALL_BLOCKS = FusedAttention(few_scores=0, queries=8, keys=8, last_keys=4, most_blocks=2)
+SMALL_BLOCKS = FusedAttention(few_scores=0, queries=8, keys=8, last_keys=4)
 
 
 def mesh_of(kind, **axes):

@@ -347,7 +347,7 @@ def in_blocks(arrays, is_causal=False):
 
 @pytest.mark.parametrize("span", [{"window_size": 20}, {"chunk_size": 64}])
 def test_parts_of_few_scores_give_what_blocks_give(span):
-    """Of a batch: a part takes the plain path, and the whole does not."""
+    """Of a batch: a part is one block, and the whole is not."""
     spec, arrays = parity.AttentionSpec(2 * HEAD_DIM, 2, **span), problem(lengths=(290, 290))
     inputs = [jnp.asarray(arrays[name]) for name in ("query", "key", "value")]
     assert inputs[0].shape[0] > 1
@@ -372,7 +372,7 @@ def test_blocks_give_what_the_plain_path_gives(name):
     parity.assert_parity(in_blocks(arrays, **options), **yardstick(arrays, **options))
 
 
-DIVIDED = replace(SMALL_BLOCKS, most_blocks=SMALL_BLOCKS.most_blocks + 1)  # so that nothing traced before is taken
+DIVIDED = replace(SMALL_BLOCKS, last_keys=SMALL_BLOCKS.last_keys + 1)  # so that nothing traced before is taken
 
 
 @pytest.mark.parametrize("name", ["gqa-mask-padding", "bias-infinite-rows"])
@@ -702,7 +702,7 @@ def test_last_blocks_of_a_cache_are_no_larger_than_the_others():
     parity.assert_parity(results(mha_jax, attend, arrays), **yardstick(arrays))
 
 
-@pytest.mark.parametrize("name", ["queries", "keys", "last_keys", "heads_side_by_side", "most_blocks"])
+@pytest.mark.parametrize("name", ["queries", "keys", "last_keys", "heads_side_by_side"])
 def test_a_block_has_a_size(name):
     with refuses(name, {name: 0}):
         FusedAttention(**{name: 0})

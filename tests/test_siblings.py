@@ -37,6 +37,7 @@ EXTRA_FILES = {  # and folders
         "kernels/blockwise.py",  # the fused kernel for a CPU, which the others' frameworks bring,
         "kernels/blocks.py",  # how it divides its work,
         "kernels/windows.py",  # and where it leaves out most keys
+        "kernels/whole.py",  # its form for few scores
         "kernels/library.py",  # the framework's own kernel, for other devices,
         "kernels/splash.py",  # and the one for TPUs
         "kernels/nonfinite.py",  # keeps what is not finite where it is seen, around kernels that do not

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
@@ -27,14 +28,11 @@ class BlockSizes:
     """Sizes of blocks. They affect only speed and rounding.
 
     Attributes:
-        few_scores: number of scores up to which the plain path is faster, 4 MiB in float32.
-        queries: queries per block; twice as many if all attend to the same keys, and more to limit the number of
-            blocks.
+        few_scores: number of scores up to which one block is faster, 4 MiB in float32.
+        queries: queries per block; twice as many if all attend to the same keys.
         keys: keys per block; the scores of a block fit the caches of two cores.
         last_keys: keys of the last few blocks of a cache, small to read few empty slots; at most `keys`.
         heads_side_by_side: heads of a cache that are read in parallel, each by one core if there are enough.
-        most_blocks: maximum number of query blocks; each is compiled separately, so that it ends with its last visible
-            key.
     """
 
     few_scores: int = 2**20
@@ -42,11 +40,10 @@ class BlockSizes:
     keys: int = 512
     last_keys: int = 128
     heads_side_by_side: int = 16
-    most_blocks: int = 16
 
     def __post_init__(self) -> None:
         as_count("few_scores", self.few_scores, minimum=0)
-        for name in ("queries", "keys", "last_keys", "heads_side_by_side", "most_blocks"):
+        for name in ("queries", "keys", "last_keys", "heads_side_by_side"):
             as_count(name, getattr(self, name))
 
 
@@ -202,13 +199,14 @@ class Tile(NamedTuple):
 class Rows(NamedTuple):
     """A block of queries."""
 
-    number: int
-    begin: int
-    stop: int
+    number: Array | int
+    begin: Array | int
+    size: int
+    is_within: bool  # there are keys at all of its positions
 
     def of(self, x: Array) -> Array:
         """Return (P, G t, ·) from (P, G, T, ·)."""
-        return x[:, :, self.begin : self.stop].reshape(x.shape[0], -1, x.shape[3])
+        return lax.dynamic_slice_in_dim(x, self.begin, self.size, axis=2).reshape(x.shape[0], -1, x.shape[3])
 
     def split(self, x: Array, group_size: int) -> Array:
         """Return (P, G, t, ·) from (P, G t, ·)."""
@@ -259,11 +257,7 @@ class Blocks:
         # If all queries attend to the same keys, larger matrices are faster; otherwise smaller ones skip more. (Groups
         # of heads also make them larger.)
         sees_alike = not is_causal and hidden.mask is None and hidden.segments is None and self.group_size == 1
-        block_queries = max(sizes.queries * (2 if sees_alike else 1), -(-self.seq_len_q // sizes.most_blocks))
-        self.rows = [
-            Rows(number, begin, min(begin + block_queries, self.seq_len_q))
-            for number, begin in enumerate(range(0, self.seq_len_q, block_queries))
-        ]
+        self.block_queries = sizes.queries * (2 if sees_alike else 1)
         self.block_keys = min(sizes.keys, self.seq_len_k)
         self.seen_blocks = None if hidden.mask is None or is_automatic else self.seen(hidden.mask)
         self.segments, self.seen_by_segment = None, None
@@ -288,31 +282,57 @@ class Blocks:
         carry, results = lax.scan(step, carry, tiles)
         return results, carry
 
+    def over_rows(self, function: Callable[[Rows, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
+        """Return the results of a function for each block of queries, (P, G, T, ·), and the final carry."""
+        size, num_blocks = self.block_queries, self.seq_len_q // self.block_queries
+        num_within = min(num_blocks, self.seq_len_k // size)
+        parts = []
+        # Blocks are loops, because XLA would compile each of them.
+        for first, stop in ((0, num_within), (num_within, num_blocks)):
+
+            def step(carry: Any, i: Array, is_within: bool = stop <= num_within) -> tuple[Any, Any]:
+                results, carry = function(Rows(i, i * size, size, is_within), carry)
+                return carry, results
+
+            if stop > first:
+                carry, blocks = lax.scan(step, carry, jnp.arange(first, stop, dtype=jnp.int32))
+                parts.append(
+                    jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[4]), blocks)
+                )
+        if self.seq_len_q % size:
+            rows = Rows(num_blocks, num_blocks * size, self.seq_len_q % size, self.seq_len_q <= self.seq_len_k)
+            results, carry = function(rows, carry)
+            parts.append(results)
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=2), *parts), carry
+
     def over_keys(self, add: Callable[[Any, Keys], Any], nothing: Any, zeros: Any, tile: Tile, rows: Rows) -> Any:
         """Accumulate a function over the keys that a block of queries may attend to, from None or, in a loop, zeros."""
-        stop = min(rows.stop, self.seq_len_k) if self.is_causal else self.seq_len_k
-        size, num_blocks = self.block_keys, -(-stop // self.block_keys)
+        size = self.block_keys
 
         def add_block(i: Array, sums: Any) -> Any:
             first = i * size
             return add(sums, Keys(jnp.minimum(first, self.seq_len_k - size), size, first))
 
-        is_loop = self.is_automatic  # otherwise XLA stores the scores of all blocks at the same time
-        if is_loop or self.may_hide_all(Keys(0, size)):
-            return lax.fori_loop(*self.seen_of(num_blocks, tile, rows), add_block, zeros)
-        # First the blocks without hidden keys, then the rest: at once, if it is at most one block.
-        clear = min(rows.begin, stop) if self.is_causal else stop
-        num_clear, sums = clear // size, nothing
-        if num_clear == 1:
-            sums = add(nothing, Keys(0, size, is_clear=True))
-        elif num_clear:
-            sums = lax.fori_loop(0, num_clear, lambda i, sums: add(sums, Keys(i * size, size, is_clear=True)), zeros)
-        rest = stop - num_clear * size
-        if rest > size:
-            return lax.fori_loop(num_clear, num_blocks, add_block, sums if num_clear else zeros)
-        return add(sums, Keys(num_clear * size, rest, is_clear=clear == stop)) if rest else sums
+        def add_clear(sums: Any, begin: Array | int, stop: Array | int, size: int) -> Any:
+            first, last = begin // size, stop // size
+            return lax.fori_loop(first, last, lambda i, sums: add(sums, Keys(i * size, size, is_clear=True)), sums)
 
-    def seen_of(self, num_blocks: int, tile: Tile, rows: Rows) -> tuple[Array | int, Array | int]:
+        # In a loop, because XLA would store the scores of all blocks at the same time.
+        is_beyond = self.is_causal and not rows.is_within
+        if self.is_automatic or is_beyond or self.may_hide_all(Keys(0, size)):
+            stop = jnp.minimum(rows.begin + rows.size, self.seq_len_k) if self.is_causal else self.seq_len_k
+            return lax.fori_loop(*self.seen_of(-(-stop // size), tile, rows), add_block, zeros)
+        if not self.is_causal:
+            rest = self.seq_len_k % size
+            sums = add(nothing, Keys(self.seq_len_k - rest, rest, is_clear=True)) if rest else zeros
+            return add_clear(sums, 0, self.seq_len_k, size)
+        sums, begin = add(nothing, Keys(rows.begin, rows.size)), 0
+        for width in (size - size % self.block_queries, self.block_queries):
+            if 0 < width < self.seq_len_k:  # XLA would compute the only block of a loop even if it has no iteration
+                sums, begin = add_clear(sums, begin, rows.begin, width), rows.begin - rows.begin % width
+        return sums
+
+    def seen_of(self, num_blocks: Array | int, tile: Tile, rows: Rows) -> tuple[Array | int, Array | int]:
         """Return the range of key blocks that a block of queries may attend to, without causality."""
         first, last = 0, num_blocks
         if self.is_automatic:  # devices would have to agree on the blocks to skip
@@ -330,19 +350,20 @@ class Blocks:
     def seen(self, mask: Array) -> tuple[Array, Array]:
         """Return the range of key blocks that the mask leaves each block of queries."""
         seen = (~mask).any(axis=2)  # (B, K, T, S), any of these axes may be 1
-        if seen.shape[2] > 1:
-            seen = jnp.stack([seen[:, :, rows.begin : rows.stop].any(axis=2) for rows in self.rows], axis=2)
-        seen = jnp.broadcast_to(seen, (*seen.shape[:2], len(self.rows), self.seq_len_k))
-        seen = jnp.pad(seen, [(0, 0)] * 3 + [(0, -self.seq_len_k % self.block_keys)])
-        return self._ends(seen.reshape(*seen.shape[:3], -1, self.block_keys).any(axis=-1))
+        seen = jnp.broadcast_to(seen, (*seen.shape[:2], self.seq_len_q, self.seq_len_k))
+        seen = self._in_blocks(self._in_blocks(seen, 2, self.block_queries).any(axis=3), 3, self.block_keys)
+        return self._ends(seen.any(axis=4))
 
     def seen_within(self, of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
         """Return the range of key blocks with segment ids in the range of each query block, (B, rows)."""
-        of_rows = [of_queries[:, rows.begin : rows.stop] for rows in self.rows]
-        least, largest = (jnp.stack([end(x, axis=1) for x in of_rows], axis=1)[..., None] for end in (jnp.min, jnp.max))
-        padded = jnp.pad(of_keys, [(0, 0), (0, -self.seq_len_k % self.block_keys)], mode="edge")
-        blocks = padded.reshape(padded.shape[0], 1, -1, self.block_keys)
-        return self._ends((blocks.min(axis=-1) <= largest) & (blocks.max(axis=-1) >= least))
+        rows = self._in_blocks(of_queries, 1, self.block_queries)[:, :, None]
+        keys = self._in_blocks(of_keys, 1, self.block_keys)[:, None]
+        return self._ends((keys.min(axis=-1) <= rows.max(axis=-1)) & (keys.max(axis=-1) >= rows.min(axis=-1)))
+
+    def _in_blocks(self, x: Array, axis: int, size: int) -> Array:
+        """Return x with an axis divided into blocks and places within them; its last value fills the last block."""
+        x = jnp.pad(x, [(0, -length % size if i == axis else 0) for i, length in enumerate(x.shape)], mode="edge")
+        return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
 
     def _ends(self, seen: Array) -> tuple[Array, Array]:
         """Return the first visible block of (…, blocks), and the one after the last."""
@@ -399,7 +420,7 @@ class Blocks:
         if self.hidden.sinks is None:
             return sums
         sinks = at_least_float32(tile.of(self.hidden.sinks))  # (P, G, 1, 1)
-        sinks = jnp.broadcast_to(sinks, (*sinks.shape[:2], rows.stop - rows.begin, 1)).reshape(sums.largest.shape)
+        sinks = jnp.broadcast_to(sinks, (*sinks.shape[:2], rows.size, 1)).reshape(sums.largest.shape)
         return sums.with_sinks(sinks)
 
     def may_hide_all(self, keys: Keys) -> bool:
@@ -420,13 +441,13 @@ class Blocks:
         slope = self.scoring.slope(scores)
 
         def arrange(x: Array) -> Array:  # of (b or 1, k or 1, G or 1, t or 1, s or 1)
-            x = jnp.broadcast_to(x, (*tile.shape, self.group_size, rows.stop - rows.begin, keys.size))
+            x = jnp.broadcast_to(x, (*tile.shape, self.group_size, rows.size, keys.size))
             return (jnp.moveaxis(x, -1, 2) if by_key else x).reshape(scores.shape)
 
         if self.hidden.bias is not None:
             scores += arrange(at_least_float32(self._block(self.hidden.bias, tile, rows, keys)))
         positions = (keys.begin + jnp.arange(keys.size, dtype=jnp.int32)).reshape(1, 1, 1, 1, -1)
-        places = jnp.arange(rows.begin, rows.stop, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)
+        places = (rows.begin + jnp.arange(rows.size, dtype=jnp.int32)).reshape(1, 1, 1, -1, 1)
         if self.scoring.slopes is not None:
             q_offset = 0 if self.hidden.q_offset is None else tile.part(self.hidden.q_offset.reshape(-1, 1, 1, 1, 1))
             slopes = tile.part(self.scoring.slopes_of(self.num_kv_heads, scores.dtype))
@@ -435,7 +456,10 @@ class Blocks:
         if self.hidden.mask is not None:
             parts.append(self._block(self.hidden.mask, tile, rows, keys))
         if self.is_causal and not keys.is_clear:
-            parts.append(positions > places)
+            # The places within a block compile to a constant mask if both blocks begin at the same place.
+            of_keys, of_rows = (jnp.arange(x.size, dtype=jnp.int32) for x in (keys, rows))
+            distances = (of_keys[None] - of_rows[:, None]).reshape(1, 1, 1, rows.size, keys.size)
+            parts.append(distances > rows.begin - keys.begin)
         if self.hidden.lengths is not None:
             parts.append(positions >= tile.part(self.hidden.lengths.reshape(-1, 1, 1, 1, 1)))
         if self.segments is not None:
@@ -462,7 +486,7 @@ class Blocks:
     def _place(self, x: Array, tile: Tile, rows: Rows, keys: Keys) -> tuple[list[Array], list[int]]:
         """Return the start and size of a block in (B or 1, K or 1, G or 1, T or 1, S or 1)."""
         starts = (tile.sequence, tile.head, 0, rows.begin, keys.begin)
-        sizes = (*tile.shape, self.group_size, rows.stop - rows.begin, keys.size)
+        sizes = (*tile.shape, self.group_size, rows.size, keys.size)
         return (
             [jnp.asarray(0 if of == 1 else start, jnp.int32) for start, of in zip(starts, x.shape, strict=True)],
             [min(size, of) for size, of in zip(sizes, x.shape, strict=True)],

@@ -131,18 +131,18 @@ def sums_of_part(options: Options, query: Array, key: Array, value: Array, hidde
     def attend_in_tile(tile: Tile, carry: None) -> tuple[Any, None]:
         q, k, v = (at_least_float32(tile.of(x)) for x in (query, key, value))
         q, k, v = blocks.mark_nonfinite(q, k, v)
-        results = []
-        for rows in blocks.rows:
 
-            def add(sums: Sums | None, keys: Keys, rows: Rows = rows) -> Sums:
+        def attend_rows(rows: Rows, carry: None) -> tuple[Any, None]:
+            def add(sums: Sums | None, keys: Keys) -> Sums:
                 scores, _, _ = blocks.scores(rows.of(q), keys.of(k), tile, rows, keys)
                 found = Sums.of(scores, keys.of(v), may_be_empty=blocks.may_hide_all(keys))
                 return found if sums is None else sums.join(found)
 
             sums = blocks.over_keys(add, None, Sums.empty(rows.of(q), v.shape[-1]), tile, rows)
             sums = blocks.with_sinks(sums, tile, rows)
-            results.append([rows.split(x, blocks.group_size) for x in sums.result()])
-        return tuple(jnp.concatenate(parts, axis=-2) for parts in zip(*results, strict=True)), carry
+            return tuple(rows.split(x, blocks.group_size) for x in sums.result()), carry
+
+        return blocks.over_rows(attend_rows, carry)
 
     (context, lse), _ = blocks.over_tiles(attend_in_tile, None)
     context, lse = (x.reshape(*query.shape[:-1], x.shape[-1]) for x in (context, lse))
@@ -167,18 +167,12 @@ def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: A
         q, k, v = blocks.mark_nonfinite(q, k, v)
         finite_k = zero_where(k, nonfinite_tokens(k)) if blocks.hides else k
         by_row = [q, *by_row]
-        grads_q, grad_k, grad_v = [], jnp.zeros_like(k), jnp.zeros_like(v)
-        for rows in blocks.rows:
+
+        def differentiate_rows(rows: Rows, grads: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
             q_rows, given, found, logs = (rows.of(x) for x in by_row)
             logs, given_sums = logs.swapaxes(1, 2), (given * found).sum(axis=-1)[:, None]  # (P, 1, G t)
 
-            def add(
-                grads: tuple[Any, ...],
-                keys: Keys,
-                rows: Rows = rows,
-                parts: tuple[Array, ...] = (q_rows, given, logs, given_sums),
-            ) -> tuple[Any, ...]:
-                q_rows, given, logs, given_sums = parts
+            def add(grads: tuple[Any, ...], keys: Keys) -> tuple[Any, ...]:
                 grad_rows, grad_k, grad_v, grad_bias = grads
                 # Keys before queries: then one instead of two of the next products needs a transposed array.
                 scores, slope, is_hidden = blocks.scores(q_rows, keys.of(k), tile, rows, keys, by_key=True)
@@ -197,12 +191,13 @@ def gradients_of_part(options: Options, residuals: tuple[Any, ...], cotangent: A
                     None if grad_bias is None else blocks.add_to_bias(grad_bias, grad_scores, tile, rows, keys),
                 )
 
-            sums = (grad_k, grad_v, grad_bias)
-            sums = blocks.over_keys(add, (None, *sums), (jnp.zeros_like(q_rows), *sums), tile, rows)
-            grad_rows, grad_k, grad_v, grad_bias = sums
-            grads_q.append(rows.split(grad_rows, blocks.group_size))
+            grad_rows, *sums = blocks.over_keys(add, (None, *grads), (jnp.zeros_like(q_rows), *grads), tile, rows)
+            return rows.split(grad_rows, blocks.group_size), tuple(sums)
+
+        grads = (jnp.zeros_like(k), jnp.zeros_like(v), grad_bias)
+        grad_q, (grad_k, grad_v, grad_bias) = blocks.over_rows(differentiate_rows, grads)
         scale = blocks.scoring.scale
-        return (jnp.concatenate(grads_q, axis=-2) * scale, grad_k * scale, grad_v), grad_bias
+        return (grad_q * scale, grad_k * scale, grad_v), grad_bias
 
     grad_bias = None if hidden.bias is None else jnp.zeros_like(at_least_float32(hidden.bias))
     grads, grad_bias = blocks.over_tiles(differentiate_tile, grad_bias)
@@ -222,24 +217,6 @@ def gradient_of_sinks(sinks: Array | None, lse: Array, context: Array, cotangent
 
 
 _attend.defvjp(_forward, gradients_of_part)
-
-
-def weighted_sum(
-    scores: Float[Array, "B N T S"], value: Float[Array, "B K S Hv"], sinks: Float[Array, " N"] | None = None
-) -> tuple[Float[Array, "B N T Hv"], Float[Array, "B N T 1"]]:
-    """Return softmax(scores) · value, normalized last, in at least float32; scores of hidden keys are -inf.
-
-    Also return the log-sum-exp. They are 0 and infinity for rows whose scores are all -inf.
-    """
-    batch_size, num_kv_heads, seq_len_k, width = value.shape
-    scores_by_head = scores.reshape(batch_size * num_kv_heads, -1, seq_len_k)
-    values = at_least_float32(value).reshape(batch_size * num_kv_heads, seq_len_k, width)
-    sums = Sums.of(scores_by_head, values, may_be_empty=True)
-    if sinks is not None:
-        sinks = jnp.broadcast_to(at_least_float32(sinks)[None, :, None, None], (*scores.shape[:3], 1))
-        sums = sums.with_sinks(sinks.reshape(sums.largest.shape).astype(scores.dtype))
-    context, lse = (x.reshape(*scores.shape[:3], x.shape[2]) for x in sums.result())
-    return context, lse
 
 
 @compiled("sizes")

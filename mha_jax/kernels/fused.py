@@ -1,8 +1,8 @@
 """Fast path: attention without attention weights.
 
-On a CPU it works block by block, like FlashAttention, and skips fully masked blocks. On a TPU it is JAX's splash
-attention, if that supports the call. Otherwise it wraps JAX's dot_product_attention with this package's semantics of
-masks and fully masked rows; unsupported scores use the plain path.
+On a CPU it works block by block, like FlashAttention, and skips fully masked blocks; few scores are one block. On a TPU
+it is JAX's splash attention, if that supports the call. Otherwise it wraps JAX's dot_product_attention with this
+package's semantics of masks and fully masked rows; unsupported scores use the plain path.
 """
 
 import math
@@ -13,7 +13,7 @@ import jax
 from jaxtyping import Array, Bool, Float
 
 from mha_jax.arrays import platform_of
-from mha_jax.kernels import Kernel, blockwise, library, splash, windows
+from mha_jax.kernels import Kernel, blockwise, library, splash, whole, windows
 from mha_jax.kernels.blocks import BlockSizes
 from mha_jax.masks import Mask, MaskKeywords
 from mha_jax.parallel.sharding import head_sharding, with_auto_axes
@@ -45,10 +45,11 @@ class FusedAttention(BlockSizes):
 
     def _attend(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:
         num_scores = math.prod(query.shape[:3]) * key.shape[2]
-        is_small = num_scores == 0 or (num_scores <= self.few_scores and platform == "cpu")
-        if is_small or scores.has_dropout or scores.products is not None:
+        if num_scores == 0 or scores.has_dropout or scores.products is not None:
             return attend_without_weights(query, key, value, mask, scores)
         if platform == "cpu":
+            if num_scores <= self.few_scores:
+                return whole.attend(query, key, value, mask, scores)
             kernel = windows if windows.supports(query, mask) else blockwise
             return kernel.attend(query, key, value, mask, scores, sizes=self)
         if platform == "tpu" and splash.supports(query, key, mask, scores):

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
 
-from mha_jax import stages
 from mha_jax.compiled import compiled
-from mha_jax.kernels import blockwise
+from mha_jax.kernels import blockwise, whole
 from mha_jax.kernels.blocks import BlockSizes
 from mha_jax.kernels.nonfinite import attends_to_any, nan_where, nonfinite_tokens, zero_where
 from mha_jax.masks import Mask, to_scores_rank
@@ -61,21 +60,17 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
     scores = replace(scores, bias=padded(scores.bias, more_rows, more_keys))
     parts = _Parts(size, before, before + size + after, mask, scores)
 
-    def attend_part(begin: Array) -> tuple[Array, Array]:
+    def attend_part(begin: Array) -> Array:
         rows, part, scores = parts.rows_of(query, begin), parts.mask_of(begin), parts.scores_of(begin)
         keys, values = (parts.keys_of(x, begin) for x in (key, value))
         if batch_size * num_heads * size * parts.num_keys > sizes.few_scores:
-            context = blockwise.attend(rows, keys, values, part, scores, sizes=sizes)
-            return context, jnp.zeros((*rows.shape[:3], 1), bool)
-        logits = stages.attention_scores(rows, keys, scores.bias, scores.spec, part.q_offset, scores.relative_bias)
-        logits = jnp.where(parts.hidden_from(begin), -jnp.inf, logits)
-        context, lse = blockwise.weighted_sum(logits, values, scores.sinks)
-        return context.astype(query.dtype), jnp.isposinf(lse)
+            return blockwise.attend(rows, keys, values, part, scores, sizes=sizes)
+        return whole.attend_finite(rows, keys, values, part, scores)
 
     # Recompute instead of storing residuals of each block.
     begins = jnp.arange(num_parts, dtype=jnp.int32) * size
-    contexts, gave_nothing = lax.map(jax.checkpoint(attend_part), begins)
-    contexts = nan_where(contexts, _wrong_in_parts(parts, begins, nonfinite_rows, nonfinite_keys, gave_nothing))
+    contexts = lax.map(jax.checkpoint(attend_part), begins)
+    contexts = nan_where(contexts, _wrong_in_parts(parts, begins, nonfinite_rows, nonfinite_keys))
     contexts = jnp.moveaxis(contexts, 0, 2)  # (B, N, parts, size, H)
     return contexts.reshape(batch_size, num_heads, num_parts * size, contexts.shape[4])[:, :, :seq_len_q]
 
@@ -138,22 +133,22 @@ class _Parts(NamedTuple):
 
 
 def _wrong_in_parts(
-    parts: _Parts, begins: Array, nonfinite_rows: Array, nonfinite_keys: Array, gave_nothing: Array
+    parts: _Parts, begins: Array, nonfinite_rows: Array, nonfinite_keys: Array
 ) -> Bool[Array, "parts B N T 1"]:
-    """Return the rows to set to NaN: neither finite nor fully masked, or attending to a non-finite key."""
+    """Return the rows to set to NaN: not finite without being fully masked, or attending to a non-finite key."""
     marked = jnp.repeat(nonfinite_keys, nonfinite_rows.shape[1] // nonfinite_keys.shape[1], axis=1)
 
-    def look_in(part: tuple[Array, Array]) -> Array:
-        begin, gave_nothing = part
+    def look_in(begin: Array) -> Array:
         hidden = parts.hidden_from(begin)
-        is_wrong = (parts.rows_of(nonfinite_rows, begin) | gave_nothing) & ~hidden.all(axis=-1, keepdims=True)
+        is_wrong = parts.rows_of(nonfinite_rows, begin) & ~hidden.all(axis=-1, keepdims=True)
         return is_wrong | attends_to_any(parts.keys_of(marked, begin)[..., 0], parts.size, Mask(hidden))
 
     def look() -> Array:
-        return lax.map(look_in, (begins, gave_nothing))
+        return lax.map(look_in, begins)
 
     if is_automatic(nonfinite_rows):  # devices would have to agree on whether to check
         return look()
-    is_any = nonfinite_rows.any() | nonfinite_keys.any() | gave_nothing.any()
+    is_any = nonfinite_rows.any() | nonfinite_keys.any()
     # All False, but derived from the same arrays: in `shard_map` both branches must vary over the same devices.
-    return lax.cond(is_any, look, lambda: gave_nothing & is_any)
+    rows = nonfinite_rows.reshape(*nonfinite_rows.shape[:2], len(begins), parts.size, 1)
+    return lax.cond(is_any, look, lambda: jnp.moveaxis(rows, 2, 0) & is_any)
