@@ -13,18 +13,21 @@ from jax.extend.mlir import ir
 import mha_jax
 
 PLATFORMS = {"cuda": "gpu", "tpu": "tpu"}  # what JAX calls the platform of a program, and of an array
-VIEWS = ("stablehlo.reshape", "func.call", "stablehlo.while", "stablehlo.case", "stablehlo.optimization_barrier")
+VIEWS = (  # operations that pass an array on, or write a part of it in place
+    *("stablehlo.reshape", "stablehlo.optimization_barrier", "stablehlo.dynamic_update_slice"),
+    *("func.call", "stablehlo.while", "stablehlo.case"),
+)
 TRANSFERS = ("stablehlo.infeed", "stablehlo.outfeed", "stablehlo.send", "stablehlo.recv")
 
 
 class Counts(NamedTuple):
     """Operations of a program, before a compiler fuses any."""
 
-    arrays: int  # that make an array of numbers of this size or larger
-    masks: int  # that make such a boolean array
-    float64: int  # that make a float64 array of any size
-    callbacks: int  # that ask the host, or wait for a transfer
-    branches: int  # that choose what runs next by a value on the device, which a GPU reports to the host first
+    arrays: int = 0  # that make an array of numbers of this size or larger
+    masks: int = 0  # that make such a boolean array
+    float64: int = 0  # that make a float64 array of any size
+    callbacks: int = 0  # that ask the host, or wait for a transfer
+    branches: int = 0  # that choose what runs next by a value on the device, which a GPU reports to the host first
 
 
 @contextmanager
@@ -75,5 +78,5 @@ def _is_open_loop(operation):
     """True of a loop whose number of rounds is no constant of the program."""
     if operation.name != "stablehlo.while":
         return False
-    condition = operation.regions[0].blocks[0].operations
-    return not any(each.operation.name == "stablehlo.constant" for each in condition)
+    condition = [each.operation.name for each in operation.regions[0].blocks[0].operations]
+    return condition != ["stablehlo.constant", "stablehlo.compare", "stablehlo.return"]  # of a counter with a number
