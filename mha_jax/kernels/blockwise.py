@@ -249,7 +249,7 @@ def weighted_sum(
     return context, lse
 
 
-@compiled("sizes")
+@compiled("sizes", "platform")
 def attend_to_cache(
     query: Float[Array, "B N 1 H"],
     keys: Float[Array, "B K S H"],
@@ -258,23 +258,26 @@ def attend_to_cache(
     scores: Scores,
     *,
     sizes: BlockSizes,
+    platform: str,
 ) -> Float[Array, "B N 1 Hv"]:
     """Return the context of one token of each sequence over the keys up to its position, `mask.q_offset`.
 
-    Only filled keys and values are read; scores are stored for the whole capacity. Heads run in parallel, each with its
-    own product: XLA copies slices of a cache for a batched product, and does not parallelize the product of one row.
+    Scores are stored for the whole capacity. A CPU reads only filled keys and values. Heads run in parallel there, each
+    with its own product: XLA copies slices of a cache for a batched product, and does not parallelize the product of
+    one row.
     """
     scores = with_relative_bias(mask, scores, query, keys)
-    options = (scores.spec, mask.span, sizes)
+    options = (scores.spec, mask.span, sizes, platform)
     return _attend_to_cache(options, query, keys, values, mask.q_offset, scores.sinks, scores.bias)
 
 
-_OfCache = tuple[AttentionSpec | None, Span | None, BlockSizes]
+_OfCache = tuple[AttentionSpec | None, Span | None, BlockSizes, str]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_to_cache(options: _OfCache, query: Array, keys: Array, *others: Any) -> Array:
-    attend = _attend_to_every_slot if is_automatic(keys) else _attend_to_filled_slots
+    reads_all = is_automatic(keys) or options[3] != "cpu"
+    attend = _attend_to_every_slot if reads_all else _attend_to_filled_slots
     return attend(options, query, keys, *others)
 
 
@@ -287,7 +290,7 @@ def _attend_to_filled_slots(
     sinks: Array | None,
     bias: Array | None,
 ) -> Array:
-    spec, span, sizes = options
+    spec, span, sizes, _ = options
     scoring = Scoring.of_layer(query, spec)
     last_keys = min(sizes.last_keys, sizes.keys)
     batch_size, num_kv_heads, capacity, _ = keys.shape
@@ -359,7 +362,7 @@ def _attend_to_every_slot(
     bias: Array | None,
 ) -> Array:
     """Attend with products over all sequences, heads and slots, which XLA partitions like the cache."""
-    spec, span, _ = options
+    spec, span, *_ = options
     scoring = Scoring.of_layer(query, spec)
     batch_size, num_kv_heads, capacity, _ = keys.shape
     heads, slots = (jnp.arange(size, dtype=jnp.int32) for size in (num_kv_heads, capacity))
@@ -393,13 +396,13 @@ def _attend_to_cache_forward(options: _OfCache, *inputs: Any) -> tuple[Array, tu
 def _attend_to_cache_backward(
     options: _OfCache, residuals: tuple[Any, ...], cotangent: Array
 ) -> tuple[Array | None, ...]:
-    spec, span, sizes = options
+    spec, span, sizes, platform = options
     query, keys, values, last_positions, sinks, bias = residuals
     mask = Mask(is_causal=True, span=span, q_offset=last_positions)
 
     def attend_to_filled(query: Array, keys: Array, values: Array, sinks: Array | None, bias: Array | None) -> Array:
         scores = Scores(spec, bias, sinks)
-        return attend_by_block(query, keys, values, mask, scores, sizes=sizes, platform="cpu")
+        return attend_by_block(query, keys, values, mask, scores, sizes=sizes, platform=platform)
 
     _, differentiate = jax.vjp(attend_to_filled, query, keys, values, sinks, bias)
     *grads, grad_sinks, grad_bias = differentiate(cotangent)

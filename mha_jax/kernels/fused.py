@@ -64,13 +64,15 @@ class FusedAttention(BlockSizes):
         return kernel.attend(query, key, value, mask, scores, sizes=self, platform=platform)
 
     def _step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:
-        if platform != "cpu":
-            if mask.span is None and not scores.has_distances:  # kernels have a word for lengths
-                mask = Mask(key_padding_lengths=jnp.broadcast_to(mask.q_offset + 1, query.shape[:1]))
+        if platform != "cpu" and library.supports(query, scores):
+            if mask.span is None:  # the library has an argument for lengths
+                last_positions: Any = mask.q_offset
+                mask = Mask(key_padding_lengths=jnp.broadcast_to(last_positions + 1, query.shape[:1]))
             return self._attend(query, key, value, mask, scores, platform=platform)
-        if key.shape[2] > self.keys and query.size and scores.products is None:
-            return blockwise.attend_to_cache(query, key, value, mask, scores, sizes=self)
-        return attend_without_weights(query, key, value, mask, scores)
+        is_small = not query.size or (key.shape[2] <= self.keys and platform == "cpu")
+        if is_small or scores.products is not None:
+            return attend_without_weights(query, key, value, mask, scores)
+        return blockwise.attend_to_cache(query, key, value, mask, scores, sizes=self, platform=platform)
 
 
 def scaled_dot_product_attention(

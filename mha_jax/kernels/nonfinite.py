@@ -89,7 +89,7 @@ def _in_any_block(found_in: Callable[[Array | int, int], Array], seq_len_k: int)
     def add(i: Array, found: Array) -> Array:
         return found | found_in(jnp.minimum(i * size, seq_len_k - size), size)
 
-    return lax.fori_loop(1, -(-seq_len_k // size), add, found_in(0, size))
+    return lax.fori_loop(1, -(-seq_len_k // max(size, 1)), add, found_in(0, size))
 
 
 def contained_projection(project: Callable[[str, Array], Array]) -> Callable[[str, Array], Array]:
