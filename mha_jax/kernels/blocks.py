@@ -17,7 +17,6 @@ from jaxtyping import Array
 
 from mha_jax.arrays import at_least_float32
 from mha_jax.kernels.nonfinite import nonfinite_tokens, zero_where
-from mha_jax.masks import Mask
 from mha_jax.stages import score_scale
 from mha_spec import AttentionSpec
 from mha_spec.rules import as_count
@@ -28,7 +27,8 @@ class BlockSizes:
     """Sizes of blocks. They affect only speed and rounding.
 
     Attributes:
-        few_scores: number of scores up to which one block is faster, 4 MiB in float32.
+        few_scores: number of scores up to which one block is faster on a CPU, 4 MiB in float32.
+        most_scores: number of scores up to which an accelerator may store them, 128 MiB in float32.
         queries: queries per block; twice as many if all attend to the same keys.
         keys: keys per block; the scores of a block fit the caches of two cores.
         last_keys: keys of the last few blocks of a cache, small to read few empty slots; at most `keys`.
@@ -36,15 +36,25 @@ class BlockSizes:
     """
 
     few_scores: int = 2**20
+    most_scores: int = 2**25
     queries: int = 256
     keys: int = 512
     last_keys: int = 128
     heads_side_by_side: int = 16
 
     def __post_init__(self) -> None:
-        as_count("few_scores", self.few_scores, minimum=0)
+        for name in ("few_scores", "most_scores"):
+            as_count(name, getattr(self, name), minimum=0)
         for name in ("queries", "keys", "last_keys", "heads_side_by_side"):
             as_count(name, getattr(self, name))
+
+    def stored(self, platform: str) -> int:
+        """Return the number of scores up to which they are stored on a platform."""
+        return self.few_scores if platform == "cpu" else self.most_scores
+
+
+MOST_BLOCKS = 16
+"""Number of blocks of queries, at most, if each is compiled separately."""
 
 
 class Scoring(NamedTuple):
@@ -86,20 +96,17 @@ class Scoring(NamedTuple):
         return jnp.asarray(self.slopes, dtype).reshape(1, num_kv_heads, -1, 1, 1)
 
 
-MASK_FIELDS = ("mask", "is_causal", "key_padding_lengths", "segment_ids")
-"""Fields of a `Mask` that blocks support; other fields must be folded into its boolean mask."""
-
-
 class Hidden(NamedTuple):
     """Masks and biases of blocks.
 
     Attributes:
         mask: boolean, True = masked, (B or 1, K or 1, G or 1, T or 1, S or 1).
-        bias: added to the scores, in the same form; keys with -inf are also masked.
+        bias: added to the scores, in the same form; keys with -inf are masked.
         lengths: number of real keys of each sequence, (B,).
         sinks: attention sinks, (1, K, G, 1, 1).
         q_offset: position of the first query among the keys, (B or 1,), for ALiBi; default: 0.
         segments: segments of the queries, (B, T), and of the keys, (B, S); keys of other segments are hidden.
+        between: first visible key of each query, and the one after the last, (B or 1, T); others are hidden.
     """
 
     mask: Array | None
@@ -108,12 +115,18 @@ class Hidden(NamedTuple):
     sinks: Array | None
     q_offset: Array | None
     segments: tuple[Array, Array] | None = None
+    between: tuple[Array, Array] | None = None
 
-    @classmethod
-    def of(cls, mask: Mask, as_bool: Array | None, bias: Array | None, sinks: Array | None) -> "Hidden":
-        """Return masks and biases of a `Mask`; `as_bool`, its boolean part, bias and sinks have an axis of groups."""
-        lengths: Any = mask.key_padding_lengths
-        return cls(as_bool, bias, lengths, sinks, mask.q_offset, mask.segments)
+    @property
+    def hides(self) -> bool:
+        """True if a key may be hidden from a query."""
+        others = (self.mask, self.bias, self.lengths, self.segments, self.between)
+        return any(x is not None for x in others)
+
+    def masks(self, part: Callable[[Array], Array]) -> list[Array]:
+        """Return a part of the mask, and of the bias as a mask."""
+        found = [] if self.mask is None else [part(self.mask)]
+        return found if self.bias is None else [*found, jnp.isneginf(part(self.bias))]
 
 
 class Options(NamedTuple):
@@ -122,13 +135,12 @@ class Options(NamedTuple):
     is_causal: bool
     scoring: Scoring
     sizes: BlockSizes
-    is_automatic: bool  # XLA partitions the work among devices
+    at_once: bool  # all sequences and heads, without skipping blocks: on accelerators, and if XLA partitions the work
     is_part: bool = False  # part of the keys, some of which are hidden elsewhere
 
     def hides(self, hidden: Hidden) -> bool:
         """Return whether any key may be hidden from a query."""
-        others = (hidden.mask, hidden.lengths, hidden.segments)
-        return self.is_causal or self.is_part or any(x is not None for x in others)
+        return self.is_causal or self.is_part or hidden.hides
 
 
 class Sums(NamedTuple):
@@ -179,11 +191,11 @@ def _finite_shift(largest: Array) -> Array:
 
 
 class Tile(NamedTuple):
-    """Heads of one sequence that are processed together."""
+    """Heads that are processed together, of one sequence or of all."""
 
     sequence: Array
     head: Array  # the first key/value head
-    shape: tuple[int, int]  # 1, number of key/value heads
+    shape: tuple[int, int]  # numbers of sequences and of key/value heads
 
     def part(self, x: Array) -> Array:
         """Return the tile's part of (B or 1, K or 1, …)."""
@@ -240,26 +252,31 @@ class Blocks:
         hidden: Hidden,
         options: Options,
     ) -> None:
-        is_causal, scoring, sizes, is_automatic, _ = options
+        is_causal, scoring, sizes, at_once, _ = options
         self.batch_size, self.num_kv_heads, self.group_size, self.seq_len_q, _ = query_shape
         self.seq_len_k = key_shape[2]
-        if hidden.mask is not None:  # XLA would need minutes to evaluate a constant mask
-            hidden = hidden._replace(mask=lax.optimization_barrier(hidden.mask))
+        # XLA would need minutes to evaluate a constant mask.
+        hidden = hidden._replace(**lax.optimization_barrier({"mask": hidden.mask, "bias": hidden.bias}))
         self.hidden = hidden
         self.is_causal = is_causal
         self.hides = options.hides(hidden)
         self.scoring = scoring
         # Two matrix products at a time use two cores better than one.
         self.tile_shape = (1, 2 if self.group_size == 1 and self.num_kv_heads % 2 == 0 else 1)
-        self.is_automatic = is_automatic
-        if is_automatic:  # XLA gathers slices of a partitioned axis
-            self.tile_shape = (1, self.num_kv_heads)
+        self.at_once = at_once
+        if at_once:  # XLA gathers slices of a partitioned axis, and accelerators work best on large products
+            self.tile_shape = (self.batch_size, self.num_kv_heads)
         # If all queries attend to the same keys, larger matrices are faster; otherwise smaller ones skip more. (Groups
         # of heads also make them larger.)
-        sees_alike = not is_causal and hidden.mask is None and hidden.segments is None and self.group_size == 1
+        sees_alike = not (is_causal or hidden._replace(lengths=None).hides) and self.group_size == 1
         self.block_queries = sizes.queries * (2 if sees_alike else 1)
+        if at_once:
+            self.block_queries = max(self.block_queries, -(-self.seq_len_q // MOST_BLOCKS))
         self.block_keys = min(sizes.keys, self.seq_len_k)
-        self.seen_blocks = None if hidden.mask is None or is_automatic else self.seen(hidden.mask)
+        masks = [] if at_once else hidden.masks(lambda x: x)
+        self.seen_blocks = self.seen(reduce(jnp.logical_or, masks)) if masks else None
+        self.between = None if hidden.between is None else [x[:, None, None, :, None] for x in hidden.between]
+        self.seen_between = None if hidden.between is None or at_once else self.seen_in(*hidden.between)
         self.segments, self.seen_by_segment = None, None
         if hidden.segments is not None:
             of_queries, of_keys = hidden.segments
@@ -267,18 +284,19 @@ class Blocks:
                 of_queries.reshape(-1, 1, 1, self.seq_len_q, 1),
                 of_keys.reshape(-1, 1, 1, 1, self.seq_len_k),
             )
-            self.seen_by_segment = None if is_automatic else self.seen_within(of_queries, of_keys)
+            self.seen_by_segment = None if at_once else self.seen_within(of_queries, of_keys)
 
     def over_tiles(self, function: Callable[[Tile, Any], tuple[Any, Any]], carry: Any) -> tuple[Any, Any]:
         """Return the results of a function for each tile, and the final carry."""
-        tiles_of_sequence = self.num_kv_heads // self.tile_shape[1]
+        sequences, heads = self.tile_shape
+        tiles_of_sequence = self.num_kv_heads // heads
 
         def step(carry: Any, i: Array) -> tuple[Any, Any]:
-            tile = Tile(i // tiles_of_sequence, i % tiles_of_sequence * self.tile_shape[1], self.tile_shape)
+            tile = Tile(i // tiles_of_sequence, i % tiles_of_sequence * heads, self.tile_shape)
             results, carry = function(tile, carry)
             return carry, results
 
-        tiles = jnp.arange(self.batch_size * tiles_of_sequence, dtype=jnp.int32)
+        tiles = jnp.arange(self.batch_size // sequences * tiles_of_sequence, dtype=jnp.int32)
         carry, results = lax.scan(step, carry, tiles)
         return results, carry
 
@@ -287,8 +305,12 @@ class Blocks:
         size, num_blocks = self.block_queries, self.seq_len_q // self.block_queries
         num_within = min(num_blocks, self.seq_len_k // size)
         parts = []
-        # Blocks are loops, because XLA would compile each of them.
-        for first, stop in ((0, num_within), (num_within, num_blocks)):
+        # A host would wait for loops over keys whose number of rounds depends on the block.
+        for i in range(num_blocks if self.at_once else 0):
+            results, carry = function(Rows(i, i * size, size, i < num_within), carry)
+            parts.append(results)
+        # Other blocks are loops, because XLA would compile each of them.
+        for first, stop in () if self.at_once else ((0, num_within), (num_within, num_blocks)):
 
             def step(carry: Any, i: Array, is_within: bool = stop <= num_within) -> tuple[Any, Any]:
                 results, carry = function(Rows(i, i * size, size, is_within), carry)
@@ -319,8 +341,9 @@ class Blocks:
 
         # In a loop, because XLA would store the scores of all blocks at the same time.
         is_beyond = self.is_causal and not rows.is_within
-        if self.is_automatic or is_beyond or self.may_hide_all(Keys(0, size)):
-            stop = jnp.minimum(rows.begin + rows.size, self.seq_len_k) if self.is_causal else self.seq_len_k
+        if self.at_once or is_beyond or self.may_hide_all(Keys(0, size)):
+            stop = rows.begin + rows.size if self.is_causal else self.seq_len_k
+            stop = min(stop, self.seq_len_k) if isinstance(stop, int) else jnp.minimum(stop, self.seq_len_k)
             return lax.fori_loop(*self.seen_of(-(-stop // size), tile, rows), add_block, zeros)
         if not self.is_causal:
             rest = self.seq_len_k % size
@@ -335,14 +358,15 @@ class Blocks:
     def seen_of(self, num_blocks: Array | int, tile: Tile, rows: Rows) -> tuple[Array | int, Array | int]:
         """Return the range of key blocks that a block of queries may attend to, without causality."""
         first, last = 0, num_blocks
-        if self.is_automatic:  # devices would have to agree on the blocks to skip
+        if self.at_once:  # devices would have to agree on the blocks to skip, and a host to wait for them
             return first, last
         if self.seen_blocks is not None:
             first_seen, last_seen = (tile.part(x)[..., rows.number] for x in self.seen_blocks)
             first, last = first_seen.min(), jnp.minimum(last, last_seen.max())
-        if self.seen_by_segment is not None:
-            first_seen, last_seen = (x[tile.sequence, rows.number] for x in self.seen_by_segment)
-            first, last = jnp.maximum(first, first_seen), jnp.minimum(last, last_seen)
+        for seen in (self.seen_by_segment, self.seen_between):
+            if seen is not None:
+                first_seen, last_seen = (x[0 if x.shape[0] == 1 else tile.sequence, rows.number] for x in seen)
+                first, last = jnp.maximum(first, first_seen), jnp.minimum(last, last_seen)
         if self.hidden.lengths is not None:
             last = jnp.minimum(last, -(-self.hidden.lengths[tile.sequence] // self.block_keys))
         return first, last
@@ -353,6 +377,11 @@ class Blocks:
         seen = jnp.broadcast_to(seen, (*seen.shape[:2], self.seq_len_q, self.seq_len_k))
         seen = self._in_blocks(self._in_blocks(seen, 2, self.block_queries).any(axis=3), 3, self.block_keys)
         return self._ends(seen.any(axis=4))
+
+    def seen_in(self, first: Array, stop: Array) -> tuple[Array, Array]:
+        """Return the range of key blocks of the keys between `first` and `stop` of each query block, (B or 1, rows)."""
+        first, stop = (self._in_blocks(x, 1, self.block_queries) for x in (first, stop))
+        return jnp.maximum(first.min(axis=2), 0) // self.block_keys, -(-stop.max(axis=2) // self.block_keys)
 
     def seen_within(self, of_queries: Array, of_keys: Array) -> tuple[Array, Array]:
         """Return the range of key blocks with segment ids in the range of each query block, (B, rows)."""
@@ -382,17 +411,19 @@ class Blocks:
 
     def empty_rows(self, gave_nothing: Array) -> Array:
         """Return the fully masked rows among those without weights, (B or 1, K or 1, G or 1, T or 1, 1)."""
-        mask, lengths = self.hidden.mask, self.hidden.lengths
-        lengths = None if lengths is None else lengths.reshape(-1, 1, 1, 1, 1)
-        if mask is None and self.segments is None:
+        lengths = None if self.hidden.lengths is None else self.hidden.lengths.reshape(-1, 1, 1, 1, 1)
+        if not self.hidden._replace(lengths=None).hides:
             return jnp.zeros((1,) * 5, bool) if lengths is None else lengths == 0
 
         def are_hidden(begin: Array | int, size: int) -> Array:
             """Return whether all of these keys are hidden from each row."""
             positions = (begin + jnp.arange(size, dtype=jnp.int32)).reshape(1, 1, 1, 1, -1)
-            parts = []
-            if mask is not None:
-                parts.append(mask if mask.shape[4] == 1 else lax.dynamic_slice_in_dim(mask, begin, size, axis=4))
+            parts = self.hidden.masks(
+                lambda x: x if x.shape[4] == 1 else lax.dynamic_slice_in_dim(x, begin, size, axis=4)
+            )
+            if self.between is not None:
+                first, stop = self.between
+                parts.append((positions < first) | (positions >= stop))
             if self.is_causal:
                 parts.append(positions > jnp.arange(self.seq_len_q, dtype=jnp.int32).reshape(1, 1, 1, -1, 1))
             if lengths is not None:
@@ -403,8 +434,6 @@ class Blocks:
             return reduce(jnp.logical_or, parts).all(axis=-1, keepdims=True)
 
         def look() -> Array:
-            if self.segments is None:
-                return gave_nothing & are_hidden(0, self.seq_len_k)
             size = self.block_keys  # block by block, to avoid comparing all pairs of tokens at once
 
             def add(i: Array, found: Array) -> Array:
@@ -413,20 +442,19 @@ class Blocks:
             return gave_nothing & lax.fori_loop(1, -(-self.seq_len_k // size), add, are_hidden(0, size))
 
         # Devices would have to agree on whether to check.
-        return look() if self.is_automatic else lax.cond(gave_nothing.any(), look, lambda: gave_nothing)
+        return look() if self.at_once else lax.cond(gave_nothing.any(), look, lambda: gave_nothing)
 
     def with_sinks(self, sums: Sums, tile: Tile, rows: Rows) -> Sums:
         """Return the sums of a block of queries with the sinks, whose values are 0."""
         if self.hidden.sinks is None:
             return sums
-        sinks = at_least_float32(tile.of(self.hidden.sinks))  # (P, G, 1, 1)
-        sinks = jnp.broadcast_to(sinks, (*sinks.shape[:2], rows.size, 1)).reshape(sums.largest.shape)
-        return sums.with_sinks(sinks)
+        sinks = at_least_float32(tile.part(self.hidden.sinks))  # (1, K of the tile, G, 1, 1)
+        sinks = jnp.broadcast_to(sinks, (*tile.shape, self.group_size, rows.size, 1))
+        return sums.with_sinks(sinks.reshape(sums.largest.shape))
 
     def may_hide_all(self, keys: Keys) -> bool:
         """Return whether a row may be fully masked in a block, by a mask or by causality."""
-        others = (self.hidden.mask, self.hidden.lengths, self.hidden.segments, keys.first)
-        return any(x is not None for x in others)
+        return self.hidden.hides or keys.first is not None
 
     def scores(
         self, q_rows: Array, k_block: Array, tile: Tile, rows: Rows, keys: Keys, *, by_key: bool = False
@@ -452,9 +480,10 @@ class Blocks:
             q_offset = 0 if self.hidden.q_offset is None else tile.part(self.hidden.q_offset.reshape(-1, 1, 1, 1, 1))
             slopes = tile.part(self.scoring.slopes_of(self.num_kv_heads, scores.dtype))
             scores -= arrange(slopes * jnp.abs(places + q_offset - positions).astype(scores.dtype))
-        parts = []
-        if self.hidden.mask is not None:
-            parts.append(self._block(self.hidden.mask, tile, rows, keys))
+        parts = self.hidden.masks(lambda x: self._block(x, tile, rows, keys))
+        if self.between is not None:
+            first, stop = (self._block(x, tile, rows, keys) for x in self.between)
+            parts.append((positions < first) | (positions >= stop))
         if self.is_causal and not keys.is_clear:
             # The places within a block compile to a constant mask if both blocks begin at the same place.
             of_keys, of_rows = (jnp.arange(x.size, dtype=jnp.int32) for x in (keys, rows))

@@ -1,8 +1,10 @@
-"""Attention block by block: the kernel of `fused` on CPUs, for which JAX has none.
+"""Attention block by block: the kernel of `fused` on CPUs, and on accelerators if no other avoids storing the scores.
 
 For each block of queries it accumulates softmax(scores) · value over blocks of keys and stores the log-sum-exp, from
-which the gradient recomputes the scores. No N x T x S array is stored. Fully masked blocks are skipped, whatever the
-mask comes from.
+which the gradient recomputes the scores. No T x S array is stored.
+
+A CPU works on a few heads at a time and skips fully masked blocks, whatever the mask comes from. An accelerator works
+on all sequences and heads at once, and skips only blocks that causality hides: no value decides what runs next.
 
 Non-finite tokens are contained within each block, because `nonfinite.contained` would copy all keys and values.
 
@@ -24,7 +26,7 @@ from jaxtyping import Array, Float
 
 from mha_jax.arrays import at_least_float32
 from mha_jax.compiled import compiled
-from mha_jax.kernels.blocks import MASK_FIELDS, Blocks, BlockSizes, Hidden, Keys, Options, Rows, Scoring, Sums, Tile
+from mha_jax.kernels.blocks import Blocks, BlockSizes, Hidden, Keys, Options, Rows, Scoring, Sums, Tile
 from mha_jax.kernels.nonfinite import nan_where, nonfinite_tokens, zero_where
 from mha_jax.masks import Mask, to_scores_rank
 from mha_jax.parallel.sharding import is_automatic
@@ -34,12 +36,12 @@ from mha_spec import AttentionSpec
 from mha_spec.span import Span
 
 
-def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, sizes: BlockSizes) -> Array:
+def attend(
+    query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, sizes: BlockSizes, platform: str
+) -> Array:
     """Return the context block by block, with containment of non-finite tokens. Shapes are checked."""
     scores = with_relative_bias(mask, scores, query, key)
-    if not mask.has_only(*MASK_FIELDS):
-        mask = Mask(mask.to_bool(query.shape[2], key.shape[2]), q_offset=mask.q_offset)
-    return attend_by_block(query, key, value, mask, scores, sizes=sizes)
+    return attend_by_block(query, key, value, mask, scores, sizes=sizes, platform=platform)
 
 
 def with_relative_bias(mask: Mask, scores: Scores, query: Array, key: Array) -> Scores:
@@ -52,7 +54,7 @@ def with_relative_bias(mask: Mask, scores: Scores, query: Array, key: Array) -> 
     return replace(scores, spec=replace(scores.spec, relative_bias=None), bias=bias, relative_bias=None)
 
 
-@compiled("sizes")
+@compiled("sizes", "platform")
 def attend_by_block(
     query: Float[Array, "B N T H"],
     key: Float[Array, "B K S H"],
@@ -61,8 +63,9 @@ def attend_by_block(
     scores: Scores,
     *,
     sizes: BlockSizes,
+    platform: str,
 ) -> Float[Array, "B N T Hv"]:
-    """Return the context, in the dtype of query, under a mask without a span and scores without a relative bias.
+    """Return the context, in the dtype of query, for scores without a relative bias.
 
     It has a derivative in reverse mode only; the plain path also has one in forward mode.
     """
@@ -72,13 +75,17 @@ def attend_by_block(
         heads = (1, 1) if x.shape[1] == 1 != query.shape[1] else (num_kv_heads, x.shape[1] // num_kv_heads)
         return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
-    as_bool, bias = (
-        None if x is None else group(to_scores_rank(x)) for x in (mask.with_bias(scores.bias).mask, scores.bias)
-    )
+    as_bool, bias = (None if x is None else group(to_scores_rank(x)) for x in (mask.mask, scores.bias))
     sinks = None if scores.sinks is None else scores.sinks.reshape(1, num_kv_heads, -1, 1, 1)
-    hidden = Hidden.of(mask, as_bool, bias, sinks)
-    options = Options(mask.is_causal, Scoring.of_layer(query, scores.spec), sizes, is_automatic(query))
-    attend: Any = _vmap_sequences if options.is_automatic else _attend
+    lengths: Any = mask.key_padding_lengths
+    hidden, is_causal = Hidden(as_bool, bias, lengths, sinks, mask.q_offset, mask.segments), mask.is_causal
+    if mask.span is not None or (is_causal and mask.q_offset is not None):  # not from the first key
+        between = mask.key_range(query.shape[2], key.shape[2])
+        hidden, is_causal = hidden._replace(lengths=None, between=between), False
+    is_divided = is_automatic(query)
+    at_once = is_divided or platform != "cpu"
+    options = Options(is_causal, Scoring.of_layer(query, scores.spec), sizes, at_once)
+    attend: Any = _vmap_sequences if is_divided else _attend
     return attend(options, group(query), key, value, hidden).reshape(*query.shape[:3], value.shape[3])
 
 
@@ -219,7 +226,7 @@ def gradient_of_sinks(sinks: Array | None, lse: Array, context: Array, cotangent
 _attend.defvjp(_forward, gradients_of_part)
 
 
-@compiled("sizes")
+@compiled("sizes", "platform")
 def attend_to_cache(
     query: Float[Array, "B N 1 H"],
     keys: Float[Array, "B K S H"],
@@ -228,23 +235,26 @@ def attend_to_cache(
     scores: Scores,
     *,
     sizes: BlockSizes,
+    platform: str,
 ) -> Float[Array, "B N 1 Hv"]:
     """Return the context of one token of each sequence over the keys up to its position, `mask.q_offset`.
 
-    Only filled keys and values are read; scores are stored for the whole capacity. Heads run in parallel, each with its
-    own product: XLA copies slices of a cache for a batched product, and does not parallelize the product of one row.
+    Scores are stored for the whole capacity. A CPU reads only filled keys and values. Heads run in parallel there, each
+    with its own product: XLA copies slices of a cache for a batched product, and does not parallelize the product of
+    one row.
     """
     scores = with_relative_bias(mask, scores, query, keys)
-    options = (scores.spec, mask.span, sizes)
+    options = (scores.spec, mask.span, sizes, platform)
     return _attend_to_cache(options, query, keys, values, mask.q_offset, scores.sinks, scores.bias)
 
 
-_OfCache = tuple[AttentionSpec | None, Span | None, BlockSizes]
+_OfCache = tuple[AttentionSpec | None, Span | None, BlockSizes, str]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_to_cache(options: _OfCache, query: Array, keys: Array, *others: Any) -> Array:
-    attend = _attend_to_every_slot if is_automatic(keys) else _attend_to_filled_slots
+    reads_all = is_automatic(keys) or options[3] != "cpu"
+    attend = _attend_to_every_slot if reads_all else _attend_to_filled_slots
     return attend(options, query, keys, *others)
 
 
@@ -257,7 +267,7 @@ def _attend_to_filled_slots(
     sinks: Array | None,
     bias: Array | None,
 ) -> Array:
-    spec, span, sizes = options
+    spec, span, sizes, _ = options
     scoring = Scoring.of_layer(query, spec)
     last_keys = min(sizes.last_keys, sizes.keys)
     batch_size, num_kv_heads, capacity, _ = keys.shape
@@ -329,7 +339,7 @@ def _attend_to_every_slot(
     bias: Array | None,
 ) -> Array:
     """Attend with products over all sequences, heads and slots, which XLA partitions like the cache."""
-    spec, span, _ = options
+    spec, span, *_ = options
     scoring = Scoring.of_layer(query, spec)
     batch_size, num_kv_heads, capacity, _ = keys.shape
     heads, slots = (jnp.arange(size, dtype=jnp.int32) for size in (num_kv_heads, capacity))
@@ -363,15 +373,13 @@ def _attend_to_cache_forward(options: _OfCache, *inputs: Any) -> tuple[Array, tu
 def _attend_to_cache_backward(
     options: _OfCache, residuals: tuple[Any, ...], cotangent: Array
 ) -> tuple[Array | None, ...]:
-    spec, span, sizes = options
+    spec, span, sizes, platform = options
     query, keys, values, last_positions, sinks, bias = residuals
-    mask = Mask(key_padding_lengths=last_positions + 1, q_offset=last_positions)
-    if span is not None:
-        as_bool = Mask(is_causal=True, span=span, q_offset=last_positions).to_bool(1, keys.shape[2])
-        mask = Mask(as_bool, q_offset=last_positions)
+    mask = Mask(is_causal=True, span=span, q_offset=last_positions)
 
     def attend_to_filled(query: Array, keys: Array, values: Array, sinks: Array | None, bias: Array | None) -> Array:
-        return attend_by_block(query, keys, values, mask, Scores(spec, bias, sinks), sizes=sizes)
+        scores = Scores(spec, bias, sinks)
+        return attend_by_block(query, keys, values, mask, scores, sizes=sizes, platform=platform)
 
     _, differentiate = jax.vjp(attend_to_filled, query, keys, values, sinks, bias)
     *grads, grad_sinks, grad_bias = differentiate(cotangent)

@@ -1,8 +1,9 @@
 """Fast path: attention without attention weights.
 
 On a CPU it works block by block, like FlashAttention, and skips fully masked blocks; few scores are one block. On a TPU
-it is JAX's splash attention, if that supports the call. Otherwise it wraps JAX's dot_product_attention with this
-package's semantics of masks and fully masked rows; unsupported scores use the plain path.
+it is JAX's splash attention, and on a GPU cuDNN's by JAX's dot_product_attention, with this package's semantics of
+masks and fully masked rows. Calls that these do not support store their scores, or work block by block if there are
+many.
 """
 
 import math
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from mha_jax.arrays import platform_of
@@ -26,7 +28,7 @@ from mha_spec import AttentionSpec, Refusal
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class FusedAttention(BlockSizes):
-    """Default kernel of layers: the fastest one that supports the call. Block sizes are for CPUs."""
+    """Default kernel of layers: the fastest one that supports the call."""
 
     def __call__(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores) -> Array:
         """Return the context."""
@@ -47,23 +49,32 @@ class FusedAttention(BlockSizes):
         num_scores = math.prod(query.shape[:3]) * key.shape[2]
         if num_scores == 0 or scores.has_dropout or scores.products is not None:
             return attend_without_weights(query, key, value, mask, scores)
-        if platform == "cpu":
-            if num_scores <= self.few_scores:
-                return whole.attend(query, key, value, mask, scores)
-            kernel = windows if windows.supports(query, mask) else blockwise
-            return kernel.attend(query, key, value, mask, scores, sizes=self)
         if platform == "tpu" and splash.supports(query, key, mask, scores):
             return splash.attend(query, key, value, mask, scores)
-        if library.supports(query, scores):
+        # The scores of one query are fewer than the numbers of its keys.
+        is_stored = num_scores <= self.stored(platform) or (query.shape[2] == 1 and platform != "cpu")
+        if (
+            platform != "cpu"
+            and library.supports(query, scores)
+            and (is_stored or library.is_flash(query, key, value, mask, scores, platform=platform))
+        ):
             return library.attend(query, key, value, mask, scores, platform=platform)
-        return attend_without_weights(query, key, value, mask, scores)
+        if is_stored:
+            attend = whole.attend if platform == "cpu" else attend_without_weights
+            return attend(query, key, value, mask, scores)
+        kernel = windows if windows.supports(query, mask) else blockwise
+        return kernel.attend(query, key, value, mask, scores, sizes=self, platform=platform)
 
     def _step(self, query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:
-        if platform != "cpu":
+        if platform != "cpu" and library.supports(query, scores):
+            if mask.span is None:  # the library has an argument for lengths
+                last_positions: Any = mask.q_offset
+                mask = Mask(key_padding_lengths=jnp.broadcast_to(last_positions + 1, query.shape[:1]))
             return self._attend(query, key, value, mask, scores, platform=platform)
-        if key.shape[2] > self.keys and query.size and scores.products is None:
-            return blockwise.attend_to_cache(query, key, value, mask, scores, sizes=self)
-        return attend_without_weights(query, key, value, mask, scores)
+        is_small = not query.size or (key.shape[2] <= self.keys and platform == "cpu")
+        if is_small or scores.products is not None:
+            return attend_without_weights(query, key, value, mask, scores)
+        return blockwise.attend_to_cache(query, key, value, mask, scores, sizes=self, platform=platform)
 
 
 def scaled_dot_product_attention(

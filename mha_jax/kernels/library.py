@@ -23,6 +23,16 @@ def supports(query: Array, scores: Scores) -> bool:
     return scores.bias is None or scores.bias.dtype == query.dtype  # a folded relative bias is wider
 
 
+def is_flash(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> bool:
+    """Return whether cuDNN computes the call. It stores no scores, but copies a mask or a bias."""
+    tokens = query.shape[2], key.shape[2]
+    if not _fits_cudnn(query, value, platform):
+        return False
+    if _native_mask(mask, scores, *tokens, takes_cudnn=True) is not None:
+        return True
+    return mask.has_only("mask") and _cudnn_reads(mask, scores.bias, query.dtype, tokens)
+
+
 @compiled("platform")
 @contained
 def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, platform: str) -> Array:
@@ -30,8 +40,7 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
     seq_len_q, seq_len_k = query.shape[2], key.shape[2]
     width, head_dim = value.shape[3], max(query.shape[3], value.shape[3])  # it requires equal widths
     dtype = query.dtype
-    is_half = dtype in (jnp.float16, jnp.bfloat16)
-    takes_cudnn = platform == "gpu" and is_half and head_dim % 8 == 0 and head_dim <= 128
+    takes_cudnn = _fits_cudnn(query, value, platform)
     told = _native_mask(mask, scores, seq_len_q, seq_len_k, takes_cudnn=takes_cudnn)
     visible, bias, masked_rows, lengths = None, scores.bias, None, mask.key_padding_lengths
     scale = score_scale(query, scores.spec)
@@ -41,7 +50,7 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
         hidden = to_scores_rank(hidden)
         masked_rows = hidden.all(axis=-1, keepdims=True)
         visible = ~(hidden & ~masked_rows)  # opposite polarity: True = attend
-        if takes_cudnn and dtype == jnp.float16:  # it masks with a score of -45875
+        if takes_cudnn and not _cudnn_reads(mask, bias, dtype, (seq_len_q, seq_len_k)):
             takes_cudnn = False
             query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     elif mask.span is not None or lengths is not None:
@@ -66,6 +75,19 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
         )
     context = context.astype(dtype).swapaxes(1, 2)[..., :width]
     return context if masked_rows is None else zero_where(context, masked_rows)
+
+
+def _fits_cudnn(query: Array, value: Array, platform: str) -> bool:
+    """Return whether cuDNN supports the dtype and the widths."""
+    is_half, head_dim = query.dtype in (jnp.float16, jnp.bfloat16), max(query.shape[3], value.shape[3])
+    return platform == "gpu" and is_half and head_dim % 8 == 0 and head_dim <= 128
+
+
+def _cudnn_reads(mask: Mask, bias: Array | None, dtype: jnp.dtype, tokens: tuple[int, int]) -> bool:
+    """Return whether cuDNN reads a mask and a bias: for all pairs of even numbers of tokens, or it has no gradient."""
+    is_whole = all(x is None or x.shape[-2:] == tokens for x in (mask.mask, bias))
+    # In float16 hidden keys would have a score of -45875.
+    return dtype == jnp.bfloat16 and is_whole and not any(count % 2 for count in tokens)
 
 
 def _native_mask(

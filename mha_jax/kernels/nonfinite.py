@@ -35,27 +35,61 @@ def nan_where(x: Float[Array, "..."], where: Bool[Array, "..."]) -> Float[Array,
     return x + jnp.where(where, jnp.nan, 0.0)
 
 
-def attends_to_any(marked: Bool[Array, "B N S"], seq_len_q: int, mask: Mask) -> Bool[Array, "B N T 1"]:
-    """Return whether each query attends to any of the marked keys; T and S are not 0."""
-    has_chunks = mask.span is not None and mask.span.chunk_size is not None
-    if (
-        mask.has_only(*_RANGES) and not has_chunks
-    ):  # kernels build a boolean mask for chunks anyway, and XLA needs less memory with it
-        first, stop = (x.clip(0, marked.shape[2]) for x in mask.key_range(seq_len_q, marked.shape[2]))
+def attends_to_any(
+    marked: Bool[Array, "B N S"], seq_len_q: int, mask: Mask, *, checks_first: bool = True
+) -> Bool[Array, "B N T 1"]:
+    """Return whether each query attends to any of the marked keys; T and S are not 0.
+
+    Without `checks_first` no value decides what runs next.
+    """
+    seq_len_k = marked.shape[2]
+    if mask.has_only(*_RANGES):
+        first, stop = (x.clip(0, seq_len_k) for x in mask.key_range(seq_len_q, seq_len_k))
         counts = jnp.pad(lax.cumsum(marked.astype(jnp.int32), axis=2), [(0, 0), (0, 0), (1, 0)])  # up to each key
         before, within = (jnp.take_along_axis(counts, places[:, None], axis=2) for places in (first, stop))
         return (within > before)[..., None]
-    hidden: Any = mask.to_bool(seq_len_q, marked.shape[2])
+    seen = _seen_keys(mask, seq_len_q, seq_len_k)
     shape = (*marked.shape[:2], seq_len_q, 1)
 
-    def among(keys: slice) -> Array:
-        seen = marked[:, :, None, keys] & ~to_scores_rank(hidden)[..., keys]
-        return jnp.broadcast_to(seen.any(axis=-1, keepdims=True), shape)
+    def among(begin: Array | int, size: int) -> Array:
+        keys = lax.dynamic_slice_in_dim(marked, begin, size, axis=2)
+        return jnp.broadcast_to((seen(begin, size) & keys[:, :, None]).any(axis=-1, keepdims=True), shape)
 
-    if is_automatic(marked):  # devices would have to agree on whether to check
-        return among(slice(None))
+    if is_automatic(marked):  # devices would have to agree on whether to check, and XLA gathers what it slices
+        return among(0, seq_len_k)
+    if not checks_first:
+        return _in_any_block(among, seq_len_k)
     # Scores are checked only if needed. Without keys the result is False, of the type that `shard_map` expects.
-    return lax.cond(marked.any(), lambda: among(slice(None)), lambda: among(slice(0)))
+    return lax.cond(marked.any(), lambda: _in_any_block(among, seq_len_k), lambda: among(0, 0))
+
+
+def _seen_keys(mask: Mask, seq_len_q: int, seq_len_k: int) -> Callable[[Array | int, int], Array]:
+    """Return a function of the first key and the number of some: those that queries attend to, (B, N or 1, T, s)."""
+    first, stop = (x[:, None, :, None] for x in mask.key_range(seq_len_q, seq_len_k))
+
+    def seen(begin: Array | int, size: int) -> Array:
+        keys = (begin + jnp.arange(size, dtype=jnp.int32))[None, None, None]
+        found = (keys >= first) & (keys < stop)
+        if mask.mask is not None:
+            hidden = to_scores_rank(mask.mask)
+            found &= ~(hidden if hidden.shape[3] == 1 else lax.dynamic_slice_in_dim(hidden, begin, size, axis=3))
+        if mask.segments is not None:
+            of_queries, of_keys = mask.segments
+            of_keys = lax.dynamic_slice_in_dim(of_keys, begin, size, axis=1)
+            found &= of_queries[:, None, :, None] == of_keys[:, None, None]
+        return found
+
+    return seen
+
+
+def _in_any_block(found_in: Callable[[Array | int, int], Array], seq_len_k: int) -> Array:
+    """Return whether a function of some keys is True of any of them: block by block, not of all pairs at once."""
+    size = min(seq_len_k, 128)
+
+    def add(i: Array, found: Array) -> Array:
+        return found | found_in(jnp.minimum(i * size, seq_len_k - size), size)
+
+    return lax.fori_loop(1, -(-seq_len_k // max(size, 1)), add, found_in(0, size))
 
 
 def contained_projection(project: Callable[[str, Array], Array]) -> Callable[[str, Array], Array]:
@@ -125,8 +159,10 @@ def _contained(query: Array, key: Array, value: Array, hidden: Mask) -> tuple[Ar
 
 def _has_key(hidden: Mask, seq_len_q: int, seq_len_k: int) -> Bool[Array, "#B #N #T 1"]:
     """Return whether a row attends to any key."""
-    if not hidden.has_only(*_RANGES):
-        as_bool: Any = hidden.to_bool(seq_len_q, seq_len_k)
-        return ~to_scores_rank(as_bool).all(axis=-1, keepdims=True)
-    first, stop = (x.clip(0, seq_len_k) for x in hidden.key_range(seq_len_q, seq_len_k))
-    return (first < stop)[:, None, :, None]
+    if hidden.has_only(*_RANGES):
+        first, stop = (x.clip(0, seq_len_k) for x in hidden.key_range(seq_len_q, seq_len_k))
+        return (first < stop)[:, None, :, None]
+    if hidden.mask is not None and hidden.has_only("mask"):
+        return ~to_scores_rank(hidden.mask).all(axis=-1, keepdims=True)
+    seen = _seen_keys(hidden, seq_len_q, seq_len_k)
+    return _in_any_block(lambda *keys: seen(*keys).any(axis=-1, keepdims=True), seq_len_k)

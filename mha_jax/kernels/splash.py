@@ -25,6 +25,8 @@ def supports(query: Array, key: Array, mask: Mask, scores: Scores) -> bool:
     """Return whether the kernel can compute the call, and has enough tokens for its blocks."""
     if query.dtype not in (jnp.float32, jnp.bfloat16) or min(query.shape[2], key.shape[2]) < LANES:
         return False
+    if scores.sinks is not None and scores.sinks.dtype != query.dtype:  # its gradient of them has that dtype
+        return False
     if scores.has_distances or scores.has_dropout or scores.bias is not None:
         return False
     if not mask.has_only("is_causal", "key_padding_lengths", "span", "segment_ids"):
@@ -60,8 +62,8 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
             of_keys = jnp.where(is_padding, of_queries.min() - 1, of_keys)
         segments, axes = splash.SegmentIds(of_queries, of_keys), splash.SegmentIds(0, 0)  # pyright: ignore[reportArgumentType]
     # Softmax over no key is 0 / 0. A sink with negligible weight makes fully masked rows 0, without a gradient.
-    sinks = jnp.full(query.shape[1], NO_SINK, jnp.float32)
-    sinks = sinks if scores.sinks is None else jnp.maximum(at_least_float32(scores.sinks), sinks)
+    sinks = jnp.full(query.shape[1], NO_SINK, query.dtype)
+    sinks = sinks if scores.sinks is None else jnp.maximum(scores.sinks, sinks)
     hides = _mask_of(masks, mask, (padded_q, padded_k))
     sizes = splash.BlockSizes(*(block_q, block_k, block_k), *(block_q, block_k, block_k), *(block_q, block_k))
     with jax.numpy_dtype_promotion("standard"):

@@ -1,4 +1,4 @@
-"""Windows and chunks on CPUs, a block of queries at a time over the keys of its span."""
+"""Windows and chunks, a block of queries at a time over the keys of its span."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,8 +24,10 @@ def supports(query: Array, mask: Mask) -> bool:
     return is_known and mask.span is not None and query.shape[2] > _num_together(mask.span)
 
 
-@compiled("sizes")
-def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, sizes: BlockSizes) -> Array:
+@compiled("sizes", "platform")
+def attend(
+    query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *, sizes: BlockSizes, platform: str
+) -> Array:
     """Return the context, a block of queries at a time over the keys of its span: work linear in the length.
 
     Non-finite tokens are searched for once here, because spans of blocks overlap.
@@ -63,14 +65,16 @@ def attend(query: Array, key: Array, value: Array, mask: Mask, scores: Scores, *
     def attend_part(begin: Array) -> Array:
         rows, part, scores = parts.rows_of(query, begin), parts.mask_of(begin), parts.scores_of(begin)
         keys, values = (parts.keys_of(x, begin) for x in (key, value))
-        if batch_size * num_heads * size * parts.num_keys > sizes.few_scores:
-            return blockwise.attend(rows, keys, values, part, scores, sizes=sizes)
+        if batch_size * num_heads * size * parts.num_keys > sizes.stored(platform):
+            return blockwise.attend(rows, keys, values, part, scores, sizes=sizes, platform=platform)
         return whole.attend_finite(rows, keys, values, part, scores)
 
     # Recompute instead of storing residuals of each block.
     begins = jnp.arange(num_parts, dtype=jnp.int32) * size
     contexts = lax.map(jax.checkpoint(attend_part), begins)
-    contexts = nan_where(contexts, _wrong_in_parts(parts, begins, nonfinite_rows, nonfinite_keys))
+    checks_first = platform == "cpu" and not is_automatic(query)  # devices, or a host, would have to agree on whether
+    wrong = _wrong_in_parts(parts, begins, nonfinite_rows, nonfinite_keys, checks_first=checks_first)
+    contexts = nan_where(contexts, wrong)
     contexts = jnp.moveaxis(contexts, 0, 2)  # (B, N, parts, size, H)
     return contexts.reshape(batch_size, num_heads, num_parts * size, contexts.shape[4])[:, :, :seq_len_q]
 
@@ -133,7 +137,7 @@ class _Parts(NamedTuple):
 
 
 def _wrong_in_parts(
-    parts: _Parts, begins: Array, nonfinite_rows: Array, nonfinite_keys: Array
+    parts: _Parts, begins: Array, nonfinite_rows: Array, nonfinite_keys: Array, *, checks_first: bool
 ) -> Bool[Array, "parts B N T 1"]:
     """Return the rows to set to NaN: not finite without being fully masked, or attending to a non-finite key."""
     marked = jnp.repeat(nonfinite_keys, nonfinite_rows.shape[1] // nonfinite_keys.shape[1], axis=1)
@@ -141,12 +145,13 @@ def _wrong_in_parts(
     def look_in(begin: Array) -> Array:
         hidden = parts.hidden_from(begin)
         is_wrong = parts.rows_of(nonfinite_rows, begin) & ~hidden.all(axis=-1, keepdims=True)
-        return is_wrong | attends_to_any(parts.keys_of(marked, begin)[..., 0], parts.size, Mask(hidden))
+        keys = parts.keys_of(marked, begin)[..., 0]
+        return is_wrong | attends_to_any(keys, parts.size, Mask(hidden), checks_first=checks_first)
 
     def look() -> Array:
         return lax.map(look_in, begins)
 
-    if is_automatic(nonfinite_rows):  # devices would have to agree on whether to check
+    if not checks_first:
         return look()
     is_any = nonfinite_rows.any() | nonfinite_keys.any()
     # All False, but derived from the same arrays: in `shard_map` both branches must vary over the same devices.

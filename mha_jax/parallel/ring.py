@@ -260,7 +260,7 @@ def _sees(plan: _Plan, pair: _Pair) -> Array | None:
 
 def _by_sequence(plan: _Plan, function: Callable[..., Any], hidden: Hidden, *arrays: Array) -> Any:
     """Call a function of masks and arrays, one sequence at a time if XLA partitions sequences."""
-    if not plan.options.is_automatic:
+    if not plan.options.at_once:
         return function(hidden, *arrays)
     batch_size = arrays[0].shape[0]
     axes = jax.tree.map(lambda x: 0 if x.shape[0] == batch_size else None, hidden)

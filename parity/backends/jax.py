@@ -28,7 +28,7 @@ from parity.files.tensor_file import flatten
 
 Params = dict[str, Any]  # nested dicts of arrays
 
-SMALL_BLOCKS = FusedAttention(few_scores=0, queries=8, keys=8, last_keys=4)
+SMALL_BLOCKS = FusedAttention(few_scores=0, most_scores=0, queries=8, keys=8, last_keys=4)
 """Fused kernel with blocks so small that most cases have several; with default sizes they use the plain path."""
 
 
