@@ -390,7 +390,8 @@ STEPPED = {
 @pytest.mark.parametrize("name", rest_thorough(STEPPED, ["alibi-window", "nothing"]))
 def test_token_over_a_cache_gives_what_the_plain_path_gives(name):
     fields, others = STEPPED[name]
-    masks = {**CAUSAL, "q_offset": np.array([0, 30, 49])}
+    # The gradient of a single key is a difference of two equal sums, which test_fused has a bound for.
+    masks = {**CAUSAL, "q_offset": np.array([7, 30, 49])}
     shapes = {name: (*shape[:2], min(shape[2], 50 if shape[1] == 2 else 1), shape[3]) for name, shape in SHAPES.items()}
     assert_blocks_give_what_the_plain_path_gives(fields, masks, others, shapes, "float32", "cuda", SMALL.step)
 
