@@ -287,7 +287,7 @@ class Blocks:
         size, num_blocks = self.block_queries, self.seq_len_q // self.block_queries
         num_within = min(num_blocks, self.seq_len_k // size)
         parts = []
-        # Blocks are loops, because XLA would compile each of them.
+        # A loop, because XLA would compile each block. It has two at a time, because some steps use one core.
         for first, stop in ((0, num_within), (num_within, num_blocks)):
 
             def step(carry: Any, i: Array, is_within: bool = stop <= num_within) -> tuple[Any, Any]:
@@ -295,7 +295,7 @@ class Blocks:
                 return carry, results
 
             if stop > first:
-                carry, blocks = lax.scan(step, carry, jnp.arange(first, stop, dtype=jnp.int32))
+                carry, blocks = lax.scan(step, carry, jnp.arange(first, stop, dtype=jnp.int32), unroll=2)
                 parts.append(
                     jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[4]), blocks)
                 )
