@@ -309,7 +309,7 @@ class Blocks:
         for i in range(num_blocks if self.at_once else 0):
             results, carry = function(Rows(i, i * size, size, i < num_within), carry)
             parts.append(results)
-        # Other blocks are loops, because XLA would compile each of them.
+        # Otherwise a loop, because XLA would compile each block. It has two at a time, because some steps use one core.
         for first, stop in () if self.at_once else ((0, num_within), (num_within, num_blocks)):
 
             def step(carry: Any, i: Array, is_within: bool = stop <= num_within) -> tuple[Any, Any]:
@@ -317,7 +317,7 @@ class Blocks:
                 return carry, results
 
             if stop > first:
-                carry, blocks = lax.scan(step, carry, jnp.arange(first, stop, dtype=jnp.int32))
+                carry, blocks = lax.scan(step, carry, jnp.arange(first, stop, dtype=jnp.int32), unroll=2)
                 parts.append(
                     jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, x.shape[4]), blocks)
                 )
