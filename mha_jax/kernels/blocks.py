@@ -53,8 +53,8 @@ class BlockSizes:
         return self.few_scores if platform == "cpu" else self.most_scores
 
 
-MOST_BLOCKS = 16
-"""Number of blocks of queries, at most, if each is compiled separately."""
+FEW_BLOCKS, MOST_BLOCKS = 8, 16
+"""Numbers of blocks of queries: up to the first each is compiled separately on a CPU, up to the second elsewhere."""
 
 
 class Scoring(NamedTuple):
@@ -305,12 +305,14 @@ class Blocks:
         size, num_blocks = self.block_queries, self.seq_len_q // self.block_queries
         num_within = min(num_blocks, self.seq_len_k // size)
         parts = []
-        # A host would wait for loops over keys whose number of rounds depends on the block.
-        for i in range(num_blocks if self.at_once else 0):
+        # XLA compiles each of a few blocks, and may compute two at a time. A host would wait for loops over keys whose
+        # number of rounds depends on the block.
+        is_static = self.at_once or num_blocks <= FEW_BLOCKS
+        for i in range(num_blocks if is_static else 0):
             results, carry = function(Rows(i, i * size, size, i < num_within), carry)
             parts.append(results)
-        # Otherwise a loop, because XLA would compile each block. It has two at a time, because some steps use one core.
-        for first, stop in () if self.at_once else ((0, num_within), (num_within, num_blocks)):
+        # More blocks are a loop, which compiles once. It has two at a time, because some steps use one core.
+        for first, stop in () if is_static else ((0, num_within), (num_within, num_blocks)):
 
             def step(carry: Any, i: Array, is_within: bool = stop <= num_within) -> tuple[Any, Any]:
                 results, carry = function(Rows(i, i * size, size, is_within), carry)
@@ -339,21 +341,31 @@ class Blocks:
             first, last = begin // size, stop // size
             return lax.fori_loop(first, last, lambda i, sums: add(sums, Keys(i * size, size, is_clear=True)), sums)
 
+        is_static = isinstance(rows.begin, int)
+        stop: Any = self.seq_len_k
+        if self.is_causal:
+            stop = (min if is_static else jnp.minimum)(rows.begin + rows.size, self.seq_len_k)
         # In a loop, because XLA would store the scores of all blocks at the same time.
-        is_beyond = self.is_causal and not rows.is_within
+        is_beyond = self.is_causal and not (is_static or rows.is_within)
         if self.at_once or is_beyond or self.may_hide_all(Keys(0, size)):
-            stop = rows.begin + rows.size if self.is_causal else self.seq_len_k
-            stop = min(stop, self.seq_len_k) if isinstance(stop, int) else jnp.minimum(stop, self.seq_len_k)
             return lax.fori_loop(*self.seen_of(-(-stop // size), tile, rows), add_block, zeros)
-        if not self.is_causal:
-            rest = self.seq_len_k % size
-            sums = add(nothing, Keys(self.seq_len_k - rest, rest, is_clear=True)) if rest else zeros
-            return add_clear(sums, 0, self.seq_len_k, size)
-        sums, begin = add(nothing, Keys(rows.begin, rows.size)), 0
-        for width in (size - size % self.block_queries, self.block_queries):
-            if 0 < width < self.seq_len_k:  # XLA would compute the only block of a loop even if it has no iteration
-                sums, begin = add_clear(sums, begin, rows.begin, width), rows.begin - rows.begin % width
-        return sums
+        if self.is_causal and not is_static:
+            sums, begin = add(nothing, Keys(rows.begin, rows.size)), 0
+            for width in (size - size % self.block_queries, self.block_queries):
+                if 0 < width < self.seq_len_k:  # XLA would compute the only block of a loop even without an iteration
+                    sums, begin = add_clear(sums, begin, rows.begin, width), rows.begin - rows.begin % width
+            return sums
+        # First the blocks without hidden keys, then the rest: at once, if it is at most one block.
+        clear = min(rows.begin, stop) if self.is_causal else stop
+        num_clear, sums = clear // size, nothing
+        if num_clear == 1:
+            sums = add(nothing, Keys(0, size, is_clear=True))
+        elif num_clear:
+            sums = add_clear(zeros, 0, clear, size)
+        rest = stop - num_clear * size
+        if rest > size:
+            return lax.fori_loop(num_clear, -(-stop // size), add_block, sums if num_clear else zeros)
+        return add(sums, Keys(num_clear * size, rest, is_clear=clear == stop)) if rest else sums
 
     def seen_of(self, num_blocks: Array | int, tile: Tile, rows: Rows) -> tuple[Array | int, Array | int]:
         """Return the range of key blocks that a block of queries may attend to, without causality."""
