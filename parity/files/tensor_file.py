@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import math
+import os
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -52,11 +53,13 @@ class FileOffset(NamedTuple):
     offset: int
 
     def read_into(self, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes from here on."""
-        self.file.seek(self.offset)
-        count = self.file.readinto(buffer)  # pyright: ignore[reportAttributeAccessIssue]
-        if count != len(buffer):
-            raise Refusal(f"{len(buffer)} bytes", "be there", str(count))
+        """Fill a buffer with the bytes from here on. Threads may do so at the same time."""
+        count = 0
+        while count < len(buffer):
+            read = os.preadv(self.file.fileno(), [buffer[count:]], self.offset + count)
+            if not read:
+                raise Refusal(f"{len(buffer)} bytes", "be there", str(count))
+            count += read
 
 
 def _closed(name: str) -> NoReturn:
@@ -140,12 +143,13 @@ class TensorFile:
 
     def sha256(self) -> str:
         """Hash all tensors: names, dtypes, shapes and bytes, independent of order and format."""
-        return hash_of(self.infos, {name: self._digest(name) for name in self.infos})
+        names = [name for name in self.infos if name in self.places]
+        with ThreadPoolExecutor(2) as pool:
+            digests = dict(zip(names, pool.map(self._digest, names), strict=True))
+        return hash_of(self.infos, {name: digests.get(name) or digest(self.read(name)) for name in self.infos})
 
     def _digest(self, name: str) -> str:
-        """Return the sha256 of a tensor's bytes, read in pieces that stay in the processor's cache if possible."""
-        if name not in self.places:
-            return digest(self.read(name))
+        """Return the sha256 of the bytes at a place, read in pieces that stay in the processor's cache."""
         (file, offset), size = self.places[name], self.infos[name].nbytes
         found, piece = hashlib.sha256(), memoryview(bytearray(min(size, PIECE)))
         with in_one_line(self.path, self.format):
