@@ -481,7 +481,7 @@ def test_growth_is_drawn_by_the_tokens_of_any_kind_of_work():
     assert len(figure.axes) == 4
     assert [len(panel.lines) for panel in figure.axes] == [2, 1, 0, 1]
     assert list(figure.axes[0].lines[0].get_xdata()) == [1024, 131072]
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["1024", "128k"]
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["1k", "128k"]
 
 
 def test_labels_are_moved_apart_in_order():

@@ -166,7 +166,7 @@ def draw_lines(panel: Any, lines: Sequence[Line], x_label: str, y_label: str) ->
         style = {"linewidth": 2.2} if is_ours else {"linewidth": 1.2, "linestyle": "--"}
         panel.plot(x, y, color=color, marker="o", markersize=3, **style)
     ticks = sorted({value for line in lines for value in line[2]})
-    panel.set_xticks(ticks, labels=[f"{tick:g}" if tick < 8192 else f"{tick / 1024:g}k" for tick in ticks])
+    panel.set_xticks(ticks, labels=[f"{tick:g}" if tick < 1024 else f"{tick / 1024:g}k" for tick in ticks])
     panel.xaxis.minorticks_off()
     panel.grid(visible=True, alpha=0.3)
     panel.spines[["top", "right"]].set_visible(False)
