@@ -62,6 +62,7 @@ async function check(page) {
         await tab.evaluate(() => document.querySelector("details[open] > div")?.scrollIntoView());
         await picture("-case");
       }
+      await tab.evaluate(() => document.getAnimations().forEach((animation) => animation.cancel())); // colors that still fade in
       await tab.evaluate(axe);
       const result = await tab.evaluate(() => axe.run(document, { resultTypes: ["violations"] }));
       for (const { id, impact, nodes } of result.violations) {
