@@ -239,7 +239,7 @@ def grown():
         ("heads for tokens", {"tokens": "x"}, (None, "x"), False),
         ("ring", {"tokens": "x"}, (None, "x"), True),
     ):
-        batch, length = (8, 512) if name == "data" else (1, 4096)
+        batch, length = (8, 512) if name == "data" else (1, 2048)
         rows = []
         for count in (2, 8):
             mesh = mesh_of("automatic", x=count)

@@ -386,9 +386,11 @@ class Blocks:
     def seen(self, mask: Array) -> tuple[Array, Array]:
         """Return the range of key blocks that the mask leaves each block of queries."""
         seen = (~mask).any(axis=2)  # (B, K, T, S), any of these axes may be 1
-        seen = jnp.broadcast_to(seen, (*seen.shape[:2], self.seq_len_q, self.seq_len_k))
-        seen = self._in_blocks(self._in_blocks(seen, 2, self.block_queries).any(axis=3), 3, self.block_keys)
-        return self._ends(seen.any(axis=4))
+        if seen.shape[2] > 1:
+            seen = self._in_blocks(seen, 2, self.block_queries).any(axis=3)
+        num_blocks = -(-self.seq_len_q // self.block_queries)
+        seen = jnp.broadcast_to(seen, (*seen.shape[:2], num_blocks, self.seq_len_k))
+        return self._ends(self._in_blocks(seen, 3, self.block_keys).any(axis=4))
 
     def seen_in(self, first: Array, stop: Array) -> tuple[Array, Array]:
         """Return the range of key blocks of the keys between `first` and `stop` of each query block, (B or 1, rows)."""
@@ -497,10 +499,11 @@ class Blocks:
             first, stop = (self._block(x, tile, rows, keys) for x in self.between)
             parts.append((positions < first) | (positions >= stop))
         if self.is_causal and not keys.is_clear:
-            # The places within a block compile to a constant mask if both blocks begin at the same place.
-            of_keys, of_rows = (jnp.arange(x.size, dtype=jnp.int32) for x in (keys, rows))
-            distances = (of_keys[None] - of_rows[:, None]).reshape(1, 1, 1, rows.size, keys.size)
-            parts.append(distances > rows.begin - keys.begin)
+            if keys.begin is rows.begin:  # on the diagonal all blocks have the same mask, which compiles to a constant
+                of_keys, of_rows = (jnp.arange(x.size, dtype=jnp.int32) for x in (keys, rows))
+                parts.append(of_keys.reshape(1, 1, 1, 1, -1) > of_rows.reshape(1, 1, 1, -1, 1))
+            else:
+                parts.append(positions > places)
         if self.hidden.lengths is not None:
             parts.append(positions >= tile.part(self.hidden.lengths.reshape(-1, 1, 1, 1, 1)))
         if self.segments is not None:
